@@ -31,8 +31,8 @@ _HOME = {
     "TrainState": "trainwright.checkpoint.train_state",
     "TrainwrightError": "trainwright.errors",
     "bad_cases": "trainwright.commands.bad_cases",
-    "batch_size": "trainwright.commands.of_objects",
-    "check": "trainwright.commands.of_objects",
+    "batch_size": "trainwright.commands.python_api",
+    "check": "trainwright.commands.python_api",
     "compare_optimizers": "trainwright.commands.compare_optimizers",
     "evaluate": "trainwright.commands.evaluate",
     "files": "trainwright.data.read_files",
@@ -45,26 +45,26 @@ _HOME = {
     "load": "trainwright.recipe.load",
     "load_checkpoint": "trainwright.checkpoint.checkpoint",
     "log": "trainwright.engine.user_log",
-    "lr_range": "trainwright.commands.of_objects",
+    "lr_range": "trainwright.commands.python_api",
     "make_clip": "trainwright.optim.clip",
     "make_optimizer": "trainwright.optim.choose",
     "make_own_step": "trainwright.engine.manual_step",
     "make_schedule": "trainwright.optim.schedule",
     "make_step": "trainwright.engine.step",
     "mix": "trainwright.data.mixture",
-    "mup_check": "trainwright.commands.of_objects",
+    "mup_check": "trainwright.commands.python_api",
     "pad": "trainwright.data.padding",
-    "plan": "trainwright.commands.of_objects",
+    "plan": "trainwright.commands.python_api",
     "predict": "trainwright.commands.evaluate",
-    "profile": "trainwright.commands.of_objects",
-    "replay": "trainwright.commands.of_objects",
+    "profile": "trainwright.commands.python_api",
+    "replay": "trainwright.commands.python_api",
     "save_checkpoint": "trainwright.checkpoint.checkpoint",
     "steps": "trainwright.engine.loop",
     "sweep": "trainwright.commands.sweep.call",
     "table": "trainwright.data.table",
     "train": "trainwright.training.run",
     "verify_plain": "trainwright.commands.verify.plain",
-    "verify_resume": "trainwright.commands.of_objects",
+    "verify_resume": "trainwright.commands.python_api",
     "watch": "trainwright.watching.watch",
 }
 
@@ -87,14 +87,14 @@ if TYPE_CHECKING:
     from trainwright.commands.evaluate import predict as predict
     from trainwright.commands.init import init as init
     from trainwright.commands.ladder.climb import ladder as ladder
-    from trainwright.commands.of_objects import batch_size as batch_size
-    from trainwright.commands.of_objects import check as check
-    from trainwright.commands.of_objects import lr_range as lr_range
-    from trainwright.commands.of_objects import mup_check as mup_check
-    from trainwright.commands.of_objects import plan as plan
-    from trainwright.commands.of_objects import profile as profile
-    from trainwright.commands.of_objects import replay as replay
-    from trainwright.commands.of_objects import verify_resume as verify_resume
+    from trainwright.commands.python_api import batch_size as batch_size
+    from trainwright.commands.python_api import check as check
+    from trainwright.commands.python_api import lr_range as lr_range
+    from trainwright.commands.python_api import mup_check as mup_check
+    from trainwright.commands.python_api import plan as plan
+    from trainwright.commands.python_api import profile as profile
+    from trainwright.commands.python_api import replay as replay
+    from trainwright.commands.python_api import verify_resume as verify_resume
     from trainwright.commands.sweep.call import sweep as sweep
     from trainwright.commands.verify.plain import verify_plain as verify_plain
     from trainwright.data.loading import Loading as Loading
@@ -131,7 +131,7 @@ if TYPE_CHECKING:
 
 
 class _CallablePackage(ModuleType):
-    """A package that has the name of a public function: ``tw.plan(...)`` calls that."""
+    """A package with the name of a public function: ``tw.plan(...)`` calls the function."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         name = self.__name__.rpartition(".")[2]
@@ -139,7 +139,7 @@ class _CallablePackage(ModuleType):
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are first used: importing this package does not import torch."""
+    """Import a public name at its first use, so that importing this package does not import torch."""
     if name not in _HOME:
         raise AttributeError(f"module 'trainwright' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

@@ -1,18 +1,18 @@
-"""Every error that Trainwright raises on purpose. Each names its remedy and knows its exit code.
+"""The errors that Trainwright raises on purpose. Each has a remedy and an exit code.
 
-    TrainwrightError                  exit 1   something went wrong that is not a bug of ours
+    TrainwrightError                  exit 1   a failure that is not a bug in Trainwright
     ├── UsageError      (ValueError)  exit 2   the call or command line is wrong
     │   ├── RecipeError               exit 2   the recipe is wrong: every problem at once, each with file:line
-    │   └── MissingExtra              exit 2   an optional package is needed and not installed
-    ├── DataError                     exit 1   a sample or a batch is wrong: names the sample ids
-    ├── StorageError                  exit 1   disk full, no permission, folder gone
-    ├── OutOfMemoryError              exit 1   a step does not fit, even one sample at a time: says what held the memory
-    ├── CheckpointError               exit 1   a checkpoint is missing, torn or does not fit
-    ├── RankError                     exit 1   another process of the run is gone or does not answer
-    └── StoppedError                  exit 75  a signal asked a run to stop before it began to train
+    │   └── MissingExtra              exit 2   a required optional package is not installed
+    ├── DataError                     exit 1   a sample or a batch is wrong: has the sample ids
+    ├── StorageError                  exit 1   disk full, no permission, folder missing
+    ├── OutOfMemoryError              exit 1   a step does not fit, even one sample at a time: reports the memory in use
+    ├── CheckpointError               exit 1   a checkpoint is missing, incomplete or does not fit
+    ├── RankError                     exit 1   another process of the run has ended or does not respond
+    └── StoppedError                  exit 75  a signal stopped a run before it began to train
 
-A user's mistake ends in one of these, without a traceback; an ``AssertionError`` is a bug of ours. ``suggest`` and
-``require_choice`` make every "did you mean" for unknown names.
+A user's mistake raises one of these, without a traceback. An ``AssertionError`` is a bug in Trainwright. ``suggest``
+and ``require_choice`` make every "did you mean" for unknown names.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OPTIONAL = (
     "torchao>=0.15",
     "gymnasium>=1.0",
 )
-"""The packages of the extras in pyproject.toml, with the versions that they need."""
+"""The packages of the extras in pyproject.toml, with their required versions."""
 _DISTRIBUTIONS = {
     "sklearn": "scikit-learn",
     "PIL": "pillow",
@@ -55,11 +55,17 @@ _DISTRIBUTIONS = {
     "liger_kernel": "liger-kernel",
     "google.protobuf": "protobuf",
 }
-"""Modules whose package has another name."""
+"""Modules whose package has a different name."""
 
 
 class TrainwrightError(Exception):
-    """Base of the tree. ``message`` says what is wrong, ``remedy`` what to do about it."""
+    """The base class of all errors.
+
+    Attributes:
+        message: What is wrong.
+        remedy: How to fix it.
+        exit_code: The exit code of a command that ends with this error.
+    """
 
     exit_code = 1
 
@@ -80,10 +86,14 @@ class UsageError(TrainwrightError, ValueError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a recipe.
+    """One problem of a recipe.
 
-    ``path`` is dotted (``optimizer.lr``), ``where`` is ``file:line`` or where an override came from,
-    ``got`` is what was written, ``rule`` what is required, ``remedy`` what to do (with "did you mean").
+    Attributes:
+        path: The dotted recipe path, such as ``optimizer.lr``.
+        rule: The requirement.
+        got: The value in the recipe.
+        remedy: How to fix it, with "did you mean".
+        where: ``file:line``, or the source of an override.
     """
 
     path: str
@@ -110,14 +120,14 @@ class RecipeError(UsageError):
 
 
 class Problems:
-    """Collects the problems that several checks of a recipe find, so that all are reported at once."""
+    """Collects the problems from several checks of a recipe, so that all are reported at once."""
 
     def __init__(self, found: Iterable[Problem] = ()) -> None:
         self.found = list(found)
 
     @contextmanager
     def at(self, path: str) -> Iterator[None]:
-        """Collects what is raised inside; ``path`` is the key at fault where the error does not name one."""
+        """Collect errors that are raised inside. ``path`` is the key at fault if the error has none."""
         try:
             yield
         except RecipeError as error:
@@ -126,13 +136,13 @@ class Problems:
             self.found.append(Problem(path, error.message, remedy=error.remedy))
 
     def raise_if_any(self) -> None:
-        """Raises a RecipeError with each problem once."""
+        """Raise a RecipeError with each problem once."""
         if self.found:
             raise RecipeError(list({(each.path, each.rule): each for each in self.found}.values()))
 
 
 class MissingExtra(UsageError):
-    """An optional package is needed and not installed."""
+    """A required optional package is not installed."""
 
     def __init__(self, package: str, *, needed_for: str) -> None:
         super().__init__(
@@ -149,17 +159,27 @@ class DataError(TrainwrightError):
 
 
 class StorageError(TrainwrightError):
-    """The disk is full, a folder is gone or may not be written."""
+    """The disk is full, or a folder is missing or not writable."""
 
 
 @dataclass(frozen=True)
 class OomReport:
-    """One attempt at ``step`` that ran out of memory. The log writes it as a record of the same fields.
+    """One attempt at ``step`` that ran out of memory. The log has a record with the same fields.
 
-    ``micro`` samples were computed at a time, and ``next_micro`` will be (None: it is given up). ``module`` is the path
-    of the innermost module in the forward pass, "" outside of it. ``held`` are bytes by kind at that time,
-    ``in_use_bytes`` all of this process (a GPU: of tensors); ``given_back_bytes`` were freed when the attempt was given
-    up: activations and temporaries. ``notes`` say what the attempt changed that could not be undone.
+    Attributes:
+        step: The step.
+        phase: The phase of the step.
+        module: The path of the innermost module in the forward pass; "" outside of it.
+        error: The message of the error.
+        micro: Samples per micro-batch of this attempt.
+        next_micro: Samples per micro-batch of the next attempt; None if there is none.
+        asked_bytes: Bytes of the failed allocation; None if unknown.
+        in_use_bytes: Bytes in use by this process (on a GPU by tensors).
+        given_back_bytes: Bytes of activations and temporaries that were freed after the attempt.
+        capacity_bytes: Bytes of the device.
+        reserved_bytes: Bytes that torch's allocator holds; None if unknown.
+        held: Bytes in use by kind.
+        notes: Changes of the attempt that could not be undone.
     """
 
     step: int
@@ -181,17 +201,19 @@ class OomReport:
         if self.next_micro is None:
             then = "given up"
         elif self.next_micro == self.micro:
-            then = "once more, with what could be given back"
+            then = "trying again after freeing memory"
         else:
-            then = f"again with {self.next_micro}, the global batch as it was"
+            then = f"trying again with {self.next_micro} and the same global batch"
         notes = "".join(f"; {note}" for note in self.notes)
         return f"out of memory ({self.phase}{where}) with {self.micro} samples at a time: {then}{notes}"
 
 
 class OutOfMemoryError(TrainwrightError):
-    """A step does not fit into memory, in however small micro-batches. ``reports``: one for each attempt.
+    """A step does not fit into memory with any micro-batch size.
 
-    ``whole``: the state is that of the last good step and may be saved.
+    Attributes:
+        reports: One report for each attempt.
+        whole: True if the state is that of the last good step and may be saved.
     """
 
     def __init__(
@@ -202,21 +224,23 @@ class OutOfMemoryError(TrainwrightError):
 
 
 class CheckpointError(TrainwrightError):
-    """A checkpoint is missing, torn or does not fit what it is loaded into."""
+    """A checkpoint is missing, incomplete, or does not fit the object that it is loaded into."""
 
 
 class RankError(TrainwrightError):
-    """Another process of the run is gone or does not answer."""
+    """Another process of the run has ended or does not respond."""
 
 
 class StoppedError(TrainwrightError):
-    """A signal asked a run to stop before it began to train, so there is nothing to save. Start it again."""
+    """A signal stopped a run before it began to train, so there is nothing to save. Start it again."""
 
     exit_code = 75
 
 
 def text_of(error: BaseException, *, lines: int | None = None) -> str:
-    """The type of an error and what it says, at most its first ``lines``. That of a user may raise when it is asked."""
+    """Return the type and the message of an error, at most its first ``lines``. The message of a user's error may
+    raise.
+    """
     try:
         shown = str(error).strip().splitlines()[:lines]
     except Exception as another:
@@ -225,7 +249,7 @@ def text_of(error: BaseException, *, lines: int | None = None) -> str:
 
 
 def suggest_file(path: Path, what: str) -> str:
-    """A remedy for a file or folder that is not there: the one with the nearest name, or where relative paths start."""
+    """Return a remedy for a missing file or folder: the nearest name, or the folder of relative paths."""
     try:
         beside = [each.name for each in path.parent.iterdir()]
     except OSError:
@@ -237,9 +261,9 @@ def suggest_file(path: Path, what: str) -> str:
 
 
 def install_remedy(module: str) -> str:
-    """The command that installs the package of a module, with the version that is needed where one is known.
+    """Return the command that installs the package of a module, with the required version if one is known.
 
-    It names the package itself: an extra of Trainwright could be installed only from where Trainwright came from.
+    It names the package itself, because an extra can be installed only from the original source of Trainwright.
     """
     name = _DISTRIBUTIONS.get(module) or _DISTRIBUTIONS.get(module.partition(".")[0]) or module.partition(".")[0]
     for requirement in OPTIONAL:
@@ -254,7 +278,9 @@ def _plain(package: str) -> str:
 
 
 def unknown_args(what: str, path: str, args: Iterable[str], accepted: Sequence[str]) -> list[Problem]:
-    """The problems of arguments that ``what`` does not accept, each with the nearest name; ``path`` is that of args."""
+    """Return the problems of arguments that ``what`` does not accept, each with the nearest name. ``path`` is that of
+    args.
+    """
     accepts = f"it accepts: {', '.join(accepted)}" if accepted else "it accepts no arguments"
     found = []
     for arg in args:
@@ -266,21 +292,21 @@ def unknown_args(what: str, path: str, args: Iterable[str], accepted: Sequence[s
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """A remedy for an unknown name: the nearest known one, or all of them when none is near."""
+    """Return a remedy for an unknown name: the nearest known one, or all of them if none is near."""
     names = list(known)
     near = nearest(name, names)
     return f"known are: {', '.join(names)}" if near is None else f"did you mean {near!r}?"
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name that is written most alike; one that is less alike (fp16, float16) has the same first letter."""
+    """Return the most similar known name. A less similar one (fp16, float16) must have the same first letter."""
     near = get_close_matches(name[:100], known, n=1)
     near = near or get_close_matches(name[:100], [each for each in known if each[:1] == name[:1]], n=1, cutoff=0.5)
     return near[0] if near else None
 
 
 def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    """Raises UsageError unless ``value`` is one of ``choices``."""
+    """Raise UsageError unless ``value`` is one of ``choices``."""
     if value not in (names := list(choices)):
         near = nearest(str(value), names)
         remedy = "choose one of them" if near is None else f"did you mean {near!r}?"

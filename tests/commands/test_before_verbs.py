@@ -170,7 +170,7 @@ def test_a_model_that_is_not_ready_is_no_puzzle_for_a_run(folder: Path, monkeypa
         (["graph", "--depth", "0"], "--depth"),
         (["graph", "--nonsense"], "nonsense"),
         (["batch-size", "--budget", "nan"], "no time"),
-        (["batch-size", "--margin", "nan"], "no share"),
+        (["batch-size", "--margin", "nan"], "not a fraction"),
     ],
 )
 def test_wrong_options(folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:

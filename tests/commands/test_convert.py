@@ -310,7 +310,7 @@ def test_a_value_that_no_recipe_allows_is_left_out_and_named(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "content", "error"),
     [
-        ("a.yaml", "just a text", "holds no mapping"),
+        ("a.yaml", "just a text", "is not a mapping"),
         ("a.yaml", "a: [1, 2", "is not YAML"),
         ("a.json", "{", "is not JSON"),
         ("a.json", "[" * 100_000, "nested too deeply"),

@@ -12,7 +12,15 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from trainwright.commands.demo import FIRST_TOKENS, LEAST_TOKENS, PROMPT, SAMPLE_TOKENS, SampleWriter, _FinalToo, demo
+from trainwright.commands.demo import (
+    FIRST_TOKENS,
+    MIN_SAMPLE_TOKENS,
+    PROMPT,
+    SAMPLE_TOKENS,
+    SampleWriter,
+    _FinalToo,
+    demo,
+)
 from trainwright.training.job import Job
 
 
@@ -56,7 +64,7 @@ def test_a_sample_is_as_long_as_its_share_of_the_run_allows() -> None:
     write._token_s = 0.02
     write()
     assert model.calls == FIRST_TOKENS + 30  # a hundredth of 60 s
-    write._token_s = 0.6 / (LEAST_TOKENS - 1)
+    write._token_s = 0.6 / (MIN_SAMPLE_TOKENS - 1)
     assert write() == "" and model.calls == FIRST_TOKENS + 30
 
 
@@ -67,7 +75,7 @@ def test_a_sample_that_is_left_out_is_not_shown_and_the_last_one_always_is(tmp_p
     samples.show("25% of the run")
     assert said == []
     samples.close()
-    assert said == [f"sample at the end:\n    {'x' * (LEAST_TOKENS + len(PROMPT))}"]
+    assert said == [f"sample at the end:\n    {'x' * (MIN_SAMPLE_TOKENS + len(PROMPT))}"]
 
 
 def test_a_run_that_may_take_as_long_as_it_takes_writes_whole_samples() -> None:

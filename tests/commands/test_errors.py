@@ -26,7 +26,7 @@ from trainwright.commands.bad_cases import errors_in_folds
 from trainwright.commands.bad_cases.labels import label_order
 from trainwright.commands.bad_cases.samples import class_names
 from trainwright.commands.bad_cases.scores import Scores, score
-from trainwright.commands.bad_cases.tally import BINS, Tally
+from trainwright.commands.bad_cases.tally import NUM_BINS, Tally
 from trainwright.data.columns import Columns
 from trainwright.data.digits import digits
 from trainwright.data.text import CharText
@@ -192,8 +192,8 @@ def test_calibration_is_that_of_its_definition() -> None:
     for part in (slice(0, 200), slice(200, 500)):
         tally.add(label[part], predicted[part], sure[part])
     expected = 0.0
-    for number in range(BINS):
-        inside = (sure > number / BINS) & (sure <= (number + 1) / BINS)
+    for number in range(NUM_BINS):
+        inside = (sure > number / NUM_BINS) & (sure <= (number + 1) / NUM_BINS)
         if inside.any():
             expected += inside.mean() * abs(right[inside].mean() - sure[inside].mean())
     assert tally.ece == pytest.approx(expected, abs=1e-12)
@@ -258,7 +258,7 @@ def test_groupings_by_column_and_by_value() -> None:
         ("age", "no column 'age'(.|\n)*a, b"),
         (lambda sample: 1 / 0, "raised ZeroDivisionError"),
         ([1, 2], "2 values for 80 samples"),
-        (lambda sample: sample[0], "gave an array"),
+        (lambda sample: sample[0], "returned an array"),
     ):
         with pytest.raises(UsageError, match=said):
             tw.bad_cases(model, table, nn.CrossEntropyLoss(), by=by)

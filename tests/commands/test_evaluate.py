@@ -140,7 +140,7 @@ def test_predictions_are_written(tmp_path: Path) -> None:
     done = predict_run(result.run, "val", out=None, which="last", batch=None, average=False)
     assert np.load(done.path).shape == (13, 2) and done.shapes == ((13, 2),)
     assert predict_run(result.run, "val", out=tmp_path / "x.pt", which="", batch=2, average=False).path.exists()
-    for out, said in ((done.path, "there already"), (tmp_path / "x.csv", "neither .npy nor .pt")):
+    for out, said in ((done.path, "exists already"), (tmp_path / "x.csv", "neither .npy nor .pt")):
         with pytest.raises(UsageError, match=said):
             predict_run(result.run, "val", out=out, which="", batch=None, average=False)
 
@@ -175,7 +175,7 @@ def test_a_run_of_a_function_is_evaluated_by_its_folder_alone() -> None:
 def test_what_is_not_there_is_said_in_words() -> None:
     live, model = live_run(net()).run, net()
     wrong: list[tuple[Any, str]] = [
-        (lambda: tw.evaluate(live, data()), r"cannot be made again from its folder(.|\n)*model=your_model"),
+        (lambda: tw.evaluate(live, data()), r"cannot be built from its folder(.|\n)*model=your_model"),
         (lambda: tw.evaluate(live, data(), model=net()), "the loss CrossEntropyLoss of the run was passed in Python"),
         (lambda: tw.evaluate(live, "val", nn.CrossEntropyLoss(), model=net()), "val set .* got it in Python"),
         (lambda: tw.predict(live, data(), model=nn.Linear(4, 2)), "do not fit the model"),

@@ -210,7 +210,7 @@ def test_live_objects_need_no_building() -> None:
     result = fitted()
     done = export(result.run, format="safetensors")
     assert same(load_file(done.path / "model.safetensors"), model_of(result).state_dict())
-    with pytest.raises(UsageError, match="cannot be made again from its folder: model, data") as caught:
+    with pytest.raises(UsageError, match="cannot be built from its folder: model, data") as caught:
         export(result.run, format="hf")
     assert "--format safetensors" in caught.value.remedy
 
@@ -270,7 +270,7 @@ def test_damaged_checkpoints_are_stepped_over_by_name() -> None:
     newest, older = checkpoints(result.run / "checkpoints")
     (newest / "model.safetensors").write_bytes(b"torn")
     done = CliRunner().invoke(app, ["export", str(result.run), "--json"])
-    assert done.exit_code == 0 and f"stepped over: {newest}/model.safetensors is damaged" in done.stderr
+    assert done.exit_code == 0 and f"checkpoint skipped: {newest}/model.safetensors is damaged" in done.stderr
     answer = json.loads(done.stdout)
     assert answer["step"] == 5 and str(newest) in answer["stepped_over"][0]
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
@@ -288,10 +288,10 @@ def test_what_is_there_is_never_written_over(folder: Path) -> None:
     result = trained(MLP)
     first = export(result.run, format="safetensors")
     before = (first.path / "model.safetensors").read_bytes()
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         export(result.run, format="safetensors", which="10")
     (folder / "file").write_text("mine")
-    with pytest.raises(UsageError, match="file is there already"):
+    with pytest.raises(UsageError, match="file exists already"):
         export(result.run, format="safetensors", out=folder / "file")
     with pytest.raises(StorageError, match="a part of the path is a file"):
         export(result.run, format="safetensors", out=folder / "file" / "below")
@@ -417,7 +417,7 @@ def test_an_adapter_of_live_objects() -> None:
     peft = pytest.importorskip("peft")
     result = fitted(**{"model.lora": {"rank": 2, "targets": ["0", "2"]}})
     for layout in ("safetensors", "state_dict", "hf"):
-        with pytest.raises(UsageError, match="cannot be made again from its folder: model, data") as caught:
+        with pytest.raises(UsageError, match="cannot be built from its folder: model, data") as caught:
             export(result.run, format=layout)
         assert "--adapter" in caught.value.remedy
     done = export(result.run, format="safetensors", adapter=True)
@@ -537,7 +537,7 @@ def test_an_export_writes_through_no_link(folder: Path) -> None:
     assert code == 1 and "export: it is a symbolic link" in message and "remedy" in message
     assert list(elsewhere.iterdir()) == []
     (folder / "nowhere").symlink_to(elsewhere / "x")
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         export(run, format="safetensors", out=folder / "nowhere")
 
 

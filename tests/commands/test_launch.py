@@ -153,10 +153,10 @@ def test_the_header_of_a_slurm_job(project: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--ranks", "two"], "does not say how many ranks"),
+        (["--ranks", "two"], "is not a number of ranks"),
         (["--ranks", "2x4", "--set", "parallel.replicate=3"], "must be the number of ranks, 8"),
         (["--ranks", "2x4", "--grace", "20"], "too short"),
-        (["--ranks", "2x4", "--sbatch", "rm -rf"], "no options of sbatch"),
+        (["--ranks", "2x4", "--sbatch", "rm -rf"], "not options of sbatch"),
         (["--ranks", "2x4", "--output", "no/such/folder"], "cannot be written"),
         (["--ranks", "2x4", "--stack", "cu13"], "did you mean 'cu130'?"),
         (["--ranks", "2x4", "--stack", "cpu", "--set", "device=auto"], "stack cpu is for the CPU"),

@@ -361,11 +361,11 @@ def test_a_resume_steps_over_what_is_damaged_or_no_run_has_written(trained: Path
         return
     earlier, spoken = earlier_of(run)
     assert earlier.checkpoint == run / "checkpoints/step-00000004"
-    assert [what in line and line.startswith("stepped over: ") for line in spoken] == [True], spoken
+    assert [what in line and line.startswith("checkpoint skipped: ") for line in spoken] == [True], spoken
     shutil.rmtree(run / "checkpoints/step-00000004")
     with pytest.raises(CheckpointError, match="has no checkpoint that verifies") as caught:
         earlier_of(run)
-    assert "start it anew" in caught.value.remedy
+    assert "start it again from step 0" in caught.value.remedy
 
 
 def test_a_plan_that_no_run_has_written_cannot_be_begun_again(run: Path) -> None:
@@ -375,7 +375,7 @@ def test_a_plan_that_no_run_has_written_cannot_be_begun_again(run: Path) -> None
         (run / "plan.json").write_text(text)
         with pytest.raises(CheckpointError, match="plan") as caught:
             earlier_of(run)
-        assert "start it anew" in caught.value.remedy
+        assert "start it again from step 0" in caught.value.remedy
 
 
 def test_a_planted_file_is_named_beside_other_damage(run: Path) -> None:
@@ -420,7 +420,7 @@ def test_a_mask_among_the_buffers_may_hold_infinity(run: Path) -> None:
 def test_a_path_that_holds_none(run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
     code, message = invoke("verify", "checkpoint", str(run))
-    assert code == 2 and "holds no checkpoint; there is " in message and "plan.json" in message and "remedy" in message
+    assert code == 2 and "contains no checkpoint; it has " in message and "plan.json" in message and "remedy" in message
     assert "is not a folder" in invoke("verify", "checkpoint", str(run / "plan.json"))[1]
     assert "does not exist" in invoke("verify", "checkpoint", str(run / "nowhere"))[1]
 

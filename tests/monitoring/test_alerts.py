@@ -145,7 +145,7 @@ def test_what_is_missing_is_said_before_the_first_step(tmp_path: Path, monkeypat
     monkeypatch.setenv("NOT_AN_ADDRESS", "S3CRET")
     for alerts, said in (
         ({"webhook": "NO_SUCH_VARIABLE"}, r"NO_SUCH_VARIABLE is not set(.|\n)*export"),
-        ({"webhook": "NOT_AN_ADDRESS"}, "NOT_AN_ADDRESS holds no address"),
+        ({"webhook": "NOT_AN_ADDRESS"}, "NOT_AN_ADDRESS is not an address"),
         ({"command": ["no-such-program-here"]}, "no program no-such-program-here"),
     ):
         with pytest.raises(UsageError, match=said) as raised:
@@ -192,7 +192,7 @@ def test_what_nobody_takes_is_said_once_and_training_goes_on(tmp_path: Path, hoo
     with AlertWatch(folder, rules, [Webhook(hook.url)], every_s=0, warn=said.append, poll_s=0.01, retry_s=[0.01] * 2):
         log.write(step(1))
         log.write(found())
-    assert said == ["alerts: the webhook took none of 3 tries: the server answered 500"] and hook.asked == 6
+    assert said == ["alerts: the webhook failed in all 3 attempts: the server answered 500"] and hook.asked == 6
     log.close()
 
 
@@ -212,7 +212,10 @@ def test_the_end_does_not_wait_for_tries_that_come_too_late(tmp_path: Path, hook
             watch.note(2)
         asked = hook.asked
         log.write(ended(2))
-    assert (hook.asked, said[1:]) == (asked + 1, ["alerts: the webhook took none of 2 tries: the server answered 500"])
+    assert (hook.asked, said[1:]) == (
+        asked + 1,
+        ["alerts: the webhook failed in all 2 attempts: the server answered 500"],
+    )
     log.close()
 
 

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainwright as tw
 from trainwright.monitoring.layer_stats import (
-    BINS,
-    FIRST_EVERY,
-    LOW,
-    SAMPLED,
+    INITIAL_INTERVAL_STEPS,
+    LOWEST_EXPONENT,
+    MAX_SAMPLED_ELEMENTS,
+    NUM_BINS,
     LayerLog,
     LayerStats,
     layers_of,
@@ -72,7 +72,7 @@ def test_a_layer_is_a_block_or_a_module_with_parameters() -> None:
 
 def test_the_numbers_are_those_of_the_tensors() -> None:
     torch.manual_seed(0)
-    model, x = Blocks(), torch.randint(5, (SAMPLED // 8,))
+    model, x = Blocks(), torch.randint(5, (MAX_SAMPLED_ELEMENTS // 8,))
     stats = LayerStats(model)
     outputs: dict[str, Tensor] = {}
     model.head.register_forward_hook(lambda module, given, output: outputs.update(head=output.detach().clone()))
@@ -86,13 +86,17 @@ def test_the_numbers_are_those_of_the_tensors() -> None:
         assert fields["grad_norm"][index] == pytest.approx(norm, rel=1e-3)  # 4 digits are written
         assert fields["update_ratio"][index] == pytest.approx(0.1 * norm / weights, rel=1e-3)
     seen, at = outputs["block"], paths.index("blocks.1")
-    assert seen.numel() == SAMPLED
+    assert seen.numel() == MAX_SAMPLED_ELEMENTS
     assert fields["act_mean"][at] == pytest.approx(float(seen.mean()), rel=1e-3)
     assert fields["act_std"][at] == pytest.approx(float(seen.std()), rel=1e-3)
     assert fields["act_max"][at] == pytest.approx(float(seen.abs().max()), rel=1e-3)
     first, *shares = fields["act_log2"][at]
-    powers = np.floor(np.log2(seen.abs().clamp(min=2.0**LOW).numpy())).astype(int).reshape(-1) - LOW
-    expected = np.bincount(np.where(seen.numpy().reshape(-1) == 0, 0, powers), minlength=BINS) * 100 / SAMPLED
+    powers = (
+        np.floor(np.log2(seen.abs().clamp(min=2.0**LOWEST_EXPONENT).numpy())).astype(int).reshape(-1) - LOWEST_EXPONENT
+    )
+    expected = (
+        np.bincount(np.where(seen.numpy().reshape(-1) == 0, 0, powers), minlength=NUM_BINS) * 100 / MAX_SAMPLED_ELEMENTS
+    )
     assert first == np.flatnonzero(np.round(expected))[0]
     assert shares == np.round(expected).astype(int)[first : first + len(shares)].tolist()
 
@@ -103,7 +107,9 @@ def test_large_tensors_are_told_by_some_of_their_elements() -> None:
     fields, before, grads = one_step(model, LayerStats(model), torch.randn(64, 300))
     exact = 0.1 * math.sqrt(sum(float(g.square().sum()) for g in grads.values()))
     exact /= math.sqrt(sum(float(w.square().sum()) for w in before.values()))
-    assert fields["update_ratio"][0] == pytest.approx(exact, rel=5 / math.sqrt(2 * SAMPLED))  # five standard errors
+    assert fields["update_ratio"][0] == pytest.approx(
+        exact, rel=5 / math.sqrt(2 * MAX_SAMPLED_ELEMENTS)
+    )  # five standard errors
 
 
 def test_what_has_no_gradient_or_is_not_finite() -> None:
@@ -236,14 +242,14 @@ def measured_steps(until: int) -> list[int]:
 
 def test_a_long_log_stays_small() -> None:
     """A million steps of 60 layers, at the stated rule, with a Step record every 10 steps: below 300 MB."""
-    values, histogram = (0.0001234,) * 60, ((0, *(10,) * BINS),) * 60
+    values, histogram = (0.0001234,) * 60, ((0, *(10,) * NUM_BINS),) * 60
     record = Layers(time_s=1e9 + 0.1234567, step=10**6, grad_norm=values, update_ratio=values, act_mean=values)
     largest = json.loads(to_json(record)) | {"act_std": values, "act_max": values, "act_log2": histogram}
     count = len(measured_steps(10**6))
     assert 4000 < count < 6000
     steps_bytes = 10**5 * 700
     assert count * len(json.dumps(largest)) + steps_bytes < 150e6
-    assert measured_steps(100)[:3] == [2, 2 + FIRST_EVERY, 2 + 2 * FIRST_EVERY]
+    assert measured_steps(100)[:3] == [2, 2 + INITIAL_INTERVAL_STEPS, 2 + 2 * INITIAL_INTERVAL_STEPS]
 
 
 def test_what_sinks_get() -> None:

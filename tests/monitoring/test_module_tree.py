@@ -32,12 +32,12 @@ def test_what_has_no_size_yet_and_what_is_too_much_is_left_out() -> None:
     lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
     assert module_tree(lazy).parameters == 4
     chain = nn.Sequential(nn.Linear(1, 1))
-    for _ in range(tree_module.DEEPEST + 10):
+    for _ in range(tree_module.MAX_DEPTH + 10):
         chain = nn.Sequential(chain)
     depth, node = 0, module_tree(chain)
     while node.children:
         depth, node = depth + 1, node.children[0]
-    assert depth == tree_module.DEEPEST and node.parameters == 2
+    assert depth == tree_module.MAX_DEPTH and node.parameters == 2
 
 
 def test_it_is_json_of_a_model_without_memory_too() -> None:

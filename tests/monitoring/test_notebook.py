@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.monitoring.notebook import MOST, curve
+from trainwright.monitoring.notebook import MAX_POINTS, curve
 from trainwright.monitoring.progress import MIN_STEPS_LIVE
 from trainwright.runs.reader import read
 from trainwright.runs.records import Step
@@ -104,4 +104,4 @@ def html_of(output: Any) -> str:
 def test_a_curve_has_gaps_where_values_are_not_finite() -> None:
     assert curve([(1, 2.0)]) == ""
     assert curve([(1, 2.0), (2, 1.0), (3, math.nan), (4, 0.5), (5, 0.7)]).count("<polyline") == 2
-    assert len(curve([(n, 1.0) for n in range(MOST)])) < 8000
+    assert len(curve([(n, 1.0) for n in range(MAX_POINTS)])) < 8000

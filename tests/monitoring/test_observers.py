@@ -26,7 +26,7 @@ from trainwright.monitoring.journal import Journal
 from trainwright.monitoring.progress import Progress
 from trainwright.monitoring.samples import TextSamples
 from trainwright.monitoring.saving import SavePolicy, Saving
-from trainwright.monitoring.signals import PREEMPTED, Signals
+from trainwright.monitoring.signals import STOPPED_EXIT_CODE, Signals
 from trainwright.monitoring.step_log import StepLog
 from trainwright.runs.reader import read
 from trainwright.runs.records import Quarantined, Skipped, Step
@@ -43,7 +43,7 @@ def record(path: Path, *, every: Every, poisoned: int = -1, count: int = 12) -> 
     recorder = StepLog(journal, [], every, wall_clock=lambda: 1.0)
     state = make_state()
     run(state, batches(count, poisoned=poisoned), make_step(loss), until=for_steps(count), observers=[recorder])
-    recorder.tell_skipped(state)
+    recorder.record_skipped(state)
     journal.close()
     return recorder
 
@@ -173,7 +173,7 @@ def test_a_signal_ends_the_run_at_the_edge_of_the_step(number: signal.Signals, t
         saving=saving,
     )
     assert outcome.ending == "stopped" and outcome.step in (3, 4)
-    assert outcome.stop is not None and outcome.stop.exit_code == PREEMPTED
+    assert outcome.stop is not None and outcome.stop.exit_code == STOPPED_EXIT_CODE
     assert outcome.stop.reason == number.name and number.name in said[0]
     assert saving.last is not None and saving.last.name == f"step-{outcome.step:08d}"
     assert signal.getsignal(number) == before

@@ -25,7 +25,7 @@ from trainwright.engine.run_length import for_steps
 from trainwright.engine.step import StepResult, make_step
 from trainwright.monitoring.cadence import Every
 from trainwright.monitoring.journal import Journal
-from trainwright.monitoring.progress import MIN_STEPS_LIVE, LossMean, Progress, ProgressLine, counted, duration
+from trainwright.monitoring.progress import MIN_STEPS_LIVE, LossMean, Progress, ProgressLine, counts_in_words, duration
 from trainwright.monitoring.remaining import TimeSpent
 from trainwright.monitoring.step_log import StepLog
 from trainwright.runs.reader import read
@@ -223,9 +223,12 @@ def found(severity: str) -> Found:
 
 
 def test_findings_are_counted_by_severity() -> None:
-    assert counted([]) == counted([found("info")]) == "", "nothing found is not said to be healthy"
-    assert counted([found("critical"), found("warning"), found("info"), found("warning")]) == "1 critical, 2 warnings"
-    assert counted([found("warning")]) == "1 warning"
+    assert counts_in_words([]) == counts_in_words([found("info")]) == "", "nothing found is not said to be healthy"
+    assert (
+        counts_in_words([found("critical"), found("warning"), found("info"), found("warning")])
+        == "1 critical, 2 warnings"
+    )
+    assert counts_in_words([found("warning")]) == "1 warning"
 
 
 def test_the_line_has_findings_and_utilization_where_they_are_known() -> None:

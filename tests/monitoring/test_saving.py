@@ -346,8 +346,8 @@ def test_whatever_comes_ahead_of_a_save_leaves_the_run_going(tmp_path: Path) -> 
     root = tmp_path / "a file"
     root.write_text("")
     heard = Heard()
-    keep_there = (root / "run").mkdir  # the root of the run folder was replaced: NotADirectoryError
-    saving = Saving(tmp_path / "run", SavePolicy(), listener=heard, warn=heard.said.append, keep_there=keep_there)
+    folder_guard = (root / "run").mkdir  # the root of the run folder was replaced: NotADirectoryError
+    saving = Saving(tmp_path / "run", SavePolicy(), listener=heard, warn=heard.said.append, folder_guard=folder_guard)
     saving(state_at(1))
     saving.close()
     assert heard.not_saved_steps == [1] and "a part of the path is a file" in heard.said[0]
@@ -355,7 +355,7 @@ def test_whatever_comes_ahead_of_a_save_leaves_the_run_going(tmp_path: Path) -> 
 
 def test_what_is_deleted_during_the_last_save_is_laid_down_again(tmp_path: Path) -> None:
     recipe, heard = tmp_path / "recipe.yaml", Heard()
-    saving = Saving(tmp_path, SavePolicy(), listener=heard, warn=heard.said.append, keep_there=recipe.touch)
+    saving = Saving(tmp_path, SavePolicy(), listener=heard, warn=heard.said.append, folder_guard=recipe.touch)
     saving(state_at(1))
     recipe.unlink()
     saving.close()
@@ -364,7 +364,7 @@ def test_what_is_deleted_during_the_last_save_is_laid_down_again(tmp_path: Path)
 
 def test_what_cannot_be_laid_down_again_leaves_the_checkpoint_saved(tmp_path: Path) -> None:
     papers, heard = tmp_path / "papers", Heard()
-    saving = Saving(tmp_path, SavePolicy(), listener=heard, warn=heard.said.append, keep_there=papers.mkdir)
+    saving = Saving(tmp_path, SavePolicy(), listener=heard, warn=heard.said.append, folder_guard=papers.mkdir)
     saving(state_at(1))  # makes it; afterwards it is there: FileExistsError
     saving.close()
     assert heard.saved_steps == [1] and not heard.not_saved_steps and "lacks its metadata" in heard.said[0]
@@ -406,7 +406,7 @@ def test_a_run_folder_that_goes_between_commit_and_tidying_up_leaves_the_run_goi
     saving(state_at(2))
     saving.close()
     assert heard.saved_steps == [1, 2]
-    assert len(heard.said) == 1 and "could not be tidied up" in heard.said[0], "there is no folder for best.json"
+    assert len(heard.said) == 1 and "could not be removed" in heard.said[0], "there is no folder for best.json"
 
 
 def test_a_save_that_failed_is_in_the_log(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from trainwright.data.ready_batches import ReadyBatches
 from trainwright.data.sample_order import OwnOrder
 from trainwright.engine.loop import StopRequest
 from trainwright.errors import UsageError
-from trainwright.monitoring.signals import Signals, _without_late, grace_s
+from trainwright.monitoring.signals import Signals, _default_for_late, grace_s
 from trainwright.runs.lock import RunLock
 
 
@@ -53,7 +53,7 @@ def handlers_are_put_back() -> Iterator[None]:
 
 def handlers() -> dict[signal.Signals, object]:
     return {
-        number: _without_late(number, signal.getsignal(number))
+        number: _default_for_late(number, signal.getsignal(number))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     }
 
@@ -77,7 +77,7 @@ def test_a_signal_that_was_named_is_heard() -> None:
         assert calls == [signal.SIGHUP, None], "whoever comes late is told at once"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert said == ["SIGHUP: saving at the end of this step; once more quits at once"]
+    assert said == ["SIGHUP: saving at the end of this step; a second signal quits at once"]
 
 
 class Finalized:
@@ -95,7 +95,7 @@ def test_a_signal_that_comes_in_a_finalizer_is_not_lost() -> None:
             Finalized()
             time.sleep(60)
         assert sys.unraisablehook == signals._on_dropped
-    assert said == ["SIGTERM: ending now; once more quits at once"]
+    assert said == ["SIGTERM: ending now; a second signal quits at once"]
     assert sys.unraisablehook != signals._on_dropped
 
 
@@ -177,22 +177,21 @@ SAVING = "SIGTERM: saving at the end of this step"
 
 @pytest.mark.process
 def test_without_a_grace_nothing_is_said_of_time() -> None:
-    assert said_by_a_run(grace=None, wait_for="SIGTERM", saving_s="5") == [f"{SAVING}; once more quits at once"]
+    assert said_by_a_run(grace=None, wait_for="SIGTERM", saving_s="5") == [f"{SAVING}; a second signal quits at once"]
 
 
 @pytest.mark.process
 def test_a_step_that_ends_in_time() -> None:
     said = said_by_a_run(grace="600", wait_for="SIGTERM", saving_s="5")
-    assert said == [f"{SAVING} (600 s are left); once more quits at once"]
+    assert said == [f"{SAVING} (600 s are left); a second signal quits at once"]
 
 
 @pytest.mark.process
 def test_a_step_that_outlasts_the_grace_is_told_before_the_kill() -> None:
     first, late = said_by_a_run(grace="0.5", wait_for="newest")
-    assert first == f"{SAVING} (0.5 s are left); once more quits at once"
+    assert first == f"{SAVING} (0.5 s are left); a second signal quits at once"
     assert late == (
-        "the step has not ended after 0.4 s of 0.5 s; "
-        "should the kill come first, the newest checkpoint is step-00000002"
+        "the step has not ended after 0.4 s of 0.5 s; if the kill comes first, the newest checkpoint is step-00000002"
     )
 
 
@@ -252,7 +251,7 @@ for _ in range(4):
 signals.close()
 out.close()
 thread.join()
-print(asked.is_set(), b"SIGTERM: saving at the end of this step; once more quits at once" in b"".join(read))
+print(asked.is_set(), b"SIGTERM: saving at the end of this step; a second signal quits at once" in b"".join(read))
 """
 
 

@@ -109,7 +109,7 @@ def test_tensorboard_on_a_full_disk_warns_once_and_training_goes_on(tiny_disk: P
         if type(thread).__name__ == "_AsyncWriterThread":
             thread.join()  # so that what it raises belongs to this test
     assert len(said) == 1
-    assert "tensorboard gets nothing more of this run" in said[0]
+    assert "tensorboard receives no more of this run" in said[0]
     assert "No space left" in said[0]
 
 
@@ -140,7 +140,7 @@ def test_a_sink_that_fails_is_said_once_and_left_alone() -> None:
     sink.text(2, "a", "b")
     sink.close(0)
     assert broken.calls == 1
-    assert said == ["wandb gets nothing more of this run, log.jsonl has it all: ConnectionError: server gone"]
+    assert said == ["wandb receives no more of this run, log.jsonl is complete: ConnectionError: server gone"]
 
 
 class Hanging(Broken):
@@ -169,7 +169,7 @@ def test_a_sink_that_hangs_holds_up_nobody(when: str, monkeypatch: pytest.Monkey
     sinks[1].close(0)
     monkeypatch.setattr(sinks_room, "CLOSING_S", 0.05)
     close_sinks(sinks[:1], 0)
-    assert said == ["hanging did not take the end of this run in time, log.jsonl has it all"]
+    assert said == ["hanging did not finish in time at the end of this run; log.jsonl is complete"]
     assert other.seen == [0, 1, 2] and other.calls == 1 and hanging.seen == []
     hanging.freed.set()
     assert sinks[0]._is_done.wait(60) and hanging.seen == [0, 1, 2], "what was late is written, if there is time"
@@ -202,7 +202,7 @@ def test_a_run_ends_though_its_sink_hangs(
 
 
 def test_what_comes_too_fast_is_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks_room, "MOST_WAITING", 3)
+    monkeypatch.setattr(sinks_room, "MAX_QUEUED_CALLS", 3)
     hanging, said = Hanging(), Warnings()
     sink = QueuedSink("slow", hanging, said)
     for step in range(20):
@@ -210,7 +210,7 @@ def test_what_comes_too_fast_is_left_out_and_counted(monkeypatch: pytest.MonkeyP
     hanging.freed.set()
     sink.close(0)
     assert 3 <= len(hanging.seen) <= 4 and hanging.seen == [*range(len(hanging.seen))]
-    assert said == [f"slow lacks {20 - len(hanging.seen)} records that came too fast for it, log.jsonl has them"]
+    assert said == [f"slow lacks {20 - len(hanging.seen)} records that arrived too fast; log.jsonl has them"]
 
 
 def test_no_names_no_sinks_and_a_name_twice_is_one(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_sink_that_cannot_open_is_said(tmp_path: Path) -> None:
     sink.scalars(1, {"loss": 1.0})
     sink.close(0)
     assert len(said) == 1
-    assert said[0].startswith("tensorboard gets nothing more of this run")
+    assert said[0].startswith("tensorboard receives no more of this run")
 
 
 def rows(folder: Path) -> list[list[str]]:
@@ -334,7 +334,7 @@ def test_an_endpoint_is_read_by_the_parsers_of_prometheus(tmp_path: Path, monkey
     again.open()  # the port is free again
     again.close(0)
     monkeypatch.setenv("TRAINWRIGHT_METRICS", "everywhere")
-    with pytest.raises(UsageError, match="is no address"):
+    with pytest.raises(UsageError, match="is not an address"):
         OpenMetrics(folder, {}).open()
 
 

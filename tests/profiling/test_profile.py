@@ -132,7 +132,7 @@ def test_a_trial_says_why_there_is_none(tmp_path: Path, monkeypatch: pytest.Monk
     assert found[1].seen is None and found[1].why_not == ""
     assert "batch.micro" in found[2].why_not
     [late] = trial(tmp_path, [wrong], budget_s=0.0)
-    assert "the time for trials was over" in str(late)
+    assert "the time for trials is used up" in str(late)
 
 
 def test_smaller_operators_for_the_same_samples_are_no_gain(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_run_whose_model_was_passed_is_refused(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "recipe.yaml").write_text(json.dumps({**recipe(tmp_path), "model": {"use": "live:Net"}}))
-    with pytest.raises(UsageError, match=r"cannot be made again from its folder(.|\n)*tw.fit\('module:function'\)"):
+    with pytest.raises(UsageError, match=r"cannot be built from its folder(.|\n)*tw.fit\('module:function'\)"):
         profile(named(run / "recipe.yaml").build)
 
 

@@ -338,7 +338,7 @@ def test_what_cannot_be_kept_is_said_and_the_rest_is_there(tmp_path: Path) -> No
     kept = bundle.steps[-1].calls[0].args[0]
     assert kept.tensors[0].shape == (5, 4) and bundle.snapshot.parameters[0].shape == (2, 4)
     done = rerun(path)
-    assert done.exit_code == 1 and "cannot be run again" in done.outcome and not done.findings
+    assert done.exit_code == 1 and "cannot be replayed" in done.outcome and not done.findings
 
 
 def mine(x: torch.Tensor) -> Any:

@@ -70,7 +70,7 @@ def test_a_mean_over_a_part_of_a_sequence_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "part", "degrees", "error"),
     [
-        ("scale", nn.Parameter(torch.tensor(1.0)), Degrees(pipeline=2, shard=2), "scale has no dimension"),
+        ("scale", nn.Parameter(torch.tensor(1.0)), Degrees(pipeline=2, shard=2), "scale is 0-dimensional"),
         ("norm", nn.BatchNorm1d(4), Degrees(pipeline=2), "norm is a BatchNorm1d"),
     ],
 )
@@ -93,7 +93,7 @@ class Learned(nn.Module):
 
 
 def test_a_loss_with_weights_is_refused_where_one_stage_computes_it() -> None:
-    with pytest.raises(UsageError, match="the loss is a Learned with weights of its own"):
+    with pytest.raises(UsageError, match="the loss is a Learned with weights"):
         loss_of_first(gpt(**SMALL), Degrees(pipeline=2), Learned())  # type: ignore[arg-type]
 
 
@@ -105,7 +105,7 @@ def test_ranks_that_divide_sequences_do_not_evaluate_less_alone() -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes")
 
     loss = evaluation_loss(too_large, RankMesh(Degrees(context=2), SOLO, SOLO, SOLO), None)
-    with pytest.raises(OutOfMemoryError, match="cannot begin again alone") as raised:
+    with pytest.raises(OutOfMemoryError, match="cannot retry alone") as raised:
         evaluate(nn.Linear(2, 2), loss, [MicroBatch(torch.zeros(4, 2), np.arange(4))])
     assert tried == [4] and not raised.value.whole
 

@@ -396,7 +396,7 @@ def test_what_early_stopping_cannot_go_by() -> None:
     ):
         with pytest.raises(UsageError, match=said):
             tw.EarlyStopping(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="nothing says which are the best"):
+    with pytest.raises(UsageError, match="restore_best needs a validation set"):
         tw.fit(net(), data(), nn.CrossEntropyLoss(), steps=1, restore_best=True, **PLAIN)
 
 

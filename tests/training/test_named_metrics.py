@@ -16,7 +16,7 @@ import trainwright as tw
 from trainwright.engine.metrics import ForwardOutputs
 from trainwright.errors import MissingExtra, RecipeError, UsageError
 from trainwright.recipe import from_mapping
-from trainwright.training.asked_metrics import asked_metrics
+from trainwright.training.metrics_argument import resolve_metrics
 
 sklearn_metrics = pytest.importorskip("sklearn.metrics")
 pytest.importorskip("torchmetrics")
@@ -54,7 +54,7 @@ def numbers() -> Seen:
 
 def measured(metrics: Any, seen: Seen, loss: object = None) -> dict[str, float]:
     """The metrics over ``seen`` in batches of uneven size."""
-    found = asked_metrics(metrics, loss)
+    found = resolve_metrics(metrics, loss)
     outputs, targets = seen
     for begin, end in ((0, 64), (64, 150), (150, 200)):
         found.update([ForwardOutputs(outputs[begin:end], targets[begin:end])])
@@ -157,7 +157,7 @@ def test_a_wrong_name_is_an_error_before_the_first_step(metrics: Any, error: typ
 def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchmetrics", None)
     with pytest.raises(MissingExtra, match=r"trainwright\[metrics\]|torchmetrics"):
-        asked_metrics(["f1"], None)
+        resolve_metrics(["f1"], None)
     assert measured(["accuracy"], CLASSES), "sums need no package"
 
 

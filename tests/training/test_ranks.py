@@ -149,7 +149,7 @@ def test_what_cannot_work_is_refused_before_the_ranks_meet(project: Path) -> Non
     assert refused.returncode == 2 and "must be the number of ranks, 2" in refused.stderr
     assert "--nproc-per-node 3" in refused.stderr
     mistaken = forked.run(COMMAND_LINE, "train", str(project / "recipe.yaml"), "--", "4", cwd=project)
-    assert mistaken.returncode == 2 and "'4' is no option of torchrun" in mistaken.stderr
+    assert mistaken.returncode == 2 and "'4' is not an option of torchrun" in mistaken.stderr
 
 
 def test_a_script_may_train_twice_and_each_run_is_its_own(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_script_may_train_twice_and_each_run_is_its_own(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ("x += float(os.environ['RANK'])", "rank 1 has other data in data.train than rank 0"),
+        ("x += float(os.environ['RANK'])", "rank 1 has different data in data.train than rank 0"),
         ("model = nn.Sequential(model, nn.SyncBatchNorm(5))", "SyncBatchNorm"),
     ],
 )

@@ -23,7 +23,7 @@ from trainwright.plan.explain import preflight
 from trainwright.plan.reading import ReadingPace
 from trainwright.recipe import from_mapping
 from trainwright.training.prepare import prepare
-from trainwright.training.reading import MOST, time_workers
+from trainwright.training.reading import MAX_MEASURED_STEPS, time_workers
 from trainwright.training.run import train
 
 MAX_READING_S = 2e-3
@@ -80,7 +80,7 @@ def test_what_was_ready_before_does_not_count() -> None:
         stream(clock, 0.01, 0.002, ready=3), workers=2, prefetch=2, compute_s=1e-4, start_s=0.2, clock=clock
     )
     assert pace.wait_s == pytest.approx(0.01, rel=1e-2) and pace.read_s == pytest.approx(0.002)
-    assert pace.steps == MOST and pace.start_s == 0.2
+    assert pace.steps == MAX_MEASURED_STEPS and pace.start_s == 0.2
 
 
 def test_no_batch_is_lost() -> None:

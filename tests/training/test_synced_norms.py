@@ -152,7 +152,7 @@ def test_with_accumulation_a_statistic_is_of_the_micro_batches_that_ranks_comput
     [
         ("x, y = x[:25], y[:25]", "one value per channel from all ranks together"),
         ("model.first = type('Odd', (nn.BatchNorm1d,), {'forward': lambda self, x: x})(4)", "a Odd has a forward pass"),
-        ("model.first = nn.SyncBatchNorm(4)", "parallel.sync_batchnorm: true, which does the same"),
+        ("model.first = nn.SyncBatchNorm(4)", "parallel.sync_batchnorm: true, which exchanges statistics"),
     ],
 )
 def test_what_cannot_be_synchronised_is_refused_on_every_rank(tmp_path: Path, change: str, error: str) -> None:

@@ -11,7 +11,7 @@ from trainwright.monitoring.remaining import Measured
 from trainwright.recipe import from_mapping
 from trainwright.training.job import ENDING_S, Job, until_of
 from trainwright.training.prepare import prepare
-from trainwright.training.time_left import left_over
+from trainwright.training.time_left import seconds_left
 from trainwright.watching.budget import predicted_end_s
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 def left(job: Job, done: int, measured: Measured, save_s: float | None = 2.0) -> float:
     job.state.step = done
-    return left_over(job, measured, job.state, until_of(job.plan), save_s)
+    return seconds_left(job, measured, job.state, until_of(job.plan), save_s)
 
 
 def whole_of(job: Job) -> float:
@@ -73,5 +73,5 @@ def test_a_run_that_must_be_over_at_some_time_ends_then(job: Job) -> None:
     now_s = iter([10.0, 13.0, 99.0])
     until = ByTheClock(30.0, after_s=4.0, clock=lambda: next(now_s))
     measured = Measured(1.0, 30.0, 0.0, 0.0, 0.0)
-    assert left_over(job, measured, job.state, until, None) == 27.0
-    assert left_over(job, measured, job.state, until, None) == 0.0
+    assert seconds_left(job, measured, job.state, until, None) == 27.0
+    assert seconds_left(job, measured, job.state, until, None) == 0.0

@@ -1,4 +1,4 @@
-"""The watch in loops of other libraries, one callback for each; ``import trainwright`` imports none of them."""
+"""Callbacks that run ``tw.watch`` in the loops of other libraries. ``import trainwright`` imports none of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainwright.watching.experiments import OwnCheck
 
 
 class WatchChoices(TypedDict, total=False):
-    """The options of ``tw.watch`` that a callback takes; the model, optimizer, loader, ... are those of the trainer."""
+    """The options of ``tw.watch`` for a callback. Model, optimizer and loader come from the trainer."""
 
     loss: object
     accumulation: int | None
@@ -36,7 +36,7 @@ class WatchChoices(TypedDict, total=False):
 
 
 def required(package: str, *, needed_for: str) -> ModuleType:
-    """Imports a package. Raises MissingExtra where it is not installed."""
+    """Import a package. Raises MissingExtra if it is not installed."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:

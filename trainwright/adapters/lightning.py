@@ -17,9 +17,12 @@ _Callback: Any = required("lightning.pytorch", needed_for="trainwright.adapters.
 
 
 class WatchCallback(_Callback):  # type: ignore[misc]
-    """``tw.watch`` from the begin of ``fit`` to its end, or to the exception that ends it.
+    """Watch a run of Lightning from the beginning of ``fit`` to its end, or to the exception that ends it.
 
-    It sees calls of the LightningModule, and of its direct submodules where ``training_step`` calls these instead.
+    It records calls of the LightningModule, and of its direct submodules if ``training_step`` calls these instead.
+
+    Args:
+        **options: The options of ``tw.watch``, except for the objects that the trainer provides.
     """
 
     def __init__(self, **options: Unpack[WatchChoices]) -> None:
@@ -28,7 +31,7 @@ class WatchCallback(_Callback):  # type: ignore[misc]
         self._is_open = False
 
     def findings(self) -> list[Found]:
-        """The findings so far, the first cause first."""
+        """The findings so far, the primary cause first."""
         return [] if self.watch is None else self.watch.findings()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -19,7 +19,11 @@ required("accelerate", needed_for="trainwright.adapters.transformers")
 
 
 class WatchTrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
-    """``tw.watch`` from the begin of ``train`` to its end, or to the exception that ends it."""
+    """Watch a run of the Trainer from the beginning of ``train`` to its end, or to the exception that ends it.
+
+    Args:
+        **options: The options of ``tw.watch``, except for the objects that the trainer provides.
+    """
 
     def __init__(self, **options: Unpack[WatchChoices]) -> None:
         self._options = options
@@ -27,7 +31,7 @@ class WatchTrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         self._undo: Callable[[], None] | None = None
 
     def findings(self) -> list[Found]:
-        """The findings so far, the first cause first."""
+        """The findings so far, the primary cause first."""
         return [] if self.watch is None else self.watch.findings()
 
     def on_train_begin(
@@ -59,7 +63,9 @@ class WatchTrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
 
 
 def _on_exception(leave: Callable[[BaseException], None]) -> Callable[[], None]:
-    """Calls ``leave`` with an exception that ends an epoch, for which the Trainer has no event. Returns the undo."""
+    """Call ``leave`` with an exception that ends an epoch, for which the Trainer has no event. Returns the undo
+    function.
+    """
     trainer = _transformers.Trainer
     name = "_run_epoch" if hasattr(trainer, "_run_epoch") else "training_step"  # the second in older versions
     original = getattr(trainer, name)

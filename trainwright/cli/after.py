@@ -1,4 +1,4 @@
-"""The verbs for a run that exists."""
+"""Commands for a run that exists."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trainwright.cli.app import (
     RecipeOrFunction,
     RecipePath,
     Settings,
-    answer,
     app,
     finish,
-    prints_aside,
-    say_to,
+    finish_printed,
+    line_printer,
     subject_of,
+    user_output_to_stderr,
     verb,
 )
 from trainwright.errors import UsageError
@@ -31,10 +31,10 @@ ModelOf = Annotated[
     str | None,
     typer.Option(
         metavar="FILE:FUNCTION",
-        help="Builds the model of a watched loop: train.py:make; of a run of tw.fit, what it was called with.",
+        help="A function that builds the model of a watched loop: train.py:make; or the arguments of a tw.fit run.",
     ),
 ]
-verify_app = typer.Typer(help="Prove that checkpoints are whole, and that runs give the bits that they should.")
+verify_app = typer.Typer(help="Prove that checkpoints are intact, and that runs have the expected bits.")
 app.add_typer(verify_app, name="verify", no_args_is_help=True)
 
 
@@ -42,13 +42,13 @@ app.add_typer(verify_app, name="verify", no_args_is_help=True)
 def diagnose(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     deep: Annotated[
-        bool, typer.Option("--deep", help="Replay a step of it first, for all that found no time. It runs its code.")
+        bool, typer.Option("--deep", help="First replay a step for examinations that were left out. Runs its code.")
     ] = False,
     model: ModelOf = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also the findings below a warning.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what is wrong with a run, dead or alive, from its records; exit 3 when a finding is critical."""
+    """Diagnose a run, finished or not, from its records; exit 3 if a finding is critical."""
     from trainwright.report.diagnosis import diagnosis_of
     from trainwright.runs.folder import RunFolder
 
@@ -56,12 +56,12 @@ def diagnose(
     if deep:
         from trainwright.commands.deep import examine_later
 
-        examine_later(folder, model=model, say=say_to(as_json))
+        examine_later(folder, model=model, say=line_printer(as_json))
     elif model is not None:
         raise UsageError(
-            "--model builds what --deep replays", remedy=f"trainwright diagnose {run} --deep --model {model}"
+            "--model is for --deep, which replays a step", remedy=f"trainwright diagnose {run} --deep --model {model}"
         )
-    answer(replace(diagnosis_of(folder), verbose=verbose), as_json)
+    finish_printed(replace(diagnosis_of(folder), verbose=verbose), as_json)
 
 
 @verb()
@@ -72,7 +72,7 @@ def checks(
     code: Annotated[str | None, typer.Argument(metavar="CODE", help="After new: topic.name of the check.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the checks; of a run, what each found and which could not be made; new CODE begins one with its test."""
+    """List the checks; for a run, the result of each check; new CODE writes the files of a new check."""
     from trainwright.report.checks import CheckList
     from trainwright.report.diagnosis import diagnosis_of
     from trainwright.runs.folder import RunFolder
@@ -80,34 +80,34 @@ def checks(
     if run == Path("new") and code is not None:
         from trainwright.commands.new_check import new_check
 
-        answer(new_check(code), as_json)
+        finish_printed(new_check(code), as_json)
     else:
-        answer(CheckList(None if run is None else diagnosis_of(RunFolder.open(run)).checks), as_json)
+        finish_printed(CheckList(None if run is None else diagnosis_of(RunFolder.open(run)).checks), as_json)
 
 
 @verb()
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the run folders lie.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of the run folders.")] = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """List the runs of a folder: when each began, how it stands, its verdict, newest step and losses."""
+    """List the runs of a folder: start, state, verdict, newest step and losses."""
     from trainwright.report.runs import list_runs
 
-    answer(list_runs(folder), as_json)
+    finish_printed(list_runs(folder), as_json)
 
 
 @verb()
 def replay(
     path: Annotated[Path, typer.Argument(metavar="BUNDLE|RUN", help="bundles/step-N, or a run of trainwright train.")],
-    step: Annotated[int | None, typer.Option(help="Which step; a bundle has only its own.")] = None,
+    step: Annotated[int | None, typer.Option(help="The step; a bundle has one.")] = None,
     model: ModelOf = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Run a step again, bit for bit, and examine it; exit 1 when the result differs."""
+    """Replay a step bit for bit, and examine it; exit 1 if the result differs."""
     from trainwright.commands.replay import rerun
 
-    answer(rerun(path, step, model=model, settings=settings or [], say=say_to(as_json)), as_json)
+    finish_printed(rerun(path, step, model=model, settings=settings or [], say=line_printer(as_json)), as_json)
 
 
 @verb()
@@ -117,7 +117,7 @@ def explain(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Print the page of a finding: what it is, look-alikes, remedies, sources. Without a code, list all."""
+    """Print the page of a finding: description, similar findings, remedies, sources. Without a code, list all."""
     from trainwright.doctor.pages import page
 
     text = page(code)
@@ -139,7 +139,7 @@ def export(
 
     done = write(run, format=layout, which=which, average=average, adapter=adapter, out=out)
     for message in done.stepped_over:
-        print(printable(f"stepped over: {message}"), file=sys.stderr)
+        print(printable(f"checkpoint skipped: {message}"), file=sys.stderr)
     summary = f"{done.path}\n  step {done.step:,}, {done.tensors} tensors, {done.bytes:,} bytes"
     print(json.dumps(done.to_json()) if as_json else printable(summary))
 
@@ -147,14 +147,14 @@ def export(
 @verb()
 def average(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    last: Annotated[int, typer.Option(min=2, help="How many of the newest checkpoints that verify.")] = 5,
+    last: Annotated[int, typer.Option(min=2, help="Number of the newest intact checkpoints.")] = 5,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="A new folder; else in the run's export/.")] = None,
     as_json: Json = False,
 ) -> None:
     """Write the mean of the newest checkpoints of a run as model.safetensors. It runs no code of the run."""
     from trainwright.commands.average import average_checkpoints
 
-    answer(average_checkpoints(run, last=last, out=out), as_json)
+    finish_printed(average_checkpoints(run, last=last, out=out), as_json)
 
 
 @verb()
@@ -169,7 +169,7 @@ def evaluate(
     """Measure loss and metrics of a checkpoint of a run on a dataset."""
     from trainwright.commands.evaluate import evaluate_run
 
-    answer(evaluate_run(run, data, which=which, batch=batch, average=average), as_json)
+    finish_printed(evaluate_run(run, data, which=which, batch=batch, average=average), as_json)
 
 
 @verb()
@@ -182,10 +182,10 @@ def predict(
     average: Annotated[bool, typer.Option("--average", help="Take the average of the weights.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write what the model of a run gives for each sample of a dataset, in its order."""
+    """Write the outputs of the model of a run for each sample of a dataset, in order."""
     from trainwright.commands.evaluate import predict_run
 
-    answer(predict_run(run, data, out=out, which=which, batch=batch, average=average), as_json)
+    finish_printed(predict_run(run, data, out=out, which=which, batch=batch, average=average), as_json)
 
 
 @verb()
@@ -194,19 +194,21 @@ def errors(
     data: Annotated[str, typer.Argument(metavar="DATA", help="val, train, or package.module:callable.")] = "val",
     by: Annotated[
         list[str] | None,
-        typer.Option(metavar="COLUMN|MODULE:FUNCTION", help="Groups the samples by this, repeatable."),
+        typer.Option(metavar="COLUMN|MODULE:FUNCTION", help="Group the samples by this, repeatable."),
     ] = None,
-    count: Annotated[int, typer.Option(min=1, max=75, help="Samples in each list; of labels twice as many.")] = 20,
+    count: Annotated[int, typer.Option(min=1, max=75, help="Samples in each list; twice as many labels.")] = 20,
     folds: Annotated[
         int | None,
-        typer.Option(min=2, help="Train the recipe on all but a part of its training set, for each of so many parts."),
+        typer.Option(
+            min=2, help="Cross-validation: train the recipe this many times, each without a part of its data."
+        ),
     ] = None,
     which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint; else the best there is.")] = "",
     batch: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")] = None,
     average: Annotated[bool, typer.Option("--average", help="Take the average of the weights.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Say where the model of a run is wrong: worst samples, confusions, slices, calibration, labels likely wrong."""
+    """Find where the model of a run is wrong: worst samples, confusions, slices, calibration, likely wrong labels."""
     from trainwright.commands.bad_cases import errors_in_folds, errors_of_run
     from trainwright.errors import UsageError
 
@@ -214,12 +216,12 @@ def errors(
         found = errors_of_run(run, data, by=by or (), count=count, which=which, batch=batch, average=average)
     elif data != "train" or which or average:
         raise UsageError(
-            "--folds trains models of its own on the training set: other DATA, --which and --average have no effect",
+            "--folds trains new models on the training set, so other DATA, --which and --average have no effect",
             remedy=f"trainwright errors {run} train --folds {folds}",
         )
     else:
-        found = errors_in_folds(run, folds, by=by or (), count=count, batch=batch, say=say_to(as_json))
-    answer(found, as_json)
+        found = errors_in_folds(run, folds, by=by or (), count=count, batch=batch, say=line_printer(as_json))
+    finish_printed(found, as_json)
 
 
 @verb("checkpoint", of=verify_app)
@@ -232,7 +234,7 @@ def verify_checkpoint(
     """Check every file, hash, tensor and value of checkpoints."""
     from trainwright.commands.verify.checkpoint import verify_checkpoint as verify
 
-    found, say = verify(path), say_to(as_json)
+    found, say = verify(path), line_printer(as_json)
     for each in found:
         say("\n".join(each.lines()))
     broken = any(each.problems for each in found)
@@ -244,7 +246,7 @@ def verify_checkpoint(
 @verb("resume", of=verify_app)
 def verify_resume(
     recipe: RecipeOrFunction,
-    steps: Annotated[int, typer.Option(min=1, help="Steps before the kill, and as many again after it.")] = 6,
+    steps: Annotated[int, typer.Option(min=1, help="Steps before the kill, and as many after it.")] = 6,
     workers: Annotated[int, typer.Option(min=0, help="data.workers until the kill.")] = 2,
     then_workers: Annotated[int, typer.Option(min=0, help="data.workers of the resumed run.")] = 3,
     kill: Annotated[bool, typer.Option(help="End the first part by SIGKILL; otherwise by an orderly stop.")] = True,
@@ -252,12 +254,12 @@ def verify_resume(
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Prove on a recipe that a run which is killed and resumed gives the same bits as one that is not."""
+    """Prove on a recipe that a killed and resumed run has the same bits as an uninterrupted one."""
     subject = subject_of(recipe, settings)
     from trainwright.commands.verify.resume import ResumeTrial
     from trainwright.commands.verify.resume import verify_resume as verify
 
-    say, trial = say_to(as_json), ResumeTrial(recipe, steps, workers, then_workers, tuple(settings or ()), kill)
+    say, trial = line_printer(as_json), ResumeTrial(recipe, steps, workers, then_workers, tuple(settings or ()), kill)
     proof = verify(trial, keep=keep, say=say, build=subject.build)
     say("\n".join(proof.lines()))
     finish(proof, as_json)
@@ -276,12 +278,12 @@ def verify_plain(
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Prove that the first steps have the bits of the loop by hand: zero_grad, forward, backward, step."""
+    """Prove that the first steps have the same bits as the plain loop: zero_grad, forward, backward, step."""
     from trainwright.commands.verify.plain import verify_plain_of
 
-    with prints_aside(as_json):
+    with user_output_to_stderr(as_json):
         proof = verify_plain_of(what, steps=steps, settings=settings or ())
-    answer(proof, as_json)
+    finish_printed(proof, as_json)
 
 
 @verb("parallel", of=verify_app)
@@ -292,10 +294,10 @@ def verify_parallel(
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Prove on a recipe that its first steps on several ranks are those of one process; and say how fast they are."""
+    """Prove on a recipe that its first steps on several ranks equal those of one process, and compare their speed."""
     from trainwright.commands.verify.parallel import verify_parallel as verify
 
-    say = say_to(as_json)
+    say = line_printer(as_json)
     proof = verify(recipe, ranks=ranks, steps=steps, settings=settings or (), say=say)
     say("\n".join(proof.lines()))
     finish(proof, as_json)

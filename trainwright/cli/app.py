@@ -1,6 +1,6 @@
-"""What all verbs share.
+"""Functions that all commands share.
 
-Each takes --json, and then prints one JSON object last on stdout; everything else goes to stderr.
+Every command accepts --json and then prints one JSON object last on stdout; everything else goes to stderr.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 ENDED = "the code that the recipe names ended the process: sys.exit({!r})"
-KEEP_RUNNING = "put what only a script does, such as parse_args(), below `if __name__ == '__main__':`"
+KEEP_RUNNING = "move code that is only for scripts, such as parse_args(), below `if __name__ == '__main__':`"
 
 
 class VerbResult(Protocol):
-    """What a verb ends with."""
+    """The result of a command."""
 
     @property
     def exit_code(self) -> int: ...
@@ -47,7 +47,7 @@ class PrintedResult(VerbResult, Protocol):
 
 
 class Verbs(TyperGroup):
-    """With --json, wrong usage is printed as an object too."""
+    """Prints usage errors as an object too, with --json."""
 
     def invoke(self, ctx: Any) -> object:  # typer keeps the class of its context private
         try:
@@ -70,19 +70,19 @@ app = typer.Typer(
 )
 
 RecipePath = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="A YAML recipe, or the name of one in the box, such as gpt-tiny.")
+    Path, typer.Argument(metavar="RECIPE", help="A YAML recipe, or the name of a built-in one, such as gpt-tiny.")
 ]
 RecipeOrRun = Annotated[
     Path,
     typer.Argument(
-        metavar="RECIPE|RUN", help="A recipe, or a run folder: that is of its recipe, and its page shows the picture."
+        metavar="RECIPE|RUN", help="A recipe, or a run folder: its recipe is used, and its page shows the picture."
     ),
 ]
 RecipeOrFunction = Annotated[
     Path,
     typer.Argument(
         metavar="RECIPE|MODULE:FUNCTION",
-        help="A YAML recipe, the name of one in the box, or a function that returns (model, data, loss, optimizer).",
+        help="A YAML recipe, the name of a built-in one, or a function that returns (model, data, loss, optimizer).",
     ),
 ]
 Settings = Annotated[
@@ -90,12 +90,12 @@ Settings = Annotated[
 ]
 Accepted = Annotated[
     list[str] | None,
-    typer.Option("--accept", metavar="PATH", help="Accept this difference though it changes the maths; or all."),
+    typer.Option("--accept", metavar="PATH", help="Accept this difference although it changes the maths; or all."),
 ]
 Allowed = Annotated[
     list[str] | None,
     typer.Option(
-        "--allow", metavar="PACKAGE", help="Run only callables of these packages, repeatable; without it, of any."
+        "--allow", metavar="PACKAGE", help="Run only callables of these packages, repeatable. Default: of any package."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object last, on stdout.")]
@@ -116,7 +116,7 @@ def options(
 
 
 def seconds_of(text: str, option: str) -> float:
-    """Seconds by the clock, as an option says them: ``90s``, ``2min``, or a bare number."""
+    """Return the wall-clock seconds of an option: ``90s``, ``2min``, or a bare number."""
     from trainwright.errors import UsageError
     from trainwright.recipe.duration import Duration
 
@@ -125,16 +125,16 @@ def seconds_of(text: str, option: str) -> float:
     except UsageError:
         duration = None
     if duration is None or duration.unit != "s":
-        raise UsageError(f"{option} {text} is no time by the clock", remedy="give for example 90s or 2min")
+        raise UsageError(f"{option} {text} is not a time", remedy="give for example 90s or 2min")
     return duration.value
 
 
 @contextmanager
 def importing_torch() -> Iterator[None]:
-    """For the imports of a verb that trains: the garbage collector waits until they are done.
+    """Suspend the garbage collector during the imports of a command that trains.
 
-    What importing torch makes is never freed, and to look through it again and again takes 0.4 of 3.2 s. It is then
-    left out of later collections, too. Does nothing once torch is imported: the process is not ours alone.
+    Objects that importing torch creates are never freed, and repeated collections of them take 0.4 of 3.2 s. They are
+    also excluded from later collections. Does nothing if torch is imported already: the process may not be ours.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -148,7 +148,7 @@ def importing_torch() -> Iterator[None]:
 
 
 def verb(name: str | None = None, *, of: typer.Typer = app) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Registers a verb. Every error is printed with its remedy, and ends the process with the exit code of its kind."""
+    """Register a command. An error is printed with its remedy, and ends the process with its exit code."""
 
     def register(function: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(function)
@@ -167,10 +167,11 @@ def verb(name: str | None = None, *, of: typer.Typer = app) -> Callable[[Callabl
     return register
 
 
-def of_run(path: Path, picture: Path | None, name: str) -> tuple[Path, Path | None]:
-    """The recipe to read, and where its picture goes: of a run folder its recipe, and the file ``name`` inside.
+def recipe_and_picture(path: Path, picture: Path | None, name: str) -> tuple[Path, Path | None]:
+    """Return the recipe to read and the file for its picture. For a run folder: its recipe, and the file ``name``
+    inside.
 
-    Raises UsageError for a folder that holds no run, or a run without a recipe.
+    Raises UsageError for a folder that is not a run, or a run without a recipe.
     """
     if not path.is_dir():
         return path, picture
@@ -180,7 +181,8 @@ def of_run(path: Path, picture: Path | None, name: str) -> tuple[Path, Path | No
     run = RunFolder.open(path)
     if not run.recipe.is_file():
         raise UsageError(
-            f"{path} has no recipe.yaml: a loop of your own", remedy="give a run of tw.fit or of trainwright train"
+            f"{path} has no recipe.yaml: it is the run of a custom loop",
+            remedy="give a run of tw.fit or of trainwright train",
         )
     if picture is None and (run.path / name).is_symlink():
         raise StorageError(f"cannot write {run.path / name}: it is a symbolic link", remedy="remove that link")
@@ -188,43 +190,45 @@ def of_run(path: Path, picture: Path | None, name: str) -> tuple[Path, Path | No
 
 
 def subject_of(what: Path, settings: list[str] | None, environ: Mapping[str, str] | None = None) -> Subject:
-    """What a verb works on: a recipe, that of a run of ``tw.fit``, or a function that returns the objects."""
+    """Return the subject of a command: a recipe, that of a ``tw.fit`` run, or a function that returns the objects."""
     if ":" not in str(what) or what.exists():
         from trainwright.recipe import load
 
-        load(what, overrides=settings or [], environ=environ)  # before torch is imported: what is wrong is said at once
+        load(
+            what, overrides=settings or [], environ=environ
+        )  # before torch is imported, so that a mistake is reported at once
     with importing_torch():
         from trainwright.training.subject import named
     return named(what, settings or [], environ)
 
 
-def prints_aside(as_json: bool) -> AbstractContextManager[object]:
-    """A context for the user's code: with --json, what models and datasets print goes to stderr."""
+def user_output_to_stderr(as_json: bool) -> AbstractContextManager[object]:
+    """Return a context for user code. With --json, output of models and datasets goes to stderr."""
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
 def console_for(as_json: bool) -> Console:
-    """The console for progress: with --json it is stderr, as stdout is for the object."""
+    """Return the console for progress. With --json it is stderr, because stdout is for the object."""
     from trainwright.monitoring.terminal import Console
 
     return Console(stderr=as_json)
 
 
-def say_to(as_json: bool) -> Callable[[str], None]:
-    """A function that prints a line there, without markup."""
+def line_printer(as_json: bool) -> Callable[[str], None]:
+    """Return a function that prints a line on this console, without markup."""
     console = console_for(as_json)
     return lambda line: console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def finish(result: VerbResult, as_json: bool) -> None:
-    """Prints the result as JSON if asked to, and ends the process with its exit code."""
+    """Print the result as JSON if requested, and end the process with its exit code."""
     if as_json:
         print(json.dumps(result.to_json()))
     raise typer.Exit(result.exit_code)
 
 
-def answer(report: PrintedResult, as_json: bool) -> None:
-    """Prints a report, and ends the process with its exit code."""
+def finish_printed(report: PrintedResult, as_json: bool) -> None:
+    """Print a report as text or JSON, and end the process with its exit code."""
     if as_json:
         print(json.dumps(masked(report.to_json())))
     else:

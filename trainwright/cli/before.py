@@ -1,4 +1,4 @@
-"""The verbs for what is known before a run."""
+"""Commands before a run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trainwright.cli.app import (
     RecipeOrFunction,
     RecipeOrRun,
     Settings,
-    answer,
     console_for,
     finish,
-    of_run,
-    prints_aside,
-    say_to,
+    finish_printed,
+    line_printer,
+    recipe_and_picture,
     seconds_of,
     subject_of,
+    user_output_to_stderr,
     verb,
 )
 from trainwright.runs.printing import printable
@@ -35,14 +35,14 @@ def init(
         ),
     ],
     folder: Annotated[
-        Path | None, typer.Argument(metavar="FOLDER", help="A new folder; else one that is named for the kind.")
+        Path | None, typer.Argument(metavar="FOLDER", help="A new folder. Default: the name of the kind.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a small project that trains as it is into a new folder: recipe, model, data, a test and a README."""
     from trainwright.commands.init import init as write
 
-    answer(write(kind, folder), as_json)
+    finish_printed(write(kind, folder), as_json)
 
 
 @verb()
@@ -52,27 +52,28 @@ def convert(
         typer.Argument(metavar="FILE", help="JSON of TrainingArguments, YAML of LightningCLI, or YAML of axolotl."),
     ],
     source: Annotated[
-        str | None, typer.Option("--from", metavar="FORMAT", help="trainer, lightning or axolotl; else by its keys.")
+        str | None,
+        typer.Option("--from", metavar="FORMAT", help="trainer, lightning or axolotl. Default: by its keys."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the recipe there instead of printing it.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Turn the settings of another trainer into a recipe, and name each key that it could not take."""
+    """Turn the settings of another trainer into a recipe, and list each key that has no counterpart."""
     from trainwright.commands.convert.convert import convert as run_convert
 
-    answer(run_convert(file, source=source, out=output), as_json)
+    finish_printed(run_convert(file, source=source, out=output), as_json)
 
 
 @verb()
 def check(recipe: RecipeOrFunction, settings: Settings = None, as_json: Json = False) -> None:
-    """Say whether a recipe would train: one line for each verdict, with its remedy; exit 3 when it would not."""
+    """Check if a recipe would train: one line for each verdict, with its remedy; exit 3 if it would not."""
     subject = subject_of(recipe, settings)
     from trainwright.commands.check.check import check as look
 
-    with prints_aside(as_json):
-        seen = look(*subject.build(()), tell=say_to(as_json))
+    with user_output_to_stderr(as_json):
+        seen = look(*subject.build(()), tell=line_printer(as_json))
     finish(seen, as_json)
 
 
@@ -87,27 +88,27 @@ def plan(
     ] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the timeline of a step there.")] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="On so many such devices: memory, exchanges and time of each layout.")
+        int | None, typer.Option(min=1, help="Number of such devices: memory, exchanges and time of each layout.")
     ] = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Predict memory and time of a step without the device, and choose the layout; exit 3 when it does not fit."""
+    """Predict memory and time of a step without the device, and choose the layout; exit 3 if it does not fit."""
     from trainwright.recipe import load
 
-    recipe, svg = of_run(recipe, svg, "timeline.svg")
+    recipe, svg = recipe_and_picture(recipe, svg, "timeline.svg")
     if ranks is not None:
         from trainwright.commands.plan_ranks import plan_ranks
-        from trainwright.training.problems import all_at_once
+        from trainwright.training.problems import all_problems_reported
 
         loaded = load(recipe, overrides=settings or [])
-        with prints_aside(as_json), all_at_once(loaded, ranks=ranks):
+        with user_output_to_stderr(as_json), all_problems_reported(loaded, ranks=ranks):
             many = plan_ranks(loaded, ranks, recipe=str(recipe), device=device, memory=memory, devices=devices)
-        answer(many, as_json)
+        finish_printed(many, as_json)
     subject = subject_of(recipe, settings)
     from trainwright.commands.plan import show_plan
 
-    with prints_aside(as_json):
+    with user_output_to_stderr(as_json):
         shown = show_plan(
             *subject.build(()),
             recipe=str(recipe),
@@ -117,7 +118,7 @@ def plan(
             devices=devices,
             svg=svg,
         )
-    answer(shown, as_json)
+    finish_printed(shown, as_json)
 
 
 @verb()
@@ -125,21 +126,21 @@ def graph(
     recipe: RecipeOrRun,
     settings: Settings = None,
     depth: Annotated[
-        int | None, typer.Option(min=1, help="Levels of modules to show; else as many as fit on a screen.")
+        int | None, typer.Option(min=1, help="Levels of modules to show. Default: as many as fit on a screen.")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it into this file too.")] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw it into this file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show the modules of a model and the autograd graph of one step: parameters, FLOPs, memory kept for backward."""
     from trainwright.recipe import load
 
-    recipe, svg = of_run(recipe, svg, "graph.svg")
+    recipe, svg = recipe_and_picture(recipe, svg, "graph.svg")
     loaded = load(recipe, overrides=settings or [])
     from trainwright.commands.graph import draw_graph, write_svg
-    from trainwright.training.problems import all_at_once
+    from trainwright.training.problems import all_problems_reported
 
-    say = say_to(as_json)
-    with prints_aside(as_json), all_at_once(loaded):
+    say = line_printer(as_json)
+    with user_output_to_stderr(as_json), all_problems_reported(loaded):
         drawn = draw_graph(loaded, depth=depth)
     say("\n".join(drawn.lines()))
     if svg is not None:
@@ -153,10 +154,10 @@ def graph(
 def batch_size(
     recipe: RecipeOrFunction,
     settings: Settings = None,
-    margin: Annotated[float, typer.Option(help="Share of the memory to leave free.")] = 0.1,
-    most: Annotated[int | None, typer.Option(min=1, help="Samples to try at most; else the dataset's.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory to use at most: 8GiB; else all that is free.")] = None,
-    budget: Annotated[str, typer.Option(metavar="TIME", help="How long the search may take.")] = "2min",
+    margin: Annotated[float, typer.Option(help="Fraction of the memory to leave free.")] = 0.1,
+    most: Annotated[int | None, typer.Option(min=1, help="Maximum samples. Default: the dataset.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Maximum memory: 8GiB. Default: all that is free.")] = None,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="Time for the search.")] = "2min",
     as_json: Json = False,
 ) -> None:
     """Find the largest micro-batch that trains without running out of memory."""
@@ -165,8 +166,8 @@ def batch_size(
     from trainwright.commands.batch_size import find_batch_size
     from trainwright.recipe.byte_size import parse_bytes
 
-    limit, say = parse_bytes(memory) if memory else None, say_to(as_json)
-    with prints_aside(as_json):
+    limit, say = parse_bytes(memory) if memory else None, line_printer(as_json)
+    with user_output_to_stderr(as_json):
         found = find_batch_size(
             *subject.build(()), margin=margin, most=most, memory_bytes=limit, budget_s=budget_s, say=say
         )
@@ -182,10 +183,10 @@ def lr_range(
     steps: Annotated[int, typer.Option(min=10, help="Optimizer steps of the test.")] = 100,
     lowest: Annotated[float, typer.Option(help="Learning rate of the first step.")] = 1e-6,
     highest: Annotated[float, typer.Option(help="Learning rate of the last step.")] = 10.0,
-    out: Annotated[Path, typer.Option(help="Where the picture is written.")] = Path("lr-range.svg"),
+    out: Annotated[Path, typer.Option(help="The file for the picture.")] = Path("lr-range.svg"),
     as_json: Json = False,
 ) -> None:
-    """Find a learning rate: grow it each step, watch the loss, draw the picture."""
+    """Find a learning rate: increase it in each step, and draw the loss."""
     built = subject_of(recipe, settings).build(())
     from trainwright.commands.lr_range import find_lr
 
@@ -206,21 +207,21 @@ def mup_check(
     more: Annotated[list[int] | None, typer.Argument(metavar="", hidden=True)] = None,
     settings: Settings = None,
     widths: Annotated[
-        list[int] | None, typer.Option(metavar="N ...", help="Widths to train; without it 64 128 256 512.")
+        list[int] | None, typer.Option(metavar="N ...", help="Widths to train. Default: 64 128 256 512.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each width.")] = 4,
-    key: Annotated[str, typer.Option(metavar="PATH", help="What a width is in the recipe.")] = "model.args.d_model",
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the picture is written.")] = Path("mup-check.svg"),
+    key: Annotated[str, typer.Option(metavar="PATH", help="The recipe key of the width.")] = "model.args.d_model",
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file for the picture.")] = Path("mup-check.svg"),
     as_json: Json = False,
 ) -> None:
-    """Say for each layer whether a step changes it as much in a wide model as in a narrow one; exit 3 when not."""
+    """Check that a step changes each layer as much in a wide model as in a narrow one; exit 3 if not."""
     subject_of(recipe, settings)
     from trainwright.commands.mup_check import WIDTHS, build_by_width, check_widths, draw
 
     build = build_by_width(recipe, key, settings or [])
-    with prints_aside(as_json):
-        found = check_widths(build, [*(widths or ()), *(more or ())] or WIDTHS, steps=steps, say=say_to(as_json))
-    answer(draw(found, out), as_json)
+    with user_output_to_stderr(as_json):
+        found = check_widths(build, [*(widths or ()), *(more or ())] or WIDTHS, steps=steps, say=line_printer(as_json))
+    finish_printed(draw(found, out), as_json)
 
 
 @verb("compare-optimizers")
@@ -238,9 +239,9 @@ def compare_optimizers(
     from trainwright.commands.compare_optimizers import compare_optimizers as compared
 
     found = compared(
-        recipe, optimizers, settings=settings or [], range_steps=range_steps, threads=threads, say=say_to(as_json)
+        recipe, optimizers, settings=settings or [], range_steps=range_steps, threads=threads, say=line_printer(as_json)
     )
-    answer(found, as_json)
+    finish_printed(found, as_json)
 
 
 @verb()
@@ -259,7 +260,7 @@ def env(
     gpus: Annotated[int, typer.Option(min=0, help="Expect at least this many visible GPUs.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Report and judge torch, CUDA, cuDNN, NCCL, the driver and the CPU; exit 1 where they do not fit together."""
+    """Report and check torch, CUDA, cuDNN, NCCL, the driver and the CPU; exit 1 if they do not fit together."""
     from trainwright.errors import require_choice
     from trainwright.report.environment import exit_status, gather, judge, render
     from trainwright.report.stacks import STACKS

@@ -1,4 +1,4 @@
-"""The verbs that write job files for schedulers."""
+"""Commands that write job files for schedulers."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ if TYPE_CHECKING:
     from trainwright.commands.launch import JobFile
     from trainwright.commands.sweep import Sweep
 
-launch_app = typer.Typer(
-    help="Write the job file by which a scheduler trains a recipe on several machines, or a sweep."
-)
+launch_app = typer.Typer(help="Write a job file for a scheduler that trains a recipe on several machines, or a sweep.")
 app.add_typer(launch_app, name="launch", no_args_is_help=True)
 
 RecipeOrSweep = Annotated[
-    Path, typer.Argument(metavar="RECIPE|SWEEP", help="A recipe, or a sweep file: a job a trial.")
+    Path, typer.Argument(metavar="RECIPE|SWEEP", help="A recipe, or a sweep file: one job per trial.")
 ]
-AtOnce = Annotated[int | None, typer.Option("--at-once", min=1, help="Trials of a sweep at once; else all.")]
+AtOnce = Annotated[int | None, typer.Option("--at-once", min=1, help="Concurrent trials of a sweep. Default: all.")]
 Ranks = Annotated[str, typer.Option("--ranks", metavar="MACHINESxRANKS", help="Machines, and ranks of each: 2x8.")]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there instead of printing it.")]
 Stack = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Start only on machines with this CUDA, driver and NCCL: cpu, cu126, cu130."),
 ]
-Image = Annotated[str, typer.Option(help="The container image, with trainwright and what the recipe imports.")]
+Image = Annotated[str, typer.Option(help="The container image, with trainwright and the imports of the recipe.")]
 Volume = Annotated[str, typer.Option(help="The PersistentVolumeClaim for the runs, which all pods can write.")]
 Grace = Annotated[int, typer.Option(metavar="SECONDS", help="From the signal to the kill: a step and a checkpoint.")]
 
@@ -40,8 +38,8 @@ def launch_slurm(
     recipe: RecipeOrSweep,
     ranks: Ranks = "1x1",
     time: Annotated[str | None, typer.Option(help="Limit of the job: 04:00:00.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Where the job is queued.")] = None,
-    account: Annotated[str | None, typer.Option(help="Who pays for it.")] = None,
+    partition: Annotated[str | None, typer.Option(help="The partition of the job.")] = None,
+    account: Annotated[str | None, typer.Option(help="The account that is charged.")] = None,
     directives: Annotated[
         list[str] | None,
         typer.Option("--sbatch", metavar="KEY=VALUE", help="Any other option of sbatch, repeatable: qos=long."),
@@ -56,7 +54,7 @@ def launch_slurm(
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Write an sbatch script that saves before the time is over and is then queued again."""
+    """Write an sbatch script that saves before its time limit and is then requeued."""
     from trainwright.commands.launch import Shape, slurm_job
     from trainwright.recipe import load
 
@@ -137,7 +135,7 @@ def launch_skypilot(
     ranks: Ranks,
     image: Image,
     volume: Annotated[str, typer.Option(help="The volume of SkyPilot for the runs, which all machines can write.")],
-    gpu: Annotated[str | None, typer.Option(help="The accelerator of each rank: H100; for device: cpu none.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="The accelerator of each rank: H100; none for device: cpu.")] = None,
     stack: Stack = None,
     output: Output = None,
     settings: Settings = None,
@@ -153,7 +151,7 @@ def launch_skypilot(
 
 
 def _sweep(path: Path, ranks: str, settings: list[str] | None, **refused: str | None) -> Sweep | None:
-    """The sweep of a sweep file; None for a recipe. Raises UsageError for several ranks and options of recipes."""
+    """Return the sweep of a sweep file; None for a recipe. Raises UsageError for options that only recipes have."""
     from trainwright.commands.launch import Shape
     from trainwright.commands.sweep.spec import is_sweep_file, read_sweep
     from trainwright.errors import UsageError
@@ -168,5 +166,5 @@ def _sweep(path: Path, ranks: str, settings: list[str] | None, **refused: str | 
 
 
 def _print(job: JobFile, as_json: bool) -> None:
-    """Prints a job file as it is, secrets of its command line included: it is piped into a scheduler."""
+    """Print a job file including secrets of its command line, because it is piped into a scheduler."""
     print(json.dumps(job.to_json()) if as_json else "\n".join(job.lines()))

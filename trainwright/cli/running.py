@@ -1,4 +1,4 @@
-"""The verbs that train."""
+"""Commands that train."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trainwright.cli.app import (
     Json,
     RecipePath,
     Settings,
-    answer,
     console_for,
     finish,
+    finish_printed,
     importing_torch,
-    say_to,
+    line_printer,
     seconds_of,
     verb,
 )
@@ -30,7 +30,7 @@ from trainwright.cli.launching import become_torchrun
 def demo(
     task: Annotated[str, typer.Option(help="text: a small GPT; digits: an image classifier.")] = "text",
     budget: Annotated[
-        str | None, typer.Option(help="How long: 60s from the first step on (default); or 500steps, 2ep.")
+        str | None, typer.Option(help="Length: 60s from the first step (default), or 500steps, 2ep.")
     ] = None,
     settings: Settings = None,
     broken: Annotated[
@@ -43,11 +43,11 @@ def demo(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a small model offline, on data that ships with Python; or plant a fault and see the doctor name it."""
+    """Train a small model offline, on data that ships with Python; or plant a fault for the doctor to find."""
     if broken is not None:
         from trainwright.commands.demo_faults import show
 
-        answer(show(broken, say_to(as_json), budget=budget), as_json)
+        finish_printed(show(broken, line_printer(as_json), budget=budget), as_json)
         return
     with importing_torch():
         from trainwright.commands.demo import demo as run_demo
@@ -57,7 +57,8 @@ def demo(
 
 
 Serve = Annotated[
-    bool, typer.Option("--serve", help="Show it in a browser while it trains: a process of its own, that reads files.")
+    bool,
+    typer.Option("--serve", help="Show it in a browser while it trains, from a separate process that reads files."),
 ]
 Torchrun = Annotated[
     list[str] | None,
@@ -74,9 +75,9 @@ def train(
     serve: Serve = False,
     as_json: Json = False,
 ) -> None:
-    """Train as a recipe says. A recipe is code: it runs the callables that it names.
+    """Train a recipe. A recipe is code: it runs the callables that it names.
 
-    Exit 3 when a finding of the doctor is critical, 75 when it was asked to stop and is saved.
+    Exit 3 if a finding of the doctor is critical, 75 if it was stopped by a signal and is saved.
     """
     from trainwright.recipe import load
     from trainwright.recipe.trust import require_allowed
@@ -98,24 +99,27 @@ def ladder(
     recipe: RecipePath,
     settings: Settings = None,
     steps: Annotated[
-        int | None, typer.Option(min=16, help="Optimizer steps of the baseline; else the recipe's, at most 200.")
+        int | None, typer.Option(min=16, help="Optimizer steps of the baseline. Default: the recipe's, at most 200.")
     ] = None,
-    samples: Annotated[int | None, typer.Option(min=16, help="The same as a number of samples.")] = None,
+    samples: Annotated[int | None, typer.Option(min=16, help="Length of the baseline in samples.")] = None,
     budget: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Start no rung after this time: 30min; else try all.")
+        str | None, typer.Option(metavar="TIME", help="Start no rung after this time: 30min. Default: try all.")
     ] = None,
     skip: Annotated[
         list[str] | None, typer.Option(metavar="RUNG", help="Leave this rung out, repeatable: fp16, compile, ...")
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option("--folder", metavar="FOLDER", help="Where it writes; else runs/<name>-ladder.")
+        Path | None,
+        typer.Option("--folder", metavar="FOLDER", help="The folder to write. Default: runs/<name>-ladder."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each run; else OMP_NUM_THREADS.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads of each run. Default: OMP_NUM_THREADS.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Go from a float32 baseline to a fast run, one change at a time; keep what holds the loss and pays.
+    """Go from a float32 baseline to a fast run, one change at a time; keep changes that hold the loss and pay.
 
-    Exit 3 when a rung breaks; the best recipe below it is written all the same.
+    Exit 3 if a rung breaks; the best recipe below it is still written.
     """
     from trainwright.commands.ladder.climb import ladder as climb
 
@@ -129,9 +133,9 @@ def ladder(
         skip=skip or [],
         folder=folder,
         threads=threads,
-        say=say_to(as_json),
+        say=line_printer(as_json),
     )
-    answer(found, as_json)
+    finish_printed(found, as_json)
 
 
 @verb()
@@ -144,7 +148,7 @@ def resume(
     serve: Serve = False,
     as_json: Json = False,
 ) -> None:
-    """Continue a run from its newest checkpoint that verifies. It runs the callables that the run's recipe names."""
+    """Continue a run from its newest intact checkpoint. It runs the callables that the run's recipe names."""
     from trainwright.recipe import load
     from trainwright.recipe.trust import require_allowed
     from trainwright.runs.folder import RunFolder
@@ -173,29 +177,29 @@ def sweep(
     ],
     over: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATH=VALUES", help="What varies, repeatable: optimizer.lr=log:1e-4..1e-1, seed=0..4."),
+        typer.Option(metavar="PATH=VALUES", help="A varied path, repeatable: optimizer.lr=log:1e-4..1e-1, seed=0..4."),
     ] = None,
-    trials: Annotated[int | None, typer.Option(min=1, help="Number of trials; else a whole grid, or 20.")] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="Number of trials. Default: a full grid, or 20.")] = None,
     sampler: Annotated[str | None, typer.Option(help="grid, random or tpe.")] = None,
     pruner: Annotated[str | None, typer.Option(help="none, median or hyperband.")] = None,
     metric: Annotated[str | None, typer.Option(help="loss (validation), train_loss, or a metric by name.")] = None,
     mode: Annotated[str | None, typer.Option(help="min or max; for a metric that is not a loss.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampler.")] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Trials at once; else as many as cores and memory allow.")
+        int | None, typer.Option(min=1, help="Concurrent trials. Default: as many as cores and memory allow.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each trial, 1 by default.")] = None,
     budget: Annotated[str | None, typer.Option(help="20min, 24 (trials) or 5USD.")] = None,
     usd_per_hour: Annotated[float | None, typer.Option(help="Price of this machine, for a budget in USD.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the sweep and of its folder.")] = None,
-    folder: Annotated[str | None, typer.Option(help="Where the folder of the sweep is made; else runs.")] = None,
+    folder: Annotated[str | None, typer.Option(help="The parent of the sweep folder. Default: runs.")] = None,
     trial: Annotated[
         int | None, typer.Option(min=0, help="Run this trial only: for a job of a cluster, see launch.")
     ] = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Train a recipe with other settings, several at once, and rank the results. The same command resumes a sweep."""
+    """Train a recipe with varied settings, several at once, and rank the results. The same command resumes a sweep."""
     from trainwright.commands.sweep import over_of, read_sweep, run_one, run_sweep
 
     found = read_sweep(
@@ -216,5 +220,5 @@ def sweep(
         name=name,
         folder=folder,
     )
-    say = say_to(as_json)
-    answer(run_sweep(found, say=say) if trial is None else run_one(found, trial, say=say), as_json)
+    say = line_printer(as_json)
+    finish_printed(run_sweep(found, say=say) if trial is None else run_one(found, trial, say=say), as_json)

@@ -1,7 +1,7 @@
-"""torchrun that ends with the exit code of the ranks; by itself it ends with 1, whatever theirs were.
+"""Runs torchrun and ends with the exit code of the ranks. torchrun alone ends with 1, whatever their codes are.
 
-Takes the options of ``python -m torch.distributed.run``. Schedulers go by the code: 75 says that the run was stopped
-and is saved, so that the job may be started again.
+Accepts the options of ``python -m torch.distributed.run``. Schedulers use the code: 75 means that the run was stopped
+and is saved, so that the job may be restarted.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from collections.abc import Mapping
 from pathlib import Path
 
 EXIT_CODES = "TRAINWRIGHT_EXIT_CODES"
-"""The variable with the folder where each rank leaves its exit code: after a signal torchrun does not tell it."""
+"""The environment variable with the folder in which each rank leaves its exit code. torchrun drops it after a signal.
+"""
 
 
 def leave_exit_code(code: object, environ: Mapping[str, str]) -> None:
-    """Writes the exit code of this rank for ``main``; does nothing where no ``main`` has started it."""
+    """Write the exit code of this rank for ``main``. Does nothing if ``main`` did not start it."""
     folder, rank = environ.get(EXIT_CODES), environ.get("LOCAL_RANK")
     if folder and rank and isinstance(code, int) and Path(folder).is_dir():
         Path(folder, rank).write_text(str(code))
 
 
 def common_exit_code(folder: Path) -> int:
-    """The code that every rank of this machine left, or 1."""
+    """Return the code that every rank of this machine left, or 1."""
     codes = {path.read_text() for path in folder.iterdir()}
     return int(codes.pop()) if len(codes) == 1 else 1
 
 
 def main() -> None:
-    """Runs torchrun in this process."""
+    """Run torchrun in this process."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -22,9 +22,14 @@ from trainwright.runs.identity import identity_of
 
 @dataclass(frozen=True)
 class AveragedCheckpoints:
-    """A folder with the mean of the checkpoints of ``steps``, the newest first.
+    """A folder with the mean of checkpoints.
 
-    ``stepped_over`` has a message for each checkpoint among them that is damaged.
+    Attributes:
+        path: The folder.
+        steps: The steps of the averaged checkpoints, the newest first.
+        tensors: The number of tensors.
+        bytes: The size of the file.
+        stepped_over: A message for each damaged checkpoint that was skipped.
     """
 
     path: Path
@@ -35,30 +40,29 @@ class AveragedCheckpoints:
 
     @property
     def exit_code(self) -> int:
-        """0."""
         return 0
 
     def lines(self) -> list[str]:
-        """The text for people."""
+        """Return the text output."""
         steps = ", ".join(f"{step:,}" for step in self.steps)
         return [
-            *(f"stepped over: {message}" for message in self.stepped_over),
+            *(f"checkpoint skipped: {message}" for message in self.stepped_over),
             str(self.path),
             f"  the mean of steps {steps}: {self.tensors} tensors, {self.bytes:,} bytes",
         ]
 
     def to_json(self) -> dict[str, object]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         return {**vars(self), "path": str(self.path), "steps": list(self.steps), "stepped_over": [*self.stepped_over]}
 
 
 def average_checkpoints(run: Path, *, last: int = 5, out: Path | None = None) -> AveragedCheckpoints:
-    """Writes the mean of the ``last`` newest checkpoints that verify into the new folder ``out``.
+    """Write the mean of the ``last`` newest intact checkpoints into the new folder ``out``.
 
-    Every tensor of floating-point or complex numbers is averaged, running statistics too, in
-    float64; others are those of the newest checkpoint.
-    Only the files of the checkpoints are read: no code of the run is executed, and adapters (LoRA) are not merged.
-    Raises UsageError where the run has fewer checkpoints or their tensors differ, StorageError when ``out`` cannot be
+    Every floating-point or complex tensor is averaged in float64, including running statistics. Other tensors are those
+    of the newest checkpoint. No code of the run is executed, and LoRA adapters are not merged.
+
+    Raises UsageError if the run has fewer checkpoints or their tensors differ, StorageError if ``out`` cannot be
     written.
     """
     folder = RunFolder.open(run)
@@ -78,7 +82,7 @@ def _newest(run: RunFolder, count: int) -> tuple[list[Path], tuple[str, ...]]:
     for path in checkpoints(run.checkpoints, identity_of(run)):
         if len(found) == count:
             break
-        if step_of(path) in map(step_of, found):  # left by a save that was killed
+        if step_of(path) in map(step_of, found):  # a save that was killed left it
             continue
         try:
             require_whole(path)
@@ -96,7 +100,7 @@ def _newest(run: RunFolder, count: int) -> tuple[list[Path], tuple[str, ...]]:
 
 
 def _mean(paths: Sequence[Path]) -> StateDict:
-    """The mean, with one checkpoint in memory at a time. A tied weight stays one tensor under several names."""
+    """Return the mean. Holds one checkpoint in memory at a time. A tied weight stays one tensor under several names."""
     newest = read_weights(paths[0])
     sums = {id(each): each.to(_sum_dtype(each)) for each in newest.values() if _is_averaged(each)}
     shapes = _shapes(newest)
@@ -104,7 +108,7 @@ def _mean(paths: Sequence[Path]) -> StateDict:
         weights = read_weights(path)
         if _shapes(weights) != shapes:
             raise UsageError(
-                f"the tensors of {path} are not those of {paths[0]}",
+                f"the tensors of {path} differ from those of {paths[0]} in name or shape",
                 remedy="average fewer checkpoints, with --last: those since the model was changed",
             )
         added = set[int]()

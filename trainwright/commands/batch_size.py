@@ -1,4 +1,4 @@
-"""``batch-size RECIPE``: the largest micro-batch that trains without running out of memory, found by training."""
+"""``batch-size RECIPE``: finds the largest micro-batch that trains without running out of memory, by training."""
 
 from __future__ import annotations
 
@@ -33,15 +33,19 @@ from trainwright.recipe import Loaded, Recipe
 from trainwright.training.job import Job, make_advance
 from trainwright.training.prepare import prepare
 
-STEPS = 3  # the first makes the optimizer's state, the second has it, the third starts from the memory the second left
-FIRST = 8  # samples
-PRECISE = 16  # the answer is within a sixteenth of the limit
-ENOUGH_GROWTH = 0.02  # of the peak between two sizes, to be distinguished from noise
+STEPS_PER_SIZE = 3
+"""The first step allocates the optimizer state, the second uses it, the third starts from the memory after that."""
+FIRST_SIZE = 8
+"""Samples."""
+PRECISION = 16
+"""The result is within a sixteenth of the limit."""
+MIN_PEAK_GROWTH = 0.02
+"""Relative growth of the peak between two sizes that is distinguishable from noise."""
 
 
 @dataclass(frozen=True)
 class SizeTried:
-    """Some steps of one micro-batch of ``micro`` samples, and an evaluation. ``peak_bytes`` None: out of memory."""
+    """Some steps with ``micro`` samples per micro-batch, and an evaluation. ``peak_bytes`` None: out of memory."""
 
     micro: int
     peak_bytes: int | None
@@ -50,10 +54,16 @@ class SizeTried:
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """The result. ``micro`` suits the recipe's global batch: its largest divisor that is at most ``most``.
+    """The result of the search.
 
-    ``most`` was trained with and took at most ``allowed_bytes``, which is ``capacity_bytes`` without the margin.
-    ``bounded`` says what ended the search where it was not memory.
+    Attributes:
+        most: The largest size that was trained and needed at most ``allowed_bytes``.
+        micro: The largest divisor of the recipe's global batch that is at most ``most``.
+        batch: The global batch size of the recipe.
+        capacity_bytes: The memory that may be used.
+        allowed_bytes: ``capacity_bytes`` without the margin.
+        tried: The sizes that were trained.
+        bounded: The reason for the end of the search if it was not memory, else "".
     """
 
     most: int
@@ -65,11 +75,11 @@ class LargestBatch:
     bounded: str
 
     def to_json(self) -> dict[str, object]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         return {**vars(self), "tried": [vars(each) for each in self.tried]}
 
     def lines(self) -> list[str]:
-        """The text for people."""
+        """Return the text output."""
         rows = [
             f"  {each.micro:>8,}  "
             + (
@@ -99,28 +109,35 @@ def find_batch_size(
     budget_s: float = 120.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> LargestBatch:
-    """Trains a few steps at sizes that double while they fit, then at sizes between.
+    """Train a few steps at sizes that double while they fit, then at sizes in between.
 
-    The model is a new one of the recipe, or that of ``parts``, which are used up.
+    Each size is trained on real batches with the optimizer state, the copy of a checkpoint, and an evaluation between
+    its steps. A limit of the process is lowered by the margin during the search, because the peak does not show
+    everything that such a limit counts.
 
-    Each size has real batches, the optimizer's state, the copy of a checkpoint, and an evaluation between its steps.
-    ``margin`` of the memory stays free, since samples may be longer than those seen here: a limit of the process is
-    lowered by it meanwhile, for the peak says little of what such a limit counts. ``most`` bounds the search (default:
-    the size of the dataset), ``memory_bytes`` the memory, ``budget_s`` the time: no size is started that would exceed
-    it.
+    Args:
+        loaded: The recipe.
+        parts: Live objects instead of those that the recipe names. They are trained and must not be used afterwards.
+        margin: Fraction of the memory that stays free, because samples may be longer than those of the search.
+        most: The maximum size. Default: the size of the dataset.
+        memory_bytes: The memory to use. Default: all that is free.
+        budget_s: Seconds for the search. No size is started that would exceed it.
+        say: Receives lines on progress.
 
-    Raises OutOfMemoryError when one sample does not fit, and UsageError for data that come in batches of their own.
+    Raises:
+        OutOfMemoryError: One sample does not fit.
+        UsageError: The data are already batched.
     """
     if parts is not None and (parts.train.own_batches is not None or isinstance(parts.train.dataset, ReadyBatches)):
-        raise UsageError("the data come in batches of their own, whose size is fixed", remedy="give the Dataset itself")
+        raise UsageError("the data are already batched, so their size is fixed", remedy="pass the Dataset itself")
     if not 0 <= margin < 1:
-        raise UsageError(f"--margin {margin:g} is no share of the memory", remedy="give 0.1 for a tenth")
+        raise UsageError(f"--margin {margin:g} is not a fraction of the memory", remedy="give 0.1 for a tenth")
     if not budget_s > 0:
-        raise UsageError(f"--budget {budget_s:g} is no time", remedy="give seconds, such as 60")
+        raise UsageError(f"--budget {budget_s:g} is not a time", remedy="give seconds, such as 60")
     batch = _global_batch(loaded.recipe)
     small = loaded.recipe.batch.model_copy(update={"size": batch, "micro": min(2, batch), "accumulation": None})
     job = prepare(in_one_process(replace(loaded, recipe=loaded.recipe.model_copy(update={"batch": small}))), parts)
-    mind_limits()  # the run that takes the size found is short of memory; this job of small batches may not be
+    mind_limits()  # a run with the resulting size is short of memory, even if this job is not
     capacity = min(capacity_bytes(job.device), memory_bytes or sys.maxsize)
     search = _Search(job, capacity, margin, time.perf_counter() + budget_s, say)
     found = search.run(min(most or sys.maxsize, _samples(job)))
@@ -143,7 +160,9 @@ def _samples(job: Job) -> int:
 
 
 class _Search:
-    """Peaks are affine in the size, so two of them predict the limit; each prediction is then tried by training."""
+    """Searches the largest size. Peaks are affine in the size, so two of them predict the limit; predictions are
+    trained.
+    """
 
     def __init__(self, job: Job, capacity: int, margin: float, deadline_s: float, say: Callable[[str], None]) -> None:
         self.job, self._margin, self._deadline_s, self._say = job, margin, deadline_s, say
@@ -152,19 +171,19 @@ class _Search:
         self.bounded = ""
         self._step = make_advance(job)
         self._staging = Staging()
-        self._last_s = 0.0  # seconds for a sample in the last trial
+        self._last_s = 0.0  # seconds per sample in the last trial
 
     def run(self, bound: int) -> int:
-        """The largest size that fits, 0 when none does."""
+        """Return the largest size that fits, 0 if none does."""
         fits, too_large = 0, bound + 1
-        size = min(FIRST, bound)
-        while fits + max(1, fits // PRECISE) <= too_large - 1 or not self.tried:
+        size = min(FIRST_SIZE, bound)
+        while fits + max(1, fits // PRECISION) <= too_large - 1 or not self.tried:
             if fits and time.perf_counter() + size * self._last_s > self._deadline_s:
-                self.bounded = "larger ones would have taken more than --budget"
+                self.bounded = "larger sizes would have exceeded --budget"
                 break
             if self._fits(size):
                 fits = size
-            else:  # running out of memory shows where the limit is: the margin is subtracted from there, or was before
+            else:  # out of memory shows the limit; subtract the margin unless the limit was lowered before
                 ran_out = self.tried[-1].peak_bytes is None and not rlimits()
                 too_large = max(1, int(size * (1 - self._margin))) if ran_out else size
                 fitting = [each.micro for each in self.tried if each.peak_bytes is not None and each.micro < too_large]
@@ -173,7 +192,7 @@ class _Search:
             if not fits < size < too_large:
                 break
         if fits == bound and not self.bounded:
-            self.bounded = "no more were to be tried"
+            self.bounded = "larger sizes were not requested"
         return fits
 
     def _fits(self, size: int) -> bool:
@@ -189,7 +208,7 @@ class _Search:
         return tried.peak_bytes <= self.allowed
 
     def _next(self, fits: int, too_large: int) -> int:
-        """Twice the size while that is predicted to fit, else the predicted size; halfway without a prediction."""
+        """Return twice the size if that is predicted to fit, else the predicted size; halfway without a prediction."""
         predicted = self._predict()
         if predicted is None:
             return min(2 * fits, too_large - 1) if fits else too_large // 2
@@ -200,9 +219,9 @@ class _Search:
         return min(predicted, 2 * fits if fits else predicted, halfway if is_refuted else too_large - 1)
 
     def _predict(self) -> int | None:
-        """The size whose peak is the allowed one, on the line through the two largest sizes that did not run out."""
+        """Return the size whose peak is the allowed one, on the line through the two largest sizes that fit."""
         seen = sorted((each.micro, each.peak_bytes) for each in self.tried if each.peak_bytes is not None)[-2:]
-        if len(seen) < 2 or seen[1][1] < (1 + ENOUGH_GROWTH) * seen[0][1]:
+        if len(seen) < 2 or seen[1][1] < (1 + MIN_PEAK_GROWTH) * seen[0][1]:
             return None
         (few, least), (many, most) = seen
         return few + int((self.allowed - least) * (many - few) / (most - least))
@@ -217,15 +236,15 @@ class _Search:
         validation = validation_batches(job.parts, job.recipe, loading)
         step_s = 0.0
         try:
-            for number, batch in enumerate(islice(training_batches(job.parts, loading, Cursor()), STEPS)):
+            for number, batch in enumerate(islice(training_batches(job.parts, loading, Cursor()), STEPS_PER_SIZE)):
                 job.state.micro_limit, begin_s = None, time.perf_counter()
                 result = self._step(job.state, batch)
                 if result.oom_reports:
                     return SizeTried(size, None, None)
-                float(result.loss)  # waits for the device
+                float(result.loss)  # synchronizes the device
                 step_s = time.perf_counter() - begin_s
                 if number == 0 and job.recipe.checkpoint.asynchronous:
-                    with suppress(MemoryError, RuntimeError):  # a run does without its copy then, too
+                    with suppress(MemoryError, RuntimeError):  # a run does without the copy then, too
                         self._staging.reserve(tensors_of(job.state))
                 if number == 1 and validation is not None:
                     evaluate(job.state.model, job.parts.loss, islice(validation, 1), precision=job.precision)

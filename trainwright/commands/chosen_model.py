@@ -1,4 +1,4 @@
-"""A model, its loss and a dataset: what ``tw.evaluate``, ``tw.predict`` and ``tw.bad_cases`` are asked about."""
+"""Resolves the arguments of ``tw.evaluate``, ``tw.predict`` and ``tw.bad_cases`` to a model, its loss and a dataset."""
 
 from __future__ import annotations
 
@@ -28,14 +28,19 @@ from trainwright.runs.identity import identity_of
 from trainwright.training.result import Result
 from trainwright.training.subject import parts_of_run
 
-OWN_SETS = ("train", "val")
+RUN_SETS = ("train", "val")
 
 
 @dataclass(frozen=True)
 class ChosenModel:
-    """A model; the recipe and step that it is of, where it is that of a run folder; the result that it is of.
+    """A model and its origin.
 
-    ``parts`` are the objects of a run whose function made them again.
+    Attributes:
+        model: The model.
+        loaded: The recipe, if the model is that of a run folder.
+        step: The step of its checkpoint.
+        result: The result of ``tw.fit``, if the model is from it.
+        parts: The objects of a run that its recorded function built.
     """
 
     model: nn.Module
@@ -51,9 +56,10 @@ class ChosenModel:
 
 
 def chosen_model(of: object, model: nn.Module | None, which: str, *, average: bool) -> ChosenModel:
-    """A model itself, that of a result, or that of a checkpoint of a run folder. Raises UsageError for anything else.
+    """Return a model itself, that of a result, or that of a checkpoint of a run folder. Raises UsageError for other
+    values.
 
-    ``which`` "": the best checkpoint, or the last where there is no best.
+    ``which`` "": the best checkpoint, or the last if there is no best.
     """
     result = of if isinstance(of, Result) else None
     if result is not None and result.state is not None:
@@ -61,13 +67,13 @@ def chosen_model(of: object, model: nn.Module | None, which: str, *, average: bo
     if isinstance(of, nn.Module):
         if model is not None or which or average:
             raise UsageError(
-                "model, which and average are of a run folder, and a model was given",
-                remedy="leave them out, or give the run folder: tw.evaluate('runs/run', data)",
+                "model=, which= and average= need a run folder, and a model was passed",
+                remedy="leave them out, or pass the run folder: tw.evaluate('runs/run', data)",
             )
         return ChosenModel(of, result=result)
     if not isinstance(of, str | Path):
         raise UsageError(
-            f"a {type(of).__name__} cannot be evaluated", remedy="give a model, the result of tw.fit, or a run folder"
+            f"a {type(of).__name__} cannot be evaluated", remedy="pass a model, the result of tw.fit, or a run folder"
         )
     folder = RunFolder.open(of)
     loaded = load(folder.recipe, environ={})
@@ -96,12 +102,12 @@ def _fitting(folder: RunFolder) -> Iterator[None]:
     except RuntimeError as error:
         raise UsageError(
             f"the weights of {folder.path} do not fit the model: {text_of(error)[:300]}",
-            remedy="give a model such as it was trained",
+            remedy="pass a model with the architecture of the trained one",
         ) from None
 
 
 def loss_of(chosen: ChosenModel, given: Callable[..., Loss | Tensor] | None) -> Callable[..., Loss | Tensor]:
-    """The loss that was given, that of the result or of the run's recipe, or the one that the model itself returns."""
+    """Return the passed loss, that of the result or of the run's recipe, or the one that the model returns itself."""
     if given is not None:
         return given
     if chosen.loaded is None:
@@ -111,13 +117,13 @@ def loss_of(chosen: ChosenModel, given: Callable[..., Loss | Tensor] | None) -> 
     use = chosen.loaded.recipe.loss.use
     if use.startswith(f"{LIVE}:"):
         raise UsageError(
-            f"the loss {use.removeprefix(f'{LIVE}:')} of the run was passed in Python", remedy="give it: loss=..."
+            f"the loss {use.removeprefix(f'{LIVE}:')} of the run was passed in Python", remedy="pass it: loss=..."
         )
     return build_loss(chosen.loaded)
 
 
 def batches_of(chosen: ChosenModel, data: object, batch: int | None) -> EvaluationBatches:
-    """The batches of a dataset, in its order; a text names one of the run's, or one that a recipe can name."""
+    """Return the batches of a dataset in order. A string names a set of the run, or a dataset as in a recipe."""
     if isinstance(data, str):
         unwrapped = _named(chosen, data)
     else:
@@ -133,17 +139,17 @@ def _named(chosen: ChosenModel, name: str) -> Unwrapped:
     loaded, parts = chosen.loaded, chosen.parts
     if loaded is None:
         raise UsageError(
-            f"the data is the text {name!r}", remedy="give the dataset itself: only a run folder has names"
+            f"the data is the text {name!r}", remedy="pass the dataset itself: only a run folder has names"
         )
-    if name not in OWN_SETS:
+    if name not in RUN_SETS:
         return unwrap(make(name, {}, DATASETS, "DATA", loaded.source))
     if parts is not None and (made := parts.train if name == "train" else parts.val) is not None:
         return made
     part = getattr(loaded.recipe.data, name)
     if part is None or part.use.startswith(f"{LIVE}:"):
-        why = "has none" if part is None else "got it in Python"
+        why = "has none" if part is None else "received it from Python"
         raise UsageError(
             f"the {name} set of the run is not in its recipe, which {why}",
-            remedy="name another: package.module:callable, or give the dataset itself in Python",
+            remedy="name another: package.module:callable, or pass the dataset itself in Python",
         )
     return build_dataset(loaded, name)

@@ -19,7 +19,7 @@ from trainwright.trials.trial import Trial, run_trial
 
 @dataclass(frozen=True)
 class ComparedOptimizer:
-    """One row. ``lr`` is the learning rate that was trained with, ``from_range`` whether the range test found it."""
+    """One row. ``lr`` is the learning rate of the run; ``from_range`` is True if the range test found it."""
 
     name: str
     lr: float
@@ -28,7 +28,7 @@ class ComparedOptimizer:
 
     @property
     def loss(self) -> float:
-        """The validation loss at the end; the last training loss that was logged where there is none."""
+        """The validation loss at the end; without one, the last training loss that was logged."""
         if self.trial.evaluations:
             return self.trial.val_loss
         return self.trial.losses[-1][1] if self.trial.losses else math.nan
@@ -51,7 +51,7 @@ class ComparedOptimizer:
 
 @dataclass(frozen=True)
 class OptimizerComparison:
-    """The rows in the order of their loss. ``loss_name`` says which loss it is."""
+    """The rows, ordered by loss. ``loss_name`` is the name of that loss."""
 
     folder: Path
     rows: tuple[ComparedOptimizer, ...]
@@ -59,11 +59,11 @@ class OptimizerComparison:
 
     @property
     def exit_code(self) -> int:
-        """1 where a run failed."""
+        """1 if a run failed, else 0."""
         return int(any(not each.trial.steps or each.trial.ended == "failed" for each in self.rows))
 
     def lines(self) -> list[str]:
-        """The table."""
+        """Return the table."""
         head = ("optimizer", "lr", self.loss_name, "s/step", "seconds", "memory", "")
         body = [
             (
@@ -82,7 +82,7 @@ class OptimizerComparison:
         return [*rows, str(self.folder)]
 
     def to_json(self) -> dict[str, object]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         return {"folder": str(self.folder), "loss": self.loss_name, "rows": [each.to_json() for each in self.rows]}
 
 
@@ -95,22 +95,27 @@ def compare_optimizers(
     threads: int = 1,
     say: Callable[[str], None] = lambda line: None,
 ) -> OptimizerComparison:
-    """Trains a recipe once with each optimizer, at a learning rate that a range test finds for it.
+    """Train a recipe once with each optimizer, at a learning rate that a range test finds for it.
 
-    Each run has the length, the data and the seed of the recipe, and a run folder of its own. They run one after the
-    other, so that their times compare. The arguments of the recipe's optimizer are kept for that optimizer alone; its
-    weight decay, groups, clipping and schedule are those of all. The rate is a tenth of the one at which the loss of
-    the range test was lowest (Smith 2017), and the default of the optimizer where the loss never fell.
+    Each run has the length, data and seed of the recipe, and its own run folder. Runs are sequential, so that their
+    times are comparable. The arguments of the recipe's optimizer apply to that optimizer only. Weight decay, groups,
+    clipping and schedule apply to all. The learning rate is a tenth of the one at which the loss of the range test was
+    lowest (Smith 2017), or the default of the optimizer if the loss never fell.
 
     Args:
-        recipe: The path of a recipe, or the name of one in the box.
+        recipe: The path of a recipe, or the name of a built-in one.
         names: Optimizers: short names, or ``package.module:callable``.
         settings: Overrides of the recipe, as ``path=value``: ``["until=500steps"]``.
         range_steps: Optimizer steps of each range test.
         threads: CPU threads of each run.
-        say: Is called with each line on progress.
+        say: Receives each line on progress.
 
-    Raises UsageError or RecipeError before anything is trained for an optimizer that cannot be used.
+    Returns:
+        One row per optimizer, ordered by loss.
+
+    Raises:
+        UsageError: An optimizer cannot be used. Raised before anything is trained.
+        RecipeError: As UsageError, for a problem of the recipe.
     """
     if len(set(names)) < max(2, len(names)):
         raise UsageError(
@@ -149,7 +154,7 @@ def _settings_of(name: str, own: Loaded) -> list[str]:
 
 
 def _rate(name: str, loaded: Loaded, steps: int, say: Callable[[str], None]) -> tuple[float, bool]:
-    """The learning rate of the range test, and whether it found one."""
+    """Return the learning rate of the range test, and True if it found one."""
     with preserved_rng(), process_settings():
         found, default = run_lr_range(loaded, steps=steps, lowest=1e-6, highest=10.0)
     suggested = "" if found.suggestion else ": the loss never fell by 1 %"
@@ -159,7 +164,7 @@ def _rate(name: str, loaded: Loaded, steps: int, say: Callable[[str], None]) -> 
 
 
 def _new_folder(own: Loaded) -> Path:
-    """A folder that does not exist yet, beside the runs of the recipe."""
+    """Return a new folder beside the runs of the recipe."""
     names = (f"{own.recipe.name}-optimizers{f'-{n}' if n > 1 else ''}" for n in itertools.count(1))
     return next(path for name in names if not (path := Path(own.recipe.folder) / name).exists())
 

@@ -1,4 +1,4 @@
-"""``diagnose --deep``: the examinations that found no time in a run, made afterwards from its folder."""
+"""``diagnose --deep``: runs the examinations for which a run had no time, from its folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainwright.checkpoint.manifest import step_of
 from trainwright.checkpoint.store import checkpoints
 from trainwright.commands.replay import rerun
 from trainwright.commands.replay.result import Rerun
-from trainwright.commands.replay.trained import HISTORY
+from trainwright.commands.replay.trained import HISTORY_STEPS
 from trainwright.errors import UsageError
 from trainwright.replay.bundle import kind_of
 from trainwright.report.diagnosis import diagnosis_of
@@ -29,16 +29,17 @@ Say = Callable[[str], None]
 
 
 def examine_later(folder: RunFolder, *, model: str | None, say: Say) -> None:
-    """Run every examination on one step of a run that is over, and append what came of it to its log.
+    """Run every examination on one step of a finished run, and append the results to its log.
 
-    A run of a recipe, or of objects that a recorded function makes, is trained to that step from the newest checkpoint
-    before it, in a folder of its own. Of any other run the last steps are replayed, which it kept because something
-    found no time; ``model`` (``file.py:function``)
-    builds what was trained. Raises UsageError where the folder does not hold what is needed.
+    A run of a recipe, or of objects that a recorded function builds, is trained to that step from the newest checkpoint
+    before it, in a separate folder. For any other run, the recorded last steps are replayed, if the run kept them
+    because an examination had no time. ``model`` (``file.py:function``) then builds the model.
+
+    Raises UsageError if the folder does not contain what is needed.
     """
     records = read(folder.log).records if folder.log.is_file() else ()
     if state_of(folder.path, records) == RUNNING:
-        raise UsageError(f"{folder.path} is still running", remedy="wait for its end, or stop it")
+        raise UsageError(f"{folder.path} is still running", remedy="wait until it ends, or stop it")
     if can_be_trained_again(folder.path):
         done = rerun(folder.path, _trained_step(folder, records), say=say)
     else:
@@ -53,7 +54,7 @@ def examine_later(folder: RunFolder, *, model: str | None, say: Say) -> None:
 
 
 def _trained_step(folder: RunFolder, records: Sequence[Record]) -> int:
-    """The step to examine: some steps after the newest checkpoint that is not the end of the run."""
+    """Return the step to examine: some steps after the newest checkpoint that is not the end of the run."""
     steps = [each.step for each in records if isinstance(each, Watched | Ended)]
     last = max(steps, default=0)
     if not last:
@@ -61,7 +62,7 @@ def _trained_step(folder: RunFolder, records: Sequence[Record]) -> int:
     older = [
         step for each in checkpoints(folder.checkpoints, identity_of(folder)) if (step := step_of(each) or 0) < last
     ]
-    return min(max(older, default=0) + HISTORY, last)
+    return min(max(older, default=0) + HISTORY_STEPS, last)
 
 
 def _last_steps(folder: RunFolder, records: Sequence[Record]) -> str:
@@ -70,9 +71,9 @@ def _last_steps(folder: RunFolder, records: Sequence[Record]) -> str:
     if not kept:
         had_time = any(isinstance(each, Unexamined) and not each.experiments for each in records)
         why = (
-            "everything found time"
+            "no examination was left out"
             if had_time
-            else "they were not recorded in full, as in tw.fit, were larger than 64 MiB, or it did not end"
+            else "the steps were recorded compactly as in tw.fit, or are larger than 64 MiB, or the run did not end"
         )
         raise UsageError(
             f"{folder.path} does not hold its last steps ({why})",
@@ -85,7 +86,7 @@ def _last_steps(folder: RunFolder, records: Sequence[Record]) -> str:
 
 
 def _append(folder: RunFolder, done: Rerun, records: Sequence[Record]) -> None:
-    """Write the new facts, then the findings that all facts together give, with the remedies that were tried."""
+    """Write the new facts, then the findings from all facts together, with the remedies that were tried."""
     earlier = [each for each in records if isinstance(each, Unexamined)]
     spent = earlier[-1] if earlier else Unexamined(time_s=0, step=0, experiments=(), examined_s=0.0, trained_s=0.0)
     known = {each.code for each in records if isinstance(each, Found)}

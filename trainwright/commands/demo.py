@@ -1,4 +1,4 @@
-"""``demo``: trains a recipe that ships with the package, with samples of text meanwhile and a verdict at the end."""
+"""``demo``: trains a built-in recipe, prints samples of text during training, and a verdict at the end."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from trainwright.training.job import Job
 from trainwright.training.result import Result
 from trainwright.training.run import train
 
-SAMPLE_SHARE = 0.01
-"""Of the seconds of a demo: what a sample may take."""
-LEAST_TOKENS = 16
-"""A shorter sample says nothing: in the course of a run it is left out, at the end it is as long as this."""
+SAMPLE_TIME_FRACTION = 0.01
+"""Maximum fraction of the time of a demo for one sample."""
+MIN_SAMPLE_TOKENS = 16
+"""Minimum length of a sample. During the run a shorter one is omitted; the last one is extended to it."""
 TASKS = {"text": "demo.yaml", "digits": "demo-digits.yaml"}
 PROMPT = "The "
-SAMPLE_TOKENS, FIRST_TOKENS = 160, 48
+SAMPLE_TOKENS = 160
+FIRST_TOKENS = 48
 
 
 def demo(
@@ -41,9 +42,9 @@ def demo(
     console: Console | None = None,
     quiet: bool = False,
 ) -> Result:
-    """Trains the demo of ``task`` for ``budget`` (a duration). ``settings`` are overrides, ``path=value``.
+    """Train the demo of ``task`` for ``budget`` (a duration). ``settings`` are overrides, ``path=value``.
 
-    Seconds count from the first step to the end of the run, all included: at least nine tenths of them are training.
+    Seconds count from the first step to the end of the run. At least nine tenths of them are training.
     """
     if task not in TASKS:
         raise UsageError(f"there is no demo {task!r}", remedy=f"choose one of: {', '.join(TASKS)}")
@@ -69,7 +70,7 @@ class _FinalToo(TextSamples):
 
 
 def text_samples(job: Job, folder: RunFolder, progress: Progress) -> TextSamples:
-    """Samples at the start, at 25 % and 50 %, and at the end of a run of a language model."""
+    """Return the observer that shows samples at the start, at 25 % and 50 %, and at the end of a language model run."""
     samples = _FinalToo(SampleWriter(job), folder=folder.samples, say=progress.say)
     if job.state.step == 0:
         samples.show("the start")
@@ -79,8 +80,8 @@ def text_samples(job: Job, folder: RunFolder, progress: Progress) -> TextSamples
 class SampleWriter:
     """Lets the model of ``job`` continue a prompt, without changing its state.
 
-    Where the seconds of the run are counted by the clock, a sample is as long as its share of them allows: by what a
-    token of the one before has taken. It is empty where that is shorter than ``LEAST_TOKENS``, unless it ``is_last``.
+    If the run has a time limit, the length of a sample follows from its share of the time and the time per token of the
+    previous one. A sample shorter than ``MIN_SAMPLE_TOKENS`` is empty, unless it ``is_last``.
     """
 
     def __init__(self, job: Job) -> None:
@@ -90,10 +91,10 @@ class SampleWriter:
 
     def __call__(self) -> str:
         tokens = self._tokens()
-        if tokens < LEAST_TOKENS:
+        if tokens < MIN_SAMPLE_TOKENS:
             if not self.is_last:
                 return ""
-            tokens = LEAST_TOKENS
+            tokens = MIN_SAMPLE_TOKENS
         prompt = torch.tensor([self._data.encode(PROMPT)], device=self._job.device)
         begin_s = time.perf_counter()
         with self._job.precision.autocast():
@@ -103,6 +104,6 @@ class SampleWriter:
 
     def _tokens(self) -> int:
         within_s = self._job.loaded.within_s
-        if within_s is None or self._token_s is None:  # the first one comes before the first step
+        if within_s is None or self._token_s is None:  # the first sample is before the first step
             return SAMPLE_TOKENS if within_s is None else FIRST_TOKENS
-        return min(SAMPLE_TOKENS, int(SAMPLE_SHARE * within_s / self._token_s))
+        return min(SAMPLE_TOKENS, int(SAMPLE_TIME_FRACTION * within_s / self._token_s))

@@ -23,7 +23,9 @@ from trainwright.report.diagnosis import Report, diagnosis_of
 from trainwright.runs.folder import RunFolder
 from trainwright.watching.watch import watch
 
-CONTEXT, BATCH, SAMPLES = 16, 32, 640
+CONTEXT = 16
+BATCH = 32
+SAMPLES = 640
 LENGTH = Extent(steps=60)
 
 
@@ -53,15 +55,15 @@ FAULTS: dict[str, FaultyLoop] = {
     "zero-grad": FaultyLoop("optimizer.zero_grad() is missing", zero_grad=False, lr=0.1),
     "sign": FaultyLoop("the loss is maximised", sign=-1.0),
     "softmax": FaultyLoop("softmax is applied before cross-entropy", softmax=True),
-    "params": FaultyLoop("the optimizer was given the last layer only", head_only=True),
+    "params": FaultyLoop("the optimizer received the last layer only", head_only=True),
     "step": FaultyLoop("optimizer.step() is missing", step=False),
 }
 
 
 def show(fault: str, say: Callable[[str], None], *, budget: str | None = None) -> Report:
-    """Trains the loop with that fault and returns the doctor's report. ``budget`` is a duration; None: 60 steps.
+    """Train the loop with that fault and return the doctor's report. ``budget`` is a duration; None: 60 steps.
 
-    Raises UsageError for an unknown fault, and for what is no duration.
+    Raises UsageError for an unknown fault or an invalid duration.
     """
     require_choice("the fault", fault, tuple(FAULTS))
     pace = Pace(BATCH, SAMPLES // BATCH, CONTEXT)
@@ -73,7 +75,9 @@ def show(fault: str, say: Callable[[str], None], *, budget: str | None = None) -
     threads = torch.get_num_threads()
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        torch.set_num_threads(1)  # enough for so small a network; several would wait for each other on a busy machine
+        torch.set_num_threads(
+            1
+        )  # enough for a small network; several threads would wait for each other on a busy machine
         try:
             run = _train(loop, root / fault)
         finally:
@@ -116,7 +120,7 @@ def _train(loop: FaultyLoop, out: Path) -> RunFolder:
     loader = DataLoader(data, batch_size=BATCH, shuffle=True)
     taken, watching = 0, watch(model, optimizer, loader=loader, out=out, quiet=True)
     most, end_s = loop.length.steps or math.inf, time.perf_counter() + (loop.length.seconds or math.inf)
-    with suppress(IndexError), watching:  # labels that are out of range raise it
+    with suppress(IndexError), watching:  # raised by labels that are out of range
         while taken < most and time.perf_counter() < end_s:
             for x, target in loader:
                 if taken >= most or time.perf_counter() >= end_s:

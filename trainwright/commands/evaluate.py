@@ -1,4 +1,4 @@
-"""``tw.evaluate``, ``tw.predict`` and their verbs: what a model gives on a dataset, and how good that is."""
+"""``tw.evaluate``, ``tw.predict`` and their commands: loss, metrics and predictions of a model on a dataset."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from trainwright.engine.loss import Batch, Loss, called_with
 from trainwright.engine.metrics import NO_METRICS, MetricSet, joined, metric_set, on_host
 from trainwright.errors import UsageError
 from trainwright.runs.storage import storage_error
-from trainwright.training.asked_metrics import MetricsLike, asked_metrics
-from trainwright.training.own_objects import named_metrics
+from trainwright.training.custom_objects import named_metrics
+from trainwright.training.metrics_argument import MetricsLike, resolve_metrics
 from trainwright.training.result import Result
 
 
@@ -37,25 +37,30 @@ def evaluate(
     batch: int | None = None,
     average: bool = False,
 ) -> EvaluationResult:
-    """Returns loss and metrics over the whole of ``data``; the model stays as it is, and in its mode.
+    """Return loss and metrics over all of ``data``. The model and its mode are unchanged.
 
     Args:
-        of: A model, the result of ``tw.fit``, or a run folder, whose recipe or recorded function builds its model.
-        data: Any form that ``tw.fit`` takes; of a run folder also ``"val"``, ``"train"``, a dataset in the box or
-            ``"package.module:callable"``.
-        loss: As in ``tw.fit``. None: that of the result or of the run's recipe; of a model, the loss that it returns
-            itself.
-        metrics: As in ``tw.fit``. None: those of the result or of the run's recipe.
-        model: Of a run folder of ``tw.fit`` with objects: a model such as it was given, which gets the weights.
-        which: The checkpoint of a run folder: last, best or a step; else the best if there is one.
+        of: A model, the result of ``tw.fit``, or a run folder, whose recipe or recorded function builds the model.
+        data: Any form that ``tw.fit`` accepts. For a run folder also ``"val"``, ``"train"``, the name of a built-in
+            dataset, or ``"package.module:callable"``.
+        loss: As in ``tw.fit``. None: the loss of the result or of the run's recipe, or for a model the loss that it
+            returns itself.
+        metrics: As in ``tw.fit``. None: the metrics of the result or of the run's recipe.
+        model: For a run folder of ``tw.fit`` with objects: a model of the same architecture, which receives the
+            weights.
+        which: The checkpoint of a run folder: last, best or a step. Default: the best if there is one, else the last.
         batch: Samples per forward pass.
-        average: The moving average of the weights of a run folder.
+        average: Use the moving average of the weights of a run folder.
 
-    Raises UsageError for what is not there.
+    Returns:
+        The loss, the metrics by name, and the number of samples or tokens that they count.
+
+    Raises:
+        UsageError: The model, checkpoint, data or loss does not exist or cannot be used.
     """
     chosen = chosen_model(of, model, str(which), average=average)
     loss = loss_of(chosen, loss)
-    found = _metrics_of(chosen, loss) if metrics is None else asked_metrics(metrics, loss)
+    found = _metrics_of(chosen, loss) if metrics is None else resolve_metrics(metrics, loss)
     found.to(chosen.device)
     batches = batches_of(chosen, data, batch)
     return evaluate_batches(chosen.model, loss, batches, metrics=found)
@@ -77,11 +82,11 @@ def predict(
     batch: int | None = None,
     average: bool = False,
 ) -> object:
-    """Returns what the model gives for every sample of ``data``, in its order, on the CPU; the logits where it names
-    some.
+    """Return the outputs of the model for every sample of ``data``, in order, on the CPU; the logits if outputs have
+    any.
 
-    The last of a tuple of two or more is chosen for the target, and left out; of a mapping, what ``forward`` does not
-    take, and ``labels``. The other arguments are those of ``tw.evaluate``.
+    The last item of a tuple of two or more is taken as the target and left out; of a mapping, ``labels`` and whatever
+    ``forward`` does not accept. The other arguments are those of ``tw.evaluate``.
     """
     chosen = chosen_model(of, model, str(which), average=average)
     outputs = []
@@ -94,7 +99,7 @@ def predict(
 
 
 def _inputs(model: nn.Module, batch: Batch) -> Batch:
-    """What the model is called with: a batch without its target."""
+    """Return a batch without its target, as the model is called with it."""
     if isinstance(batch, Mapping):
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -110,7 +115,7 @@ def _logits(output: object) -> object:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """What ``trainwright evaluate`` prints."""
+    """The output of ``trainwright evaluate``."""
 
     run: Path
     step: int | None
@@ -126,7 +131,6 @@ class EvaluationReport:
 
 
 def evaluate_run(run: Path, data: str, *, which: str, batch: int | None, average: bool) -> EvaluationReport:
-    """``trainwright evaluate``."""
     chosen = chosen_model(run, None, which, average=average)
     batches, loss = batches_of(chosen, data, batch), loss_of(chosen, None)
     found = evaluate_batches(chosen.model, loss, batches, metrics=_metrics_of(chosen, loss))
@@ -135,7 +139,7 @@ def evaluate_run(run: Path, data: str, *, which: str, batch: int | None, average
 
 @dataclass(frozen=True)
 class Predictions:
-    """What ``trainwright predict`` prints."""
+    """The output of ``trainwright predict``."""
 
     path: Path
     shapes: tuple[tuple[int, ...], ...]
@@ -149,16 +153,16 @@ class Predictions:
 
 
 def predict_run(run: Path, data: str, *, out: Path | None, which: str, batch: int | None, average: bool) -> Predictions:
-    """``trainwright predict``: one tensor as .npy, anything as .pt."""
+    """Write the predictions for ``trainwright predict``: one tensor as .npy, any object as .pt."""
     out = out or run / "predictions.npy"
     if out.suffix not in (".npy", ".pt"):
         raise UsageError(f"{out} is neither .npy nor .pt", remedy="give --out predictions.npy")
     if os.path.lexists(out):
-        raise UsageError(f"{out} is there already", remedy="give another file with --out, or remove it")
+        raise UsageError(f"{out} exists already", remedy="give another file with --out, or remove it")
     found = predict(run, data, which=which, batch=batch, average=average)
     tensors = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
     if out.suffix == ".npy" and not isinstance(found, Tensor):
-        raise UsageError(f"the model gives {len(tensors)} tensors, and .npy holds one", remedy="give --out file.pt")
+        raise UsageError(f"the model returns {len(tensors)} tensors, and .npy holds one", remedy="give --out file.pt")
     try:
         if isinstance(found, Tensor) and out.suffix == ".npy":
             with out.open("wb") as file:

@@ -32,20 +32,26 @@ from trainwright.runs.drafts import draft_of, remove_leftovers
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.identity import identity_of
 from trainwright.runs.storage import make_subfolder, storage_error
-from trainwright.training.resume import again, anew
+from trainwright.training.resume import restart_command, resume_command
 from trainwright.training.subject import parts_of_run
 
 FORMATS = ("safetensors", "hf", "state_dict", "quantized")
-_OF_THE_MODEL = ("hf", "quantized")
+_MODEL_FORMATS = ("hf", "quantized")
 """Formats whose files depend on more than the weights."""
 _ADAPTER = (".lora_A.default.weight", ".lora_B.default.weight")
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A folder of weights. ``tensors`` counts names (a tied weight has several), ``bytes`` all files.
+    """An exported folder of weights.
 
-    ``stepped_over`` has a message for each newer checkpoint, which is damaged.
+    Attributes:
+        path: The folder.
+        format: The format.
+        step: The step of the checkpoint.
+        tensors: Number of names; a tied weight has several.
+        bytes: Size of all files.
+        stepped_over: A message for each newer checkpoint that is damaged.
     """
 
     path: Path
@@ -56,7 +62,7 @@ class Exported:
     stepped_over: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, object]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         return {**vars(self), "path": str(self.path), "stepped_over": list(self.stepped_over)}
 
 
@@ -69,21 +75,28 @@ def export(
     adapter: bool = False,
     out: Path | None = None,
 ) -> Exported:
-    """Writes the weights of one checkpoint of ``run`` into the new folder ``out``, as a whole or not at all.
+    """Write the weights of one checkpoint of ``run`` into the new folder ``out``, completely or not at all.
 
-    ``format`` is ``safetensors`` (model.safetensors), ``state_dict`` (model.pt), ``hf`` (the layout of the
-    transformers library) or ``quantized`` (model.safetensors with the integers of a run with ``model.qat``). ``which``
-    is ``last`` (the newest that verifies), ``best`` or a step. ``average`` takes the moving average of the weights.
-    LoRA adapters are merged into the weights, or with ``adapter`` written alone in PEFT's layout. Raises UsageError
-    for what the run does not have or cannot be, CheckpointError for a damaged checkpoint, StorageError when ``out``
-    cannot be written.
+    Args:
+        run: The run folder.
+        format: ``safetensors`` (model.safetensors), ``state_dict`` (model.pt), ``hf`` (the layout of the transformers
+            library) or ``quantized`` (model.safetensors with the integers of a run with ``model.qat``).
+        which: ``last`` (the newest intact checkpoint), ``best`` or a step.
+        average: Use the moving average of the weights.
+        adapter: Write LoRA adapters alone in PEFT's layout, instead of merging them into the weights.
+        out: The new folder. Default: ``export/`` in the run folder.
+
+    Raises:
+        UsageError: The run does not have what is requested, or it cannot be exported in this format.
+        CheckpointError: A checkpoint is damaged.
+        StorageError: ``out`` cannot be written.
     """
     require_choice("the format", format, FORMATS)
     folder = RunFolder.open(run)
     loaded = load(folder.recipe, environ={})
     _require_possible(loaded.recipe, format, adapter)
-    needs_model = not adapter and (format in _OF_THE_MODEL or loaded.recipe.model.lora is not None)
-    made = _made_again(folder, loaded.recipe) if needs_model and is_live(loaded.recipe) else None
+    needs_model = not adapter and (format in _MODEL_FORMATS or loaded.recipe.model.lora is not None)
+    made = _build_recorded_model(folder, loaded.recipe) if needs_model and is_live(loaded.recipe) else None
     checkpoint, stepped_over = chosen_checkpoint(folder, which)
     step, kind = step_of(checkpoint), "adapter" if adapter else format
     assert step is not None, "a folder of another name is not listed as a checkpoint"
@@ -101,7 +114,7 @@ def export(
 
 
 def new_folder(run: RunFolder, name: str, out: Path | None) -> Path:
-    """``out``, or the folder of that name among the exports of a run. Raises UsageError where it exists."""
+    """Return ``out``, or the folder of that name in the exports of a run. Raises UsageError if it exists."""
     if out is None:
         try:
             make_subfolder(run.path / "export")
@@ -109,7 +122,7 @@ def new_folder(run: RunFolder, name: str, out: Path | None) -> Path:
             raise storage_error(error, run.path / "export", "make the folder") from error
         out = run.path / "export" / name
     if os.path.lexists(out):
-        raise UsageError(f"{out} is there already", remedy="give another folder with --out, or remove it")
+        raise UsageError(f"{out} exists already", remedy="give another folder with --out, or remove it")
     return out
 
 
@@ -123,8 +136,8 @@ def _require_possible(recipe: Recipe, layout: str, adapter: bool) -> None:
         raise UsageError("an adapter is written in PEFT's layout, which is safetensors", remedy="leave --format out")
 
 
-def _made_again(folder: RunFolder, recipe: Recipe) -> nn.Module:
-    """The model that the function of a run makes. Raises UsageError where none is recorded."""
+def _build_recorded_model(folder: RunFolder, recipe: Recipe) -> nn.Module:
+    """Return the model that the recorded function of a run builds. Raises UsageError if none is recorded."""
     other = "--format safetensors" if recipe.model.lora is None else "--adapter"
     remedy = f"export with {other}, which needs no model, and load that into the model in Python"
     with preserved_rng():
@@ -132,20 +145,22 @@ def _made_again(folder: RunFolder, recipe: Recipe) -> nn.Module:
 
 
 def chosen_checkpoint(run: RunFolder, which: str) -> tuple[Path, tuple[str, ...]]:
-    """The checkpoint that ``which`` names, and messages on newer ones that are damaged."""
+    """Return the checkpoint that ``which`` names, and messages on newer ones that are damaged."""
     folder, identity = run.checkpoints, identity_of(run)
     by_step = {step_of(path): path for path in reversed(checkpoints(folder, identity))}
     if which == "last" or not by_step:
         newest, damaged = newest_valid(folder, require_whole, identity)
         if newest is None:
             lines = [*damaged, f"{run.path} has no checkpoint{' that verifies' if by_step else ''}"]
-            raise CheckpointError("\n".join(lines), remedy=f"train it: {anew(run) if by_step else again(run)}")
+            raise CheckpointError(
+                "\n".join(lines), remedy=f"train it: {restart_command(run) if by_step else resume_command(run)}"
+            )
         return newest, tuple(damaged)
-    remedy = f"--which last, or a step that is there: {', '.join(map(str, by_step))}"
+    remedy = f"--which last, or one of the saved steps: {', '.join(map(str, by_step))}"
     if which == "best":
         best = read_best(folder, identity)
         if best is None:
-            raise UsageError(f"{run.path} has no best checkpoint: none was evaluated, or it is gone", remedy=remedy)
+            raise UsageError(f"{run.path} has no best checkpoint: none was evaluated, or it was removed", remedy=remedy)
         return by_step[best.step], ()
     if not which.isdecimal():
         raise UsageError(f"{which!r} is not last, best or a step", remedy=remedy)
@@ -162,7 +177,7 @@ def _save_model(
     folder: Path,
     about: dict[str, str],
 ) -> int:
-    if layout in _OF_THE_MODEL or loaded.recipe.model.lora is not None:  # only these need the model itself
+    if layout in _MODEL_FORMATS or loaded.recipe.model.lora is not None:  # only these need the model itself
         model = rebuilt(loaded, weights, made)
         weights = plain_state_dict(model)
     if layout == "quantized":
@@ -180,23 +195,23 @@ def _save_model(
 
 
 def save_safetensors(weights: Mapping[str, object], folder: Path, about: dict[str, str]) -> None:
-    """Writes model.safetensors. Raises UsageError for a value that is no tensor."""
+    """Write model.safetensors. Raises UsageError for a value that is not a tensor."""
     tensors = _tensors(weights)
     if extra := [name for name in weights if name not in tensors]:
         remedy = "trainwright export RUN --format state_dict keeps it"
-        raise UsageError(f"{extra[0]} is not a tensor, and safetensors has no place for it", remedy=remedy)
+        raise UsageError(f"{extra[0]} is not a tensor, and safetensors stores tensors only", remedy=remedy)
     save_file(on_host(tensors), folder / "model.safetensors", about)  # tied weights under all their names
 
 
 def _tensors(weights: Mapping[str, object]) -> dict[str, Tensor]:
-    """The values that are tensors: a state dict may hold others."""
+    """Return the values that are tensors. A state dict may have others."""
     return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
 
 
 def rebuilt(loaded: Loaded, weights: Mapping[str, object], made: nn.Module | None = None) -> nn.Module:
-    """The recipe's model, or the one ``made`` by the function of the run, with these weights and merged adapters.
+    """Return the recipe's model, or ``made``, with these weights and merged adapters, on the CPU.
 
-    It is on the CPU.
+    ``made`` is the model from the recorded function of the run.
     """
     lora = loaded.recipe.model.lora
     with preserved_rng():
@@ -222,7 +237,7 @@ def rebuilt(loaded: Loaded, weights: Mapping[str, object], made: nn.Module | Non
 
 
 def _save_pretrained(model: nn.Module, folder: Path) -> None:
-    base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)  # whoever built the model imported it
+    base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)  # imported if it built the model
     if base is None or not isinstance(model, base):
         raise UsageError(
             f"--format hf is for models of the transformers library (PreTrainedModel), not for {type(model).__name__}",
@@ -232,7 +247,7 @@ def _save_pretrained(model: nn.Module, folder: Path) -> None:
 
 
 def _save_adapter(weights: Mapping[str, object], lora: Lora, folder: Path, about: dict[str, str]) -> int:
-    """Writes the layout of ``PeftModel.save_pretrained`` from names and shapes alone: no model is built."""
+    """Write the layout of ``PeftModel.save_pretrained`` from names and shapes alone, without building a model."""
     try:
         import peft
     except ModuleNotFoundError as error:
@@ -258,16 +273,17 @@ def _save_adapter(weights: Mapping[str, object], lora: Lora, folder: Path, about
 
 
 def _is_transposed(weights: Mapping[str, Tensor], target: str) -> bool:
-    """Whether a layer keeps its weight as (in, out), like transformers' Conv1D; False for a square one."""
+    """Return True if a layer has its weight as (in, out), as transformers' Conv1D; False for a square one."""
     rows, columns = weights[f"{target}.base_layer.weight"].shape
     return rows != columns and rows == weights[f"{target}.lora_A.default.weight"].shape[1]
 
 
 @contextmanager
 def draft_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, renamed to ``out`` once all is written and synced; removed on an error.
+    """Provide a folder to write into. It is renamed to ``out`` when everything is written and synced, or removed on an
+    error.
 
-    What a killed export left there, which is as large as the model, is removed first.
+    Leftovers of a killed export, which are as large as the model, are removed first.
     """
     draft = draft_of(out)
     try:

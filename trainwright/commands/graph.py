@@ -1,4 +1,4 @@
-"""``graph RECIPE``: the modules of a model and what one step keeps for backward, as text, SVG and JSON."""
+"""``graph RECIPE``: shows the modules of a model and what one step saves for backward, as text, SVG and JSON."""
 
 from __future__ import annotations
 
@@ -29,34 +29,36 @@ from trainwright.report.graph import Headline, graph_text
 from trainwright.report.graph_svg import graph_svg
 
 SAMPLES = 2
-"""Samples of the micro-batch that is drawn where the recipe leaves its size to the plan."""
+"""Samples of the drawn micro-batch if the recipe leaves its size to the plan."""
 
 
 @dataclass(frozen=True)
 class GraphPicture:
-    """The profile of one micro-batch's step, and how it is shown."""
+    """The profile of the step of one micro-batch, and its folded form for display."""
 
     headline: Headline
     profile: GraphProfile
     folded: Folded
 
     def lines(self) -> list[str]:
-        """The text for people."""
+        """Return the text output."""
         return graph_text(self.headline, self.folded)
 
     def svg(self) -> str:
-        """The drawing as an SVG document."""
+        """Return the drawing as an SVG document."""
         return graph_svg(self.headline, self.folded)
 
     def to_json(self) -> dict[str, object]:
-        """``folded`` is what is shown; ``modules``, ``nodes`` and ``edges`` are all of it."""
+        """Return the object that ``--json`` prints. ``folded`` is what is shown; ``modules``, ``nodes`` and ``edges``
+        are complete.
+        """
         return {"headline": asdict(self.headline), "folded": self.folded.to_json(), **self.profile.to_json()}
 
 
 def draw_graph(loaded: Loaded, *, depth: int | None = None) -> GraphPicture:
-    """Builds the model of a recipe under fake tensors and profiles a step of one micro-batch, without checkpointing.
+    """Build the model of a recipe under fake tensors and profile a step of one micro-batch, without checkpointing.
 
-    Raises RecipeError for what cannot be built, UsageError for a step that cannot be traced.
+    Raises RecipeError for objects that cannot be built, UsageError for a step that cannot be traced.
     """
     recipe, blueprint = loaded.recipe, make_blueprint(loaded)
     samples = _samples(recipe)
@@ -80,7 +82,7 @@ def draw_graph(loaded: Loaded, *, depth: int | None = None) -> GraphPicture:
 def profile_graph(
     make: Callable[[torch.device], TracedObjects], *, device: DeviceName = "cpu", precision: PrecisionName = "fp32"
 ) -> GraphProfile:
-    """The profile of one step of the objects that ``make`` builds, with FLOPs. Its tensors hold no memory."""
+    """Return the profile of one step of the objects that ``make`` builds, with FLOPs. Its tensors hold no memory."""
     losses: list[_ProfiledLoss] = []
 
     def watch(place: torch.device) -> TracedObjects:
@@ -95,7 +97,7 @@ def profile_graph(
 
 
 class _ProfiledLoss:
-    """The loss of ``objects``; its first call profiles the autograd graph of the result."""
+    """Wraps the loss of ``objects``. Its first call profiles the autograd graph of the result."""
 
     def __init__(self, objects: TracedObjects) -> None:
         self.profile: GraphProfile | None = None
@@ -115,7 +117,7 @@ class _ProfiledLoss:
 
 
 def write_svg(drawn: GraphPicture, path: Path) -> None:
-    """Writes the drawing. Raises StorageError where that is not possible."""
+    """Write the drawing. Raises StorageError if that is not possible."""
     try:
         path.write_text(drawn.svg(), encoding="utf-8")
     except OSError as error:
@@ -133,12 +135,12 @@ def _notes(recipe: Recipe, profile: GraphProfile) -> list[str]:
     found = []
     setting = recipe.model.activation_checkpointing
     if setting != "none":
-        found.append(f"the recipe asks for activation_checkpointing: {setting}; drawn is the step without it")
+        found.append(f"the recipe sets activation_checkpointing: {setting}; the drawing shows the step without it")
     if hidden := sum(node.hidden for node in profile.nodes):
         found.append(f"{hidden} saved tensors are replaced by hooks of the model (checkpointing, offload): not counted")
     if profile.elsewhere_bytes > 0.01 * profile.saved_bytes:
         size = human_bytes(profile.elsewhere_bytes)
-        found.append(f"{size} more wait for the backward pass in workspaces of kernels; no module's figure has them")
+        found.append(f"{size} more are held for the backward pass in workspaces of kernels, and counted for no module")
     if recipe.model.compile:
         found.append("the graph is that of the model as written; model.compile fuses some of it")
     return found

@@ -14,7 +14,7 @@ from trainwright.recipe import json_schema
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
 SCHEMA = "recipe.schema.json"
-"""The file that the first line of each ``recipe.yaml`` names. It is written by the version that is installed."""
+"""The schema file that the first line of each ``recipe.yaml`` references. The installed version writes it."""
 KINDS = {
     "classification": ("pytest", "sklearn"),
     "segmentation": ("pytest",),
@@ -24,15 +24,19 @@ KINDS = {
     "rl": ("pytest", "gymnasium"),
     "loop": ("pytest",),
 }
-"""The kinds of projects, and the modules that each imports besides those that Trainwright needs."""
+"""The kinds of projects, and the modules that each imports in addition to those of Trainwright."""
 
 
 @dataclass(frozen=True)
 class NewProject:
     """A project that ``init`` has written.
 
-    ``files`` are names in ``folder``, and ``commands`` those of its README, in their order. ``missing`` are modules
-    that it imports and that are not installed.
+    Attributes:
+        kind: Its kind.
+        folder: Its folder.
+        files: Names of files in the folder.
+        commands: The commands of its README, in order.
+        missing: Modules that it imports and that are not installed.
     """
 
     kind: str
@@ -44,13 +48,13 @@ class NewProject:
     exit_code = 0
 
     def lines(self) -> list[str]:
-        """Where it is, and the commands that come next."""
+        """Return the folder, and the commands to run next."""
         installs = [f"  {install_remedy(module)}" for module in self.missing]
         steps = [f"  cd {self.folder}", *installs, *(f"  {command}" for command in self.commands)]
         return [f"{self.folder}: {', '.join(self.files)}", "next:", *steps]
 
     def to_json(self) -> dict[str, object]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         return {
             "kind": self.kind,
             "folder": str(self.folder),
@@ -85,12 +89,12 @@ def init(kind: str, folder: str | Path | None = None) -> NewProject:
             raise UsageError(f"{path} exists already", remedy=f"name a new folder: trainwright init {kind} FOLDER")
         path.mkdir(parents=True, exist_ok=True)
         for file in sorted(template.iterdir()):
-            if file.is_file():  # not __pycache__, where an installer has compiled them
+            if file.is_file():  # skips __pycache__ of an installer
                 shutil.copyfile(file, path / file.name)
         if (path / "recipe.yaml").exists():
             (path / SCHEMA).write_text(json.dumps(json_schema(), indent=1) + "\n", "utf-8")
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}", remedy="name a folder that you may write") from None
+        raise StorageError(f"{path} cannot be written: {error}", remedy="name a folder that you can write") from None
     return NewProject(
         kind,
         path,

@@ -1,8 +1,8 @@
-"""``launch slurm``, ``kubernetes``, ``kubeflow`` and ``skypilot``: files by which schedulers run a recipe.
+"""``launch slurm``, ``kubernetes``, ``kubeflow`` and ``skypilot``: writes job files for schedulers.
 
-All start one torchrun per machine, and these meet on the first machine. With a stack (``cu130``), each machine first
-compares itself with it by ``trainwright env``. Slurm and Kubernetes signal a run so that it saves before they end it,
-and start the job again when the ranks exit with 75 (stopped and saved).
+All start one torchrun per machine, with the rendezvous on the first machine. With a stack (``cu130``), each machine
+first compares itself with it by ``trainwright env``. Slurm and Kubernetes send a signal so that the run saves before
+they end it, and restart the job when the ranks exit with 75 (stopped and saved).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from trainwright.recipe.yaml_core import write_all
 from trainwright.report.stacks import STACKS
 from trainwright.training.problems import problems_of
 
-RESTARTS = 3
-"""How often torchrun starts the ranks again before the job fails; each time they resume from the newest checkpoint."""
-FAILURES_OF_A_POD = 3
-"""The same for pods that end otherwise than stopped and saved, for each node of the job."""
-NOT_TRIED_AGAIN = (2, 3)
-"""Exit codes that another attempt would give again: a wrong command line or recipe; a critical finding."""
+MAX_RESTARTS = 3
+"""Number of times that torchrun restarts the ranks before the job fails. They resume from the newest checkpoint."""
+MAX_POD_FAILURES = 3
+"""The same number for pods that exit with a code other than 75, for each node of the job."""
+FINAL_EXIT_CODES = (2, 3)
+"""Exit codes that another attempt would repeat: a wrong command line or recipe, and a critical finding."""
 STOPPED_AND_SAVED = 75
-MARGIN_S = 30
-"""Of the grace: what is left for torchrun to end the ranks that are not done, and to end itself."""
-LEAST_GRACE_S = 60
+SHUTDOWN_MARGIN_S = 30
+"""Seconds of the grace period for torchrun to end remaining ranks and itself."""
+MIN_GRACE_S = 60
 MEETING_PORT = 29500
 IMAGE_GROUP = 1000
-"""The group of the user in containers/Dockerfile: volumes are made writable for it."""
+"""The group of the user in containers/Dockerfile, which must be able to write to volumes."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,16 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """Reads ``2x8``; ``8`` is one machine. Raises UsageError."""
+        """Read ``2x8``. ``8`` is one machine. Raises UsageError."""
         found = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)", text.strip().lower())
         if found is None:
-            raise UsageError(
-                f"{text!r} does not say how many ranks", remedy="give machines x ranks of each: --ranks 2x8"
-            )
+            raise UsageError(f"{text!r} is not a number of ranks", remedy="give machines x ranks of each: --ranks 2x8")
         return cls(int(found[1] or 1), int(found[2]))
 
 
 @dataclass(frozen=True)
 class JobFile:
-    """The file for a scheduler. ``path`` is where it was written, None: only printed."""
+    """The file for a scheduler. ``path`` is where it was written; None if it is printed only."""
 
     text: str
     submit: str
@@ -64,15 +62,15 @@ class JobFile:
     exit_code = 0
 
     def lines(self) -> list[str]:
-        """The file itself, or where it is and what to do with it."""
+        """Return the file itself, or its path and the command that submits it."""
         return self.text.splitlines() if self.path is None else [str(self.path), f"  {self.submit} {self.path}"]
 
     def to_json(self) -> dict[str, object]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         return {"text": self.text, "path": None if self.path is None else str(self.path), "exit": 0}
 
     def written(self, path: Path | None) -> JobFile:
-        """Writes it there, if anywhere. Raises StorageError."""
+        """Write the file to ``path``; None writes nothing. Raises StorageError."""
         if path is None:
             return self
         try:
@@ -92,7 +90,7 @@ def slurm_job(
     image: str | None = None,
     stack: str | None = None,
 ) -> JobFile:
-    """An sbatch script.
+    """Return an sbatch script.
 
     Args:
         loaded: The recipe.
@@ -128,7 +126,7 @@ def slurm_job(
         _SBATCH.format(
             name=loaded.recipe.name,
             header=header,
-            grace_s=grace_s - MARGIN_S,
+            grace_s=grace_s - SHUTDOWN_MARGIN_S,
             container=container,
             check=_SRUN_CHECK.format(container=container, check=shlex.join([*trainwright, *check])) if check else "",
             program=shlex.join(program),
@@ -142,10 +140,14 @@ def slurm_job(
 
 
 def sbatch_header(own: Mapping[str, str], directives: Sequence[str]) -> str:
-    """The ``#SBATCH`` lines; ``directives`` replace those of the same name. Raises UsageError for what is no option."""
+    """Return the ``#SBATCH`` lines. ``directives`` replace those of the same name. Raises UsageError for invalid
+    options.
+    """
     options = {text.partition("=")[0].lstrip("-"): text.lstrip("-") for text in directives}
     if any(not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", each) for each in options.values()):
-        raise UsageError(f"no options of sbatch: {list(directives)}", remedy="write for example --sbatch partition=gpu")
+        raise UsageError(
+            f"not options of sbatch: {list(directives)}", remedy="write for example --sbatch partition=gpu"
+        )
     return "\n".join(f"#SBATCH --{each}" for each in {**own, **options}.values())
 
 
@@ -165,7 +167,7 @@ save() {{
 }}
 trap save USR1
 """
-"""Passes the signal of the scheduler on to ``$step``; for ``str.format``, as SBATCH_WAIT."""
+"""Passes the signal of the scheduler on to ``$step``. A template for ``str.format``, as SBATCH_WAIT."""
 SBATCH_WAIT = """
 wait "$step"
 code=$?
@@ -178,7 +180,7 @@ if [ "$code" -eq {stopped} ] && [ -n "$asked" ]; then # stopped and saved: the s
 fi
 exit "$code"
 """
-"""Waits for ``$step``, and queues the job again if it was stopped and saved."""
+"""Waits for ``$step``, and requeues the job if it was stopped and saved."""
 _SBATCH = """\
 #!/bin/bash
 # {name}: made by `trainwright launch slurm`. One task a node, which is torchrun.
@@ -210,7 +212,7 @@ def kubernetes_job(
     grace_s: int = 120,
     stack: str | None = None,
 ) -> JobFile:
-    """A manifest: the recipe as a ConfigMap, a headless Service, and an indexed Job. Needs no operator.
+    """Return a manifest: the recipe as a ConfigMap, a headless Service, and an indexed Job. Needs no operator.
 
     Args:
         loaded: The recipe.
@@ -239,7 +241,7 @@ def kubernetes_job(
             "metadata": {"name": name},
             "spec": {
                 "clusterIP": "None",
-                "publishNotReadyAddresses": True,  # the ranks meet before any of them is ready
+                "publishNotReadyAddresses": True,  # the rendezvous precedes readiness
                 "selector": {"trainwright/run": name},
                 "ports": [{"name": "meeting", "port": MEETING_PORT}],
             },
@@ -252,7 +254,7 @@ def kubernetes_job(
                 "completionMode": "Indexed",
                 "completions": shape.nodes,
                 "parallelism": shape.nodes,
-                "backoffLimit": FAILURES_OF_A_POD * shape.nodes,
+                "backoffLimit": MAX_POD_FAILURES * shape.nodes,
                 "podFailurePolicy": _failure_policy("trainwright"),
                 "template": {
                     "metadata": {"labels": {"trainwright/run": name}},
@@ -279,10 +281,10 @@ def kubeflow_job(
     grace_s: int = 120,
     stack: str | None = None,
 ) -> JobFile:
-    """A manifest for Kubeflow Trainer 2: the recipe as a ConfigMap, a TrainingRuntime, and a TrainJob.
+    """Return a manifest for Kubeflow Trainer 2: the recipe as a ConfigMap, a TrainingRuntime, and a TrainJob.
 
-    The operator makes the Service, and gives each pod the address of the first one (``PET_MASTER_ADDR``). The arguments
-    and errors are those of ``kubernetes_job``.
+    The operator makes the Service, and passes each pod the address of the first one (``PET_MASTER_ADDR``). The
+    arguments and errors are those of ``kubernetes_job``.
     """
     _require(loaded, shape, grace_s, elsewhere=True)
     name = dns_label(loaded.recipe.name)
@@ -290,7 +292,7 @@ def kubeflow_job(
     container = _container("node", loaded, shape, image, settings, grace_s, meeting)
     container["env"] = _environment(grace_s)
     pod = {"restartPolicy": "Never", **_pod(name, container, volume, grace_s, _check(stack, loaded, shape))}
-    job = {"backoffLimit": FAILURES_OF_A_POD, "podFailurePolicy": _failure_policy("node"), "template": {"spec": pod}}
+    job = {"backoffLimit": MAX_POD_FAILURES, "podFailurePolicy": _failure_policy("node"), "template": {"spec": pod}}
     api, step = "trainer.kubeflow.org/v1alpha1", {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     documents = [
         _config_map(loaded, name),
@@ -331,14 +333,14 @@ def skypilot_job(
     settings: Sequence[str] = (),
     stack: str | None = None,
 ) -> JobFile:
-    """A task of SkyPilot: machines with the image, the recipe and the volume for runs.
+    """Return a task of SkyPilot: machines with the image, the recipe and the volume for runs.
 
     Args:
         loaded: The recipe.
         shape: Machines, and ranks of each.
         image: The container image.
         volume: A volume of SkyPilot (``sky volumes``) for the runs, which all machines can write.
-        gpu: The accelerator of each rank: ``H100``. Required unless the recipe says ``device: cpu``.
+        gpu: The accelerator of each rank: ``H100``. Required unless the recipe has ``device: cpu``.
         settings: Overrides of the recipe.
         stack: The combination of CUDA, driver and NCCL that each machine must have before ranks start.
 
@@ -346,7 +348,7 @@ def skypilot_job(
         RecipeError: The layout of the recipe does not suit the ranks.
         UsageError: The accelerator is missing, or the stack is unknown.
     """
-    _require(loaded, shape, LEAST_GRACE_S, elsewhere=True)
+    _require(loaded, shape, MIN_GRACE_S, elsewhere=True)
     on_gpu = loaded.recipe.device != "cpu"
     if on_gpu and not gpu:
         raise UsageError("SkyPilot needs the accelerator of each rank", remedy="give for example --gpu H100")
@@ -357,7 +359,7 @@ def skypilot_job(
         *([shlex.join(["trainwright", *check])] if check else []),
         'first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
         f'trainwright {shlex.join(command)} --rdzv-endpoint "$first:{MEETING_PORT}" \\',
-        f'    --rdzv-id "$SKYPILOT_TASK_ID" {_limits(LEAST_GRACE_S)}',
+        f'    --rdzv-id "$SKYPILOT_TASK_ID" {_limits(MIN_GRACE_S)}',
     ]
     task = {
         "name": dns_label(loaded.recipe.name),
@@ -365,7 +367,7 @@ def skypilot_job(
         "resources": {
             "image_id": f"docker:{image}",
             **({"accelerators": f"{gpu}:{shape.each}"} if on_gpu else {}),
-            "job_recovery": {"max_restarts_on_errors": RESTARTS, "recover_on_exit_codes": [STOPPED_AND_SAVED]},
+            "job_recovery": {"max_restarts_on_errors": MAX_RESTARTS, "recover_on_exit_codes": [STOPPED_AND_SAVED]},
         },
         "file_mounts": {"/recipe/recipe.yaml": str(Path(loaded.source.name).absolute())},
         "volumes": {"/runs": volume},
@@ -381,14 +383,16 @@ def _config_map(loaded: Loaded, name: str) -> dict[str, object]:
 
 
 def _failure_policy(container: str) -> dict[str, object]:
-    """The first rule that fits counts. Ignore: a new pod, which does not count as a failure."""
+    """Return the pod failure policy. The first matching rule applies. Ignore: a new pod that does not count as a
+    failure.
+    """
 
     def ends_with(codes: Sequence[int]) -> dict[str, object]:
         return {"containerName": container, "operator": "In", "values": list(codes)}
 
     return {
         "rules": [
-            {"action": "FailJob", "onExitCodes": ends_with(NOT_TRIED_AGAIN)},
+            {"action": "FailJob", "onExitCodes": ends_with(FINAL_EXIT_CODES)},
             {"action": "Ignore", "onExitCodes": ends_with([STOPPED_AND_SAVED])},
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         ]
@@ -396,10 +400,10 @@ def _failure_policy(container: str) -> dict[str, object]:
 
 
 def _pod(name: str, container: dict[str, object], volume: str, grace_s: int, check: Sequence[str]) -> dict[str, object]:
-    """What is the same in the pods of a Job and of a TrainJob.
+    """Return the common part of the pods of a Job and of a TrainJob.
 
-    The check runs in a container of its own, before ranks start: where it fails, the pod fails, and its successor may
-    get another node. It has the same resources, as the driver is visible only to containers with a GPU.
+    The check runs in a separate container before ranks start. If it fails, the pod fails, and its successor may be
+    placed on another node. It has the same resources, because the driver is visible only to containers with a GPU.
     """
     resources = {"resources": container["resources"]} if "resources" in container else {}
     first = {"name": "env", "image": container["image"], "command": ["trainwright", *check], **resources}
@@ -443,11 +447,13 @@ def _container(
 
 
 def _environment(grace_s: int) -> list[dict[str, object]]:
-    return [{"name": "TRAINWRIGHT_GRACE_S", "value": str(grace_s - MARGIN_S)}]
+    return [{"name": "TRAINWRIGHT_GRACE_S", "value": str(grace_s - SHUTDOWN_MARGIN_S)}]
 
 
 def _check(stack: str | None, loaded: Loaded, shape: Shape) -> list[str]:
-    """The arguments of ``trainwright`` that compare a machine with a stack; empty without one. Raises UsageError."""
+    """Return the arguments of ``trainwright`` that compare a machine with a stack; empty without one. Raises
+    UsageError.
+    """
     if stack is None:
         return []
     require_choice("stack", stack, STACKS)
@@ -459,9 +465,9 @@ def _check(stack: str | None, loaded: Loaded, shape: Shape) -> list[str]:
 
 
 def _require(loaded: Loaded, shape: Shape, grace_s: int, *, elsewhere: bool = False) -> None:
-    """Raises RecipeError with all for which the ranks would refuse the recipe, UsageError for a short grace.
+    """Raise RecipeError with all problems that the ranks would report, or UsageError for a short grace period.
 
-    ``elsewhere``: the ranks run in a container, which may have modules and data that this machine lacks.
+    With ``elsewhere`` the ranks run in a container, which may have modules and data that this machine lacks.
     """
     if found := problems_of(loaded, ranks=shape.nodes * shape.each, elsewhere=elsewhere):
         raise RecipeError(found)
@@ -469,10 +475,10 @@ def _require(loaded: Loaded, shape: Shape, grace_s: int, *, elsewhere: bool = Fa
 
 
 def require_grace(grace_s: int) -> None:
-    """Raises UsageError for a grace in which a step and its checkpoint do not fit."""
-    if grace_s < LEAST_GRACE_S:
-        rule = f"{MARGIN_S} s of it are for torchrun to end, the rest for the last step and its checkpoint"
-        raise UsageError(f"--grace {grace_s} is too short: {rule}", remedy=f"give at least {LEAST_GRACE_S}")
+    """Raise UsageError for a grace period that is too short for a step and its checkpoint."""
+    if grace_s < MIN_GRACE_S:
+        rule = f"torchrun needs {SHUTDOWN_MARGIN_S} s of it to end, the rest is for the last step and its checkpoint"
+        raise UsageError(f"--grace {grace_s} is too short: {rule}", remedy=f"give at least {MIN_GRACE_S}")
 
 
 def _command(recipe: str, settings: Sequence[str]) -> list[str]:
@@ -480,10 +486,10 @@ def _command(recipe: str, settings: Sequence[str]) -> list[str]:
 
 
 def _limits(grace_s: int) -> str:
-    return f"--max-restarts {RESTARTS} --shutdown-timeout {grace_s - MARGIN_S}"
+    return f"--max-restarts {MAX_RESTARTS} --shutdown-timeout {grace_s - SHUTDOWN_MARGIN_S}"
 
 
 def dns_label(name: str) -> str:
-    """The name as Kubernetes takes it for a host: so short that ``-INDEX`` can follow within 63 characters."""
+    """Return the name as a Kubernetes host label, short enough for ``-INDEX`` to follow within 63 characters."""
     label = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:50].strip("-")
     return label if label and label[0].isalpha() else f"run-{label}".strip("-")

@@ -1,4 +1,4 @@
-"""``lr-range RECIPE``: the learning rate range test, with its picture."""
+"""``lr-range RECIPE``: runs the learning rate range test and draws its curve."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trainwright.monitoring.terminal import Console
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import Loaded
 from trainwright.report.chart import Mark, Series, line_chart_svg, line_chart_text
-from trainwright.training.own_step import require_loss
+from trainwright.training.custom_step import require_loss
 from trainwright.training.prepare import prepare
 
 
 def run_lr_range(
     loaded: Loaded, parts: Parts | None = None, *, steps: int, lowest: float, highest: float
 ) -> tuple[LrRange, float]:
-    """Runs the test on a new model of the recipe, or on ``parts``, which are used up.
+    """Run the test on a new model of the recipe, or on ``parts``, which must not be used afterwards.
 
     Returns the curve with the suggestion, and the learning rate of the recipe. Raises UsageError for a wrong range.
     """
@@ -53,9 +53,9 @@ def find_lr(
     out: Path,
     console: Console,
 ) -> dict[str, object]:
-    """Runs the test and writes the picture to ``out`` (SVG).
+    """Run the test and write the picture to ``out`` (SVG).
 
-    Returns the suggestion (None when the loss never fell), the rate where it diverged, and the curve.
+    Returns the suggestion (None if the loss never fell), the rate at which it diverged, and the curve.
     """
     found, lr = run_lr_range(loaded, parts, steps=steps, lowest=lowest, highest=highest)
     curve = Series("loss (smoothed)", found.lrs, found.losses)

@@ -1,4 +1,4 @@
-"""``mup-check RECIPE``: whether a step changes every layer as much in a wide model as in a narrow one."""
+"""``mup-check RECIPE``: checks that a step changes every layer as much in a wide model as in a narrow one."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from trainwright.plan.parallel import in_one_process
 from trainwright.recipe.resolve import find
 from trainwright.report.chart import Series, line_chart_svg
 from trainwright.report.svg import root
+from trainwright.training.custom_step import require_loss
 from trainwright.training.fit import fit_objects
 from trainwright.training.job import Job
-from trainwright.training.made_by import WHERE
-from trainwright.training.own_step import require_loss
 from trainwright.training.prepare import prepare
+from trainwright.training.rebuild import WHERE
 from trainwright.training.subject import Built, named
 
 WIDTHS = (64, 128, 256, 512)
 STEPS = 4
 TOLERANCE = 1 / 3
-"""Slopes of log size over log width up to this count as flat.
+"""Maximum absolute slope of log size over log width that counts as flat.
 
 Measured on gpt-tiny at widths 64 to 512 and learning rates 2e-3 to 1e-2: -0.20 to 0.31 in muP; in the standard
 parametrization 0.47 to 2.31 for every linear layer.
@@ -49,7 +49,7 @@ BuildOf = Callable[[int], Built]
 class LayerScaling:
     """Mean absolute output of a layer after some steps, and its mean absolute change since the first, by width.
 
-    A slope is that of a straight line through log size over log width; None where a size is 0 or not finite.
+    A slope is that of a straight line through log size over log width; None if a size is 0 or not finite.
     """
 
     name: str
@@ -79,7 +79,7 @@ class MupCheck:
         return 0 if self.is_stable else 3
 
     def lines(self) -> list[str]:
-        """The table for people."""
+        """Return the table as text."""
         names = max(len("layer"), *(len(layer.name) for layer in self.layers))
         width = ", ".join(map(str, self.widths))
         found = [f"after {self.steps} steps at widths {width}: slope of log size over log width, 0 is flat"]
@@ -97,7 +97,7 @@ class MupCheck:
             return
         parts = [f"{count} of {len(self.layers)} layers {_PLURAL[kind]}" for kind, count in counts.items() if count]
         yield f"verdict  {' and '.join(parts)} with the width: the best learning rate changes with it"
-        yield "remedy   of the GPT in the box: model.args.init=mup; see docs/how-to/mup.md for other models"
+        yield "remedy   for the built-in GPT: model.args.init=mup; see docs/how-to/mup.md for other models"
 
     def to_json(self) -> dict[str, object]:
         return {**asdict(self), "stable": self.is_stable}
@@ -107,7 +107,7 @@ _PLURAL = {"grows": "grow", "vanishes": "vanish"}
 
 
 def build_by_width(what: str | Path, key: str, settings: Sequence[str]) -> BuildOf:
-    """Returns what builds a recipe with ``key`` set to a width, or calls ``module:function`` with the width."""
+    """Return a function that builds a recipe with ``key`` set to a width, or calls ``module:function`` with it."""
     text = str(what)
     settings = [*settings, "precision=fp32"]
     if ":" in text and not Path(what).exists():
@@ -118,9 +118,9 @@ def build_by_width(what: str | Path, key: str, settings: Sequence[str]) -> Build
 
 
 def check_widths(build: BuildOf, widths: Sequence[int], *, steps: int, say: Callable[[str], None]) -> MupCheck:
-    """Trains a new model of each width for some steps on the same data, at the peak learning rate.
+    """Train a new model of each width for some steps on the same data, at the peak learning rate.
 
-    Raises UsageError for fewer than two widths, for layers whose names differ, and for what cannot be built.
+    Raises UsageError for fewer than two widths, for layers whose names differ, and for models that cannot be built.
     """
     widths = tuple(sorted(set(widths)))
     if len(widths) < 2 or widths[0] < 1 or steps < 1:
@@ -132,8 +132,8 @@ def check_widths(build: BuildOf, widths: Sequence[int], *, steps: int, say: Call
         if sizes and sizes.keys() != found.keys():
             different = sorted(sizes.keys() ^ found.keys())[0]
             raise UsageError(
-                f"the models of widths {widths[0]} and {width} have other layers, such as {different}",
-                remedy="let nothing but widths depend on the width",
+                f"the models of widths {widths[0]} and {width} have different layers, such as {different}",
+                remedy="let only the sizes of layers depend on the width",
             )
         for name, pair in found.items():
             sizes.setdefault(name, []).append(pair)
@@ -141,7 +141,7 @@ def check_widths(build: BuildOf, widths: Sequence[int], *, steps: int, say: Call
 
 
 def draw(found: MupCheck, out: Path) -> MupCheck:
-    """Writes a picture of the layers with the steepest slopes. Returns the check with its path."""
+    """Write a picture of the layers with the steepest slopes. Returns the check with the path of the picture."""
     parts = [root(720, 2 * _CHART_HEIGHT, "coordinate check")]
     for number, (kind, title) in enumerate((("updates", "Change of a layer's output"), ("activations", "Output"))):
         slope = "update_slope" if kind == "updates" else "activation_slope"
@@ -167,7 +167,7 @@ def _short(name: str) -> str:
 
 
 def _sizes(built: Built, steps: int) -> dict[str, tuple[float, float]]:
-    """Mean absolute output and change of each layer on the first micro-batch."""
+    """Return the mean absolute output and change of each layer on the first micro-batch."""
     require_loss(built.parts, "mup_check")
     job = prepare(in_one_process(built.loaded), built.parts)
     torch.set_num_threads(job.plan.threads)
@@ -187,7 +187,7 @@ def _sizes(built: Built, steps: int) -> dict[str, tuple[float, float]]:
 
 
 def _outputs(job: Job, data: object) -> dict[str, Tensor]:
-    """The output of each layer with parameters of its own, and of the model."""
+    """Return the output of each layer that has direct parameters, and of the model."""
     model, found = job.state.model, dict[str, Tensor]()
     with evaluating(model, job.parts.loss), _listening(model, found):
         as_loss_fn(job.parts.loss)(model, data)
@@ -225,7 +225,7 @@ def _steep(found: float | None, otherwise: float) -> float:
 
 
 def slope(widths: Sequence[int], sizes: Sequence[float]) -> float | None:
-    """Least-squares slope of log size over log width; None where a size is 0 or not finite."""
+    """Return the least-squares slope of log size over log width; None if a size is 0 or not finite."""
     if not all(math.isfinite(size) and size > 0 for size in sizes):
         return None
     x, y = ([math.log(each) for each in values] for values in (widths, sizes))

@@ -1,4 +1,4 @@
-"""``checks new CODE``: begins a check of the doctor, with its test."""
+"""``checks new CODE``: writes the files of a new check of the doctor, with its test."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.weights import WeightsFacts  # replace it: see doctor/facts
 
-MOST = 10.0
-"""What the limit is, and why it is this number."""
+MAX_RATE = 10.0
+"""The meaning of the limit, and the reason for this number."""
 
 
 @check(stage="update", severity="warning", confidence=0.8, needs=WeightsFacts)
 def {name}(run: RunContext) -> Iterator[Result]:
-    """One sentence that says what is wrong, in the user's words, of 20 to 130 characters.
+    """One sentence of 20 to 130 characters that names the fault in the user's words.
 
-    Why it matters: what it does to the training.
+    Why it matters: the effect on the training.
 
-    How it is detected: what is compared with what, from which step on, and the tolerance with its reason.
+    How it is detected: the compared quantities, the first step of the comparison, and the tolerance with its reason.
 
-    Exceptions: correct programs that look like it, and why the check is silent on them. At most three.
+    Exceptions: correct programs with similar symptoms, and why the check ignores them. At most three.
 
-    Usual cause: what people write by mistake.
+    Usual cause: the common mistake in code.
 
-    Looks like: codes of checks that exist, and how to tell them apart.
+    Looks like: codes of similar checks, and how to distinguish them.
 
     Fix: one sentence; then code.
 
-        the line that is right
+        the correct line
 
-    Sources: two independent public reports. Leave the section out where there is none, but for the detection, the
-    cause and the fix, which every page has.
+    Sources: two independent public reports. Omit a section without content, except for the detection, the cause and
+    the fix, which every page has.
     """
     facts = run.latest(WeightsFacts)
     if facts is None or not facts.updates:
-        yield NotApplicable("why it says nothing about this run")
-    elif facts.highest_rate > MOST:  # replace this condition
+        yield NotApplicable("why the check does not apply to this run")
+    elif facts.highest_rate > MAX_RATE:  # replace this condition
         yield run.finding(
             facts.steps,
             symptom=f"the learning rate is {facts.highest_rate:.3g}",
-            evidence=[("what was measured, seen, and expected", facts.highest_rate, MOST)],
+            evidence=[("the measured quantity", facts.highest_rate, MAX_RATE)],
         )
     else:
         yield Passed(f"what was compared, such as {facts.updates} updates")
@@ -101,7 +101,7 @@ def test_a_healthy_program_has_no_finding(make: Callable[[], nn.Module]) -> None
 
 @dataclass(frozen=True)
 class NewCheck:
-    """The two files."""
+    """The two files of a new check."""
 
     check: Path
     test: Path
@@ -109,7 +109,7 @@ class NewCheck:
     exit_code = 0
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return the text output."""
         return [
             f"check  {self.check}",
             f"test   {self.test}",
@@ -118,7 +118,7 @@ class NewCheck:
         ]
 
     def to_json(self) -> dict[str, JsonValue]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         return {"check": str(self.check), "test": str(self.test)}
 
 
@@ -126,17 +126,17 @@ def new_check(code: str, root: Path = Path()) -> NewCheck:
     """Write the files of a new check into the checkout of Trainwright in ``root``.
 
     Raises:
-        UsageError: ``root`` is no checkout, the code is not ``topic.name`` with a known topic, or exists.
+        UsageError: ``root`` is not a checkout, or the code is not ``topic.name`` with a known topic, or exists.
     """
     topic, _, name = code.partition(".")
     folder = root / "trainwright" / "doctor"
     if not folder.is_dir():
-        raise UsageError("a check is a file of Trainwright's source", remedy="call it in a checkout of the repository")
+        raise UsageError("a check is a file of Trainwright's source", remedy="run it in a checkout of the repository")
     topics = {each.topic: each.pack for each in all_checks()}
     if topic not in topics:
         raise UsageError(f"there is no topic {topic!r}", remedy=suggest(topic, list(topics)))
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise UsageError(f"{code!r} is no code", remedy=f"write {topic}.what_is_wrong, in lower case")
+        raise UsageError(f"{code!r} is not a code", remedy=f"write {topic}.what_is_wrong, in lower case")
     kind = "contrib" if topics[topic] else "checks"
     tests = root / "tests" / "doctor" / (kind if kind == "contrib" else f"{kind}/{topic}")
     made = NewCheck(folder / kind / topic / f"{name}.py", tests / f"test_{name}.py")

@@ -1,4 +1,4 @@
-"""``plan RECIPE``: the forecast of a run as lines of text, as a picture and as JSON."""
+"""``plan RECIPE``: shows the forecast of a run as text, as a picture and as JSON."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from trainwright.recipe import Loaded
 from trainwright.recipe.byte_size import parse_bytes
 from trainwright.report.chart import Series, line_chart_text
 from trainwright.report.forecast import layout_lines, memory_lines, timeline_svg, timeline_text, usable_line
-from trainwright.training.own_step import require_loss
+from trainwright.training.custom_step import require_loss
 from trainwright.training.prepare import prepare
-from trainwright.training.problems import all_at_once
+from trainwright.training.problems import all_problems_reported
 from trainwright.training.run import process_settings
 
-LONGEST_S = 2.0
-"""By the roofline: a step that takes longer is not tried by a plan."""
+MAX_DRY_RUN_STEP_S = 2.0
+"""Step time by the roofline model above which a plan does no dry run."""
 
 
 @dataclass(frozen=True)
 class ShownPlan:
-    """A forecast and how it is printed. ``exit_code`` is 3 when the recipe does not fit as it stands.
+    """A forecast and its output. ``exit_code`` is 3 if the recipe does not fit as it stands.
 
-    ``recipe`` is its name on the command line; "" for objects from Python.
+    ``recipe`` is its name on the command line; "" for live objects.
     """
 
     forecast: Forecast
@@ -42,7 +42,7 @@ class ShownPlan:
     planned_s: float
     recipe: str
     measured: Plan | None = None
-    """The plan of a run on this machine, with its dry run; None where the forecast is for another device."""
+    """The plan of a run on this machine with its dry run; None if the forecast is for another device."""
     why_not_measured: str = ""
 
     @property
@@ -50,7 +50,7 @@ class ShownPlan:
         return 0 if self.forecast.written.fits else 3
 
     def lines(self) -> list[str]:
-        """The text for people; one screen without the frontier."""
+        """Return the text output: one screen without the frontier."""
         made, device = self.forecast, self.forecast.device
         trained = "" if made.trainable == made.parameters else f", {made.trainable:,} of them trained"
         lines = [
@@ -70,7 +70,9 @@ class ShownPlan:
         return [*lines, *self._unseen(), *self._frontier(), f"planned in {human_seconds(self.planned_s)}"]
 
     def _measured(self) -> list[str]:
-        """What a dry run on this machine measures, as ``train`` does before its first step, and what is not counted."""
+        """Return the measurements of a dry run on this machine, as before the first step of ``train``, and what is not
+        counted.
+        """
         beside = "evaluation, checkpoints, the doctor and logging come on top"
         plan = self.measured
         if plan is None or plan.step_s is None:
@@ -85,7 +87,7 @@ class ShownPlan:
 
     @property
     def title(self) -> str:
-        """Names the layout that is drawn."""
+        """The layout that is drawn."""
         made, option = self.forecast, self.forecast.shown
         nearest = "the nearest fit" if made.choice.fits else "the layout that holds least"
         which = "as written" if made.written.fits else f"{nearest}, not as written"
@@ -95,7 +97,7 @@ class ShownPlan:
     def _choice(self) -> list[str]:
         made = self.forecast
         if not made.choice.fits:
-            lines = ["nothing that keeps the training as it is fits. What else would change it, each alone:"]
+            lines = ["no layout with the same training fits. Changes to the training that help, each alone:"]
             signs = {"here": "can be done", "elsewhere": "with a package", "devices": "more devices"}
             return lines + [
                 f"  {signs[remedy.means] if remedy.fits else 'not enough':<14} {remedy.line()}"
@@ -120,7 +122,7 @@ class ShownPlan:
         return lines
 
     def _left_for(self, op: str) -> str:
-        """Names the memory that is reserved for it and not counted as usable."""
+        """Return the memory that is reserved for this operation and not counted as usable."""
         if op == "context":
             return ", left out of what is usable"
         margin = human_bytes(FRAGMENTATION_FRACTION * self.forecast.device.memory_bytes)
@@ -134,7 +136,7 @@ class ShownPlan:
         return ["", "memory against time of a step (GiB, s)", *line_chart_text([curve]).splitlines(), *rows]
 
     def to_json(self) -> dict[str, object]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         made, device = self.forecast, self.forecast.device
         peak = made.trace.peak
         return {
@@ -187,18 +189,18 @@ def _measured(plan: Plan | None) -> dict[str, object] | None:
 
 
 def _dry_run(loaded: Loaded, parts: Parts | None, made: Forecast) -> tuple[Plan | None, str]:
-    """The plan of a run on this machine, tried with one batch as ``train`` does; or why it was not tried."""
+    """Return the plan of a run on this machine with a dry run as in ``train``, or the reason for none."""
     if not made.written.fits:
         return None, "the recipe does not fit"
     if in_one_process(loaded).recipe != loaded.recipe:
         return None, "the recipe is for several ranks"
-    if made.written.step_s > LONGEST_S:
-        return None, f"a step takes longer than {human_seconds(LONGEST_S)}"
+    if made.written.step_s > MAX_DRY_RUN_STEP_S:
+        return None, f"a step takes longer than {human_seconds(MAX_DRY_RUN_STEP_S)}"
     with process_settings(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return prepare(loaded, parts).plan, ""
-        except Exception as error:  # raised by the user's code: `train` shows it with its place
+        except Exception as error:  # an error of user code, which `train` reports with its place
             return None, error.message if isinstance(error, TrainwrightError) else text_of(error, lines=1)
 
 
@@ -213,17 +215,17 @@ def show_plan(
     with_frontier: bool = False,
     svg: Path | None = None,
 ) -> ShownPlan:
-    """Forecasts the recipe, or ``parts`` in place of what it names, and writes the picture to ``svg``.
+    """Forecast the recipe, or ``parts`` instead of what it names, and write the picture to ``svg``.
 
-    For this machine a dry run measures a step as well; ``parts`` are used up.
+    For this machine, a dry run also measures a step. ``parts`` must not be used afterwards.
 
-    Raises UsageError for an unknown device or size, StorageError where the picture cannot be written.
+    Raises UsageError for an unknown device or size, StorageError if the picture cannot be written.
     """
     start = time.perf_counter()
     table = known_devices() if devices is None else load_devices(devices)
     target = named_device(device, dict(table), None if memory is None else parse_bytes(memory))
     require_loss(parts, "plan")
-    with all_at_once(loaded, parts):
+    with all_problems_reported(loaded, parts):
         made = forecast(loaded, target, parts=parts)
     points: Sequence[Point] = frontier(made, loaded, parts=parts) if with_frontier else ()
     is_here = device is None and memory is None

@@ -1,4 +1,4 @@
-"""``plan RECIPE --ranks N``: what a recipe would hold, exchange and take on many ranks, calculated in one process."""
+"""``plan RECIPE --ranks N``: predicts memory, communication and time on many ranks, in one process."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from trainwright.report.many_ranks import (
     traffic_lines,
 )
 
-MOST_RANKS = 1 << 16
+MAX_RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
 class RanksPlan:
-    """``written`` is the layout of the recipe as it stands, ``best`` the chosen one of those that the engine runs."""
+    """The layout of the recipe as it stands (``written``), and the best one that the engine can run (``best``)."""
 
     name: str
     recipe: str
@@ -56,11 +56,11 @@ class RanksPlan:
 
     @property
     def exit_code(self) -> int:
-        """0 where the recipe as written fits, 3 where it does not."""
+        """0 if the recipe as written fits, else 3."""
         return 0 if self.written.fits else 3
 
     def lines(self) -> list[str]:
-        """The text for people."""
+        """Return the text output."""
         size = f"{self.parameters:,} parameters, {self.size:,} samples a step, {self.ranks:,} ranks"
         return [
             f"plan        {self.name}: {size}",
@@ -79,7 +79,7 @@ class RanksPlan:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """The ``--set`` that lead from the recipe to the best layout."""
+        """The ``--set`` arguments that lead from the recipe to the best layout."""
         if self.best is self.written:
             return ()
         best = self.best
@@ -90,7 +90,7 @@ class RanksPlan:
 
     @property
     def command(self) -> str:
-        """How to train like this."""
+        """The command that trains with the best layout."""
         each = min(self.device.node.ranks, self.ranks)
         words = [f"--set {setting}" for setting in self.settings]
         return " ".join(
@@ -98,7 +98,7 @@ class RanksPlan:
         )
 
     def to_json(self) -> dict[str, object]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         return {
             "recipe": self.name,
             "device": self.device.name,
@@ -117,7 +117,7 @@ class RanksPlan:
 
 
 def placement_json(placed: Placement) -> dict[str, object]:
-    """A layout for ``--json``."""
+    """Return a layout for ``--json``."""
     return {
         "degrees": {axis: getattr(placed.degrees, axis) for axis in AXES},
         "zero": placed.zero,
@@ -146,12 +146,13 @@ def plan_ranks(
     memory: str | None = None,
     devices: Path | None = None,
 ) -> RanksPlan:
-    """Plans a recipe on so many ranks of a device.
+    """Plan a recipe on ``ranks`` devices.
 
-    Raises RecipeError where the recipe's layout is none of so many ranks, UsageError for a wrong device or number.
+    Raises RecipeError if the recipe's layout does not have this number of ranks, UsageError for a wrong device or
+    number.
     """
-    if not 1 <= ranks <= MOST_RANKS:
-        raise UsageError(f"--ranks {ranks} is out of range", remedy=f"give 1 to {MOST_RANKS:,}")
+    if not 1 <= ranks <= MAX_RANKS:
+        raise UsageError(f"--ranks {ranks} is out of range", remedy=f"give 1 to {MAX_RANKS:,}")
     start = time.perf_counter()
     solve_layout(loaded.recipe, ranks)  # before anything is traced
     many = on_ranks(loaded, device, memory=memory, devices=devices)
@@ -176,13 +177,13 @@ def plan_ranks(
 def on_ranks(
     loaded: Loaded, device: str | None, *, memory: str | None = None, devices: Path | None = None
 ) -> ManyRanks:
-    """Traces what ranks compute of a recipe, once for all layouts. Raises UsageError for an unknown device."""
+    """Trace the computation of ranks once for all layouts. Raises UsageError for an unknown device."""
     table = known_devices() if devices is None else load_devices(devices)
     return survey_ranks(loaded, named_device(device, dict(table), None if memory is None else parse_bytes(memory)))
 
 
 def runnable(many: ManyRanks, loaded: Loaded, ranks: int) -> list[Placement]:
-    """Every layout on so many ranks in which the engine of this version can train the recipe."""
+    """Return every layout on ``ranks`` ranks with which the engine can train the recipe."""
     degrees = [each for each in layouts_of(ranks, many, BUILT) if is_trainable(loaded.recipe, each, many.shape)]
     return many.all(degrees, (loaded.recipe.parallel.zero,))
 

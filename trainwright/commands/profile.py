@@ -1,4 +1,4 @@
-"""``profile RECIPE|RUN``: trains a few steps as the recipe says, says what bounds them, and tries what could help."""
+"""``profile RECIPE|RUN``: trains a few steps, finds what bounds them, and tries remedies."""
 
 from __future__ import annotations
 
@@ -36,33 +36,39 @@ NAME = "profile.json"
 
 @dataclass(frozen=True)
 class ProfiledRun:
-    """What ``profile`` found, and the run folder with the trace and the page."""
+    """The profile, and the run folder with the trace and the page."""
 
     folder: Path
     profile: Profile
     exit_code = 0
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return the text output."""
         trace = self.folder / "traces" / TRACE
         return [*self.profile.lines(), f"trace     {trace}  (ui.perfetto.dev opens it)", f"folder    {self.folder}"]
 
     def to_json(self) -> Mapping[str, object]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         return {"run": str(self.folder), **self.profile.to_json()}
 
 
 def profile(
     build: Build, *, for_s: float = TIMED_S, budget_s: float = 60.0, console: Console | None = None
 ) -> ProfiledRun:
-    """Trains the beginning of what ``build`` makes, in a run folder of its own.
+    """Train the beginning of the run that ``build`` makes, in a separate run folder.
 
-    ``for_s``: how long it is timed at full speed. ``budget_s``: how long remedies are tried; 0 tries none.
+    Args:
+        build: Makes the recipe and its objects.
+        for_s: Seconds of timing at full speed.
+        budget_s: Seconds for trying remedies; 0 tries none.
+        console: The output.
     """
     console = console or Console()
     loaded, parts = build(())
     loaded = in_one_process(loaded)
-    log = loaded.recipe.log.model_copy(update={"doctor": False})  # its looks have a budget over the run, spent early
+    log = loaded.recipe.log.model_copy(
+        update={"doctor": False}
+    )  # the doctor spends most of its time budget early in a run
     recipe = loaded.recipe.model_copy(update={"name": f"{loaded.recipe.name}-profile", "log": log})
     observers: list[ProfileObserver] = []
 
@@ -72,7 +78,7 @@ def profile(
 
     result = train(replace(loaded, recipe=recipe), parts=parts, console=console, quiet=True, extras=[listen])
     folder, seen = RunFolder.open(result.run), observers[0]
-    shutil.rmtree(folder.checkpoints, ignore_errors=True)  # of a run that nobody will go on with
+    shutil.rmtree(folder.checkpoints, ignore_errors=True)  # nobody resumes this run
     facts = seen.facts()
     if facts is None:
         raise UsageError(
@@ -100,7 +106,7 @@ def _tried(
 
 
 class ProfileObserver:
-    """An Observer that ends the run once all is measured. It saves nothing then."""
+    """Ends the run when everything is measured, without saving."""
 
     def __init__(self, job: Job, folder: RunFolder, for_s: float) -> None:
         self.job = job
@@ -116,7 +122,7 @@ class ProfileObserver:
         self._session.close()
 
     def facts(self) -> ProfileFacts | None:
-        """What was measured."""
+        """Return the measurements."""
         plan, recipe = self.job.plan, self.job.recipe
         fused = [bool(group.get("fused")) for group in self.job.state.optimizer.param_groups if "fused" in group]
         return self._session.facts(

@@ -1,4 +1,4 @@
-"""Remedies of a profile, tried: the recipe with and without each, step by step in turn on this machine."""
+"""Tries the remedies of a profile: trains the recipe with and without each, alternating blocks of steps."""
 
 from __future__ import annotations
 
@@ -23,26 +23,28 @@ from trainwright.training.prepare import prepare
 from trainwright.training.subject import Build
 
 BLOCK_S = 0.1
-"""How long a block is at least, where that is more than one step."""
-MOST_IN_A_BLOCK = 100
+"""Minimum seconds of a block of more than one step."""
+MAX_STEPS_PER_BLOCK = 100
 WARM_STEPS = 4
-OVERRUN = 0.25
-"""Fraction of the budget by which a trial may overrun it: preparing it (compiling, starting workers) may take all of
-the budget, and the measurement is short beside that."""
+MAX_OVERRUN_FRACTION = 0.25
+"""Fraction of the budget by which a trial may exceed it. Its preparation (compiling, starting workers) may need all of
+the budget, and the measurement is short in comparison."""
 COMPILES = "model.compile=true"
 
 
 def num_rounds(round_s: float, left_s: float, budget_s: float, later: int) -> int:
-    """How many rounds a trial may take; 0 where not even the fewest fit. ``later`` trials share what is left."""
-    if MIN_ROUNDS * round_s > max(0.0, left_s) + OVERRUN * budget_s:
+    """Return the number of rounds for a trial; 0 if not even the minimum fits. ``later`` trials share the remaining
+    time.
+    """
+    if MIN_ROUNDS * round_s > max(0.0, left_s) + MAX_OVERRUN_FRACTION * budget_s:
         return 0
     return max(MIN_ROUNDS, min(ROUNDS, int(left_s / (1 + later) / round_s)))
 
 
 class Trials:
-    """Tries advice after advice while ``budget_s`` lasts. ``build`` makes what is trained, with further settings.
+    """Tries one remedy after the other while ``budget_s`` lasts. ``build`` makes the run with further settings.
 
-    A block is as many steps as take ``block_s``, or one.
+    A block has the number of steps that take ``block_s``, at least one.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Trials:
         self._budget_s, self._end_s = budget_s, time.perf_counter() + budget_s
 
     def of(self, advice: Sequence[Advice]) -> list[TriedAdvice]:
-        """The advice with the result of each trial. Compiling takes longest to prepare and is tried last."""
+        """Return the advice with the result of each trial. Compiling takes longest to prepare and is tried last."""
         found: dict[int, TriedAdvice] = {}
         order = sorted(range(len(advice)), key=lambda n: COMPILES in advice[n].settings)
         for done, n in enumerate(order):
@@ -78,11 +80,11 @@ class Trials:
         return TriedAdvice(advice, seen, why_not)
 
     def _try(self, advice: Advice, later: int) -> tuple[SpeedUp | None, str]:
-        """``later`` is the number of trials that follow."""
+        """Return the speed-up, or the reason for none. ``later`` is the number of trials that follow."""
         if COMPILES in advice.settings and self._job.device.type == "cpu" and not shutil.which("g++"):
             return None, "torch.compile needs a C++ compiler here"
         if time.perf_counter() > self._end_s:
-            return None, "the time for trials was over (--budget)"
+            return None, "the time for trials is used up (--budget)"
         plan = self._job.plan
         fixed = [f"precision={plan.precision}"]
         settings = [*fixed, *(each for each in advice.settings if "=" in each)]
@@ -98,7 +100,7 @@ class Trials:
         left_s = self._end_s - time.perf_counter()
         rounds = num_rounds(2 * of_both_s, left_s, self._budget_s, later)
         if not rounds:
-            left = f"{human_seconds(left_s)} are left" if left_s > 0 else "the time for trials was over"
+            left = f"{human_seconds(left_s)} are left" if left_s > 0 else "the time for trials is used up"
             return (
                 None,
                 f"{MIN_ROUNDS} rounds of it would take {human_seconds(2 * MIN_ROUNDS * of_both_s)}, {left} (--budget)",
@@ -124,32 +126,32 @@ class _Variant:
         self._settle, self._count = 0, 1
 
     def warm(self, count: int) -> None:
-        """Advances without a measurement."""
+        """Advance without a measurement."""
         self._set()
         for _ in islice(self._results, count):
             pass
 
     def settle(self, settle: int, count: int) -> float:
-        """Chooses the length of a block by one; returns the seconds that a whole one takes.
+        """Choose the length of a block and return the seconds of a full block.
 
-        ``settle`` steps come before each block: what workers have read ahead meanwhile is used up.
+        ``settle`` steps precede each block to use up what workers have read ahead.
         """
         self._settle, self._count = settle, count
         begin_s = time.perf_counter()
         self.block()
         step_s = (time.perf_counter() - begin_s) / (settle + count)
-        self._count = max(1, min(MOST_IN_A_BLOCK, round(self._block_s / step_s)))
+        self._count = max(1, min(MAX_STEPS_PER_BLOCK, round(self._block_s / step_s)))
         return step_s * (settle + self._count)
 
     def block(self) -> float:
-        """Seconds for each sample."""
+        """Train a block and return the seconds per sample."""
         self.warm(self._settle)
         seconds, samples = 0.0, 0
         for result in islice(self._results, self._count):
             seconds += result.step_s
             samples += result.batch.size
         if not samples:
-            raise StopIteration("the data were used up")
+            raise StopIteration("the data are used up")
         return seconds / samples
 
     def _set(self) -> None:

@@ -1,1 +1,1 @@
-"""Looks at a step after it has happened; reads only."""
+"""Observers of steps that have ended. They read the results of training and change nothing."""

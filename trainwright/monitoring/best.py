@@ -1,4 +1,4 @@
-"""The best validation so far: which one is on disk, and whether a new one beats it."""
+"""Tracks the best validation: the checkpoint on disk, and better results that are not saved yet."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trainwright.errors import suggest
 
 
 class BestSoFar:
-    """What ``best.json`` of ``folder`` points to, and a better one that was seen and is not on disk yet.
+    """The best checkpoint of ``best.json`` in ``folder``, and a better result that is not on disk yet.
 
-    ``metric`` is "loss" or a metric of the validation; None asks for no best. Only evaluations of ``batches`` batches
-    compare, 0 for the whole set. ``run`` is the identity of the run.
+    ``metric`` is "loss" or a metric of the validation; None disables it. Only evaluations of ``batches`` batches are
+    compared, 0 for the full set. ``run`` is the identity of the run.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class BestSoFar:
         self._hoped_for: Best | None = None
 
     def evaluated(self, step: int, seen: EvaluationResult) -> Best | None:
-        """The validation after ``step``, if it is the best so far: worth a checkpoint."""
+        """Return the result after ``step`` if it is the best so far, so that a checkpoint should be saved."""
         if self._metric is None or seen.batches != self._batches:
             return None
         values = seen.figures
@@ -55,11 +55,13 @@ class BestSoFar:
         return self._sign * found.value < self._sign * known.value
 
     def at(self, step: int) -> Best | None:
-        """The one that was seen after ``step``, unless it is on disk already or could not be saved."""
+        """Return the best result from ``step``, unless it is on disk already or could not be saved."""
         return self._hoped_for if self._hoped_for and self._hoped_for.step == step else None
 
     def update(self, step: int) -> None:
-        """Must be called when the save of ``step`` has ended, well or not: reads which checkpoint on disk is best."""
+        """Read which checkpoint on disk is the best. Must be called when the save of ``step`` has ended, successful or
+        not.
+        """
         self._pointed_to = read_best(self._folder, self._run)
         if self._hoped_for and self._hoped_for.step <= step:
             self._hoped_for = None

@@ -1,4 +1,4 @@
-"""When: an object apart from what is done. Due every so many steps, seconds of training or shares of the run."""
+"""Decides when something is due: every number of steps, seconds of training, or fraction of the run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from trainwright.checkpoint.train_state import TrainState
 
 
 class Every:
-    """True once for each boundary of ``steps``, ``seconds`` or ``fraction`` that a run passes; one is given.
+    """True once for each boundary of ``steps``, ``seconds`` or ``fraction`` that a run crosses. Exactly one must be
+    given.
 
-    Boundaries lie at whole multiples, so a resumed run keeps the rhythm of the first: ``since`` is its state
-    when it begins again.
+    Boundaries are multiples of the interval, so a resumed run has those of the first. ``since`` is its state at the
+    resume.
     """
 
     def __init__(
@@ -25,7 +26,7 @@ class Every:
         self._passed = 0 if since is None or steps is not None else self._boundaries(since)
 
     def due(self, state: TrainState) -> bool:
-        """Whether a boundary was passed since the last call. Costs no host sync."""
+        """Return True if a boundary was crossed since the last call. Needs no host sync."""
         if self.steps is not None:
             return state.step % self.steps == 0
         before, self._passed = self._passed, self._boundaries(state)

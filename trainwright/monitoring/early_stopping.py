@@ -14,15 +14,19 @@ from trainwright.errors import UsageError, require_choice
 
 
 class EarlyStopping:
-    """An Observer: stops after ``patience`` evaluations in a row that have not improved ``metric`` by ``min_delta``.
+    """An observer that stops after ``patience`` successive evaluations that have not improved ``metric`` by
+    ``min_delta``.
 
-    What it has counted is part of a checkpoint.
+    Its counter is part of each checkpoint.
 
     Args:
         patience: Evaluations to wait for an improvement.
-        metric: ``loss``, or any figure of the validation.
-        min_delta: The least change that counts as an improvement.
-        mode: Whether a smaller or a larger value is better.
+        metric: ``loss``, or any metric of the validation.
+        min_delta: The minimum change that counts as an improvement.
+        mode: ``min`` if a smaller value is better, ``max`` if a larger one is.
+
+    Raises:
+        UsageError: ``patience`` or ``min_delta`` is out of range.
     """
 
     needs_evaluation = True
@@ -31,15 +35,15 @@ class EarlyStopping:
         self, patience: int = 3, metric: str = "loss", min_delta: float = 0.0, mode: Literal["min", "max"] = "min"
     ) -> None:
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-            raise UsageError(f"patience is {patience!r}", remedy="give how many evaluations to wait: patience=3")
+            raise UsageError(f"patience is {patience!r}", remedy="pass the number of evaluations to wait: patience=3")
         if not 0 <= min_delta < math.inf:
-            raise UsageError(f"min_delta is {min_delta!r}", remedy="give a number from 0: min_delta=0.001")
+            raise UsageError(f"min_delta is {min_delta!r}", remedy="pass a number of at least 0: min_delta=0.001")
         require_choice("mode", mode, ("min", "max"))
         self.patience, self.metric, self.min_delta = patience, metric, min_delta
         self._sign = 1.0 if mode == "min" else -1.0
         self.best: float | None = None
         self.waited = 0
-        """Evaluations in a row without an improvement."""
+        """Successive evaluations without an improvement."""
 
     def observe(self, result: StepResult, state: TrainState) -> Stop | None:
         if result.evaluation is None:

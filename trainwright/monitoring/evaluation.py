@@ -1,4 +1,4 @@
-"""Evaluation when it is due; it changes nothing of the training."""
+"""Evaluates when due, without any effect on the training."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from trainwright.monitoring.cadence import Every
 
 
 class EvaluationListener(Protocol):
-    """Is called with the result of each evaluation."""
+    """Receives the result of each evaluation."""
 
     def evaluated(self, step: int, seen: EvaluationResult) -> None: ...
 
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """What is evaluated in the course of a run, which is ``count`` batches (0: the whole set), and at its end."""
+    """The batches for evaluations during a run, ``count`` of them (0: the full set), and for the one at its end."""
 
     in_course: Iterable[MicroBatch]
     at_end: Iterable[MicroBatch]
@@ -38,10 +38,9 @@ class ValidationSet:
 class PeriodicEvaluation:
     """Evaluates when due; ``last`` is the newest result.
 
-    The weights are the averaged ones of an optimizer that averages them itself, such as ScheduleFree.
-
-    The metric ``ema_loss`` or ``swa_loss`` is the loss of the average of the weights.
-    Of several sets the loss is that of the first, and each figure of each has the name of the set before its own.
+    With an optimizer that averages the weights itself, such as ScheduleFree, the averaged weights are evaluated. The
+    metric ``ema_loss`` or ``swa_loss`` is the loss of the average of the weights. With several sets, the loss is that
+    of the first, and the name of each figure has the name of its set as a prefix.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class PeriodicEvaluation:
         self._evaluate(state, {name: each.in_course for name, each in self._sets.items()}, counts)
 
     def finish(self, state: TrainState) -> None:
-        """Evaluates the last step, if that was not done: as all before it, which the best is chosen by, and whole."""
+        """Evaluate the last step if it was not: as during the run, which decides the best, and on the full set."""
         if self._seen != (state.step, state.ema.is_complete):  # an average may be completed after the last step
             self(state)
         if any(each.at_end is not each.in_course for each in self._sets.values()):
@@ -79,7 +78,7 @@ class PeriodicEvaluation:
             share_buffers(state, self._world)
         with averaged_weights(state.optimizer):
             each_seen = {name: self._evaluated(state.model, batches, self._metrics) for name, batches in sets.items()}
-        seen, first = _as_one(each_seen), next(iter(sets.values()))
+        seen, first = _combined(each_seen), next(iter(sets.values()))
         if state.ema.is_complete:
             with state.ema.swapped():
                 average = self._evaluated(state.model, first, NO_METRICS)
@@ -93,8 +92,8 @@ class PeriodicEvaluation:
         return evaluate(model, self._loss, batches, precision=self._precision, world=self._world, metrics=metrics)
 
 
-def _as_one(sets: Mapping[str, EvaluationResult]) -> EvaluationResult:
-    """The result of the first set, with the figures of all by name where there are several."""
+def _combined(sets: Mapping[str, EvaluationResult]) -> EvaluationResult:
+    """Return the result of the first set, with the figures of all by name if there are several."""
     first = next(iter(sets.values()))
     if len(sets) == 1:
         return first

@@ -1,4 +1,4 @@
-"""Keeps the number of the step in progress in the run's lock, so that a kill leaves it behind."""
+"""Keeps the number of the step in progress in the run's lock, where it stays after a kill."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from trainwright.runs.lock import RunLock
 
 
 class Heartbeat:
-    """An Observer; costs about 2 us a step.
+    """An observer; costs about 2 us per step.
 
-    A step is in progress until the observers have seen it: its evaluation belongs to it, its saving to the next one.
+    A step is in progress until the observers have run. Its evaluation belongs to it, its saving to the next step.
     """
 
     def __init__(self, lock: RunLock, state: TrainState) -> None:
@@ -21,4 +21,4 @@ class Heartbeat:
         self._lock.beat(result.step + 1)
 
     def close(self) -> None:
-        """The lock belongs to whoever acquired it."""
+        """Do nothing: the lock belongs to its owner."""

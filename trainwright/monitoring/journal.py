@@ -1,4 +1,4 @@
-"""The log of a run that goes on when it cannot be written: a full disk costs lines and a warning."""
+"""A log that tolerates write errors: a full disk costs records and a warning, not the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainwright.runs.writer import LogWriter
 
 
 class Journal:
-    """Writes records. Calls ``warn`` at the first failure, and at the end with the number of lost lines."""
+    """Writes records. Calls ``warn`` at the first failure, and at the end with the number of lost records."""
 
     def __init__(self, writer: LogWriter, warn: Callable[[str], None]) -> None:
         self._writer, self._warn = writer, warn

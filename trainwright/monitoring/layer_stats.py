@@ -1,6 +1,6 @@
-"""Statistics by layer, now and then: norms of gradients, how far updates go, and what activations look like.
+"""Statistics by layer in some steps: norms of gradients, relative sizes of updates, and histograms of activations.
 
-All of it is computed on the device and copied to the host without waiting. Nothing is hooked in other steps.
+They are computed on the device and copied to the host asynchronously. Other steps have no hooks.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from trainwright.runs import records
 
 R = TypeVar("R", bound=records.Record)
 
-SAMPLED = 4096
-"""Elements, evenly spread, that stand for a larger tensor: moments of alike elements are then 2 % off."""
-LOW, BINS = -24, 40
-"""Activations are counted by the power of two below them, from 2**LOW on; the first bin has zero and what is less."""
-FIRST_EVERY = 25
-"""Steps between two records at first."""
-OF_RUN = 1000
-"""Later a record comes when the step number has grown by a part in so many: of a million steps about 5000."""
-COST = 0.005
-"""Share of the time of a run that these statistics may take."""
-MOST_LAYERS = 200
+MAX_SAMPLED_ELEMENTS = 4096
+"""Evenly spaced elements that represent a larger tensor. Moments of independent elements are then 2 % off."""
+LOWEST_EXPONENT = -24
+"""Exponent of the first bin of the histograms of activations. The first bin has zeros and smaller values."""
+NUM_BINS = 40
+"""Bins of the histograms of activations by powers of two, from 2**LOWEST_EXPONENT on."""
+INITIAL_INTERVAL_STEPS = 25
+"""Steps between two records at the beginning."""
+RECORDS_PER_E_FOLD = 1000
+"""Later, a record is written when the step number has grown by 1/1000: about 5000 records in a million steps."""
+MAX_TIME_FRACTION = 0.005
+"""Maximum fraction of the time of a run for these statistics."""
+MAX_LAYERS = 200
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A part of the model by its path: a module, and the trained parameters in it."""
+    """A part of the model by its path: a module, and its trained parameters."""
 
     path: str
     module: nn.Module | None
@@ -47,9 +49,9 @@ class Layer:
 
 
 def layers_of(*models: nn.Module) -> list[Layer]:
-    """Each block by the first number in its path, such as ``blocks.3``; beside blocks, the modules with parameters.
+    """Return each block by the first number in its path, such as ``blocks.3``, and other modules with parameters.
 
-    Of several models, such as those of a GAN, the path begins with the number of the model.
+    With several models, as in a GAN, the path begins with the number of the model.
     """
     layers = []
     for number, model in enumerate(models):
@@ -59,7 +61,7 @@ def layers_of(*models: nn.Module) -> list[Layer]:
             if parameter.requires_grad:
                 found.setdefault(_path_of(name), []).append(parameter)
         layers += [Layer(prefix + path, modules.get(path), tuple(own)) for path, own in found.items()]
-    return layers if len(layers) <= MOST_LAYERS else layers[: MOST_LAYERS // 2] + layers[-(MOST_LAYERS // 2) :]
+    return layers if len(layers) <= MAX_LAYERS else layers[: MAX_LAYERS // 2] + layers[-(MAX_LAYERS // 2) :]
 
 
 def _path_of(name: str) -> str:
@@ -69,7 +71,7 @@ def _path_of(name: str) -> str:
 
 
 class Sampler:
-    """Copies SAMPLED elements of a tensor, evenly spread; of a small tensor some several times."""
+    """Copies MAX_SAMPLED_ELEMENTS evenly spaced elements of a tensor. Elements of a smaller tensor are repeated."""
 
     def __init__(self) -> None:
         self._spread: dict[tuple[int, torch.device], Tensor] = {}
@@ -78,7 +80,9 @@ class Sampler:
         flat, count = tensor.detach().reshape(-1), tensor.numel()
         key = (count, flat.device)
         if key not in self._spread:
-            places = torch.arange(SAMPLED, dtype=torch.float64, device="cpu") * (count / SAMPLED)
+            places = torch.arange(MAX_SAMPLED_ELEMENTS, dtype=torch.float64, device="cpu") * (
+                count / MAX_SAMPLED_ELEMENTS
+            )
             self._spread[key] = places.long().to(flat.device, non_blocking=True)
         return flat[self._spread[key]]
 
@@ -94,7 +98,7 @@ class HostCopy:
         return self._pending is not None
 
     def start(self, values: Tensor) -> None:
-        """Starts to copy ``values``."""
+        """Start to copy ``values``."""
         if values.device.type != "cuda":
             self._pending = values, None
             return
@@ -105,7 +109,7 @@ class HostCopy:
         self._pending = host, done
 
     def take(self, *, wait: bool) -> Tensor | None:
-        """The copy, once; None where there is none, or not yet."""
+        """Return the copy, once; None if there is none, or not yet."""
         if self._pending is None:
             return None
         values, done = self._pending
@@ -122,7 +126,7 @@ class HookedStats:
 
     def __init__(self) -> None:
         self.hooks_s = 0.0
-        """Seconds that hooks took, in all."""
+        """Total seconds in hooks."""
         self._handles: list[RemovableHandle] = []
         self._sampled: dict[int, Tensor] = {}
         self._sample, self._copy = Sampler(), HostCopy()
@@ -138,17 +142,17 @@ class HookedStats:
         self._handles = []
 
     def close(self) -> None:
-        """Removes hooks that are still registered."""
+        """Remove hooks that are still registered."""
         self._unhook()
 
 
 class LayerStats(HookedStats):
     """The statistics of one step at a time.
 
-    ``begin`` before its forward pass, ``before_update`` once the gradients are whole, ``after_update`` after the step;
-    then ``read`` gives the record when the host has it, without waiting for it. A forward pass counts where ``is_live``
-    says that it is one of the training. Where a rank holds parts of the parameters, these are measured, and
-    ``put_together`` makes of their squared norms, (3, parameters), those of the whole.
+    Call ``begin`` before the forward pass, ``before_update`` when the gradients are complete, and ``after_update``
+    after the step. ``read`` then returns the record once the host has it, without waiting. ``is_live`` returns True in
+    a forward pass of training; others do not count. If a rank has shards of the parameters, the shards are measured,
+    and ``combine_shards`` replaces their squared norms (3, parameters) by those of the full parameters, in place.
     """
 
     def __init__(
@@ -156,19 +160,19 @@ class LayerStats(HookedStats):
         *models: nn.Module,
         activations: bool = True,
         is_live: Callable[[], bool] = torch.is_grad_enabled,
-        put_together: Callable[[Tensor, Sequence[Tensor]], None] | None = None,
+        combine_shards: Callable[[Tensor, Sequence[Tensor]], None] | None = None,
     ) -> None:
         super().__init__()
         self.layers = layers_of(*models)
         self.paths = tuple(layer.path for layer in self.layers)
-        self._with_activations, self._is_live, self._put_together = activations, is_live, put_together
+        self._with_activations, self._is_live, self._put_together = activations, is_live, combine_shards
         self._measured: dict[int, tuple[Tensor, Tensor]] = {}
         self._stands_for: Tensor | None = None
         self._parameters = [p for layer in self.layers for p in layer.parameters]
         self._counts = [len(layer.parameters) for layer in self.layers]
 
     def begin(self) -> None:
-        """Hooks the layers for one forward pass; of several micro-batches the first counts."""
+        """Hook the layers for one forward pass. With several micro-batches, the first counts."""
         self._sampled, self._measured = {}, {}
         for index, layer in enumerate(self.layers if self._with_activations else ()):
             if layer.module is not None:
@@ -177,20 +181,20 @@ class LayerStats(HookedStats):
     def _hook(self, index: int) -> Callable[[nn.Module, object, object], None]:
         def keep(module: nn.Module, given: object, output: object) -> None:
             begin_s = time.perf_counter()
-            is_new = index not in self._sampled and self._is_live()  # an evaluation may lie between two steps
+            is_new = index not in self._sampled and self._is_live()  # there may be an evaluation between two steps
             if is_new and not is_transformed() and (found := tensor_in(output)) is not None:
                 with torch.no_grad():
                     self._sampled[index] = self._sample(local(found)).float()
             self.hooks_s += time.perf_counter() - begin_s
 
-        keep.is_recorders = True  # type: ignore[attr-defined]  # not one of the loop's own, which a replay must have
+        keep.is_recorders = True  # type: ignore[attr-defined]  # not a hook of the user, which a replay would need
         return keep
 
     @torch.no_grad()
     def before_update(self, optimizer: Optimizer | None = None) -> None:
-        """Norms of the gradients, and what the weights are before the update: of what ``optimizer`` holds, or of all.
+        """Compute norms of gradients, and copy the weights before the update: those of ``optimizer``, or all.
 
-        Of several optimizers each must be told of before its own update. What comes first in a step counts.
+        With several optimizers, it must be called before the update of each. The first call of a step counts.
         """
         owned = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
         new = [
@@ -208,13 +212,13 @@ class LayerStats(HookedStats):
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """How far the update went, as a share of the weights; starts the copy of all to the host."""
+        """Compute update / weights, and start the copy of all values to the host."""
         self._unhook()
         measured, self._measured = self._measured, {}
-        if not measured:  # the step did not come so far
+        if not measured:  # the step ended before its update
             return
         after = [self._some_of(local(p)) for p in self._parameters]
-        for index in measured.keys() ^ range(len(after)):  # not updated in this step: it did not move
+        for index in measured.keys() ^ range(len(after)):  # not updated in this step
             measured[index] = after[index].new_zeros((), dtype=torch.float32), after[index]
         grads, before = zip(*(measured[index] for index in range(len(after))), strict=True)
         moved = torch._foreach_sub(after, list(before))
@@ -228,36 +232,36 @@ class LayerStats(HookedStats):
         self._sampled = {}
 
     def _rows(self, device: torch.device) -> list[Tensor]:
-        missing = torch.full((SAMPLED,), math.nan, device=device)
+        missing = torch.full((MAX_SAMPLED_ELEMENTS,), math.nan, device=device)
         return [self._sampled.get(index, missing).to(device) for index in range(len(self.layers))]
 
     def _squares(self, samples: Sequence[Tensor]) -> Tensor:
-        """The square of each parameter's norm, as samples of it tell."""
+        """Return the squared norm of each parameter, estimated from its samples."""
         squares = torch.stack([norm.float() for norm in torch._foreach_norm(list(samples))]).square()
-        if self._stands_for is None:  # made once: the copy to a GPU waits
+        if self._stands_for is None:  # made once, because a copy to a GPU synchronizes
             whole = [local(p).numel() / max(1, each.numel()) for p, each in zip(self._parameters, samples, strict=True)]
             self._stands_for = torch.tensor(whole, device=squares.device)
         return squares * self._stands_for
 
     def _some_of(self, tensor: Tensor) -> Tensor:
-        """A copy of all elements, or of SAMPLED of them."""
-        return tensor.detach().reshape(-1).clone() if tensor.numel() <= SAMPLED else self._sample(tensor)
+        """Return a copy of all elements, or of MAX_SAMPLED_ELEMENTS of them."""
+        return tensor.detach().reshape(-1).clone() if tensor.numel() <= MAX_SAMPLED_ELEMENTS else self._sample(tensor)
 
     def read(self, *, wait: bool = False) -> Mapping[str, object] | None:
-        """The fields of a Layers record, once they are on the host; None before, and where there is nothing new."""
+        """Return the fields of a Layers record once they are on the host; None before, and if there is nothing new."""
         values = self._copy.take(wait=wait)
         if values is None:
             return None
         count = len(self.layers)
         columns = values[: 5 * count].view(5, count).tolist()
-        bins = values[5 * count :].view(count, BINS).mul(100 / SAMPLED).round().int().tolist()
+        bins = values[5 * count :].view(count, NUM_BINS).mul(100 / MAX_SAMPLED_ELEMENTS).round().int().tolist()
         names = ("grad_norm", "update_ratio", "act_mean", "act_std", "act_max")
         fields: dict[str, object] = {name: tuple(map(short, column)) for name, column in zip(names, columns)}
         return fields | {"act_log2": tuple(map(without_ends, bins))}
 
 
 def _dense(parameter: nn.Parameter) -> Tensor:
-    """Its gradient, or this rank's part of it; the values that are there, of a sparse one."""
+    """Return the gradient, or this rank's shard of it; of a sparse one, its values."""
     if parameter.grad is None:
         return torch.zeros((), device=parameter.device)
     grad = local(parameter.grad)
@@ -268,8 +272,8 @@ def _moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rows.mean(1), rows.std(1), rows.abs().amax(1)
 
 
-def histogram(rows: Tensor, low: int = LOW, bins: int = BINS) -> Tensor:
-    """How many elements of each row have which power of two. A host sync is not needed: all sizes are known."""
+def histogram(rows: Tensor, low: int = LOWEST_EXPONENT, bins: int = NUM_BINS) -> Tensor:
+    """Return the number of elements of each row by power of two. Needs no host sync, since all sizes are known."""
     powers = torch.frexp(rows.nan_to_num(0.0, 0.0, 0.0).abs()).exponent - 1 - low
     powers = torch.where(rows == 0, 0, powers).clamp_(0, bins - 1)
     counts = torch.zeros(len(rows), bins, device=rows.device)
@@ -277,7 +281,7 @@ def histogram(rows: Tensor, low: int = LOW, bins: int = BINS) -> Tensor:
 
 
 def tensor_in(output: object) -> Tensor | None:
-    """The first floating-point tensor of what a module returned."""
+    """Return the first floating-point tensor in the output of a module."""
     if isinstance(output, Tensor):
         return output if output.is_floating_point() and output.numel() else None
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
@@ -289,7 +293,7 @@ def short(value: float) -> float:
 
 
 def without_ends(counts: list[int]) -> tuple[int, ...]:
-    """Per cent by power of two, begun with the index of the first that is not zero; () where nothing was seen."""
+    """Return per cent by power of two, preceded by the index of the first that is not zero; () for no elements."""
     filled = [index for index, count in enumerate(counts) if count]
     return (filled[0], *counts[filled[0] : filled[-1] + 1]) if filled else ()
 
@@ -310,10 +314,11 @@ class StepStats(Protocol):
 
 
 class LayerLog(Generic[R]):
-    """Writes a record now and then: ``record`` makes it of the fields that ``stats`` read.
+    """Writes a record in some steps. ``record`` makes it from the fields that ``stats`` has read.
 
-    The second step is measured, and then one in ``FIRST_EVERY``, and fewer later on: see ``OF_RUN``. Fewer, too, where
-    what the host takes for it would be more than ``COST`` of the time; not so ``in_step``, where all ranks take part.
+    The second step is measured, then one in ``INITIAL_INTERVAL_STEPS``, and fewer later on: see ``RECORDS_PER_E_FOLD``.
+    There are also fewer if the host time would exceed ``MAX_TIME_FRACTION``, except with ``in_step``, in which all
+    ranks take part.
     """
 
     def __init__(
@@ -333,14 +338,14 @@ class LayerLog(Generic[R]):
         self._paid_s, self._steps_s, self._named = 0.0, 0.0, False
 
     def before_update(self, step: int, optimizer: Optimizer | None = None) -> None:
-        """The gradients of ``step`` are whole: those of ``optimizer``, or all."""
+        """Measure the complete gradients of ``step``: those of ``optimizer``, or all."""
         if step == self._measured:
             begin_s = self._clock()
             self._stats.before_update(optimizer)
             self._paid_s += self._clock() - begin_s
 
     def after(self, step: int, step_s: float) -> None:
-        """``step`` is over, and took so long."""
+        """Handle the end of ``step``, which took ``step_s`` seconds."""
         begin_s = self._clock()
         self._steps_s += step_s
         if step == self._measured:
@@ -348,7 +353,7 @@ class LayerLog(Generic[R]):
             self._next = step + self.apart(step)
         if self._stats.is_pending:
             self._write(self._measured)
-        may_cost = self._in_step or self._paid_s + self._stats.hooks_s <= COST * self._steps_s
+        may_cost = self._in_step or self._paid_s + self._stats.hooks_s <= MAX_TIME_FRACTION * self._steps_s
         if step + 1 >= self._next and may_cost:
             self._measured = step + 1
             self._stats.begin()
@@ -356,8 +361,8 @@ class LayerLog(Generic[R]):
 
     @staticmethod
     def apart(step: int) -> int:
-        """How many steps after this one the next is measured."""
-        return max(FIRST_EVERY, step // OF_RUN)
+        """Return the number of steps until the next measurement."""
+        return max(INITIAL_INTERVAL_STEPS, step // RECORDS_PER_E_FOLD)
 
     def _write(self, step: int, *, wait: bool = False) -> None:
         fields = self._stats.read(wait=wait)
@@ -368,19 +373,19 @@ class LayerLog(Generic[R]):
         self._to(self._record(time_s=self._wall_clock(), step=step, layers=names, **fields))
 
     def close(self) -> None:
-        """Writes what is on its way."""
+        """Write the pending record."""
         self._stats.close()
         self._write(self._measured, wait=True)
 
 
 class LayerObserver:
-    """An Observer and, as ``probe``, a Probe, that tells ``log`` of the steps of our own engine."""
+    """An observer, and as ``probe`` a Probe, that passes the steps of the engine to ``log``."""
 
     def __init__(self, log: LayerLog[R]) -> None:
         self._log = log
 
     def probe(self, state: TrainState) -> Mapping[str, Tensor]:
-        """A Probe that adds nothing to the step's own record."""
+        """A Probe that adds nothing to the record of the step."""
         self._log.before_update(state.step + 1)
         return {}
 
@@ -392,7 +397,7 @@ class LayerObserver:
 
 
 def scalars_of(record: records.Layers, paths: Sequence[str]) -> dict[str, float]:
-    """What sinks get: one number for each statistic of each layer."""
+    """Return the values for sinks: one number for each statistic of each layer."""
     columns = {"grad_norm": record.grad_norm, "update_ratio": record.update_ratio, "act_std": record.act_std}
     return {
         f"layers/{name}/{path}": value

@@ -1,4 +1,4 @@
-"""Metrics and figures of ``tw.log`` over the steps since the last record of the log."""
+"""Collects metrics and values of ``tw.log`` over the steps since the last record of the log."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainwright.monitoring.cadence import Every
 
 
 class LogWindow:
-    """An Observer that updates the metrics after each step. ``values`` are those since the last call.
+    """An observer that updates the metrics after each step. ``values`` returns those since the last call.
 
-    ``keeper`` is for the step function that trains; None without metrics. On several ranks each calls this after each
-    step. Their values are joined when ``every`` is due, as it is for the log, which the first rank writes.
+    ``keeper`` is for the step function; None without metrics. With several ranks, each rank must have one. Their values
+    are joined when ``every`` is due, as it is for the log, which the first rank writes.
     """
 
     def __init__(self, metrics: MetricSet, world: World = SOLO, every: Every | None = None) -> None:
@@ -31,7 +31,7 @@ class LogWindow:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Inside, ``tw.log`` reports to this window."""
+        """Receive the values of ``tw.log`` within the block."""
         with collecting(self._logged):
             yield
 
@@ -44,14 +44,16 @@ class LogWindow:
     def _update(self, result: StepResult) -> None:
         assert self.keeper is not None
         seen, micro = self.keeper.taken(), result.batch.micro
-        if len(seen) == len(micro):  # a rank that has no sample left computes with others, which do not count
+        if len(seen) == len(micro):  # a rank without samples left repeats others, which do not count
             seen = [each for each, of in zip(seen, micro) if of.size]
-        if seen and not (result.skipped.device.type == "cpu" and bool(result.skipped)):  # these are hardly finite
+        if seen and not (
+            result.skipped.device.type == "cpu" and bool(result.skipped)
+        ):  # outputs of a skipped step are rarely finite
             self._metrics.update(seen)
             self._has_seen = True
 
     def values(self) -> Mapping[str, float]:
-        """The means and metrics over the steps since the last call; of several ranks, up to the last due step."""
+        """Return means and metrics over the steps since the last call; with several ranks, up to the last due step."""
         joined, self._joined = self._joined, {}
         return self._taken() if self._every is None else joined
 
@@ -66,7 +68,7 @@ class LogWindow:
 
 
 class NotLogging:
-    """Wraps an Observer that replays steps: ``tw.log`` does nothing in them."""
+    """Wraps an observer that replays steps, so that ``tw.log`` does nothing in them."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer

@@ -1,4 +1,4 @@
-"""Log, sinks and telemetry of one run, opened together and closed together, whatever ends it."""
+"""Opens and closes log, sinks and telemetry of one run together."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from trainwright.runs.writer import LogWriter
 
 
 class Logbook:
-    """A context: writes Started when entered and Ended when left, also by an exception.
+    """A context that writes Started when entered and Ended when left, also after an exception.
 
-    The caller sets ``ended`` before leaving; without it, an exception is written as ``failed`` with its reason. Either
-    gets the verdict that ``judge`` returns.
+    The caller sets ``ended`` before the exit. Without it, an exception is recorded as ``failed`` with its reason. Both
+    have the verdict that ``judge`` returns.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Logbook:
 
     @property
     def seconds(self) -> float:
-        """Since it was opened."""
+        """Seconds since it was opened."""
         return time.perf_counter() - self._begin_s
 
     def start(
@@ -69,7 +69,7 @@ class Logbook:
         accepted: Sequence[str] = (),
         settings: Mapping[str, str] | None = None,
     ) -> None:
-        """The record of a process that takes the run up."""
+        """Write the record of a process that begins or continues the run."""
         self.journal.write(
             Started(
                 time_s=time.time(),
@@ -105,14 +105,16 @@ class Logbook:
                 seconds=self.seconds,
             )
         if isinstance(error, OutOfMemoryError):
-            self.recorder.ran_out(error.reports)
+            self.recorder.out_of_memory(error.reports)
         self.ended = replace(self.ended, verdict=self._verdict_on(self.ended))
         self.journal.write(self.ended)
         close_sinks(self.sinks, int(failed))
         self.journal.close()
 
     def _verdict_on(self, ended: Ended) -> RunVerdict | None:
-        """None where judging fails, which must not hide how the run ended: readers of the log judge it then."""
+        """Return the verdict; None if that fails, which must not hide how the run ended. Readers of the log then
+        compute it.
+        """
         try:
             return self.judge(ended)
         except Exception as error:
@@ -120,7 +122,7 @@ class Logbook:
             return None
 
     def _keep_traceback(self, error: BaseException | None) -> None:
-        """Writes error.txt to the run folder, for errors that have no remedy of their own."""
+        """Write error.txt to the run folder, for errors without a remedy."""
         if error is None or isinstance(error, TrainwrightError | KeyboardInterrupt):
             return
         with contextlib.suppress(StorageError):

@@ -1,4 +1,4 @@
-"""The modules of a model as a tree of plain values, for the picture of a run: names, classes and parameters."""
+"""The modules of a model as a tree of plain values (names, classes and parameters), for the page of a run."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from types import MappingProxyType
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-MOST, DEEPEST = 2000, 32
-"""Modules and levels that are told; a larger model is cut off at the level where it has more."""
+MAX_MODULES = 2000
+"""Modules of a tree; a larger model is cut off at the level where it has more."""
+MAX_DEPTH = 32
 
 
 @dataclass(frozen=True)
 class ModuleNode:
-    """A module with what is below it. ``count`` equal ones follow each other from ``name`` on, up to ``last``.
+    """A module and its submodules. ``count`` equal modules follow each other, from ``name`` to ``last``.
 
-    ``parameters`` are those of one of them; parameters that several modules share count in each of these.
+    ``parameters`` counts those of one of them. Shared parameters count in each module.
     """
 
     name: str
@@ -29,27 +30,27 @@ class ModuleNode:
     last: str = ""
 
     def to_json(self) -> dict[str, object]:
-        """For model.json."""
+        """Return the content of model.json."""
         return {**vars(self), "children": [each.to_json() for each in self.children]}
 
 
 def module_tree(model: nn.Module) -> ModuleNode:
-    """The tree of ``model``. Equal neighbours, as the blocks of a transformer, are one node with a count."""
+    """Return the tree of ``model``. Equal neighbours, as the blocks of a transformer, are one node with a count."""
     return _node("", model, _depth_of(model))
 
 
 def model_facts(models: Sequence[nn.Module], references: Mapping[str, float] = MappingProxyType({})) -> object:
-    """For model.json: the trees, and reference losses by name, such as that of a bigram model."""
+    """Return the content of model.json: the trees, and reference losses by name, such as that of a bigram model."""
     return {"modules": [module_tree(model).to_json() for model in models], "reference_losses": dict(references)}
 
 
 def _depth_of(model: nn.Module) -> int:
-    """How many levels are shown, so that at most MOST modules are."""
+    """Return the number of levels with at most MAX_MODULES modules."""
     level, depth, seen = [model], 0, 1
-    while level and seen <= MOST and depth < DEEPEST:
+    while level and seen <= MAX_MODULES and depth < MAX_DEPTH:
         level = [child for module in level for child in module.children()]
         depth, seen = depth + 1, seen + len(level)
-    return depth - 1 if seen > MOST else depth
+    return depth - 1 if seen > MAX_MODULES else depth
 
 
 def _node(name: str, module: nn.Module, depth: int) -> ModuleNode:

@@ -1,4 +1,4 @@
-"""Progress in a notebook: one cell that changes, with the newest line and the curve of the loss."""
+"""Shows progress in a notebook: one cell with the newest line and the curve of the loss."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import math
 from typing import Any
 
 WIDTH, HEIGHT = 480, 90
-MOST = 240
-"""Points of the curve; then every second one is left out, and from then on only half as many are added."""
+MAX_POINTS = 240
+"""Points of the curve. Beyond them every second point is removed, and half as many are added from then on."""
 
 
 class NotebookCell:
-    """What a cell shows while it runs. IPython is there: only its kernel makes one."""
+    """The output of a running cell. Needs IPython, whose kernel makes it."""
 
     def __init__(self) -> None:
         display: Any = importlib.import_module("IPython.display")
@@ -23,17 +23,17 @@ class NotebookCell:
         self._apart = 1
 
     def update(self, line: str, step: int, loss: float) -> None:
-        """Shows ``line`` below the curve, which ends in this loss."""
+        """Show ``line`` below the curve, which ends with this loss."""
         if not self._points or step - self._points[-1][0] >= self._apart:
             self._points.append((step, loss))
-        if len(self._points) > MOST:
+        if len(self._points) > MAX_POINTS:
             self._points = self._points[::2]
             self._apart = self._points[1][0] - self._points[0][0]
         self._handle.update(self._html(f"{curve(self._points)}<pre>{html.escape(line)}</pre>"))
 
 
 def curve(points: list[tuple[int, float]]) -> str:
-    """An SVG of values over steps; a value that is not finite is a gap. Empty below two values."""
+    """Return an SVG of values over steps. A non-finite value is a gap. Empty for fewer than two values."""
     finite = [value for _, value in points if math.isfinite(value)]
     if len(finite) < 2:
         return ""

@@ -14,7 +14,7 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.checkpoint.transforms import is_transformed
 from trainwright.engine.step import StepResult
 from trainwright.monitoring.layer_stats import (
-    SAMPLED,
+    MAX_SAMPLED_ELEMENTS,
     HookedStats,
     LayerLog,
     LayerObserver,
@@ -29,9 +29,9 @@ from trainwright.runs.records import OUTPUT_GRAD_LOG2, OutputGrads
 class OutputGradStats(HookedStats):
     """Gradients with respect to the outputs of ``modules`` in one step, measured as ``LayerStats`` measures parameters.
 
-    Norms are over all elements of all calls of a module in the step, those of all micro-batches included. Histograms
-    are of SAMPLED elements of the call whose backward pass was first. Both are multiplied by ``factor``. A forward pass
-    that activation checkpointing repeats is not counted again: no gradient flows to what it returns.
+    Norms are over all elements of all calls of a module in the step, including all micro-batches. Histograms are of
+    MAX_SAMPLED_ELEMENTS of the call whose backward pass was first. Both are multiplied by ``factor``. A forward pass
+    that activation checkpointing repeats is not counted again, because no gradient flows to its output.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -42,7 +42,7 @@ class OutputGradStats(HookedStats):
         self._norms: dict[int, Tensor] = {}
 
     def begin(self) -> None:
-        """Hooks the modules for one step."""
+        """Hook the modules for one step."""
         self.discard()
         self._handles = [module.register_forward_hook(self._hook(at)) for at, module in enumerate(self._modules)]
 
@@ -63,22 +63,22 @@ class OutputGradStats(HookedStats):
                 if found is not None and found.requires_grad:
                     found.register_hook(add)  # type: ignore[no-untyped-call]
 
-        keep.is_recorders = True  # type: ignore[attr-defined]  # not the user's: a replay need not have it
+        keep.is_recorders = True  # type: ignore[attr-defined]  # not a hook of the user, which a replay would need
         return keep
 
     def before_update(self, optimizer: Optimizer | None = None) -> None:
-        """Removes the hooks: the backward passes of the step are over."""
+        """Remove the hooks after the backward passes of the step."""
         self._unhook()
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Starts the copy of norms and histograms to the host."""
+        """Start the copy of norms and histograms to the host."""
         self._unhook()
         if not self._norms:
             return
         device = next(iter(self._norms.values())).device
         missing = torch.full((), torch.nan, device=device)
-        no_sample = torch.full((SAMPLED,), torch.nan, device=device)
+        no_sample = torch.full((MAX_SAMPLED_ELEMENTS,), torch.nan, device=device)
         places = range(len(self._modules))
         norms = torch.stack([self._norms[at].to(device) if at in self._norms else missing for at in places])
         seen = torch.tensor([at in self._norms for at in places], device="cpu").to(device, non_blocking=True)
@@ -89,16 +89,18 @@ class OutputGradStats(HookedStats):
         self.discard()
 
     def discard(self) -> None:
-        """Forgets what the step gave so far."""
+        """Discard the values of the step so far."""
         self._norms, self._sampled = {}, {}
 
     def read(self, *, wait: bool = False) -> Mapping[str, object] | None:
-        """The fields of an OutputGrads record, once they are on the host; None before, and where nothing is new."""
+        """Return the fields of an OutputGrads record once they are on the host; None before, and if there is nothing
+        new.
+        """
         values = self._copy.take(wait=wait)
         if values is None:
             return None
         count = len(self._modules)
-        bins = values[count:].view(count, -1).mul(100 / SAMPLED).round().int().tolist()
+        bins = values[count:].view(count, -1).mul(100 / MAX_SAMPLED_ELEMENTS).round().int().tolist()
         return {"norm": tuple(map(short, values[:count].tolist())), "log2": tuple(map(without_ends, bins))}
 
 
@@ -110,7 +112,7 @@ class OutputGradObserver(LayerObserver):
         self._stats = stats
 
     def probe(self, state: TrainState) -> Mapping[str, Tensor]:
-        """Notes the loss scale of this step, which the update may change."""
+        """Store the loss scale of this step, which the update may change."""
         scale = state.scaler.scale
         self._stats.factor = 1.0 if scale is None else scale.reciprocal()
         return super().probe(state)
@@ -118,6 +120,6 @@ class OutputGradObserver(LayerObserver):
     def observe(self, result: StepResult, state: TrainState) -> None:
         if result.correction is not None:
             self._stats.factor = self._stats.factor * result.correction
-        if result.oom_reports:  # the failed attempts were counted, too
+        if result.oom_reports:  # the failed attempts were counted too
             self._stats.discard()
         super().observe(result, state)

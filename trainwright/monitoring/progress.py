@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live line on a terminal or in a notebook, a plain line now and then in a file."""
+"""Shows the progress of a run: a live line on a terminal or in a notebook, plain lines at intervals in a file."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from trainwright.runs.secrets import masked
 LIVE_EVERY_S = 0.25
 PLAIN_EVERY_S = 10.0
 MIN_STEPS_LIVE = 16
-"""Steps whose losses a line that is renewed at once averages at least: single losses flicker."""
+"""Minimum steps whose losses a live line averages, since single losses flicker."""
 MAX_PENDING = 64
-"""Losses that are kept on their device one by one, before they are summed up there."""
+"""Losses that are kept on their device one by one before they are summed there."""
 MIN_WAIT_FRACTION = 0.1
 GAP = "  "
 
@@ -40,17 +40,23 @@ class ProgressLine:
     """The line. ``parts`` are in the order of importance: a narrow terminal shows the first ones.
 
     Args:
-        fraction: Of the run that is done, from 0 to 1.
-        epoch: The number of the epoch, the first is 1; None: the data have no epochs.
-        epochs: How many are planned.
+        fraction: The completed fraction of the run, from 0 to 1.
+        step: The step.
         loss: The mean over the steps since the last line.
+        lr: The learning rate.
+        memory_bytes: Memory in use.
+        samples_s: Samples per second.
+        memory_of: The owner of this memory: the process, or tensors on the GPU.
+        epoch: The number of the epoch, from 1; None: the data have no epochs.
+        epochs: The planned number of epochs.
         val: The last validation loss.
-        memory_of: Whose memory it is: that of the process, or that of tensors on the GPU.
-        findings: Counts of what the doctor found, in words.
-        left_s: Seconds until the whole run is over; None: not known yet.
+        findings: Counts of findings as text.
+        skipped: Updates that were skipped.
+        left_s: Seconds until the end of the run; None: not known yet.
+        tokens_s: Tokens per second.
         mfu: Model FLOPs utilization.
         wait: The fraction of the time in which steps waited for data.
-        references: Losses that mean something, by name.
+        references: Reference losses by name.
     """
 
     fraction: float
@@ -97,7 +103,7 @@ class ProgressLine:
         return parts
 
     def text(self, width: int | None = None) -> str:
-        """The line, of at most ``width`` cells: of parts that do not fit, the last ones are left out."""
+        """Return the line, of at most ``width`` cells. The last parts that do not fit are left out."""
         parts = self.parts
         while width is not None and len(parts) > 1 and cell_len(GAP.join(parts)) > width:
             parts.pop()
@@ -105,17 +111,17 @@ class ProgressLine:
 
 
 class _Summed(NamedTuple):
-    """On the device: the sum and the number of the finite losses."""
+    """The sum and the number of finite losses, on the device."""
 
     total: Tensor
     number: Tensor
 
 
 class LossMean:
-    """The mean of the losses of steps, which are not read before the mean is asked for: one host sync.
+    """The mean of the losses of steps. Losses are read only when the mean is taken, with one host sync.
 
-    The mean is over the steps since it was taken last, and over at least the newest ``least`` steps. Losses that are
-    not finite are left out where others are.
+    The mean is over the steps since it was last taken, and over at least the newest ``least`` steps. Non-finite losses
+    are left out if there are finite ones.
     """
 
     def __init__(self, least: int = 1) -> None:
@@ -133,7 +139,7 @@ class LossMean:
             self._pending = []
 
     def take(self) -> float:
-        """Returns the mean, and begins again."""
+        """Return the mean, and start a new one."""
         if self._steps < len(self._newest):
             sums = [_summed([*self._newest])]
         else:
@@ -150,12 +156,15 @@ def _summed(losses: Sequence[Tensor]) -> _Summed:
 
 
 class Progress:
-    """An Observer. Reads losses only when it shows a line: on a GPU one host sync each quarter of a second.
+    """An observer that reads losses only when it shows a line: on a GPU one host sync per quarter of a second.
 
-    The attributes are set when they are known: ``references`` are losses by name, of which the line says which are
-    passed (``{"bigram": 2.46}``); ``findings`` gives those so far; ``peak_samples_s`` is the pace at the peak rate of
-    the devices; ``left_s`` estimates the seconds until the run is over; ``epochs`` is how many are planned, and
-    ``has_epochs`` whether the data have any.
+    Attributes:
+        references: Reference losses by name (``{"bigram": 2.46}``). The line shows which of them the loss is below.
+        findings: Returns the findings so far.
+        peak_samples_s: Samples per second at the peak rate of the devices.
+        left_s: Estimates the seconds until the end of the run.
+        epochs: The planned number of epochs.
+        has_epochs: True if the data have epochs.
     """
 
     def __init__(self, console: Console, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
@@ -180,20 +189,20 @@ class Progress:
             self._live.start()
 
     def say(self, text: str) -> None:
-        """A line of its own, above the live one, without secrets."""
+        """Print a separate line above the live one, with secrets masked."""
         self.print(masked(text))
 
     def print(self, text: str) -> None:
-        """A line as it is, such as an address with its token."""
+        """Print a line unchanged, such as an address with its token."""
         if self._quiet:
             return
         try:
             self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
-        except (OSError, SystemExit):  # whoever read the other end of the pipe is gone: no reason to stop training
+        except (OSError, SystemExit):  # a reader that closed the pipe must not stop the training
             self._quiet = True
 
     def evaluated(self, step: int, seen: EvaluationResult) -> None:
-        """Shows the validation loss from now on."""
+        """Show the validation loss from now on."""
         self._val = seen.loss
         metrics = "".join(f"   {name} {value:.4g}" for name, value in seen.metrics.items())
         part = f" on {seen.batches} batch{'es' * (seen.batches > 1)}" if seen.batches else ""
@@ -212,7 +221,7 @@ class Progress:
         self._work_s += result.step_s
         if self._samples is None:
             self._samples, self._tokens = state.num_samples - result.batch.size, state.num_tokens
-            self._shown_s = self._clock() - result.step_s  # plan and dry run came before
+            self._shown_s = self._clock() - result.step_s  # without plan and dry run
         now_s = self._clock()
         if now_s - self._shown_s < self._every_s:
             return
@@ -241,7 +250,7 @@ class Progress:
             epoch=state.data.epoch + 1 if self.has_epochs or state.data.epoch else None,
             epochs=self.epochs,
             val=self._val,
-            findings=counted(self.findings()),
+            findings=counts_in_words(self.findings()),
             skipped=len(state.ledger.entries),
             left_s=self.left_s(state),
             tokens_s=(state.num_tokens - self._tokens) / since_s,
@@ -256,20 +265,20 @@ class Progress:
 
 
 def _at_this_pace(state: TrainState) -> float | None:
-    """Where nothing else is known: the training time so far, extrapolated."""
+    """Return the extrapolated training time so far, if nothing else is known."""
     return state.elapsed_s / state.fraction * (1 - state.fraction) if state.fraction > 0 else None
 
 
 def among_references(loss: float, references: Mapping[str, float]) -> str:
-    """`uniform 4.63 > unigram 3.25 > [2.91] > bigram 2.46`"""
+    """Return the loss among references: `uniform 4.63 > unigram 3.25 > [2.91] > bigram 2.46`."""
     ordered = sorted(references.items(), key=lambda reference: -reference[1])
     above = [f"{name} {value:.2f}" for name, value in ordered if value >= loss]
     below = [f"{name} {value:.2f}" for name, value in ordered if value < loss]
     return " > ".join([*above, f"[{loss:.2f}]", *below])
 
 
-def counted(findings: Sequence[Found]) -> str:
-    """Such as `1 critical, 2 warnings`; "" without either."""
+def counts_in_words(findings: Sequence[Found]) -> str:
+    """Return counts such as `1 critical, 2 warnings`; "" without findings."""
     counts = Counter(each.severity for each in findings)
     critical, warnings = counts["critical"], counts["warning"]
     bad = [f"{critical} critical"] * bool(critical) + [f"{warnings} warning{'s' * (warnings > 1)}"] * bool(warnings)
@@ -277,18 +286,18 @@ def counted(findings: Sequence[Found]) -> str:
 
 
 def moves_cursor(console: Console) -> bool:
-    """Whether a line can be written anew. ``FORCE_COLOR`` asks for colours only: a file would fill up with lines."""
+    """Return True if a line can be overwritten. ``FORCE_COLOR`` enables colours only: a file would fill with lines."""
     is_forced = bool(os.environ.get("FORCE_COLOR"))
     return console.is_terminal and not console.is_dumb_terminal and (not is_forced or console.file.isatty())
 
 
 def in_use_bytes(device: torch.device) -> int:
-    """What tensors hold of a GPU, or this process of the host."""
+    """Return the bytes of tensors on a GPU, or those of this process on the host."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else int(psutil.Process().memory_info().rss)
 
 
 def duration(seconds: float | None) -> str:
-    """Such as `1h02m`, `2m10s` and `8s`; `?` where it is not known."""
+    """Return text such as `1h02m`, `2m10s` and `8s`; `?` if it is unknown."""
     if seconds is None or not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(round(seconds), 60)

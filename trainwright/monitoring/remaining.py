@@ -1,4 +1,4 @@
-"""Estimates how long a whole run still takes, from what its steps, evaluations, examinations and saves have taken."""
+"""Measures the times of steps, evaluations, examinations and saves, to estimate the remaining time of a run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trainwright.engine.step import StepResult
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured in the newer half of a run so far.
+    """Measurements from the newer half of a run so far.
 
     Args:
         step_s: Seconds of a step, with the wait for its batch.
         evaluation_s: Seconds of the last evaluation; None before the first.
-        examination_s: Seconds of the doctor, for each step.
-        examined_s: Seconds of the doctor in all.
-        beside_s: Seconds for each step that went into nothing of the above: log, telemetry, saves.
+        examination_s: Seconds of the doctor per step.
+        examined_s: Total seconds of the doctor.
+        beside_s: Other seconds per step: log, telemetry, saves.
     """
 
     step_s: float
@@ -38,10 +38,10 @@ class _Sums(NamedTuple):
 
 
 class TimeSpent:
-    """An Observer that adds up what the time between two steps goes into.
+    """An observer that adds up the components of the time between two steps.
 
-    ``examined_s`` gives the seconds that the doctor has taken in all. The first steps are slower, and examined more
-    often, so what is measured is that of the newer half: since a power of two of steps.
+    ``examined_s`` returns the total seconds of the doctor. The first steps are slower and are examined more often, so
+    only the newer half is measured: since a power of two of steps.
     """
 
     def __init__(self, examined_s: Callable[[], float], clock: Callable[[], float] = time.perf_counter) -> None:
@@ -66,7 +66,7 @@ class TimeSpent:
             self._mark, self._next_mark = self._next_mark, self._sums
 
     def measured(self) -> Measured | None:
-        """None before the second step."""
+        """Return the measurements; None before the second step."""
         now, then = self._sums, self._mark
         steps = now.steps - then.steps
         if now.steps < 2:

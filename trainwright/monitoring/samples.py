@@ -1,4 +1,4 @@
-"""Text that a language model writes at a few points of its run, so that a person sees it learn."""
+"""Prints text that a language model generates at a few points of its run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from trainwright.runs.storage import make_subfolder, open_for_writing
 
 
 class TextSamples:
-    """An Observer that calls ``write`` at given shares of the run, and once more when the run is over.
+    """An observer that calls ``write`` at given fractions of the run.
 
-    ``write()`` returns the sample, or "" where it is left out; it must leave the model's mode and the random
-    generators as they are.
+    ``write()`` returns the sample, or "" to omit it. It must not change the mode of the model or the random generators.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class TextSamples:
             self.show(f"{share:.0%} of the run")
 
     def show(self, title: str) -> None:
-        """Prints one sample now and keeps it in the folder."""
+        """Print one sample now and keep it in the folder."""
         text = self._write()
         if not text:
             return

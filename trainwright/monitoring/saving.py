@@ -1,4 +1,4 @@
-"""Saves when it is due: training waits for a copy in memory, and a thread writes it to disk."""
+"""Saves when due: training waits for a copy in memory, and a thread writes it to disk."""
 
 from __future__ import annotations
 
@@ -27,19 +27,24 @@ from trainwright.runs.storage import storage_error
 
 P = ParamSpec("P")
 R = TypeVar("R")
-MOST_OF_FREE_MEMORY = 0.8
-SHARES_APART_S = 5.0
-"""Seconds that lie at least between two saves which a share of the run asks for: shorter ones are not worth a save."""
+MAX_FREE_MEMORY_FRACTION = 0.8
+MIN_FRACTION_SAVE_INTERVAL_S = 5.0
+"""Minimum seconds between two saves that are due by a fraction of the run. A shorter interval is not worth a save."""
 
 
 @dataclass(frozen=True)
 class SavePolicy:
     """When to save and what to keep.
 
-    ``every`` may be None: only at the end. What it asks for is passed over within ``apart_s`` seconds of the last save,
-    or of the begin. ``at_least_s`` is the age in seconds, by the clock on the wall, at which the last save is too old.
-    ``best`` is "loss" or a metric of the validation, on ``best_batches`` batches (0: all of
-    them): a value on others does not compare.
+    Attributes:
+        every: The cadence; None: only at the end.
+        apart_s: Seconds after the last save, or the beginning, within which ``every`` is ignored.
+        at_least_s: Wall-clock age of the last save, in seconds, after which a new one is due.
+        retention: The checkpoints to keep.
+        best: "loss" or a metric of the validation.
+        best_is_largest: True if a larger value is better.
+        best_batches: Batches of the compared evaluations (0: all). Others are not comparable.
+        asynchronous: True if a thread writes the checkpoints.
     """
 
     every: Every | None = None
@@ -53,7 +58,7 @@ class SavePolicy:
 
 
 class SaveListener(Protocol):
-    """Is called with the outcome of each save; ``path`` is relative to the run folder."""
+    """Receives the outcome of each save. ``path`` is relative to the run folder."""
 
     def saved(self, step: int, path: str, num_bytes: int, seconds: float, blocked_s: float) -> None: ...
     def not_saved(self, step: int, reason: str) -> None: ...
@@ -61,7 +66,7 @@ class SaveListener(Protocol):
 
 @dataclass(frozen=True)
 class _Done:
-    """A checkpoint on disk. ``trouble`` is what went wrong after it was written."""
+    """A checkpoint on disk. ``trouble`` is an error after it was written."""
 
     path: Path
     num_bytes: int
@@ -73,12 +78,12 @@ _free_on_host = partial(free_bytes, torch.device("cpu"))
 
 
 class Saving:
-    """A Saver. One save is in flight at most: the next one waits for it.
+    """A Saver. At most one save is in flight: the next one waits for it.
 
-    A save that fails, whatever the reason, leaves the run going, warned, and older checkpoints intact. The copy takes
-    as much host memory as the state; where ``free_memory`` (bytes) has no room for it or it cannot be made, training
-    waits for the write instead. ``keep_there`` is called ahead of each save and after it, for the folder may have been
-    deleted; ``run`` is the identity of the run, and ``run_metadata`` are kept in each checkpoint.
+    A failed save never stops the run. It prints a warning, and older checkpoints stay intact. The copy needs as much
+    host memory as the state. If ``free_memory`` (bytes) is not enough, or the copy fails, training waits for the write
+    instead. ``folder_guard`` is called before and after each save, because the folder may have been deleted. ``run`` is
+    the identity of the run, and ``run_metadata`` is stored in each checkpoint.
     """
 
     def __init__(
@@ -90,18 +95,18 @@ class Saving:
         warn: Callable[[str], None],
         run: str = "",
         run_metadata: Mapping[str, Any] | None = None,
-        keep_there: Callable[[], None] = lambda: None,
+        folder_guard: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         free_memory: Callable[[], int] = _free_on_host,
     ) -> None:
         self._folder, self._policy, self._listener, self._warn = folder, policy, listener, warn
-        self._run, self._run_metadata, self._keep_there = run, run_metadata, keep_there
+        self._run, self._run_metadata, self._folder_guard = run, run_metadata, folder_guard
         self._clock, self._free_memory = clock, free_memory
-        self._thread = _thread()
-        self._looked = False
+        self._started_thread = _started_thread()
+        self._is_prepared = False
         self._staging: Staging | None = None
         self._reserving: Future[None] | None = None
-        self._writing: tuple[int, float, Future[_Done]] | None = None  # step, how long training waited
+        self._writing: tuple[int, float, Future[_Done]] | None = None  # step, seconds that training waited
         self._saved, self._saved_s = (-1, False), clock()
         self._best = BestSoFar(
             folder, policy.best, is_largest=policy.best_is_largest, batches=policy.best_batches, warn=warn, run=run
@@ -110,15 +115,17 @@ class Saving:
         self.last_s: float | None = None
 
     def due(self, state: TrainState) -> bool:
-        """Whether to save now. Also reports a write that has ended since. Costs no host sync.
+        """Return True if a save is due. Also reports a write that has ended. Needs no host sync.
 
-        The first call looks at what is to be saved, and raises CheckpointError for state that no file can take.
+        The first call prepares the copy, and raises CheckpointError for state that cannot be stored in a file.
         """
         if self._writing and self._writing[2].done():
             self._finish()
-        if not self._looked:  # not sooner: an optimizer has its state from the first step on
-            self._look(state)
-        if state.micro_limit is not None and self._writing is None:  # memory has run out: the copy takes too much
+        if not self._is_prepared:  # not earlier: an optimizer has its state after the first step
+            self._prepare_copy(state)
+        if (
+            state.micro_limit is not None and self._writing is None
+        ):  # memory has run out, so there is no room for the copy
             self._staging = None
         policy, age_s = self._policy, self._clock() - self._saved_s
         every = policy.every is not None and policy.every.due(state) and age_s >= policy.apart_s
@@ -134,24 +141,24 @@ class Saving:
         try:
             snapshot = self._captured(state)
         except Exception as error:
-            if state.saves_together:  # the other ranks cannot know that this one did not take part to the end
+            if state.saves_together:  # the other ranks cannot know that this one failed
                 raise
             self._not_saved(state.step, error)
             return
         try:
-            self._keep_there()
+            self._folder_guard()
         except Exception as error:
             self._not_saved(state.step, error)
             return
-        future = self._thread.submit(self._write, snapshot, self._best.at(state.step))
-        if self._staging is None:  # what is being written are the live tensors
+        future = self._started_thread.submit(self._write, snapshot, self._best.at(state.step))
+        if self._staging is None:  # the live tensors are written directly
             wait([future])
         self._writing = state.step, time.perf_counter() - begin_s, future
 
     rescue = __call__
 
     def _captured(self, state: TrainState) -> CheckpointData:
-        """Returns a copy of the state, or the live tensors where memory has no room for one, with one warning."""
+        """Return a copy of the state, or the live tensors, with one warning, if there is no memory for a copy."""
         if self._staging is None:
             return capture(state, None, self._run_metadata)
         try:
@@ -159,16 +166,18 @@ class Saving:
             if reserving:
                 reserving.result()
             return capture(state, self._staging, self._run_metadata)
-        except (MemoryError, RuntimeError) as error:  # torch has no room: RuntimeError
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
             if state.saves_together:
                 raise
-            snapshot = capture(state, None, self._run_metadata)  # raises again unless it was the copy
+            snapshot = capture(state, None, self._run_metadata)  # raises again unless the copy was the cause
             self._staging = None
-            self._warn(f"checkpoints are written while training waits: no copy can be made ({_brief(error)})")
+            self._warn(
+                f"checkpoints are written while training waits: the state cannot be copied ({_first_words(error)})"
+            )
             return snapshot
 
     def _write(self, snapshot: CheckpointData, best: Best | None) -> _Done:
-        """In the thread: writes the checkpoint, and only then deletes older ones."""
+        """Write the checkpoint, and only then delete older ones. Runs in the thread."""
         begin_s, trouble = time.perf_counter(), ""
         path, written = commit(snapshot, self._folder, best, self._run)
         try:
@@ -176,11 +185,11 @@ class Saving:
                 write_best(self._folder, best, self._run)
             prune(self._folder, path, self._policy.retention, self._run)
         except Exception as error:
-            trouble = f"step {snapshot.step} is saved, but the folder could not be tidied up: {error}"
+            trouble = f"step {snapshot.step} is saved, but older checkpoints could not be removed: {error}"
         return _Done(path, written, time.perf_counter() - begin_s, trouble)
 
     def _finish(self) -> None:
-        """Waits for the write in progress and reports its outcome."""
+        """Wait for the write in progress and report its outcome."""
         if self._writing is None:
             return
         (step, blocked_s, future), self._writing = self._writing, None
@@ -195,24 +204,24 @@ class Saving:
         if done.trouble:
             self._warn(done.trouble)
         try:
-            self._keep_there()
+            self._folder_guard()
         except Exception as error:
-            known = _explained(error, self._folder)
+            known = _with_remedy(error, self._folder)
             self._warn(
                 f"step {step} is saved, but the folder of the run lacks its metadata: {known.message} ({known.remedy})"
             )
 
     def _not_saved(self, step: int, error: Exception) -> None:
         self._best.update(step)
-        known = _explained(error, self._folder)
+        known = _with_remedy(error, self._folder)
         reason = f"{known.message} ({known.remedy})"
         self._warn(f"step {step} is not saved: {reason}")
         self._listener.not_saved(step, reason)
 
     def evaluated(self, step: int, seen: EvaluationResult) -> None:
-        """Notes the result of an evaluation: the best one so far is saved, unless this step was saved already."""
+        """Handle the result of an evaluation: the best one so far is saved, unless this step was saved already."""
         if self._writing and self._best.at(self._writing[0]):
-            self._finish()  # what the next best has to beat is known when that one is on disk
+            self._finish()  # the value to beat is known when the previous best is on disk
         best = self._best.evaluated(step, seen)
         if best is None or step != self._saved[0]:
             return
@@ -221,37 +230,41 @@ class Saving:
             try:
                 write_best(self._folder, best, self._run)
             except OSError as error:
-                self._warn(f"step {step} is the best so far, but that could not be kept: {error}")
+                self._warn(f"step {step} is the best so far, but that could not be recorded: {error}")
         self._best.update(step)
 
     def close(self) -> None:
-        """Waits until all saves are on disk."""
+        """Wait until all saves are on disk."""
         self._finish()
-        self._thread.shutdown()
+        self._started_thread.shutdown()
 
     def __exit__(self, *error: object) -> None:
-        """Like ``close``, but a second interrupt does not wait: the checkpoint before it remains."""
+        """Close, but do not wait after a second interrupt: the previous checkpoint remains."""
         if any(isinstance(each, BaseException) and not isinstance(each, Exception) for each in error):
-            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._started_thread.shutdown(wait=False, cancel_futures=True)
         else:
             self.close()
 
-    def _look(self, state: TrainState) -> None:
-        """Starts to allocate memory for the copy while training goes on, unless it would not fit or memory ran out."""
-        self._looked = True
+    def _prepare_copy(self, state: TrainState) -> None:
+        """Start to allocate memory for the copy during training, unless it would not fit or memory ran out."""
+        self._is_prepared = True
         tensors = tensors_of(state)
-        if not self._policy.asynchronous or isinstance(self._thread, _NoThread) or state.micro_limit is not None:
+        if (
+            not self._policy.asynchronous
+            or isinstance(self._started_thread, _NoThread)
+            or state.micro_limit is not None
+        ):
             return
         needed = num_bytes(tensors)
-        if needed > MOST_OF_FREE_MEMORY * self._free_memory():
+        if needed > MAX_FREE_MEMORY_FRACTION * self._free_memory():
             self._warn(f"checkpoints are written while training waits: a copy takes {needed / 1e9:.3g} GB of memory")
             return
         self._staging = Staging()
-        self._reserving = self._thread.submit(self._staging.reserve, tensors)
+        self._reserving = self._started_thread.submit(self._staging.reserve, tensors)
 
 
 class _NoThread(Executor):
-    """Does at once what it is given: there was no memory for a thread."""
+    """Runs work at once, if there was no memory for a thread."""
 
     def submit(self, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         done: Future[R] = Future()
@@ -262,8 +275,10 @@ class _NoThread(Executor):
         return done
 
 
-def _thread() -> Executor:
-    """One that runs already: the first save may come when there is no memory for its stack."""
+def _started_thread() -> Executor:
+    """Return an executor whose thread already runs, because the first save may come when there is no memory for its
+    stack.
+    """
     thread = ThreadPoolExecutor(1, "checkpoint", initializer=single_threaded)
     try:
         with small_stacks():
@@ -273,15 +288,15 @@ def _thread() -> Executor:
     return thread
 
 
-def _explained(error: Exception, folder: Path) -> TrainwrightError:
-    """Returns ``error`` as one that has a remedy."""
+def _with_remedy(error: Exception, folder: Path) -> TrainwrightError:
+    """Return ``error`` as one with a remedy."""
     if isinstance(error, TrainwrightError):
         return error
     if isinstance(error, OSError):
         return storage_error(error, folder, "write")
-    remedy = "older checkpoints are intact; mend what it names, or the next save fails too"
-    return CheckpointError(_brief(error), remedy=remedy)
+    remedy = "older checkpoints are intact; fix this error, or the next save fails too"
+    return CheckpointError(_first_words(error), remedy=remedy)
 
 
-def _brief(error: Exception) -> str:
+def _first_words(error: Exception) -> str:
     return " ".join(text_of(error).split())[:400]

@@ -1,4 +1,4 @@
-"""Saves a state of which each rank holds a part: the first rank decides when, and writes what all give to it."""
+"""Saves a state that is divided among ranks: the first rank decides when, and writes the parts of all."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from trainwright.engine.periodic import NEVER, Saver
 
 
 class SavingTogether:
-    """A Saver for each of the ranks. ``first`` is that of the first rank, which writes; the others have none.
+    """A Saver for each rank. ``first`` is the Saver of the first rank, which writes; the others have none.
 
-    ``stages`` are those of the first rank, if this rank has one of them.
+    ``stages`` are the pipeline stages of the first rank, if this rank has one of them.
 
-    An exception is not followed by a save, since the ranks that it did not reach would not take part.
+    There is no save after an exception, because ranks without the exception would not take part.
     """
 
     def __init__(self, world: World, first: Saver = NEVER, stages: World = SOLO) -> None:
@@ -21,7 +21,7 @@ class SavingTogether:
         self._saved = -1, False
 
     def due(self, state: TrainState) -> bool:
-        """Costs an exchange of eight bytes."""
+        """Return True if a save is due. Costs an exchange of eight bytes."""
         mine = self._first.due(state)
         return self._world.least(int(not mine)) == 0
 

@@ -1,4 +1,4 @@
-"""Signals as an Observer: a signal to stop ends the run after the step in progress, with a checkpoint."""
+"""Handles signals as an observer: a signal ends the run after the step in progress, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from trainwright.engine.observer import Stop
 from trainwright.engine.step import StepResult
 from trainwright.errors import UsageError
 
-REPEATED_S, AGAIN_S = 5.0, 0.02
-QUITTING_S = 1.0
-"""After the second signal further ones are ignored for so long: they would cut short what ends the process."""
-PREEMPTED = 75
+REPEATED_SIGNAL_S = 5.0
+RESEND_AFTER_S = 0.02
+IGNORE_SIGNALS_S = 1.0
+"""Seconds after the second signal in which further ones are ignored, because they would interrupt the exit."""
+STOPPED_EXIT_CODE = 75
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
-GRACE = "TRAINWRIGHT_GRACE_S"
-WARN_AT = 0.8  # of the grace
+GRACE_VARIABLE = "TRAINWRIGHT_GRACE_S"
+WARNING_GRACE_FRACTION = 0.8
 
 
 def grace_s(environ: Mapping[str, str]) -> float | None:
-    """How long the scheduler waits between its signal and SIGKILL, None when nobody says. Raises UsageError."""
-    text = environ.get(GRACE)
+    """Return the seconds between the scheduler's signal and SIGKILL; None if unknown. Raises UsageError."""
+    text = environ.get(GRACE_VARIABLE)
     if text is None:
         return None
     try:
@@ -43,49 +44,53 @@ def grace_s(environ: Mapping[str, str]) -> float | None:
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise UsageError(
-            f"{GRACE} is not a positive number of seconds (got {text!r})",
-            remedy=f"say how long your scheduler waits between the signal and the kill: {GRACE}=30; or unset it",
+            f"{GRACE_VARIABLE} is not a positive number of seconds (got {text!r})",
+            remedy=f"set it to the seconds that your scheduler waits between signal and kill: {GRACE_VARIABLE}=30; "
+            "or unset it",
         )
     return seconds
 
 
-def hand_over(name: str, message: str) -> None:
-    """Give the program a signal that a run has taken, now that the run is saved and the handlers are the program's own.
+def forward_signal(name: str, message: str) -> None:
+    """Pass a signal that a run has handled to the program, after the run is saved and its handlers are removed.
 
-    Raises KeyboardInterrupt for SIGINT as Python does, also where a shell has made a background process ignore it. For
-    another signal that nobody handles, whose default is to end the process, raises SystemExit with the exit code 75:
+    Raises KeyboardInterrupt for SIGINT as Python does, even if a shell has made a background process ignore it. For
+    another signal without a handler, whose default ends the process, raises SystemExit with the exit code 75, so that
     ``finally`` blocks run and output is flushed.
     """
     number = getattr(signal, name)
-    handler = _without_late(number, signal.getsignal(number))
+    handler = _default_for_late(number, signal.getsignal(number))
     if number == signal.SIGINT and handler in (signal.default_int_handler, signal.SIG_DFL, signal.SIG_IGN, None):
         raise KeyboardInterrupt(message)
     if callable(handler):
         handler(number, sys._getframe())
     elif handler is not signal.SIG_IGN:
-        raise SystemExit(PREEMPTED)
+        raise SystemExit(STOPPED_EXIT_CODE)
 
 
 def _default(number: int) -> Any:
     return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
 
 
-def _without_late(number: int, handler: Any) -> Any:
-    """The default in place of the handler that an earlier run left for a second."""
-    return _default(number) if getattr(handler, "__func__", None) is Signals._late else handler
+def _default_for_late(number: int, handler: Any) -> Any:
+    """Return the default instead of the handler that an earlier run left for one second."""
+    return _default(number) if getattr(handler, "__func__", None) is Signals._handle_late else handler
 
 
 class Signals:
-    """From ``listen`` to ``close``: SIGINT and those in ``names`` set a flag; the current step is finished first.
+    """Handles SIGINT and the signals in ``names`` from ``listen`` to ``close``: the current step is finished first.
 
-    A second one of them ends the process at once (KeyboardInterrupt). Outside the main thread it does nothing, for
-    Python delivers no signals there. With ``grace_s``, the seconds from the signal to the kill, it says how the time
-    is going; ``newest`` names the newest checkpoint and ``saving_s`` how long the last one took (None: not known).
-    The end of the step is saved however late it is: what a kill cuts short leaves the newest checkpoint as it was.
-    Where no step is in progress (``at_once``) the signal interrupts what is being done. With ``repeated``, a launcher
-    passes signals on that the process got as well: what follows within REPEATED_S is the same one.
+    A second signal ends the process at once (KeyboardInterrupt). Outside the main thread it does nothing, because
+    Python delivers no signals there. With ``grace_s``, the seconds from the signal to the kill, it reports the
+    remaining time. ``newest`` returns the newest checkpoint and ``saving_s`` the duration of the last save (None:
+    unknown). The end of the step is saved however late it is; a kill during the save leaves the newest checkpoint
+    intact.
 
-    Python drops what a handler raises in a finalizer or in a callback of ``fork``. Then the signal is sent once more.
+    If no step is in progress (``at_once``), the signal interrupts the current work. With ``repeated``, a launcher
+    passes on signals that the process has also received directly, so signals within REPEATED_SIGNAL_S are one.
+
+    Python drops exceptions that a handler raises in a finalizer or in a callback of ``fork``. The signal is then sent
+    again.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class Signals:
         self._say, self._grace_s, self._repeated = say, grace_s, repeated
         wanted = dict.fromkeys(("SIGINT", *names))
         self._numbers = [getattr(signal, name) for name in wanted if hasattr(signal, name)]
-        self.newest: Callable[[], str] = lambda: "not there yet"
+        self.newest: Callable[[], str] = lambda: "not written yet"
         self.saving_s: Callable[[], float | None] = lambda: None
         self.received: int | None = None
         self._received_s, self._quit_s = 0.0, -math.inf
@@ -109,16 +114,16 @@ class Signals:
         self._at_once = ""
         self._is_sent_again = False
         self._hook: Callable[[sys.UnraisableHookArgs], object] = sys.__unraisablehook__
-        # To the thread that prints: "received", then "reached"; or what is done at once. Its put() takes no lock that
-        # the interrupted thread could hold, unlike an Event or the start of a thread, so a handler may call it.
+        # Messages to the thread that prints: "received", then "reached"; or the immediate action. Its put() needs no
+        # lock that the interrupted thread could hold, unlike an Event or a thread's start, so handlers may call it.
         self._news: SimpleQueue[str] = SimpleQueue()
         self._speaker: threading.Thread | None = None
 
     @property
     def on_received(self) -> Callable[[], None]:
-        """A function that the handler of the first signal calls, so it must be safe there.
+        """A function that the handler of the first signal calls, so it must be safe in a handler.
 
-        If a signal was received already, it is called when it is set.
+        If a signal was received already, the function is called when it is set.
         """
         return self._on_received
 
@@ -129,26 +134,26 @@ class Signals:
             call()
 
     def listen(self) -> None:
-        """Takes the signals over."""
+        """Install the handlers."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._pid = os.getpid()
-        self._speaker = threading.Thread(target=self._speak, name="signals", daemon=True)
+        self._speaker = threading.Thread(target=self._report_signal, name="signals", daemon=True)
         with small_stacks():
             self._speaker.start()
-        before = {number: signal.signal(number, self._note) for number in self._numbers}
-        self._before = {number: _without_late(number, handler) for number, handler in before.items()}
+        before = {number: signal.signal(number, self._handle) for number in self._numbers}
+        self._before = {number: _default_for_late(number, handler) for number, handler in before.items()}
         self._hook, sys.unraisablehook = sys.unraisablehook, self._on_dropped
 
     def _on_dropped(self, dropped: sys.UnraisableHookArgs) -> None:
-        """Python has dropped an exception."""
+        """Handle an exception that Python has dropped."""
         if isinstance(dropped.exc_value, StopRequest):
             self._news.put("dropped")
         else:
             self._hook(dropped)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        """The handler. It prints nothing: the thread that it interrupts may be printing."""
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal. Prints nothing, because the interrupted thread may be printing."""
         if os.getpid() != self._pid:
             self._in_child(number)
             return
@@ -159,7 +164,9 @@ class Signals:
             return
         if self.received is not None:
             now_s = time.monotonic()
-            if (self._repeated and now_s - self._received_s < REPEATED_S) or now_s - self._quit_s < QUITTING_S:
+            if (
+                self._repeated and now_s - self._received_s < REPEATED_SIGNAL_S
+            ) or now_s - self._quit_s < IGNORE_SIGNALS_S:
                 return
             self._quit_s = now_s
             raise KeyboardInterrupt
@@ -169,41 +176,43 @@ class Signals:
         if self._at_once:
             raise StopRequest(self._stop(number))
 
-    def _late(self, number: int, frame: FrameType | None) -> None:
-        """The handler of a signal that ends the process by default, while it ends anyway: only a later one does so."""
-        if time.monotonic() - self._quit_s >= QUITTING_S:
+    def _handle_late(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal that ends the process by default while it is ending: only a later signal does so."""
+        if time.monotonic() - self._quit_s >= IGNORE_SIGNALS_S:
             signal.signal(number, _default(number))
             os.kill(os.getpid(), number)
 
     def _in_child(self, number: int) -> None:
-        """A forked child that loads data ignores our signals, but for SIGTERM, by which multiprocessing ends it."""
+        """Ignore signals in a forked child that loads data, except SIGTERM, with which multiprocessing ends it."""
         if number == signal.SIGTERM:
             signal.signal(number, self._before[number])
             os.kill(os.getpid(), number)
 
     @contextmanager
     def at_once(self, what: str) -> Iterator[None]:
-        """Inside, a signal raises StopRequest wherever that is, and ``what`` is said; so does one that came before."""
+        """Let a signal, or one received before, raise StopRequest anywhere in the block. ``what`` is the printed
+        action.
+        """
         try:
-            self._from_now_at_once(what)
+            self._interrupt_at_once(what)
             yield
         finally:
             self._at_once = ""
 
-    def _from_now_at_once(self, what: str) -> None:
+    def _interrupt_at_once(self, what: str) -> None:
         self._at_once = what
         self._require_not_received()
 
     def batches(self, batches: Iterable[StepBatch]) -> Iterator[StepBatch]:
-        """Yields the batches; a signal that comes while the run waits for one ends the wait by StopRequest."""
+        """Yield the batches. A signal during the wait for a batch ends the wait by StopRequest."""
         stream, depth = iter(batches), num_borrowed()
         while True:
-            try:  # as ``at_once``, without a context of its own in each step
-                self._from_now_at_once("saving now, while no step is in progress")
+            try:  # as ``at_once``, without a new context in each step
+                self._interrupt_at_once("saving now, while no step is in progress")
                 batch = next(stream, None)
                 self._require_not_received()
             except (Exception, StopRequest):
-                give_back_to(depth)  # the signal may have come while a sample's generators were in use
+                give_back_to(depth)  # the signal may have arrived while a sample's generators were in use
                 self._require_not_received()
                 raise
             finally:
@@ -213,44 +222,44 @@ class Signals:
             yield batch
 
     def _require_not_received(self) -> None:
-        """Raises StopRequest after a signal: a dataset may have caught the first one, and given what was not asked."""
+        """Raise StopRequest after a signal. A dataset may have caught the first one and returned a wrong sample."""
         if self.received is not None:
             raise StopRequest(self._stop(self.received))
 
     def _stop(self, number: int) -> Stop:
-        return Stop(signal.Signals(number).name, save=True, exit_code=PREEMPTED, by_signal=True)
+        return Stop(signal.Signals(number).name, save=True, exit_code=STOPPED_EXIT_CODE, by_signal=True)
 
-    def _speak(self) -> None:
+    def _report_signal(self) -> None:
         news = self._news.get()
         if news == "over" or self.received is None:
             return
         within = "" if self._grace_s is None else f" ({self._grace_s:g} s are left)"
         what = "saving at the end of this step" if news == "received" else news
-        self._say(f"{signal.Signals(self.received).name}: {what}{within}; once more quits at once")
+        self._say(f"{signal.Signals(self.received).name}: {what}{within}; a second signal quits at once")
         if news != "received":
-            self._send_again()
+            self._resend()
         if self._grace_s is None or news != "received":
             return
-        late_s = WARN_AT * self._grace_s
+        late_s = WARNING_GRACE_FRACTION * self._grace_s
         try:
             self._news.get(timeout=max(0.0, self._received_s + late_s - time.monotonic()))
         except Empty:
             late = f"the step has not ended after {late_s:g} s of {self._grace_s:g} s"
-            self._say(f"{late}; {self._should_it_be_killed()}")
+            self._say(f"{late}; {self._kill_notice()}")
 
-    def _send_again(self) -> None:
-        """Whenever Python has dropped the exception that should end what is done."""
+    def _resend(self) -> None:
+        """Send the signal again whenever Python has dropped the exception that should end the current work."""
         while self._news.get() == "dropped" and self.received is not None:
-            time.sleep(AGAIN_S)  # by then the finalizer or callback is over
+            time.sleep(RESEND_AFTER_S)  # by then the finalizer or callback has ended
             self._is_sent_again = True
             os.kill(os.getpid(), self.received)
 
-    def _should_it_be_killed(self) -> str:
-        return f"should the kill come first, the newest checkpoint is {self.newest()}"
+    def _kill_notice(self) -> str:
+        return f"if the kill comes first, the newest checkpoint is {self.newest()}"
 
     @property
     def received_name(self) -> str:
-        """The name of the signal that came, "" for none."""
+        """The name of the received signal; "" for none."""
         return "" if self.received is None else signal.Signals(self.received).name
 
     def observe(self, result: StepResult, state: TrainState) -> Stop | None:
@@ -262,13 +271,13 @@ class Signals:
             left_s = self._grace_s - (time.monotonic() - self._received_s)
             if left_s < saving_s:
                 times = f"{max(left_s, 0.0):.1f} s are left and the last save took {saving_s:.1f} s"
-                self._say(f"saving step {result.step}: {times}; {self._should_it_be_killed()}")
+                self._say(f"saving step {result.step}: {times}; {self._kill_notice()}")
         return self._stop(self.received)
 
     def close(self) -> None:
-        is_quitting = time.monotonic() - self._quit_s < QUITTING_S
+        is_quitting = time.monotonic() - self._quit_s < IGNORE_SIGNALS_S
         for number, handler in self._before.items():
-            signal.signal(number, self._late if is_quitting and handler in _DEFAULTS else handler)
+            signal.signal(number, self._handle_late if is_quitting and handler in _DEFAULTS else handler)
         if self._before and sys.unraisablehook == self._on_dropped:
             sys.unraisablehook = self._hook
         self._before = {}

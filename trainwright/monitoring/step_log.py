@@ -1,4 +1,4 @@
-"""Writes what the loop does to log.jsonl and to the sinks. The run folder needs no tracker."""
+"""Writes results of the loop to log.jsonl and to the sinks. The run folder needs no tracker."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from trainwright.monitoring.journal import Journal
 from trainwright.monitoring.sinks import Sink
 from trainwright.runs import records
 
-AT_ONCE = 16
-"""Steps that are added up together: a step apart costs several times as much, since its code is cold then."""
+STEPS_PER_SUM = 16
+"""Steps that are summed together. A single step costs several times as much, because its code is not in the cache."""
 
 _Brief: TypeAlias = tuple[Ids, float, float, float]
-"""What a record needs of each step: sample ids, seconds, seconds of waiting, share of the run used."""
+"""Values of each step for a record: sample ids, seconds, seconds of waiting, completed fraction of the run."""
 
 
 class StepLog:
-    """An Observer. Of a step that is not due it keeps the sample ids and the times; that costs no host sync.
+    """An observer. For a step that is not due it keeps the sample ids and the times, without a host sync.
 
-    A due one reads loss, gradient norm and the ledger: one host sync on a GPU. ``step_s`` and ``wait_s`` of a
+    A due step reads loss, gradient norm and the ledger, with one host sync on a GPU. ``step_s`` and ``wait_s`` of a
     record are means over the steps since the last record, and ``ids_hash`` covers all their sample ids. The last step
-    is always recorded. ``by_the_clock``: the run is counted in seconds.
+    is always recorded. ``by_the_clock``: the length of the run is in seconds.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StepLog:
         self.num_skipped = already_skipped
         self.last_evaluated: records.Evaluated | None = None
         self.window: Callable[[], Mapping[str, float]] = dict
-        """Gives what else is measured over the steps since the last record."""
+        """Returns further measurements over the steps since the last record."""
         self._start_window()
 
     def _start_window(self) -> None:
@@ -70,19 +70,19 @@ class StepLog:
 
     @property
     def wait_share(self) -> float:
-        """The share of the time of all steps of this process that went into waiting for data."""
+        """The fraction of the time of all steps of this process in which they waited for data."""
         self._add_up()
         return self._all_waits_s / self._all_steps_s if self._all_steps_s else 0.0
 
     @property
     def wait_s(self) -> float:
-        """How long a step of this process waited for data, in the mean."""
+        """The mean seconds that a step of this process waited for data."""
         self._add_up()
         return self._all_waits_s / max(1, self._all_count)
 
     @property
     def read_s(self) -> float:
-        """How long the processes that read took for the batch of a step of this process, in the mean."""
+        """The mean seconds that reading processes took for the batch of a step of this process."""
         return self._all_reads_s / max(1, self._all_count + len(self._newest))
 
     def observe(self, result: StepResult, state: TrainState) -> None:
@@ -91,7 +91,7 @@ class StepLog:
         if result.batch.bad or result.oom_reports:
             self._note_trouble(result)
         self._newest.append((result.batch.global_ids, result.step_s, result.wait_s, state.fraction))
-        if len(self._newest) == AT_ONCE:
+        if len(self._newest) == STEPS_PER_SUM:
             self._add_up()
         self._unrecorded = (result, state)
         if self._every.due(state) or result.step == 1:
@@ -118,10 +118,10 @@ class StepLog:
             self._journal.write(
                 records.Quarantined(time_s=now_s, step=result.step, sample_ids=(bad.id,), reason=bad.what)
             )
-        self.ran_out(result.oom_reports)
+        self.out_of_memory(result.oom_reports)
 
     def _record(self, result: StepResult, state: TrainState) -> None:
-        self.tell_skipped(state)
+        self.record_skipped(state)
         self._add_up()
         measured: dict[str, Tensor | float] = {**result.metrics, **result.probed, **self.window()}
         record = records.Step(
@@ -149,7 +149,9 @@ class StepLog:
         self._start_window()
 
     def _memory_bytes(self, result: StepResult) -> int:
-        """Peak of the GPU, or what this process holds on the host: that costs a system call, so once a second."""
+        """Return the peak of the GPU, or the host memory of this process, which costs a system call and is read once a
+        second.
+        """
         if result.grad_norm.device.type == "cuda":
             return torch.cuda.max_memory_allocated(result.grad_norm.device)
         now_s = self._wall_clock()
@@ -157,8 +159,8 @@ class StepLog:
             self._memory, self._memory_due_s = int(self._process.memory_info().rss), now_s + 1.0
         return self._memory
 
-    def tell_skipped(self, state: TrainState) -> None:
-        """Writes the ledger's new entries; reads what is pending first (one host sync)."""
+    def record_skipped(self, state: TrainState) -> None:
+        """Write new entries of the ledger. Reads pending values first (one host sync)."""
         state.ledger.read_pending()
         for entry in state.ledger.entries[self.num_skipped :]:
             self._journal.write(
@@ -174,13 +176,13 @@ class StepLog:
             )
         self.num_skipped = len(state.ledger.entries)
 
-    def ran_out(self, reports: Sequence[OomReport]) -> None:
-        """Writes one OutOfMemory record for each attempt that ran out of memory."""
+    def out_of_memory(self, reports: Sequence[OomReport]) -> None:
+        """Write one OutOfMemory record for each attempt that ran out of memory."""
         for report in reports:
             self._journal.write(records.OutOfMemory(time_s=self._wall_clock(), **vars(report)))
 
     def evaluated(self, step: int, seen: EvaluationResult) -> None:
-        """One Evaluated record."""
+        """Write one Evaluated record."""
         self.last_evaluated = records.Evaluated(
             time_s=self._wall_clock(),
             step=step,
@@ -195,14 +197,14 @@ class StepLog:
         self._to_sinks(step, values)
 
     def saved(self, step: int, path: str, num_bytes: int, seconds: float, blocked_s: float) -> None:
-        """One Saved record. ``path`` is relative to the run folder."""
+        """Write one Saved record. ``path`` is relative to the run folder."""
         now_s = self._wall_clock()
         self._journal.write(
             records.Saved(time_s=now_s, step=step, path=path, bytes=num_bytes, seconds=seconds, blocked_s=blocked_s)
         )
 
     def not_saved(self, step: int, reason: str) -> None:
-        """One NotSaved record."""
+        """Write one NotSaved record."""
         self._journal.write(records.NotSaved(time_s=self._wall_clock(), step=step, reason=reason))
 
     def _to_sinks(self, step: int, values: dict[str, float]) -> None:
@@ -210,9 +212,9 @@ class StepLog:
             sink.scalars(step, values)
 
     def close(self) -> None:
-        """Records the last step. Journal and sinks belong to whoever opened them."""
+        """Record the last step. Journal and sinks belong to their owner."""
         if self._unrecorded is not None:
-            with suppress(RuntimeError):  # a GPU that has failed: its exception is on its way
+            with suppress(RuntimeError):  # a GPU has failed, and its exception is already being raised
                 self._record(*self._unrecorded)
 
 

@@ -1,4 +1,4 @@
-"""Reads host and GPUs now and then: memory that leaks or is short, a disk that fills, a GPU that is too hot."""
+"""Reads host and GPUs at intervals: memory, disk, temperature, utilization."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class TelemetryReader:
-    """An Observer: at most every ``every_s`` seconds one Telemetry record, to the log and to the sinks.
+    """An observer that writes at most one Telemetry record per ``every_s`` seconds, to the log and to the sinks.
 
-    A step at which nothing is due costs one clock comparison (0.1 us), a due one about 0.15 ms for the host and
-    four NVML calls for each GPU, and what torch's allocator counts; the device's streams are not touched.
-    ``gpu_indices`` are NVML's numbers
-    (``Machine.gpus[i].index``). ``clock`` says when it is due, ``wall_clock`` dates the records.
+    A step without a record costs one clock comparison (0.1 us). A record costs about 0.15 ms for the host, four NVML
+    calls per GPU, and the counters of torch's allocator. The streams of the device are not synchronized.
+    ``gpu_indices`` are NVML's numbers (``Machine.gpus[i].index``). ``clock`` decides when a record is due,
+    ``wall_clock`` dates the records.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class TelemetryReader:
         self._log, self._sinks, self._folder = log, sinks, folder
         self._every_s, self._clock, self._wall_clock = every_s, clock, wall_clock
         self._process = psutil.Process()
-        self._process.cpu_percent()  # the first call has nothing to compare with and says 0
+        self._process.cpu_percent()  # the first call has nothing to compare with and returns 0
         self._gpus = Gpus(gpu_indices)
         self._due_s = clock()
 
@@ -60,24 +60,24 @@ class TelemetryReader:
             sink.scalars(result.step, values)
 
     def close(self) -> None:
-        """Let go of the driver. Log and sinks belong to whoever opened them."""
+        """Release the driver. Log and sinks belong to their owner."""
         self._gpus.close()
 
 
 def host_values(process: psutil.Process, folder: Path) -> dict[str, float]:
-    """Readings of the host. ``cpu_percent`` is of one core (two busy cores are 200), since the last call."""
+    """Return readings of the host. ``cpu_percent`` is of one core (two busy cores are 200), since the last call."""
     values = {
         "host/process_memory_bytes": float(process.memory_info().rss),
         "host/process_cpu_percent": process.cpu_percent(),
         "host/available_memory_bytes": float(psutil.virtual_memory().available),
     }
-    if folder.exists():  # who deletes it while we train hears so from the log
+    if folder.exists():  # the log reports a folder that was deleted during training
         values["host/disk_free_bytes"] = float(psutil.disk_usage(str(folder)).free)
     return values
 
 
 def allocator_values(device: torch.device) -> dict[str, float]:
-    """What torch's allocator of this process says, by torch's number of the device; nothing of a CPU."""
+    """Return the counters of torch's allocator in this process, by torch's number of the device; empty for a CPU."""
     retries, reserved = allocator_retries(device), reserved_bytes(device)
     if retries is None or reserved is None:
         return {}
@@ -90,7 +90,7 @@ def allocator_values(device: torch.device) -> dict[str, float]:
 
 
 class Gpus:
-    """NVIDIA GPUs by NVML index. Without a driver, or for what a GPU cannot tell, there are no readings."""
+    """NVIDIA GPUs by NVML index. Without a driver, or for values that a GPU does not support, there are no readings."""
 
     def __init__(self, indices: Sequence[int]) -> None:
         self._handles: dict[int, Any] = {}

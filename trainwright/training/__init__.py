@@ -1,1 +1,1 @@
-"""A run of our own engine: from a recipe or live objects to a trained model in one run folder."""
+"""Runs of the Trainwright engine: from a recipe or live objects to a trained model in one run folder."""

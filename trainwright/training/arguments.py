@@ -1,4 +1,4 @@
-"""What is said to a call whose arguments are those of another trainer."""
+"""Errors with remedies for unknown arguments, such as those of another trainer."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _BY_ARGUMENT = {
     "name": ("out", "output_dir", "default_root_dir", "log_dir", "logging_dir", "run_name", "run_dir", "folder"),
     "quiet": ("verbose", "enable_progress_bar"),
 }
-_FAMILIAR = {theirs: ours for ours, names in _BY_ARGUMENT.items() for theirs in names}
-"""Arguments of other trainers, and that of ``fit`` which means the same."""
+_EQUIVALENTS = {theirs: ours for ours, names in _BY_ARGUMENT.items() for theirs in names}
+"""Maps arguments of other trainers to the equivalent argument of ``fit``."""
 
 
 def naming_remedies(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function, which raises UsageError with a remedy for an argument that it does not have."""
+    """Wrap ``function`` to raise UsageError with a remedy for an unknown keyword argument."""
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -50,15 +50,15 @@ def naming_remedies(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def require_known(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises UsageError, with a remedy for each, where ``given`` has arguments that are not ``known``."""
+    """Raise UsageError, with a remedy for each name, if ``given`` has names that are not in ``known``."""
     if unknown := [name for name in given if name not in known]:
         what = f"{function}: there is no argument {' and none '.join(unknown)}"
         raise UsageError(what, remedy="; ".join(_remedy(name, known) for name in unknown))
 
 
 def _remedy(name: str, known: Iterable[str]) -> str:
-    if name in _FAMILIAR:
-        return f"write {_FAMILIAR[name]}= for {name}="
+    if name in _EQUIVALENTS:
+        return f"write {_EQUIVALENTS[name]}= for {name}="
     if path := path_of_key(name):
         return f"write settings={{'{path}': ...}} for {name}="
     close = difflib.get_close_matches(name[:100], [*known], n=1, cutoff=0.6)

@@ -1,4 +1,4 @@
-"""Whether and how the ranks of a run are compared while they train."""
+"""Makes the observer that compares the ranks of a run during training."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from trainwright.runs.records import Record
 from trainwright.training.job import Job
 from trainwright.watching.ranks_observer import RanksObserver
 
-OF_TIMEOUT = 0.8
-"""After this share of the time that ranks wait for each other one is said to hang: just before they give up."""
+HANG_TIMEOUT_FRACTION = 0.8
+"""Fraction of the collective timeout after which a rank is reported as hanging, so the report precedes the timeout."""
 
 
 def compares_ranks(job: Job) -> bool:
-    """Whether the doctor compares the ranks."""
+    """Return True if the doctor compares the ranks of this job."""
     return job.recipe.log.doctor and job.world.size > 1
 
 
@@ -24,7 +24,10 @@ def make_ranks_observer(
     write: Callable[[Record], None] = lambda record: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> RanksObserver | None:
-    """The doctor on one rank of several; None where it is not wanted. Every rank must make one, or none."""
+    """Return the doctor's observer for one of several ranks; None if the ranks are not compared.
+
+    The result depends on the recipe and the number of ranks only, so all ranks make an observer, or none does.
+    """
     if not compares_ranks(job):
         return None
     degrees = job.mesh.degrees
@@ -33,7 +36,7 @@ def make_ranks_observer(
         folder,
         are_copies=degrees.replicate == degrees.ranks,
         has_own_samples=job.mesh.data.size == job.world.size,
-        patience_s=OF_TIMEOUT * job.recipe.parallel.timeout.value,
+        patience_s=HANG_TIMEOUT_FRACTION * job.recipe.parallel.timeout.value,
         write=write,
         say=say,
     )

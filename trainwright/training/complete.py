@@ -1,4 +1,4 @@
-"""The end of a run that averages its weights: BatchNorm statistics of the average."""
+"""Completes averaged weights at the end of a run by measuring their BatchNorm statistics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainwright.training.job import Job
 
 
 def measure_norms(job: Job, say: Callable[[str], None] = lambda line: None) -> None:
-    """Measures BatchNorm statistics with the average of a run, on the training batches that would follow."""
+    """Measure the BatchNorm statistics of the SWA average on the training batches that would come next."""
     average, ask = job.state.ema, job.recipe.model.swa
     if ask is None or not isinstance(average, Swa) or not average.num_updates or average.is_complete:
         return

@@ -1,4 +1,4 @@
-"""The evaluation of a run, and when it is due."""
+"""Builds the periodic evaluation of a run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from trainwright.training.layout import evaluation_loss
 def periodic_evaluation(
     job: Job, listeners: Sequence[EvaluationListener] = (), *, is_reported: bool = False
 ) -> PeriodicEvaluation | None:
-    """Returns the evaluation that a plan asks for; None without a validation set.
+    """Return the evaluation that the plan schedules; None without a validation set.
 
-    ``is_reported``: listeners of this thread receive its batches as those of a DataLoader.
+    With ``is_reported``, the recorder receives the batches as if they came from a DataLoader.
     """
     world = job.mesh.data
     loading = build_loading(job.parts, job.recipe, job.plan, job.device, world=world)
@@ -53,7 +53,7 @@ def _in_course(job: Job, whole: EvaluationBatches) -> ValidationSet:
 
 
 def _reported(each: ValidationSet, source: Unwrapped | None) -> ValidationSet:
-    """The loader is one object in the course of the run and at its end."""
+    """Wrap both batch sequences of a validation set in one loader object."""
     loader = EngineLoader(None if source is None else source.origin)
     return ValidationSet(ReportedBatches(loader, each.in_course), ReportedBatches(loader, each.at_end), each.count)
 
@@ -64,7 +64,10 @@ def _schedules(job: Job) -> Iterator[EvaluationListener]:
 
 
 class _ByMetric(NamedTuple):
-    """Tells a schedule each value of a metric, as it is in the course of the run: of so many batches."""
+    """Reports a validation metric to a schedule, from evaluations over ``batches`` batches only.
+
+    An evaluation of the full set at the end of a run has another number of batches and is ignored.
+    """
 
     schedule: SteppedSchedule
     metric: str

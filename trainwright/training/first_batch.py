@@ -1,4 +1,4 @@
-"""Tries the first batch in each precision that a recipe leaves open, and times the one that is chosen."""
+"""Does a dry run of the first batch in each precision and number of threads that the recipe leaves open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainwright.engine.dry_run import DryRun, Mode, dry_run
 from trainwright.engine.loss import Loss
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.plan.make import RunFacts, candidates, choose_mode
-from trainwright.training.alike import first_of
+from trainwright.training.rank_agreement import from_first_rank
 
 
 def try_batch(
@@ -27,13 +27,22 @@ def try_batch(
     asked: str | None,
     world: World,
 ) -> DryRun:
-    """Runs ``batch`` in each mode that the run may have. ``asked`` is the precision of the recipe.
+    """Run ``batch`` in each candidate mode (precision and number of threads) and return the measurements.
 
-    Precisions are compared by one thread each, numbers of threads in the first precision, and the mode that is chosen
-    is timed as well. Of ranks that compute together (``world``) the first one chooses the modes.
+    Precisions are compared with one thread each. Numbers of threads are compared in the first precision. The chosen
+    combination is then timed as well. If several ranks compute together (``world``), the first rank chooses the modes.
+
+    Args:
+        state: The state of the run. It is unchanged afterwards.
+        batch: The batch of one step.
+        loss: The loss function.
+        precision_of: Makes the precision of a name on the device of this rank.
+        facts: Facts about model, data and machine that the plan is made from.
+        asked: The precision in the recipe; None if it is not set.
+        world: The ranks that compute together.
     """
     names = candidates(asked, facts.device, facts.low_precision)
-    if rlimits():  # oneDNN compiles bf16 code for each shape; where it gets no memory for that, the process dies
+    if rlimits():  # oneDNN compiles bf16 code for each shape and kills the process if it cannot allocate memory for it
         names = names[:1]
     tried = [(names[0], count) for count in facts.threads]
     tried += [(name, 1) for name in (names if len(names) > 1 else ()) if (name, 1) not in tried]
@@ -42,8 +51,8 @@ def try_batch(
         made = [Mode(precision_of(name), count) for name, count in modes]
         return dry_run(state, batch, loss, modes=made, world=world)
 
-    seen = run(first_of(world, tried))
-    chosen = first_of(world, choose_mode(asked, facts, seen.seconds, seen.thread_s))
+    seen = run(from_first_rank(world, tried))
+    chosen = from_first_rank(world, choose_mode(asked, facts, seen.seconds, seen.thread_s))
     if chosen in seen.seconds:
         return seen
     return replace(seen, seconds={**seen.seconds, **run([chosen]).seconds})

@@ -1,4 +1,4 @@
-"""``tw.fit``: trains a module that the caller made, on data that the caller has."""
+"""``tw.fit``: trains a module and data that the caller built."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from trainwright.data.unwrap import Unwrapped, unwrap
 from trainwright.engine.loss import ModelLoss, require_callable
 from trainwright.engine.observer import as_observer
 from trainwright.errors import UsageError, require_choice
-from trainwright.monitoring.signals import hand_over
+from trainwright.monitoring.signals import forward_signal
 from trainwright.plan.make import Note
 from trainwright.recipe import LOSSES, Loaded, from_mapping
 from trainwright.recipe.resolve import import_factory
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.runs.folder import RunFolder
 from trainwright.training.arguments import naming_remedies, require_known
-from trainwright.training.asked_metrics import MetricsLike, split_metrics
-from trainwright.training.made_by import PASSED, Rebuild, made_by, seeded
-from trainwright.training.own_step import no_loss, require_no_loss_needed
-from trainwright.training.passed import GivenObjects, live_name, passed
+from trainwright.training.custom_step import no_loss, require_no_loss_needed
+from trainwright.training.metrics_argument import MetricsLike, split_metrics
+from trainwright.training.object_arguments import ObjectArguments, live_name, object_arguments
 from trainwright.training.ready_lists import ready_if_batches
+from trainwright.training.rebuild import NO_FUNCTION, Rebuild, call_function, seeded
 from trainwright.training.result import Result
 from trainwright.training.run import train
 
@@ -62,13 +62,13 @@ SHORT_NAMES = {
     "seed": "seed",
     "name": "name",
 }
-"""Arguments of ``fit`` that set one key of the recipe, and that key."""
+"""Maps arguments of ``fit`` to the recipe key that each sets."""
 ModelLike: TypeAlias = nn.Module | str | Callable[[], object]
-"""A module; or a function that returns what ``tw.fit`` takes, itself or by its name ``module:function``."""
+"""A module, or a function that returns the arguments of ``tw.fit``, passed as such or as ``"module:function"``."""
 
 
 class RunOptions(TypedDict, total=False):
-    """The arguments of ``tw.fit`` besides model, data, loss and steps that say what is trained and how."""
+    """Arguments of ``tw.fit`` that define the training, other than model, data, loss and steps."""
 
     advance: OwnStep | None
     val: object
@@ -94,13 +94,13 @@ class RunOptions(TypedDict, total=False):
 
 
 class FitOptions(RunOptions, total=False):
-    """With steps, too."""
+    """RunOptions with ``steps``."""
 
     steps: int | None
 
 
 class FitObjects(NamedTuple):
-    """The recipe of a call of ``tw.fit``, and its objects."""
+    """The recipe and the live objects of one call of ``tw.fit``."""
 
     loaded: Loaded
     parts: Parts
@@ -142,72 +142,81 @@ def fit(
 ) -> Result:
     """Train ``model`` in place and write a run folder.
 
-    What is not asked for does not change the mathematics: with an optimizer the steps are those of the loop
-    ``for batch in data: optimizer.zero_grad(); loss(...).backward(); optimizer.step()``, except that an update whose
-    gradients are not finite is left out. The start of a run prints every setting and whether it was asked for.
-    docs/how-to/train-your-model.md has the table of defaults, and ``tw.verify_plain`` compares with the loop.
+    Defaults do not change the mathematics. With an optimizer, the steps are those of the loop
+    ``for batch in data: optimizer.zero_grad(); loss(...).backward(); optimizer.step()``, except that an update with
+    non-finite gradients is skipped. A run first prints every setting and its origin (the call, a default, the plan).
+    docs/how-to/train-your-model.md has the table of defaults. ``tw.verify_plain`` compares ``fit`` with the loop.
 
     Args:
-        model: What is trained. Or a function without arguments, itself or as ``"module:function"``, that returns
-            ``(model, data, loss, optimizer)``, fewer of them, or a dict of arguments of ``tw.fit``: the run folder
-            then says how to make the objects again, so commands can resume, replay and profile the run.
+        model: The module to train. Alternatively a function without arguments, passed as such or as
+            ``"module:function"``, that returns ``(model, data, loss, optimizer)``, a shorter tuple of these, or a dict
+            of arguments of ``tw.fit``. The run folder then records the function, so that commands can build the
+            objects again to resume, replay and profile the run.
         data: A Dataset, a DataLoader, a tuple or dict of tensors (or NumPy arrays) of the same length, or ready
-            batches: anything else that can be iterated, or a function without arguments that makes such a thing.
-            What a DataLoader is made of is kept: its sampler, batches, collate function and workers.
-            docs/how-to/data.md says of each kind which sample ids are known and how exactly it is resumed. A dict of
-            datasets, such as a DatasetDict, gives the one named train, and as ``val`` the one named validation or val.
-        loss: ``loss(output, target)``, such as ``nn.CrossEntropyLoss()``, or ``loss(model, batch)`` (the first
-            parameter is named ``model``), which returns a mean or, for exact weighting, a ``tw.Loss(total, weight)``;
-            or a name such as ``"cross_entropy"``. None: the model returns its loss itself, as those of
+            batches: any other iterable, or a function without arguments that returns one. The sampler, batch sampler,
+            collate function and workers of a DataLoader are used. docs/how-to/data.md lists for each kind of data
+            which sample ids are known and how exactly it is resumed. Of a dict of datasets, such as a DatasetDict,
+            ``train`` is used for training, and ``validation``, ``val`` or ``valid`` as ``val``.
+        loss: ``loss(output, target)``, such as ``nn.CrossEntropyLoss()``; or ``loss(model, batch)``, whose first
+            parameter must be named ``model``; or a name such as ``"cross_entropy"``. It returns a mean, or a
+            ``tw.Loss(total, weight)`` for exact weighting. None: the model returns its loss itself, as models of
             ``transformers`` do.
-        advance: A step of your own, for what no single loss can say: ``step(state, batch)`` calls backward and the
-            optimizers itself and returns the loss to log (see docs/how-to/custom-step.md). ``loss`` is then for the
-            evaluation.
+        advance: A custom step for training that needs more than one loss, such as a GAN. ``step(state, batch)`` calls
+            backward and the optimizers and returns the loss to log (see docs/how-to/custom-step.md). ``loss`` is then
+            used for evaluation only.
         val: The validation set, in any form that ``data`` may have, or several by name: ``{"clean": a, "noisy": b}``.
-            The batch size of a DataLoader is used for evaluation. The best checkpoint goes by the first set.
+            The batch size of a DataLoader is used for evaluation. The first set decides which checkpoint is the best.
         until: The length of the run: ``"5ep"``, ``"1000steps"``, ``"60s"``, ``"5Mtok"``.
-        epochs: The same in epochs.
-        steps: The same in optimizer steps.
-        lr: Peak learning rate; by default that of the optimizer.
+        epochs: The length of the run in epochs.
+        steps: The length of the run in optimizer steps.
+        lr: Peak learning rate. Default: the learning rate of the optimizer.
         batch: Samples per optimizer step.
         accumulation: Micro-batches per optimizer step. Without ``batch``, a DataLoader's batch is a micro-batch.
         optimizer: A name such as ``"adamw"`` (the default, with the defaults of ``torch.optim.AdamW``), or
-            ``"package.module:callable"``; an optimizer over parameters of the model, whose groups and rates stay;
-            several over disjoint parameters, which are stepped together; or a class, partial or function that makes
-            them (see docs/how-to/train-your-model.md).
+            ``"package.module:callable"``; an optimizer over parameters of the model, whose groups and learning rates
+            are used; several optimizers over disjoint parameters, which are stepped together; or a class, partial or
+            function that makes them (see docs/how-to/train-your-model.md).
         schedule: A name such as ``"cosine"``, or ``"package.module:callable"``; an LRScheduler of torch, or a class,
             partial or function that makes one for ``optimizer``; or a function of the step, or of (step, fraction),
-            that gives the factor on the learning rate.
-        warmup: The length of the linear warm-up: ``"100steps"``, ``"0.05run"``; by default none.
-        clip: The largest global norm of the gradients; by default they are not clipped.
-        precision: Arithmetic of the forward and backward pass; by default float32. ``"auto"``: the fastest that the
-            device has.
-        device: ``"cpu"`` or ``"cuda"``; by default the GPU if there is one.
-        seed: Seed of all random numbers, whose generators are put back at the end. By default training draws from the
-            generators of the process as they are; the order of data that are no loader is that of the seed 1337.
-        preset: ``"recommended"``: precision auto, clipping at norm 1, cosine with warm-up, no weight decay on norms and
-            biases; each unless another argument says otherwise.
+            that returns the factor on the learning rate.
+        warmup: The length of the linear warm-up: ``"100steps"``, ``"0.05run"``. Default: no warm-up.
+        clip: The maximum global norm of the gradients. Default: no clipping.
+        precision: Arithmetic of the forward and backward pass. Default: float32. ``"auto"`` selects the fastest
+            precision of the device.
+        device: ``"cpu"`` or ``"cuda"``. Default: the GPU if there is one.
+        seed: Seed of all random generators, whose states are restored at the end. By default training draws from the
+            generators of the process in their current state, and data other than a DataLoader are shuffled with the
+            seed 1337.
+        preset: ``"recommended"`` sets precision auto, clipping at norm 1, a cosine schedule with warm-up, and no weight
+            decay on norms and biases. Other arguments take precedence.
         name: Name of the run and of its folder.
-        settings: Any other key of a recipe, by its path: ``{"optimizer.clip.at": 0.5}``, or nested mappings.
+        settings: Any other recipe keys by path, ``{"optimizer.clip.at": 0.5}``, or as nested mappings.
         resume: The folder of an earlier run of the same call, which is continued.
-        accept: The paths of differences to that earlier run that are wanted: ``"optimizer.lr"``, or several.
-        metrics: What is measured over the whole validation set, and over the training batches since the last record of
-            the log: names such as ``["accuracy", "f1"]`` (docs/reference/catalog.md lists them), or a mapping of names
-            to objects with ``update(outputs, targets)``, ``compute()`` and ``reset()``, as those of ``torchmetrics``,
-            or to functions of all outputs and all targets.
+        accept: The path, or paths, of accepted differences to that earlier run: ``"optimizer.lr"``.
+        metrics: Metrics over the full validation set, and over the training batches since the previous log record:
+            names such as ``["accuracy", "f1"]`` (docs/reference/catalog.md lists them), or a mapping from names to
+            objects with ``update(outputs, targets)``, ``compute()`` and ``reset()``, such as those of
+            ``torchmetrics``, or to functions of all outputs and all targets.
         observers: Functions of ``(result, state)``, or objects whose ``observe(result, state)`` is called after each
-            step, and ``close()``, if they have it, at the end. One that returns a ``tw.Stop`` ends the run.
-        restore_best: At the end the model gets the weights of the best validation.
-        retain_grad: Glob patterns of module names, such as ``["blocks.3.*"]``: now and then, norms and histograms of
-            the gradients with respect to their outputs are logged and shown on the page (docs/how-to/see-a-run.md).
-        on_interrupt: What follows when a signal (Ctrl-C, SIGTERM, SIGUSR1) has stopped the run and it is saved.
-            ``"raise"``: KeyboardInterrupt for Ctrl-C; for the others the handler of your program is called, or the
-            process exits with 75 if it has none. ``"return"``: the result, whose ``interrupted_by`` names the signal.
-        quiet: Prints nothing.
-        serve: Shows the run in a browser while it trains: a process of its own, whose address is printed.
+            step, and whose ``close()``, if defined, is called at the end. Returning a ``tw.Stop`` ends the run.
+        restore_best: Load the weights of the best validation into the model at the end.
+        retain_grad: Glob patterns of module names, such as ``["blocks.3.*"]``. Norms and histograms of the gradients
+            with respect to the outputs of these modules are logged in some steps and shown on the page
+            (docs/how-to/see-a-run.md).
+        on_interrupt: The behaviour after a signal (Ctrl-C, SIGTERM, SIGUSR1) has stopped the run and it is saved.
+            ``"raise"``: raise KeyboardInterrupt for Ctrl-C. For other signals, call the handler of your program, or
+            exit the process with code 75 if it has none. ``"return"``: return the result, whose ``interrupted_by``
+            is the name of the signal.
+        quiet: Print nothing.
+        serve: Show the run in a browser while it trains, from a separate process whose address is printed.
 
-    Raises UsageError or RecipeError for a setting that cannot be used; each error names its remedy. Raises
-    KeyboardInterrupt after Ctrl-C, when the run is saved.
+    Returns:
+        The result: how the run ended, its losses and metrics, and the findings of the doctor.
+
+    Raises:
+        UsageError: A setting cannot be used. The error names its remedy.
+        RecipeError: As UsageError, for a recipe key.
+        KeyboardInterrupt: After Ctrl-C, once the run is saved, unless ``on_interrupt`` is ``"return"``.
     """
     require_choice("on_interrupt", on_interrupt, ("raise", "return"))
     options: FitOptions = {
@@ -245,7 +254,7 @@ def fit(
     )
     if result.interrupted_by and on_interrupt == "raise":
         go_on = f"tw.fit(..., resume={str(result.run)!r})"
-        hand_over(result.interrupted_by, f"the run stopped after step {result.step:,}; continue it with {go_on}")
+        forward_signal(result.interrupted_by, f"the run stopped after step {result.step:,}; continue it with {go_on}")
     return result
 
 
@@ -257,16 +266,16 @@ def fit_objects(
     *,
     more: Sequence[Setting] = (),
 ) -> FitObjects:
-    """Returns what a call of ``tw.fit`` trains: its recipe, in which ``more`` replaces values, and its objects.
+    """Return the recipe and the live objects of a call of ``tw.fit``. ``more`` overrides recipe values.
 
     Raises UsageError or RecipeError as ``tw.fit`` does.
     """
     require_known("fit", options, [*RunOptions.__annotations__, "steps"])
     if not isinstance(model, nn.Module):
         with seeded(options.get("seed")):
-            made = made_by(model, {"data": data, "loss": loss, **options})
+            made = call_function(model, {"data": data, "loss": loss, **options})
         return _fit_objects(made.model, made.data, made.loss, made.options, made.rebuild, more)
-    return _fit_objects(model, data, loss, options, PASSED, more)
+    return _fit_objects(model, data, loss, options, NO_FUNCTION, more)
 
 
 def _fit_objects(
@@ -285,7 +294,7 @@ def _fit_objects(
     if not isinstance(judge, str):
         require_callable(judge)
     named_metrics, own_metrics = split_metrics(options.get("metrics"))
-    objects = passed(optimizer, schedule, lr=options.get("lr"), warmup=options.get("warmup"))
+    objects = object_arguments(optimizer, schedule, lr=options.get("lr"), warmup=options.get("warmup"))
     asked = {
         **options,
         "until": _until(options.get("until"), options.get("epochs"), options.get("steps")),
@@ -319,7 +328,7 @@ def _fit_objects(
         train_data,
         val_data,
         build_loss(loaded) if isinstance(judge, str) else judge,
-        tuple(_not_used(train_data, val_data)),
+        tuple(_unused_notes(train_data, val_data)),
         optimizer=objects.optimizer,
         schedule=objects.schedule,
         observers=[as_observer(each) for each in options.get("observers", ())],
@@ -334,7 +343,7 @@ def _fit_objects(
 
 
 def _by_name(val: object) -> dict[str, object]:
-    """Several validation sets by their names, one by ""; of a mapping of columns that is the mapping itself."""
+    """Return validation sets by name; a single set has the name "". A mapping of columns is a single set."""
     if val is None:
         return {}
     is_several = isinstance(val, Mapping) and not any(
@@ -346,8 +355,8 @@ def _by_name(val: object) -> dict[str, object]:
     strange = [name for name in val if not isinstance(name, str) or not name]
     if strange or not val:
         raise UsageError(
-            f"fit: val is a mapping with {f'the name {strange[0]!r}' if strange else 'nothing in it'}",
-            remedy="give validation sets by name: val={'clean': a, 'noisy': b}",
+            f"fit: val is a mapping with {f'the name {strange[0]!r}' if strange else 'no entries'}",
+            remedy="pass validation sets by name: val={'clean': a, 'noisy': b}",
         )
     return dict(val)
 
@@ -364,7 +373,7 @@ def _unwrapped(model: nn.Module, judge: str | Callable[..., object], data: objec
 
 
 def _split(data: object, val: object) -> tuple[object, object]:
-    """The training and the validation set of a dict of datasets."""
+    """Return the training and the validation set. A dict of datasets is split by its keys."""
     if not isinstance(data, Mapping) or isinstance(data.get("train"), Tensor | np.ndarray | None):
         return data, val
     named = next((data[name] for name in ("validation", "val", "valid") if name in data), None)
@@ -372,22 +381,22 @@ def _split(data: object, val: object) -> tuple[object, object]:
 
 
 def _require_usable(train: Unwrapped, sets: Iterable[Unwrapped], batch: int | None) -> None:
-    """Raises UsageError for a batch size that the data do not leave open, and for a set that is evaluated only once."""
+    """Raise UsageError if ``batch`` contradicts batched data, or a validation set can be iterated only once."""
     if train.own_batches is not None and batch is not None:
         raise UsageError(
-            f"fit: batch={batch} contradicts data that come in batches of their own",
-            remedy="leave batch out, or give the Dataset itself; accumulation joins several batches to a step",
+            f"fit: batch={batch} contradicts data that are already batched",
+            remedy="leave batch out, or pass the Dataset itself; accumulation joins several batches to a step",
         )
     for val in sets:
         if isinstance(val.dataset, ReadyBatches) and val.dataset.once:
             raise UsageError(
-                f"fit: val: a {val.dataset.kind} can be iterated only once, and an evaluation needs it each time",
+                f"fit: val: a {val.dataset.kind} can be iterated only once, and every evaluation iterates it",
                 remedy=REPEATABLE_REMEDY,
             )
 
 
-def _not_used(train: Unwrapped, val: Unwrapped | None) -> Iterator[Note]:
-    """What of the given DataLoaders has no effect."""
+def _unused_notes(train: Unwrapped, val: Unwrapped | None) -> Iterator[Note]:
+    """Yield notes on DataLoader arguments that have no effect."""
     for name, why in train.not_used.items():
         yield Note("not used", f"{name} of the DataLoader", why)
     if val is not None and val.workers:
@@ -397,26 +406,26 @@ def _not_used(train: Unwrapped, val: Unwrapped | None) -> Iterator[Note]:
 
 
 def _until(until: str | None, epochs: float | None, steps: int | None) -> str | None:
-    """The length of the run in the words of a recipe."""
+    """Return the length of the run as a recipe duration."""
     lengths = {"until": until, "epochs": epochs, "steps": steps}
     named = [name for name, value in lengths.items() if value is not None]
     if len(named) > 1:
-        raise UsageError(f"the length of the run is given twice: {' and '.join(named)}", remedy="keep one of them")
+        raise UsageError(f"the length of the run is set twice: {' and '.join(named)}", remedy="keep one of them")
     if epochs is not None:
         return f"{epochs}ep"
     return until if steps is None else f"{steps}steps"
 
 
 def _overrides(
-    settings: Mapping[str, object], by_path: Mapping[str, object], objects: GivenObjects
+    settings: Mapping[str, object], by_path: Mapping[str, object], objects: ObjectArguments
 ) -> list[tuple[str, object]]:
-    """Returns paths with their values, a section before the keys inside it.
+    """Return recipe paths with their values. A section precedes the keys inside it.
 
-    Raises UsageError where ``settings`` repeats an argument of ``fit`` or describes an object that it was given.
+    Raises UsageError if ``settings`` repeats an argument of ``fit`` or describes an object that was passed.
     """
     if not isinstance(settings, Mapping):
         raise UsageError(
-            f"settings is a {type(settings).__name__}", remedy="give a mapping: settings={'optimizer.clip.at': 0.5}"
+            f"settings is a {type(settings).__name__}", remedy="pass a mapping: settings={'optimizer.clip.at': 0.5}"
         )
     overrides = sorted(_flattened(settings), key=lambda override: str(override[0]).count("."))
     for path, _ in overrides:
@@ -424,24 +433,24 @@ def _overrides(
     return [*overrides, *by_path.items()]
 
 
-def _require_new(path: str, by_path: Mapping[str, object], objects: GivenObjects) -> None:
-    """Raises UsageError where a path of ``settings`` says what another argument of ``fit`` says already."""
+def _require_new(path: str, by_path: Mapping[str, object], objects: ObjectArguments) -> None:
+    """Raise UsageError if a path of ``settings`` is already set by another argument of ``fit``."""
     keys = tuple(path.split("."))
     for set_already in by_path:
         if keys[: len(section := tuple(set_already.split(".")))] == section:
             argument = next(name for name, known in SHORT_NAMES.items() if known == set_already)
-            raise UsageError(f"{set_already} is given twice: as {argument}= and in settings", remedy="keep one of them")
-    if handed := objects.refuses(keys):
+            raise UsageError(f"{set_already} is set twice: as {argument}= and in settings", remedy="keep one of them")
+    if argument := objects.conflicting_argument(keys):
         raise UsageError(
-            f"settings has {path}, but fit was handed the {handed} itself",
-            remedy=f"leave {path} out and make the object that you hand over with what it needs",
+            f"settings has {path}, but the {argument} was passed to fit as an object",
+            remedy=f"leave {path} out and build the object with that setting",
         )
 
 
 def _flattened(settings: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yields nested mappings as dotted paths. ``args``, and tables of patterns, are values of their own.
+    """Yield nested mappings as dotted paths. ``args`` and tables of patterns are values and are not flattened.
 
-    An empty mapping within a section, as in ``{"model.swa": {}}``, turns its part on.
+    An empty mapping within a section, as in ``{"model.swa": {}}``, enables that feature.
     """
     values = ("args", "plan", "stages")
     for path, value in settings.items():
@@ -455,9 +464,9 @@ def _flattened(settings: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 def _recipe_of(
     model: nn.Module, data: Unwrapped, val: Mapping[str, Unwrapped], loss: str | Callable[..., object], batch_key: str
 ) -> dict[str, object]:
-    """Returns a recipe that names the given objects. Such a run can be resumed from Python only.
+    """Return a recipe that names the passed objects.
 
-    ``batch_key`` is what the batch of a DataLoader says: the ``size`` of a step, or ``micro``.
+    ``batch_key`` is the key that the batch size of a DataLoader sets: ``size`` of a step, or ``micro``.
     """
     from_loader = {
         "shuffle": data.shuffle,

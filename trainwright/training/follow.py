@@ -1,4 +1,4 @@
-"""A rank that only follows: it trains its share as the first rank has decided, and writes nothing."""
+"""Trains on a rank other than the first. It follows the decisions of the first rank and writes nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Start:
-    """What a run is asked for, and who takes part. ``serve``: the first rank shows it in a browser."""
+    """The request for a run and the ranks that take part.
+
+    Attributes:
+        loaded: The recipe.
+        parts: Live objects instead of those that the recipe names.
+        resume: The run folder to resume from.
+        accept: Recipe paths of accepted differences to the earlier part of the run.
+        launch: How this process was started.
+        world: All ranks.
+        serve: True if the first rank shows the run in a browser.
+    """
 
     loaded: Loaded
     parts: Parts | None
@@ -45,17 +55,17 @@ class Start:
 
 
 class ResumedFrom(NamedTuple):
-    """What the first rank resumes; ``folder`` None: nothing."""
+    """The run folder and checkpoint that the first rank resumes; ``folder`` is None for a new run."""
 
     folder: RunFolder | None
     checkpoint: Path | None = None
 
 
-NOTHING = ResumedFrom(None)
+NO_RESUME = ResumedFrom(None)
 
 
 class Followed(NamedTuple):
-    """A run that a rank has followed to its end."""
+    """A run that ended on a rank other than the first."""
 
     job: Job
     folder: RunFolder
@@ -63,8 +73,10 @@ class Followed(NamedTuple):
     evaluation: PeriodicEvaluation | None
 
 
-def begun_by(start: Start) -> RunFolder | None:
-    """The run that this launch was training before torchrun started the ranks again, or the scheduler the job."""
+def unfinished_run(start: Start) -> RunFolder | None:
+    """Return the run that this launch began before torchrun or the scheduler restarted the ranks; None if there is
+    none.
+    """
     if not start.launch.job:
         return None
     recipe = start.loaded.recipe
@@ -72,13 +84,13 @@ def begun_by(start: Start) -> RunFolder | None:
 
 
 def follow(start: Start, signals: Signals) -> Followed:
-    """Takes part from the first decision to the last step."""
+    """Take part in a run from its preparation to its last step."""
     world = start.world
     with nothing_to_save(signals):
-        found = heard(world, ResumedFrom)
+        found = receive_agreed(world, ResumedFrom)
         earlier = follow_earlier(found.folder, found.checkpoint, start.accept) if found.folder else None
         job = prepare(start.loaded, start.parts, earlier=earlier, world=world, launch=start.launch)
-    folder = heard(world, RunFolder)
+    folder = receive_agreed(world, RunFolder)
     evaluation = periodic_evaluation(job)
     gives_parts = job.divides_weights or job.state.saves_together
     saving = SavingTogether(world, stages=job.mesh.stages_of_first) if gives_parts else NEVER
@@ -101,12 +113,12 @@ def follow(start: Start, signals: Signals) -> Followed:
             world=world,
             complete=lambda state: measure_norms(job),
         )
-    world.least(0)  # the first rank is done with saving: torchrun ends it when another one leaves
+    world.least(0)  # wait until the first rank has saved: torchrun ends all ranks when one exits
     return Followed(job, folder, outcome, evaluation)
 
 
-def heard(world: World, kind: type[T]) -> T:
-    """What another rank says."""
+def receive_agreed(world: World, kind: type[T]) -> T:
+    """Return the object that the first rank sends."""
     mine: T | None = None
     agreed = world.agree(mine)
     assert isinstance(agreed, kind)
@@ -115,7 +127,7 @@ def heard(world: World, kind: type[T]) -> T:
 
 @contextmanager
 def nothing_to_save(signals: Signals) -> Iterator[None]:
-    """A signal ends what is done inside at once. Raises StoppedError, or KeyboardInterrupt for SIGINT."""
+    """Let a signal end the block at once. Raises StoppedError, or KeyboardInterrupt for SIGINT."""
     try:
         with signals.at_once("ending now, before the first step"):
             yield

@@ -27,21 +27,24 @@ if TYPE_CHECKING:
 
 
 def run_header(job: Job, first: StepBatch, earlier: Earlier | None) -> RunHeader:
-    """Return the header of a planned job, whose ``first`` batch is known."""
+    """Return the header of a planned job. ``first`` is the first batch of a step."""
     before = origins_in(earlier.run_metadata["plan"]) if earlier and not job.live else None
     return RunHeader(tuple(_Header(job, first, _Origins(job.loaded, before)).settings()))
 
 
 @dataclass(frozen=True)
 class _Origins:
-    """Who decided what. A run that is resumed from its folder has a recipe that states everything: ``before`` says
-    what was asked when it began, and an override of now counts as asked."""
+    """Finds who decided each setting.
+
+    The recipe in the folder of a resumed run states every setting. ``before`` therefore has the origins from the
+    beginning of the run; only an override in the current call counts as asked.
+    """
 
     loaded: Loaded
     before: Mapping[str, Origin] | None
 
     def of(self, name: str, *paths: str) -> Origin:
-        """The origin of the setting ``name``, which any of these paths, or one below, would decide."""
+        """Return the origin of the setting ``name``, which any of these recipe paths, or a key below them, decides."""
         if any(_covers(path, each) for each in self.loaded.by_plan for path in paths):
             return "planned"
         stated = self.loaded.stated if self.before is None else self.loaded.overridden
@@ -65,7 +68,7 @@ class _Header:
     origins: _Origins
 
     def settings(self) -> Iterator[Setting]:
-        yield self._setting("optimizer", self._optimizer(), *OF_OPTIMIZER)
+        yield self._setting("optimizer", self._optimizer(), *OPTIMIZER_KEYS)
         yield self._learning_rate()
         yield self._schedule()
         yield self._clip()
@@ -88,7 +91,9 @@ class _Header:
         ask = self.job.recipe.optimizer
         args = ask.args if self.job.parts.optimizer is None else {}
         described = " + ".join(_described(part) for part in parts_of(self.job.state.optimizer))
-        return ", ".join([described, *(f"{name} {value}" for name, value in args.items() if name not in _SHOWN)])
+        return ", ".join(
+            [described, *(f"{name} {value}" for name, value in args.items() if name not in _MOMENTUM_KEYS)]
+        )
 
     def _learning_rate(self) -> Setting:
         groups = self.job.state.optimizer.param_groups
@@ -123,10 +128,10 @@ class _Header:
     def _clip(self) -> Setting:
         ask = self.job.recipe.optimizer.clip
         if self.job.parts.advance is not None:
-            return Setting("clip", "as the step function clips", "asked")
+            return Setting("clip", "done by the custom step", "asked")
         shown = ask.by if ask.by in ("none", "zclip") else f"{ask.by} at {ask.at:g}"
-        own = [f"{name} {value:g}" for name in ("z", "ratio", "decay", "warmup") if (value := getattr(ask, name))]
-        return self._setting("clip", ", ".join([shown, *own]), "optimizer.clip")
+        options = [f"{name} {value:g}" for name in ("z", "ratio", "decay", "warmup") if (value := getattr(ask, name))]
+        return self._setting("clip", ", ".join([shown, *options]), "optimizer.clip")
 
     def _precision(self) -> Setting:
         ask, job = self.job.recipe.precision, self.job
@@ -179,7 +184,7 @@ class _Header:
             yield Setting("threads", str(self.job.plan.threads), "planned", why)
 
     def _chosen_kernels(self) -> Iterator[Setting]:
-        """What computes the same but for rounding, and was chosen by the plan."""
+        """Yield kernels that the plan selected. They compute the same result up to rounding."""
         job, ask = self.job, self.job.recipe.optimizer
         groups = job.state.optimizer.param_groups
         is_free = ask.use in OPTIMIZERS and not {"fused", "foreach"} & ask.args.keys()
@@ -190,7 +195,7 @@ class _Header:
             yield Setting("loss", "computed in chunks", "planned", why)
 
     def _chunked_logits(self) -> int | None:
-        """The bytes of the logits where the plan has the loss computed in chunks."""
+        """Return the bytes of the full logits if the plan computes the loss in chunks, else None."""
         most = self.job.plan.settled.get("max_logits_bytes")
         model = self.job.parts.model
         head = (head_of(model) or hf_head_of(model)) if isinstance(most, int) else None
@@ -200,7 +205,7 @@ class _Header:
         return size if isinstance(most, int) and size > most else None
 
     def _recomputed(self) -> str:
-        """The policy of activation checkpointing, or the number of blocks that the plan has chosen."""
+        """Return the policy of activation checkpointing, or the number of blocks that the plan selected."""
         blocks = self.job.plan.settled.get("recompute")
         if not isinstance(blocks, list):
             return self.job.recipe.model.activation_checkpointing
@@ -208,7 +213,7 @@ class _Header:
         return f"{count} of {len(blocks)} blocks" if count else "none"
 
     def _further(self) -> Iterator[Setting]:
-        """What is off unless it was asked for."""
+        """Yield settings that are off by default."""
         recipe, plan = self.job.recipe, self.job.plan
         model = recipe.model
         if model.compile:
@@ -228,7 +233,7 @@ class _Header:
             yield self._setting("average", shown, "model.swa")
         if with_modes(self.job.state.optimizer):
             shown = f"of the weights, by {names_with_modes(self.job.state.optimizer)}: evaluated, saved and exported"
-            yield self._setting("average", shown, *OF_OPTIMIZER)
+            yield self._setting("average", shown, *OPTIMIZER_KEYS)
         if recipe.spikes.policy not in ("warn", "off"):
             yield self._setting("spikes", recipe.spikes.policy, "spikes")
         if recipe.deterministic:
@@ -237,12 +242,12 @@ class _Header:
             yield self._setting("ranks", str(plan.degrees), "parallel")
 
 
-OF_OPTIMIZER = ("optimizer.use", "optimizer.args", "optimizer.weight_decay", "optimizer.decay_norms_and_biases")
-_SHOWN = ("momentum", "nesterov")
+OPTIMIZER_KEYS = ("optimizer.use", "optimizer.args", "optimizer.weight_decay", "optimizer.decay_norms_and_biases")
+_MOMENTUM_KEYS = ("momentum", "nesterov")
 
 
 def _described(optimizer: Optimizer) -> str:
-    """Class, momentum and weight decay of an optimizer, as its groups have them."""
+    """Return class, momentum and weight decay of an optimizer, from its groups."""
     parts, groups = [type(optimizer).__name__], optimizer.param_groups
     if momentum := {float(group["momentum"]) for group in groups if group.get("momentum")}:
         nesterov = "Nesterov momentum" if any(group.get("nesterov") for group in groups) else "momentum"

@@ -1,4 +1,4 @@
-"""A run before its first step, and the function that trains a step. prepare.py makes it, run.py trains it."""
+"""A run before its first step, and its step function. prepare.py makes the job and run.py trains it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from trainwright.plan.run_time import LAST_EVALUATION, EvaluationCost, training_
 from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.catalog import SPIKE_POLICIES
 from trainwright.recipe.resolve import find
+from trainwright.training.custom_objects import Live
 from trainwright.training.layout import rank_layout
-from trainwright.training.own_objects import Live
 from trainwright.watching.budget import predicted_end_s
 
 ENDING_S = 0.5
-"""About the time that the last save and the end of the process take."""
+"""Estimated seconds for the last save and the end of the process."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What this rank computes on. ``memory`` is the device as it was before the model was made."""
+    """The hardware of this rank. ``memory`` was measured before the model was built."""
 
     machine: Machine
     device: torch.device
@@ -46,13 +46,13 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What was measured before the first step.
+class Measurements:
+    """Measurements from before the first step.
 
     Attributes:
-        reading: How long a step waits for its data.
-        evaluation_cost: Time of an evaluation, and its batches.
-        peak_samples_s: Samples a second of all ranks together at the peak rate of their devices.
+        reading: The time that a step waits for its data.
+        evaluation_cost: Time of an evaluation, and its number of batches.
+        peak_samples_s: Samples per second of all ranks together at the peak rate of their devices.
     """
 
     reading: ReadingPace = field(default_factory=ReadingPace)
@@ -62,9 +62,21 @@ class Measured:
 
 @dataclass(frozen=True)
 class Job:
-    """All that a run needs, live and planned; nothing of it has been trained.
+    """Everything that a run needs, planned and built, before the first step.
 
-    ``accepted`` are the differences to an earlier part of the run that the user accepts.
+    Attributes:
+        loaded: The recipe.
+        parts: Model, data sets and loss.
+        plan: The plan.
+        built: State, schedule, observers, metrics and gradient clipping.
+        hardware: The machine and the device of this rank.
+        batches: The stream of training batches.
+        provenance: Code, packages, machine, data and seeds of this process.
+        matmul: Process-wide precision of matrix multiplications.
+        accepted: Recipe paths of differences to the earlier part of the run that the user accepted.
+        mesh: The ranks by axis of parallelism.
+        stages: The stages of a pipeline; None without one.
+        measured: Measurements of the dry run.
     """
 
     loaded: Loaded
@@ -78,7 +90,7 @@ class Job:
     accepted: list[str] = field(default_factory=list)
     mesh: RankMesh = ONE
     stages: PipelineStages | None = None
-    measured: Measured = field(default_factory=Measured)
+    measured: Measurements = field(default_factory=Measurements)
 
     @property
     def device(self) -> torch.device:
@@ -99,33 +111,33 @@ class Job:
 
     @property
     def divides_weights(self) -> bool:
-        """Whether a rank computes with a part of the weights or sequences: all must take part in whatever does so."""
+        """True if a rank has only a part of the weights or sequences, so that all ranks must join each computation."""
         degrees = self.plan.degrees
         return degrees.ranks > degrees.replicate
 
     def staged(self, rows: int) -> StagedPasses | None:
-        """The passes through the stages of a pipeline, with at most so many samples each."""
+        """Return the passes through the stages of a pipeline for at most ``rows`` samples; None without a pipeline."""
         return None if self.stages is None else StagedPasses(self.stages, self.mesh.stages, rows)
 
     @property
     def live(self) -> bool:
-        """Whether its model was handed over in Python, so that no file can build it."""
+        """True if the model was passed in Python, so that no file can build it."""
         return is_live(self.recipe)
 
     @property
     def is_only_in_python(self) -> bool:
-        """Live objects that no recorded function makes: only the script that made them can resume the run."""
+        """True for live objects that no recorded function makes. Only the original script can resume such a run."""
         return self.live and not self.parts.rebuild.get("function")
 
     @property
     def draws_as_a_loop(self) -> bool:
-        """Whether the user's loader draws from the generators of the process, as in a loop over it."""
+        """True if the user's DataLoader draws from the generators of the process, as in a plain loop over it."""
         return draws_as_a_loop(self.parts, self.recipe, self.plan)
 
     @property
     def lr(self) -> float:
         """The base learning rate of the first parameter group."""
-        assert self.plan.lr is not None, "it is known once the optimizer is made"
+        assert self.plan.lr is not None, "set when the optimizer is built"
         return self.plan.lr
 
     @property
@@ -133,24 +145,24 @@ class Job:
         return self.precision_of(self.plan.precision)
 
     def precision_of(self, name: PrecisionName) -> Precision:
-        """Computes in that precision on the device of this rank."""
+        """Return the precision with this name on the device of this rank."""
         return Precision(name, self.device.type, caches=not self.divides_weights)
 
     @property
     def marks(self) -> dict[str, float]:
-        """Reference losses that the training set knows of (uniform, unigram, bigram), else none."""
+        """Reference losses of the training set (uniform, unigram, bigram) by name; empty if it has none."""
         references = getattr(self.parts.train.dataset, "references", None)
         known: dict[str, float] = references() if callable(references) else {}
         return {name: value for name, value in known.items() if not name.endswith("_val")}
 
 
 def until_of(plan: Plan) -> Until:
-    """How much of the run is used."""
+    """Return the function that gives the completed fraction of the run."""
     return for_steps(plan.extent.steps) if plan.extent.steps else for_seconds(plan.extent.seconds or 0.0)
 
 
 def until_of_job(job: Job) -> Until:
-    """As ``until_of``; where the whole run must be over at some time, its seconds are those of the clock."""
+    """Return the completed fraction as ``until_of`` does, or by wall-clock time if the run has a time limit."""
     if job.loaded.within_s is None:
         return until_of(job.plan)
     after_s = job.plan.seconds.get(LAST_EVALUATION, 0.0) + ENDING_S
@@ -160,12 +172,12 @@ def until_of_job(job: Job) -> Until:
 
 
 def is_watched(job: Job) -> bool:
-    """Whether the doctor watches and runs steps again: it cannot do so with a step of several ranks."""
+    """Return True if the doctor watches this run and replays steps. It cannot replay a step of several ranks."""
     return job.recipe.log.doctor and job.world.size == 1
 
 
 def spike_handler(loaded: Loaded) -> SpikeHandler:
-    """What the recipe asks for at a spike of the gradient. To warn is not the step's: the doctor does."""
+    """Return the handler of gradient spikes. For the policy ``warn`` the doctor reports them, not the step."""
     policy = loaded.recipe.spikes.policy
     if policy in ("warn", "off"):
         return NO_SPIKES
@@ -179,7 +191,7 @@ def make_advance(
     keeper: OutputKeeper | None = None,
     probes: Sequence[Probe] = (),
 ) -> StepFn:
-    """The step function of a job; sets the process-wide matmul mode and threads that its plan asks for."""
+    """Return the step function of a job. Also sets the process-wide matmul precision and number of threads."""
     job.matmul.set()
     torch.set_num_threads(job.plan.threads)
     if job.parts.advance is not None:

@@ -1,4 +1,4 @@
-"""Whether a run has statistics by layer, and what makes them."""
+"""Makes the observers that record statistics by layer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from trainwright.runs.records import Layers, OutputGrads
 from trainwright.training.job import Job
 
 
-class OwnStepLayers(LayerObserver):
-    """The same of a step of the user's own, which calls the optimizers itself, in any order.
+class CustomStepLayers(LayerObserver):
+    """Records statistics by layer for a custom step, which calls the optimizers itself in any order.
 
-    What an optimizer updates that computes gradients itself (LBFGS) is not measured: it has none before its update.
+    Parameters of an optimizer that computes gradients in ``step(closure)``, such as LBFGS, are not measured: they have
+    no gradients before the update.
     """
 
     def __init__(self, log: LayerLog[Layers], state: TrainState) -> None:
@@ -41,14 +42,17 @@ class OwnStepLayers(LayerObserver):
 
 
 def layer_observers(job: Job, logbook: Logbook | None = None) -> Iterator[LayerObserver]:
-    """What records statistics by layer, and gradients of outputs by module. ``logbook``: of the rank that writes."""
-    yield from _of_layers(job, logbook)
+    """Yield the observers of statistics by layer and of output gradients by module.
+
+    ``logbook`` is None on a rank that writes nothing.
+    """
+    yield from _layer_observers(job, logbook)
     modules = retained_modules(job.state.model, job.recipe.log.retain_grad)
     if modules and logbook is not None:
-        yield _of_outputs(OutputGradStats(modules), logbook)
+        yield _output_grad_observer(OutputGradStats(modules), logbook)
 
 
-def _of_outputs(stats: OutputGradStats, logbook: Logbook) -> OutputGradObserver:
+def _output_grad_observer(stats: OutputGradStats, logbook: Logbook) -> OutputGradObserver:
     def write(record: OutputGrads) -> None:
         logbook.journal.write(record)
         values = {f"output_grad_norm/{path}": each for path, each in zip(stats.paths, record.norm) if each == each}
@@ -58,18 +62,18 @@ def _of_outputs(stats: OutputGradStats, logbook: Logbook) -> OutputGradObserver:
     return OutputGradObserver(LayerLog(stats, write, OutputGrads), stats)
 
 
-def _of_layers(job: Job, logbook: Logbook | None) -> Iterator[LayerObserver]:
-    """One, or none: of the stages of a pipeline each has other layers. ``logbook``: of the rank that writes.
+def _layer_observers(job: Job, logbook: Logbook | None) -> Iterator[LayerObserver]:
+    """Yield the observer of statistics by layer, or nothing for a pipeline, whose stages have different layers.
 
-    Of ranks with whole copies the first one measures: gradients and updates are those of all, activations its own.
-    Where ranks divide the weights all of them measure their parts, in the same steps. A compiled model is not hooked:
-    it would be compiled again.
+    If ranks have full copies, only the first rank measures. Its gradients and updates are those of all ranks, its
+    activations those of its own samples. If ranks divide the weights, all of them measure their parts in the same
+    steps. A compiled model is not hooked, because that would compile it again.
     """
     in_parts = job.divides_weights
     if not job.recipe.log.layers or job.plan.degrees.pipeline > 1 or (logbook is None and not in_parts):
         return
     activations = logbook is not None and not job.recipe.model.compile
-    stats = LayerStats(job.state.model, activations=activations, put_together=_summed if in_parts else None)
+    stats = LayerStats(job.state.model, activations=activations, combine_shards=_summed if in_parts else None)
 
     def write(record: Layers) -> None:
         if logbook is not None:
@@ -79,17 +83,17 @@ def _of_layers(job: Job, logbook: Logbook | None) -> Iterator[LayerObserver]:
 
     if stats.layers:
         log = LayerLog(stats, write, Layers, in_step=in_parts)
-        yield LayerObserver(log) if job.parts.advance is None else OwnStepLayers(log, job.state)
+        yield LayerObserver(log) if job.parts.advance is None else CustomStepLayers(log, job.state)
 
 
 def _summed(squares: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Adds up what the ranks have of each parameter, in place: one exchange for each way in which they are divided."""
-    ways: dict[object, list[int]] = {}
+    """Add up the squares of all shards of each parameter, in place. Needs one exchange per distinct sharding."""
+    shardings: dict[object, list[int]] = {}
     for index, parameter in enumerate(parameters):
         if is_divided(parameter):
-            ways.setdefault((parameter.device_mesh, parameter.placements), []).append(index)
-    for indices in ways.values():
-        if len(indices) == len(parameters):  # to take some of the columns costs a host sync
+            shardings.setdefault((parameter.device_mesh, parameter.placements), []).append(index)
+    for indices in shardings.values():
+        if len(indices) == len(parameters):  # indexing columns costs a host sync
             summed_over_parts(squares, parameters[0])
         else:
             squares[:, indices] = summed_over_parts(squares[:, indices], parameters[indices[0]])

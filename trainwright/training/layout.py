@@ -1,4 +1,4 @@
-"""The layout of a run over its ranks: whether its model can be cut so, and the cut itself."""
+"""Lays a run out over its ranks: checks that the model can be divided, and divides it."""
 
 from __future__ import annotations
 
@@ -35,31 +35,35 @@ from trainwright.plan.splits import require_fitting
 from trainwright.recipe import Loaded
 from trainwright.recipe.parallel import Parallel
 from trainwright.recipe.resolve import LIVE
-from trainwright.training.own_step import require_own_step_fits
-from trainwright.training.tried_split import divide_and_try
+from trainwright.training.custom_step import require_custom_step_fits
+from trainwright.training.split_check import divide_and_try
 
 POWERSGD = "powersgd"
-NOT_TRIED = Note("dry run", "none", "the stages of a pipeline are not tried beforehand: no times, no first loss")
+PIPELINE_WITHOUT_DRY_RUN = Note(
+    "dry run", "none", "the stages of a pipeline are not tried beforehand: no times, no first loss"
+)
 
 
 def require_layout(loaded: Loaded, parts: Parts | None, ranks: int) -> None:
-    """Raises RecipeError where the model cannot be laid out over so many ranks as the recipe says.
+    """Raise RecipeError if the model cannot be laid out over ``ranks`` as the recipe requests.
 
-    Needs no other rank: a model that no one has handed over is built without memory. One that cannot be built so is
-    looked at once it is there.
+    Needs no communication. The model of a recipe is built on the meta device; if that fails, it is checked after it is
+    built.
     """
     if parts is not None and parts.advance is not None:
-        require_own_step_fits(loaded, ranks)
+        require_custom_step_fits(loaded, ranks)
     with at_recipe(loaded, "parallel"):
         degrees = solve_layout(loaded.recipe, ranks)
-    if degrees.ranks == degrees.data or loaded.recipe.parallel.open_axes:  # the plan chooses of what fits the model
+    if (
+        degrees.ranks == degrees.data or loaded.recipe.parallel.open_axes
+    ):  # the plan chooses a layout that fits the model
         return
-    if (model := parts.model if parts else _drawn(loaded)) is not None:
+    if (model := parts.model if parts else _model_on_meta(loaded)) is not None:
         _require_shape(model, loaded, degrees)
 
 
 def _require_shape(model: nn.Module, loaded: Loaded, degrees: Degrees) -> SplitPlan:
-    """Returns how the layers are divided. Raises RecipeError where the model cannot be laid out so."""
+    """Return how the layers are divided. Raises RecipeError if the model does not fit the layout."""
     with at_recipe(loaded, "parallel"):
         plan = split_plan(model, loaded.recipe.parallel.plan) if degrees.tensor > 1 else {}
         table = stage_plan(model, loaded.recipe.parallel.stages) if degrees.pipeline > 1 else None
@@ -68,7 +72,7 @@ def _require_shape(model: nn.Module, loaded: Loaded, degrees: Degrees) -> SplitP
 
 
 class LaidOut(NamedTuple):
-    """What a rank computes with: its part of the model, the stages of a pipeline, if any, and notes for the plan."""
+    """The part of the model on this rank, the stages of a pipeline (if any), and notes for the plan."""
 
     parts: Parts
     stages: PipelineStages | None = None
@@ -76,26 +80,26 @@ class LaidOut(NamedTuple):
 
 
 def lay_out(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.device) -> LaidOut:
-    """Divides the model among the ranks, in place; all of them have the same weights before.
+    """Divide the model among the ranks, in place. All ranks must have the same weights before.
 
-    The layers first, then the stages, and what is left of the weights last.
+    Layers are divided first (tensor parallelism), then stages, and finally the remaining weights are sharded.
     """
-    noted = tuple(_exchanged(parts.model, parts.loss, loaded.recipe.parallel, mesh))
+    exchange_notes = tuple(_exchange_notes(parts.model, parts.loss, loaded.recipe.parallel, mesh))
     if mesh.degrees.ranks == mesh.degrees.replicate:
-        return LaidOut(parts, notes=noted)
+        return LaidOut(parts, notes=exchange_notes)
     if mesh.degrees.pipeline > 1:
         _require_no_weights(parts.loss)
     stages = _divide_layers(parts, loaded, mesh, device)
     parts = replace(parts, loss=_loss_of_part(parts.loss, parts.model, mesh))
     notes = _shard(parts.model, loaded, mesh) if mesh.degrees.shard > 1 else ()
-    return LaidOut(parts, stages, (*noted, *notes))
+    return LaidOut(parts, stages, (*exchange_notes, *notes))
 
 
-def _exchanged(model: nn.Module, loss: object, ask: Parallel, mesh: RankMesh) -> Iterator[Note]:
-    """Of which BatchNorms the ranks exchange statistics, and what they send of their gradients."""
+def _exchange_notes(model: nn.Module, loss: object, ask: Parallel, mesh: RankMesh) -> Iterator[Note]:
+    """Yield notes on gradient compression and synchronized BatchNorms."""
     if ask.compress != "none" and mesh.sums.size > 1:
         from_step = f"; {ask.compress_rank} columns, from step {ask.compress_after + 1:,} on"
-        why = "what ranks send of their gradients" + (from_step if ask.compress == "powersgd" else "")
+        why = "format of exchanged gradients" + (from_step if ask.compress == "powersgd" else "")
         yield Note("compress", ask.compress, why)
     if ask.sync_batchnorm and mesh.sums.size > 1:
         number = len(SyncedNorms.of((model, loss), mesh.sums).norms)
@@ -107,7 +111,7 @@ def _divide_layers(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.d
     ask, degrees, model = loaded.recipe.parallel, mesh.degrees, parts.model
     if degrees.ranks == degrees.data:
         return None
-    from trainwright.assembly.pipeline import Stages, stage_blocks  # torch loads much for these
+    from trainwright.assembly.pipeline import Stages, stage_blocks  # slow to import
     from trainwright.distributed.tensor_parallel import apply_tensor_parallelism
 
     plan = _require_shape(model, loaded, degrees)
@@ -131,22 +135,24 @@ def _divide_layers(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.d
 
 
 def _sample(parts: Parts) -> object:
-    """One with which a cut is tried."""
+    """Return one sample for checking a division of the model."""
     dataset = parts.train.dataset
     if isinstance(dataset, ReadyBatches):
         return dataset.first_row()
     sample = next(first_samples(dataset, 1) if hasattr(dataset, "__getitem__") else iter(dataset), None)
     if sample is None:
-        raise UsageError("parallel: there is no sample to try the layout with", remedy="open one: dataset[0]")
+        raise UsageError(
+            "parallel: the data set is empty, and one sample is needed to check the layout", remedy="check dataset[0]"
+        )
     return sample
 
 
 def _require_no_weights(loss: object) -> None:
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         raise UsageError(
-            f"parallel.pipeline: the loss is a {type(loss).__name__} with weights of its own, and only the last stage "
-            "computes it, so the others would never train theirs",
-            remedy="make them weights of the model's last layers, or leave parallel.pipeline out",
+            f"parallel.pipeline: the loss is a {type(loss).__name__} with weights, and only the last stage computes "
+            "it, so the other stages would never train their copies",
+            remedy="move these weights into the last layers of the model, or leave parallel.pipeline out",
         )
 
 
@@ -154,8 +160,8 @@ def _require_no_statistics(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "track_running_stats", False):
             raise UsageError(
-                f"parallel.pipeline: {name} is a {type(module).__name__}, and torch finds the shapes between stages by "
-                "a pass over memory without values, which its running statistics would take in",
+                f"parallel.pipeline: {name} is a {type(module).__name__}. torch infers the shapes between stages by a "
+                "pass over uninitialized memory, which its running statistics would record",
                 remedy="use GroupNorm or LayerNorm, or leave parallel.pipeline out",
             )
 
@@ -166,8 +172,8 @@ def _shard(model: nn.Module, loaded: Loaded, mesh: RankMesh) -> tuple[Note, ...]
     degrees, zero = mesh.degrees, loaded.recipe.parallel.zero
     if degrees.pipeline > 1 and (single := [name for name, each in model.named_parameters() if each.dim() == 0]):
         raise UsageError(
-            f"{single[0]} has no dimension, so it cannot be divided, and stages do not sum what is not",
-            remedy="make it a weight of one dimension, torch.ones(1), or leave parallel.shard or parallel.pipeline out",
+            f"{single[0]} is 0-dimensional, so it cannot be sharded, and stages do not sum unsharded gradients",
+            remedy="make it 1-dimensional, torch.ones(1), or leave parallel.shard or parallel.pipeline out",
         )
     axes = ("replicate", "shard") if degrees.replicate > 1 else ("shard",)
     with at_recipe(loaded, "parallel.shard"):
@@ -176,9 +182,9 @@ def _shard(model: nn.Module, loaded: Loaded, mesh: RankMesh) -> tuple[Note, ...]
 
 
 def _loss_of_part(loss: Callable[..., Loss | Tensor], model: nn.Module, mesh: RankMesh) -> Callable[..., Loss | Tensor]:
-    """The loss of the part of each sequence that this rank computes; where it computes all, the loss itself.
+    """Return the loss of this rank's part of each sequence, or the loss itself without context parallelism.
 
-    From then on ``model`` computes that part. A batch is (ids_BT, target_BT), whole.
+    ``model`` computes only that part afterwards. Batches are full (ids_BT, target_BT).
     """
     if mesh.degrees.context == 1:
         return loss
@@ -190,14 +196,14 @@ def _loss_of_part(loss: Callable[..., Loss | Tensor], model: nn.Module, mesh: Ra
 
 
 def tensor_share(model: nn.Module, degrees: Degrees) -> float:
-    """The share of the weights that a rank has where layers are divided, before what is sharded of it."""
+    """Return the fraction of the weights on this rank under tensor parallelism, before sharding."""
     parameters = list(model.parameters())
     held = sum(local(parameter).numel() for parameter in parameters) * degrees.shard
     return min(1.0, held / sum(parameter.numel() for parameter in parameters)) if degrees.tensor > 1 else 1.0
 
 
 def keep_compression(state: TrainState, ask: Parallel, world: World) -> None:
-    """Makes what PowerSGD remembers a part of the state of the run."""
+    """Make the error feedback of PowerSGD part of the state of the run."""
     if ask.compress == "powersgd" and isinstance(world, Ranks):
         state.stateful[POWERSGD] = PowerSgd(world, rank=ask.compress_rank, after=ask.compress_after)
 
@@ -212,7 +218,7 @@ def _gradient_sum(state: TrainState, ask: Parallel, world: World) -> GradientSum
 def rank_layout(
     parts: Parts, mesh: RankMesh, ask: Parallel, stages: StagedPasses | None, state: TrainState
 ) -> RankLayout:
-    """How the ranks of the mesh divide each step."""
+    """Return how the ranks of the mesh divide each step."""
     is_synced = ask.sync_batchnorm and mesh.sums.size > 1
     return RankLayout(
         mesh.sums,
@@ -230,9 +236,9 @@ def rank_layout(
 def evaluation_loss(
     loss: Callable[..., Loss | Tensor], mesh: RankMesh, stages: StagedPasses | None
 ) -> Callable[..., Loss | Tensor]:
-    """The loss that an evaluation calls: where the layers lie on several ranks, one that runs them all.
+    """Return the loss for evaluations. It runs all stages of a pipeline.
 
-    Ranks that have parts of the same sequences do not begin again alone with fewer samples.
+    Ranks that share sequences cannot retry an evaluation with fewer samples after an out-of-memory error.
     """
     loss_fn = as_loss_fn(loss)
     if mesh.degrees.context > 1:
@@ -253,18 +259,18 @@ def _together(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Loss | Tensor:
         if not is_out_of_memory(error):
             raise
     raise OutOfMemoryError(
-        "out of memory in the evaluation, and ranks that divide sequences cannot begin again alone",
+        "out of memory in the evaluation, and a rank that shares sequences with others cannot retry alone",
         whole=False,
         remedy="evaluate fewer samples at a time (evaluation.batch), or on devices with more memory",
     )
 
 
-def _drawn(loaded: Loaded) -> nn.Module | None:
-    """The model of a recipe on the meta device; None where its code needs values."""
+def _model_on_meta(loaded: Loaded) -> nn.Module | None:
+    """Return the model of a recipe on the meta device; None if its code needs values."""
     if loaded.recipe.model.use.startswith(f"{LIVE}:"):
         return None
     sized = {"vocab_size", "classes"} & loaded.recipe.model.args.keys()
-    train = None if sized else build_dataset(loaded, "train")  # outside: its tensors have values
+    train = None if sized else build_dataset(loaded, "train")  # not on the meta device: datasets need values
     try:
         with torch.device("meta"):
             return build_model(loaded, train)[0]

@@ -1,4 +1,4 @@
-"""Measures a planned run with its first batch: times, memory, the first loss, and what an evaluation takes."""
+"""Measures a planned run with its first batch: step time, memory, first loss, and the cost of an evaluation."""
 
 from __future__ import annotations
 
@@ -32,28 +32,30 @@ from trainwright.plan.run_time import (
 )
 from trainwright.plan.trace.local_device import known_device
 from trainwright.plan.trace.peak_pace import peak_samples_s
-from trainwright.training.alike import first_of
+from trainwright.training.custom_objects import measured_state, memory_note
+from trainwright.training.custom_step import without_dry_run
 from trainwright.training.first_batch import try_batch
-from trainwright.training.job import Job, Measured, is_watched, until_of
-from trainwright.training.layout import NOT_TRIED, tensor_share
-from trainwright.training.own_objects import measured_state, memory_note
-from trainwright.training.own_step import untried
+from trainwright.training.job import Job, Measurements, is_watched, until_of
+from trainwright.training.layout import PIPELINE_WITHOUT_DRY_RUN, tensor_share
+from trainwright.training.rank_agreement import from_first_rank
 from trainwright.training.reading import time_workers
 from trainwright.watching.budget import predicted_from_start_s
 
-PLAIN_MEAN = "the loss returns a plain mean; tw.Loss(total, weight) counts exactly where padding or targets are ignored"
+PLAIN_MEAN_NOTE = (
+    "the loss returns a plain mean; tw.Loss(total, weight) counts exactly where padding or targets are ignored"
+)
 
 
 class OpenedData(NamedTuple):
-    """The data of a run once their first batch is read.
+    """The training data after their first batch was read.
 
     Attributes:
         first: The first batch to train on.
-        loading: How the data are read.
-        start_s: Seconds until the first batch was there.
+        loading: The settings for reading the data.
+        start_s: Seconds until the first batch was available.
         read_at_once: Batches that were read in this time.
-        reads_in_workers: True where other processes read them.
-        depends_on_training: True where the loader follows the training, so that nothing may be read ahead.
+        reads_in_workers: True if other processes read the batches.
+        looks_at_training: True if the loader depends on the training, so that nothing may be read ahead.
     """
 
     first: StepBatch
@@ -64,32 +66,38 @@ class OpenedData(NamedTuple):
     depends_on_training: bool
 
 
-class Tried(NamedTuple):
-    """The plan after the dry run, and samples a second of all ranks at the peak rate of their devices."""
+class DryRunPlan(NamedTuple):
+    """The plan after the dry run, and samples per second of all ranks at the peak rate of their devices."""
 
     plan: Plan
     peak_samples_s: float | None = None
 
 
 def measure(job: Job, data: OpenedData, facts: RunFacts, kept: ResumedValues, asked: str | None) -> Job:
-    """Returns the job with what a dry run of its first batch measures; its state is as it was.
+    """Return the job with the measurements of a dry run of its first batch. Its state is unchanged.
 
-    All ranks that compute together must call it; of those that do not only the first one measures. ``kept`` is what a
-    resumed run keeps of its earlier plan, ``asked`` the precision that its recipe states.
+    All ranks that compute together must call it. If ranks compute independently, only the first one measures.
+
+    Args:
+        job: The planned job.
+        data: The opened training data.
+        facts: Facts about model, data and machine that the plan was made from.
+        kept: The values that a resumed run keeps from its earlier plan.
+        asked: The precision in the recipe; None if it is not set.
     """
     if job.world.rank > 0 and not job.divides_weights:
         return job
-    tried = _tried(job, facts, data.first, asked)
+    tried = _with_dry_run(job, facts, data.first, asked)
     reading, batches = _reading(job, data, tried.plan)
     timed = _with_times(replace(job, plan=tried.plan), reading, kept)
     if job.state.step:  # the dry run has measured the loss of a model that was trained
         timed = Timed(replace(timed.plan, initial_loss=None), timed.evaluation_cost)
-    measured = Measured(reading, timed.evaluation_cost, tried.peak_samples_s)
+    measured = Measurements(reading, timed.evaluation_cost, tried.peak_samples_s)
     return replace(job, plan=timed.plan, batches=batches, measured=measured)
 
 
 def _reading(job: Job, data: OpenedData, plan: Plan) -> tuple[ReadingPace, Iterator[StepBatch]]:
-    """How long a step waits for its data, and the stream with the batches that were read to find out."""
+    """Return the wait for data per step, and the stream of batches including those read for the measurement."""
     if not data.reads_in_workers:
         return pace_of_first(data), job.batches
     if data.depends_on_training or plan.step_s is None:
@@ -106,17 +114,17 @@ def _reading(job: Job, data: OpenedData, plan: Plan) -> tuple[ReadingPace, Itera
 
 
 def pace_of_first(data: OpenedData) -> ReadingPace:
-    """The pace of reading in this process, from the time that the first batch took."""
+    """Return the pace of reading in this process, from the time of the first batch."""
     read_s = data.start_s / data.read_at_once
     return ReadingPace(wait_s=read_s, read_s=read_s, start_s=data.start_s)
 
 
 def _with_first_batch(job: Job, facts: RunFacts, first: StepBatch, asked: str | None) -> Plan:
-    """Returns the plan with what the first micro-batch showed: loss, time by precision and threads, activations."""
+    """Return the plan with measurements of the first micro-batch: loss, time per precision and threads, memory."""
     one = replace(first, micro=(copy.deepcopy(first.micro[0]),))  # a model may write into its input
     together = job.world if job.divides_weights else SOLO
     seen = try_batch(job.state, one, job.parts.loss, job.precision_of, facts, asked, together)
-    notes = [Note("loss", "weighted by batch size", PLAIN_MEAN)] if seen.mean else []
+    notes = [Note("loss", "weighted by batch size", PLAIN_MEAN_NOTE)] if seen.mean else []
     notes.extend(memory_note(job.recipe, seen.optimizer_bytes))
     degrees, share = job.plan.degrees, tensor_share(job.parts.model, job.plan.degrees)
     average_bytes, buffer_bytes = _average_and_buffers_bytes(job.state)
@@ -146,12 +154,12 @@ def _with_first_batch(job: Job, facts: RunFacts, first: StepBatch, asked: str | 
 
 
 def _left_of_epoch(plan: Plan, state: TrainState, batch_size: int) -> int:
-    """Steps until the next epoch, whose order must not be drawn before the last step of this one is taken."""
+    """Return the steps left in this epoch. The order of the next one must not be drawn before its last step."""
     return (plan.steps_per_epoch or 0) - state.data.position // batch_size
 
 
 def _average_and_buffers_bytes(state: TrainState) -> tuple[int, int]:
-    """Bytes of the averaged weights, and of the buffers with the engine's copies of them, which undo a failed step."""
+    """Return the bytes of averaged weights, and of buffers with the copies that undo a failed step."""
     average = locals_of(state.ema.shadow.values()) if isinstance(state.ema, WeightAverage) else []
     modules = [state.model, *([state.loss] if state.loss is not None else [])]
     sizes = {id(buffer): buffer.nbytes for module in modules for buffer in module.buffers()}.values()
@@ -160,12 +168,12 @@ def _average_and_buffers_bytes(state: TrainState) -> tuple[int, int]:
     )
 
 
-def _tried(job: Job, facts: RunFacts, first: StepBatch, asked: str | None) -> Tried:
-    """Tries the first batch; ``step_s`` of the plan is then the time of a step without its data."""
+def _with_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str | None) -> DryRunPlan:
+    """Do a dry run of the first batch. ``step_s`` of the returned plan is the time of a step without its data."""
     if job.parts.advance is not None:
-        return Tried(untried(job.plan, job.recipe))
+        return DryRunPlan(without_dry_run(job.plan, job.recipe))
     if job.stages is not None:
-        return Tried(_not_tried(job.plan, facts, asked, NOT_TRIED))
+        return DryRunPlan(_without_dry_run(job.plan, facts, asked, PIPELINE_WITHOUT_DRY_RUN))
     together = job.world if job.divides_weights else SOLO
     tried, why = job.plan, ""
     try:
@@ -174,28 +182,28 @@ def _tried(job: Job, facts: RunFacts, first: StepBatch, asked: str | None) -> Tr
         why = f"the dry run would leave a trace: {error}"
     if not together.least(int(not why)):
         none = f"{why or 'another rank makes none'}; no times, no first loss"
-        return Tried(_not_tried(job.plan, facts, asked, Note("dry run", "none", none)))
-    plan = first_of(together, tried)  # the times of ranks that compute together differ
+        return DryRunPlan(_without_dry_run(job.plan, facts, asked, Note("dry run", "none", none)))
+    plan = from_first_rank(together, tried)  # the times of ranks that compute together differ
     if job.divides_weights:
-        return Tried(plan)
+        return DryRunPlan(plan)
     pace = peak_samples_s(job.parts, first.micro[0], known_device(job.device), plan.precision)
-    return Tried(plan, pace and pace * job.world.size)
+    return DryRunPlan(plan, pace and pace * job.world.size)
 
 
-def _not_tried(plan: Plan, facts: RunFacts, asked: str | None, why: Note) -> Plan:
+def _without_dry_run(plan: Plan, facts: RunFacts, asked: str | None, why: Note) -> Plan:
     chosen, note = choose_precision(asked, facts.device, facts.low_precision, {})
     return replace(plan, precision=chosen, notes=(*plan.notes, note, why))
 
 
 class Timed(NamedTuple):
-    """A plan with times, and what an evaluation takes."""
+    """A plan with times, and the cost of an evaluation."""
 
     plan: Plan
     evaluation_cost: EvaluationCost | None = None
 
 
 def _with_times(job: Job, reading: ReadingPace, kept: ResumedValues) -> Timed:
-    """Returns how long the run takes, and how much of the validation set is evaluated in its course."""
+    """Return the plan with the predicted time of the run and the size of its evaluations."""
     plan = job.plan
     if plan.step_s is None:
         return Timed(plan)
@@ -205,13 +213,13 @@ def _with_times(job: Job, reading: ReadingPace, kept: ResumedValues) -> Timed:
     evaluated = _with_evaluations(paced, job, cost, kept)
     seconds = {
         **predicted_seconds(evaluated, cost, used=until_of(evaluated)(job.state)),
-        **_of_examinations(evaluated, job),
+        **_examination_seconds(evaluated, job),
     }
     return Timed(replace(evaluated, seconds=seconds), cost)
 
 
 def _with_evaluations(plan: Plan, job: Job, cost: EvaluationCost | None, kept: ResumedValues) -> Plan:
-    """Returns the plan with the number of batches that each evaluation of the run's course can afford."""
+    """Return the plan with the affordable number of batches for each evaluation during training."""
     if cost is None or job.recipe.evaluation.batches is not None or kept.evaluate_batches is not None:
         return plan
     within_s = job.loaded.within_s
@@ -237,7 +245,7 @@ def _evaluation_cost(plan: Plan, job: Job) -> EvaluationCost | None:
     return EvaluationCost(batch_s * (len(sets) + isinstance(job.state.ema, WeightAverage)), batches.count)
 
 
-def _of_examinations(plan: Plan, job: Job) -> dict[str, float]:
+def _examination_seconds(plan: Plan, job: Job) -> dict[str, float]:
     training_s = training_time_s(plan)
     if not is_watched(job) or not training_s or job.recipe.log.examine == "all":
         return {}

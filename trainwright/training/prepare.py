@@ -1,14 +1,14 @@
-"""Prepares a run: from a recipe to live objects that were tried with one batch. Nothing is trained here.
+"""Prepares a run: from a recipe to live objects and a dry run of one batch. Nothing is trained here.
 
 ``prepare`` goes through these stages. Each is a function of values that returns a new one:
 
-    find_hardware    what this rank computes on
-    decide           the recipe with each setting decided that it leaves to the plan
+    find_hardware    the machine and the device of this rank
+    decide           the recipe with all open settings decided
     make_parts       model, data sets and loss
     plan_run         the plan, by arithmetic
-    divide           the part of the model that this rank computes with
-    make_state       optimizer, schedule and state; in a resumed run as the earlier part left them
-    try_out          the stream of batches, and the plan with what a dry run of the first one measures (measure.py)
+    divide           the part of the model on this rank
+    make_state       optimizer, schedule and state; in a resumed run loaded from the checkpoint
+    try_out          the stream of batches, and the plan with measurements of a dry run (measure.py)
 """
 
 from __future__ import annotations
@@ -45,32 +45,32 @@ from trainwright.plan.trace.local_device import local_device, nominal_cpu
 from trainwright.plan.trace.resolve import Resolved, has_open_settings, is_for, read_resolved, resolve
 from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.resolve import parameters_of
-from trainwright.training.alike import begin_alike, first_of, require_same_data
+from trainwright.training.custom_objects import Live, build_live
 from trainwright.training.header import run_header
-from trainwright.training.job import Hardware, Job, Measured, until_of
+from trainwright.training.job import Hardware, Job, Measurements, until_of
 from trainwright.training.layout import keep_compression, lay_out
 from trainwright.training.measure import OpenedData, measure, pace_of_first
-from trainwright.training.own_objects import Live, build_live
-from trainwright.training.problems import all_at_once
-from trainwright.training.resume import Earlier, doubled
+from trainwright.training.problems import all_problems_reported
+from trainwright.training.rank_agreement import copy_first_weights, from_first_rank, require_same_data
+from trainwright.training.resume import Earlier, doubled_length
 from trainwright.training.run_metadata import describe_origin, notes_of_data
 
-SPACIOUS = 16
-"""Multiple of the planned memory. A limit that leaves more than this is not reached by a fragmented heap."""
+MIN_MEMORY_HEADROOM_RATIO = 16
+"""Memory limit / planned memory above which a fragmented heap does not reach the limit."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a run is made of, as its caller gives it.
+class Request:
+    """The request for a run, as its caller passes it.
 
     Attributes:
-        parts: Live objects instead of what the recipe names.
-        earlier: The part of the run that came before, in a run that is resumed.
+        parts: Live objects instead of those that the recipe names.
+        earlier: The earlier part of a resumed run.
         world: All ranks.
         launch: How this process was started.
-        say: Is told what the data have to say, also later on.
+        say: Receives messages about the data, also later during training.
     """
 
     parts: Parts | None
@@ -82,7 +82,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan by arithmetic, and what it follows from: facts, and what a resumed run keeps of its earlier plan."""
+    """A plan made by arithmetic, and its inputs: facts, and values that a resumed run keeps from its earlier plan."""
 
     plan: Plan
     facts: RunFacts
@@ -91,7 +91,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Divided:
-    """What this rank computes with. ``loss_module`` is the loss where it is a module, as the user gave it."""
+    """The part of the model on this rank. ``loss_module`` is the original loss if it is a module."""
 
     parts: Parts
     plan: Plan
@@ -101,13 +101,13 @@ class Divided:
 
 
 @dataclass(frozen=True)
-class Made:
-    """The live objects of a run. ``asked_precision`` is that of the recipe, or of the earlier part of the run."""
+class MadeRun:
+    """The live objects of a run. ``requested_precision`` is from the recipe, or from the earlier part of the run."""
 
     live: Live
     parts: Parts
     provenance: dict[str, Any]
-    asked_precision: str | None
+    requested_precision: str | None
     accepted: list[str]
 
 
@@ -120,112 +120,117 @@ def prepare(
     launch: Launch = ALONE,
     say: Say = lambda line: None,
 ) -> Job:
-    """Builds and plans a run and does a dry run; nothing is trained and the random generators stay as they are.
+    """Build and plan a run and do a dry run. Nothing is trained, and the random generators are unchanged.
 
-    Of several ranks the first one decides. The batch of the dry run is the first that will be trained on: a stream is
-    read only once. What an ``earlier`` part of the run measured and chose stays, or the bits would change.
+    With several ranks, the first one decides. The batch of the dry run is the first one to be trained on, because a
+    stream is read only once. Measurements and choices of an ``earlier`` part of the run are kept, because other ones
+    would change the last bits of the results.
 
     Args:
         loaded: The recipe.
-        parts: Live objects instead of what the recipe names.
-        earlier: The earlier part of a run that is resumed.
+        parts: Live objects instead of those that the recipe names.
+        earlier: The earlier part of a resumed run.
         world: All ranks.
         launch: How this process was started.
-        say: Is told what the data have to say, also later on.
+        say: Receives messages about the data, also later during training.
 
     Raises:
         RecipeError: With all problems of the recipe.
     """
-    asked = Asked(parts, earlier, world, launch, say)
-    with all_at_once(loaded, parts, world.size):
-        hardware = find_hardware(loaded, asked)
-        resolved = decide(loaded, asked, hardware)
-        whole = make_parts(resolved, asked, hardware)
-        planned = plan_run(resolved, whole, asked, hardware)
-        divided = divide(resolved, whole, planned, asked, hardware)
-        made = make_state(resolved.loaded, divided, planned.facts, asked, hardware)
-        return try_out(resolved.loaded, divided, made, planned, asked, hardware)
+    request = Request(parts, earlier, world, launch, say)
+    with all_problems_reported(loaded, parts, world.size):
+        hardware = find_hardware(loaded, request)
+        resolved = decide(loaded, request, hardware)
+        whole = make_parts(resolved, request, hardware)
+        planned = plan_run(resolved, whole, request, hardware)
+        divided = divide(resolved, whole, planned, request, hardware)
+        made = make_state(resolved.loaded, divided, planned.facts, request, hardware)
+        return try_out(resolved.loaded, divided, made, planned, request, hardware)
 
 
-def find_hardware(loaded: Loaded, asked: Asked) -> Hardware:
-    """Returns the machine, the device of this rank, and its memory before the model is there."""
+def find_hardware(loaded: Loaded, request: Request) -> Hardware:
+    """Return the machine, the device of this rank, and its memory before the model is built."""
     machine = read_machine()
     mind_limits()
     with at_recipe(loaded, "device"):
-        device = choose_device(loaded.recipe.device, asked.launch.local_rank)
+        device = choose_device(loaded.recipe.device, request.launch.local_rank)
     if loaded.recipe.deterministic:
         set_deterministic()
-    share = nominal_cpu(machine).of_ranks(asked.world.size) if device.type == "cpu" else None
+    share = nominal_cpu(machine).of_ranks(request.world.size) if device.type == "cpu" else None
     return Hardware(machine, device, share or local_device(probe=False))
 
 
-def decide(loaded: Loaded, asked: Asked, hardware: Hardware) -> Resolved:
-    """Returns the recipe with what it leaves to the plan decided by the first rank."""
-    return first_of(asked.world, _resolved(loaded, asked.parts, asked.earlier, hardware.memory, asked.world.size))
+def decide(loaded: Loaded, request: Request, hardware: Hardware) -> Resolved:
+    """Return the recipe with all open settings decided by the first rank."""
+    return from_first_rank(
+        request.world, _resolve(loaded, request.parts, request.earlier, hardware.memory, request.world.size)
+    )
 
 
-def make_parts(resolved: Resolved, asked: Asked, hardware: Hardware) -> Parts:
-    """Returns model, data sets and loss: those that were handed over, or what the recipe names."""
-    if asked.parts is None:
+def make_parts(resolved: Resolved, request: Request, hardware: Hardware) -> Parts:
+    """Return model, data sets and loss: the passed objects, or those that the recipe names."""
+    if request.parts is None:
         return build_parts(resolved.loaded, hardware.device, resolved.planned)
-    if asked.parts.prepared:
-        return asked.parts
-    return prepare_parts(asked.parts, resolved.loaded, hardware.device, resolved.planned)
+    if request.parts.prepared:
+        return request.parts
+    return prepare_parts(request.parts, resolved.loaded, hardware.device, resolved.planned)
 
 
-def plan_run(resolved: Resolved, parts: Parts, asked: Asked, hardware: Hardware) -> Planned:
-    """Returns the plan of the first rank, by arithmetic."""
-    loaded, recipe, earlier, ranks = resolved.loaded, resolved.loaded.recipe, asked.earlier, asked.world.size
+def plan_run(resolved: Resolved, parts: Parts, request: Request, hardware: Hardware) -> Planned:
+    """Return the plan of the first rank, made by arithmetic."""
+    loaded, recipe, earlier, ranks = resolved.loaded, resolved.loaded.recipe, request.earlier, request.world.size
     quarantine = frozenset(recipe.data.quarantine)
     found = gather_facts(parts, hardware.device, hardware.machine, _threads(recipe, earlier, hardware), quarantine)
     with at_recipe(loaded, ""):
-        facts = with_epoch_counted(found, parts.train, recipe, asked.say)
-        kept = earlier.what_was_planned(recipe, facts, solve_layout(recipe, ranks).data) if earlier else ResumedValues()
-        plan = first_of(asked.world, make_plan(recipe, facts, ranks=ranks, kept=kept))
+        facts = with_epoch_counted(found, parts.train, recipe, request.say)
+        kept = earlier.kept_from_plan(recipe, facts, solve_layout(recipe, ranks).data) if earlier else ResumedValues()
+        plan = from_first_rank(request.world, make_plan(recipe, facts, ranks=ranks, kept=kept))
     return Planned(plan, facts, kept)
 
 
 def _threads(recipe: Recipe, earlier: Earlier | None, hardware: Hardware) -> tuple[int, ...]:
-    """The numbers of threads that the dry run may choose from."""
+    """Return the numbers of threads that the dry run may choose from."""
     if earlier:
         return (earlier.threads,)
     return (1,) if recipe.parallel.exact else usable_threads(hardware.device)
 
 
-def divide(resolved: Resolved, parts: Parts, planned: Planned, asked: Asked, hardware: Hardware) -> Divided:
-    """Divides the model among the ranks, in place, and returns the part of this one."""
-    mesh = make_mesh(planned.plan.degrees, asked.world, hardware.device)
-    begin_alike(parts.model, parts.loss, asked.world)
+def divide(resolved: Resolved, parts: Parts, planned: Planned, request: Request, hardware: Hardware) -> Divided:
+    """Divide the model among the ranks, in place, and return the part of this rank."""
+    mesh = make_mesh(planned.plan.degrees, request.world, hardware.device)
+    copy_first_weights(parts.model, parts.loss, request.world)
     laid_out = lay_out(parts, resolved.loaded, mesh, hardware.device)
-    logits = first_of(asked.world, _logits(laid_out.parts, resolved, planned.facts, hardware.memory, asked.earlier))
+    logits = from_first_rank(
+        request.world, _logits_limit(laid_out.parts, resolved, planned.facts, hardware.memory, request.earlier)
+    )
     settled, notes = {**resolved.to_json(), **logits}, (*resolved.notes, *planned.plan.notes, *laid_out.notes)
     plan = replace(planned.plan, settled=settled, notes=notes)
     loss_module = parts.loss if isinstance(parts.loss, nn.Module) else None
     return Divided(laid_out.parts, plan, mesh, laid_out.stages, loss_module)
 
 
-def make_state(loaded: Loaded, divided: Divided, facts: RunFacts, asked: Asked, hardware: Hardware) -> Made:
-    """Makes optimizer, schedule and state, seeds the generators, and loads the state of the earlier part of the run."""
-    recipe, earlier = loaded.recipe, asked.earlier
+def make_state(loaded: Loaded, divided: Divided, facts: RunFacts, request: Request, hardware: Hardware) -> MadeRun:
+    """Make optimizer, schedule and state, seed the generators, and load the state of the earlier part of the run."""
+    recipe, earlier = loaded.recipe, request.earlier
     live = build_live(divided.parts, loaded, divided.plan)
     state = live.state
     state.spikes, state.stages = SpikeDetector(recipe.spikes.factor), divided.mesh.stages
     state.loss = divided.loss_module
     keep_compression(state, recipe.parallel, divided.mesh.sums)
-    sink_factories(recipe.log.sinks)  # a package that is missing is said before the first step
-    launch = {"job": asked.launch.job, "call": asked.launch.call, "ranks": asked.world.size}
+    sink_factories(recipe.log.sinks)  # reports a missing package before the first step
+    launch = {"job": request.launch.job, "call": request.launch.call, "ranks": request.world.size}
     provenance = describe_origin(recipe, divided.parts) | {"launch": launch}
     if divided.parts.generators is None:
-        seed_all(recipe.seed)  # training draws the same numbers whatever was done to get here
+        seed_all(recipe.seed)  # training draws the same numbers whatever preceded it
     else:
         divided.parts.generators.restore()
     parts = _with_loss_of_logits(divided.parts, live.plan)
     if earlier is None:
-        return Made(live, parts, provenance, recipe.precision, [])
+        return MadeRun(live, parts, provenance, recipe.precision, [])
     precision = earlier.precision(recipe.precision, facts)
     state.scaler = Precision(precision, hardware.device.type).scaler(hardware.device)
-    accepted = first_of(asked.world, earlier.load(state, recipe, precision, provenance))
-    return Made(live, parts, provenance, precision, accepted)
+    accepted = from_first_rank(request.world, earlier.load(state, recipe, precision, provenance))
+    return MadeRun(live, parts, provenance, precision, accepted)
 
 
 def _with_loss_of_logits(parts: Parts, plan: Plan) -> Parts:
@@ -235,11 +240,11 @@ def _with_loss_of_logits(parts: Parts, plan: Plan) -> Parts:
     return replace(parts, loss=partial(parts.loss, max_logits_bytes=settled["max_logits_bytes"]))
 
 
-def open_data(made: Made, recipe: Recipe, mesh: RankMesh, asked: Asked, hardware: Hardware) -> _Opened:
-    """Reads the first batch. Raises DataError where there is none."""
+def open_data(made: MadeRun, recipe: Recipe, mesh: RankMesh, request: Request, hardware: Hardware) -> _Opened:
+    """Read the first batch. Raises DataError if there is none."""
     state, plan = made.live.state, made.live.plan
     loading = build_loading(made.parts, recipe, plan, hardware.device, quarantine=state.quarantine, world=mesh.data)
-    data, begin_s = training_batches(made.parts, loading, state.data, asked.say), time.perf_counter()
+    data, begin_s = training_batches(made.parts, loading, state.data, request.say), time.perf_counter()
     first = next(batches := iter(data), None)
     start_s = time.perf_counter() - begin_s
     if first is None:
@@ -255,13 +260,15 @@ class _Opened:
     resumed: str
 
 
-def try_out(loaded: Loaded, divided: Divided, made: Made, planned: Planned, asked: Asked, hardware: Hardware) -> Job:
-    """Reads the first batch and returns the job with what a dry run of it measures, and with its header."""
-    recipe, world, earlier, state = loaded.recipe, asked.world, asked.earlier, made.live.state
-    _require_something_left(recipe, made.live.plan, state)
+def try_out(
+    loaded: Loaded, divided: Divided, made: MadeRun, planned: Planned, request: Request, hardware: Hardware
+) -> Job:
+    """Read the first batch and return the job with the measurements of its dry run and its header."""
+    recipe, world, earlier, state = loaded.recipe, request.world, request.earlier, made.live.state
+    _require_steps_left(recipe, made.live.plan, state)
     if earlier:
         earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step
-    opened = open_data(made, recipe, divided.mesh, asked, hardware)
+    opened = open_data(made, recipe, divided.mesh, request, hardware)
     notes = (*made.live.plan.notes, *notes_of_data(made.provenance, opened.resumed))
     job = Job(
         loaded,
@@ -275,13 +282,15 @@ def try_out(loaded: Loaded, divided: Divided, made: Made, planned: Planned, aske
         made.accepted,
         divided.mesh,
         divided.stages,
-        Measured() if opened.data.reads_in_workers else Measured(pace_of_first(opened.data)),
+        Measurements() if opened.data.reads_in_workers else Measurements(pace_of_first(opened.data)),
     )
-    noted = replace(job, plan=replace(job.plan, notes=(*job.plan.notes, *_of_generator(job))))
+    noted = replace(job, plan=replace(job.plan, notes=(*job.plan.notes, *_generator_notes(job))))
     require_same_data(world, made.provenance["data"])
-    tried = measure(noted, opened.data, planned.facts, planned.kept, made.asked_precision)
-    agreed = replace(tried, plan=first_of(world, tried.plan))
-    if rlimits() and free_bytes(torch.device("cpu")) > SPACIOUS * sum((agreed.plan.memory_bytes or {}).values()):
+    tried = measure(noted, opened.data, planned.facts, planned.kept, made.requested_precision)
+    agreed = replace(tried, plan=from_first_rank(world, tried.plan))
+    if rlimits() and free_bytes(torch.device("cpu")) > MIN_MEMORY_HEADROOM_RATIO * sum(
+        (agreed.plan.memory_bytes or {}).values()
+    ):
         keep_blocks()
     if not earlier:
         state.scaler = agreed.precision.scaler(hardware.device)
@@ -290,27 +299,27 @@ def try_out(loaded: Loaded, divided: Divided, made: Made, planned: Planned, aske
     return replace(agreed, plan=replace(agreed.plan, header=header, ends_in_s=ends_in_s))
 
 
-def _of_generator(job: Job) -> Iterator[Note]:
-    """Says that the order of the user's loader does not follow from its own generator."""
+def _generator_notes(job: Job) -> Iterator[Note]:
+    """Yield a note if the order of the user's loader does not come from its generator."""
     loader = job.parts.train.loader if job.parts.train.order is None and not job.draws_as_a_loop else None
     if loader is not None and loader.has_generator:
         why = "the order follows from the seed of the run, on any number of processes"
         yield Note("not used", "generator of the DataLoader", why)
 
 
-def _require_something_left(recipe: Recipe, plan: Plan, state: TrainState) -> None:
-    """Raises UsageError when a resumed run has done all that it was asked for."""
+def _require_steps_left(recipe: Recipe, plan: Plan, state: TrainState) -> None:
+    """Raise UsageError if a resumed run has already reached its end."""
     if until_of(plan)(state) >= 1.0:
         done = f"{state.step:,} steps in {state.elapsed_s:.4g} s, until: {recipe.until}"
-        raise UsageError(f"the run has done what it was asked for ({done})", remedy=f"add {doubled(recipe.until)}")
+        raise UsageError(f"the run has already reached its end ({done})", remedy=f"add {doubled_length(recipe.until)}")
 
 
-def _logits(
+def _logits_limit(
     parts: Parts, resolved: Resolved, facts: RunFacts, memory: Device, earlier: Earlier | None
 ) -> dict[str, int | None]:
-    """How large the logits of a language model may be before its loss is computed in chunks; {} for other losses.
+    """Return the maximum size of logits in bytes before their loss is computed in chunks; empty for other losses.
 
-    An earlier part of the run has decided it: chunks have other last bits.
+    The decision of an earlier part of the run is kept, because chunks change the last bits of the loss.
     """
     if resolved.loaded.recipe.loss.chunked != "auto" or "max_logits_bytes" not in parameters_of(parts.loss):
         return {}
@@ -330,8 +339,8 @@ def _logits(
     return {"max_logits_bytes": room_for_logits(memory.usable_bytes, sum(held.values()))}
 
 
-def _resolved(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, memory: Device, ranks: int) -> Resolved:
-    """The recipe with what it leaves to the plan decided: as it was for an earlier part of the run."""
+def _resolve(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, memory: Device, ranks: int) -> Resolved:
+    """Return the recipe with all open settings decided, as in the earlier part of the run if there is one."""
     if not has_open_settings(loaded.recipe, ranks):
         return Resolved(loaded)
     if earlier and (kept := earlier.resolved) and is_for(kept, loaded.recipe, ranks):

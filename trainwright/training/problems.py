@@ -1,7 +1,7 @@
-"""All that is wrong with a recipe beyond its schema, found at once.
+"""Finds all problems of a recipe beyond its schema at once.
 
-A run stops at the first thing that it cannot build. Where that is the fault of the recipe, the rest of it is examined
-too, by the functions that a run builds with, so that one message has all problems.
+A run stops at the first object that it cannot build. If the recipe is at fault, the rest of the recipe is then checked
+with the functions that a run builds with, so that one message lists all problems.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainwright.checkpoint.rng import preserved_rng, seed_all
 from trainwright.data.unwrap import Unwrapped
 from trainwright.errors import MissingExtra, Problem, Problems, RecipeError, TrainwrightError, UsageError
 from trainwright.models.lora import add_lora
-from trainwright.monitoring.alerts.asked import require_channels
+from trainwright.monitoring.alerts.setup import require_channels
 from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.optim import schedule as schedules
 from trainwright.optim.choose import make_optimizer, wrong_args
@@ -44,17 +44,17 @@ from trainwright.plan.trace.fake_tensors import fake_tensors
 from trainwright.recipe import DATASETS, LOSSES, METRICS, MODELS, OBSERVERS, OPTIMIZERS, SCHEDULES, Loaded, Part, Row
 from trainwright.recipe.catalog import SPIKE_POLICIES
 from trainwright.recipe.resolve import LIVE, find, parameters_of, require_arguments, search_beside
+from trainwright.training.custom_step import no_loss
 from trainwright.training.layout import require_layout
-from trainwright.training.own_step import no_loss
 
 CPU = torch.device("cpu")
 
 
 @contextmanager
-def all_at_once(loaded: Loaded, parts: Parts | None = None, ranks: int = 1) -> Iterator[None]:
-    """Adds to a RecipeError that is raised inside what else is wrong with the recipe.
+def all_problems_reported(loaded: Loaded, parts: Parts | None = None, ranks: int = 1) -> Iterator[None]:
+    """Add all other problems of the recipe to a RecipeError that is raised inside.
 
-    ``parts`` are live objects instead of what the recipe names.
+    ``parts`` are live objects instead of those that the recipe names.
     """
     try:
         yield
@@ -70,10 +70,10 @@ def all_at_once(loaded: Loaded, parts: Parts | None = None, ranks: int = 1) -> I
 def problems_of(
     loaded: Loaded, parts: Parts | None = None, ranks: int = 1, *, elsewhere: bool = False
 ) -> list[Problem]:
-    """All problems of a recipe that can be found without training, each with its place.
+    """Return all problems of a recipe that can be found without training, each with its place in the file.
 
-    The datasets are built, and the model without memory for its weights. Random generators are left as they were.
-    ``elsewhere``: the recipe is for another machine. No data are read then, and modules that are not here are left out.
+    The datasets are built, and the model without memory for its weights. Random generators are unchanged. With
+    ``elsewhere`` the recipe is for another machine: no data are read, and modules that are missing here are skipped.
     """
     with preserved_rng():
         found = _Examination(loaded, parts, ranks, elsewhere).run()
@@ -81,14 +81,14 @@ def problems_of(
 
 
 def _in_order(problems: Sequence[Problem], loaded: Loaded) -> list[Problem]:
-    """The problems with their places, in the order of the file, each once."""
+    """Return the problems with their places, in the order of the file, without duplicates."""
     where, place = loaded.source.where, loaded.source.place
     once = {(each.path, each.rule): replace(each, where=each.where or where(each.path)) for each in problems}
     return sorted(once.values(), key=lambda each: place(each.path))
 
 
 class _Examination:
-    """Builds one part of a recipe after the other and collects what each of them raises."""
+    """Builds one part of a recipe after the other and collects the errors."""
 
     def __init__(self, loaded: Loaded, parts: Parts | None, ranks: int, elsewhere: bool) -> None:
         self.loaded, self.recipe, self.parts, self.ranks = loaded, loaded.recipe, parts, ranks
@@ -99,7 +99,7 @@ class _Examination:
         train, val = self._datasets()
         model = self._model(train)
         if model is not None:
-            self._of_model(model)
+            self._model_settings(model)
         self._loss()
         self._optimizer_and_schedule()
         self._rest()
@@ -113,12 +113,12 @@ class _Examination:
 
     @contextmanager
     def _at(self, path: str) -> Iterator[None]:
-        """Collects problems. What else the user's code raises is left to the run, which shows where it comes from."""
+        """Collect problems. Other exceptions of user code are left to the run, which shows their origin."""
         with suppress(Exception), self.problems.at(path):
             yield
 
     def _is_here(self, use: str, names: Mapping[str, Row]) -> bool:
-        """Whether ``use`` can be found on this machine, or has to be."""
+        """Return True if ``use`` can be found on this machine, or must be."""
         if use.startswith(f"{LIVE}:"):
             return False
         if not self.elsewhere or use in names:
@@ -149,13 +149,13 @@ class _Examination:
         return train, val
 
     def _model(self, train: Unwrapped | None) -> nn.Module | None:
-        """The model, or a copy of a live one, without memory; None where it cannot be built so."""
+        """Return the model, or a copy of a live one, without memory; None if that is not possible."""
         ask, live = self.recipe.model, self.parts.model if self.parts else None
         if live is None and not self._is_here(ask.use, MODELS):
             return None
         found: list[nn.Module] = []
         with self._at("model.use"):
-            if train is None:  # it may have the number of classes
+            if train is None:  # the data set may define the number of classes
                 factory = find(ask.use, MODELS, "model", self.loaded.source)
                 given = {name: 0 for name in ("vocab_size", "classes") if name in parameters_of(factory)}
                 require_arguments(factory, {**given, **ask.args}, ask.use, "model", self.loaded.source)
@@ -169,13 +169,13 @@ class _Examination:
                 model = blueprint.bare_model(CPU)
         except RecipeError:
             raise
-        except UsageError:  # it needs its memory
+        except UsageError:  # the model needs real memory
             return
         require_ready(model)
         yield model
 
-    def _of_model(self, model: nn.Module) -> None:
-        """Patterns of names, and what is done to the model before training."""
+    def _model_settings(self, model: nn.Module) -> None:
+        """Check name patterns and modifications of the model before training."""
         ask = self.recipe.model
         if ask.lora is not None:
             with self._at("model.lora"), fake_tensors():
@@ -203,7 +203,7 @@ class _Examination:
             wrong = list(wrong_args(optimizer.use, optimizer.args))
             self.problems.found += wrong
             if not wrong:
-                with self._at("optimizer"):  # values that it refuses, whatever the model is
+                with self._at("optimizer"):  # invalid values, whatever the model is
                     make_optimizer(
                         optimizer.use,
                         nn.Linear(2, 2),
@@ -238,7 +238,9 @@ class _Examination:
             sink_factories(recipe.log.sinks)
 
     def _part(self, part: Part, names: Mapping[str, Row], path: str, *, of_class: bool = True) -> None:
-        """A callable and its arguments. ``of_class``: a function gets others besides, so only a class is examined."""
+        """Check a callable and its arguments. With ``of_class`` only a class is checked: a function gets further
+        arguments.
+        """
         if not self._is_here(part.use, names):
             return
         with self._at(f"{path}.use"):
@@ -247,7 +249,9 @@ class _Examination:
                 require_arguments(found, part.args, part.use, path, self.loaded.source)
 
     def _plan(self, train: Unwrapped, val: Unwrapped | None) -> None:
-        """Durations, and the batch, against the size of the data; not for a stream, whose epoch has to be counted."""
+        """Check durations and batch size against the size of the data. A stream is skipped: its epoch has to be
+        counted.
+        """
         if train.samples is None:
             return
         facts = None

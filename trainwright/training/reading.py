@@ -11,14 +11,14 @@ from trainwright.checkpoint.cursor import StepBatch
 from trainwright.errors import DataError
 from trainwright.plan.reading import ReadingPace
 
-BUDGET_S = 0.3
-"""Time for the measurement, where more than the fewest steps would fit into it."""
-LIMIT_S = 1.5
-"""Time after which it ends in any case."""
-KEPT_BYTES = 2**26
-"""The most memory of batches that are read ahead for it. They are trained on afterwards."""
-FEWEST, MOST = 2, 4
-"""Steps to measure."""
+MEASUREMENT_BUDGET_S = 0.3
+"""Seconds for the measurement, if the minimum number of steps is reached within them."""
+MAX_MEASUREMENT_S = 1.5
+"""Seconds after which the measurement ends in any case."""
+MAX_READ_AHEAD_BYTES = 2**26
+"""Maximum bytes of batches that are read ahead. They are trained on afterwards."""
+MIN_MEASURED_STEPS = 2
+MAX_MEASURED_STEPS = 4
 
 
 def time_workers(
@@ -31,19 +31,19 @@ def time_workers(
     most: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[ReadingPace, Iterator[StepBatch]]:
-    """Takes batches at the pace of steps of ``compute_s`` seconds; returns the pace and a stream of the same batches.
+    """Take batches at the pace of steps of ``compute_s`` seconds. Return the pace and a stream of the same batches.
 
-    The training process is kept busy for ``compute_s`` between two batches, as in a step, so it competes with the
-    workers for cores. Batches that the workers had ready before do not count: ``workers`` times ``prefetch``
-    micro-batches. At most ``most`` steps are read. Where too few came in time, the wait is estimated from how long
-    reading them takes. A batch that cannot be read raises its DataError where the stream comes to it, so what is before
-    it is trained on.
+    The training process is kept busy for ``compute_s`` between two batches, so it competes with the workers for cores
+    as in a real step. Batches that the workers had ready before (``workers`` times ``prefetch`` micro-batches) do not
+    count. At most ``most`` steps are read. If too few batches arrive in time, the wait is estimated from the time to
+    read one. The DataError of an unreadable batch is raised when the stream reaches it, so the batches before it are
+    trained on.
     """
     kept: list[StepBatch] = []
     rest = batches
     waits: list[float] = []
     taken, size, begin_s = 0, 0, clock()
-    while size < KEPT_BYTES and compute_s < LIMIT_S and (most is None or len(kept) < most):
+    while size < MAX_READ_AHEAD_BYTES and compute_s < MAX_MEASUREMENT_S and (most is None or len(kept) < most):
         now_s = clock()
         try:
             batch = next(batches, None)
@@ -59,7 +59,11 @@ def time_workers(
         taken += len(batch.micro)
         size += sum(tensor.nbytes for tensor in batch.tensors)
         elapsed_s = clock() - begin_s
-        if elapsed_s > LIMIT_S or len(waits) >= MOST or (elapsed_s > BUDGET_S and len(waits) >= FEWEST):
+        if (
+            elapsed_s > MAX_MEASUREMENT_S
+            or len(waits) >= MAX_MEASURED_STEPS
+            or (elapsed_s > MEASUREMENT_BUDGET_S and len(waits) >= MIN_MEASURED_STEPS)
+        ):
             break
         _be_busy(compute_s, clock)
     read_s = statistics.fmean(batch.read_s for batch in kept[-len(waits) or None :]) if kept else 0.0
@@ -73,7 +77,7 @@ def _raising(error: DataError) -> Iterator[StepBatch]:
 
 
 def _be_busy(seconds: float, clock: Callable[[], float]) -> None:
-    """Occupies one core, as a step does."""
+    """Occupy one core, as a step does."""
     end_s = clock() + seconds
     while clock() < end_s:
         pass

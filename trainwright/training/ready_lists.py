@@ -1,4 +1,4 @@
-"""A list whose items may be ready batches: whether they are, by their shapes and by what model and loss take."""
+"""Decides whether the items of a list are samples or ready batches, by their shapes and by what the model accepts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from trainwright.errors import UsageError, text_of
 from trainwright.plan.trace.blueprint import fake_copy
 from trainwright.plan.trace.fake_tensors import UNTRACEABLE, fake_batch, fake_tensors
 
-REMEDY = "give ready batches as a function, lambda: batches, and samples as DataLoader(samples, batch_size=32)"
+REMEDY = "pass ready batches as a function, lambda: batches, and samples as DataLoader(samples, batch_size=32)"
 CPU = torch.device("cpu")
 
 
 def ready_if_batches(data: object, model: nn.Module, loss: Callable[..., Any], argument: str) -> object:
-    """Returns a loader of the items of a list that are ready batches; any other data unchanged.
+    """Return a loader over the items of a list if they are ready batches; return any other data unchanged.
 
-    Items look like batches where inputs and targets have as many rows as each other. That may be so of samples, too, as
-    of a sequence with a vector for each step. So a list is one of batches where only the last one is shorter, where
-    model and loss take an item and not several items stacked, or where they take both and there is one target a row.
+    Items look like batches if inputs and targets have the same number of rows. Samples may look so too, for example a
+    sequence with one target vector per step. The list is therefore taken as batches only if just the last item is
+    shorter, or if model and loss accept one item but not several stacked ones, or if they accept both and there is one
+    target per row.
 
-    Raises UsageError where both are possible, or neither.
+    Raises UsageError if both readings are possible, or neither.
     """
     if not isinstance(data, list | tuple) or (sizes := _rows(data)) is None:
         return data
@@ -37,26 +38,27 @@ def ready_if_batches(data: object, model: nn.Module, loss: Callable[..., Any], a
     if len(set(sizes)) > 1:
         remedy = f"{REMEDY[:-1]}, collate_fn=tw.pad())"
         raise UsageError(
-            f"{what.replace(' each', '')}, and others: batches, or samples of other lengths", remedy=remedy
+            f"{what.replace(' each', '')}, and others do not: they may be batches, or samples of different lengths",
+            remedy=remedy,
         )
-    one, several = _refused(data[:1], model, loss), _refused([data[0], data[-1]], model, loss)
+    one, several = _rejection_of(data[:1], model, loss), _rejection_of([data[0], data[-1]], model, loss)
     if one and several:
         raise UsageError(f"{what}: model and loss take neither one item nor several stacked: {one}", remedy=REMEDY)
     if one == "" and (several or _parts(data[0])[1].ndim == 1):  # a target for each row
         return batches
-    if one or _parts(data[0])[0].ndim > 2:  # pictures of as many channels as rows, say
+    if one or _parts(data[0])[0].ndim > 2:  # for example images
         return data
     raise UsageError(f"{what}: each may be a ready batch or a sample", remedy=REMEDY)
 
 
 def _parts(item: object) -> list[Any]:
-    """The tensors of an item; none where anything else is in it."""
+    """Return the tensors of an item; empty if it contains anything else."""
     parts = [*item.values()] if isinstance(item, Mapping) else [*item] if isinstance(item, tuple | list) else []
     return parts if all(isinstance(part, Tensor | np.ndarray) for part in parts) else []
 
 
 def _rows(items: Sequence[object]) -> list[int] | None:
-    """How many rows each item has; None where the items do not look like batches of inputs and targets."""
+    """Return the number of rows of each item; None if the items do not look like batches of inputs and targets."""
     found = []
     for item in items:
         parts = _parts(item)
@@ -66,10 +68,10 @@ def _rows(items: Sequence[object]) -> list[int] | None:
     return found or None
 
 
-def _refused(items: Sequence[object], model: nn.Module, loss: Callable[..., Any]) -> str | None:
-    """What model and loss say of one item, or of several stacked; "" where they take it.
+def _rejection_of(items: Sequence[object], model: nn.Module, loss: Callable[..., Any]) -> str | None:
+    """Return the error of model and loss for one item, or for several stacked; "" if they accept it.
 
-    No values are computed. None: it cannot be told, since they need values or cannot be copied.
+    Runs on fake tensors. Returns None if that is not possible, because model or loss need values or cannot be copied.
     """
     converted = [default_convert(item) for item in items]  # type: ignore[no-untyped-call]
     batch = converted[0] if len(items) == 1 else default_collate(converted)
@@ -85,4 +87,4 @@ def _refused(items: Sequence[object], model: nn.Module, loss: Callable[..., Any]
             is_fake = isinstance(error, UNTRACEABLE) or "Fake" in str(error)
             return None if is_fake else text_of(error, lines=1)
     total = found.total if isinstance(found, Loss) else found
-    return "" if isinstance(total, Tensor) and total.dim() == 0 else "the loss is no number"
+    return "" if isinstance(total, Tensor) and total.dim() == 0 else "the loss is not a scalar"

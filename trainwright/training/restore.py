@@ -1,4 +1,4 @@
-"""The weights of the best checkpoint, back in the model at the end of a run."""
+"""Restores the weights of the best checkpoint at the end of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainwright.training.job import Job
 
 
 def restore_best(job: Job, folder: RunFolder, say: Callable[[str], None]) -> int | None:
-    """Loads the weights of the best checkpoint into the model, if the recipe asks for that; returns its step."""
+    """Load the weights of the best checkpoint into the model, if the recipe requests it, and return its step."""
     if not job.recipe.checkpoint.restore_best:
         return None
     best = read_best(folder.checkpoints, identity_of(folder))

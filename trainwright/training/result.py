@@ -1,4 +1,4 @@
-"""What a run gives back."""
+"""The result of a run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,27 @@ from trainwright.training.follow import Followed
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """How a run ended, and what the doctor found.
+    """The end of a run and the findings of the doctor.
 
-    ``verdict`` is the outcome in a word and a sentence, None for a rank that wrote nothing. ``exit_code``: 1 when its
-    end is not saved, 75 when it was asked to stop and is saved, 3 for a critical finding, else 0. ``state`` is the live
-    state, the average of the weights (``state.ema``) included. ``is_first``: of several ranks this is the one that
-    wrote the run folder. ``restored`` is the step whose weights the model has, where it got back the best ones.
-    ``interrupted_by`` is the name of the signal that stopped the run, such as SIGINT, else "". ``loss_fn`` and
-    ``metric_set`` are those of the run, for ``tw.evaluate(result, data)``.
+    Attributes:
+        run: The run folder.
+        ending: How the run ended: "finished", "stopped", "data_exhausted" or "failed".
+        reason: Why it was stopped, else "".
+        step: Optimizer steps taken.
+        loss: The last training loss.
+        val_loss: The last validation loss.
+        skipped: Updates that were skipped because of non-finite gradients.
+        exit_code: 1 if the end of the run is not saved, 75 if it was stopped by request and is saved, 3 for a critical
+            finding, else 0.
+        metrics: The last validation metrics by name.
+        state: The live state, including the average of the weights (``state.ema``).
+        findings: The findings of the doctor.
+        is_first: True on the rank that wrote the run folder.
+        restored: The step whose weights the model has, if the best ones were restored.
+        interrupted_by: The name of the signal that stopped the run, such as SIGINT, else "".
+        loss_fn: The loss of the run, for ``tw.evaluate(result, data)``.
+        metric_set: The metrics of the run, for ``tw.evaluate(result, data)``.
+        verdict: The outcome in one word and one sentence; None on a rank that wrote nothing.
     """
 
     run: Path
@@ -48,7 +61,7 @@ class Result:
     verdict: RunVerdict | None = None
 
     def __repr__(self) -> str:
-        """A few lines for people."""
+        """Summarize the result in a few lines."""
         how = self.ending if not self.reason else f"{self.ending} ({self.reason})"
         trained = f", loss {self.loss:.4g}" if self.loss is not None else ""
         skipped = f", {self.skipped} updates skipped" if self.skipped else ""
@@ -64,7 +77,7 @@ class Result:
 
     @classmethod
     def of_follower(cls, seen: Followed) -> Result:
-        """Of a rank that wrote nothing: the findings are the first rank's to tell."""
+        """Return the result on a rank that wrote nothing. Only the first rank reports findings."""
         outcome, evaluated = seen.outcome, seen.evaluation.last if seen.evaluation else None
         return cls(
             seen.folder.path,
@@ -84,7 +97,7 @@ class Result:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         names = ("ending", "step", "loss", "val_loss", "skipped")
         findings = [strict(found) for found in self.findings]
         figures = {name: getattr(self, name) for name in names}

@@ -1,4 +1,4 @@
-"""Resumes a run: finds its newest intact checkpoint, compares then with now, and loads it if the user accepts."""
+"""Resumes a run: finds its newest intact checkpoint, reports all differences to the earlier part, and loads it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from trainwright.runs.lock import NoLock, RunLock
 from trainwright.runs.secrets import masked
 from trainwright.runs.shapes import PlanFile, ProvenanceFile, read_as, read_object
 
-_OF_VALIDATION = (("data", "val"), ("evaluation", "batches"), ("evaluation", "batch"))
-"""Keys of a recipe that decide what an evaluation takes."""
+_VALIDATION_KEYS = (("data", "val"), ("evaluation", "batches"), ("evaluation", "batch"))
+"""Recipe keys that decide which samples an evaluation uses."""
 METADATA: Rule = {
     "recipe": {
         "model": {"use": TEXT},
@@ -59,15 +59,22 @@ METADATA: Rule = {
     },
     "provenance": {"objects?": {"function": Maybe(TEXT)}},
 }
-"""What is read of the metadata of the earlier part, whichever version wrote it."""
+"""The parts of the metadata of the earlier part that are read, whichever version wrote it."""
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """The earlier part of a run: its checkpoint, and what the run measured and chose.
+    """The earlier part of a run: its checkpoint, measurements and choices.
 
-    ``checkpoint`` is None where the run ended before it saved one: it begins at step 0 again, with the same choices.
-    A rank that only follows has no ``lock``, and changes nothing in the folder.
+    Attributes:
+        folder: The run folder.
+        lock: The lock on it. A rank other than the first has none, and changes nothing in the folder.
+        checkpoint: The checkpoint; None if the run ended before its first save. It then starts at step 0 with the same
+            choices.
+        run_metadata: Recipe, plan and provenance of the earlier part.
+        accept: Recipe paths of accepted differences.
+        say: Receives messages.
+        again: Returns the command that accepts given differences.
     """
 
     folder: RunFolder
@@ -80,32 +87,32 @@ class Earlier:
 
     @property
     def threads(self) -> int:
-        """The number of CPU threads. It is measured once in a run: another number changes the last bits of sums."""
+        """The number of CPU threads. It is measured once per run: another number changes the last bits of sums."""
         return int(self.run_metadata["plan"]["threads"])
 
     @property
     def resolved(self) -> Mapping[str, Any]:
-        """What the recipe left open and was resolved before the model was built."""
+        """Settings that the recipe left open and that were decided before the model was built."""
         kept: Mapping[str, Any] = self.run_metadata["plan"].get("settled", {})
         return kept
 
     def describe(self, step: int) -> str:
-        """One line on where the run goes on."""
+        """Return one line about where the run continues."""
         if self.checkpoint is None:
-            return f"{self.folder.path} has no checkpoint: it begins at step 0, as it was planned"
+            return f"{self.folder.path} has no checkpoint: the run starts at step 0 with its original plan"
         return f"resumed from {self.checkpoint} at step {step}"
 
     def precision(self, requested: str | None, facts: RunFacts) -> PrecisionName:
-        """``auto`` is the precision that was chosen when the run began."""
+        """Return the precision of the run. ``auto`` is the precision that was chosen when the run began."""
         if requested == "auto":
             return cast(PrecisionName, self.run_metadata["plan"]["precision"])
         return choose_precision(requested, facts.device, facts.low_precision, {})[0]
 
-    def what_was_planned(self, recipe: Recipe, facts: RunFacts, ranks: int = 1) -> ResumedValues:
-        """Numbers of the first plan that stay where the recipe has not changed them.
+    def kept_from_plan(self, recipe: Recipe, facts: RunFacts, ranks: int = 1) -> ResumedValues:
+        """Return values of the first plan that are kept unless the recipe has changed them.
 
-        They are shares of the run (warm-up, ``keep_every``) or progress. Computed again for a longer run they would
-        differ from what was already trained.
+        They are fractions of the run (warm-up, ``keep_every``) or progress. Recomputed for a longer run, they would
+        differ from those already used.
         """
         then, now, before = self.run_metadata["plan"], recipe.model_dump(mode="json"), self.run_metadata["recipe"]
         batch = batch_of(recipe.batch, facts.own_batches, ranks=ranks)
@@ -113,23 +120,34 @@ class Earlier:
             self._warmup(recipe) if now["schedule"]["warmup"] == before["schedule"]["warmup"] else None,
             then["keep_every"] if now["checkpoint"]["keep_every"] == before["checkpoint"]["keep_every"] else None,
             Spent(**then.get("spent", {})) if batch.size == then["batch"]["size"] else _spent(self.checkpoint),
-            then.get("evaluate_batches", 0) if _validates_alike(before, now) else None,
+            then.get("evaluate_batches", 0) if _has_same_validation(before, now) else None,
             SwaPlan(**then["swa"]) if then.get("swa") and before["model"].get("swa") == now["model"]["swa"] else None,
         )
 
     def _warmup(self, recipe: Recipe) -> int | float | None:
-        """A warm-up of the same length: the same number of steps, or the same seconds as a share of the new total."""
+        """Return a warm-up of the same length: the same number of steps, or the same seconds as a fraction of the new
+        total.
+        """
         warmup: int | float = self.run_metadata["plan"]["warmup"]
         if isinstance(warmup, int):
             return warmup
-        was_s = self.run_metadata["plan"]["extent"]["seconds"]
-        return warmup * (was_s / recipe.until.value) if recipe.until.unit == "s" else None
+        total_s = self.run_metadata["plan"]["extent"]["seconds"]
+        return warmup * (total_s / recipe.until.value) if recipe.until.unit == "s" else None
 
     def load(self, state: TrainState, recipe: Recipe, precision: str, now: Mapping[str, Any]) -> list[str]:
-        """Loads the checkpoint into ``state``; returns the paths of the accepted differences.
+        """Load the checkpoint into ``state`` and return the paths of the accepted differences.
 
-        ``now`` is the provenance of this process. Reports every difference to the earlier part. Raises UsageError
-        unless each one that changes the maths is accepted. Other training data start a new epoch without quarantine.
+        Reports every difference to the earlier part. Different training data start a new epoch and clear the
+        quarantine.
+
+        Args:
+            state: The state of the run, in place.
+            recipe: The recipe of this process.
+            precision: The precision of this process.
+            now: The provenance of this process.
+
+        Raises:
+            UsageError: A difference that changes the mathematics is not accepted.
         """
         changes = self._changes(state, recipe, precision, now)
         accept = [each for each in self.accept if each != CRASH_LOOP]
@@ -161,8 +179,8 @@ class Earlier:
             return compare(then, requested, step=step_of(self.checkpoint) or 0, mismatches=found)
 
 
-def _validates_alike(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    return all(before[part].get(key) == now[part].get(key) for part, key in _OF_VALIDATION)
+def _has_same_validation(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    return all(before[part].get(key) == now[part].get(key) for part, key in _VALIDATION_KEYS)
 
 
 def _spent(checkpoint: Path | None) -> Spent:
@@ -175,24 +193,24 @@ def _spent(checkpoint: Path | None) -> Spent:
 
 
 def find_earlier(folder: RunFolder, lock: RunLock, accept: Sequence[str], say: Callable[[str], None]) -> Earlier:
-    """Finds the newest checkpoint that verifies. Reports each newer one that does not, with the reason.
+    """Return the earlier part of a run at its newest intact checkpoint. Reports each newer checkpoint that is damaged.
 
-    A run that has saved none begins at step 0 again. Raises CheckpointError when none of its checkpoints verifies,
-    UsageError when the run dies in the same step again and again.
+    A run without checkpoints starts at step 0. Raises CheckpointError if all of its checkpoints are damaged, UsageError
+    if the run dies in the same step repeatedly.
     """
     path, broken = newest_valid(folder.checkpoints, _require_resumable, identity_of(folder))
     for message in broken:
-        say(f"stepped over: {message}")
-    if path is None and (broken or not _is_laid_down(folder)):
+        say(f"checkpoint skipped: {message}")
+    if path is None and (broken or not _has_metadata(folder)):
         lines = [*broken, f"{folder.path} has no checkpoint that verifies"]
-        raise CheckpointError("\n".join(lines), remedy=f"start it anew: {anew(folder)}")
+        raise CheckpointError("\n".join(lines), remedy=f"start it again from step 0: {restart_command(folder)}")
     found = _earlier_at(folder, lock, path, accept, say)
     require_no_crash_loop(folder, lock, path, accept, found.again)
     return found
 
 
 def follow_earlier(folder: RunFolder, checkpoint: Path | None, accept: Sequence[str]) -> Earlier:
-    """Returns what the first rank has found, for another rank, which says nothing."""
+    """Return, on another rank, the earlier part that the first rank has found. Reports nothing."""
     return _earlier_at(folder, NoLock(), checkpoint, accept, lambda line: None)
 
 
@@ -203,15 +221,15 @@ def _earlier_at(
     accept: Sequence[str],
     say: Callable[[str], None],
 ) -> Earlier:
-    metadata = _laid_down(folder) if checkpoint is None else read_run_metadata(checkpoint)
+    metadata = _metadata_of_folder(folder) if checkpoint is None else read_run_metadata(checkpoint)
     live = str(metadata["recipe"]["model"]["use"]).startswith(f"{LIVE}:")
     is_made_by_function = bool(metadata["provenance"].get("objects", {}).get("function"))
-    call = in_python(folder) if live and not is_made_by_function else on_command_line(called(folder))
+    call = python_command(folder) if live and not is_made_by_function else on_command_line(this_command(folder))
     return Earlier(folder, lock, checkpoint, metadata, tuple(accept), say, call)
 
 
 def interrupted_run(root: Path, name: str, launch: Launch) -> RunFolder | None:
-    """Returns the newest run of that name that the same call of the same launch has begun; None: there is none."""
+    """Return the newest run of that name that the same call of the same launch began; None if there is none."""
     folders = [path for path in root.glob(f"{name}*") if re.fullmatch(rf"{re.escape(name)}(-\d+)?", path.name)]
     begun = [path for path in folders if (path / "provenance.json").is_file()]
     for path in sorted(begun, key=lambda path: (path / "provenance.json").stat().st_mtime_ns, reverse=True):
@@ -229,58 +247,64 @@ def _require_resumable(checkpoint: Path) -> None:
         raise invalid_content(checkpoint, problem)
 
 
-def _is_laid_down(folder: RunFolder) -> bool:
+def _has_metadata(folder: RunFolder) -> bool:
     return all(file.is_file() for file in (folder.recipe, folder.plan, folder.provenance))
 
 
-def _laid_down(folder: RunFolder) -> dict[str, Any]:
-    """The metadata of a run that saved no checkpoint, from the files of its folder."""
+def _metadata_of_folder(folder: RunFolder) -> dict[str, Any]:
+    """Return the metadata of a run without checkpoints, from the files of its folder."""
     recipe = load(folder.recipe, environ={}).recipe.model_dump(mode="json")
     try:
         plan = read_object(folder.plan, PlanFile)
         provenance = read_object(folder.provenance, ProvenanceFile)
     except UnreadableFile as error:
-        raise CheckpointError(error.message, remedy=f"start it anew: {anew(folder)}") from None
+        raise CheckpointError(error.message, remedy=f"start it again from step 0: {restart_command(folder)}") from None
     metadata = {"recipe": recipe, "plan": plan, "provenance": provenance}
     for problem in violations(metadata, METADATA, str(folder.path)):
-        raise CheckpointError(f"no run wrote this: {problem}", remedy=f"start it anew: {anew(folder)}")
+        raise CheckpointError(
+            f"no run wrote this: {problem}", remedy=f"start it again from step 0: {restart_command(folder)}"
+        )
     return metadata
 
 
-def again(folder: RunFolder, *, live: bool = False) -> str:
-    """Returns the command that resumes a run, or that starts it anew where nothing of it can be gone on from."""
+def resume_command(folder: RunFolder, *, live: bool = False) -> str:
+    """Return the command that resumes a run, or that starts it from step 0 if nothing of it can be resumed."""
     if live:
         return f"tw.fit(..., resume={str(folder.path)!r})"
-    if _is_laid_down(folder) or (folder.checkpoints.is_dir() and checkpoints(folder.checkpoints, identity_of(folder))):
-        return f"{program()} resume {shlex.quote(str(folder.path))}"
-    return anew(folder)
+    if _has_metadata(folder) or (folder.checkpoints.is_dir() and checkpoints(folder.checkpoints, identity_of(folder))):
+        return f"{program_name()} resume {shlex.quote(str(folder.path))}"
+    return restart_command(folder)
 
 
-def anew(folder: RunFolder) -> str:
-    """Returns the command that trains the recipe of a run from its beginning, in another folder."""
-    return f"{program()} train {shlex.quote(str(folder.recipe))}"
+def restart_command(folder: RunFolder) -> str:
+    """Return the command that trains the recipe of a run from step 0, in another folder."""
+    return f"{program_name()} train {shlex.quote(str(folder.recipe))}"
 
 
-def doubled(until: Duration) -> str:
-    """The setting that makes a run twice as long."""
+def doubled_length(until: Duration) -> str:
+    """Return the setting that doubles the length of a run."""
     return f"--set until={Duration(min(until.value * 2, 2.0**53), until.unit)}"
 
 
-def in_python(folder: RunFolder) -> CommandWith:
-    """Returns the CommandWith for a run of live objects, which only Python can resume."""
+def python_command(folder: RunFolder) -> CommandWith:
+    """Return the CommandWith for a run of live objects, which only Python can resume."""
     return lambda paths, undo=(): f"tw.fit(..., resume={str(folder.path)!r}, accept={list(paths)})"
 
 
-def called(folder: RunFolder) -> str:
-    """Returns this command line; ``again`` if this process was not started by ``resume``."""
-    return f"{program()} {shlex.join(masked(sys.argv[1:]))}" if sys.argv[1:2] == ["resume"] else again(folder)
+def this_command(folder: RunFolder) -> str:
+    """Return this command line if it is a ``resume``, else the command that resumes the run."""
+    return (
+        f"{program_name()} {shlex.join(masked(sys.argv[1:]))}"
+        if sys.argv[1:2] == ["resume"]
+        else resume_command(folder)
+    )
 
 
-def program() -> str:
-    """Returns how the user called this program, so that a printed command can be pasted: a path unless on PATH."""
-    called = Path(sys.argv[0])
-    if called.name == "__main__.py":
+def program_name() -> str:
+    """Return how the user called this program, so that a printed command can be pasted: a path unless on PATH."""
+    script = Path(sys.argv[0])
+    if script.name == "__main__.py":
         return f"{shlex.quote(sys.executable)} -m trainwright"
-    if called.name != "trainwright" or shutil.which("trainwright") == str(called.absolute()):
+    if script.name != "trainwright" or shutil.which("trainwright") == str(script.absolute()):
         return "trainwright"
-    return shlex.quote(str(called))
+    return shlex.quote(str(script))

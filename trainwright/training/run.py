@@ -1,4 +1,4 @@
-"""Composition of a run of our own engine: from a recipe to a trained model in one run folder."""
+"""Composes a run of the Trainwright engine: from a recipe to a trained model in one run folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainwright.engine.periodic import NEVER
 from trainwright.engine.precision import MatmulMode
 from trainwright.engine.witness import SILENT
 from trainwright.errors import StorageError, UsageError
-from trainwright.monitoring.alerts.asked import alerting, require_channels
+from trainwright.monitoring.alerts.setup import alerting, require_channels
 from trainwright.monitoring.end_time import EndTime
 from trainwright.monitoring.evaluation import PeriodicEvaluation
 from trainwright.monitoring.heartbeat import Heartbeat
@@ -33,7 +33,7 @@ from trainwright.monitoring.log_window import LogWindow, NotLogging
 from trainwright.monitoring.logbook import Logbook
 from trainwright.monitoring.progress import Progress
 from trainwright.monitoring.remaining import TimeSpent
-from trainwright.monitoring.saving import SHARES_APART_S, SavePolicy, Saving
+from trainwright.monitoring.saving import MIN_FRACTION_SAVE_INTERVAL_S, SavePolicy, Saving
 from trainwright.monitoring.saving_together import SavingTogether
 from trainwright.monitoring.signals import Signals, grace_s
 from trainwright.monitoring.sinks.factories import sink_factories
@@ -51,28 +51,28 @@ from trainwright.runs.records import Ended, Found, RunVerdict
 from trainwright.training.compare import compares_ranks, make_ranks_observer
 from trainwright.training.complete import measure_norms
 from trainwright.training.evaluation import every, periodic_evaluation
-from trainwright.training.follow import NOTHING, ResumedFrom, Start, begun_by, follow, nothing_to_save
+from trainwright.training.follow import NO_RESUME, ResumedFrom, Start, follow, nothing_to_save, unfinished_run
 from trainwright.training.job import Job, is_watched, make_advance, spike_handler, until_of_job
 from trainwright.training.layers import layer_observers
 from trainwright.training.layout import require_layout
 from trainwright.training.prepare import prepare
-from trainwright.training.problems import all_at_once
+from trainwright.training.problems import all_problems_reported
 from trainwright.training.restore import restore_best
 from trainwright.training.result import Result
-from trainwright.training.resume import Earlier, again, doubled, find_earlier
-from trainwright.training.run_metadata import keep_there, lay_down, lay_down_again, run_metadata
-from trainwright.training.time_left import left_over
+from trainwright.training.resume import Earlier, doubled_length, find_earlier, resume_command
+from trainwright.training.run_metadata import folder_guard, rewrite_metadata, run_metadata, write_metadata
+from trainwright.training.time_left import seconds_left
 from trainwright.training.verdict import verdict_on
 from trainwright.version import __version__
 from trainwright.watching.engine import EngineObserver
 
 Extra = Callable[[Job, RunFolder, Progress], Observer]
-"""Makes a further observer of a run, once everything else of it exists."""
+"""Makes a further observer of a run after everything else of it is built."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What a run needs besides its job: its folder, the lock on it and its identity, output, signals, other ranks."""
+    """Everything a run needs besides its job: folder, lock, identity, output, signals, ranks, and any earlier part."""
 
     folder: RunFolder
     lock: RunLock
@@ -95,19 +95,32 @@ def train(
     world: World = SOLO,
     serve: bool = False,
 ) -> Result:
-    """Runs a recipe from its first step, or from the newest checkpoint of ``resume``, to its end.
+    """Train a recipe from its first step, or from the newest checkpoint of ``resume``, to its end.
 
-    ``parts`` are live objects instead of what the recipe names. ``accept`` lists the differences to the first
-    part of the run that are wanted. ``world.clock`` gives the time that a run budgeted in seconds goes by. ``serve``
-    shows it in a browser while it trains. Raises a TrainwrightError for whatever is the user's to mend.
+    Args:
+        loaded: The recipe.
+        parts: Live objects instead of those that the recipe names.
+        resume: The run folder to resume from.
+        accept: Recipe paths of accepted differences to the earlier part of the run.
+        console: The output; by default the terminal.
+        quiet: Print nothing.
+        extras: Functions that make further observers.
+        world: The ranks. ``world.clock`` is the clock of a run whose length is in seconds.
+        serve: Show the run in a browser while it trains.
+
+    Returns:
+        The result of the run.
+
+    Raises:
+        TrainwrightError: A mistake that the user can fix. The error names its remedy.
     """
     launch = Launch.read(os.environ)
-    with all_at_once(loaded, parts, launch.size):
+    with all_problems_reported(loaded, parts, launch.size):
         require_layout(loaded, parts, launch.size)  # before the ranks wait for each other
         require_unmasked(loaded.recipe.model_dump(), "", loaded.source)
         require_channels(loaded.recipe.alerts)
     with (
-        ExitStack() as listening,  # to signals until all else is undone: by default they end the process
+        ExitStack() as listening,  # handles signals until all else is undone: by default they end the process
         process_settings(seeds=parts is None or parts.generators is None),
         joined(launch, loaded.recipe.parallel.timeout.value, on_gpu=loaded.recipe.device != "cpu") as ranks,
     ):
@@ -130,28 +143,30 @@ def train(
 def _lead(
     start: Start, progress: Progress, signals: Signals, closing_down: ExitStack, extras: Sequence[Extra]
 ) -> Result:
-    """The only rank, or the first: it decides, and writes the run folder."""
+    """Run on the first (or only) rank, which makes the decisions and writes the run folder."""
     world, lines = start.world, list[str]()
-    resume = start.resume or begun_by(start)
-    lock = closing_down.enter_context(_held(resume, signals)) if resume else None
+    resume = start.resume or unfinished_run(start)
+    lock = closing_down.enter_context(_locked(resume, signals)) if resume else None
     with nothing_to_save(signals):
         earlier = find_earlier(resume, lock, start.accept, lines.append) if resume and lock else None
-        world.agree(ResumedFrom(earlier.folder, earlier.checkpoint) if earlier else NOTHING)
+        world.agree(ResumedFrom(earlier.folder, earlier.checkpoint) if earlier else NO_RESUME)
         job = prepare(start.loaded, start.parts, earlier=earlier, world=world, launch=start.launch, say=progress.say)
     progress.references, progress.peak_samples_s = job.marks, job.measured.peak_samples_s
     per_epoch, steps = job.plan.steps_per_epoch, job.plan.extent.steps
     progress.has_epochs = per_epoch is not None
     progress.epochs = steps / per_epoch if steps and per_epoch and not job.plan.spent.step else None
     folder = resume or RunFolder.create(job.recipe.folder, job.recipe.name)
-    lock = lock or closing_down.enter_context(_held(folder, signals))
+    lock = lock or closing_down.enter_context(_locked(folder, signals))
     if not lock.exclusive:
-        lines.append(f"the file system of {folder.path} has no locks: see to it that nobody else trains there")
-    (lay_down_again if earlier else lay_down)(folder, job)
+        lines.append(
+            f"the file system of {folder.path} does not support locks: make sure that no other process trains there"
+        )
+    (rewrite_metadata if earlier else write_metadata)(folder, job)
     closing_down.callback(leave_report, folder, progress.say)
     if earlier:
         lines.append(earlier.describe(job.state.step))
     if compares_ranks(job):
-        lines.append("the doctor compares the ranks; a step of several is not run again")
+        lines.append("the doctor compares the ranks; it does not replay steps of several ranks")
     for line in [*lines, *preflight(job.plan, time.time())]:
         progress.say(line)
     if start.serve:
@@ -161,10 +176,10 @@ def _lead(
 
 
 @contextmanager
-def _held(folder: RunFolder, signals: Signals) -> Iterator[RunLock]:
-    """Holds the lock of a run folder. An exception leaves its step in the lock, as a kill does.
+def _locked(folder: RunFolder, signals: Signals) -> Iterator[RunLock]:
+    """Hold the lock of a run folder. After an exception the lock keeps the step, as after a kill.
 
-    Except where the step is not at fault: a mistake in the call, a full disk, a signal to stop.
+    The step is removed if it is not at fault: for a mistake in the call, a full disk, or a signal to stop.
     """
     lock = RunLock.acquire(folder.path)
     signals.on_received = lock.excuse
@@ -181,14 +196,14 @@ def _held(folder: RunFolder, signals: Signals) -> Iterator[RunLock]:
 
 @contextmanager
 def process_settings(*, seeds: bool = True) -> Iterator[None]:
-    """Restores what a run changes of the process: settings of torch, and the random generators where it ``seeds`` them.
+    """Restore process settings that a run changes: those of torch, and the random generators if the run ``seeds`` them.
 
-    A run that does not seed them leaves them where its training has brought them, as a loop does. Inside, a crash
-    prints where Python was.
+    A run that does not seed them leaves them in their state after training, as a plain loop does. Within the block, a
+    crash prints the Python stack.
     """
     names_crashes = faulthandler.is_enabled()
     if not names_crashes:
-        name_crashes()
+        enable_faulthandler()
     threads, matmul, benchmark = torch.get_num_threads(), MatmulMode.read(), torch.backends.cudnn.benchmark
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
@@ -203,8 +218,8 @@ def process_settings(*, seeds: bool = True) -> Iterator[None]:
             faulthandler.disable()
 
 
-def name_crashes() -> None:
-    """Lets a crash of this process print where Python was, if standard error is a file."""
+def enable_faulthandler() -> None:
+    """Let a crash of this process print the Python stack, if standard error is a file."""
     with suppress(RuntimeError, OSError, ValueError, AttributeError):
         faulthandler.enable(sys.__stderr__)  # type: ignore[arg-type]
 
@@ -241,7 +256,7 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
 
         def left_s(state: TrainState) -> float | None:
             measured = spent.measured()
-            return None if measured is None else left_over(job, measured, state, until, saving.last_s)
+            return None if measured is None else seconds_left(job, measured, state, until, saving.last_s)
 
         progress.left_s = left_s
         watching: tuple[Observer, ...] = (logbook.recorder, logbook.telemetry, spent, progress)
@@ -274,11 +289,11 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
         listening: AbstractContextManager[None] = nullcontext()
         if isinstance(doctor, EngineObserver):
             advance, listening = doctor.around(advance), doctor.listening()
-        batches = signals.batches(job.batches) if alone else job.batches  # others would wait for one that stops there
+        batches = signals.batches(job.batches) if alone else job.batches  # other ranks would wait for a stopped one
         saver = SavingTogether(stage.world, saving) if job.divides_weights or state.saves_together else saving
-        with listening, _noting_the_checkpoint(job, folder, saving), window.collecting():
-            until = until_of_job(job)  # its clock begins now
-            if job.accepted:  # a kill before the next save would ask for it again
+        with listening, _checkpoint_note(job, folder, saving), window.collecting():
+            until = until_of_job(job)  # starts its clock
+            if job.accepted:  # after a kill before the next save, the differences would have to be accepted again
                 saver(state)
             outcome = run(
                 state,
@@ -291,34 +306,34 @@ def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
                 world=stage.world,
                 complete=lambda state: measure_norms(job, progress.say),
             )
-        stage.world.least(0)  # all is saved: the other ranks may leave
-        logbook.recorder.tell_skipped(state)
+        stage.world.least(0)  # everything is saved: the other ranks may exit
+        logbook.recorder.record_skipped(state)
         logbook.ended = _ended(outcome, evaluation, logbook)
     findings = tuple(doctor.findings()) if doctor else ()
-    closed = _closed(job, stage, outcome, logbook, saving.last, findings)
-    return replace(closed, restored=restore_best(job, folder, progress.say))
+    result = _close(job, stage, outcome, logbook, saving.last, findings)
+    return replace(result, restored=restore_best(job, folder, progress.say))
 
 
 def _end_time(job: Job, progress: Progress) -> Iterator[EndTime]:
-    """Where the run need not be over at some time, and a step was timed."""
-    foretold_s = job.plan.step_s
-    if foretold_s is not None and job.loaded.within_s is None:
+    """Yield the observer of the predicted end, if the run has no time limit and a step was timed."""
+    predicted_s = job.plan.step_s
+    if predicted_s is not None and job.loaded.within_s is None:
         yield EndTime(
             progress.left_s,
-            lambda step_s, left_s, now_s: describe_corrected_end(step_s, foretold_s, left_s, now_s),
+            lambda step_s, left_s, now_s: describe_corrected_end(step_s, predicted_s, left_s, now_s),
             progress.say,
         )
 
 
 def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]) -> EngineObserver:
-    """The doctor beside a run. Its ``witness`` goes into the step function, which it wraps with ``around``."""
+    """Return the doctor of a run. Its ``witness`` goes into the step function, which ``around`` wraps."""
     return EngineObserver(
         job.state,
         folder=folder,
         say=say,
         examine=job.recipe.log.examine,
         accumulation=job.plan.batch.accumulation,
-        keeps_last_steps=job.is_only_in_python,  # of a recipe any step can be trained again
+        keeps_last_steps=job.is_only_in_python,  # a recipe can train any step again
         finds_spikes=job.recipe.spikes.policy == "warn",
         dataset=job.parts.train.origin,
     )
@@ -328,7 +343,7 @@ def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
     plan, ask = job.plan, job.recipe.checkpoint
     policy = SavePolicy(
         every(plan.save_every, job.state) if plan.save_every else None,
-        SHARES_APART_S if ask.every is not None and ask.every.unit == "run" else 0.0,
+        MIN_FRACTION_SAVE_INTERVAL_S if ask.every is not None and ask.every.unit == "run" else 0.0,
         ask.at_least_every.value if ask.at_least_every else None,
         Retention(ask.keep, plan.keep_every),
         ask.best,
@@ -343,19 +358,21 @@ def _saving(job: Job, stage: Stage, logbook: Logbook) -> Saving:
         warn=stage.progress.say,
         run_metadata=run_metadata(job),
         run=stage.identity,
-        keep_there=keep_there(stage.folder, job, stage.lock, stage.identity, stage.progress.say),
-        clock=stage.world.clock if stage.world.size == 1 else time.monotonic,  # the other ranks are not asked
+        folder_guard=folder_guard(stage.folder, job, stage.lock, stage.identity, stage.progress.say),
+        clock=stage.world.clock if stage.world.size == 1 else time.monotonic,  # other ranks have no say in it
     )
 
 
 @contextmanager
-def _noting_the_checkpoint(job: Job, folder: RunFolder, saving: Saving) -> Iterator[None]:
-    """Adds to an exception which checkpoint is the newest and how to resume from it."""
+def _checkpoint_note(job: Job, folder: RunFolder, saving: Saving) -> Iterator[None]:
+    """Add the newest checkpoint and the command that resumes from it to an exception."""
     try:
         yield
     except Exception as error:
         if saving.last:
-            error.add_note(f"saved as {saving.last}; once mended: {again(folder, live=job.is_only_in_python)}")
+            error.add_note(
+                f"saved as {saving.last}; to resume after the fix: {resume_command(folder, live=job.is_only_in_python)}"
+            )
         raise
 
 
@@ -373,10 +390,10 @@ def _ended(outcome: Outcome, evaluation: PeriodicEvaluation | None, logbook: Log
     )
 
 
-def _closed(
+def _close(
     job: Job, stage: Stage, outcome: Outcome, logbook: Logbook, saved: Path | None, findings: tuple[Found, ...]
 ) -> Result:
-    """Prints how the run ended and returns the result."""
+    """Print how the run ended and return the result."""
     folder, progress = stage.folder, stage.progress
     progress.close()
     ended, recorder = logbook.ended, logbook.recorder
@@ -387,8 +404,8 @@ def _closed(
         folder.path,
         recorder.last_evaluated,
         saved=is_whole,
-        again=again(folder, live=job.is_only_in_python),
-        longer="" if job.is_only_in_python else doubled(job.recipe.until),
+        again=resume_command(folder, live=job.is_only_in_python),
+        longer="" if job.is_only_in_python else doubled_length(job.recipe.until),
     )
     for line in closing(ending):
         progress.say(line)
@@ -412,5 +429,5 @@ def _closed(
 
 
 def is_saved(newest: Path | None, step: int) -> bool:
-    """Whether the newest checkpoint is that of this step."""
+    """Return True if the newest checkpoint is that of this step."""
     return newest is not None and newest.name == f"step-{step:08d}"

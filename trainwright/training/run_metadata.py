@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def describe_origin(recipe: Recipe, parts: Parts) -> dict[str, Any]:
-    """Describes the code, packages, machine, data and seeds of this process."""
+    """Return the provenance of this process: code, packages, machine, data and seeds."""
     roots = (parts.model, parts.train.origin, parts.loss)
     modules = chain.from_iterable(each.modules() for each in roots if isinstance(each, nn.Module))
     sets = {"train": parts.train, "val": parts.val}
@@ -44,7 +44,7 @@ def describe_origin(recipe: Recipe, parts: Parts) -> dict[str, Any]:
 
 
 def notes_of_data(provenance: Mapping[str, Any], resumed: str) -> Iterator[Note]:
-    """Says how the data came to where they were, and of which little was read: the first step waited for it."""
+    """Yield notes on how the data stream was resumed, and on fingerprints that cover only a part of the data."""
     if resumed:
         yield Note("data", "resumed", resumed)
     for name, made in provenance["data"].items():
@@ -54,7 +54,7 @@ def notes_of_data(provenance: Mapping[str, Any], resumed: str) -> Iterator[Note]
 
 
 def run_metadata(job: Job) -> dict[str, Any]:
-    """What each checkpoint keeps, so that a resumed run can say what has changed."""
+    """Return the metadata for checkpoints, from which a resumed run reports what has changed."""
     return {
         "recipe": masked(job.recipe.model_dump(mode="json")),
         "plan": job.plan.to_json(),
@@ -62,16 +62,16 @@ def run_metadata(job: Job) -> dict[str, Any]:
     }
 
 
-def lay_down(folder: RunFolder, job: Job) -> None:
-    """Writes recipe, plan, provenance and the tree of the model of a run that begins."""
+def write_metadata(folder: RunFolder, job: Job) -> None:
+    """Write recipe, plan, provenance and module tree of a new run."""
     folder.write_text("recipe.yaml", dump_masked(job.recipe))
     folder.write_json("plan.json", job.plan.to_json())
     folder.write_json("model.json", model_facts([job.state.model], job.marks))
     folder.write_json("provenance.json", job.provenance)
 
 
-def lay_down_again(folder: RunFolder, job: Job) -> None:
-    """Writes recipe, plan and provenance of a resumed run; a recipe that differs is kept beside the new one."""
+def rewrite_metadata(folder: RunFolder, job: Job) -> None:
+    """Write recipe, plan and provenance of a resumed run. A recipe that differs is kept beside the new one."""
     remove_leftovers(folder.path)
     step = f"step-{job.state.step:08d}"
     before, now = read_text(folder.recipe, follow_links=True), dump_masked(job.recipe)
@@ -83,21 +83,21 @@ def lay_down_again(folder: RunFolder, job: Job) -> None:
     folder.write_json(f"provenance-from-{step}.json", job.provenance)
 
 
-def keep_there(
+def folder_guard(
     folder: RunFolder, job: Job, lock: RunLock, identity: str, say: Callable[[str], None]
 ) -> Callable[[], None]:
-    """Returns what to call around each save: it writes the metadata again if the folder was deleted.
+    """Return a function to call around each save. It writes the metadata again if the folder was deleted.
 
-    It raises StorageError where the folder was renamed or unmounted: log and lock went with it, and what is saved
-    would be in another folder of the same name.
+    The function raises StorageError if the folder was renamed or unmounted: log and lock have moved with it, and
+    checkpoints would go into another folder of the same name.
     """
 
-    def look() -> None:
+    def require_folder() -> None:
         lock.require_place(folder.path)
         if not folder.recipe.exists():
             folder.path.mkdir(parents=True, exist_ok=True)
-            lay_down(folder, job)
+            write_metadata(folder, job)
             write_identity(folder, identity)
             say(f"{folder.path} was deleted while training: its metadata is written again")
 
-    return look
+    return require_folder

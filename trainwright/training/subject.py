@@ -1,4 +1,4 @@
-"""The subject of a verb: a recipe, a run, a function that returns objects, or the arguments of ``tw.fit``."""
+"""The subject of a command: a recipe, a run, a function that returns objects, or the arguments of ``tw.fit``."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from trainwright.runs.files import UnreadableFile
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.shapes import ProvenanceFile, read_as
 from trainwright.training.fit import FitOptions, ModelLike, RunOptions, fit_objects
-from trainwright.training.made_by import LET_A_FUNCTION, Rebuild
+from trainwright.training.rebuild import LET_A_FUNCTION, Rebuild
 
 
 class Built(NamedTuple):
-    """A recipe, and its objects where they come from Python; None: those that the recipe names."""
+    """A recipe and its live objects; None for the objects that the recipe names."""
 
     loaded: Loaded
     parts: Parts | None
 
 
 Build = Callable[[Sequence[str]], Built]
-"""Makes it with these settings (``path=value``) besides its own. Objects are new ones each time, of the same start."""
+"""Builds the subject with further settings (``path=value``). Each call makes new objects from the same random state."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """``name`` is that of a recipe or a function, by which another process can build it too; None for objects."""
+    """The object of a command. ``name`` (a recipe or function) lets another process build it; None for live objects."""
 
     build: Build
     name: str | None = None
 
 
 def named(what: str | Path, settings: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Subject:
-    """Returns the subject of a name: a recipe, the recipe of a run, or ``module:function``."""
+    """Return the subject of a name: a recipe, the recipe of a run, or ``module:function``."""
     text = str(what)
     if ":" in text and not Path(what).exists():
         function: Build = lambda more: Built(*fit_objects(text, None, None, {}, more=more))  # noqa: E731
-        return Subject(_from_one_start(function, settings), text)
+        return Subject(_with_fixed_random_state(function, settings), text)
 
     def build(more: Sequence[str]) -> Built:
         loaded = load(what, overrides=[*settings, *more], environ=environ)
@@ -55,18 +55,18 @@ def named(what: str | Path, settings: Sequence[str] = (), environ: Mapping[str, 
 
 
 def subject(model: ModelLike, data: object, loss: Any, options: RunOptions) -> Subject:
-    """Returns the subject of the arguments of ``tw.fit``; of a text alone, that of the name."""
+    """Return the subject of the arguments of ``tw.fit``, or of a name if there is only one string."""
     if isinstance(model, str) and data is None and loss is None and not options:
         return named(model)
 
     def build(more: Sequence[str]) -> Built:
         return Built(*fit_objects(*copied(model, data, loss, options, val=options.get("val")), more=more))
 
-    return Subject(_from_one_start(build))
+    return Subject(_with_fixed_random_state(build))
 
 
-def _from_one_start(build: Build, settings: Sequence[str] = ()) -> Build:
-    """Each time from the random state of now: a function makes the same weights, a loader the same order."""
+def _with_fixed_random_state(build: Build, settings: Sequence[str] = ()) -> Build:
+    """Run every build from the current random state, so that a function makes the same weights and orders each time."""
     start = RngBag.capture()
 
     def again(more: Sequence[str]) -> Built:
@@ -77,20 +77,20 @@ def _from_one_start(build: Build, settings: Sequence[str] = ()) -> Build:
 
 
 def copied(*objects: Any, val: object = None) -> tuple[Any, ...]:
-    """Copies of ``model, data, ...``, all but the samples. Raises UsageError where that is not possible."""
+    """Return copies of ``model, data, ...``, except for the datasets. Raises UsageError if they cannot be copied."""
     kept = {id(samples): samples for each in (objects[1], val) for samples in _samples(each)}
     try:
         return copy.deepcopy(objects, kept)
     except Exception as error:
         raise UsageError(
             f"model, data, loss and optimizer cannot be copied: {text_of(error, lines=1)}",
-            remedy="let a function in a module make them, and give its name: tw.check('mymodule:function'), "
+            remedy="let a function in a module make them, and pass its name: tw.check('mymodule:function'), "
             "trainwright verify plain mymodule:function",
         ) from error
 
 
 def _samples(value: object) -> list[object]:
-    """The datasets in an argument."""
+    """Return the datasets in an argument."""
     if isinstance(value, DataLoader):
         return [value.dataset]
     if isinstance(value, Mapping):
@@ -107,11 +107,11 @@ def parts_of_run(
     *,
     remedy: str | None = None,
 ) -> Parts:
-    """Makes the objects of a run of ``tw.fit`` again, from copies of those given, or as its provenance says.
+    """Build the objects of a run of ``tw.fit`` again: copies of the passed objects, or by its recorded function.
 
-    Raises UsageError, with ``remedy``, where nothing is given and its provenance names no function.
+    Raises UsageError, with ``remedy``, if nothing is passed and the run records no function.
     """
-    made, seed = _record(folder)
+    made, seed = _recorded_objects(folder)
     more: FitOptions = {**(options or {}), **({} if seed is None else {"seed": seed})}
     if model is not None:
         return fit_objects(*copied(model, data, loss, more, val=more.get("val"))).parts
@@ -119,33 +119,34 @@ def parts_of_run(
         path = str(folder.path)
         again = f"pass the objects again, tw.fit(..., resume={path!r}) or tw.replay({path!r}, step, model, data, loss)"
         raise UsageError(
-            f"{path} cannot be made again from its folder: {made.reason}",
+            f"the objects of {path} cannot be built from its folder: {made.reason}",
             remedy=f"{remedy or again}; or, from the next run on, {LET_A_FUNCTION}",
         )
     return fit_objects(made.function, None, None, more).parts
 
 
 def resumed_parts(folder: RunFolder, loaded: Loaded, allowed: Sequence[str] | None) -> Parts | None:
-    """The objects of a run of ``tw.fit`` for a resume from the command line; None for a run of a recipe.
+    """Return the objects of a run of ``tw.fit`` for a resume from the command line; None for a run of a recipe.
 
-    ``allowed`` are the packages whose functions may be called; None: of any. Raises UsageError for another.
+    ``allowed`` lists the packages whose functions may be called; None allows all. Raises UsageError for another
+    package.
     """
     if not is_live(loaded.recipe):
         return None
-    module = (_record(folder)[0].function or "").partition(":")[0]
+    module = (_recorded_objects(folder)[0].function or "").partition(":")[0]
     if module and allowed is not None and not any(f"{module}.".startswith(f"{each}.") for each in allowed):
-        raise UsageError(f"{module}, which makes the objects of the run, is not allowed", remedy=f"--allow {module}")
+        raise UsageError(f"{module}, which builds the objects of the run, is not allowed", remedy=f"--allow {module}")
     return parts_of_run(folder)
 
 
-def _record(folder: RunFolder) -> tuple[Rebuild, int | None]:
-    """What provenance.json says of the objects, and the seed of a run that seeds the generators."""
+def _recorded_objects(folder: RunFolder) -> tuple[Rebuild, int | None]:
+    """Return how the objects were built, from provenance.json, and the seed of a run that seeds the generators."""
     try:
         provenance = read_as(folder.provenance, ProvenanceFile)
     except UnreadableFile as error:
         return Rebuild(None, error.message), None
     objects, seeds = provenance.objects, provenance.seeds
     if objects is None:
-        return Rebuild(None, "its provenance.json does not say how its objects are made"), None
+        return Rebuild(None, "its provenance.json does not record how its objects are built"), None
     seed = seeds.seed if seeds and objects.is_seeded else None
     return Rebuild(objects.function, objects.reason, objects.is_seeded), seed

@@ -1,4 +1,4 @@
-"""How long a run still takes by the clock: training, evaluations, examinations of the doctor and saves."""
+"""Estimates the remaining wall-clock time of a run: training, evaluations, examinations by the doctor, and saves."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trainwright.training.job import ENDING_S, Job, is_watched, until_of
 from trainwright.watching.budget import predicted_end_s, predicted_s
 
 
-def left_over(job: Job, measured: Measured, state: TrainState, until: Until, save_s: float | None) -> float:
-    """Seconds until the whole command is over, extrapolated from what was measured in this run.
+def seconds_left(job: Job, measured: Measured, state: TrainState, until: Until, save_s: float | None) -> float:
+    """Return the seconds until the command ends, extrapolated from measurements of this run.
 
-    ``save_s`` is what the last save took: another one follows at the end. None: there was none yet.
+    ``save_s`` is the duration of the last save, since another one follows at the end. None: no save yet.
     """
     if isinstance(until, ByTheClock):
         return until.left_s
@@ -28,7 +28,7 @@ def left_over(job: Job, measured: Measured, state: TrainState, until: Until, sav
 
 
 def _evaluation_cost(job: Job, measured: Measured) -> EvaluationCost | None:
-    """As measured in this run; before the first evaluation as in the dry run."""
+    """Return the cost measured in this run; before its first evaluation that of the dry run."""
     cost, seconds = job.measured.evaluation_cost, measured.evaluation_s
     if seconds is None:
         return cost
@@ -37,7 +37,7 @@ def _evaluation_cost(job: Job, measured: Measured) -> EvaluationCost | None:
 
 
 def _examinations_s(job: Job, measured: Measured, steps_left: float) -> float:
-    """The examination at the end, and those before it: at the pace of this run, within the budget of the whole run."""
+    """Return the seconds for the remaining examinations, within the budget of the full run."""
     total_s = training_time_s(replace(job.plan, step_s=measured.step_s)) or 0.0
     end_s = predicted_end_s(total_s)
     left_s = max(0.0, predicted_s(total_s) - measured.examined_s)

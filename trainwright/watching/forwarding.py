@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from trainwright.errors import UsageError
-from trainwright.monitoring.alerts.asked import alerting, require_channels
+from trainwright.monitoring.alerts.setup import alerting, require_channels
 from trainwright.monitoring.layer_stats import scalars_of
 from trainwright.monitoring.sinks import Sink, close_sinks, open_sinks
 from trainwright.monitoring.sinks.factories import sink_factories

@@ -49,7 +49,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "labels from one": (blobs("from one"), "fail", "labels", "out of range"),
     "one wild label": (blobs("one wild label"), "fail", "labels", "sample 253 has 17"),
     "one class only": (blobs("one class"), "fail", "labels", "all 256 are 0"),
-    "equal inputs, two labels": (blobs("two labels"), "warn", "alignment", "another label"),
+    "equal inputs, two labels": (blobs("two labels"), "warn", "alignment", "a different label"),
     "constant features": (blobs("constant"), "fail", "inputs", "same input"),
     "inputs of 0 to 255": (blobs("bytes"), "warn", "inputs", "not normalised"),
     "normalised twice": (blobs("double normalised"), "warn", "inputs", "hardly vary"),

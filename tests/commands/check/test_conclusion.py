@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.commands.check.checked import AMPLE, UNTRAINED, checked, model
-from trainwright.commands.check.learning import HEART_STEPS, BatchFit, by_heart
+from trainwright.commands.check.learning import ONE_BATCH_MAX_STEPS, BatchFit, by_heart
 from trainwright.commands.check.rate import RateEvidence, learning_rate
 from trainwright.commands.check.smoke import SmokeRun, afterwards, diagnosed, trained
 from trainwright.commands.check.verdict import Checkup, Verdict
@@ -36,7 +36,7 @@ def evidence(lr: float, smoke: SmokeRun = UNKNOWN, fits: Sequence[BatchFit] = ()
     return RateEvidence(lr, **{"num_steps": 1000.0, "moved": 0.1, "found": RANGE, "fits": fits, "smoke": smoke, **more})
 
 
-def fit(lr: float, first: float, best: float, last: float | None = None, steps: int = HEART_STEPS) -> BatchFit:
+def fit(lr: float, first: float, best: float, last: float | None = None, steps: int = ONE_BATCH_MAX_STEPS) -> BatchFit:
     return BatchFit(first, best, best if last is None else last, steps, lr)
 
 
@@ -170,11 +170,11 @@ def test_a_warning_does_not_hide_a_critical_finding_of_the_same_kind() -> None:
     ("word", "complete", "learns", "trains", "words"),
     [
         ("ok", True, True, True, "this would train ("),
-        ("ok", True, False, None, "not shown that it learns"),
+        ("ok", True, False, None, "no proof that it learns"),
         ("ok", False, True, None, "the rest was not checked"),
         ("cannot tell", True, True, True, "this would train ("),
         ("warn", True, True, True, "read the warnings"),
-        ("warn", True, False, None, "not shown that it learns; read the warnings"),
+        ("warn", True, False, None, "no proof that it learns; read the warnings"),
         ("fail", True, True, False, "do not start this run: labels failed"),
         ("fail", False, False, False, "do not start this run: labels failed"),
     ],

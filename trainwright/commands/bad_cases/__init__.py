@@ -1,4 +1,4 @@
-"""``tw.bad_cases`` and ``trainwright errors``: where a model is wrong, and which labels are."""
+"""``tw.bad_cases`` and ``trainwright errors``: finds the worst predictions of a model, and likely wrong labels."""
 
 from __future__ import annotations
 

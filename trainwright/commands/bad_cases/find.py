@@ -1,4 +1,4 @@
-"""Finds bad cases: one pass over a dataset, and what follows from it."""
+"""Finds bad cases in one pass over a dataset."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from trainwright.report.pages.report import write_report
 from trainwright.runs.folder import RunFolder
 from trainwright.training.result import Result
 
-SIDES = ((80, 48), (300, 24))
-"""Pixels of a picture, by how many pictures there are: ``errors.json`` stays below a megabyte."""
-SEEN = (
-    "the model was trained on these labels: those that it has learned by heart look right. "
-    "--folds 4 asks models that have not seen them"
+PIXELS_BY_COUNT = ((80, 48), (300, 24))
+"""Maximum number of pictures and pixels per side: ``errors.json`` stays below one megabyte."""
+TRAINED_ON_LABELS_NOTE = (
+    "the model was trained on these labels, so memorized wrong labels look right. "
+    "--folds 4 predicts them with models that were not trained on them"
 )
 
 
@@ -46,29 +46,37 @@ def bad_cases(
     batch: int | None = None,
     average: bool = False,
 ) -> BadCases:
-    """Returns where a model is wrong on ``data``; ``print`` it to read it. The model stays as it is.
+    """Return the samples of ``data`` that a model predicts worst. ``print`` the result to read it. The model is
+    unchanged.
 
     Args:
-        of: A model, the result of ``tw.fit``, or a run folder, whose recipe says how its model is built.
-        data: Any form that ``tw.fit`` takes; of a run folder also ``"val"``, ``"train"``, a dataset in the box or
-            ``"package.module:callable"``.
-        loss: As in ``tw.fit``. None: that of the run's recipe; of a model, the loss that it returns itself.
-        by: Groups samples, whose losses are compared: a column's name, a function of a sample, the value of each
+        of: A model, the result of ``tw.fit``, or a run folder, whose recipe defines the model.
+        data: Any form that ``tw.fit`` accepts. For a run folder also ``"val"``, ``"train"``, the name of a built-in
+            dataset, or ``"package.module:callable"``.
+        loss: As in ``tw.fit``. None: the loss of the run's recipe, or for a model the loss that it returns itself.
+        by: Groups samples to compare their losses: the name of a column, a function of a sample, the value of each
             sample in order, or several of these by name.
         count: Samples in each list; twice as many labels.
-        model: Of a run folder that ``tw.fit`` wrote: a model such as it was given, which gets the weights.
-        which: The checkpoint of a run folder: last, best or a step; else the best if there is one.
+        model: For a run folder of ``tw.fit`` with objects: a model of the same architecture, which receives the
+            weights.
+        which: The checkpoint of a run folder: last, best or a step. Default: the best if there is one, else the last.
         batch: Samples per forward pass.
-        average: The moving average of the weights of a run folder.
+        average: Use the moving average of the weights of a run folder.
 
-    Raises UsageError for what is not there.
+    Returns:
+        The worst samples, mistakes, likely wrong labels and losses by group.
+
+    Raises:
+        UsageError: The model, checkpoint, data or loss does not exist or cannot be used.
     """
     chosen = chosen_model(of, model, str(which), average=average)
     batches = batches_of(chosen, data, batch)
     groups = Groups(_by_name(by), _columns(batches))
     scores = score(chosen.model, loss_of(chosen, loss), groups.watching(batches))
     found = _cases(scores, groups, batches, count)
-    notes = (*found.notes, SEEN) if chosen.loaded and data == "train" and found.labels else found.notes
+    notes = (
+        (*found.notes, TRAINED_ON_LABELS_NOTE) if chosen.loaded and data == "train" and found.labels else found.notes
+    )
     return replace(
         found,
         run="" if chosen.loaded is None else str(of),
@@ -81,7 +89,7 @@ def bad_cases(
 def errors_of_run(
     run: Path, data: str, *, by: Sequence[str], count: int, which: str, batch: int | None, average: bool
 ) -> BadCases:
-    """``trainwright errors``: the bad cases, which the run folder keeps and its report shows."""
+    """Return the bad cases for ``trainwright errors``. The run folder keeps them and its report shows them."""
     folder = RunFolder.open(run)
     groupings = _found(by, folder)
     return _kept(bad_cases(run, data, by=groupings, count=count, which=which, batch=batch, average=average), folder)
@@ -90,7 +98,7 @@ def errors_of_run(
 def errors_in_folds(
     run: Path, folds: int, *, by: Sequence[str], count: int, batch: int | None, say: Callable[[str], None]
 ) -> BadCases:
-    """``trainwright errors --folds``: of the training set, by models that were trained on the other parts of it."""
+    """Return the bad cases of the training set for ``trainwright errors --folds``, predicted by cross-validation."""
     folder = RunFolder.open(run)
     trained = FoldedTraining(folder, folds, batch, say)
     groups = Groups(_found(by, folder), _columns(trained.batches))
@@ -99,11 +107,11 @@ def errors_in_folds(
 
 
 def _found(by: Sequence[str], folder: RunFolder) -> dict[str, Grouping]:
-    """Columns and functions by their names."""
+    """Return the columns and functions by name."""
     source = load(folder.recipe, environ={}).source
     try:
         return {_name_of(each): find(each, {}, "--by", source) if ":" in each else each for each in by}
-    except RecipeError as error:  # it is not the recipe that says so
+    except RecipeError as error:  # the name comes from the command line, not the recipe
         [problem] = error.problems
         raise UsageError(f"--by {problem.got}: {problem.rule}", remedy=problem.remedy) from None
 
@@ -160,7 +168,7 @@ def _cases(scores: Scores, groups: Groups, batches: EvaluationBatches, count: in
 
 
 def _worst(scores: Scores, count: int) -> list[int]:
-    """Positions of the largest losses; one that is not finite is larger than any other."""
+    """Return the positions of the largest losses. A non-finite loss is the largest."""
     counted = np.flatnonzero(scores.weight > 0)
     losses = np.nan_to_num(scores.loss[counted], nan=np.inf)
     found: list[int] = counted[np.argsort(-losses, kind="stable")][:count].tolist()
@@ -176,7 +184,10 @@ def _mistakes(scores: Scores, count: int) -> list[int]:
 
 
 def _doubts(scores: Scores) -> dict[int, bool]:
-    """Positions of all labels that may be wrong, the most likely first, and whether each likely is; none of numbers."""
+    """Return the positions of all labels that may be wrong, the most likely first, and True for each that likely is.
+
+    Empty for numeric targets.
+    """
     if scores.label is None or scores.own is None or scores.top is None or scores.chances is None:
         return {}
     found = label_order(scores.label, scores.own, scores.top, scores.chances)
@@ -205,5 +216,5 @@ def _slices(scores: Scores, groups: Groups, names: Sequence[str]) -> Iterator[Lo
 
 def _shown(batches: EvaluationBatches, ids: Sequence[int]) -> dict[int, SamplePreview]:
     found = samples_of(batches, ids)
-    side = next((side for most, side in SIDES if len(found) <= most), SIDES[-1][1])
+    side = next((side for most, side in PIXELS_BY_COUNT if len(found) <= most), PIXELS_BY_COUNT[-1][1])
     return {each: shown_sample(found[each], batches.steps.dataset, side=side) for each in ids if each in found}

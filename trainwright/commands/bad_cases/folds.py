@@ -1,4 +1,4 @@
-"""Predictions for the training set by models that have not seen what they predict: cross-validation of a recipe."""
+"""Predicts the training set by cross-validation: each part by a model that was trained on the others."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.runs.folder import RunFolder
 from trainwright.training.run import train
 
-ALONE = (
+FOLD_SETTINGS = (
     *("data.val=null", "data.more_val=[]", "observers=[]", "metrics=[]"),
     *("log.sinks=[]", "log.doctor=false", "alerts=null"),
     *("checkpoint.every=null", "checkpoint.best=null", "checkpoint.restore_best=false"),
 )
-"""A fold only trains."""
+"""Settings that reduce the run of a fold to its training."""
 
 
 class FoldedTraining:
-    """Trains the recipe of a run on all but one of ``folds`` parts of its training set, for each part.
+    """Trains the recipe of a run once for each of ``folds`` parts of its training set, without that part.
 
-    ``batches`` are the whole training set, in its order. Raises UsageError for a run whose parts were passed in Python,
-    and for data that cannot be read by position.
+    ``batches`` are the full training set in its order. Raises UsageError for a run of live objects, and for data that
+    cannot be read by position.
     """
 
     def __init__(self, folder: RunFolder, folds: int, batch: int | None, say: Callable[[str], None]) -> None:
@@ -45,7 +45,7 @@ class FoldedTraining:
         live = [part.use for part in (loaded.recipe.model, loaded.recipe.data.train, loaded.recipe.loss)]
         if named := [use for use in live if use.startswith(f"{LIVE}:")]:
             raise UsageError(
-                f"{named[0].removeprefix(f'{LIVE}:')} of {folder.path} was passed in Python: no recipe can train "
+                f"{named[0].removeprefix(f'{LIVE}:')} of {folder.path} was passed in Python, so no recipe can train "
                 "it again",
                 remedy="leave --folds out, or train in folds yourself and give tw.bad_cases each model and its part",
             )
@@ -61,7 +61,7 @@ class FoldedTraining:
         self.batches = EvaluationBatches(self._train.dataset, self._how)
 
     def scores(self, groups: Groups) -> Scores:
-        """Of each sample, by the model that has not seen it."""
+        """Return the scores of each sample by the model that was not trained on it."""
         part = np.random.default_rng(0).permutation(self._size) % self._folds
         found = CollectedScores()
         for number in range(self._folds):
@@ -87,4 +87,4 @@ class FoldedTraining:
         )
 
     def _loaded(self, folder: str) -> Loaded:
-        return load(self._folder.recipe, overrides=[*ALONE, f"folder={Path(folder).as_posix()}"], environ={})
+        return load(self._folder.recipe, overrides=[*FOLD_SETTINGS, f"folder={Path(folder).as_posix()}"], environ={})

@@ -1,4 +1,4 @@
-"""Which labels are likely wrong: confident learning.
+"""Finds labels that are likely wrong, by confident learning.
 
 Northcutt, Jiang and Chuang 2021, "Confident Learning: Estimating Uncertainty in Dataset Labels", JAIR 70, arXiv
 1911.00068. The predictions must be those of a model that was not trained on these labels.
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 
 class LabelOrder(NamedTuple):
-    """Positions of samples, those whose label is most likely wrong first, and of each whether it is likely wrong."""
+    """Positions of samples, the most likely wrong label first, and for each True if it is likely wrong."""
 
     order: NDArray[np.int64]
     likely: NDArray[np.bool_]
@@ -22,13 +22,18 @@ class LabelOrder(NamedTuple):
 def label_order(
     label: NDArray[np.int64], own: NDArray[np.float64], top: NDArray[np.int64], chances: NDArray[np.float64]
 ) -> LabelOrder:
-    """Ranks labels by the probability ``own`` (N,) that a model gives them, and its most probable classes ``top``
-    (N, K) with their ``chances``, in descending order. Labels below 0 are left out.
+    """Rank labels by how likely they are wrong. Labels below 0 are left out.
 
-    The threshold of a class is the mean probability that samples of this label get for it (equation 2 of the paper). A
-    label is likely wrong where the most probable of the classes that reach their threshold is another one: an entry
-    beside the diagonal of the confident joint (equation 1). Among these, and then among all others, the smallest
-    probability of the label minus the largest of another class comes first (the normalized margin of section 3.2).
+    The threshold of a class is the mean probability of this class over the samples with its label (equation 2 of the
+    paper). A label is likely wrong if the most probable of the classes that reach their threshold is another one, that
+    is, an off-diagonal entry of the confident joint (equation 1). These labels come first. Within both groups, labels
+    are ordered by the normalized margin: the probability of the label minus the largest of another class (section 3.2).
+
+    Args:
+        label: Labels (N,).
+        own: The probability (N,) that a model gives to each label.
+        top: The most probable classes (N, K), in descending order.
+        chances: The probabilities (N, K) of these classes.
     """
     known = np.flatnonzero(label >= 0)
     label, own, top, chances = label[known], own[known], top[known], chances[known]

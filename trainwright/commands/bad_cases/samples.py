@@ -1,4 +1,4 @@
-"""Single samples: taken out of a batch, found again in a dataset, and drawn or written for the eye."""
+"""Reads single samples from batches and datasets, and renders them as pictures, text or tables."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from trainwright.data.loading import EvaluationBatches
 from trainwright.data.ready_batches import ReadyBatches
 from trainwright.report.bad_cases import SamplePreview
 
-MOST_TEXT = 300
-MOST_COLUMNS = 40
-LEAST_SIDE = 4
-"""Pixels; what is smaller is a table."""
+MAX_TEXT_CHARS = 300
+MAX_COLUMNS = 40
+MIN_IMAGE_SIDE = 4
+"""Pixels. Smaller arrays are shown as tables."""
 CHANNELS = (1, 3, 4)
 
 
 def each_sample(micro: MicroBatch) -> Iterator[object]:
-    """The samples of a batch: of each part that has a row for every sample, its row."""
+    """Yield the samples of a batch. A part of the batch without one row per sample is left out."""
     for row in range(micro.size):
         yield _row(micro.data, row, micro.size)
 
@@ -46,14 +46,14 @@ def _row(data: object, row: int, size: int) -> object:
 
 
 def inputs_of(sample: object) -> object:
-    """A sample without its target: the first of a tuple; of a mapping, all but the labels."""
+    """Return a sample without its target: the first item of a tuple, or a mapping without its labels."""
     if isinstance(sample, Mapping):
         return {name: each for name, each in sample.items() if name != "labels"}
     return sample[0] if isinstance(sample, tuple | list) and len(sample) else sample
 
 
 def samples_of(batches: EvaluationBatches, ids: Collection[int]) -> dict[int, object]:
-    """The samples at these positions of a dataset; fewer where a stream does not give them a second time."""
+    """Return the samples at these positions of a dataset; fewer for a stream that does not repeat them."""
     dataset, loading, wanted = batches.steps.dataset, batches.steps.loading, set(ids)
     if not isinstance(dataset, IterableDataset | ReadyBatches):
         positions = np.array(sorted(wanted), dtype=np.int64)
@@ -73,7 +73,7 @@ def samples_of(batches: EvaluationBatches, ids: Collection[int]) -> dict[int, ob
 
 
 def known_of(dataset: AnyDataset, name: str) -> object:
-    """An attribute of a dataset, or of the one that it is a part of; None where there is none."""
+    """Return an attribute of a dataset, or of the dataset that it is a subset of; None if there is none."""
     while True:
         found = getattr(dataset, name, None)
         if found is not None or not isinstance(dataset, Subset):
@@ -82,7 +82,7 @@ def known_of(dataset: AnyDataset, name: str) -> object:
 
 
 def class_names(dataset: AnyDataset, count: int) -> list[str]:
-    """What the dataset calls its classes (``labels``, ``classes`` as in torchvision, or ``vocabulary``), or numbers."""
+    """Return the class names of a dataset (``labels``, ``classes``, or ``vocabulary``), or numbers."""
     for name in ("labels", "classes", "class_names", "vocabulary"):
         found = known_of(dataset, name)
         if isinstance(found, Sequence) and len(found) == count and all(isinstance(each, str) for each in found):
@@ -91,7 +91,7 @@ def class_names(dataset: AnyDataset, count: int) -> list[str]:
 
 
 def shown_sample(sample: object, dataset: AnyDataset, *, side: int) -> SamplePreview:
-    """The inputs of a sample as a picture of at most ``side`` pixels each way, as a text, or as a table."""
+    """Return the inputs of a sample as a picture of at most ``side`` pixels per side, as text, or as a table."""
     inputs = inputs_of(sample)
     if isinstance(inputs, Mapping):
         texts = [each for each in inputs.values() if isinstance(each, str)]
@@ -100,7 +100,7 @@ def shown_sample(sample: object, dataset: AnyDataset, *, side: int) -> SamplePre
     if isinstance(inputs, np.ndarray):
         inputs = torch.from_numpy(np.ascontiguousarray(inputs))
     if isinstance(inputs, str):
-        return SamplePreview("text", inputs[:MOST_TEXT])
+        return SamplePreview("text", inputs[:MAX_TEXT_CHARS])
     if isinstance(inputs, Mapping):
         return SamplePreview("table", _cells({str(key): each for key, each in inputs.items()}))
     if not isinstance(inputs, Tensor):
@@ -109,7 +109,7 @@ def shown_sample(sample: object, dataset: AnyDataset, *, side: int) -> SamplePre
     if (image_HWC := _channels_last(inputs)) is not None:
         return SamplePreview("image", " x ".join(map(str, inputs.shape)), _encoded(_pixels(image_HWC, side)))
     if inputs.dim() == 1 and not inputs.is_floating_point() and inputs.dtype != torch.bool:
-        return SamplePreview("text", _decoded(inputs, known_of(dataset, "decode"))[:MOST_TEXT])
+        return SamplePreview("text", _decoded(inputs, known_of(dataset, "decode"))[:MAX_TEXT_CHARS])
     if inputs.dim() <= 1:
         names = known_of(dataset, "inputs")
         names = names if isinstance(names, Sequence) and len(names) == inputs.numel() else range(inputs.numel())
@@ -127,27 +127,27 @@ def _decoded(ids: Tensor, decode: object) -> str:
 
 def _cells(row: Mapping[str, object]) -> str:
     cells = []
-    for name, value in list(row.items())[:MOST_COLUMNS]:
+    for name, value in list(row.items())[:MAX_COLUMNS]:
         if isinstance(value, Tensor | np.ndarray | np.generic):
             value = value.item() if value.ndim == 0 else f"shape {tuple(value.shape)}"
         cells.append(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}")
     more = len(row) - len(cells)
-    return (", ".join(cells) + (f", and {more} more" if more else ""))[: 3 * MOST_TEXT]
+    return (", ".join(cells) + (f", and {more} more" if more else ""))[: 3 * MAX_TEXT_CHARS]
 
 
 def _channels_last(image: Tensor) -> Tensor | None:
-    """The image (H, W, C); None where it is none."""
+    """Return the image (H, W, C); None for other arrays."""
     if image.dim() == 2 and (image.is_floating_point() or image.dtype == torch.uint8):
         image = image[None]
     if image.dim() != 3 or min(image.shape) < 1:
         return None
-    if image.shape[0] in CHANNELS and min(image.shape[1:]) >= LEAST_SIDE:
+    if image.shape[0] in CHANNELS and min(image.shape[1:]) >= MIN_IMAGE_SIDE:
         return image.permute(1, 2, 0)
-    return image if image.shape[2] in CHANNELS and min(image.shape[:2]) >= LEAST_SIDE else None
+    return image if image.shape[2] in CHANNELS and min(image.shape[:2]) >= MIN_IMAGE_SIDE else None
 
 
 def _pixels(image_HWC: Tensor, side: int) -> NDArray[np.uint8]:
-    """Smaller where it is large; numbers other than 0 to 1 and bytes are stretched from the least to the greatest."""
+    """Return a reduced picture. Values other than 0 to 1 and bytes are scaled from minimum to maximum."""
     image = image_HWC[..., :3].float().nan_to_num(0.0, 0.0, 0.0)
     high, low = float(image.max()), float(image.min())
     if image_HWC.dtype == torch.uint8:
@@ -163,7 +163,7 @@ def _pixels(image_HWC: Tensor, side: int) -> NDArray[np.uint8]:
 
 
 def _encoded(pixels_HWC: NDArray[np.uint8]) -> str:
-    """A PNG of 8 bits, grey or RGB, in base64 (RFC 2083): header, one filter byte before each row, end."""
+    """Return a PNG of 8 bits, grey or RGB, in base64 (RFC 2083): header, one filter byte before each row, end."""
     height, width, channels = pixels_HWC.shape
     rows = np.concatenate([np.zeros((height, 1), np.uint8), pixels_HWC.reshape(height, -1)], 1).tobytes()
     header = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 0, 0, 0, 0)

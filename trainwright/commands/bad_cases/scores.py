@@ -1,6 +1,6 @@
-"""The loss of each sample by itself, and what was predicted for it.
+"""Computes the loss and the prediction of each sample.
 
-Shapes: B samples of a batch, N rows that are classified (samples, tokens, pixels), C classes, K most probable ones.
+Shapes: B samples of a batch, N classified rows (samples, tokens, pixels), C classes, K most probable classes.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from trainwright.engine.evaluate import evaluating
 from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn, call_loss, call_with_outputs, member
 
 IGNORE = -100
-MOST_PROBABLE = 32
-"""Classes of a sample whose probabilities are kept."""
+NUM_TOP_CLASSES = 32
+"""Classes per sample whose probabilities are kept."""
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
 class SampleLosses(NamedTuple):
-    """Of each sample: its summed loss and how much was counted, both (B,)."""
+    """The summed loss and the weight of each sample, both (B,)."""
 
     total: Tensor
     weight: Tensor
 
 
 class Classification(NamedTuple):
-    """Logits (N, C) and labels (N,) of which some may be IGNORE; ``shape`` of the labels begins with B."""
+    """Logits (N, C) and labels (N,), some of which may be IGNORE. The ``shape`` of the labels begins with B."""
 
     logits: Tensor
     label: Tensor
@@ -52,11 +52,11 @@ class Classification(NamedTuple):
 
 @dataclass
 class Scores:
-    """Of each sample, in the order of the data.
+    """Losses and predictions of each sample, in the order of the data.
 
-    Where each sample is classified as a whole: ``label``, ``predicted``, the probabilities of both (``own``, ``sure``),
-    and the most probable classes ``top`` (count, K) with their ``chances``. Where a number is predicted, ``values`` has
-    (target, output). Else these are None. ``tally`` is over all that is classified.
+    If each sample has one class: ``label``, ``predicted``, the probabilities of both (``own``, ``sure``), and the most
+    probable classes ``top`` (count, K) with their ``chances``. If a number is predicted: ``values`` with (target,
+    output). All others are None. ``tally`` counts all classified rows.
     """
 
     ids: Ints
@@ -75,22 +75,22 @@ class Scores:
 
     @property
     def loss(self) -> Floats:
-        """Of each sample; NaN where nothing of it counts."""
+        """Return the loss of each sample; NaN for a sample without weight."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.where(self.weight > 0, self.total / self.weight, np.nan)
 
     @property
     def mean(self) -> float:
-        """Over all that counts."""
+        """Return the mean loss over all weights."""
         weight = self.weight.sum()
         return float(self.total[self.weight > 0].sum() / weight) if weight else math.nan
 
 
 def score(model: nn.Module, loss: Callable[..., Loss | Tensor], batches: Iterable[MicroBatch]) -> Scores:
-    """Goes over the data once, in evaluation mode; the model stays as it is.
+    """Go over the data once in evaluation mode. The model is unchanged.
 
-    The loss of a sample is read from the outputs where that gives the same mean as the loss function, else the loss
-    function is called with one sample at a time.
+    The loss of a sample is computed from the outputs if that gives the same mean as the loss function. Otherwise the
+    loss function is called with one sample at a time.
     """
     found = CollectedScores()
     found.collect(model, loss, batches)
@@ -105,7 +105,7 @@ class _Forward(NamedTuple):
 
 
 class _LastCall:
-    """What the model gave when it was last called: for losses that do not say what they are computed from."""
+    """Keeps the last output of a model, for losses that do not expose what they are computed from."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -162,7 +162,7 @@ def _mean(loss: Loss | Tensor, size: int) -> float:
 
 
 def _same(losses: SampleLosses, mean: float) -> bool:
-    """Equal but for the rounding of a sum of so many float32."""
+    """Return True if the mean of the losses equals ``mean`` up to float32 rounding."""
     weight = float(losses.weight.sum())
     if not weight or math.isnan(mean):
         return math.isnan(mean) and (not weight or bool(losses.total.isnan().any()))
@@ -189,7 +189,7 @@ def _target(batch: Batch) -> object:
 
 
 def _classifications(outputs: Tensor, targets: Tensor) -> Iterator[Classification]:
-    """Every way to read outputs and targets as a classification: logits first, then probabilities."""
+    """Yield every reading of outputs and targets as a classification: as logits first, then as probabilities."""
     if not outputs.is_floating_point() or not targets.dim() or not outputs.dim():
         return
     outputs = outputs.float()
@@ -218,12 +218,12 @@ def _are_probabilities(rows: Tensor) -> bool:
 
 
 def _is_certain(way: Classification, outputs: Tensor, targets: Tensor) -> bool:
-    """Whether its shapes alone say that it is one: whole numbers as targets, and one more dimension in the outputs."""
+    """Return True if the shapes prove a classification: integer targets, and one more dimension in the outputs."""
     return not targets.is_floating_point() and outputs.dim() == targets.dim() + 1
 
 
 def _by_element(outputs: Tensor, targets: Tensor) -> Iterator[SampleLosses]:
-    """Losses that are a mean over all elements of an output with the shape of the target."""
+    """Yield losses that are a mean over all elements of an output with the shape of the target."""
     if outputs.shape != targets.shape or not outputs.dim() or not outputs.is_floating_point():
         return
     outputs, targets = outputs.double(), targets.double()
@@ -239,7 +239,7 @@ def _summed(each: Tensor) -> SampleLosses:
 
 
 def _numbers(outputs: Tensor, targets: Tensor) -> Tensor | None:
-    """(B, 2): the target and the output of each sample, where both are one number."""
+    """Return the target and the output of each sample (B, 2) if both are single numbers."""
     if outputs.numel() != len(outputs) or targets.numel() != len(outputs) or not outputs.is_floating_point():
         return None
     return torch.stack([targets.reshape(-1).double(), outputs.reshape(-1).double()], 1)
@@ -247,7 +247,7 @@ def _numbers(outputs: Tensor, targets: Tensor) -> Tensor | None:
 
 @dataclass
 class CollectedScores:
-    """What the batches gave so far, on the host."""
+    """Collects results of batches on the host."""
 
     _columns: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
     _tally: Tally | None = None
@@ -255,7 +255,7 @@ class CollectedScores:
     _note: str = ""
 
     def collect(self, model: nn.Module, loss: Callable[..., Loss | Tensor], batches: Iterable[MicroBatch]) -> None:
-        """Adds what the model gives for these batches, as ``score`` does."""
+        """Add the results of these batches, computed as in ``score``."""
         loss_fn = as_loss_fn(loss)
         with evaluating(model, loss), _LastCall(model) as last:
             for index, micro in enumerate(batches):
@@ -283,14 +283,14 @@ class CollectedScores:
         if len(seen.shape) > 1:
             self._unit = "tokens" if len(seen.shape) == 2 else "pixels"
             return
-        top = chances.topk(min(MOST_PROBABLE, chances.shape[1]))
+        top = chances.topk(min(NUM_TOP_CLASSES, chances.shape[1]))
         own = chances.gather(1, seen.label.clamp(min=0)[:, None])[:, 0]
         columns = {"label": seen.label, "predicted": most.indices, "own": own, "sure": most.values}
         for name, values in {**columns, "top": top.indices, "chances": top.values}.items():
             self._append(name, values.cpu().numpy())
 
     def scores(self, *, by_id: bool = False) -> Scores:
-        """Of all samples, in the order in which they came, or by their ids."""
+        """Return the scores of all samples, in the order of collection or by their ids."""
         whole = {name: np.concatenate(values) for name, values in self._columns.items()}
         count = len(whole["ids"])
         order = np.argsort(whole["ids"], kind="stable") if by_id else slice(None)

@@ -1,4 +1,4 @@
-"""The loss of parts of a dataset: by the label, and by groupings of the user's own."""
+"""Computes the loss of parts of a dataset: by label, and by custom groupings."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from trainwright.errors import UsageError, text_of
 from trainwright.report.bad_cases import LossSlice
 
 Grouping: TypeAlias = str | Callable[[object], object] | Sequence[object]
-"""A column, a function of a sample, or the value of each sample in the order of the data."""
-MOST_VALUES, PARTS = 12, 4
-"""Numbers of more values than that are put into so many parts with equally many samples."""
-MOST_SLICES = 50
+"""The name of a column, a function of a sample, or the value of each sample in the order of the data."""
+MAX_DISTINCT_VALUES = 12
+"""A numeric grouping with more distinct values is divided into quantiles."""
+NUM_QUANTILES = 4
+MAX_SLICES = 50
 
 
 @dataclass
 class Groups:
-    """The value that each sample has in each grouping. ``names`` are those of the columns of the inputs."""
+    """The value of each sample in each grouping. ``columns`` are the names of the columns of the inputs."""
 
     by: Mapping[str, Grouping]
     columns: Sequence[str] = ()
     _values: dict[str, list[object]] = field(default_factory=dict)
 
     def watching(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """The same batches; on their way the samples in them are asked for their values."""
+        """Yield the same batches and record the values of their samples."""
         columns = {name: by for name, by in self.by.items() if isinstance(by, str) or callable(by)}
         for micro in batches:
             for sample in each_sample(micro) if columns else ():
@@ -48,11 +49,13 @@ class Groups:
         if name in self.columns and isinstance(inputs, Tensor):
             return inputs.flatten()[self.columns.index(name)]
         known = [str(key) for key in sample] if isinstance(sample, Mapping) else [*self.columns]
-        remedy = f"it has {', '.join(known)}" if known else "its samples have no names; give package.module:callable"
+        remedy = (
+            f"it has {', '.join(known)}" if known else "its samples have no named columns; give package.module:callable"
+        )
         raise UsageError(f"the data has no column {name!r} to group by", remedy=remedy)
 
     def named(self, count: int) -> Iterator[tuple[str, list[str]]]:
-        """Of each grouping, the name of the part that each sample is in."""
+        """Yield each grouping with the name of the part of each sample."""
         for name, by in self.by.items():
             values = self._values.get(name) or [_plain(each) for each in by]  # type: ignore[union-attr]
             if len(values) != count:
@@ -64,17 +67,17 @@ class Groups:
 
 
 def slices_of(grouping: str, names: Sequence[str], scores: Scores) -> list[LossSlice]:
-    """The parts of one grouping, the worst first.
+    """Return the parts of one grouping, the worst first.
 
-    That is the one whose loss is certainly the most above that of all other samples: by ``at_least``, so that a part
-    of a few samples does not come first by chance.
+    The worst part has the largest lower bound ``at_least`` on the difference of its loss to that of all other samples,
+    so that a part of a few samples does not come first by chance.
     """
     counted = scores.weight > 0
     codes = np.array(names, dtype=object)
     right = None if scores.label is None else scores.label == scores.predicted
     found = [_slice(grouping, name, (codes == name) & counted, counted, scores, right) for name in set(names)]
     listed = sorted((each for each in found if each.count), key=lambda each: (-each.at_least, -each.excess, each.name))
-    return listed[:MOST_SLICES]
+    return listed[:MAX_SLICES]
 
 
 def _slice(
@@ -96,10 +99,10 @@ def _slice(
 
 
 def _margin(losses: NDArray[np.float64], inside: NDArray[np.bool_], counted: NDArray[np.bool_]) -> float:
-    """How far the difference of the means of a part and of all others may be off, in 95 of 100 cases.
+    """Return the half width of the 95 % interval of the difference between the means of a part and of all others.
 
-    The standard error takes the spread of the part, or that of all where it is larger: a few losses may happen to be
-    alike. One sample says nothing of its part.
+    The standard error uses the larger of the variance of the part and that of all samples, because a few losses may be
+    similar by chance. A part of one sample has no finite margin.
     """
     count, rest = int(inside.sum()), int((counted & ~inside).sum())
     if count < 2:
@@ -110,7 +113,7 @@ def _margin(losses: NDArray[np.float64], inside: NDArray[np.bool_], counted: NDA
 
 
 def _student_t(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t, by the expansion of Cornish and Fisher (Abramowitz and Stegun 26.7.5)."""
+    """Return the 97.5 % quantile of Student's t by the Cornish-Fisher expansion (Abramowitz and Stegun 26.7.5)."""
     z = 1.959964
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
@@ -125,9 +128,9 @@ def _mean(scores: Scores, some: NDArray[np.bool_]) -> float:
 
 def _names(values: Sequence[object]) -> list[str]:
     numbers = [float(each) for each in values if isinstance(each, int | float) and not isinstance(each, bool)]
-    if len(numbers) < len(values) or len(set(numbers)) <= MOST_VALUES:
+    if len(numbers) < len(values) or len(set(numbers)) <= MAX_DISTINCT_VALUES:
         return [f"{each:g}" if isinstance(each, float) else str(each) for each in values]
-    edges = np.unique(np.quantile(numbers, np.linspace(0, 1, PARTS + 1)))
+    edges = np.unique(np.quantile(numbers, np.linspace(0, 1, NUM_QUANTILES + 1)))
     which = np.clip(np.searchsorted(edges, numbers, side="right") - 1, 0, len(edges) - 2)
     return [f"{edges[each]:.4g} to {edges[each + 1]:.4g}" for each in which.tolist()]
 
@@ -135,7 +138,7 @@ def _names(values: Sequence[object]) -> list[str]:
 def _plain(value: object) -> object:
     if isinstance(value, Tensor | np.ndarray | np.generic):
         if value.size != 1 if isinstance(value, np.ndarray) else getattr(value, "numel", lambda: 1)() != 1:
-            raise UsageError("a grouping gave an array", remedy="let it give one name or number for each sample")
+            raise UsageError("a grouping returned an array", remedy="return one name or number for each sample")
         return value.item()
     return value
 
@@ -146,5 +149,5 @@ def _called(name: str, by: Callable[[object], object], sample: object) -> object
     except Exception as error:
         raise UsageError(
             f"the grouping {name!r} raised {text_of(error)}",
-            remedy="it gets one sample of the data, such as (input, target), and gives a name or a number",
+            remedy="it receives one sample of the data, such as (input, target), and must return a name or a number",
         ) from error

@@ -1,7 +1,7 @@
-"""Whether labels belong to their inputs: found by nearest neighbours in the input space, without any model.
+"""Checks that labels belong to their inputs, by nearest neighbours in the input space, without a model.
 
-The class of a sample is predicted from its nearest neighbours (leave one out; Cover and Hart 1967). Where that is no
-better than chance, it is tried with the labels of the samples before and after: if that works, labels are shifted.
+The class of a sample is predicted from its nearest neighbours (leave one out; Cover and Hart 1967). If that is no
+better than chance but works with the labels of the samples before or after, the labels are shifted.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from trainwright.commands.check.samples import DatasetSample, thinned
 from trainwright.commands.check.verdict import Verdict
 
 Arrays: TypeAlias = tuple[NDArray[np.float64], NDArray[np.int64]]
-NEIGHBOURS = 5
-LEAST, MOST = 64, 1024
+NUM_NEIGHBOURS = 5
+MIN_SAMPLES = 64
+MAX_SAMPLES = 1024
 SHIFTS = (1, -1, 2, -2)
-CLASHES = 0.02
-CLEAR = 0.2
-"""The gain in accuracy that other labels must give."""
+MAX_CLASH_FRACTION = 0.02
+MIN_ACCURACY_GAIN = 0.2
+"""The gain in accuracy that shifted labels must give."""
 
 
 def alignment(train: DatasetSample, val: DatasetSample | None) -> tuple[Verdict, bool] | None:
-    """The verdict, and whether inputs are known to predict labels; None where there are no classes."""
-    train = thinned(train, MOST)
+    """Return the verdict, and True if inputs are known to predict labels; None for data without classes."""
+    train = thinned(train, MAX_SAMPLES)
     arrays = _arrays(train)
     if arrays is None:
         return None
@@ -40,19 +41,19 @@ def alignment(train: DatasetSample, val: DatasetSample | None) -> tuple[Verdict,
         return Verdict("ok", "alignment", message), True
     for shift in SHIFTS:
         then = _shifted(train, near, y, shift)
-        if then is not None and then > max(now, base) + CLEAR:
+        if then is not None and then > max(now, base) + MIN_ACCURACY_GAIN:
             return _is_shifted(message, shift, then), False
     if val is not None and train.random and (both := _equally_many(train, val)) is not None:
         (here_x, here_y), (there_x, there_y) = both
         here, there = _accuracy(_neighbours(here_x), here_y), _accuracy(_neighbours(there_x), there_y)
         noise = 4 * math.hypot(_error(here, len(here_y)), _error(there, len(there_y)))
-        if there > majority(there_y) + CLEAR and there > here + max(CLEAR, noise):
+        if there > majority(there_y) + MIN_ACCURACY_GAIN and there > here + max(MIN_ACCURACY_GAIN, noise):
             return _destroyed(message, there), False
     return Verdict("cannot tell", "alignment", f"{message}: inputs alone do not decide it"), False
 
 
 def contradictions(train: DatasetSample) -> Iterator[Verdict]:
-    """Equal inputs whose labels differ."""
+    """Yield a verdict on equal inputs with different labels."""
     if train.labels() is None or not_comparable(train):
         return
     seen: dict[str, tuple[int, int]] = {}
@@ -62,9 +63,11 @@ def contradictions(train: DatasetSample) -> Iterator[Verdict]:
         first = seen.setdefault(item.digest, (item.id, int(item.target)))
         if first[1] != int(item.target):
             clash.append((first[0], item.id))
-    if len(clash) > CLASHES * len(train.items) and len(seen) > 1:
-        message = f"{len(clash)} samples have another label than an equal one, such as {clash[0][1]} and {clash[0][0]}"
-        yield Verdict("warn", "alignment", message, "look at both: one of the labels is wrong")
+    if len(clash) > MAX_CLASH_FRACTION * len(train.items) and len(seen) > 1:
+        message = (
+            f"{len(clash)} samples have a different label than an equal sample, such as {clash[0][1]} and {clash[0][0]}"
+        )
+        yield Verdict("warn", "alignment", message, "open both: one of the labels is wrong")
 
 
 def _is_shifted(message: str, shift: int, then: float) -> Verdict:
@@ -83,22 +86,22 @@ def _destroyed(message: str, there: float) -> Verdict:
         "fail",
         "alignment",
         f"{message}; in the validation set they predict {there:.0%}: augmentation hides the class",
-        "look at augmented samples by eye; weaken or drop what changes the class (crops, flips of digits, noise)",
+        "view augmented samples; weaken or drop what changes the class (crops, flips of digits, noise)",
         code="data.label_feature_misaligned",
     )
 
 
 def _equally_many(train: DatasetSample, val: DatasetSample) -> tuple[Arrays, Arrays] | None:
-    """The arrays of both, of as many samples: neighbours are nearer where there are more of them."""
-    most = min(len(train.items), len(val.items), MOST)
+    """Return the arrays of both with the same number of samples, since neighbours are nearer among more samples."""
+    most = min(len(train.items), len(val.items), MAX_SAMPLES)
     here, there = _arrays(thinned(train, most)), _arrays(thinned(val, most))
     return None if here is None or there is None else (here, there)
 
 
 def _arrays(samples: DatasetSample) -> Arrays | None:
-    """Standardised inputs (n, d) and classes (n,); None where neighbours cannot be compared."""
+    """Return standardised inputs (n, d) and classes (n,); None if neighbours cannot be compared."""
     x, y = samples.features(), samples.labels()
-    if x is None or y is None or len(y) < LEAST or len(np.unique(y)) < 2 or not np.isfinite(x).all():
+    if x is None or y is None or len(y) < MIN_SAMPLES or len(np.unique(y)) < 2 or not np.isfinite(x).all():
         return None
     spread = x.std(0)
     if not spread.any() or len(np.unique(y)) > len(y) // 4:
@@ -107,16 +110,16 @@ def _arrays(samples: DatasetSample) -> Arrays | None:
 
 
 def _neighbours(x: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Positions (n, k) of each sample's nearest other samples."""
+    """Return the positions (n, k) of each sample's nearest other samples."""
     squared = (x**2).sum(1)
     distance = squared[:, None] + squared[None] - 2 * x @ x.T
     np.fill_diagonal(distance, np.inf)
-    k = min(NEIGHBOURS, len(x) - 1)
+    k = min(NUM_NEIGHBOURS, len(x) - 1)
     return np.argpartition(distance, k - 1, axis=1)[:, :k]
 
 
 def _accuracy(near: NDArray[np.int64], y: NDArray[np.int64]) -> float:
-    """The share of samples whose class most of their neighbours have."""
+    """Return the fraction of samples whose class is that of most of their neighbours."""
     classes, codes = np.unique(y, return_inverse=True)
     votes = np.zeros((len(y), len(classes)))
     np.add.at(votes, (np.arange(len(y))[:, None], codes[near]), 1.0)
@@ -124,11 +127,11 @@ def _accuracy(near: NDArray[np.int64], y: NDArray[np.int64]) -> float:
 
 
 def _shifted(train: DatasetSample, near: NDArray[np.int64], y: NDArray[np.int64], shift: int) -> float | None:
-    """The accuracy if each sample had the label of the one ``shift`` places later, where that one was read."""
+    """Return the accuracy with the label of the sample ``shift`` places later, as far as it was read."""
     place = {item.id: n for n, item in enumerate(train.items)}
     other = np.array([place.get(item.id + shift, -1) for item in train.items])
     known = other >= 0
-    if known.sum() < LEAST:
+    if known.sum() < MIN_SAMPLES:
         return None
     labels = np.where(known, y[other], y)
     classes, codes = np.unique(labels, return_inverse=True)
@@ -138,5 +141,5 @@ def _shifted(train: DatasetSample, near: NDArray[np.int64], y: NDArray[np.int64]
 
 
 def _error(share: float, count: int) -> float:
-    """The standard error of a share."""
+    """Return the standard error of a fraction."""
     return math.sqrt(share * (1 - share) / count)

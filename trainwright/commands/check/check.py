@@ -1,4 +1,4 @@
-"""``check RECIPE``: runs every check in order, each part within its budget of time."""
+"""``check RECIPE``: runs all checks in order, each part within its time budget."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from trainwright.plan.batch import solve_batch
 from trainwright.plan.parallel import in_one_process
 from trainwright.plan.trace.resolve import resolve
 from trainwright.recipe import Loaded
+from trainwright.training.custom_step import require_loss
 from trainwright.training.job import Job
-from trainwright.training.own_step import require_loss
 from trainwright.training.prepare import prepare
-from trainwright.training.problems import all_at_once
+from trainwright.training.problems import all_problems_reported
 from trainwright.training.run import process_settings
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Seconds for each part. A step that has begun is completed, so a slow step adds to it."""
+    """Seconds for each part. A step that has begun is completed, so a slow step exceeds the budget."""
 
     read_s: float = 3.0
     range_s: float = 10.0
@@ -61,12 +61,12 @@ class Budget:
 
 
 class _CannotContinue(Exception):
-    """Nothing more can be checked."""
+    """Raised when nothing more can be checked."""
 
 
 @dataclass
 class _Progress:
-    """A check in progress: what is known of the recipe so far."""
+    """A check in progress, with the results so far."""
 
     loaded: Loaded
     device: torch.device
@@ -96,11 +96,19 @@ def check(
     budget: Budget = Budget(),
     tell: Callable[[str], None] = lambda text: None,
 ) -> Checkup:
-    """Checks everything that can keep a recipe from training. Leaves no file and no setting behind.
+    """Check everything that can keep a recipe from training. Leaves no file and no setting behind.
 
-    ``given`` are objects from Python instead of what the recipe names; their model is used up. Each verdict is printed
-    by ``tell`` at once. The model is not compiled here. Raises RecipeError for a recipe that names what cannot be
-    built, and UsageError for objects without a loss.
+    The model is not compiled here.
+
+    Args:
+        loaded: The recipe.
+        given: Live objects instead of those that the recipe names. They are trained and must not be used afterwards.
+        budget: Seconds for each part.
+        tell: Receives each verdict as text at once.
+
+    Raises:
+        RecipeError: The recipe names something that cannot be built.
+        UsageError: The objects have no loss.
     """
     begin_s = time.perf_counter()
     require_loss(given, "check")
@@ -112,7 +120,7 @@ def check(
         warnings.simplefilter("ignore")
         progress = _Progress(quick, choose_device(recipe.device), budget, checkup, given)
         try:
-            with all_at_once(quick, given):
+            with all_problems_reported(quick, given):
                 checkup.complete = _check_all(progress)
         except _CannotContinue:
             checkup.complete = False
@@ -121,7 +129,7 @@ def check(
         except TrainwrightError as error:
             checkup.complete = False
             checkup.add(Verdict("fail", "run", error.message, error.remedy))
-        except Exception as error:  # raised by the user's model, loss or data in one of the short trainings
+        except Exception as error:  # from the user's model, loss or data in one of the short trainings
             checkup.complete = False
             checkup.add(Verdict("fail", "run", text_of(error, lines=1), "call the model and the loss by hand"))
         if progress.open_question and all(each.what != progress.open_question.what for each in checkup.verdicts):
@@ -132,7 +140,7 @@ def check(
 
 
 def _check_all(progress: _Progress) -> bool:
-    """Runs the checks; returns whether all of them ran."""
+    """Run the checks. Returns True if all of them ran."""
     parts, predicted, available_bytes = _build(progress)
     if progress.failed:  # the first batch would exhaust the memory
         return False
@@ -152,7 +160,7 @@ def _check_all(progress: _Progress) -> bool:
 
 
 def _build(progress: _Progress) -> tuple[Parts, list[Verdict], int]:
-    """The live objects, what a step of them needs, and the bytes available before them.
+    """Return the live objects, the verdicts on their size, and the bytes available before they were built.
 
     The model is built only if its weights fit.
     """
@@ -167,7 +175,7 @@ def _build(progress: _Progress) -> tuple[Parts, list[Verdict], int]:
     except (_CannotContinue, TrainwrightError):
         raise
     except Exception as error:
-        raise TrainwrightError(text_of(error), remedy="make it by hand, in Python") from error
+        raise TrainwrightError(text_of(error), remedy="build it by hand, in Python") from error
     total, trainable = count_parameters(parts.model)
     message = f"{type(parts.model).__name__}, {total:,} parameters, {trainable:,} of them trained"
     progress.add([Verdict("ok", "model", message), *predicted])
@@ -185,7 +193,7 @@ def _named_parts(progress: _Progress, loaded: Loaded, available_bytes: int) -> P
 
 
 def _check_data(progress: _Progress, parts: Parts) -> None:
-    """Checks of the samples, before the model sees one."""
+    """Check the samples before the model sees one."""
     budget, recipe = progress.budget, progress.loaded.recipe
     left_out = frozenset(recipe.data.quarantine)
     progress.train = read(parts.train, most=budget.most_samples, budget_s=budget.read_s, left_out=left_out)
@@ -215,7 +223,7 @@ def _check_data(progress: _Progress, parts: Parts) -> None:
 
 
 def _check_first_batch(progress: _Progress, parts: Parts) -> None:
-    """Checks of one batch through the untrained model."""
+    """Check one batch with the untrained model."""
     recipe = progress.loaded.recipe
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
     micro = min(batch.micro, progress.train.size or batch.micro)
@@ -249,7 +257,7 @@ def _check_first_batch(progress: _Progress, parts: Parts) -> None:
 
 
 def _check_training(progress: _Progress, job: Job) -> None:
-    """Checks that train, the fastest first."""
+    """Run the checks that train, the fastest first."""
     budget, sandbox, seen = progress.budget, Sandbox(job), progress.seen
     assert seen is not None
     torch.set_num_threads(job.plan.threads)
@@ -260,7 +268,7 @@ def _check_training(progress: _Progress, job: Job) -> None:
     if not measures_progress(job.parts.loss):
         run = smoke(sandbox, budget_s=budget.smoke_s, step_s=step_s, guess=None)
         seen_as = "the value of this loss does not measure progress"
-        progress.add([Verdict("cannot tell", "learning rate", seen_as, "look at its metrics while it trains")])
+        progress.add([Verdict("cannot tell", "learning rate", seen_as, "follow the metrics of the run")])
         progress.add(diagnosed(run, progress.checkup))
         progress.add(afterwards(run))
         return
@@ -277,24 +285,24 @@ def _check_training(progress: _Progress, job: Job) -> None:
     progress.add(_unrelated(progress, run, learning.best_of(fits)))
     progress.add(diagnosed(run, progress.checkup))
     progress.add(afterwards(run))
-    by_heart = any(fit.lr == lr and fit.fell >= learning.LEARNED for fit in fits)
+    by_heart = any(fit.lr == lr and fit.fell >= learning.LEARNED_LOSS_FALL for fit in fits)
     progress.checkup.learns = by_heart if run.learned is None else run.learned
 
 
 def _step_s(job: Job) -> float:
-    """Seconds of a step by the dry run: reading, forward and backward, which is nearly all of it."""
+    """Return the seconds of a step from the dry run: reading, forward and backward, which dominate it."""
     return max(job.plan.step_s or 0.0, 1e-4 + job.measured.reading.wait_s)
 
 
 def _num_steps(job: Job, step_s: float) -> float:
-    """Steps of the whole run, for one that is budgeted in time by the dry run's step time."""
+    """Return the steps of the full run, estimated from the dry run if its length is in seconds."""
     return job.plan.extent.steps or (job.plan.extent.seconds or 0.0) / step_s
 
 
 def _guess(progress: _Progress) -> float | None:
-    """The loss of the best model that ignores its input, from the targets that were read.
+    """Return the loss of the best constant model, from the targets that were read.
 
-    None where it is unknown: for a loss function that is not known, or that adds something to it.
+    None for an unknown loss function, or one that adds other terms.
     """
     seen, train = progress.seen, progress.train
     call = seen.loss_call if seen is not None else None
@@ -312,29 +320,29 @@ def _guess(progress: _Progress) -> float | None:
 
 
 def _learn_one_batch(progress: _Progress, sandbox: Sandbox, found: LrRange | None) -> list[BatchFit]:
-    """Learns one batch by heart at the most plausible rate, and where that fails at others."""
+    """Overfit one batch at the most plausible learning rate, and at others if that fails."""
     tried: list[BatchFit] = []
     for lr in learning.plausible(found, sandbox.job.lr):
         tried.append(learning.learn_by_heart(sandbox, lr=lr, budget_s=progress.budget.one_batch_s))
-        if tried[-1].fell >= learning.LEARNED:
+        if tried[-1].fell >= learning.LEARNED_LOSS_FALL:
             break
     return tried
 
 
 def _vary(train: DatasetSample) -> bool:
-    """Whether the first samples have different inputs."""
+    """Return True if the first samples have different inputs."""
     return len({item.digest for item in train.items[:64]}) > 1
 
 
 def _unrelated(progress: _Progress, run: SmokeRun, fit: BatchFit) -> Iterator[Verdict]:
-    """A model that learns one batch by heart but on all of the data is no better than a guess.
+    """Yield a verdict if a model overfits one batch but is no better than a guess on all data.
 
-    A guess by the frequencies of the classes has their entropy as loss.
+    The loss of a guess by class frequencies is their entropy.
     """
     labels = progress.train.labels()
     if labels is None or progress.aligned or progress.failed or progress.seen is None or progress.seen.classes is None:
         return
-    if len(run.losses) < STEPS // 2 or run.epochs < 1 or fit.fell < learning.LEARNED:
+    if len(run.losses) < STEPS // 2 or run.epochs < 1 or fit.fell < learning.LEARNED_LOSS_FALL:
         return
     entropy = data.entropy(labels)
     best = min(run.ends[1], run.val_loss if run.val_loss is not None else math.inf)
@@ -344,6 +352,6 @@ def _unrelated(progress: _Progress, run: SmokeRun, fit: BatchFit) -> Iterator[Ve
             "alignment",
             f"neither neighbours nor {run.epochs:.0f} epochs find labels in the inputs: loss {best:.3g}, "
             f"by frequency alone {entropy:.3g}",
-            "look at ten samples by eye: labels may be shuffled against the inputs",
+            "view ten samples: labels may be shuffled relative to the inputs",
             "data.label_feature_misaligned",
         )

@@ -1,4 +1,4 @@
-"""Verdicts on the samples of a dataset, before any model sees them."""
+"""Verdicts on the samples of a dataset, before a model sees them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from trainwright.commands.check.samples import DatasetSample
 from trainwright.commands.check.verdict import Verdict
 
 IGNORE = -100
-LARGE, UNEVEN = 10.0, 1e3
-"""Root mean square of inputs, and ratio of the scales of two columns, above which training suffers."""
-FEW_VALUES = 8
-"""Inputs of so few numbers, and rows of so few tokens times four, are often equal by chance."""
-OVERLAP, ALL = 0.01, 0.5
-"""Share of the validation samples that are also in the training set: worth a warning, and a failure."""
+MAX_INPUT_RMS = 10.0
+"""Root mean square of the inputs above which training suffers."""
+MAX_SCALE_RATIO = 1e3
+"""Ratio of the scales of two columns above which training suffers."""
+MIN_DISTINCT_INPUT_VALUES = 8
+"""Inputs with fewer values, and rows with fewer than four times as many tokens, are often equal by chance."""
+MAX_OVERLAP = 0.01
+"""Fraction of validation samples that are also in the training set, above which there is a warning."""
+FAILING_OVERLAP = 0.5
+"""The same fraction above which the check fails."""
 
 
 def readable(train: DatasetSample) -> Iterator[Verdict]:
-    """The shape of a sample, and whether all that were tried can be read."""
+    """Yield the shape of a sample, and any sample that cannot be read."""
     if train.size is None:
-        yield Verdict("cannot tell", "samples", "a stream: its samples are checked only in the steps below")
+        yield Verdict("cannot tell", "samples", "a stream: its samples are checked in the steps below only")
         return
     if train.failed:
         position, why = train.failed
@@ -44,7 +48,7 @@ def _shown(x: torch.Tensor) -> str:
 
 
 def finite(train: DatasetSample) -> Iterator[Verdict]:
-    """NaN or infinity in inputs or targets, with the samples."""
+    """Yield a verdict on samples with NaN or infinity in inputs or targets."""
     bad = [item.id for item in train.items if any(x is not None and _is_bad(x) for x in (*item.inputs, item.target))]
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
@@ -52,30 +56,30 @@ def finite(train: DatasetSample) -> Iterator[Verdict]:
             "fail",
             "values",
             f"NaN or infinity in {len(bad)} of {len(train.items):,} samples: {', '.join(map(str, bad[:5]))}{more}",
-            "repair them at the source, or leave them out with data.quarantine; each would cost its step",
+            "repair them at the source, or leave them out with data.quarantine; each would cause a skipped step",
             code="data.nonfinite_input",
         )
 
 
 def _is_bad(x: torch.Tensor) -> bool:
-    """Whether there is NaN or plus infinity; minus infinity is used in masks."""
+    """Return True for NaN or plus infinity. Minus infinity is used in masks."""
     return bool(x.isnan().any() or x.isposinf().any()) if x.is_floating_point() else False
 
 
 def scale(train: DatasetSample, *, normalised_inside: bool) -> Iterator[Verdict]:
-    """Whether inputs vary around 0 with deviation about 1. ``normalised_inside``: the model starts with a norm."""
+    """Check that inputs vary around 0 with deviation 1. ``normalised_inside``: the model starts with a norm."""
     x, ids = train.features(), (torch.int32, torch.int64)
     if x is None or len(x) < 4 or not np.isfinite(x).all():
         return
     if all(each is None or each.dtype in ids for item in train.items for each in item.inputs):
-        return  # they choose rows of an embedding
+        return  # ids of an embedding
     spread = x.std(0)
     if not spread.any() and _targets_vary(train):
         yield Verdict(
             "fail",
             "inputs",
             f"all {len(x)} samples have the same input, with different targets",
-            "look at one sample right after it is loaded: fractions that were stored as integers are all 0",
+            "print one sample right after loading: fractions that were stored as integers are all 0",
             code="data.constant_input",
         )
         return
@@ -85,11 +89,11 @@ def scale(train: DatasetSample, *, normalised_inside: bool) -> Iterator[Verdict]
     uneven = float(living.max() / np.median(living)) if len(living) > 1 else 1.0
     if normalised_inside:
         yield Verdict("ok", "inputs", f"{message}; the model normalises them first")
-    elif size > LARGE:
+    elif size > MAX_INPUT_RMS:
         bytes_ = x.min() >= 0 and 1 < x.max() <= 255 and bool((x == x.round()).all())
         remedy = "divide by 255 and subtract the mean" if bytes_ else "subtract the mean and divide by the deviation"
         yield Verdict("warn", "inputs", f"not normalised: {message}", f"{remedy}, once", "data.unnormalised_input")
-    elif uneven > UNEVEN:
+    elif uneven > MAX_SCALE_RATIO:
         message = f"one column varies {uneven:.2g} times as much as the usual one"
         yield Verdict("warn", "inputs", message, "standardise each column by its own mean and deviation")
     elif std < 0.02 and abs(mean) > 5 * std:
@@ -105,7 +109,13 @@ def _targets_vary(train: DatasetSample) -> bool:
 
 
 def labels(train: DatasetSample, classes: int | None, ignored: int = IGNORE) -> Iterator[Verdict]:
-    """Range and balance. ``classes`` and ``ignored``: outputs of the model and ignore_index in its cross-entropy."""
+    """Check the range and balance of labels.
+
+    Args:
+        train: The samples.
+        classes: Outputs of the model; None if unknown.
+        ignored: The ``ignore_index`` of its cross-entropy.
+    """
     seen = train.labels()
     if seen is None:
         yield from _real_targets(train)
@@ -128,7 +138,7 @@ def labels(train: DatasetSample, classes: int | None, ignored: int = IGNORE) -> 
         return
     if not len(counted):
         yield Verdict(
-            "fail", "labels", f"every label is {ignored}: nothing is counted", "label what the model should learn"
+            "fail", "labels", f"every label is {ignored}, which the loss ignores", "label what the model should learn"
         )
         return
     values, counts = np.unique(counted, return_counts=True)
@@ -141,7 +151,7 @@ def labels(train: DatasetSample, classes: int | None, ignored: int = IGNORE) -> 
 
 
 def _dense_targets(train: DatasetSample, classes: int | None, ignored: int) -> Iterator[Verdict]:
-    """A class for each token or pixel."""
+    """Check targets with a class for each token or pixel."""
     whole = [(item.id, item.target) for item in train.items if item.target is not None]
     if classes is None or not whole or any(y.dtype != torch.int64 or y.numel() < 2 for _, y in whole):
         return
@@ -156,7 +166,7 @@ def _dense_targets(train: DatasetSample, classes: int | None, ignored: int) -> I
 
 
 def ids_fit(train: DatasetSample, rows: int | None) -> Iterator[Verdict]:
-    """Whether the embedding of the model's first input has a row for each id."""
+    """Check that the embedding of the model's first input has a row for each id."""
     if rows is None or not train.tokens:
         return
     for item in train.items:
@@ -185,13 +195,13 @@ def _real_targets(train: DatasetSample) -> Iterator[Verdict]:
 
 
 def repeated(train: DatasetSample) -> Iterator[Verdict]:
-    """Samples that occur in the training set more than once."""
+    """Yield a verdict on samples that occur in the training set more than once."""
     if len(train.items) < 8 or not_comparable(train):
         return
     counts = Counter(item.digest for item in train.items)
     twice = sum(n - 1 for n in counts.values())
     share = twice / len(train.items)
-    if share > OVERLAP and len(counts) > 1:
+    if share > MAX_OVERLAP and len(counts) > 1:
         first = next(digest for digest, n in counts.items() if n > 1)
         where = [item.id for item in train.items if item.digest == first][:2]
         yield Verdict(
@@ -205,21 +215,21 @@ def repeated(train: DatasetSample) -> Iterator[Verdict]:
 
 
 def not_comparable(samples: DatasetSample) -> str:
-    """Why equal inputs would be no evidence; "" where they are."""
+    """Return the reason if equal inputs prove nothing, else ""."""
     first = samples.items[0].inputs if samples.items else ()
     if samples.random:
         return "samples are different at each reading"
     size = sum(x.numel() for x in first)
     parts = (x for item in samples.items for x in item.inputs)
     if all(not x.is_floating_point() or bool((x == x.round()).all()) for x in parts) and size < (
-        4 * FEW_VALUES if samples.tokens else FEW_VALUES
+        4 * MIN_DISTINCT_INPUT_VALUES if samples.tokens else MIN_DISTINCT_INPUT_VALUES
     ):
         return "inputs of so few values are often equal"
     return "" if size else "inputs are not tensors"
 
 
 def overlap(train: DatasetSample, val: DatasetSample | None) -> Iterator[Verdict]:
-    """Validation samples that are in the training set."""
+    """Yield a verdict on validation samples that are also in the training set."""
     if val is None:
         remedy = "hold some samples out and name them in data.val: overfitting is not visible otherwise"
         yield Verdict("warn", "validation", "there is no validation set", remedy)
@@ -229,29 +239,29 @@ def overlap(train: DatasetSample, val: DatasetSample | None) -> Iterator[Verdict
         yield Verdict("fail", "validation", message, "open it with dataset[i] and repair it")
         return
     if train.size is None or val.size is None or not train.items or not val.items:
-        yield Verdict("cannot tell", "validation", "whether it overlaps with the training set: one of them is a stream")
+        yield Verdict("cannot tell", "validation", "overlap with the training set: one of them is a stream")
         return
     if why := not_comparable(train) or not_comparable(val):
-        yield Verdict("cannot tell", "validation", f"whether it overlaps with the training set: {why}")
+        yield Verdict("cannot tell", "validation", f"overlap with the training set: {why}")
         return
     yield _overlap(train, val)
 
 
 def _overlap(train: DatasetSample, val: DatasetSample) -> Verdict:
-    """The share is scaled up by the part of the training set that was read, since only matches with it are seen."""
+    """Return the verdict. The fraction is scaled up if only a part of the training set was read."""
     known = {item.digest: item.id for item in train.items}
     both = [item for item in val.items if item.digest in known]
     covered = len(train.items) / (train.size or 1)
     share = min(1.0, len(both) / len(val.items) / covered)
-    by_chance = 0.0  # frequent rows are found in a part of the samples, too, and in both sets
+    by_chance = 0.0  # frequent rows are in every part of the samples, and in both sets
     if not train.whole:
         twice = len(train.items) - len(known)
         by_chance = 4 * twice * len(val.items) / len(train.items) + 2
-    if len(both) >= 2 and share > OVERLAP and len(both) > by_chance:
+    if len(both) >= 2 and share > MAX_OVERLAP and len(both) > by_chance:
         first = both[0]
         about = "" if train.whole else "about "
         return Verdict(
-            "fail" if share > ALL else "warn",
+            "fail" if share > FAILING_OVERLAP else "warn",
             "validation",
             f"{about}{share:.0%} of its samples are in the training set too: {first.id} is {known[first.digest]} there",
             "split before anything else, by source (patient, document) and not by sample",
@@ -263,7 +273,7 @@ def _overlap(train: DatasetSample, val: DatasetSample) -> Verdict:
 def batch_fits(
     train: DatasetSample, size: int, micro: int, *, drop_last: bool, has_batch_norm: bool
 ) -> Iterator[Verdict]:
-    """Whether the dataset fills a batch, and the size of its last one."""
+    """Check that the dataset fills a batch, and the size of its last batch."""
     if train.size is None:
         return
     last = 0 if drop_last else (train.size % size) % micro
@@ -283,12 +293,12 @@ def batch_fits(
 
 
 def majority(labels: NDArray[np.int64]) -> float:
-    """The accuracy of always predicting the most frequent class."""
+    """Return the accuracy of always predicting the most frequent class."""
     return float(np.unique(labels, return_counts=True)[1].max() / len(labels))
 
 
 def entropy(labels: NDArray[np.int64], ignored: int = IGNORE) -> float:
-    """The entropy of the class frequencies, in nats. ``ignored`` is the label that is not counted."""
+    """Return the entropy of the class frequencies in nats, without the label ``ignored``."""
     counted = labels[labels != ignored]
     share = np.unique(counted, return_counts=True)[1] / max(1, len(counted))
     return float(-(share * np.log(share)).sum())

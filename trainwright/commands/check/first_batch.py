@@ -1,4 +1,4 @@
-"""The first batch: one forward and one backward pass of the untrained model, and verdicts on what they show."""
+"""Runs one forward and one backward pass of the untrained model on the first batch, and makes verdicts on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 
 @dataclass(frozen=True)
 class LossCall:
-    """One call of a loss function of torch: its output and target, detached."""
+    """One call of a torch loss function: its output and target, detached."""
 
     op: str
     output: Tensor
@@ -37,25 +37,25 @@ class LossCall:
 
     @property
     def classes(self) -> int | None:
-        """The number of classes of a cross-entropy, None for other losses."""
+        """The number of classes of a cross-entropy; None for other losses."""
         if self.op not in CLASSES or self.output.dim() == 0:
             return None
         return self.output.shape[1 if self.output.dim() > 1 else 0]
 
     def rows(self) -> Tensor:
-        """Scores (n, c), one row for each prediction."""
+        """Return the scores (n, c), one row per prediction."""
         x = self.output
         x = x.movedim(1, -1) if self.op in CLASSES and x.dim() > 1 else x
         return x.reshape(-1, x.shape[-1]) if self.op in CLASSES else x.reshape(len(x) if x.dim() else 1, -1)
 
     def value(self) -> float:
-        """The loss of this call, a mean over all targets that count."""
+        """Return the loss of this call, a mean over all targets that count."""
         options = {"ignore_index": self.ignored} if self.op in CLASSES else {}
         function: Callable[..., Tensor] = getattr(F, self.op)
         return float(function(self.output.float(), self._target(), **options))
 
     def chance(self) -> float | None:
-        """The loss of an untrained model: ln C, ln 2, or the mean square of the targets; None where it is unknown."""
+        """Return the loss of an untrained model: ln C, ln 2, or the mean square of the targets; None if unknown."""
         if self.op in CLASSES:
             return math.log(max(2, self.classes or 2))
         if self.op in YES_NO:
@@ -67,7 +67,7 @@ class LossCall:
 
 
 class LossRecorder(TorchFunctionMode):
-    """Records the calls of torch's loss functions while it is entered; their results stay the same."""
+    """Records calls of torch's loss functions. Their results are unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class LossRecorder(TorchFunctionMode):
 
 
 def _of_chunks(call: Classified) -> LossCall:
-    """A loss in chunks as a plain call on some of its rows."""
+    """Return a chunked loss as a plain call on some of its rows."""
     at = call.sample()
     target = call.target[at].masked_fill(call.target[at] < 0, call.ignore_index)
     return LossCall("cross_entropy", call.scores(at), target, call.ignore_index)
@@ -103,9 +103,10 @@ def _of_chunks(call: Classified) -> LossCall:
 
 @dataclass
 class FirstBatch:
-    """The results of the first batch. ``loss`` is a mean; ``error`` is the message of what it raised instead.
+    """The results of the first batch.
 
-    ``rows`` are those of the embedding of the first input, None where there is none.
+    ``loss`` is a mean. ``error`` is the message of an exception, if any. ``rows`` is the size of the embedding of the
+    first input; None without one.
     """
 
     micro: MicroBatch
@@ -122,22 +123,22 @@ class FirstBatch:
 
     @property
     def loss_call(self) -> LossCall | None:
-        """The only call of a loss function, None where there was none or several."""
+        """The only call of a loss function; None for no or several calls."""
         return self.loss_calls[0] if len(self.loss_calls) == 1 else None
 
     @property
     def classes(self) -> int | None:
-        """The number of classes of the first cross-entropy, None without one."""
+        """The number of classes of the first cross-entropy; None without one."""
         return next((each.classes for each in self.loss_calls if each.classes is not None), None)
 
 
 def ignored_by(seen: FirstBatch) -> int:
-    """The ``ignore_index`` of the first batch's cross-entropy."""
+    """Return the ``ignore_index`` of the first batch's cross-entropy."""
     return next((each.ignored for each in seen.loss_calls if each.classes is not None), -100)
 
 
 def first_batch(parts: Parts, micro: MicroBatch) -> FirstBatch:
-    """Runs forward and backward on ``micro`` and drops the gradients. The caller must restore buffers."""
+    """Run forward and backward on ``micro`` and drop the gradients. The caller must restore buffers."""
     seen, order, recorder = FirstBatch(micro), list[nn.Module](), LossRecorder()
     leaves = [module for module in parts.model.modules() if not list(module.children())]
     first_input = micro.data[0] if isinstance(micro.data, tuple | list) and micro.data else None
@@ -185,7 +186,7 @@ def _check_gradients(seen: FirstBatch, model: nn.Module) -> None:
 
 
 def fits(seen: FirstBatch) -> Iterator[Verdict]:
-    """Whether model, loss and batch fit each other."""
+    """Check that model, loss and batch fit each other."""
     shapes = "; ".join(described(seen.micro.data)) or type(seen.micro.data).__name__
     if seen.error:
         yield Verdict("fail", "first batch", f"{seen.error.splitlines()[0]} [{shapes}]", seen.remedy)
@@ -196,7 +197,7 @@ def fits(seen: FirstBatch) -> Iterator[Verdict]:
 
 
 def described(data: object) -> list[str]:
-    """Type, shape and device of each tensor of a batch."""
+    """Return type, shape and device of each tensor of a batch."""
     if isinstance(data, Tensor):
         return [f"{str(data.dtype).removeprefix('torch.')}{tuple(data.shape)} on {data.device}"]
     values = data.values() if isinstance(data, dict) else data if isinstance(data, tuple | list) else ()
@@ -204,11 +205,11 @@ def described(data: object) -> list[str]:
 
 
 def initial_loss(seen: FirstBatch) -> Iterator[Verdict]:
-    """The loss before any update, compared with that of an untrained model."""
+    """Compare the loss before any update with that of an untrained model."""
     if seen.error:
         return
     if not math.isfinite(seen.loss):
-        remedy = "look for NaN in the data, logarithms of 0 and divisions by 0"
+        remedy = "check for NaN in the data, logarithms of 0 and divisions by 0"
         yield Verdict("fail", "initial loss", f"it is {seen.loss}", remedy)
         return
     call = seen.loss_call
@@ -223,7 +224,7 @@ def initial_loss(seen: FirstBatch) -> Iterator[Verdict]:
         message = f"{seen.loss:.4g} is minus {call.op}: it would be maximised"
         yield Verdict("fail", "initial loss", message, "return the loss itself, not its negative", "loss.wrong_sign")
         return
-    message = f"{seen.loss:.4g}, a guess has {chance:.4g}"
+    message = f"{seen.loss:.4g}, that of a guess is {chance:.4g}"
     if call.op != "mse_loss" and own > 1.5 * chance + 0.5:
         remedy = "normalise the inputs; initialise weights with the usual size (or zeros in the last layer)"
         yield Verdict("warn", "initial loss", message, remedy, "model.init_too_large")
@@ -234,7 +235,7 @@ def initial_loss(seen: FirstBatch) -> Iterator[Verdict]:
 
 
 def right_loss(seen: FirstBatch, train: DatasetSample) -> Iterator[Verdict]:
-    """Whether the loss function suits its inputs."""
+    """Check that the loss function suits its inputs."""
     call = seen.loss_call
     if call is None or seen.error:
         return
@@ -243,14 +244,16 @@ def right_loss(seen: FirstBatch, train: DatasetSample) -> Iterator[Verdict]:
     if call.op in CLASSES and is_share and rows.shape[-1] > 1:
         log = call.op == "nll_loss"
         message = "nll_loss gets probabilities, not their logarithms" if log else "softmax comes before cross_entropy"
-        remedy = "take log_softmax, or cross_entropy on plain scores" if log else "give cross_entropy the plain scores"
+        remedy = (
+            "take log_softmax, or cross_entropy on plain scores" if log else "pass the plain scores to cross_entropy"
+        )
         code = "loss.nll_without_log_softmax" if log else "loss.softmax_before_cross_entropy"
         yield Verdict("fail", "loss", f"{message}: each row sums to 1, which bounds gradient and loss", remedy, code)
     elif call.op == YES_NO[1] and bool(((call.output >= 0) & (call.output <= 1)).all()) and call.output.numel() > 8:
-        remedy = "give it the plain scores: it takes the sigmoid itself"
+        remedy = "pass the plain scores: it applies the sigmoid itself"
         yield Verdict("warn", "loss", f"all scores of {call.op} lie between 0 and 1: a sigmoid twice?", remedy)
     classes = train.labels()
-    are_whole = bool((call.target == call.target.round()).all())  # a loss may have targets of its own, such as noise
+    are_whole = bool((call.target == call.target.round()).all())  # a loss may compute its targets, such as noise
     if call.op in NUMBERS and are_whole and classes is not None and 2 < len(set(classes.tolist())) <= 1000:
         message = f"{call.op} on whole numbers, {len(set(classes.tolist()))} of them: they look like classes"
         yield Verdict("warn", "loss", message, "use cross_entropy with an output for each class")
@@ -260,7 +263,7 @@ def right_loss(seen: FirstBatch, train: DatasetSample) -> Iterator[Verdict]:
 
 
 def gradients(seen: FirstBatch) -> Iterator[Verdict]:
-    """Whether every trained parameter gets a finite gradient."""
+    """Check that every trained parameter receives a finite gradient."""
     if seen.error or not math.isfinite(seen.loss):
         return
     if not seen.trained or seen.values_without == seen.trained:

@@ -1,4 +1,4 @@
-"""Verdicts of short trainings on the first batches: the range of learning rates, and one batch learned by heart."""
+"""Verdicts of short trainings on the first batches: the learning rate range test, and overfitting one batch."""
 
 from __future__ import annotations
 
@@ -21,25 +21,30 @@ from trainwright.engine.loss import as_loss_fn
 from trainwright.engine.lr_range import LrRange, lr_range
 from trainwright.engine.run_length import for_steps
 from trainwright.engine.step import make_step
-from trainwright.training.own_objects import build_clip
+from trainwright.training.custom_objects import build_clip
 
-LOWEST, HIGHEST = 1e-6, 10.0
-RANGE_STEPS, LEAST_STEPS = 60, 24
-BY_HEART, HEART_STEPS, ENOUGH_STEPS = 16, 200, 100
-"""Samples to learn by heart, the most updates for it, and how many show that nothing is learned: a slow or busy machine
-takes fewer in the time, and then nothing is said."""
-LEARNED, NOT_AT_ALL = 0.5, 0.05
-"""The fall of the loss, as a share of its first value, that is success; below the second, nothing was learned."""
-DIVERGED = 2.0
-"""Loss over its first value, from which on a training on one batch diverges."""
-FALL = 0.05
-"""Fall of the loss in a range test, as a fraction of its first value, that is clear."""
+LOWEST_LR = 1e-6
+HIGHEST_LR = 10.0
+RANGE_STEPS = 60
+MIN_RANGE_STEPS = 24
+ONE_BATCH_SAMPLES = 16
+ONE_BATCH_MAX_STEPS = 200
+ONE_BATCH_MIN_STEPS = 100
+"""Updates after which an unchanged loss is evidence. A slow machine takes fewer in the time: no verdict then."""
+LEARNED_LOSS_FALL = 0.5
+"""Relative fall of the loss above which a batch counts as learned."""
+MIN_LOSS_FALL = 0.05
+"""Relative fall of the loss below which nothing was learned."""
+DIVERGED_LOSS_RATIO = 2.0
+"""Last loss / first loss above which a training on one batch has diverged."""
+RANGE_LOSS_FALL = 0.05
+"""Relative fall of the loss in a range test that counts as clear."""
 
 
 def range_test(sandbox: Sandbox, *, budget_s: float, step_s: float) -> LrRange | None:
-    """Smith's range test on the first batches; None where there is no time for it.
+    """Run Smith's range test on the first batches; None if there is no time for it.
 
-    It always has as many steps, or none: with fewer the loss falls, and explodes, at other rates.
+    The number of steps is fixed, because fewer steps would move the rates at which the loss falls and explodes.
     """
     if RANGE_STEPS * step_s > budget_s or not sandbox.kept:
         return None
@@ -48,8 +53,8 @@ def range_test(sandbox: Sandbox, *, budget_s: float, step_s: float) -> LrRange |
             state,
             within(sandbox.again(), 3 * budget_s),
             sandbox.job.parts.loss,
-            lowest=LOWEST,
-            highest=HIGHEST,
+            lowest=LOWEST_LR,
+            highest=HIGHEST_LR,
             num_steps=RANGE_STEPS,
             precision=sandbox.job.precision,
             clip=build_clip(sandbox.job.recipe, state),
@@ -58,8 +63,8 @@ def range_test(sandbox: Sandbox, *, budget_s: float, step_s: float) -> LrRange |
 
 
 def falls_from(found: LrRange) -> float | None:
-    """The rate from which on the loss stays clearly below its first value until its minimum; None: never."""
-    enough = found.losses[0] - FALL * abs(found.losses[0])
+    """Return the rate from which the loss stays clearly below its first value until its minimum; None for none."""
+    enough = found.losses[0] - RANGE_LOSS_FALL * abs(found.losses[0])
     finite = [loss if math.isfinite(loss) else math.inf for loss in found.losses]
     place = finite.index(min(finite))
     if finite[place] >= enough:
@@ -70,7 +75,7 @@ def falls_from(found: LrRange) -> float | None:
 
 
 def first_update(sandbox: Sandbox) -> float:
-    """How far one update at the peak rate moves the weights: norm of the change over norm of the weights."""
+    """Return the norm of the first update at the peak rate / norm of the weights."""
     job = sandbox.job
     with sandbox.fresh() as state:
         advance = make_step(job.parts.loss, precision=job.precision, clip=build_clip(job.recipe, state))
@@ -83,9 +88,9 @@ def first_update(sandbox: Sandbox) -> float:
 
 
 def plausible(found: LrRange | None, lr: float) -> list[float]:
-    """Learning rates for one batch: the recipe's own first, unless the range test contradicts it.
+    """Return learning rates for one batch: the recipe's first, unless the range test contradicts it.
 
-    Where there was no time for a range test, tenfold and a tenth are tried after it.
+    Without a range test, a tenth and ten times that rate follow.
     """
     if found is None:
         return [lr, 10 * lr, lr / 10]
@@ -98,12 +103,18 @@ def plausible(found: LrRange | None, lr: float) -> list[float]:
 
 @dataclass
 class BatchFit:
-    """The result of learning a few samples by heart. ``constant``: all predictions are equal afterwards.
+    """The result of overfitting a few samples.
 
-    ``best`` is the lowest finite loss and ``last`` the last one.
-
-    ``dead`` are layers whose units are all 0, ``zero_grads`` parameters whose gradient was 0 in each step that was
-    checked, ``zeros`` those of them that are 0 and so stay 0.
+    Attributes:
+        first: The first loss.
+        best: The lowest finite loss.
+        last: The last loss.
+        steps: Updates taken.
+        lr: The learning rate.
+        constant: True if all predictions are equal afterwards.
+        dead: Layers whose units are all 0.
+        zero_grads: Parameters whose gradient was 0 in each examined step.
+        zeros: Those of them that are 0, so that they stay 0.
     """
 
     first: float = math.nan
@@ -118,31 +129,31 @@ class BatchFit:
 
     @property
     def fell(self) -> float:
-        """The fall of the loss as a fraction of its first value; 0 where no loss was finite."""
+        """The relative fall of the loss; 0 if no loss was finite."""
         fall = (self.first - self.best) / max(abs(self.first), 1e-12)
         return fall if math.isfinite(fall) else 0.0
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss ended far above its first value, or was not finite."""
-        return bool(self.steps) and not self.last <= self.first + (DIVERGED - 1) * abs(self.first)
+        """True if the loss ended far above its first value, or was not finite."""
+        return bool(self.steps) and not self.last <= self.first + (DIVERGED_LOSS_RATIO - 1) * abs(self.first)
 
     @property
     def took_all_steps(self) -> bool:
-        """Whether no lack of time ended it."""
-        return self.steps >= HEART_STEPS
+        """True if it was not ended for lack of time."""
+        return self.steps >= ONE_BATCH_MAX_STEPS
 
 
 def learn_by_heart(sandbox: Sandbox, *, lr: float, budget_s: float) -> BatchFit:
-    """Trains on a few samples of the first micro-batch at a constant rate, without dropout."""
-    fit, micro = BatchFit(lr=lr), fewer(sandbox.kept[0].micro[0], BY_HEART)
+    """Train on a few samples of the first micro-batch at a constant rate, without dropout."""
+    fit, micro = BatchFit(lr=lr), fewer(sandbox.kept[0].micro[0], ONE_BATCH_SAMPLES)
     batch = StepBatch((micro,))
     job, ever = sandbox.job, set[str]()
     with sandbox.fresh() as state:
         advance = make_step(job.parts.loss, precision=job.precision, clip=build_clip(job.recipe, state))
         without_dropout(state.model)
         scale_lr(state, lr)
-        for result in steps(state, within(_same(batch), budget_s), advance, until=for_steps(HEART_STEPS)):
+        for result in steps(state, within(_same(batch), budget_s), advance, until=for_steps(ONE_BATCH_MAX_STEPS)):
             loss = float(result.loss)
             fit.steps += 1
             fit.first = loss if fit.steps == 1 else fit.first
@@ -169,14 +180,14 @@ def _same(batch: StepBatch) -> Iterator[StepBatch]:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Sets dropout layers to evaluation mode."""
+    """Set dropout layers to evaluation mode."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()
 
 
 def scale_lr(state: TrainState, lr: float) -> None:
-    """Sets ``lr`` as the rate of the first group; the other groups keep their ratio to it."""
+    """Set ``lr`` as the rate of the first group. Other groups keep their ratio to it."""
     groups = state.optimizer.param_groups
     factor = lr / groups[0]["lr"]
     for group in groups:
@@ -184,7 +195,7 @@ def scale_lr(state: TrainState, lr: float) -> None:
 
 
 def fewer(micro: MicroBatch, count: int) -> MicroBatch:
-    """The first ``count`` samples, where every tensor has one row for each; else all."""
+    """Return the first ``count`` samples if every tensor has one row per sample, else all."""
     size = micro.size
     if size <= count or not _by_rows(micro.data, size):
         return micro
@@ -192,7 +203,7 @@ def fewer(micro: MicroBatch, count: int) -> MicroBatch:
 
 
 def _by_rows(data: object, size: int) -> bool:
-    """Whether the first dimension of every tensor counts samples."""
+    """Return True if the first dimension of every tensor counts samples."""
     if isinstance(data, Tensor):
         return data.dim() > 0 and data.shape[0] == size
     if isinstance(data, Mapping):
@@ -210,7 +221,7 @@ def _cut(data: Any, count: int) -> Any:
 
 
 def _inspect(sandbox: Sandbox, model: nn.Module, micro: MicroBatch) -> tuple[bool, tuple[str, ...]]:
-    """Whether all predictions are equal, and the names of ReLU layers whose units are 0 for every sample."""
+    """Return True if all predictions are equal, and the names of ReLU layers whose units are 0 for every sample."""
     recorder, dead = LossRecorder(), list[str]()
 
     def hook_for(name: str) -> Callable[[nn.Module, object, object], None]:
@@ -225,7 +236,7 @@ def _inspect(sandbox: Sandbox, model: nn.Module, micro: MicroBatch) -> tuple[boo
     try:
         with evaluating(model, sandbox.job.parts.loss), recorder, sandbox.job.precision.autocast():
             as_loss_fn(sandbox.job.parts.loss)(model, micro.data)
-    except Exception:  # a model may be unable to evaluate: the verdict on evaluation says so
+    except Exception:  # a model that cannot evaluate gets a verdict on evaluation
         return False, tuple(dead)
     finally:
         for handle in handles:
@@ -238,9 +249,13 @@ def _inspect(sandbox: Sandbox, model: nn.Module, micro: MicroBatch) -> tuple[boo
 
 
 def by_heart(fits: Sequence[BatchFit], lr: float, *, inputs_vary: bool, chance: float | None) -> Iterator[Verdict]:
-    """The verdict on learning a few samples by heart, and on what was seen meanwhile.
+    """Yield the verdict on overfitting a few samples, and on symptoms that appeared.
 
-    ``fits`` are trainings at several rates, of which the best counts; ``lr`` is the recipe's rate.
+    Args:
+        fits: Trainings at several rates, of which the best counts.
+        lr: The learning rate of the recipe.
+        inputs_vary: True if the samples have different inputs.
+        chance: The loss of a guess; None if it is unknown.
     """
     fit = best_of(fits)
     yield from _symptoms(fit, inputs_vary)
@@ -248,32 +263,32 @@ def by_heart(fits: Sequence[BatchFit], lr: float, *, inputs_vary: bool, chance: 
     for other in fits:
         if other.lr == lr != fit.lr:
             message += f", not in {other.steps} steps at the recipe's lr {lr:.2g}"
-    if fit.fell >= LEARNED or (chance is not None and fit.best < 0.1 * chance):
-        yield Verdict("ok", "one batch", f"learned by heart: {message}")
-    elif fit.fell < NOT_AT_ALL and fit.diverged:
-        remedy = "take a hundredth of optimizer.lr; if it diverges at that, look for a loss that is not bounded below"
+    if fit.fell >= LEARNED_LOSS_FALL or (chance is not None and fit.best < 0.1 * chance):
+        yield Verdict("ok", "one batch", f"memorized: {message}")
+    elif fit.fell < MIN_LOSS_FALL and fit.diverged:
+        remedy = "take a hundredth of optimizer.lr; if it still diverges, check if the loss is bounded below"
         yield Verdict("fail", "one batch", f"the loss diverges to {fit.last:.4g}: {message}", remedy)
-    elif fit.steps < LEAST_STEPS:
+    elif fit.steps < MIN_RANGE_STEPS:
         yield Verdict("cannot tell", "one batch", f"too few steps in the time: {message}")
-    elif fit.fell < NOT_AT_ALL and fit.steps >= ENOUGH_STEPS:
+    elif fit.fell < MIN_LOSS_FALL and fit.steps >= ONE_BATCH_MIN_STEPS:
         remedy = (
             "fix this first: a model that cannot learn 16 samples learns nothing (loss, gradients, initial weights)"
         )
-        yield Verdict("fail", "one batch", f"cannot be learned by heart: {message}", remedy)
+        yield Verdict("fail", "one batch", f"cannot be memorized: {message}", remedy)
     elif not fit.took_all_steps:
-        yield Verdict("cannot tell", "one batch", f"not learned in the time: {message}")
+        yield Verdict("cannot tell", "one batch", f"not memorized within the time budget: {message}")
     else:
         remedy = "check that the loss can reach 0 and equal inputs have equal targets; a larger model may be needed"
-        yield Verdict("warn", "one batch", f"half learned: {message}", remedy)
+        yield Verdict("warn", "one batch", f"partly memorized: {message}", remedy)
 
 
 def best_of(fits: Sequence[BatchFit]) -> BatchFit:
-    """The training in which the loss fell most."""
+    """Return the training with the largest relative fall of the loss."""
     return max(fits, key=lambda each: each.fell)
 
 
 def _symptoms(fit: BatchFit, inputs_vary: bool) -> Iterator[Verdict]:
-    """Verdicts on the weights, activations, output and gradients that were seen."""
+    """Yield verdicts on weights, activations, outputs and gradients."""
     if fit.zeros:
         message = f"{first_of(fit.zeros)} are 0 and stay 0: no gradient passes through them"
         remedy = "random weights, nn.init.kaiming_uniform_ or xavier_uniform_; only biases and last layers may be 0"
@@ -283,7 +298,7 @@ def _symptoms(fit: BatchFit, inputs_vary: bool) -> Iterator[Verdict]:
         yield Verdict("fail", "activations", f"every unit of {fit.dead[0]} is 0", remedy, "model.dead_relu")
     elif fit.constant and inputs_vary:
         remedy = "follow the input through forward(): it is overwritten, set to zero, or never used"
-        yield Verdict("fail", "output", "the prediction is the same for every sample, whatever goes in", remedy)
+        yield Verdict("fail", "output", "the prediction is the same for every sample", remedy)
     elif fit.zero_grads and fit.steps >= 8:
         message = f"exactly 0 in each step for {first_of(fit.zero_grads)}"
-        yield Verdict("warn", "gradients", message, "no gradient reaches them: look for weights of 0 and dead units")
+        yield Verdict("warn", "gradients", message, "no gradient reaches them: check for weights of 0 and dead units")

@@ -1,4 +1,4 @@
-"""Verdicts on what a run needs: memory, before it is allocated, and time to read data against time to compute."""
+"""Verdicts on memory, before it is allocated, and on the time to read data compared with the time to compute."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from trainwright.plan.trace.run_forecast import as_written, forecast
 from trainwright.recipe import Loaded
 from trainwright.training.job import Job
 
-NEARLY = 0.8
-"""Share of the available memory from which on there is a warning."""
+WARNING_MEMORY_FRACTION = 0.8
+"""Fraction of the available memory above which there is a warning."""
 UNTRACED = "by the dry run: the plan cannot trace this model"
-SLOW_S = 0.01
-"""A wait for each step below which there is no warning."""
+MIN_WAIT_S = 0.01
+"""Wait per step below which there is no warning."""
 
 
 def sized(loaded: Loaded, train: Unwrapped, available_bytes: int) -> Iterator[Verdict]:
-    """A verdict only where weights, gradients and optimizer state, counted on the meta device, do not fit."""
+    """Yield a verdict if weights, gradients and optimizer state, counted on the meta device, do not fit."""
     recipe = loaded.recipe
     total = 0
     with contextlib.suppress(Exception), preserved_rng(), torch.device("meta"):
@@ -48,12 +48,12 @@ def sized(loaded: Loaded, train: Unwrapped, available_bytes: int) -> Iterator[Ve
 
 
 def device_of(device: torch.device) -> Device:
-    """The local device in the terms of the device table."""
+    """Return the local device as an entry of the device table."""
     return local_device(probe=False) if device.type == "cuda" else nominal_cpu(read_machine())
 
 
 def predicted(loaded: Loaded, parts: Parts, device: torch.device) -> Iterator[Verdict]:
-    """The peak of a step by the forecast, before one is taken; no verdict for a model that it cannot trace.
+    """Yield a verdict on the predicted peak of a step, before one is taken; none for a model that cannot be traced.
 
     ``parts`` are not prepared yet.
     """
@@ -72,22 +72,22 @@ def predicted(loaded: Loaded, parts: Parts, device: torch.device) -> Iterator[Ve
         changes = found.settings or tuple(others)[:1]
         remedy = f"{', '.join(changes) or 'a smaller model'} (trainwright plan has the reasons)"
         yield Verdict("fail", "memory", message, remedy)
-    elif need > NEARLY * usable:
+    elif need > WARNING_MEMORY_FRACTION * usable:
         yield Verdict("warn", "memory", message, "leave some room: asynchronous saving needs a copy in addition")
     else:
         yield Verdict("ok", "memory", message)
 
 
 def memory(job: Job, available_bytes: int) -> Iterator[Verdict]:
-    """The peak of a step by the plan, against the bytes that were available before the model was built."""
+    """Compare the peak of a step in the plan with the bytes that were available before the model was built."""
     sizes = job.plan.memory_bytes
     if sizes is None:
-        yield Verdict("cannot tell", "memory", "the plan has no figures")
+        yield Verdict("cannot tell", "memory", "the plan has no memory figures")
         return
     need = sum(sizes.values())
     if need > available_bytes:
         yield _too_much("a step needs", sizes, need, available_bytes)
-    elif need > NEARLY * available_bytes:
+    elif need > WARNING_MEMORY_FRACTION * available_bytes:
         remedy = "leave some room: temporaries of kernels and a copy for asynchronous saving are needed in addition"
         yield Verdict("warn", "memory", f"about {_gib(need)} of {_gib(available_bytes)} available, {UNTRACED}", remedy)
     else:
@@ -109,14 +109,14 @@ def _gib(size: int) -> str:
 
 
 def speed(sandbox: Sandbox, step_s: float) -> Iterator[Verdict]:
-    """The time that a step waits for its batch against that of the step. Workers read while the step computes."""
+    """Compare the time that a step waits for its batch with that of the step. Workers read while the step computes."""
     reading = sandbox.job.measured.reading
-    if not reading.workers and len(sandbox.load_s) > 1:  # the first batch finds caches cold
+    if not reading.workers and len(sandbox.load_s) > 1:  # the first batch is read with cold caches
         load_s = statistics.median(sandbox.load_s[1:])
         reading = replace(reading, wait_s=load_s, read_s=load_s)
     by = f" by {reading.workers} workers, a step waits {_ms(reading.wait_s)} for it" if reading.workers else ""
     message = f"{_ms(reading.read_s)} to read a batch{by}, {_ms(step_s)} to train on it"
-    if reading.wait_s > SLOW_S and reading.wait_s > 0.5 * step_s:
+    if reading.wait_s > MIN_WAIT_S and reading.wait_s > 0.5 * step_s:
         share = reading.wait_s / (reading.wait_s + step_s)
         remedy = f"{reading.advice()}; keep decoded samples; read larger pieces"
         yield Verdict("warn", "loading", f"{message}: {share:.0%} of the time is spent waiting", remedy)

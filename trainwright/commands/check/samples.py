@@ -1,4 +1,4 @@
-"""Reads a part of a dataset in a few seconds, without side effects, and gives its samples as arrays."""
+"""Reads a part of a dataset in a few seconds, without side effects, and returns its samples as arrays."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from trainwright.data.unwrap import Unwrapped, length_of
 from trainwright.distributed.threads import undisturbed_s
 from trainwright.errors import DataError, text_of
 
-BLOCK = 32
-"""Samples that are read in a row: neighbours in the dataset reveal shifted labels."""
+BLOCK_SAMPLES = 32
+"""Consecutive samples that are read together: neighbours in the dataset reveal shifted labels."""
 TARGETS = ("labels", "label", "targets", "target", "y")
 """Keys of a mapping that hold the target."""
-MOST_FEATURES = 4096
-MOST_BYTES = 2**28
-PATIENCE_S = 10.0
-"""A sample may take so much longer than all of them should."""
+MAX_FEATURES = 4096
+MAX_BYTES = 2**28
+SAMPLE_TIMEOUT_S = 10.0
+"""Seconds that one sample may take beyond the time for all of them."""
 
 
 @dataclass(frozen=True)
 class SampleItem:
-    """One sample: its position, input tensors, target (None where it is unknown), and a digest of the inputs."""
+    """One sample: its position, input tensors, target (None if unknown), and a digest of the inputs."""
 
     id: int
     inputs: tuple[Tensor, ...]
@@ -42,12 +42,16 @@ class SampleItem:
 
 @dataclass
 class DatasetSample:
-    """The part of a dataset of ``size`` samples (None: a stream) that was read in ``seconds``, those of
-    a busy machine not counted.
+    """The samples that were read from a dataset.
 
-    ``failed`` is the first sample that could not be read, and why; ``fatal``: it ended or held up the process that read
-    it, and must not be read in this one. ``random``: two readings of a sample differ. ``left_out`` samples were not to
-    be read.
+    Attributes:
+        size: Samples of the dataset; None for a stream.
+        items: The samples that were read.
+        seconds: Time for reading them, without interruptions by other processes.
+        failed: The first sample that could not be read, and the reason.
+        fatal: True if that sample ended or blocked the process that read it, so that it must not be read in this one.
+        random: True if two readings of a sample differ.
+        left_out: Samples that were not to be read.
     """
 
     size: int | None
@@ -59,39 +63,41 @@ class DatasetSample:
     left_out: int = 0
 
     def add(self, part: DatasetSample) -> None:
-        """Adds what was read after it."""
+        """Add samples that were read after these."""
         self.items += part.items
         self.seconds += part.seconds
         self.failed, self.random = part.failed, part.random
 
     @property
     def whole(self) -> bool:
-        """Whether every sample was read."""
+        """True if every sample was read."""
         return self.size is not None and len(self.items) + self.left_out == self.size
 
     @property
     def tokens(self) -> bool:
-        """Whether the inputs are rows of ids."""
+        """True if the inputs are rows of ids."""
         first = self.items[0].inputs[0] if self.items and self.items[0].inputs else None
         return first is not None and first.dim() >= 1 and first.dtype in (torch.int32, torch.int64)
 
     def labels(self) -> NDArray[np.int64] | None:
-        """Classes (n,); None unless every target is one integer."""
+        """Return the classes (n,); None unless every target is one integer."""
         targets = [item.target for item in self.items]
         if not targets or any(t is None or t.numel() != 1 or t.is_floating_point() or t.is_complex() for t in targets):
             return None
         return np.array([int(t) for t in targets if t is not None], dtype=np.int64)
 
     def numbers(self) -> NDArray[np.float64] | None:
-        """Targets (n, d) of real numbers; None unless all have one shape."""
+        """Return the real targets (n, d); None unless all have one shape."""
         targets = [item.target for item in self.items]
         if not targets or any(t is None or not t.is_floating_point() for t in targets):
             return None
         flat = [t.detach().double().flatten().numpy() for t in targets if t is not None]
-        return np.stack(flat) if len({len(each) for each in flat}) == 1 and len(flat[0]) <= MOST_FEATURES else None
+        return np.stack(flat) if len({len(each) for each in flat}) == 1 and len(flat[0]) <= MAX_FEATURES else None
 
     def features(self) -> NDArray[np.float64] | None:
-        """Inputs (n, d), concatenated and thinned to a few thousand values; None for tokens and where shapes differ."""
+        """Return the inputs (n, d), concatenated and thinned to a few thousand values; None for tokens or different
+        shapes.
+        """
         if not self.items or self.tokens or not self.items[0].inputs:
             return None
         if len({tuple(x.shape for x in item.inputs) for item in self.items}) > 1:
@@ -99,16 +105,16 @@ class DatasetSample:
         rows = []
         for item in self.items:
             flat = [x.detach().flatten() for x in item.inputs]
-            rows.append(torch.cat([x[:: max(1, -(-len(x) // MOST_FEATURES))].double() for x in flat]).numpy())
+            rows.append(torch.cat([x[:: max(1, -(-len(x) // MAX_FEATURES))].double() for x in flat]).numpy())
         return np.stack(rows)
 
 
 def read(
     data: Unwrapped, *, most: int, budget_s: float, seed: int = 0, left_out: Collection[int] = ()
 ) -> DatasetSample:
-    """Reads blocks of neighbours from all over the dataset, at most ``most`` samples, in another process.
+    """Read blocks of neighbours from all over the dataset, at most ``most`` samples, in another process.
 
-    Samples in ``left_out`` are not read. Nothing is read of a stream, since that would consume its first samples.
+    Samples in ``left_out`` are not read. Nothing is read from a stream, because that would consume its first samples.
     """
     dataset = data.dataset
     size = length_of(dataset)
@@ -121,13 +127,13 @@ def read(
         return _read(dataset, islice(positions, most), budget_s, seed, begin)
 
     try:
-        for part in read_in_fork(parts, limit_s=budget_s + PATIENCE_S):
+        for part in read_in_fork(parts, limit_s=budget_s + SAMPLE_TIMEOUT_S):
             found.add(part)
     except DataError as error:
         found.failed, found.fatal = (error.sample_ids[0] if error.sample_ids else 0, error.message), True
     except TooSlowError as error:
-        found.failed, found.fatal = (error.position, f"it is not there after {PATIENCE_S:g} s"), True
-    if found.failed and "CUDA" in found.failed[1]:  # samples that are on the GPU are read by the process that uses it
+        found.failed, found.fatal = (error.position, f"it was not read within {SAMPLE_TIMEOUT_S:g} s"), True
+    if found.failed and "CUDA" in found.failed[1]:  # samples on the GPU are read in the process that uses it
         found = DatasetSample(size, left_out=len(left_out))
         with preserved_rng():
             for part in parts(lambda position: None):
@@ -139,12 +145,12 @@ def read(
 def _read(
     dataset: Dataset[object], positions: Iterator[int], budget_s: float, seed: int, begin: Begin
 ) -> Iterator[DatasetSample]:
-    """Yields block after block; the last one says which sample failed, or whether two readings differ."""
+    """Yield block after block. The last one reports the sample that failed, or that two readings differ."""
     seed_all(seed)
     begin_s, size, first = time.perf_counter(), 0, list[SampleItem]()
-    while size <= MOST_BYTES and time.perf_counter() - begin_s <= budget_s:
+    while size <= MAX_BYTES and time.perf_counter() - begin_s <= budget_s:
         block, block_begin_s = DatasetSample(None), undisturbed_s()
-        for position in islice(positions, BLOCK):
+        for position in islice(positions, BLOCK_SAMPLES):
             begin(position)
             try:
                 inputs, target = _parts(dataset[position])
@@ -153,9 +159,9 @@ def _read(
                 break
             block.items.append(SampleItem(position, inputs, target, _digest(inputs)))
             size += sum(x.nbytes for x in inputs)
-            if size > MOST_BYTES or time.perf_counter() - begin_s > budget_s:
+            if size > MAX_BYTES or time.perf_counter() - begin_s > budget_s:
                 break
-        block.seconds = undisturbed_s() - block_begin_s  # without the time that it takes to hand it over
+        block.seconds = undisturbed_s() - block_begin_s  # without the time to pass the block to the parent
         yield block
         if block.failed:
             return
@@ -167,29 +173,31 @@ def _read(
 
 
 def thinned(samples: DatasetSample, most: int) -> DatasetSample:
-    """At most ``most`` of the samples, in whole blocks from all over the dataset."""
+    """Return at most ``most`` of the samples, in full blocks from all over the dataset."""
     blocks: dict[int, list[SampleItem]] = {}
     for item in samples.items:
-        blocks.setdefault(item.id // BLOCK, []).append(item)
+        blocks.setdefault(item.id // BLOCK_SAMPLES, []).append(item)
     every = max(1, -(-len(samples.items) // most))
     items = [item for block in list(blocks.values())[::every] for item in block]
     return replace(samples, items=items[:most])
 
 
 def _positions(size: int, most: int) -> Iterator[int]:
-    """All positions of a small dataset; else whole blocks in a fixed random order, after the first block."""
+    """Yield all positions of a small dataset; else full blocks in a fixed random order, after the first block."""
     if size <= most:
         yield from range(size)
         return
-    blocks = -(-size // BLOCK)
-    chosen = np.random.default_rng(size).permutation(blocks)[: -(-most // BLOCK)] if blocks < 10**7 else None
-    starts = chosen if chosen is not None else np.random.default_rng(size).integers(0, blocks, -(-most // BLOCK))
+    blocks = -(-size // BLOCK_SAMPLES)
+    chosen = np.random.default_rng(size).permutation(blocks)[: -(-most // BLOCK_SAMPLES)] if blocks < 10**7 else None
+    starts = (
+        chosen if chosen is not None else np.random.default_rng(size).integers(0, blocks, -(-most // BLOCK_SAMPLES))
+    )
     for block in dict.fromkeys([0, *starts.tolist()]):
-        yield from range(block * BLOCK, min(size, (block + 1) * BLOCK))
+        yield from range(block * BLOCK_SAMPLES, min(size, (block + 1) * BLOCK_SAMPLES))
 
 
 def _parts(sample: object) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Inputs and target of a sample: the last of a sequence is the target, of a mapping the value named like one."""
+    """Return inputs and target of a sample: the target is the last of a sequence, or the value with a target's key."""
     if isinstance(sample, Mapping):
         key = next((name for name in TARGETS if name in sample), None)
         inputs = [_tensor(value) for name, value in sample.items() if name != key]
@@ -206,11 +214,11 @@ def _tensor(value: object) -> Tensor | None:
     try:
         return torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
-        return None  # text, an image, something nested: only collate knows how to convert it
+        return None  # text, an image, something nested: only collate can convert it
 
 
 def _digest(inputs: tuple[Tensor, ...]) -> str:
-    """A hash that is equal for equal inputs."""
+    """Return a hash that is equal for equal inputs."""
     digest = hashlib.blake2b(digest_size=16)
     for x in inputs:
         digest.update(f"{x.dtype} {tuple(x.shape)}".encode())

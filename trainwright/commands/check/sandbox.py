@@ -1,4 +1,4 @@
-"""Where a check trains: a job with a new state for each experiment, which is dropped afterwards."""
+"""Trains in a check: a job with a new state for each experiment, which is discarded afterwards."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.rng import preserved_rng, seed_all
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.threads import undisturbed_s
+from trainwright.training.custom_objects import Live, build_live
 from trainwright.training.job import Job
-from trainwright.training.own_objects import Live, build_live
 
 T = TypeVar("T")
-KEPT, KEPT_BYTES = 4, 2**28
+MAX_BATCHES_KEPT = 4
+MAX_BATCH_BYTES_KEPT = 2**28
 
 
 @contextmanager
 def untouched(*roots: object) -> Iterator[None]:
-    """Restores weights, buffers, modes and random state on exit, and drops gradients."""
+    """Restore weights, buffers, modes and random state on exit, and drop gradients."""
     modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
     modes = [(module, module.training) for module in modules]
     tensors = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False)) if _has_storage(t)]
@@ -54,16 +55,16 @@ def _has_storage(tensor: Tensor) -> bool:
 
 @dataclass
 class Sandbox:
-    """A planned job and its first batches. ``load_s`` are the undisturbed seconds for reading each."""
+    """A planned job and its first batches. ``load_s`` has the undisturbed seconds for reading each."""
 
     job: Job
     kept: list[StepBatch] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
 
     def keep(self, seconds: float) -> None:
-        """Reads a few of the first batches, for at most so many seconds."""
+        """Read a few of the first batches, for at most ``seconds``."""
         end_s, size = time.perf_counter() + seconds, 0
-        while len(self.kept) < KEPT and size < KEPT_BYTES and time.perf_counter() < end_s:
+        while len(self.kept) < MAX_BATCHES_KEPT and size < MAX_BATCH_BYTES_KEPT and time.perf_counter() < end_s:
             begin_s = undisturbed_s()
             batch = next(self.job.batches, None)
             if batch is None:
@@ -73,22 +74,22 @@ class Sandbox:
             size += sum(_bytes(micro.data) for micro in batch.micro)
 
     def again(self) -> Iterator[StepBatch]:
-        """The first batches, repeated without end."""
+        """Yield the first batches in an endless loop."""
         return cycle(self.kept)
 
     def stream(self) -> Iterator[StepBatch]:
-        """All batches in the order of a run. To be called once."""
+        """Yield all batches in the order of a run. May be called once."""
         return chain(self.kept, self.job.batches)
 
     @contextmanager
     def fresh(self) -> Iterator[TrainState]:
-        """A state as before the first step; model and random state are restored on exit."""
+        """Provide a state as before the first step. Model and random state are restored on exit."""
         with self.built() as live:
             yield live.state
 
     @contextmanager
     def built(self) -> Iterator[Live]:
-        """As ``fresh``, with the schedule of the new state."""
+        """Provide a new state as ``fresh`` does, with its schedule."""
         job = self.job
         with untouched(job.parts.model, job.parts.loss):
             live = build_live(_with_new_optimizer(job.parts), job.loaded, job.plan)
@@ -98,7 +99,7 @@ class Sandbox:
 
 
 def _with_new_optimizer(parts: Parts) -> Parts:
-    """The same model; of an optimizer and a schedule that came as objects a copy, as neither has trained yet."""
+    """Return the same model with copies of an optimizer and a schedule that are objects, so neither has trained."""
     kept = {id(parameter): parameter for parameter in parts.model.parameters()}
     optimizer, schedule = copy.deepcopy((parts.optimizer, parts.schedule), kept)
     return replace(parts, optimizer=optimizer, schedule=schedule, observers=())
@@ -112,7 +113,7 @@ def _bytes(data: object) -> int:
 
 
 def within(batches: Iterator[T], seconds: float) -> Iterator[T]:
-    """The batches until the time is over, at least one."""
+    """Yield batches until the time is over, at least one."""
     end_s = time.perf_counter() + seconds
     for batch in batches:
         yield batch

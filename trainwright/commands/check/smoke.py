@@ -1,4 +1,4 @@
-"""The first hundred steps of the run, watched by the doctor, in a folder that is removed afterwards."""
+"""Runs the first hundred steps of a recipe, watched by the doctor, in a folder that is removed afterwards."""
 
 from __future__ import annotations
 
@@ -31,23 +31,35 @@ from trainwright.training.job import make_advance, until_of
 from trainwright.training.run import make_engine_observer
 
 STEPS = 100
-LOOKS = 40
-"""The first looks of the doctor take about as long as so many steps."""
-ENOUGH = 20
-"""The number of steps from which on a loss that does not fall is evidence."""
-FELL = 0.02
-"""The fall of the loss, as a fraction of its first value, that counts as falling."""
-WHY_NOT_FINITE = "see the other lines; look at learning rate, data and precision"
-ABOVE = 1.05
-"""Loss over that of a guess, from which on a model is worse than a guess."""
+EXAMINATION_STEPS = 40
+"""The doctor's first examinations take about as long as this number of steps."""
+MIN_STEPS = 20
+"""Number of steps after which a loss that does not fall is evidence."""
+MIN_LOSS_FALL = 0.02
+"""Relative fall of the loss that counts as falling."""
+WHY_NOT_FINITE = "see the other lines; check learning rate, data and precision"
+MAX_GUESS_RATIO = 1.05
+"""Loss / loss of a guess above which a model is worse than a guess."""
 
 
 @dataclass
 class SmokeRun:
-    """The results of the first steps. ``error`` is the message that ended them, with its remedy.
+    """The results of the first steps.
 
-    ``guess`` is the loss of a model that ignores its input, None where it is unknown; ``peak_lr`` is the highest
-    learning rate of these steps.
+    Attributes:
+        guess: The loss of a constant model; None if it is unknown.
+        peak_lr: The highest learning rate of these steps.
+        losses: The training losses.
+        skipped: Updates that were skipped.
+        seconds: Time of the steps.
+        watched: True if the doctor watched.
+        epochs: Epochs that were trained.
+        error: The message and remedy of an error that ended the steps.
+        findings: The findings of the doctor.
+        val_loss: The validation loss.
+        val_error: Message and remedy of an error in the evaluation.
+        saved_bytes: Size of the checkpoint.
+        save_error: Message and remedy of an error in saving.
     """
 
     guess: float | None = None
@@ -66,47 +78,51 @@ class SmokeRun:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Loss at the beginning and at the end, each the median of a few steps."""
+        """The loss at the beginning and at the end, each a median of a few steps."""
         few = max(1, len(self.losses) // 10)
         return statistics.median(self.losses[:few]), statistics.median(self.losses[-few:])
 
     @property
     def falls(self) -> bool:
-        """Whether the loss fell, by more than its noise."""
+        """True if the loss fell by more than its noise."""
         first, last = self.ends
-        return first - last > FELL * abs(first) or first - last > 2 * _noise(self.losses)
+        return first - last > MIN_LOSS_FALL * abs(first) or first - last > 2 * _noise(self.losses)
 
     @property
     def diverges(self) -> bool:
-        """Whether the loss ended far above where it began, or not finite."""
-        if len(self.losses) < ENOUGH:
+        """True if the loss ended far above its first value, or not finite."""
+        if len(self.losses) < MIN_STEPS:
             return False
         first, last = self.ends
         return not last <= first + max(0.5 * abs(first), 1e-6)
 
     @property
     def is_worse_than_a_guess(self) -> bool:
-        """Whether the loss ended clearly above that of a guess."""
-        return len(self.losses) >= ENOUGH and self.guess is not None and not self.ends[1] <= ABOVE * self.guess
+        """True if the loss ended clearly above that of a guess."""
+        return (
+            len(self.losses) >= MIN_STEPS
+            and self.guess is not None
+            and not self.ends[1] <= MAX_GUESS_RATIO * self.guess
+        )
 
     @property
     def learned(self) -> bool | None:
-        """Whether the loss fell below that of a guess, in validation too; None where too few steps were taken."""
+        """True if the loss fell below that of a guess, also in validation; None for too few steps."""
         if self.error or self.val_error or not all(map(math.isfinite, self.losses)):
             return False
-        if len(self.losses) < ENOUGH:
+        if len(self.losses) < MIN_STEPS:
             return None
         seen = [self.ends[1], *([] if self.val_loss is None else [self.val_loss])]
         return self.falls and all(loss < (math.inf if self.guess is None else self.guess) for loss in seen)
 
 
 def smoke(sandbox: Sandbox, *, budget_s: float, step_s: float, guess: float | None) -> SmokeRun:
-    """Trains, evaluates and saves in a temporary folder. The doctor watches where there is time for that."""
+    """Train, evaluate and save in a temporary folder. The doctor watches if there is time for that."""
     run, quiet = SmokeRun(guess), Progress(Console(file=io.StringIO()), quiet=True)
     begin_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="trainwright-check-") as place, sandbox.built() as live:
         job, state = replace(sandbox.job, built=live), live.state
-        run.watched = LOOKS * step_s < budget_s
+        run.watched = EXAMINATION_STEPS * step_s < budget_s
         observer = make_engine_observer(job, RunFolder.create(place, "smoke"), quiet.say) if run.watched else None
         advance = make_advance(job, witness=observer.witness if observer else SILENT)
         advance = observer.around(advance) if observer else advance
@@ -119,7 +135,9 @@ def smoke(sandbox: Sandbox, *, budget_s: float, step_s: float, guess: float | No
                     observer.observe(result, state)
             if observer:
                 observer.close()
-        except Exception as error:  # of the user's code: a verdict; the doctor looks at the step that raised
+        except (
+            Exception
+        ) as error:  # an error of user code becomes a verdict; the doctor examines the step that raised it
             run.error = _message_and_remedy(error)
             if observer:
                 observer.close()
@@ -133,7 +151,7 @@ def smoke(sandbox: Sandbox, *, budget_s: float, step_s: float, guess: float | No
 
 
 def _some(sandbox: Sandbox, budget_s: float) -> Iterator[StepBatch]:
-    """The batches that there is time for. The schedule is that of the whole run."""
+    """Yield the batches for which there is time. The schedule is that of the full run."""
     return islice(within(sandbox.stream(), budget_s), STEPS)
 
 
@@ -169,7 +187,7 @@ def _save(state: TrainState, place: Path, run: SmokeRun) -> None:
 
 
 def trained(run: SmokeRun, lr: float) -> Iterator[Verdict]:
-    """The verdict on the first steps. ``lr`` is the peak learning rate of the recipe."""
+    """Yield the verdict on the first steps. ``lr`` is the peak learning rate of the recipe."""
     count = len(run.losses)
     if run.error:
         yield Verdict("fail", "smoke run", f"step {count + 1} ended with {run.error[0]}", run.error[1])
@@ -190,7 +208,7 @@ def trained(run: SmokeRun, lr: float) -> Iterator[Verdict]:
         )
     elif run.skipped or infinite:
         yield Verdict("warn", "smoke run", f"{message}; {_not_finite(run.skipped, infinite)}", WHY_NOT_FINITE)
-    elif count < ENOUGH:
+    elif count < MIN_STEPS:
         yield Verdict("ok" if count >= 3 else "cannot tell", "smoke run", message)
     elif not run.falls:
         yield Verdict("cannot tell", "smoke run", f"{message}: it does not fall yet")
@@ -205,16 +223,16 @@ def _not_finite(skipped: int, losses: int) -> str:
 
 
 def _noise(losses: list[float]) -> float:
-    """The median difference of the losses of neighbouring steps."""
+    """Return the median difference of the losses of neighbouring steps."""
     return statistics.median(abs(a - b) for a, b in pairwise(losses)) if len(losses) > 1 else 0.0
 
 
 def afterwards(run: SmokeRun) -> Iterator[Verdict]:
-    """The verdicts on evaluation and saving, each tried once."""
+    """Yield the verdicts on one evaluation and one save."""
     if run.val_error:
         yield Verdict("fail", "evaluation", run.val_error[0], run.val_error[1])
     elif run.val_loss is not None and not math.isfinite(run.val_loss):
-        yield Verdict("fail", "evaluation", f"the validation loss is {run.val_loss}", "look for NaN in data.val")
+        yield Verdict("fail", "evaluation", f"the validation loss is {run.val_loss}", "check data.val for NaN")
     elif run.val_loss is not None and run.guess is not None and run.val_loss >= run.guess and run.ends[1] < run.guess:
         message = f"validation loss {run.val_loss:.4g}, no better than a guess ({run.guess:.4g}); in training it is"
         yield Verdict("cannot tell", "evaluation", message)
@@ -227,9 +245,13 @@ def afterwards(run: SmokeRun) -> Iterator[Verdict]:
 
 
 def diagnosed(run: SmokeRun, checkup: Checkup) -> Iterator[Verdict]:
-    """The doctor's findings in these steps, without those that ``checkup`` already has, as severe or more so."""
+    """Yield the doctor's findings in these steps, without those that ``checkup`` already has with equal or higher
+    severity.
+    """
     if not run.watched:
-        yield Verdict("cannot tell", "doctor", "a step takes too long to be watched here; the run itself is watched")
+        yield Verdict(
+            "cannot tell", "doctor", "a step takes too long to be watched in the check; the run itself is watched"
+        )
     for found in run.findings:
         word: Word = "fail" if found.severity == "critical" else "warn"
         if found.severity == "info" or (found.code and checkup.has(found.code, word)):

@@ -1,4 +1,4 @@
-"""The verdicts of a check, one line each with its remedy, and the conclusion that follows from them."""
+"""The verdicts of a check, each with its remedy, and the conclusion from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 118
 class Verdict:
     """The result of one check. ``fail``: the run would not train, or its results could not be trusted.
 
-    ``code`` names a page of ``trainwright explain``; "" without one.
+    ``code`` is the name of a page of ``trainwright explain``; "" without one.
     """
 
     word: Word
@@ -30,10 +30,10 @@ class Verdict:
 
 @dataclass
 class Checkup:
-    """The verdicts of one recipe in the order in which they were found; each is printed at once by ``tell``.
+    """The verdicts of one recipe in order. ``tell`` receives each as text at once.
 
-    The conclusion (``trains``, ``exit_code``, ``summary``) is computed from the verdicts and from ``learns``, so it
-    cannot contradict them.
+    The conclusion (``trains``, ``exit_code``, ``summary``) is computed from the verdicts and ``learns``, so it cannot
+    contradict them.
     """
 
     recipe: str
@@ -41,19 +41,19 @@ class Checkup:
     verdicts: list[Verdict] = field(default_factory=list)
     seconds: float = 0.0
     complete: bool = True
-    """False where something kept the rest from being checked."""
+    """False if something kept the rest from being checked."""
     learns: bool = False
-    """Whether a part that trains showed that the loss falls, and no other part showed the contrary."""
+    """True if a part that trains showed that the loss falls, and no other part showed the contrary."""
 
     def add(self, verdict: Verdict) -> Verdict:
-        """Adds a verdict and prints its lines."""
+        """Add a verdict and print its lines."""
         self.verdicts.append(verdict)
         for line in lines_of(verdict):
             self.tell(line)
         return verdict
 
     def has(self, code: str, word: Word) -> bool:
-        """Whether a verdict with this code is at least as severe as ``word``."""
+        """Return True if a verdict with this code is at least as severe as ``word``."""
         return any(each.code == code and SEVERITY[each.word] >= SEVERITY[word] for each in self.verdicts)
 
     @property
@@ -63,22 +63,22 @@ class Checkup:
 
     @property
     def trains(self) -> bool | None:
-        """Whether the recipe would train; None where nothing failed and no part showed that it learns."""
+        """True if the recipe would train; None if nothing failed and no part showed that it learns."""
         if self.failed:
             return False
         return True if self.complete and self.learns else None
 
     @property
     def exit_code(self) -> int:
-        """3 when any verdict is ``fail``, else 0."""
+        """3 if any verdict is ``fail``, else 0."""
         return WOULD_NOT_TRAIN if self.failed else 0
 
     def summary(self) -> str:
-        """The last line."""
+        """Return the last line."""
         count = {word: sum(each.word == word for each in self.verdicts) for word in ("ok", "warn", "fail")}
         unknown = len(self.verdicts) - sum(count.values())
         if self.trains is None:
-            result = "nothing found that keeps it from training, and not shown that it learns"
+            result = "found nothing that prevents training, but no proof that it learns"
         elif self.trains:
             result = "this would train"
         else:
@@ -90,7 +90,7 @@ class Checkup:
         return f"{result} ({counts}{f', {unknown} cannot tell' if unknown else ''}; {self.seconds:.0f} s){rest}"
 
     def to_json(self) -> dict[str, object]:
-        """The object that ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         return {
             "recipe": self.recipe,
             "trains": self.trains,
@@ -102,7 +102,7 @@ class Checkup:
 
 
 def lines_of(verdict: Verdict) -> list[str]:
-    """The lines of text of a verdict: what was seen, and below it the remedy."""
+    """Return the text of a verdict: the observation, and below it the remedy."""
     head = f"{'?' if verdict.word == 'cannot tell' else verdict.word:<4}  {verdict.what:<13} "
     indent = " " * len(head)
     lines = textwrap.wrap(verdict.seen, WIDTH, initial_indent=head, subsequent_indent=indent) or [head]
@@ -112,5 +112,5 @@ def lines_of(verdict: Verdict) -> list[str]:
 
 
 def first_of(names: Sequence[str]) -> str:
-    """The first three names, and how many more there are."""
+    """Return the first three names, and the number of further ones."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,1 +1,1 @@
-"""``convert``: turns the settings of another trainer into a recipe, and names each key that it could not take."""
+"""``convert``: turns the settings of another trainer into a recipe, and lists each key that has no counterpart."""

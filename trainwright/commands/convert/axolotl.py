@@ -1,4 +1,4 @@
-"""The YAML of axolotl: fine-tuning of a causal language model of transformers."""
+"""Converts the YAML of axolotl: fine-tuning of a causal language model of transformers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ TOKENIZED = "a dataset here gives tokens"
 TOKENIZE = "tokenize it in a function of data.py that returns (ids, next ids), and name that in data.train"
 QUANTIZED = "weights are trained as they are"
 WITHOUT_QUANTIZED = "adapters of full weights (model.lora), on a device that holds them"
-PREFERENCE = "see examples/dpo.py for a loss of your own"
+PREFERENCE = "see examples/dpo.py for a custom loss"
 
 
 def base_model(draft: Draft, key: str, value: object) -> None:
@@ -83,7 +83,7 @@ def adapter(draft: Draft, key: str, value: object) -> None:
 
 
 def of_lora(name: str) -> Rule:
-    """A setting of the adapters; without an adapter it has no effect."""
+    """Return the rule of an adapter setting. Without an adapter it has no effect."""
 
     def rule(draft: Draft, key: str, value: object) -> None:
         if is_inactive(value) or not any(path.startswith("model.lora.") for path in draft.settings):
@@ -95,7 +95,7 @@ def of_lora(name: str) -> Rule:
 
 
 def target_linear(draft: Draft, key: str, value: object) -> None:
-    """Every linear layer but the head, which is what no targets mean here."""
+    """Target every linear layer but the head, as a recipe without targets does."""
     if is_inactive(value) or "model.lora.targets" in draft.settings:
         draft.skip(key, value, "off")
     else:
@@ -123,7 +123,7 @@ def learning_rate(draft: Draft, key: str, value: object) -> None:
 
 
 def per_epoch(path: str) -> Rule:
-    """So many times an epoch."""
+    """Return the rule of a number per epoch."""
 
     def rule(draft: Draft, key: str, value: object) -> None:
         amount = number(value)
@@ -154,11 +154,11 @@ def early_stopping(draft: Draft, key: str, value: object) -> None:
 
 
 def arguments(draft: Draft, key: str, value: object) -> None:
-    """``optim_args`` as a mapping."""
+    """Convert ``optim_args`` given as a mapping."""
     if isinstance(value, Mapping) and value:
         draft.take(key, value, {f"optimizer.args.{name}": number(each) for name, each in value.items()})
     else:
-        refused("a text of its own form", "write them into optimizer.args")(draft, key, value)
+        refused("a string in a special format", "write them into optimizer.args")(draft, key, value)
 
 
 OFF = nothing("off, or as here")
@@ -241,18 +241,18 @@ RULES: Mapping[str, Rule] = {
     "sample_packing": refused(TOKENIZED, "write the ids into one file: dataset tokens with end (docs/how-to/data.md)"),
     "eval_sample_packing": refused(TOKENIZED, "the same for data.val"),
     "pad_to_sequence_len": refused(TOKENIZED, "pad the rows in data.py"),
-    "train_on_inputs": refused(TOKENIZED, "-100 in place of the ids of the prompt leaves them out"),
+    "train_on_inputs": refused(TOKENIZED, "-100 instead of the ids of the prompt leaves them out"),
     "chat_template": refused(TOKENIZED, "apply it in data.py: tokenizer.apply_chat_template"),
     "special_tokens": refused(TOKENIZED, "set them on the tokenizer in data.py"),
     "tokens": refused(TOKENIZED, "add them to the tokenizer, and resize the embedding in a function of yours"),
     "group_by_length": refused(
         "batches are drawn in random order", "sort or pack in your dataset (docs/how-to/data.md)"
     ),
-    "rl": refused("no loss on preferences is in the box", PREFERENCE),
+    "rl": refused("there is no built-in loss on preferences", PREFERENCE),
     "neftune_noise_alpha": refused("no noise on embeddings", "add it in the forward of your model"),
     "loss_watchdog_threshold": nothing("the doctor examines each step, and spikes has a policy"),
     "loss_watchdog_patience": nothing("the doctor examines each step, and spikes has a policy"),
-    "plugins": refused("code of axolotl", "see docs/how-to/custom-step.md for steps of your own"),
+    "plugins": refused("code of axolotl", "see docs/how-to/custom-step.md for custom steps"),
     "resume_from_checkpoint": refused("a recipe begins a new run", "trainwright resume RUN continues one"),
     "auto_resume_from_checkpoints": refused("a recipe begins a new run", "trainwright resume RUN continues one"),
     "hub_model_id": HUB,
@@ -275,7 +275,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def convert(values: Mapping[str, object]) -> Draft:
-    """The draft of a recipe from a configuration of axolotl."""
+    """Return the draft of a recipe from a configuration of axolotl."""
     draft = Draft()
     moments = ("adam_beta1", "adam_beta2", "adam_epsilon")
     effective = {**DEFAULTS, **{key: value for key, value in values.items() if key not in moments}}

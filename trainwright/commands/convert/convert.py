@@ -1,4 +1,4 @@
-"""``convert FILE``: reads the settings of another trainer, and writes the recipe that means the same."""
+"""``convert FILE``: reads the settings of another trainer and writes the equivalent recipe."""
 
 from __future__ import annotations
 
@@ -25,10 +25,15 @@ NAMES: Mapping[str, str] = {"trainer": trainer.NAME, "lightning": lightning.NAME
 
 @dataclass(frozen=True)
 class Conversion:
-    """The recipe that ``file`` means. ``source`` is its format.
+    """The recipe from a file.
 
-    ``rows`` has the outcome of each key of the file. ``to_fill_in`` has the paths of the recipe that the file cannot
-    say, where ``recipe`` holds placeholders. ``path``: where it was written; None: nowhere.
+    Attributes:
+        file: The file that was converted.
+        source: Its format.
+        recipe: The recipe as YAML. It has placeholders at the paths in ``to_fill_in``.
+        rows: The outcome of each key of the file.
+        to_fill_in: Paths of the recipe that the file cannot define, with what belongs there.
+        path: The file that was written; None if none was.
     """
 
     file: str
@@ -41,11 +46,11 @@ class Conversion:
     exit_code = 0
 
     def of(self, outcome: str) -> list[KeyRow]:
-        """The rows with this outcome."""
+        """Return the rows with this outcome."""
         return [row for row in self.rows if row.outcome == outcome]
 
     def lines(self) -> list[str]:
-        """A table of what was taken, what was not and what to do about it, and what is left to write."""
+        """Return a table of converted and unsupported keys with their remedies, and what is left to write."""
         taken, refused, skipped = (self.of(each) for each in ("taken", "not supported", "no meaning"))
         width = max((len(row.key) for row in (*taken, *refused)), default=0)
         lines = [f"{self.file}: {NAMES[self.source]}", "", f"taken ({len(taken)})"]
@@ -63,7 +68,7 @@ class Conversion:
         return [*lines, *end]
 
     def to_json(self) -> dict[str, object]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         return {
             "file": self.file,
             "source": self.source,
@@ -76,21 +81,21 @@ class Conversion:
 
 
 def convert(file: str | Path, *, source: str | None = None, out: str | Path | None = None) -> Conversion:
-    """Turn the settings of another trainer into a recipe, and name each key that it could not take.
+    """Turn the settings of another trainer into a recipe, and list each key that has no counterpart.
 
-    No code is executed, and nothing that the file names is imported or opened. The recipe is valid; values that the
-    file cannot say are placeholders, listed in ``to_fill_in``.
+    No code is executed, and nothing that the file names is imported or opened. The recipe is valid. Values that the
+    file does not define are placeholders, listed in ``to_fill_in``.
 
     Args:
         file: JSON of ``TrainingArguments`` of transformers, a YAML file of LightningCLI, or one of axolotl.
-        source: ``trainer``, ``lightning`` or ``axolotl``. Default: as the keys of the file say.
-        out: Where the recipe is written; nothing is overwritten. Default: it is only returned.
+        source: ``trainer``, ``lightning`` or ``axolotl``. Default: detected from the keys of the file.
+        out: The file to write. Existing files are not overwritten. Default: the recipe is only returned.
 
     Returns:
         The recipe as YAML, and the outcome of each key.
 
     Raises:
-        UsageError: The file is of no known format, is not JSON or YAML, or ``out`` exists.
+        UsageError: The format is unknown, the file is not JSON or YAML, or ``out`` exists.
         StorageError: The file cannot be read, or the recipe not be written.
     """
     path = Path(file)
@@ -108,7 +113,7 @@ def convert(file: str | Path, *, source: str | None = None, out: str | Path | No
 
 
 def _read(path: Path) -> tuple[Mapping[str, object], Document]:
-    """The content of the file, read with the bounds of a recipe. YAML tags are not followed."""
+    """Return the content of the file, read with the limits of a recipe. YAML tags are not followed."""
     name = str(path)
     text = read_text(path, max_bytes=MAX_BYTES, follow_links=True).removeprefix("\ufeff")
     document = Document(name)
@@ -122,12 +127,12 @@ def _read(path: Path) -> tuple[Mapping[str, object], Document]:
     except ValueError as error:
         raise UsageError(f"{path} cannot be read: {error}", remedy="give a JSON or YAML file") from None
     if not isinstance(document.value, dict):
-        raise UsageError(f"{path} holds no mapping of keys to values", remedy="give a JSON or YAML file of settings")
+        raise UsageError(f"{path} is not a mapping of keys to values", remedy="give a JSON or YAML file of settings")
     return document.value, document
 
 
 def _format(values: Mapping[str, object], path: Path) -> str:
-    """By keys that only one of the formats has. Raises UsageError."""
+    """Return the format, by keys that only one format has. Raises UsageError."""
     if isinstance(values.get("trainer"), Mapping):
         return "lightning"
     if "base_model" in values or "micro_batch_size" in values:
@@ -139,7 +144,7 @@ def _format(values: Mapping[str, object], path: Path) -> str:
 
 
 def _recipe(draft: Draft, path: Path, name: str) -> str:
-    """The YAML of the draft. What the rules of a recipe refuse is withdrawn, and its row says so."""
+    """Return the YAML of the draft. Values that the schema refuses are withdrawn and listed as not supported."""
     while True:
         try:
             from_mapping(draft.nested(), name=str(path))

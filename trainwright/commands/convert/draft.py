@@ -13,12 +13,12 @@ from trainwright.runs.secrets import MASK, is_secret
 
 KeyOutcome = Literal["taken", "no meaning", "not supported"]
 INACTIVE = ("", "no", "none", "off", "None")
-"""Texts by which a feature is off, as null, false, 0 and an empty list do. Such a key needs no counterpart."""
+"""Strings that turn a feature off, as null, false, 0 and an empty list do. Such a key needs no counterpart."""
 
 
 @dataclass(frozen=True)
 class KeyRow:
-    """The outcome of one key of the file. ``paths`` are those of the recipe that it has set."""
+    """The outcome of one key of the file. ``paths`` are the recipe keys that it sets."""
 
     key: str
     value: str
@@ -30,34 +30,36 @@ class KeyRow:
 
 @dataclass
 class Draft:
-    """Collects values of the recipe by dotted path, rows by key, and what the user has to write."""
+    """Collects recipe values by dotted path, rows by key, and what the user has to write."""
 
     settings: dict[str, object] = field(default_factory=dict)
     rows: list[KeyRow] = field(default_factory=list)
     to_fill_in: dict[str, str] = field(default_factory=dict)
-    """By path: what belongs there. ``settings`` holds a placeholder."""
+    """By path: what belongs there. ``settings`` has a placeholder."""
 
     def take(self, key: str, value: object, settings: Mapping[str, object], note: str = "") -> None:
-        """The key sets these paths of the recipe."""
+        """Record that the key sets these paths of the recipe."""
         self.settings |= settings
         self.rows.append(KeyRow(key, text_of(key, value), "taken", note=note, paths=tuple(settings)))
 
     def skip(self, key: str, value: object, why: str) -> None:
-        """The key needs no counterpart."""
+        """Record that the key needs no counterpart."""
         self.rows.append(KeyRow(key, text_of(key, value), "no meaning", note=why))
 
     def refuse(self, key: str, value: object, why: str, remedy: str) -> None:
-        """The key has no counterpart, and would change the run."""
+        """Record that the key has no counterpart, although it would change the run."""
         self.rows.append(KeyRow(key, text_of(key, value), "not supported", note=why, remedy=remedy))
 
     def leave_open(self, path: str, placeholder: object, what: str) -> None:
-        """The file cannot say it: the user has to, unless a key has."""
+        """Add a placeholder for a value that the file cannot define, unless a key has set it."""
         if path not in self.settings:
             self.settings[path] = placeholder
             self.to_fill_in[path] = what
 
     def withdraw(self, path: str, why: str, remedy: str) -> bool:
-        """Remove what set this path or a part of it, as the recipe does not allow it; False where nothing has."""
+        """Remove the value of this path, or of a part of it, because the schema refuses it. Returns False if none was
+        set.
+        """
         for index, row in reversed([*enumerate(self.rows)]):  # the last one that set it counts
             at_fault = [each for each in row.paths if f"{path}.".startswith(f"{each}.") or each.startswith(f"{path}.")]
             if at_fault:
@@ -68,13 +70,13 @@ class Draft:
         return False
 
     def mark_defaults(self, values: Mapping[str, object]) -> None:
-        """Rows of keys that the file does not have say that the value is the default of the other trainer."""
+        """Note in rows of keys that are not in the file that the value is the default of the other trainer."""
         for index, row in enumerate(self.rows):
             if row.outcome == "taken" and row.key.partition(".")[0] not in values:
                 self.rows[index] = replace(row, note="; ".join(filter(None, ["the default there", row.note])))
 
     def nested(self) -> dict[str, object]:
-        """The settings as nested mappings, in the order of the schema."""
+        """Return the settings as nested mappings, in the order of the schema."""
         order = {name: index for index, name in enumerate(Recipe.model_fields)}
         found: dict[str, object] = {}
         for path, value in sorted(
@@ -92,11 +94,11 @@ class Draft:
 
 
 Rule = Callable[[Draft, str, object], None]
-"""Decides on one key: adds one row to the draft."""
+"""Decides on one key by adding one row to the draft."""
 
 
 def apply(rules: Mapping[str, Rule], values: Mapping[str, object], draft: Draft, *, of: str, above: str = "") -> None:
-    """Decide on each key of ``values``. ``of`` is the name of the format, ``above`` what keys begin with in rows."""
+    """Decide on each key of ``values``. ``of`` is the name of the format, ``above`` the prefix of keys in rows."""
     for key, value in values.items():
         if (rule := rules.get(key)) is not None:
             rule(draft, above + key, value)
@@ -108,12 +110,12 @@ def apply(rules: Mapping[str, Rule], values: Mapping[str, object], draft: Draft,
 
 
 def is_inactive(value: object) -> bool:
-    """True for a value that turns a feature off."""
+    """Return True for a value that turns a feature off."""
     return value in INACTIVE if isinstance(value, str) else not value
 
 
 def at(path: str, *, note: str = "") -> Rule:
-    """The value goes to this path; null leaves the default of the recipe."""
+    """Return the rule that copies the value to this path. null keeps the default of the recipe."""
 
     def rule(draft: Draft, key: str, value: object) -> None:
         if value is None:
@@ -125,7 +127,7 @@ def at(path: str, *, note: str = "") -> Rule:
 
 
 def span(path: str, unit: str, *, below_one: str = "") -> Rule:
-    """A number of ``unit``. ``below_one``: the unit of values below 1, which are shares."""
+    """Return the rule of a number of ``unit``. ``below_one`` is the unit of values below 1, which are fractions."""
 
     def rule(draft: Draft, key: str, value: object) -> None:
         amount = number(value)
@@ -140,7 +142,7 @@ def span(path: str, unit: str, *, below_one: str = "") -> Rule:
 
 
 def switch(path: str, on: object = True) -> Rule:
-    """``on`` where the value is true; any other active value is refused."""
+    """Return the rule that sets ``on`` for true and refuses any other active value."""
 
     def rule(draft: Draft, key: str, value: object) -> None:
         if value in (True, "true", "True"):
@@ -154,12 +156,12 @@ def switch(path: str, on: object = True) -> Rule:
 
 
 def nothing(why: str) -> Rule:
-    """The key needs no counterpart."""
+    """Return the rule of a key that needs no counterpart."""
     return lambda draft, key, value: draft.skip(key, value, "off" if is_inactive(value) else why)
 
 
 def refused(why: str, remedy: str) -> Rule:
-    """The key has no counterpart; a value by which it is off needs none."""
+    """Return the rule of a key without a counterpart. A value that turns it off needs none."""
 
     def rule(draft: Draft, key: str, value: object) -> None:
         if is_inactive(value):
@@ -171,7 +173,7 @@ def refused(why: str, remedy: str) -> Rule:
 
 
 def number(value: object) -> object:
-    """The number in a text such as ``2e-4``, as YAML 1.1 reads it; any other value unchanged."""
+    """Return the number in a string such as ``2e-4``, as YAML 1.1 reads it; any other value unchanged."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value.strip()):
         amount = float(value)
         return int(amount) if value.strip().lstrip("+-").isdecimal() else amount
@@ -179,21 +181,21 @@ def number(value: object) -> object:
 
 
 def whole(value: object) -> object:
-    """``3`` for ``3.0``."""
+    """Return ``3`` for ``3.0``."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def text_of(key: str, value: object) -> str:
-    """A value for a row, in which a secret is masked."""
+    """Return a value as text for a row, with secrets masked."""
     return MASK if is_secret(key) and value else format_value(value)
 
 
 def best(name: str) -> dict[str, object]:
-    """The settings by which the checkpoint with the best value of this is kept."""
+    """Return the settings that keep the checkpoint with the best value of this metric."""
     return {"checkpoint.best": name, **({"metrics": [name]} if name in METRICS else {})}
 
 
 def run_name(value: object) -> str:
-    """The last part of a path as the name of a run: ``./outputs/lora-out`` is ``lora-out``."""
+    """Return the last part of a path as the name of a run: ``lora-out`` for ``./outputs/lora-out``."""
     last = str(value).replace("\\", "/").rstrip("/").rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", last)[:100].strip("-. ") or "run"

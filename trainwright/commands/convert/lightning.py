@@ -1,4 +1,4 @@
-"""The YAML of LightningCLI: ``trainer``, ``model``, ``data``, ``optimizer``, ``lr_scheduler``."""
+"""Converts the YAML of LightningCLI: ``trainer``, ``model``, ``data``, ``optimizer``, ``lr_scheduler``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainwright.recipe.catalog import OPTIMIZERS
 
 NAME = "LightningCLI"
 DEFAULT_EPOCHS = 1000
-"""Epochs that ``Trainer`` trains if neither epochs, steps nor time are limited."""
+"""Epochs that ``Trainer`` trains if epochs, steps and time are not limited."""
 PRECISIONS: Mapping[str, str | None] = {
     "32-true": None,
     "32": None,
@@ -41,17 +41,17 @@ LOGGERS: Mapping[str, str] = {
     "MLFlowLogger": "mlflow",
     "CSVLogger": "csv",
 }
-IN_CODE = "what training_step computes belongs into a loss(model, batch) of yours (docs/how-to/migrate.md)"
+IN_CODE = "move the computation of training_step into a function loss(model, batch) (docs/how-to/migrate.md)"
 
 
 def reference(class_path: object) -> str:
-    """``package.module:Class`` of ``package.module.Class``."""
+    """Return ``package.module:Class`` for ``package.module.Class``."""
     module, _, name = str(class_path).rpartition(".")
     return f"{module}:{name}" if module else str(class_path)
 
 
 def parts(value: object) -> tuple[str, dict[str, object]]:
-    """``class_path`` and ``init_args``; a bare text is a class path."""
+    """Return ``class_path`` and ``init_args``. A plain string is a class path."""
     if isinstance(value, Mapping):
         arguments = value.get("init_args", value.get("dict_kwargs"))
         return str(value.get("class_path", "")), dict(arguments) if isinstance(arguments, Mapping) else {}
@@ -59,7 +59,7 @@ def parts(value: object) -> tuple[str, dict[str, object]]:
 
 
 def seed(draft: Draft, key: str, value: object) -> None:
-    """``seed_everything``: true is a seed that Lightning draws."""
+    """Convert ``seed_everything``. With true, Lightning draws a seed."""
     if value is True or is_inactive(value):
         draft.skip(key, value, "the seed of a recipe is 1337, and in its run folder")
     else:
@@ -87,7 +87,7 @@ def max_steps(draft: Draft, key: str, value: object) -> None:
 
 
 def max_time(draft: Draft, key: str, value: object) -> None:
-    """``DD:HH:MM:SS``, or a mapping of days, hours, minutes and seconds."""
+    """Convert ``DD:HH:MM:SS``, or a mapping of days, hours, minutes and seconds."""
     seconds = 0.0
     if isinstance(value, str) and (found := re.fullmatch(r"(\d+):(\d+):(\d+):(\d+)", value)):
         days, hours, minutes, rest = map(int, found.groups())
@@ -126,11 +126,11 @@ def accelerator(draft: Draft, key: str, value: object) -> None:
 
 
 def ranks(draft: Draft, key: str, value: object) -> None:
-    """``devices`` and ``num_nodes``: the command says how many ranks there are."""
+    """Convert ``devices`` and ``num_nodes``. The command line sets the number of ranks."""
     if value in (1, "1", "auto", -1, "-1"):
         draft.skip(key, value, f"ranks: {RANKS}")
     else:
-        draft.refuse(key, value, "a recipe does not say how many ranks run it", RANKS)
+        draft.refuse(key, value, "a recipe does not define the number of ranks", RANKS)
 
 
 def strategy(draft: Draft, key: str, value: object) -> None:
@@ -143,7 +143,7 @@ def strategy(draft: Draft, key: str, value: object) -> None:
 
 
 def val_check_interval(draft: Draft, key: str, value: object) -> None:
-    """An integer counts batches, a fraction is of an epoch."""
+    """Convert an integer as a number of batches, a float as a fraction of an epoch."""
     amount = number(value)
     if isinstance(amount, bool) or not isinstance(amount, int | float):
         refused("not a number", "set evaluation.every")(draft, key, value)
@@ -194,7 +194,7 @@ def logger(draft: Draft, key: str, value: object) -> None:
             draft.skip(key, each, REPORTED)
         else:
             draft.refuse(
-                key, name, f"not among {', '.join(LOGGERS)}", "see docs/how-to/trackers.md for one of your own"
+                key, name, f"not among {', '.join(LOGGERS)}", "see docs/how-to/trackers.md for custom trackers"
             )
 
 
@@ -224,7 +224,7 @@ def callbacks(draft: Draft, key: str, value: object) -> None:
 
 
 def metric_name(value: object) -> str:
-    """``val_loss`` and ``val/acc`` without the name of the set."""
+    """Return ``val_loss`` and ``val/acc`` without the name of the set."""
     return re.sub(r"^(val|valid|validation|eval)[_/]", "", str(value))
 
 
@@ -279,7 +279,7 @@ TRAINER: Mapping[str, Rule] = {
     "val_check_interval": val_check_interval,
     "limit_val_batches": limit_batches,
     "limit_train_batches": refused("an epoch is one pass over the data", "shorten the dataset, or set until"),
-    "overfit_batches": refused("trainwright check learns one batch by heart", "trainwright check RECIPE"),
+    "overfit_batches": refused("trainwright check overfits one batch", "trainwright check RECIPE"),
     "fast_dev_run": refused("trainwright check tries the first steps", "trainwright check RECIPE"),
     "log_every_n_steps": span("log.every", "steps"),
     "deterministic": switch("deterministic"),
@@ -290,7 +290,7 @@ TRAINER: Mapping[str, Rule] = {
     "callbacks": callbacks,
     "min_epochs": refused("a run has one end", "set until"),
     "min_steps": refused("a run has one end", "set until"),
-    "plugins": refused("your own code", "see docs/how-to/custom-step.md for steps of your own"),
+    "plugins": refused("your own code", "see docs/how-to/custom-step.md for custom steps"),
     "profiler": nothing("trainwright profile RECIPE"),
     "detect_anomaly": nothing("log.doctor traces what is not finite"),
     "limit_test_batches": nothing("trainwright evaluate RUN tests"),
@@ -343,7 +343,7 @@ def optimizer(draft: Draft, key: str, value: object) -> None:
 
 
 def scheduler(draft: Draft, key: str, value: object) -> None:
-    """Stepped once an epoch, as LightningCLI does."""
+    """Convert a scheduler, which is stepped once per epoch as in LightningCLI."""
     path, arguments = parts(value)
     if path.endswith("ReduceLROnPlateau"):
         remedy = "choose a schedule of docs/reference/catalog.md, or step one in an observer"
@@ -355,7 +355,7 @@ def scheduler(draft: Draft, key: str, value: object) -> None:
 
 
 def convert(values: Mapping[str, object]) -> Draft:
-    """The draft of a recipe from a configuration of LightningCLI."""
+    """Return the draft of a recipe from a configuration of LightningCLI."""
     draft = Draft()
     sections: dict[str, Rule] = {
         "seed_everything": seed,

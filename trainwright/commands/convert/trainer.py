@@ -1,4 +1,4 @@
-"""``TrainingArguments`` of transformers: the JSON of ``to_json_string`` or of ``HfArgumentParser``."""
+"""Converts ``TrainingArguments`` of transformers: the JSON of ``to_json_string`` or of ``HfArgumentParser``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEFAULTS: Mapping[str, object] = {
     "max_grad_norm": 1.0,
     "seed": 42,
 }
-"""Defaults of ``TrainingArguments`` that change the result; the recipe states them."""
+"""Defaults of ``TrainingArguments`` that change the result. The recipe states them."""
 
 ADAMW = {f"adamw_{kind}": "adamw" for kind in ("torch", "torch_fused", "hf", "apex_fused", "torch_xla")}
 SMALL_ADAMW = {
@@ -52,7 +52,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, object]] = {
     "adagrad": {"optimizer.use": "torch.optim:Adagrad"},
     "rmsprop": {"optimizer.use": "torch.optim:RMSprop"},
 }
-"""By the name in ``optim``."""
+"""Recipe settings by the name in ``optim``."""
 SMALL_STATES = "the states have another precision, which changes the updates"
 SCHEDULES: Mapping[str, str] = {
     "linear": "linear",
@@ -69,7 +69,7 @@ ZERO = "parallel.shard: the number of ranks that share the state (docs/how-to/se
 
 
 def optimizer(draft: Draft, key: str, value: object) -> None:
-    """``optim``, also of axolotl."""
+    """Convert ``optim``, also of axolotl."""
     name = str(value).removeprefix("OptimizerNames.").lower()
     if name in OPTIMIZERS:
         draft.take(key, value, OPTIMIZERS[name], note=BY_TORCHAO if "bit" in name else "")
@@ -83,20 +83,18 @@ def optimizer(draft: Draft, key: str, value: object) -> None:
 
 
 def schedule(draft: Draft, key: str, value: object) -> None:
-    """``lr_scheduler_type``, also of axolotl; its ``kwargs`` have a rule of their own."""
+    """Convert ``lr_scheduler_type``, also of axolotl. Its ``kwargs`` have a separate rule."""
     name = str(value).removeprefix("SchedulerType.").lower()
     if name in SCHEDULES:
         draft.take(key, value, {"schedule.use": SCHEDULES[name]})
     else:
-        remedy = (
-            "choose one of docs/reference/catalog.md, or schedule.use: package.module:callable with one of your own"
-        )
+        remedy = "choose one of docs/reference/catalog.md, or set schedule.use: package.module:callable"
         draft.settings["schedule.use"] = "constant"
         draft.refuse(key, value, "the recipe has constant", remedy)
 
 
 def schedule_arguments(draft: Draft, key: str, value: object) -> None:
-    """``lr_scheduler_kwargs``: those of the schedules that a recipe has."""
+    """Convert ``lr_scheduler_kwargs`` of the schedules that a recipe has."""
     values = value if isinstance(value, Mapping) else {}
     lr = number(draft.settings.get("optimizer.lr"))
     known: dict[str, object] = {}
@@ -118,7 +116,7 @@ def schedule_arguments(draft: Draft, key: str, value: object) -> None:
 
 
 def warmup_steps(draft: Draft, key: str, value: object) -> None:
-    """``warmup_steps``: a number of steps, or a share of the run below 1."""
+    """Convert ``warmup_steps``: a number of steps, or below 1 a fraction of the run."""
     amount = number(value)
     if not amount:
         draft.skip(key, value, "off")
@@ -129,7 +127,7 @@ def warmup_steps(draft: Draft, key: str, value: object) -> None:
 
 
 def warmup_ratio(draft: Draft, key: str, value: object) -> None:
-    """``warmup_ratio``, also of axolotl: steps win over it."""
+    """Convert ``warmup_ratio``, also of axolotl. Steps take precedence."""
     if not number(value) or "schedule.warmup" in draft.settings:
         draft.skip(key, value, "off")
     else:
@@ -137,7 +135,7 @@ def warmup_ratio(draft: Draft, key: str, value: object) -> None:
 
 
 def weight_decay(draft: Draft, key: str, value: object) -> None:
-    """Trainer leaves norms and biases out of weight decay."""
+    """Convert ``weight_decay``. Trainer excludes norms and biases from it."""
     settings: dict[str, object] = {"optimizer.weight_decay": number(value)}
     if number(value):
         settings["optimizer.decay_norms_and_biases"] = False
@@ -145,7 +143,7 @@ def weight_decay(draft: Draft, key: str, value: object) -> None:
 
 
 def clipping(draft: Draft, key: str, value: object) -> None:
-    """``max_grad_norm``; 0 turns it off."""
+    """Convert ``max_grad_norm``. 0 turns it off."""
     if not number(value):
         draft.skip(key, value, "off")
     else:
@@ -153,7 +151,7 @@ def clipping(draft: Draft, key: str, value: object) -> None:
 
 
 def max_steps(draft: Draft, key: str, value: object) -> None:
-    """``max_steps`` wins over epochs; -1 turns it off."""
+    """Convert ``max_steps``, which takes precedence over epochs. -1 turns it off."""
     amount = number(value)
     if isinstance(amount, int | float) and amount > 0:
         draft.take(key, value, {"until": f"{whole(amount)}steps"})
@@ -162,7 +160,7 @@ def max_steps(draft: Draft, key: str, value: object) -> None:
 
 
 def epochs(draft: Draft, key: str, value: object) -> None:
-    """``num_train_epochs``, unless steps are given."""
+    """Convert ``num_train_epochs``, unless steps are set."""
     if str(draft.settings.get("until", "")).endswith("steps"):
         draft.skip(key, value, "max_steps wins")
     else:
@@ -170,14 +168,14 @@ def epochs(draft: Draft, key: str, value: object) -> None:
 
 
 def strategy(section: str) -> Rule:
-    """``eval_strategy`` and ``save_strategy``: no, steps, epoch or best."""
+    """Return the rule of ``eval_strategy`` or ``save_strategy``: no, steps, epoch or best."""
 
     def rule(draft: Draft, key: str, value: object) -> None:
         name = str(value).rpartition(".")[2].lower()
         if name == "epoch":
             draft.take(key, value, {f"{section}.every": "1ep"})
         elif name == "steps":
-            draft.skip(key, value, "the number of steps has a row of its own")
+            draft.skip(key, value, "the number of steps is converted separately")
         elif name == "no" and section == "checkpoint":
             draft.take(key, value, {"checkpoint.every": None, "checkpoint.at_least_every": None})
         elif name == "no":
@@ -191,7 +189,7 @@ def strategy(section: str) -> Rule:
 
 
 def cadence(section: str, decided_by: str, values: Mapping[str, object]) -> Rule:
-    """``eval_steps`` and ``save_steps``, where the strategy counts in steps."""
+    """Return the rule of ``eval_steps`` or ``save_steps``, if the strategy counts in steps."""
     chosen = str(values.get(decided_by, "steps" if section == "checkpoint" else "no")).rpartition(".")[2].lower()
 
     def rule(draft: Draft, key: str, value: object) -> None:
@@ -204,7 +202,7 @@ def cadence(section: str, decided_by: str, values: Mapping[str, object]) -> Rule
 
 
 def best_metric(draft: Draft, key: str, value: object) -> None:
-    """``metric_for_best_model``: ``eval_loss`` is ``loss``."""
+    """Convert ``metric_for_best_model``: ``eval_loss`` is ``loss``."""
     if value is None:
         draft.skip(key, value, "off")
     else:
@@ -220,7 +218,7 @@ def greater_is_better(draft: Draft, key: str, value: object) -> None:
 
 
 def precision(name: str) -> Rule:
-    """``bf16`` and ``fp16``; axolotl has ``auto``, too."""
+    """Return the rule of ``bf16`` or ``fp16``. axolotl also has ``auto``."""
 
     def rule(draft: Draft, key: str, value: object) -> None:
         if value == "auto":
@@ -232,7 +230,7 @@ def precision(name: str) -> Rule:
 
 
 def tf32(draft: Draft, key: str, value: object) -> None:
-    """``tf32``: null leaves it to torch. Mixed precision wins."""
+    """Convert ``tf32``. null leaves it to torch; mixed precision takes precedence."""
     if value is None or "precision" in draft.settings:
         draft.skip(key, value, "off" if value is None else "of products of float32 matrices, which are few here")
     else:
@@ -240,7 +238,7 @@ def tf32(draft: Draft, key: str, value: object) -> None:
 
 
 def betas(draft: Draft, values: Mapping[str, object], above: str = "") -> None:
-    """``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``: arguments of the Adam family only."""
+    """Convert ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``, which are arguments of the Adam family only."""
     given = {
         name: values[name] for name in ("adam_beta1", "adam_beta2", "adam_epsilon") if values.get(name) is not None
     }
@@ -256,26 +254,26 @@ def betas(draft: Draft, values: Mapping[str, object], above: str = "") -> None:
 
 
 def sinks(draft: Draft, key: str, value: object) -> None:
-    """``report_to``: the trackers that a recipe has."""
+    """Convert ``report_to`` to the trackers that a recipe has."""
     names = value if isinstance(value, list) else [value]
     known = [name for name in names if name in SINKS]
     others = [name for name in names if name not in SINKS and not is_inactive(name)]
     if known:
         draft.take(key, value, {"log.sinks": known})
     if others:
-        draft.refuse(key, others, f"not among {', '.join(SINKS)}", "see docs/how-to/trackers.md for one of your own")
+        draft.refuse(key, others, f"not among {', '.join(SINKS)}", "see docs/how-to/trackers.md for custom trackers")
     if not known and not others:
         draft.skip(key, value, "off")
 
 
 def decimal(value: object) -> object:
-    """``1.0`` for ``1``: the recipe has a float there."""
+    """Return ``1.0`` for ``1``, because the recipe key is a float."""
     amount = number(value)
     return float(amount) if isinstance(amount, int) and not isinstance(amount, bool) else amount
 
 
 def folder_as_name(draft: Draft, key: str, value: object) -> None:
-    """``output_dir``: its last part names the run, whose folder is below ``runs``."""
+    """Convert ``output_dir``: its last part names the run, whose folder is below ``runs``."""
     if is_inactive(value):
         draft.skip(key, value, "off")
     elif "name" in draft.settings:
@@ -291,14 +289,12 @@ def tracker_name(draft: Draft, key: str, value: object) -> None:
         draft.take(key, value, {"name": run_name(value)})
 
 
-LIGER = refused(
-    "no key of a recipe turns it on", "use the fused loss of the in-box models (docs/how-to/out-of-memory.md)"
-)
+LIGER = refused("no recipe key enables it", "use the fused loss of the built-in models (docs/how-to/out-of-memory.md)")
 HUB = nothing("nothing is sent to a hub: trainwright export writes the folder")
 
 
 def rules_for(values: Mapping[str, object]) -> dict[str, Rule]:
-    """The rules in the order in which they are applied."""
+    """Return the rules in the order in which they are applied."""
     once_given = nothing("how the library computes it, not what")
     return {
         "run_name": tracker_name,
@@ -307,7 +303,7 @@ def rules_for(values: Mapping[str, object]) -> dict[str, Rule]:
         "num_train_epochs": epochs,
         "learning_rate": at("optimizer.lr"),
         "optim": optimizer,
-        "optim_args": refused("a text of its own form", "write them into optimizer.args"),
+        "optim_args": refused("a string in a special format", "write them into optimizer.args"),
         "weight_decay": weight_decay,
         "max_grad_norm": clipping,
         "lr_scheduler_type": schedule,
@@ -344,7 +340,7 @@ def rules_for(values: Mapping[str, object]) -> dict[str, Rule]:
         "metric_for_best_model": best_metric,
         "greater_is_better": greater_is_better,
         "logging_steps": span("log.every", "steps", below_one="run"),
-        "logging_strategy": nothing("log.every says it"),
+        "logging_strategy": nothing("log.every sets it"),
         "report_to": sinks,
         "seed": at("seed"),
         "data_seed": refused("one seed for all", "set seed"),
@@ -372,9 +368,9 @@ def rules_for(values: Mapping[str, object]) -> dict[str, Rule]:
         **dict.fromkeys(("include_num_input_tokens_seen", "include_tokens_per_second"), nothing(REPORTED)),
         **dict.fromkeys(("local_rank", "ddp_backend", "ddp_timeout", "ddp_bucket_cap_mb"), nothing(f"ranks: {RANKS}")),
         **dict.fromkeys(("ddp_find_unused_parameters", "ddp_broadcast_buffers"), nothing(f"ranks: {RANKS}")),
-        **dict.fromkeys(("do_train", "do_eval", "do_predict", "overwrite_output_dir"), nothing("commands say it")),
-        **dict.fromkeys(("remove_unused_columns", "label_names"), nothing("your dataset gives what the model takes")),
-        **dict.fromkeys(("length_column_name", "include_for_metrics"), nothing("your dataset gives it")),
+        **dict.fromkeys(("do_train", "do_eval", "do_predict", "overwrite_output_dir"), nothing("set by the command")),
+        **dict.fromkeys(("remove_unused_columns", "label_names"), nothing("the dataset returns the model inputs")),
+        **dict.fromkeys(("length_column_name", "include_for_metrics"), nothing("your dataset returns it")),
         **dict.fromkeys(("dataloader_in_order", "dataloader_persistent_workers"), once_given),
         **dict.fromkeys(("eval_do_concat_batches", "use_cache"), once_given),
         **dict.fromkeys(("accelerator_config", "average_tokens_across_devices", "torch_empty_cache_steps"), once_given),
@@ -383,7 +379,7 @@ def rules_for(values: Mapping[str, object]) -> dict[str, Rule]:
 
 
 def refused_unless(value: object, why: str, remedy: str) -> Rule:
-    """As ``refused``, but that this value is what happens here anyway."""
+    """Return a rule as ``refused`` does, but accept ``value``, which describes the behaviour of a recipe."""
 
     def rule(draft: Draft, key: str, found: object) -> None:
         if found == value:
@@ -395,7 +391,7 @@ def refused_unless(value: object, why: str, remedy: str) -> Rule:
 
 
 def convert(values: Mapping[str, object]) -> Draft:
-    """The draft of a recipe from the arguments of ``Trainer``."""
+    """Return the draft of a recipe from the arguments of ``Trainer``."""
     draft = Draft()
     stated = {key: value for key, value in values.items() if key not in ("adam_beta1", "adam_beta2", "adam_epsilon")}
     effective = {**DEFAULTS, **stated}
@@ -408,7 +404,7 @@ def convert(values: Mapping[str, object]) -> Draft:
 
 
 def fill_in(draft: Draft) -> None:
-    """Leave open what is not part of ``TrainingArguments``: model and data. The model returns the loss."""
+    """Leave model and data open, which are not part of ``TrainingArguments``. The model returns the loss."""
     draft.leave_open("model.use", "model:make_model", "a function in model.py that returns the model")
     draft.leave_open("data.train", "data:train_set", "a function in data.py that returns the training set")
     if "evaluation.every" in draft.settings:

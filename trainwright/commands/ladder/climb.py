@@ -1,7 +1,7 @@
-"""Climbs a ladder: trains each rung in a process and run folder of its own, and keeps the changes that hold and pay.
+"""Climbs a ladder: trains each rung in a separate process and run folder, and keeps the changes that hold and pay.
 
-Does not import torch: every rung is a trial (``trainwright.trials``). What is finished is read from its run folder, so
-a ladder that was killed goes on where it was.
+Does not import torch: every rung is a trial (``trainwright.trials``). Finished rungs are read from their run folders,
+so a ladder that was killed continues where it stopped.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from trainwright.runs.storage import write_atomically
 from trainwright.trials import read_trial, run_trial
 
 MAX_SLOWDOWN = 4.0
-"""A rung that takes so many times as long as the baseline is stopped: it does not pay."""
+"""Time of a rung / time of the baseline above which the rung is stopped, because it does not pay."""
 STARTUP_S = 120.0
-"""Time for the start of a process, beyond that."""
+"""Additional seconds for the start of a process."""
 COMPILE_S = 600.0
-"""Time to compile the model, in addition."""
+"""Additional seconds to compile the model."""
 RANGE_STEPS = 100
 POLL_S = 0.5
 MAX_REASON_CHARS = 300
@@ -82,20 +82,24 @@ def ladder(
     """Go from a float32 baseline to a fast run, one change at a time, on the same data, seed and number of samples.
 
     Args:
-        recipe: The path of a recipe, or the name of one in the box.
+        recipe: The path of a recipe, or the name of a built-in one.
         settings: Overrides of the recipe, ``"path=value"``.
-        steps: Optimizer steps of the baseline; by default those of the recipe, at most 200.
-        samples: The same as a number of samples.
+        steps: Optimizer steps of the baseline. Default: those of the recipe, at most 200.
+        samples: The length of the baseline in samples, instead of steps.
         budget_s: Seconds after which no further rung starts.
         skip: Names of rungs to leave out, such as ``"fp16"``.
-        folder: Where runs, table, page and best recipe are written; by default ``<name>-ladder`` in the folder of the
+        folder: The folder for runs, table, page and best recipe. Default: ``<name>-ladder`` in the folder of the
             recipe's runs. An unfinished ladder in it is resumed.
-        threads: CPU threads of each run; by default ``OMP_NUM_THREADS``, or all cores.
-        quiet: Prints nothing.
-        say: Gets the lines of progress, instead of ``print``; then the table is not printed.
+        threads: CPU threads of each run. Default: ``OMP_NUM_THREADS``, or all cores.
+        quiet: Print nothing.
+        say: Receives the lines of progress instead of ``print``. The table is then not printed.
 
     Returns:
-        The table, and the best recipe; ``exit_code`` is 3 when a rung breaks.
+        The table, and the best recipe; ``exit_code`` is 3 if a rung breaks.
+
+    Raises:
+        UsageError: The recipe is not a path or name, or the number of steps is too small.
+        RecipeError: The recipe or a setting is wrong.
 
     Example:
         >>> found = tw.ladder("recipes/demo-digits.yaml", steps=100)
@@ -104,13 +108,15 @@ def ladder(
     given: object = recipe
     if not isinstance(given, str | Path):
         rule = f"ladder takes the path or name of a recipe, not a {type(given).__name__}"
-        remedy = "each rung is a process of its own: write a recipe with model.use: module:callable"
+        remedy = "each rung is a separate process: write a recipe with model.use: module:callable"
         raise UsageError(rule, remedy=remedy)
     loaded = load(recipe, overrides=settings)
     count = steps_of(loaded.recipe, steps, samples)
     name = f"{loaded.recipe.name[:80]}-ladder"
     place = Path(folder) if folder is not None else Path(loaded.recipe.folder) / name
-    load(recipe, overrides=[*settings, *words(length_settings(loaded.recipe, count))])  # a warm-up that does not fit
+    load(
+        recipe, overrides=[*settings, *words(length_settings(loaded.recipe, count))]
+    )  # raises for a warm-up that does not fit
     tell = say or ((lambda text: None) if quiet else print)
     climb = _Climb(Path(recipe), tuple(settings), loaded, count, place, threads or _threads(), budget_s, tell)
     found = climb.run([*rungs_of(loaded.recipe, skip)])
@@ -126,8 +132,8 @@ def _threads() -> int:
 
 
 @dataclass
-class _Held:
-    """The last rung that held: what the next one builds on."""
+class _HeldRung:
+    """The last rung that held, on which the next one builds."""
 
     name: str
     settings: dict[str, str]
@@ -162,14 +168,14 @@ class _Climb:
         self._slow = self._slow_before()
 
     def run(self, rungs: Sequence[Rung]) -> Ladder:
-        """Tries the rungs in their order, until one breaks."""
+        """Try the rungs in order until one breaks."""
         held, band = self._baseline()
         if held is None or band is None:
             return self._written(None, None)
         for rung in rungs:
             if time.monotonic() > self._end_s and not rung.why_not:
                 self._out_of_time = True
-                rung = replace(rung, why_not="the budget was used up")
+                rung = replace(rung, why_not="the budget is used up")
             row = self._try(rung, held, band)
             self._add(row)
             if row.verdict.outcome == "adopted" and row.measured:
@@ -179,13 +185,13 @@ class _Climb:
                 break
         return self._written(held, band)
 
-    def _baseline(self) -> tuple[_Held | None, Band | None]:
-        """Trains the baseline with two seeds. Without a band there is no ladder: the baseline breaks."""
+    def _baseline(self) -> tuple[_HeldRung | None, Band | None]:
+        """Train the baseline with two seeds. Without a band there is no ladder, because the baseline breaks."""
         seed, settings = self._loaded.recipe.seed, {"precision": "fp32", "model.compile": "false"}
         begin_s = time.monotonic()
         one, row = self._train(BASELINE, settings, 1)
         took_s = max(time.monotonic() - begin_s, 0.0)
-        verdict = _of_baseline(one, _warnings(one))
+        verdict = _baseline_verdict(one, _warnings(one))
         if one.steps == 0:
             raise UsageError(f"the baseline does not train: {one.reason}", remedy=f"trainwright check {self._recipe}")
         self._add(replace(row, verdict=verdict))
@@ -195,14 +201,14 @@ class _Climb:
             took_s = max(took_s, read_trial(row.run).seconds)
         self._limit_s = MAX_SLOWDOWN * took_s + STARTUP_S
         two, row = self._train(SECOND_SEED, {**settings, "seed": str(seed + 1 if seed < 2**62 else 0)}, 1)
-        verdict = _of_baseline(two, _warnings(one) | _warnings(two))
+        verdict = _baseline_verdict(two, _warnings(one) | _warnings(two))
         self._add(replace(self._compared(row, two, one, BASELINE), verdict=verdict))
         if verdict.outcome == "breaks":
             return None, None
         self._known = {each.code for each in (*one.serious, *two.serious)}
-        return _Held(BASELINE, settings, one, one.loss, self._loaded.recipe.optimizer.use), band_of(one, two)
+        return _HeldRung(BASELINE, settings, one, one.loss, self._loaded.recipe.optimizer.use), band_of(one, two)
 
-    def _try(self, rung: Rung, held: _Held, band: Band) -> RungResult:
+    def _try(self, rung: Rung, held: _HeldRung, band: Band) -> RungResult:
         if rung.why_not:
             return RungResult(rung.name, RungVerdict("not tried", rung.why_not), {})
         changes, lr = dict(rung.settings), None
@@ -228,11 +234,11 @@ class _Climb:
     def _compared(row: RungResult, one: MeasuredRung, below: MeasuredRung, name: str) -> RungResult:
         return replace(row, below=name, change=one.loss - below.loss, speed=below.sample_s / one.sample_s)
 
-    def _adopt(self, rung: Rung, row: RungResult, found: MeasuredRung, held: _Held, band: Band) -> _Held:
+    def _adopt(self, rung: Rung, row: RungResult, found: MeasuredRung, held: _HeldRung, band: Band) -> _HeldRung:
         is_better = held.measured.loss - found.loss > band.loss
         changes = {path: value for path, value in row.settings.items() if held.settings.get(path) != value}
         self._known |= {each.code for each in found.serious}
-        return _Held(
+        return _HeldRung(
             rung.name,
             dict(row.settings),
             found,
@@ -243,7 +249,7 @@ class _Climb:
         )
 
     def _train(self, name: str, settings: dict[str, str], factor: int) -> tuple[MeasuredRung, RungResult]:
-        """Trains one run, or reads it where it is finished."""
+        """Train one run, or read it if it is finished."""
         length = length_settings(self._loaded.recipe, self._steps, factor)
         measuring = {"log.every": "1steps", "log.sinks": "[]", "alerts": "null"}
         asked = [*self._settings, *words({**measuring, **length, **settings})]
@@ -263,22 +269,22 @@ class _Climb:
         return found, RungResult(name, RungVerdict("baseline"), settings, folder, found)
 
     def _wait_for(self, folder: Path) -> None:
-        """Waits for a run that a killed process of this ladder has left: it saves after its step, and ends."""
+        """Wait for a run that a killed process of this ladder has left. It saves after its step and ends."""
         end_s = time.monotonic() + STARTUP_S + COMPILE_S
         while is_locked(folder) and time.monotonic() < end_s:
             time.sleep(POLL_S)
 
     def _recipe_file(self) -> Path:
-        """The file of the recipe. The name of a recipe in the box may also be that of a folder here."""
+        """Return the file of the recipe. The name of a built-in recipe may also be that of a folder here."""
         return Path(self._loaded.source.name)
 
     def _digest(self, settings: Sequence[str]) -> str:
-        """Identifies the run of a recipe with settings: another recipe, or other settings, is another run folder."""
+        """Return an identifier of the run: another recipe, or other settings, have another run folder."""
         text = dump_masked(load(self._recipe_file(), overrides=list(settings)).recipe)
         return hashlib.sha256(f"{text}\n{self._threads}".encode()).hexdigest()[:8]
 
     def _range_test(self, rung: Rung, settings: dict[str, str]) -> tuple[float | None, str]:
-        """The learning rate that a range test finds, and why there is none."""
+        """Return the learning rate that a range test finds, or the reason for none."""
         asked = [*self._settings, *words({**length_settings(self._loaded.recipe, self._steps), **settings})]
         file = self._folder / f"{rung.name}-lr-{self._digest(asked)}.json"
         with suppress(UnreadableFile, ValueError):
@@ -314,15 +320,15 @@ class _Climb:
         self._say(f"{row.name}: {row.verdict}")
 
     def _slow_before(self) -> set[str]:
-        """The run folders that an earlier process of this ladder has stopped for their time."""
+        """Return the run folders that an earlier process of this ladder has stopped for their time."""
         with suppress(UnreadableFile, ValueError, KeyError, TypeError):
             found = parse_json(read_text(self._folder / REPORT))
             rungs = found["rungs"] if isinstance(found, dict) else []
             return {Path(str(each["run"])).name for each in rungs if each["outcome"] == "too slow"}
         return set()
 
-    def _written(self, held: _Held | None, band: Band | None) -> Ladder:
-        """Writes table, page and best recipe as they are now: a ladder that is killed leaves them."""
+    def _written(self, held: _HeldRung | None, band: Band | None) -> Ladder:
+        """Write the current table, page and best recipe, so that a ladder that is killed leaves them."""
         found = Ladder(self._folder, str(self._recipe), self._steps, self._batch, tuple(self._rows), band)
         found = replace(found, out_of_time=self._out_of_time)
         if held is not None:
@@ -335,7 +341,7 @@ class _Climb:
         return found
 
     def _commands(self, length: Sequence[str]) -> tuple[str, str]:
-        """Two commands: train the best recipe; repeat its rung, with the same threads and length."""
+        """Return two commands: train the best recipe; repeat its rung with the same threads and length."""
         has_modules = bool(modules_of(self._loaded.recipe.model_dump(mode="json")))
         beside = self._recipe_file().absolute().parent
         variables = [f"PYTHONPATH={shlex.quote(str(beside))}"] if has_modules else []
@@ -344,8 +350,8 @@ class _Climb:
         same = [f"OMP_NUM_THREADS={self._threads}", *variables, train, *sets]
         return " ".join([*variables, train]), " ".join(same)
 
-    def _write_best(self, held: _Held) -> None:
-        """Writes the best recipe, with a comment at each line that somebody has decided."""
+    def _write_best(self, held: _HeldRung) -> None:
+        """Write the best recipe with a comment at each line that was decided by the recipe or a rung."""
         own = own_length(self._loaded.recipe, held.factor)
         loaded = load(self._recipe_file(), overrides=[*self._settings, *words({**held.settings, **own})])
         notes = dict.fromkeys(self._loaded.stated, "of the recipe")
@@ -361,13 +367,13 @@ class _Climb:
         write_atomically(path, "\n".join(head) + "\n" + commented(dump_masked(loaded.recipe), notes), durable=False)
 
 
-def _of_baseline(found: MeasuredRung, known: set[str]) -> RungVerdict:
+def _baseline_verdict(found: MeasuredRung, known: set[str]) -> RungVerdict:
     why = unhealthy(found, known)
     return RungVerdict("breaks", why, new_finding(found, known)) if why else RungVerdict("baseline")
 
 
 def _warnings(found: MeasuredRung) -> set[str]:
-    """Codes that do not end a ladder before it begins: it is about differences to the baseline."""
+    """Return the codes that do not end a ladder at its baseline, because it is about differences to the baseline."""
     return {each.code for each in found.serious if each.severity == "warning"}
 
 
@@ -379,6 +385,6 @@ def _suggested(found: dict[str, object]) -> tuple[float | None, str]:
 
 
 def _in_one_line(text: str) -> str:
-    """The text of an error without the count of its problems, and without place and remedy: these are the child's."""
+    """Return an error message without the count of its problems, the place and the remedy, which concern the child."""
     line = re.sub(r"^(the recipe has \d+ problems?: )?(--set [\w.]+: )?", "", " ".join(text.split()))
     return line.partition(" remedy: ")[0][:MAX_REASON_CHARS] or "it did not start"

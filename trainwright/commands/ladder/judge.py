@@ -18,26 +18,36 @@ from trainwright.trials import Trial
 Outcome = Literal["baseline", "adopted", "breaks", "does not pay", "not better", "too slow", "not tried"]
 
 NUM_WINDOWS = 16
-"""Windows of equally many samples, over which the training loss is averaged."""
-DIFFERENCES = 2.0
-"""Half width of the band, in differences of two seeds: 95 % of the differences of runs that differ by chance."""
+"""Windows of equally many samples over which the training loss is averaged."""
+BAND_FACTOR = 2.0
+"""Half width of the band in differences of two seeds: 95 % of the differences of runs that differ by chance."""
 MIN_BAND = 0.01
-"""Fraction of the loss. Two seeds may agree by chance; differences below 1 % are accepted."""
+"""Fraction of the loss. Two seeds may agree by chance, so differences below 1 % are accepted."""
 MIN_GAIN = 0.05
-"""Fraction of time or memory that a rung must save, where the two baselines do not differ by more."""
-MAX_SKIPPED, MIN_SKIPPED = 0.05, 3
-"""Updates that may be skipped, as a fraction of the steps, and in any run: a loss scale needs some to settle."""
-NOT_OF_THE_LOSS = ("resources.",)
-"""Findings about time and memory, which are compared as numbers."""
+"""Fraction of time or memory that a rung must save, if the two baselines do not differ by more."""
+MAX_SKIPPED_FRACTION = 0.05
+"""Fraction of the updates that may be skipped."""
+MIN_SKIPPED = 3
+"""Number of updates that may be skipped in any run: a loss scale needs some to settle."""
+RESOURCE_CODES = ("resources.",)
+"""Prefixes of findings about time and memory, which are compared as numbers."""
 
 
 @dataclass(frozen=True)
 class MeasuredRung:
-    """The measurements by which rungs are compared.
+    """Measurements by which rungs are compared.
 
-    ``loss`` is the final validation loss, or, without a validation set, the mean of the last sixteenth of the training
-    losses. ``curve`` has the mean training losses of ``NUM_WINDOWS`` windows of equally many samples. ``sample_s`` is
-    the median time of a step in the second half of the run, divided by its samples.
+    Attributes:
+        loss: The final validation loss, or without a validation set the mean of the last sixteenth of the training
+            losses.
+        curve: Mean training losses of ``NUM_WINDOWS`` windows of equally many samples.
+        sample_s: Median time of a step in the second half of the run, divided by its samples.
+        peak_bytes: Peak memory.
+        steps: Optimizer steps.
+        skipped: Updates that were skipped.
+        ended: How the run ended.
+        reason: Why, if it did not finish.
+        findings: The findings of the doctor.
     """
 
     loss: float
@@ -52,22 +62,22 @@ class MeasuredRung:
 
     @property
     def second_half(self) -> tuple[float, ...]:
-        """The windows in which runs are compared: the first steps of two seeds differ by their initial weights."""
+        """The windows in which runs are compared. The first steps of two seeds differ by their initial weights."""
         return self.curve[len(self.curve) // 2 :]
 
     @property
     def serious(self) -> tuple[Found, ...]:
-        """Findings of warning level and worse that concern the loss."""
+        """Findings of warning level and above that concern the loss."""
         return tuple(
             each
             for each in self.findings
-            if each.severity in ("critical", "warning") and not each.code.startswith(NOT_OF_THE_LOSS)
+            if each.severity in ("critical", "warning") and not each.code.startswith(RESOURCE_CODES)
         )
 
 
 @dataclass(frozen=True)
 class Band:
-    """How much two runs differ that differ by their seed: in the loss, and as fractions of time and memory."""
+    """The difference between two seeds: of the loss, and as fractions of time and memory."""
 
     loss: float
     time: float
@@ -76,7 +86,7 @@ class Band:
 
 @dataclass(frozen=True)
 class RungVerdict:
-    """The outcome of a rung and its reason. ``finding`` is the finding that broke it, if one did."""
+    """The outcome of a rung and its reason. ``finding`` is the finding that broke it, if any."""
 
     outcome: Outcome
     why: str = ""
@@ -87,7 +97,7 @@ class RungVerdict:
 
 
 def measured(trial: Trial, steps: int, batch: int) -> MeasuredRung:
-    """Measurements of a trial of ``steps`` steps with ``batch`` samples each."""
+    """Return the measurements of a trial of ``steps`` steps with ``batch`` samples each."""
     curve = windows([loss for _, loss in trial.losses])
     later_s = trial.step_seconds[len(trial.step_seconds) // 2 :]
     return MeasuredRung(
@@ -104,14 +114,14 @@ def measured(trial: Trial, steps: int, batch: int) -> MeasuredRung:
 
 
 def windows(losses: Sequence[float]) -> tuple[float, ...]:
-    """The means of ``NUM_WINDOWS`` windows, or of as many as there are losses."""
+    """Return the means of ``NUM_WINDOWS`` windows, or of as many as there are losses."""
     count = min(NUM_WINDOWS, len(losses))
     bounds = [len(losses) * index // count for index in range(count + 1)] if count else []
     return tuple(statistics.fmean(losses[begin:end]) for begin, end in itertools.pairwise(bounds))
 
 
 def band_of(one: MeasuredRung, two: MeasuredRung) -> Band:
-    """The band of two runs that differ by their seed alone.
+    """Return the band of two runs that differ by their seed only.
 
     ``loss`` = max(2 d, 0.01 |mean final loss|), where d is the larger of the difference of the final losses and the
     root mean square difference of the training losses in the windows of the second half. ``time`` and ``memory`` are
@@ -120,7 +130,7 @@ def band_of(one: MeasuredRung, two: MeasuredRung) -> Band:
     gaps = [a - b for a, b in zip(one.second_half, two.second_half, strict=False)]
     spread = max(abs(one.loss - two.loss), math.sqrt(statistics.fmean(gap * gap for gap in gaps)) if gaps else 0.0)
     return Band(
-        loss=max(DIFFERENCES * spread, MIN_BAND * abs(one.loss + two.loss) / 2),
+        loss=max(BAND_FACTOR * spread, MIN_BAND * abs(one.loss + two.loss) / 2),
         time=max(MIN_GAIN, _relative(one.sample_s, two.sample_s)),
         memory=max(MIN_GAIN, _relative(one.peak_bytes, two.peak_bytes)),
     )
@@ -131,12 +141,14 @@ def _relative(one: float, two: float) -> float:
 
 
 def new_finding(rung: MeasuredRung, known: Collection[str] = ()) -> Found | None:
-    """The first serious finding whose code is not in ``known``, the codes that the runs below have, too."""
+    """Return the first serious finding whose code is not in ``known``, the codes that the runs below also have."""
     return next((each for each in rung.serious if each.code not in known), None)
 
 
 def unhealthy(rung: MeasuredRung, known: Collection[str] = ()) -> str:
-    """Why a run is broken whatever its loss; "" where it is not. ``known``: codes that the runs below have, too."""
+    """Return why a run is broken regardless of its loss; "" if it is not. ``known``: codes that the runs below also
+    have.
+    """
     found = new_finding(rung, known)
     reasons = [f"{found.code}: {found.symptom}"] if found else []
     if rung.ended != "finished":
@@ -146,16 +158,17 @@ def unhealthy(rung: MeasuredRung, known: Collection[str] = ()) -> str:
         reasons.append(f"the training loss is not finite in {bad} of {len(rung.curve)} windows")
     elif not math.isfinite(rung.loss):
         reasons.append("the final loss is not finite")
-    if rung.skipped > max(MIN_SKIPPED, MAX_SKIPPED * rung.steps):
+    if rung.skipped > max(MIN_SKIPPED, MAX_SKIPPED_FRACTION * rung.steps):
         reasons.append(f"{rung.skipped} of {rung.steps} updates were skipped")
     return "; ".join(reasons)
 
 
 def worse(rung: MeasuredRung, below: MeasuredRung, anchor: float, band: Band, *, with_curve: bool) -> str:
-    """Why the loss is worse than the band allows; "" where it is not.
+    """Return why the loss is worse than the band allows; "" if it is not.
 
-    ``anchor`` is the loss of the last rung that the ladder went down to: small losses of several rungs do not add up.
-    ``with_curve``: the mean gap of the training losses in the second half counts, too.
+    ``anchor`` is the loss of the baseline, or of the last rung that was better than the band. Comparing with it keeps
+    small losses of several rungs from adding up. With ``with_curve`` the mean gap of the training losses in the second
+    half counts too.
     """
     for name, reference in (("the rung below", below.loss), ("the baseline", anchor)):
         if rung.loss - reference > band.loss:
@@ -174,10 +187,10 @@ def worse(rung: MeasuredRung, below: MeasuredRung, anchor: float, band: Band, *,
 
 
 def gain(rung: MeasuredRung, below: MeasuredRung, band: Band) -> str:
-    """The gain of a rung: "1.42x as fast", "31 % less memory"; "" where it does not pay.
+    """Return the gain of a rung ("1.42x as fast", "31 % less memory"); "" if it does not pay.
 
-    It pays where a sample takes less time, by more than the margin. It also pays where it needs less memory, by more
-    than the margin, and the product of time and memory falls by as much: it costs less time than it saves memory.
+    A rung pays if a sample takes less time, by more than the margin. It also pays if it needs less memory, by more than
+    the margin, and the product of time and memory falls as much, so that it costs less time than it saves memory.
     """
     time = rung.sample_s / below.sample_s
     memory = rung.peak_bytes / below.peak_bytes if below.peak_bytes else 1.0
@@ -191,7 +204,7 @@ def gain(rung: MeasuredRung, below: MeasuredRung, band: Band) -> str:
 def judge(
     kind: Kind, rung: MeasuredRung, below: MeasuredRung, anchor: float, band: Band, known: Collection[str] = ()
 ) -> RungVerdict:
-    """The verdict on a rung that was trained to its end, or that failed."""
+    """Return the verdict on a rung that was trained to its end, or that failed."""
     saved = gain(rung, below, band)
     no_gain = f"{_times(rung, below)}, and no smaller (margin {max(band.time, band.memory):.0%})"
     broken = unhealthy(rung, known)

@@ -1,27 +1,27 @@
-"""``ladder.html``: the table of a ladder and its curves, as one file that needs nothing else."""
+"""Writes ``ladder.html``: the table of a ladder and its curves, as one self-contained file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from trainwright.commands.ladder.judge import DIFFERENCES, MIN_BAND
+from trainwright.commands.ladder.judge import BAND_FACTOR, MIN_BAND
 from trainwright.commands.ladder.result import BEST, HEAD, Ladder, RungResult
 from trainwright.report.chart import Mark, Series, line_chart_svg
 from trainwright.runs.storage import write_atomically
 
 
 def write_page(path: Path, found: Ladder) -> None:
-    """Writes the page. Raises StorageError where it cannot be written."""
-    from trainwright.report.pages.render import ladder_page  # loads jinja2
+    """Write the page. Raises StorageError if it cannot be written."""
+    from trainwright.report.pages.render import ladder_page  # imports jinja2
 
     page = ladder_page(
-        found, head=HEAD, pictures=pictures(found), best=BEST, differences=DIFFERENCES, least=f"{MIN_BAND:.0%}"
+        found, head=HEAD, pictures=pictures(found), best=BEST, differences=BAND_FACTOR, least=f"{MIN_BAND:.0%}"
     )
     write_atomically(path, page, durable=False)
 
 
 def pictures(found: Ladder) -> list[tuple[str, str]]:
-    """Names and SVGs: the training loss of each rung by samples, and the final loss of each with the band."""
+    """Return names and SVGs: the training loss of each rung by samples, and the final losses with the band."""
     trained = [rung for rung in found.rungs if rung.measured]
     drawn = [("Training loss", _curves(found, trained))]
     finals = [(index, rung.measured.loss) for index, rung in enumerate(trained) if rung.measured]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.commands.ladder.judge import DIFFERENCES, MIN_BAND, Band, MeasuredRung, RungVerdict
+from trainwright.commands.ladder.judge import BAND_FACTOR, MIN_BAND, Band, MeasuredRung, RungVerdict
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.runs.figures import figure
 from trainwright.runs.json_values import strict
@@ -26,13 +26,13 @@ class RungResult:
 
     Args:
         name: The name of the rung.
-        verdict: What became of it.
-        settings: All settings that its run had besides those of the recipe.
-        run: Its run folder; None: it was not tried.
-        measured: None: it was not tried, or did not come to its end.
+        verdict: Its outcome.
+        settings: All settings of its run in addition to those of the recipe.
+        run: Its run folder; None if it was not tried.
+        measured: Its measurements; None if it was not tried or did not finish.
         below: The name of the rung that it is compared with.
         change: Its loss minus that of the rung below.
-        speed: The time of a sample of the rung below, divided by its own.
+        speed: Time per sample of the rung below / time per sample of this one.
         lr: The learning rate that a range test found for it.
     """
 
@@ -48,11 +48,11 @@ class RungResult:
 
     @property
     def findings(self) -> tuple[Found, ...]:
-        """Findings of warning level and worse."""
+        """Findings of warning level and above."""
         return self.measured.serious if self.measured else ()
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text. Why a rung breaks is a sentence of its own, not in the row."""
+        """Return the row as text. The reason for a broken rung is printed separately."""
         verdict = str(self.verdict) if self.verdict.outcome != "breaks" else "breaks"
         if self.measured is None:
             return (self.name, *("-" for _ in HEAD[2:]), verdict)
@@ -68,7 +68,7 @@ class RungResult:
         )
 
     def to_json(self) -> dict[str, object]:
-        """A row of ``ladder.json``."""
+        """Return the row for ``ladder.json``."""
         measured = self.measured
         return {
             "rung": self.name,
@@ -95,15 +95,16 @@ class Ladder:
     """The result of ``trainwright ladder``.
 
     Args:
-        folder: Where ``ladder.json``, ``ladder.html``, ``best.yaml`` and the run folders are.
-        recipe: The recipe that it began with.
-        steps: Steps of the baseline, and ``batch`` samples in each.
-        rungs: The rows, in their order.
-        band: None: the baseline itself breaks.
+        folder: The folder with ``ladder.json``, ``ladder.html``, ``best.yaml`` and the run folders.
+        recipe: The original recipe.
+        steps: Steps of the baseline.
+        batch: Samples in each step of the baseline.
+        rungs: The rows in order.
+        band: The band of two seeds; None if the baseline itself breaks.
         best: The name of the last rung that was adopted.
-        train: The command that trains ``best.yaml``; "": there is none.
-        repeat: The command that trains it as its rung was trained.
-        out_of_time: ``--budget`` ended it.
+        train: The command that trains ``best.yaml``; "" if there is none.
+        repeat: The command that repeats the run of its rung.
+        out_of_time: True if ``--budget`` ended it.
     """
 
     folder: Path
@@ -119,25 +120,25 @@ class Ladder:
 
     @property
     def broke_at(self) -> RungResult | None:
-        """The rung that broke, and ended the ladder."""
+        """The rung that broke and ended the ladder."""
         return next((rung for rung in self.rungs if rung.verdict.outcome == "breaks"), None)
 
     @property
     def best_recipe(self) -> Path | None:
-        """The recipe that it wrote; None where the baseline breaks."""
+        """The recipe that the ladder wrote; None if the baseline breaks."""
         return self.folder / BEST if self.best else None
 
     @property
     def exit_code(self) -> int:
-        """3 where a rung breaks, though the best recipe below it is written; else 0."""
+        """3 if a rung breaks, although the best recipe below it is written; else 0."""
         return BROKEN if self.broke_at else 0
 
     def lines(self) -> list[str]:
-        """The table, why it stopped, and what comes next."""
+        """Return the table, the reason for its end, and the next commands."""
         return [*self.table(), "", *self._band_line(), *self._end(), *self._next()]
 
     def table(self) -> list[str]:
-        """The rows as text, in columns."""
+        """Return the rows as text in columns."""
         table = [HEAD, *(rung.cells() for rung in self.rungs)]
         widths = [max(len(cells[column]) for cells in table) for column in range(len(HEAD))]
         return [
@@ -147,7 +148,7 @@ class Ladder:
     def _band_line(self) -> Iterator[str]:
         if self.band:
             yield (
-                f"band     {figure(self.band.loss)} in the loss: {DIFFERENCES:g} differences of two seeds of the "
+                f"band     {figure(self.band.loss)} in the loss: {BAND_FACTOR:g} differences of two seeds of the "
                 f"baseline, at least {MIN_BAND:.0%}; {self.steps * self.batch:,} samples in each rung"
             )
 
@@ -173,7 +174,7 @@ class Ladder:
             yield f"         {self.repeat}   # repeats the rung"
 
     def to_json(self) -> dict[str, object]:
-        """``ladder.json``, and what ``--json`` prints."""
+        """Return the content of ``ladder.json``, which ``--json`` prints."""
         value = {
             "recipe": self.recipe,
             "folder": str(self.folder),
@@ -196,7 +197,7 @@ _LINE = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z_][\w-]*):")
 
 
 def commented(text: str, notes: Mapping[str, str]) -> str:
-    """YAML in block style with a comment at the line of each path in ``notes``. Other lines are unchanged."""
+    """Return YAML in block style with a comment at the line of each path in ``notes``. Other lines are unchanged."""
     lines, above = [], list[tuple[int, str]]()
     for line in text.splitlines():
         found = _LINE.match(line)
@@ -210,7 +211,7 @@ def commented(text: str, notes: Mapping[str, str]) -> str:
 
 
 def notes_of(rungs: Sequence[RungResult], decided: Mapping[str, str]) -> dict[str, str]:
-    """A comment for each path that a rung has decided. ``decided``: the name of the rung by the path."""
+    """Return a comment for each path that a rung has decided. ``decided`` maps paths to names of rungs."""
     by_name = {rung.name: rung for rung in rungs}
     notes = {}
     for path, name in decided.items():

@@ -1,4 +1,4 @@
-"""The rungs of a ladder: what each changes in the recipe, and why it cannot be tried. Does not import torch."""
+"""The rungs of a ladder: the change of each to the recipe, and reasons to skip it. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ OPTIMIZERS: Mapping[str, str] = {
     "adamw": "{}",
     "muon": "{adjust_lr: match_rms_adamw}",
 }
-"""Optimizers in the order in which they are tried, each with its arguments. With ``match_rms_adamw`` one learning rate
-serves all groups of Muon."""
+"""Optimizers in the order of trials, each with its arguments. With ``match_rms_adamw`` one learning rate fits all
+groups of Muon."""
 FACTORS = (2, 4)
 """Batch sizes to try, relative to that of the recipe."""
 LARGEST_FACTOR = max(FACTORS)
 LINEAR_RULE = ("sgd", "lars")
-"""Optimizers whose learning rate is scaled with the batch size; that of the others with its square root."""
+"""Optimizers whose learning rate is scaled linearly with the batch size; that of others with its square root."""
 WARMUP = "0.05run"
-"""Warm-up of a larger batch where the recipe has none."""
+"""Warm-up of a larger batch if the recipe has none."""
 NAMES = (*PRECISIONS, "compile", *OPTIMIZERS, "checkpointing", *(f"batch-x{factor}" for factor in FACTORS))
-"""The names of the rungs above the baseline, in their order."""
+"""The names of the rungs above the baseline, in order."""
 DEFAULT_STEPS = 200
 MIN_STEPS = 16
 
 Settings = Mapping[str, str]
-"""Overrides: the value in YAML by the path."""
+"""Overrides: YAML values by path."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Rung:
         name: One of ``NAMES``.
         kind: numerics: the loss must hold. optimizer: an alternative with its own learning rate. batch: the loss must
             hold at the same number of samples.
-        settings: What it changes.
-        why_not: Why it is not tried; "": it is.
+        settings: The settings that it changes.
+        why_not: The reason for skipping it, else "".
         factor: Samples in a step, relative to the recipe.
     """
 
@@ -58,7 +58,7 @@ class Rung:
 
 
 def rungs_of(recipe: Recipe, skip: Sequence[str] = ()) -> Iterator[Rung]:
-    """Yields the rungs above the baseline, in their order. Raises UsageError for an unknown name in ``skip``."""
+    """Yield the rungs above the baseline in order. Raises UsageError for an unknown name in ``skip``."""
     for name in skip:
         require_choice("rung", name, NAMES)
     for rung in _all(recipe):
@@ -74,7 +74,7 @@ def _all(recipe: Recipe) -> Iterator[Rung]:
     has_rates = any(group.lr is not None for group in recipe.optimizer.groups)
     for name, args in OPTIMIZERS.items():
         why_not = "the optimizer of the recipe" if name == recipe.optimizer.use else ""
-        why_not = why_not or ("optimizer.groups has learning rates of its own" if has_rates else "")
+        why_not = why_not or ("optimizer.groups sets learning rates" if has_rates else "")
         settings = {"optimizer.use": name, "optimizer.args": args, "optimizer.weight_decay": "null"}
         yield Rung(name, "optimizer", settings, why_not)
     checkpointing = recipe.model.activation_checkpointing
@@ -85,7 +85,9 @@ def _all(recipe: Recipe) -> Iterator[Rung]:
 
 
 def batch_settings(recipe: Recipe, factor: int, optimizer: str) -> Settings:
-    """The settings of a batch that is ``factor`` times that of the recipe, for a learning rate found at its size."""
+    """Return the settings of a batch ``factor`` times that of the recipe. The learning rate was found at the recipe's
+    size.
+    """
     batch = batch_size(recipe)
     settings = {"batch.size": str(batch * factor), "batch.accumulation": "null"}
     if recipe.optimizer.lr_rule.rule == "none":
@@ -97,12 +99,12 @@ def batch_settings(recipe: Recipe, factor: int, optimizer: str) -> Settings:
 
 
 def batch_size(recipe: Recipe) -> int:
-    """Samples in a step of the recipe."""
+    """Return the samples in a step of the recipe."""
     return solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation).size
 
 
 def steps_of(recipe: Recipe, steps: int | None, samples: int | None) -> int:
-    """The steps of the baseline: a multiple of 4, so that larger batches train on as many samples.
+    """Return the steps of the baseline: a multiple of 4, so that larger batches train on as many samples.
 
     Without a number, those of the recipe, at most ``DEFAULT_STEPS``. Raises UsageError for a number that is too small.
     """
@@ -119,7 +121,7 @@ def steps_of(recipe: Recipe, steps: int | None, samples: int | None) -> int:
 
 
 def length_settings(recipe: Recipe, steps: int, factor: int = 1) -> Settings:
-    """The settings of a run with the samples of ``steps`` steps. A warm-up in the unit of ``until`` keeps its part."""
+    """Return the settings of a run with the samples of ``steps`` steps. Scales a warm-up in the unit of ``until``."""
     settings = {"until": f"{steps // factor}steps"}
     warmup = recipe.schedule.warmup
     if warmup.value and warmup.unit == recipe.until.unit:
@@ -128,7 +130,7 @@ def length_settings(recipe: Recipe, steps: int, factor: int = 1) -> Settings:
 
 
 def own_length(recipe: Recipe, factor: int) -> Settings:
-    """Settings with which a run sees as many samples as before, with steps of ``factor`` times as many."""
+    """Return settings with which a run sees as many samples as before, with steps ``factor`` times as large."""
     if factor == 1 or recipe.until.unit != "steps":
         return {}
     settings = {"until": str(Duration(-(-recipe.until.value // factor), "steps"))}
@@ -138,5 +140,5 @@ def own_length(recipe: Recipe, factor: int) -> Settings:
 
 
 def words(settings: Settings) -> list[str]:
-    """As ``--set`` takes them."""
+    """Return the settings as arguments of ``--set``."""
     return [f"{path}={value}" for path, value in settings.items()]

@@ -1,4 +1,4 @@
-"""Composition of ``replay``: one step of a run or of a bundle again in this process, compared, looked at, diagnosed."""
+"""``replay``: replays one step of a run or of a bundle in this process, compares it, and examines it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,21 @@ def rerun(
     say: Say = lambda text: None,
     parts: Parts | None = None,
 ) -> Rerun:
-    """Runs ``step`` of a run folder or of a bundle again, compares it with what was recorded, and looks closely.
+    """Replay ``step`` of a run folder or of a bundle, compare it with its record, and examine it.
 
-    A run of our own engine is trained to that step from the newest checkpoint before it, aside from its folder;
-    ``settings`` change its recipe. ``parts`` are the objects of a run of ``tw.fit``, anew; None: its folder says how to
-    make them, or the step is in a bundle. A bundle of ``tw.watch`` needs ``model``, ``file.py:function`` that builds
-    what was watched, and is by default of the step it was written at. Raises UsageError for what cannot be asked.
+    A run of the Trainwright engine is trained to that step from the newest checkpoint before it, in a separate folder.
+
+    Args:
+        path: A run folder, or a bundle.
+        step: The step. A bundle of ``tw.watch`` has a default: the step at which it was written.
+        model: ``file.py:function``, which builds the watched model, for a bundle of ``tw.watch``.
+        settings: Overrides of the recipe.
+        say: Receives lines on progress.
+        parts: Newly built objects of a run of ``tw.fit``. None: they are built by its recorded function, or the step is
+            in a bundle.
+
+    Raises:
+        UsageError: The step does not exist or cannot be replayed.
     """
     path = Path(path)
     kind = kind_of(path)
@@ -55,7 +64,7 @@ def rerun(
 
 
 def _is_in_a_bundle(folder: RunFolder, step: int | None) -> bool:
-    """Whether the objects of the run came from Python, and a bundle has its step: that needs no training."""
+    """Return True for a run of live objects whose step is in a bundle, so that no training is needed."""
     if not _is_live(folder):
         return False
     return any(kind_of(path) == bundles.KIND and step in (None, *bundles.steps_of(path)) for path in _bundles(folder))
@@ -70,7 +79,7 @@ def _is_live(folder: RunFolder) -> bool:
 
 
 def _bundle_of(folder: RunFolder, step: int | None) -> Path:
-    """The bundle of a watched run that holds ``step``."""
+    """Return the bundle of a watched run that contains ``step``."""
     found = [path for path in _bundles(folder) if kind_of(path) == bundles.KIND]
     held = [(path, bundles.steps_of(path)) for path in found]
     fitting = [path for path, steps in held if step in steps or (step is None and len(found) == 1)]

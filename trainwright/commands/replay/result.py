@@ -1,4 +1,4 @@
-"""The result of the ``replay`` verb: the compared numbers, the findings, and how they are printed."""
+"""The result of the ``replay`` command: compared numbers, findings, and their output."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trainwright.runs.json_values import JsonValue, strict
 from trainwright.runs.records import Examined, Found, Record, Replayed
 
 Say = Callable[[str], None]
-"""Takes a line for the user."""
+"""Receives a line for the user."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One number of the step: as it was recorded, and as it was computed again."""
+    """One number of the step: its recorded and its replayed value."""
 
     what: str
     then: object
@@ -30,13 +30,21 @@ class Compared:
 
 @dataclass
 class Rerun:
-    """The result of a replay. ``exit_code`` is 0 for the same bits, else 1. ``notes`` say what makes it uncertain.
+    """The result of a replay. ``exit_code`` is 0 for the same bits, else 1.
 
-    ``records`` are all that the findings were made from; ``examined`` are those of this replay alone. ``unexamined``
-    are the names of experiments that did not run.
-
-    ``blind`` says why the step cannot be run again. ``inexact``: an input of the step is unknown, so that other bits
-    are no finding.
+    Attributes:
+        step: The step.
+        source: The run folder or bundle.
+        compared: The compared numbers.
+        error: The exception of the step, if it raised one.
+        blind: The reason if the step cannot be replayed.
+        notes: What makes the comparison uncertain.
+        settings: Overrides of the recipe.
+        inexact: True if an input of the step is unknown, so that different bits are not a finding.
+        records: All records that the findings are made from.
+        findings: The findings.
+        examined: The records of this replay only.
+        unexamined: Names of experiments that did not run.
     """
 
     step: int
@@ -63,7 +71,7 @@ class Rerun:
     @property
     def outcome(self) -> str:
         if self.blind:
-            return f"cannot be run again: {self.blind}"
+            return f"cannot be replayed: {self.blind}"
         differ = [each for each in self.compared if not each.equal]
         changed = f" with {', '.join(self.settings)}" if self.settings else ""
         if self.same_bits:
@@ -73,21 +81,21 @@ class Rerun:
 
     @property
     def replayed(self) -> Replayed:
-        """The record for the log."""
+        """Return the record for the log."""
         outcome = self.outcome + (f"; it raised {self.error}" if self.error else "")
         return Replayed(
             time_s=time.time(), step=self.step, bundle=str(self.source), same_bits=self.same_bits, outcome=outcome
         )
 
     def lines(self) -> list[str]:
-        """The lines that are printed without ``--json``."""
+        """Return the lines that are printed without ``--json``."""
         raised = [f"it raised {self.error}"] if self.error else []
         notes = [f"note: {each}" for each in self.notes]
         findings = lines_of(self.findings)
         return [f"step {self.step} of {self.source}: {self.outcome}", *raised, *notes, *findings]
 
     def to_json(self) -> dict[str, JsonValue]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         return strict(
             {
                 "step": self.step,

@@ -1,4 +1,4 @@
-"""A step of our own engine again: trained to from the newest checkpoint before it, aside from the run."""
+"""Replays a step of the Trainwright engine by training to it from the newest checkpoint before it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.manifest import read_manifest, step_of, verify
 from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.checkpoint.store import checkpoints
-from trainwright.commands.replay.closely import look_closely
+from trainwright.commands.replay.examine import examine_replay
 from trainwright.commands.replay.result import Compared, Rerun, Say
 from trainwright.commands.replay.watched import UNBOUNDED, compared
 from trainwright.engine.step import StepResult
@@ -48,12 +48,12 @@ from trainwright.training.run import process_settings
 from trainwright.watching.budget import ExaminationBudget
 from trainwright.watching.experiments import ExperimentRunner, names_of
 
-HISTORY = 8  # steps before the one in question that are written down too: remedies are tried on several in a row
+HISTORY_STEPS = 8  # recorded steps before the replayed one: remedies are tried on several steps in a row
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a run of our own engine can be taken up: recipe, what was planned, and a checkpoint or its very start."""
+    """The data to replay a run of the engine: recipe, plan, and a checkpoint or its very start."""
 
     source: Path
     step: int
@@ -79,7 +79,7 @@ class Origin:
     def of_crash_loop(cls, path: Path) -> Origin:
         about = read_as(path / bundles.NAME, CrashLoopFile)
         if not (path / "recipe.yaml").exists():
-            raise BundleError(f"{path} is no whole bundle of a crash loop", remedy="replay the run itself")
+            raise BundleError(f"{path} is not a complete bundle of a crash loop", remedy="replay the run itself")
         held = path / "checkpoint" if about.checkpoint else None
         if held:
             verify(held)
@@ -88,7 +88,7 @@ class Origin:
 
 
 def _plan(path: Path) -> Facts:
-    """Reads plan.json: what was planned, and measured once, when the run began."""
+    """Return plan.json: the plan with the measurements from the beginning of the run."""
     return read_object(path, PlanFile) if os.path.lexists(path) else {}
 
 
@@ -102,7 +102,7 @@ def _records(log: Path) -> Sequence[Record]:
 
 
 def _last_step(records: Sequence[Record]) -> int | None:
-    """The last step of a run that ended, the one that raised included; None where it goes on or was killed."""
+    """Return the last step of a run that ended, including one that raised; None if it continues or was killed."""
     end = records[-1] if records else None
     return end.step + (end.ending == "failed") if isinstance(end, Ended) else None
 
@@ -116,7 +116,7 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def rerun_trained(origin: Origin, step: int, settings: tuple[str, ...], say: Say, parts: Parts | None = None) -> Rerun:
-    """Trains to ``step`` and examines it. ``parts`` are the objects of a run of ``tw.fit``, which are used up."""
+    """Train to ``step`` and examine it. ``parts``, the objects of a run of ``tw.fit``, must not be used afterwards."""
     done = Rerun(step, origin.source, settings=settings)
     with tempfile.TemporaryDirectory(prefix="trainwright-replay-") as aside, process_settings():
         lock = RunLock.acquire(Path(aside))
@@ -125,7 +125,7 @@ def rerun_trained(origin: Origin, step: int, settings: tuple[str, ...], say: Say
             begin = job.state.step
             if begin >= step:
                 raise UsageError(f"step {step} comes before step {begin}", remedy="name a later step")
-            say(f"training from step {begin} to {step}, aside from the run")
+            say(f"training from step {begin} to {step}, in a separate folder")
             fractions = _fractions(origin.records)
             _note_unknown(job, fractions, done)
             live = _Live(job, step, _seconds(origin.records), fractions)
@@ -138,12 +138,12 @@ def rerun_trained(origin: Origin, step: int, settings: tuple[str, ...], say: Say
         known += [as_record(each) for each in live.ring.recorded(step)]
         if live.unfinished is not None:
             known.append(Examined(time_s=time.time(), step=step, experiment="unfinished", values=live.unfinished))
-        look_closely(done, live.runner, known)
+        examine_replay(done, live.runner, known)
     return done
 
 
 def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun, parts: Parts | None) -> Job:
-    """The run before its next step, in a folder of its own."""
+    """Return the run before its next step, in a separate folder."""
     quiet = ["log.sinks=[]", "alerts=null", *done.settings]
     planned = _plan(origin.plan)
     if origin.checkpoint is None:
@@ -151,8 +151,8 @@ def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun, parts: P
         if parts is not None and parts.generators is not None:
             done.inexact = True
             done.notes.append(
-                "the run drew from the random generators as they were, which is not recorded, and no checkpoint is "
-                "before this step: weights and order may differ; give seed= to tw.fit"
+                "the run did not seed the random generators, their state is not recorded, and no checkpoint precedes "
+                "this step: weights and order may differ; pass seed= to tw.fit"
             )
         job = prepare(in_one_process(load(origin.recipe, overrides=[*kept, *quiet], environ={})), parts)
         threads = planned.get("threads", job.plan.threads)
@@ -170,7 +170,7 @@ def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun, parts: P
 
 
 def _link(source: Path, target: Path) -> None:
-    """A living run may delete a checkpoint while it is read: a hard link keeps it, where there can be one."""
+    """Hard-link a checkpoint, because a living run may delete it while it is read; symlink it as a fallback."""
     try:
         os.link(source, target)
     except OSError:
@@ -178,18 +178,20 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _note_unknown(job: Job, fractions: dict[int, float], done: Rerun) -> None:
-    """A run that is counted in seconds has learning rates that no step number tells: they are taken from the log."""
+    """Note steps whose learning rate is unknown: if the length is in seconds, the rates follow the clock and are in the
+    log.
+    """
     unknown = [at for at in range(job.state.step + 1, done.step + 1) if at not in fractions]
     if job.plan.extent.seconds is not None and unknown:
         done.inexact = True
         done.notes.append(
-            f"the run is counted in seconds, its learning rate follows the clock, and the log does not have that of "
-            f"{len(unknown)} of {done.step - job.state.step} steps"
+            f"the length of the run is in seconds, so its learning rate follows the clock, and the log does not have "
+            f"that of {len(unknown)} of {done.step - job.state.step} steps"
         )
 
 
 def _compare_trained(done: Rerun, origin: Origin, begin: int, live: _Live) -> None:
-    """By the log; a step that is not in it, by a second run of it."""
+    """Compare the step with the log; a step that is not in the log with a second run of it."""
     done.compared += _as_logged(origin.records, begin, live)
     if not any(each.what in ("loss", "error") for each in done.compared):
         done.notes.append(f"the log has no record of step {done.step}: it is compared with a second run of it")
@@ -206,8 +208,8 @@ class _Live:
     def __init__(self, job: Job, step: int, seconds: dict[int, float], fractions: dict[int, float]) -> None:
         state = job.state
         self.job, self.step, self._seconds, self._fractions = job, step, seconds, fractions
-        self.first = max(state.step + 1, step - HISTORY)
-        self.ring = Ring(keep=HISTORY + 1, budget_bytes=UNBOUNDED)
+        self.first = max(state.step + 1, step - HISTORY_STEPS)
+        self.ring = Ring(keep=HISTORY_STEPS + 1, budget_bytes=UNBOUNDED)
         self._recorder = recorder = engine_recorder(state, self.ring.add, self.first)
         self.objects = LiveObjects(recorder.roots, recorder.optimizers, recorder.parameters)
         self._source = EngineSource(self._recorder)
@@ -217,7 +219,7 @@ class _Live:
         self.unfinished: Facts | None = None
 
     def go(self) -> None:
-        """Trains up to the step with the engine. An exception in an earlier step is not caught."""
+        """Train up to the step with the engine. An exception in an earlier step is not caught."""
         state, until = self.job.state, until_of(self.job.plan)
         advance = make_advance(self.job, witness=self._source, spikes=spike_handler(self.job.loaded))
         stream = iter(self.job.batches)
@@ -257,12 +259,14 @@ class _Live:
             self._source.end_step(result)
             if self._recorder.failed is not None:
                 raise self._recorder.failed
-            if result.spike is not None and result.spike.action == "rollback":  # the state after it is another
+            if (
+                result.spike is not None and result.spike.action == "rollback"
+            ):  # the state after a rollback is an older one
                 self._keep_state()
 
 
 def _windows(records: Iterable[Record]) -> dict[int, tuple[int, Step]]:
-    """Returns the newest record of each logged step, with the step after which its window begins."""
+    """Return the newest record of each logged step, with the step after which its window begins."""
     found, since = {}, 0
     for record in records:
         if isinstance(record, Started):
@@ -274,17 +278,17 @@ def _windows(records: Iterable[Record]) -> dict[int, tuple[int, Step]]:
 
 
 def _seconds(records: Iterable[Record]) -> dict[int, float]:
-    """How long each step took; exact where each was logged."""
+    """Return the duration of each step; exact if every step was logged."""
     return {at: one.step_s for since, one in _windows(records).values() for at in range(since + 1, one.step + 1)}
 
 
 def _fractions(records: Iterable[Record]) -> dict[int, float]:
-    """The share of the run that was used when each step began, as far as the log has it."""
+    """Return the completed fraction of the run at the beginning of each step, as far as it is in the log."""
     return {since + 1 + at: each for since, one in _windows(records).values() for at, each in enumerate(one.fractions)}
 
 
 def _as_logged(records: Sequence[Record], begin: int, live: _Live) -> Iterator[Compared]:
-    """Compares the logged numbers of the step, and of those before it, with the ones computed now."""
+    """Compare the logged numbers of the step, and of those before it, with the computed ones."""
     logged, step = _windows(records), live.step
     earlier = [at for at in sorted(logged) if begin < at < step and at in live.results]
     if earlier:

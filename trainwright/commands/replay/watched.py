@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.snapshot import LiveObjects
-from trainwright.commands.replay.closely import look_closely
+from trainwright.commands.replay.examine import examine_replay
 from trainwright.commands.replay.result import Compared, Rerun, Say
 from trainwright.errors import UsageError, text_of
 from trainwright.recorder.numbers import as_record
@@ -29,11 +29,11 @@ from trainwright.watching.budget import ExaminationBudget
 from trainwright.watching.experiments import ExperimentRunner, names_of
 
 UNBOUNDED = 2**62
-"""Bytes. What a bundle holds was within the budget of the recorder that wrote it."""
+"""Bytes. The content of a bundle was within the budget of the recorder that wrote it."""
 
 
 def rerun_watched(bundle: Bundle, step: int, model: str | None, say: Say) -> Rerun:
-    """Runs the steps of the bundle up to ``step`` again, compares that one with its record, and diagnoses it."""
+    """Replay the steps of the bundle up to ``step``, compare that step with its record, and diagnose it."""
     done = Rerun(step, bundle.path)
     steps = [each.step for each in bundle.steps]
     if step not in steps:
@@ -46,8 +46,9 @@ def rerun_watched(bundle: Bundle, step: int, model: str | None, say: Say) -> Rer
         return done
     if model is None:
         raise UsageError(
-            f"{bundle.path} is of a model that only your code can build ({', '.join(bundle.structure.roots)})",
-            remedy="add --model file.py:function: without arguments, it returns the model, or (model, optimizer)",
+            f"only your code can build the model of {bundle.path} ({', '.join(bundle.structure.roots)})",
+            remedy="add --model file.py:function, a function without arguments that returns the model, or "
+            "(model, optimizer)",
         )
     subject = _built(model, bundle)
     snapshot, recorded_steps = bundle.bound(subject, names_of(subject))
@@ -55,7 +56,7 @@ def rerun_watched(bundle: Bundle, step: int, model: str | None, say: Say) -> Rer
     ring.add_snapshot(snapshot)
     for each in recorded_steps:
         ring.add(each)
-    say(f"running the steps {steps[0]} to {step} again")
+    say(f"replaying the steps {steps[0]} to {step}")
     recorded = recorded_steps[steps.index(step)]
     _notes_on(bundle, recorded, done)
     try:
@@ -66,14 +67,14 @@ def rerun_watched(bundle: Bundle, step: int, model: str | None, say: Say) -> Rer
     done.error = None if result.error is None else f"{type(result.error).__name__}: {result.error}"
     done.compared = list(compared(recorded, result, subject))
     known: list[Record] = [as_record(each) for each in recorded_steps if each.step <= step]
-    look_closely(done, ExperimentRunner(subject, ring, ExaminationBudget(bundle.device, "all")), known)
+    examine_replay(done, ExperimentRunner(subject, ring, ExaminationBudget(bundle.device, "all")), known)
     return done
 
 
 def _notes_on(bundle: Bundle, recorded: RecordedStep, done: Rerun) -> None:
-    """Notes what may make the bits differ: a graph that was not recorded, another torch, another device."""
+    """Note what may change the bits: a graph that was not recorded, another torch, another device."""
     if recorded.values.get("grafted"):
-        done.notes.append("a part of the loss has a graph that was not seen: its gradients are not in the replay")
+        done.notes.append("a part of the loss has a graph that was not recorded: its gradients are not in the replay")
     if torch.__version__ != bundle.recorded_by:
         done.notes.append(f"it was recorded with torch {bundle.recorded_by}, and this is {torch.__version__}")
     if bundle.device.type != bundle.recorded_on:
@@ -81,7 +82,7 @@ def _notes_on(bundle: Bundle, recorded: RecordedStep, done: Rerun) -> None:
 
 
 def compared(recorded: RecordedStep, result: ReplayResult, subject: LiveObjects) -> Iterator[Compared]:
-    """Compares the losses and the gradient norm: at clipping, or at the update where the loop does not clip."""
+    """Compare the losses and the gradient norm: at clipping, or at the update if the loop does not clip."""
     yield Compared("losses", [float(each) for each in recorded.losses], [float(each) for each in result.losses])
     clips = [value for kind, value in recorded.events if kind == "clip" and value["by"] == "norm"]
     if clips and clips[-1]["norm"] is not None:
@@ -94,7 +95,7 @@ def compared(recorded: RecordedStep, result: ReplayResult, subject: LiveObjects)
 
 
 def _built(model: str, bundle: Bundle) -> LiveObjects:
-    """Returns what the user's function builds, in the order of the bundle; makes the optimizers if it returns none."""
+    """Return the objects that the user's function builds, in the order of the bundle. Missing optimizers are made."""
     made = _call(model)
     pair = isinstance(made, tuple) and len(made) == 2 and not isinstance(made[1], nn.Module)
     roots = _several(made[0] if pair else made, nn.Module, model)
@@ -113,13 +114,13 @@ def _built(model: str, bundle: Bundle) -> LiveObjects:
 
 
 def _make_optimizers(bundle: Bundle, parameters: Sequence[nn.Parameter]) -> list[Optimizer]:
-    """Makes optimizers of torch's own classes: their groups hold every option."""
+    """Make optimizers of torch classes, whose options are all in their groups."""
     known = {f"{each.__module__}.{each.__qualname__}": each for each in vars(torch.optim).values() if _is_class(each)}
     made = []
     for (name, groups), kept in zip(bundle.structure.optimizers, bundle.snapshot.groups):
         if name not in known:
             raise BundleError(
-                f"the optimizer was a {name}, which is none of torch.optim",
+                f"the optimizer was a {name}, which is not in torch.optim",
                 remedy="let the function of --model return (model, optimizer)",
             )
         whole = [{**values, "params": [parameters[n] for n in group]} for group, values in zip(groups, kept)]
@@ -132,7 +133,7 @@ def _is_class(value: Any) -> bool:
 
 
 def _several(made: Any, kind: type, model: str) -> list[Any]:
-    """Returns ``made`` as a list. Raises UsageError for an item that is not of ``kind``."""
+    """Return ``made`` as a list. Raises UsageError for an item that is not of ``kind``."""
     items = list(made) if isinstance(made, list | tuple) else [made]
     for item in items:
         if not isinstance(item, kind):
@@ -143,7 +144,7 @@ def _several(made: Any, kind: type, model: str) -> list[Any]:
 
 
 def _call(model: str) -> Any:
-    """Imports the file and returns what its function returns: ``model`` is ``file.py:function``."""
+    """Import the file and return the result of its function. ``model`` is ``file.py:function``."""
     file, _, name = model.rpartition(":")
     path = Path(file)
     if not path.is_file() or not name:
@@ -165,7 +166,7 @@ def _call(model: str) -> Any:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise UsageError(
             f"{model} raised {text_of(error)} at {frame.filename}:{frame.lineno}",
-            remedy="it is called without arguments; guard what trains with `if __name__ == '__main__':`",
+            remedy="it is called without arguments; guard training code with `if __name__ == '__main__':`",
         ) from None
     finally:
         sys.path.remove(beside)

@@ -1,4 +1,4 @@
-"""``sweep``: trials of a recipe with other settings, by Optuna, each an ordinary run folder."""
+"""``sweep``: trials of a recipe with varied settings, sampled by Optuna, each in an ordinary run folder."""
 
 from trainwright.commands.sweep.call import sweep
 from trainwright.commands.sweep.control import run_one, run_sweep

@@ -37,7 +37,7 @@ def sweep(
 
     Args:
         what: A sweep file, the folder of a sweep, or a recipe.
-        over: What varies, by the path in the recipe: a list of values, or a range such as ``"log:1e-4..1e-1"``,
+        over: The varied recipe paths, each with a list of values, or a range such as ``"log:1e-4..1e-1"``,
             ``"0.0..0.5"`` and ``"int:2..8"``.
         trials: Number of trials. Default: all points of a grid, else 20.
         sampler: ``grid``, ``random`` or ``tpe``. Default: a grid if it has no more points than there are trials,
@@ -51,7 +51,7 @@ def sweep(
         budget: ``"20min"``, ``"24"`` trials, or ``"5USD"``.
         usd_per_hour: The price of this machine, for a budget in USD.
         name: The name of the sweep and of its folder.
-        folder: Where the folder of the sweep is made, ``runs`` by default.
+        folder: The parent of the folder of the sweep. Default: ``runs``.
         settings: Settings of all trials, by path.
         quiet: Print nothing.
 
@@ -59,7 +59,7 @@ def sweep(
         The table, the best trial and its recipe.
 
     Raises:
-        RecipeError: The recipe or the sweep is wrong; it names every problem.
+        RecipeError: The recipe or the sweep is wrong. The error lists every problem.
         UsageError: The folder holds another sweep.
 
     Example:

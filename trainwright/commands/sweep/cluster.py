@@ -1,4 +1,4 @@
-"""``launch slurm SWEEP`` and ``launch kubernetes SWEEP``: one job for each trial, one journal in a shared folder."""
+"""``launch slurm SWEEP`` and ``launch kubernetes SWEEP``: one job per trial, one journal in a shared folder."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainwright.commands.launch import (
-    FAILURES_OF_A_POD,
-    MARGIN_S,
+    MAX_POD_FAILURES,
     SBATCH_SAVE,
     SBATCH_WAIT,
+    SHUTDOWN_MARGIN_S,
     STOPPED_AND_SAVED,
     JobFile,
     dns_label,
@@ -50,7 +50,7 @@ def slurm_sweep(
     grace_s: int = 120,
     directives: Sequence[str] = (),
 ) -> JobFile:
-    """An sbatch script with an array of jobs. ``arguments`` are those of ``trainwright sweep``.
+    """Return an sbatch script with an array of jobs. ``arguments`` are those of ``trainwright sweep``.
 
     Raises UsageError for wrong options and for a budget in USD.
     """
@@ -71,7 +71,7 @@ def slurm_sweep(
     text = _SBATCH.format(
         name=sweep.name,
         header=sbatch_header(own, directives),
-        grace_s=grace_s - MARGIN_S,
+        grace_s=grace_s - SHUTDOWN_MARGIN_S,
         program=shlex.join(program),
         stopped=STOPPED_AND_SAVED,
     )
@@ -81,10 +81,10 @@ def slurm_sweep(
 def kubernetes_sweep(
     sweep: Sweep, *, image: str, volume: str, at_once: int | None = None, grace_s: int = 120
 ) -> JobFile:
-    """A manifest: sweep and recipe as a ConfigMap, and an indexed Job whose pods are the trials.
+    """Return a manifest: sweep and recipe as a ConfigMap, and an indexed Job whose pods are the trials.
 
-    ``volume`` names the PersistentVolumeClaim for the folder of the sweep. Raises UsageError for a short
-    grace and for a budget in USD.
+    ``volume`` is the name of the PersistentVolumeClaim for the folder of the sweep. Raises UsageError for a short grace
+    period and for a budget in USD.
     """
     require_grace(grace_s)
     sweep.require_no_price()
@@ -94,7 +94,7 @@ def kubernetes_sweep(
         "name": "trainwright",
         "image": image,
         "command": ["trainwright", "sweep", f"/sweep/{SPEC}", "--trial", "$(JOB_COMPLETION_INDEX)"],
-        "env": [{"name": "TRAINWRIGHT_GRACE_S", "value": str(grace_s - MARGIN_S)}],
+        "env": [{"name": "TRAINWRIGHT_GRACE_S", "value": str(grace_s - SHUTDOWN_MARGIN_S)}],
         "volumeMounts": [
             {"name": "runs", "mountPath": "/runs"},
             {"name": "sweep", "mountPath": "/sweep", "readOnly": True},
@@ -118,7 +118,7 @@ def kubernetes_sweep(
                 "completionMode": "Indexed",
                 "completions": sweep.trials,
                 "parallelism": min(at_once or sweep.trials, sweep.trials),
-                "backoffLimitPerIndex": FAILURES_OF_A_POD,
+                "backoffLimitPerIndex": MAX_POD_FAILURES,
                 "podFailurePolicy": {  # Ignore: a new pod, which does not count as a failure
                     "rules": [
                         {"action": "FailJob", "onExitCodes": _ends_with(USAGE_ERROR)},

@@ -44,18 +44,18 @@ from trainwright.trials import Trial, TrialProcess, read_trial
 POLL_S = 0.05
 LOCK = "sweep.lock"
 MAX_WAIT_S = 120.0
-"""Time that the trials of a killed sweep have to save, before a new process gives up."""
+"""Seconds for which a new process waits for the trials of a killed sweep to save."""
 PROCESS_BYTES = 700 * 2**20
-"""Memory of a process that has imported torch, in addition to that of the plan."""
+"""Memory of a process that has imported torch, in addition to the memory in the plan."""
 MAX_FAILED_AT_FIRST = 3
-"""A sweep ends when this number of trials has failed and none has succeeded: the others would fail too."""
+"""A sweep ends if this number of trials has failed and none has succeeded, because the others would fail too."""
 
 Say = Callable[[str], None]
 
 
 @dataclass
 class _Running:
-    """A trial in progress. ``device`` is the GPU that it uses, None on a CPU."""
+    """A trial in progress. ``device`` is the GPU that it uses; None on a CPU."""
 
     trial: Unfinished
     process: TrialProcess
@@ -64,16 +64,16 @@ class _Running:
 
 
 def run_sweep(sweep: Sweep, *, say: Say = print, environ: Mapping[str, str] | None = None) -> SweepResult:
-    """Runs the trials of a sweep that have not ended, and returns the table of all.
+    """Run the trials of a sweep that have not ended, and return the table of all trials.
 
-    Ctrl-C, SIGTERM and the end of the budget stop the trials in progress, which save; the same call resumes them.
-    Raises UsageError where the folder holds another sweep, or another process runs this one.
+    Ctrl-C, SIGTERM and the end of the budget stop the trials in progress, which save. The same call resumes them.
+    Raises UsageError if the folder contains another sweep, or another process runs this one.
     """
     return _run(sweep, None, say, environ)
 
 
 def run_one(sweep: Sweep, number: int, *, say: Say = print, environ: Mapping[str, str] | None = None) -> SweepResult:
-    """Runs one trial of a sweep in this job of a cluster. All jobs share the journal on a common file system.
+    """Run one trial of a sweep in this job of a cluster. All jobs share the journal on a common file system.
 
     The sampler and the pruner use the trials that have ended when this one starts.
     """
@@ -89,7 +89,7 @@ def _run(sweep: Sweep, only: int | None, say: Say, environ: Mapping[str, str] | 
     with ExitStack() as stack:
         locks = [stack.enter_context(_locked(sweep.folder / LOCK, "this sweep", say, shared=only is not None))]
         if only is None:
-            # Left by a process that was killed while it wrote. No other process writes now.
+            # Left by a process that was killed during a write. No other process writes now.
             (sweep.folder / f"{JOURNAL}.lock").unlink(missing_ok=True)
         else:
             path = trial_folder(sweep, only).with_suffix(".lock")
@@ -118,7 +118,7 @@ class _Control:
         self._why_ended = ""
 
     def run(self, only: int | None) -> SweepResult:
-        """Runs all trials, or the one with the number ``only``."""
+        """Run all trials, or the one with the number ``only``."""
         if only is None:
             self._trials.load(self._trials.num_started - 1)
             unfinished = [self._trials.unfinished[number] for number in sorted(self._trials.unfinished)]
@@ -137,7 +137,7 @@ class _Control:
         return self._result(only)
 
     def _go_on(self, *, starts_new: bool) -> bool:
-        """Follows the running trials, and starts others. Returns False when none runs any more."""
+        """Follow the running trials, and start others. Returns False if none runs any more."""
         for each in list(self._running):
             self._follow(each)
         if self._is_over():
@@ -153,7 +153,7 @@ class _Control:
         return self._trials.ask() if starts_new and self._trials.count < self._sweep.trials else None
 
     def _begin(self, trial: Unfinished) -> None:
-        """Starts a trial or resumes it. A trial whose log already has its result needs no process."""
+        """Start a trial or resume it. A trial whose log already has its result needs no process."""
         folder = trial_folder(self._sweep, trial.number)
         values = ValueReader(RunFolder(folder).log, self._sweep.metric)
         self._report(trial, values)
@@ -179,7 +179,7 @@ class _Control:
                 self._trials.report(trial, step, value)
 
     def _follow(self, running: _Running) -> None:
-        code = running.process.poll()  # before the log is read: it is complete when the process has ended
+        code = running.process.poll()  # polled before the log is read: the log is complete when the process has ended
         has_value = running.values.value is not None  # the first one shows that the metric is measured
         if code is not None or self._sweep.pruner != "none" or not has_value:
             self._report(running.trial, running.values)
@@ -245,7 +245,7 @@ class _Control:
         return bool(self._why_ended)
 
     def _num_jobs(self) -> int:
-        """Number of concurrent trials. By default it is 1 until the first trial has written its plan."""
+        """Return the number of concurrent trials. By default it is 1 until the first trial has written its plan."""
         if self._jobs is None and self._running:
             plan = RunFolder(self._running[0].process.folder).plan
             if plan.is_file():
@@ -297,7 +297,7 @@ def _make_folder(sweep: Sweep) -> None:
 
 
 def _keep_spec(sweep: Sweep) -> None:
-    """Writes the sweep file into the folder. Raises UsageError if the folder holds another sweep."""
+    """Write the sweep file into the folder. Raises UsageError if the folder contains another sweep."""
     path = sweep.folder / SPEC
     if path.is_file():
         changed = differences(spec_of(read_text(path)), spec_of(sweep.to_yaml()))
@@ -307,13 +307,13 @@ def _keep_spec(sweep: Sweep) -> None:
                 remedy=f"give this one another name (--name), or resume that one: trainwright sweep {sweep.folder}",
             )
     elif (sweep.folder / JOURNAL).exists() or (sweep.folder / "log.jsonl").exists():
-        raise UsageError(f"{sweep.folder} holds something else", remedy="give the sweep another --name")
+        raise UsageError(f"{sweep.folder} contains other files", remedy="give the sweep another --name")
     write_atomically(path, sweep.to_yaml())
 
 
 @contextmanager
 def _locked(path: Path, what: str, say: Say, *, shared: bool = False) -> Iterator[int]:
-    """Holds the lock file ``path``. The trials inherit the lock, so it is free when the last of them has ended."""
+    """Hold the lock file ``path``. The trials inherit the lock, so it is free when the last of them has ended."""
     path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
@@ -348,7 +348,7 @@ def _flock(descriptor: int, *, shared: bool) -> bool:
 
 
 def _holder(descriptor: int) -> str | None:
-    """The process that holds the lock; None: it has ended, and its trials still save."""
+    """Return the process that holds the lock; None if it has ended and its trials still save."""
     with suppress(ValueError, KeyError, psutil.Error, TypeError):
         found = json.loads(os.pread(descriptor, 1000, 0))
         if found["host"] != socket.gethostname():
@@ -360,7 +360,7 @@ def _holder(descriptor: int) -> str | None:
 
 @contextmanager
 def _stopping() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set. A second SIGINT raises KeyboardInterrupt."""
+    """Provide an event that SIGINT and SIGTERM set. A second SIGINT raises KeyboardInterrupt."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -380,7 +380,7 @@ def _stopping() -> Iterator[threading.Event]:
 
 
 def _devices(sweep: Sweep, environ: Mapping[str, str]) -> list[str]:
-    """The GPUs; each trial uses one. Empty for trials on the CPU."""
+    """Return the GPUs, one for each concurrent trial; empty for trials on the CPU."""
     if load(sweep.recipe, overrides=sweep.settings, environ={}).recipe.device == "cpu":
         return []
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
@@ -389,7 +389,7 @@ def _devices(sweep: Sweep, environ: Mapping[str, str]) -> list[str]:
 
 
 def _seconds_used(sweep: Sweep) -> float:
-    """The time in which at least one trial trained, by the logs of all trials."""
+    """Return the time in which at least one trial trained, by the logs of all trials."""
     trials = (read_trial(path.with_suffix("")) for path in (sweep.folder / "trials").glob("trial-*.json"))
     total_s, last_s = 0.0, -math.inf
     for began_s, end_s in sorted(span for trial in trials for span in trial.spans):
@@ -399,7 +399,7 @@ def _seconds_used(sweep: Sweep) -> float:
 
 
 def _jobs_by_plan(plan: Path, threads: int) -> int:
-    """The number of concurrent trials that cores and memory allow, by the plan of a trial that has begun."""
+    """Return the number of concurrent trials that cores and memory allow, by the plan of a trial that has begun."""
     try:
         held = read_as(plan, PlanFile).memory_bytes or {}
     except UnreadableFile:

@@ -33,9 +33,9 @@ class SweepResult:
         mode: ``min`` or ``max``.
         rows: The trials.
         importance: For each varied path, the fraction of the variation of the values that it explains.
-        why_ended: Why trials are left; "" when all have ended.
-        only: The number of the trial that a job of a cluster runs; None: all.
-        train_best: The command that trains the recipe of the best trial; "": no trial finished.
+        why_ended: The reason if trials are left, else "".
+        only: The number of the trial that a job of a cluster runs; None for all.
+        train_best: The command that trains the recipe of the best trial; "" if no trial finished.
     """
 
     folder: Path
@@ -49,7 +49,7 @@ class SweepResult:
 
     @property
     def best(self) -> TrialRow | None:
-        """The best trial that finished; None: none did."""
+        """The best trial that finished; None if none did."""
         return self.rows[0] if self.rows and self.rows[0].ended == "finished" else None
 
     @property
@@ -59,11 +59,11 @@ class SweepResult:
 
     @property
     def exit_code(self) -> int:
-        """75 after a signal, 1 when no trial finished, else 0. 0 for a job with one trial that has ended."""
+        """75 after a signal, 1 if no trial finished, else 0; 0 for a job with one trial that has ended."""
         return 75 if self.why_ended == INTERRUPTED else 0 if self.best or self.only is not None else 1
 
     def lines(self) -> list[str]:
-        """The table as text, the files, and the commands to run next."""
+        """Return the table as text, the files, and the commands to run next."""
         paths = list(self.rows[0].params) if self.rows else []
         head = ("trial", *paths, self.metric, "steps", "time", "ended", "findings")
         table = [head, *(_cells(row) for row in self.rows)]
@@ -88,7 +88,7 @@ class SweepResult:
         return "\n".join(self.lines())
 
     def to_json(self) -> dict[str, object]:
-        """The content of ``sweep.json``, which ``--json`` prints."""
+        """Return the content of ``sweep.json``, which ``--json`` prints."""
         return {
             "folder": str(self.folder),
             "metric": self.metric,
@@ -102,7 +102,9 @@ class SweepResult:
 
 
 def ranked(rows: Sequence[TrialRow], mode: str) -> tuple[TrialRow, ...]:
-    """Finished trials first, from the best to the worst; then pruned ones, by the step at which they were pruned."""
+    """Return finished trials first, from the best to the worst; then pruned ones, by the step at which they were
+    pruned.
+    """
 
     def key(row: TrialRow) -> tuple[int, int, float, int]:
         value = row.value if row.value is not None else 0.0
@@ -113,7 +115,7 @@ def ranked(rows: Sequence[TrialRow], mode: str) -> tuple[TrialRow, ...]:
 
 
 def shown(value: object) -> str:
-    """The value of a parameter in a table."""
+    """Return the value of a parameter as text for a table."""
     return f"{value:.4g}" if isinstance(value, float) else str(label_of(value))
 
 
@@ -125,7 +127,7 @@ def _cells(row: TrialRow) -> tuple[str, ...]:
 
 
 def train_best(sweep: Sweep, rows: Sequence[TrialRow]) -> str:
-    """The command that trains the recipe with the parameters of the best trial; "": no trial finished.
+    """Return the command that trains the recipe with the parameters of the best trial; "" if no trial finished.
 
     It names the recipe of the sweep, because modules beside that recipe are not found from the folder of the sweep.
     """
@@ -137,7 +139,7 @@ def train_best(sweep: Sweep, rows: Sequence[TrialRow]) -> str:
 
 
 def write_results(sweep: Sweep, result: SweepResult) -> None:
-    """Writes the table, the best recipe and the page into the folder of the sweep."""
+    """Write the table, the best recipe and the page into the folder of the sweep."""
     text = ""
     if result.best is not None:
         settings = sweep.settings_of(result.best.params)

@@ -1,4 +1,4 @@
-"""The search space of a sweep: one dimension for each path of the recipe, and how ranges and choices are written."""
+"""The search space of a sweep: one dimension per recipe path, and the syntax of ranges and choices."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class Dimension:
 
     @property
     def grid(self) -> tuple[object, ...] | None:
-        """All values; None for a range of floats."""
+        """Return all values; None for a range of floats."""
         if self.choices:
             return self.choices
         return tuple(range(int(self.low), int(self.high) + 1)) if self.is_int else None
 
     @property
     def checked_values(self) -> tuple[object, ...]:
-        """The values that the schema has to accept: all choices, or both ends."""
+        """Return the values that the schema must accept: all choices, or both ends."""
         return self.choices or (self.low, self.high)
 
     def distribution(self) -> BaseDistribution:
-        """The distribution for Optuna. A choice that is a list or a mapping is represented by its JSON text."""
+        """Return the distribution for Optuna. A choice that is a list or a mapping is represented by its JSON text."""
         from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
         if self.choices:
@@ -58,7 +58,7 @@ class Dimension:
         return FloatDistribution(self.low, self.high, log=self.is_log)
 
     def value_of(self, label: Scalar) -> object:
-        """The value that ``label`` represents in Optuna."""
+        """Return the value that ``label`` represents in Optuna."""
         return next((each for each in self.choices if label_of(each) == label), label)
 
     def __str__(self) -> str:
@@ -69,17 +69,19 @@ class Dimension:
 
 
 def label_of(value: object) -> Scalar:
-    """A choice as Optuna can store it."""
+    """Return a choice in a form that Optuna can store."""
     return value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value)
 
 
 def setting_of(path: str, value: object) -> str:
-    """The override that sets a value. JSON is YAML."""
+    """Return the override that sets a value. JSON is valid YAML."""
     return f"{path}={json.dumps(value)}"
 
 
 def grid_points(space: Sequence[Dimension]) -> list[tuple[object, ...]]:
-    """All combinations, the last dimension the fastest. Raises UsageError where a dimension has no finite grid."""
+    """Return all combinations; the last dimension varies fastest. Raises UsageError for a dimension without a finite
+    grid.
+    """
     grids = [each.grid for each in space]
     if any(grid is None for grid in grids):
         endless = next(each for each, grid in zip(space, grids, strict=True) if grid is None)
@@ -91,21 +93,21 @@ def grid_points(space: Sequence[Dimension]) -> list[tuple[object, ...]]:
 
 
 def parse_dimension(path: str, written: object, is_whole: Callable[[float], bool]) -> Dimension:
-    """Reads the range or the list of values of one path. Raises UsageError.
+    """Read the range or the list of values of one path. Raises UsageError.
 
-    For a range without ``int:`` or ``float:``, ``is_whole`` returns whether the path takes whole numbers only.
+    For a range without ``int:`` or ``float:``, ``is_whole`` returns True if the path accepts whole numbers only.
     """
     if isinstance(written, str):
         text = written.strip()
         if found := _RANGE.fullmatch(text):
             return _range(path, text, found, is_whole)
         if ".." in text:
-            raise UsageError(f"{text!r} is no range of numbers", remedy=FORMS)
+            raise UsageError(f"{text!r} is not a range of numbers", remedy=FORMS)
         if text[:1] + text[-1:] in ("{}", "[]"):
             try:
                 written = read(f"[{text[1:-1]}]", path).value
             except UnreadableError as error:
-                raise UsageError(f"{text!r} is no list: {error.problem.rule}", remedy=FORMS) from None
+                raise UsageError(f"{text!r} is not a list: {error.problem.rule}", remedy=FORMS) from None
     elif isinstance(written, Mapping) and written and all(value is None for value in written.values()):
         written = list(written)  # {a, b, c} in YAML
     if not isinstance(written, list | tuple):
@@ -127,7 +129,7 @@ def _range(path: str, text: str, found: re.Match[str], is_whole: Callable[[float
     kinds, low, high, points = found[1], float(found[2]), float(found[3]), found[4]
     is_log, are_whole = "log:" in kinds, low == int(low) and high == int(high)
     if "int:" in kinds and ("float:" in kinds or not are_whole):
-        raise UsageError(f"{text} is no range of whole numbers", remedy="write for example int:2..8")
+        raise UsageError(f"{text} is not a range of whole numbers", remedy="write for example int:2..8")
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise UsageError(f"{text} is an empty range", remedy="write the smaller number first: 1e-4..1e-1")
     if is_log and low <= 0:
@@ -141,7 +143,7 @@ def _range(path: str, text: str, found: re.Match[str], is_whole: Callable[[float
 
 
 def _points(low: float, high: float, count: int, *, is_log: bool, is_int: bool) -> list[float]:
-    """Equally spaced numbers with six significant digits; the ends are exact."""
+    """Return equally spaced numbers with six significant digits. The ends are exact."""
     if is_log:
         inside = [low * (high / low) ** (n / (count - 1)) for n in range(1, count - 1)]
     else:

@@ -23,7 +23,7 @@ from trainwright.recipe.yaml_core import Document, UnreadableError, read, write
 from trainwright.runs.files import UnreadableFile, read_text
 
 SPEC = "sweep.yaml"
-"""The sweep file that is kept in the folder of a sweep."""
+"""The copy of the sweep file in the folder of a sweep."""
 DEFAULT_TRIALS = 20
 MAX_CHECKED_COMBINATIONS = 200
 NOT_SWEPT = ("name", "folder")
@@ -55,7 +55,7 @@ class SweepFile(BaseModel):
 
 @dataclass(frozen=True)
 class SweepBudget:
-    """When a sweep ends; infinity: no limit."""
+    """The limits of a sweep; infinity for no limit."""
 
     seconds: float = math.inf
     trials: float = math.inf
@@ -63,7 +63,7 @@ class SweepBudget:
 
     @classmethod
     def parse(cls, text: str | None) -> SweepBudget:
-        """Reads ``20min``, ``24`` or ``24trials``, and ``5USD``. Raises UsageError."""
+        """Read ``20min``, ``24`` or ``24trials``, and ``5USD``. Raises UsageError."""
         if text is None:
             return cls()
         if found := re.fullmatch(r"(\d+)\s*(?:trials?)?", text):
@@ -76,7 +76,7 @@ class SweepBudget:
             duration = None
         if duration is None or duration.unit != "s":
             raise UsageError(
-                f"{text!r} is no budget", remedy="write a time (20min), a number of trials (24) or 5USD"
+                f"{text!r} is not a budget", remedy="write a time (20min), a number of trials (24) or 5USD"
             ) from None
         return cls(seconds=duration.value)
 
@@ -85,8 +85,8 @@ class SweepBudget:
 class Sweep:
     """A checked sweep.
 
-    ``settings`` are the overrides of all trials, ``folder`` is the folder of the sweep. The number of ``threads`` of a
-    trial identifies the sweep, because it changes the last bits of sums. The number of ``jobs`` (concurrent trials)
+    ``settings`` are the overrides of all trials, and ``folder`` is the folder of the sweep. The number of ``threads``
+    per trial identifies the sweep, because it changes the last bits of sums. The number of ``jobs`` (concurrent trials)
     does not.
     """
 
@@ -111,16 +111,18 @@ class Sweep:
         return self.folder.name
 
     def settings_of(self, params: Mapping[str, object]) -> list[str]:
-        """The overrides of a trial."""
+        """Return the overrides of a trial."""
         return [*self.settings, *(setting_of(path, value) for path, value in params.items())]
 
     def require_no_price(self) -> None:
-        """Raises UsageError for a budget in USD, which jobs of a cluster cannot keep: none knows the time of others."""
+        """Raise UsageError for a budget in USD. Jobs of a cluster cannot observe it, because none knows the time of
+        others.
+        """
         if math.isfinite(self.budget.usd):
             raise UsageError("a budget in USD is for one machine", remedy="limit the number of trials: trials: 24")
 
     def to_yaml(self) -> str:
-        """The file of the sweep folder: a sweep file too, with the recipe's absolute path and its hash."""
+        """Return the file for the sweep folder: a valid sweep file with the recipe's absolute path and its hash."""
         return write(
             {
                 "recipe": str(self.recipe),
@@ -141,7 +143,7 @@ class Sweep:
 
 
 def is_sweep_file(path: Path) -> bool:
-    """True for a sweep file: a YAML file with the key ``over``."""
+    """Return True for a sweep file: a YAML file with the key ``over``."""
     try:
         value = read(read_text(path, follow_links=True), str(path)).value if path.is_file() else None
     except (UnreadableError, UnreadableFile, OSError):  # reported by the caller that loads it as a recipe
@@ -157,21 +159,23 @@ def read_sweep(
     environ: Mapping[str, str],
     **options: object,
 ) -> Sweep:
-    """Reads a sweep file, the folder of a sweep, or the recipe ``what`` with the paths ``over``.
+    """Read a sweep file, the folder of a sweep, or the recipe ``what`` with the paths ``over``.
 
-    ``options`` are other keys of a sweep file, None for those to leave; they replace those of the file.
-    Raises RecipeError with every problem at once.
+    ``options`` are other keys of a sweep file, which override those of the file; None for no override. Raises
+    RecipeError with every problem at once.
     """
     replaced = {key: value for key, value in options.items() if value is not None}
     if (what / SPEC).is_file():
         what = what / SPEC
     elif what.is_dir():
-        raise UsageError(f"{what} holds no sweep", remedy="give a sweep file, a recipe, or the folder of a sweep")
+        raise UsageError(
+            f"{what} does not contain a sweep", remedy="give a sweep file, a recipe, or the folder of a sweep"
+        )
     if what.name == SPEC or is_sweep_file(what):
         document = _document(what)
     else:
         where = {f"over.{path}": Place(f"--over {path}") for path in over or {}}
-        recipe = str(what.absolute() if what.is_file() else what)  # else the name of one in the box
+        recipe = str(what.absolute() if what.is_file() else what)  # else the name of a built-in one
         document = Document(str(what), {"recipe": recipe, "over": {}}, where)
         replaced.setdefault("name", f"{what.stem}-sweep")
     assert isinstance(document.value, dict)
@@ -191,7 +195,7 @@ def _document(path: Path) -> Document:
     if document.problems:
         raise RecipeError(document.problems)
     if not isinstance(document.value, dict):
-        raise UsageError(f"{path} is no sweep file", remedy="write at least recipe: and over:")
+        raise UsageError(f"{path} is not a sweep file", remedy="write at least recipe: and over:")
     return document
 
 
@@ -218,14 +222,14 @@ def _place(document: Document, path: str) -> Place:
 
 
 def _settings_in(environ: Mapping[str, str]) -> list[str]:
-    """The overrides in the environment, as settings: a sweep that is resumed elsewhere has the same."""
+    """Return the overrides in the environment as settings, so that a sweep that is resumed elsewhere has the same."""
     names = [name for name in sorted(environ) if name.startswith(ENV_PREFIX)]
     pairs = [(name.removeprefix(ENV_PREFIX), environ[name]) for name in names]
     return [f"{rest.lower().replace('__', '.')}={text}" for rest, text in pairs if rest not in RESERVED_ENV]
 
 
 def without_overrides(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a trial: its settings are given on its command line."""
+    """Return the environment of a trial, whose settings are on its command line."""
     return {
         name: text
         for name, text in environ.items()
@@ -235,7 +239,7 @@ def without_overrides(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _checked(file: SweepFile, document: Document, what: Path, settings: Sequence[str]) -> Sweep:
     beside = what.parent / file.recipe
-    path = beside if beside.is_file() else Path(file.recipe)  # else the name of a recipe in the box
+    path = beside if beside.is_file() else Path(file.recipe)  # else the name of a built-in recipe
     settings = [*(setting_of(path, value) for path, value in file.set.items()), *settings]
     loaded = load(path, overrides=settings, environ={})
     problems = Problems()
@@ -286,7 +290,7 @@ def _checked(file: SweepFile, document: Document, what: Path, settings: Sequence
 
 
 def _dimension(name: str, written: object, file: SweepFile, path: Path, settings: Sequence[str]) -> Dimension:
-    """Reads one dimension and has the schema check its values. Raises UsageError."""
+    """Read one dimension and check its values against the schema. Raises UsageError."""
     if name.partition(".")[0] in NOT_SWEPT:
         raise UsageError("names the folder of a trial, and cannot be varied", remedy="vary another path")
     if outer := [each for each in file.over if name.startswith(f"{each}.")]:
@@ -326,12 +330,12 @@ def _metric(file: SweepFile, loaded: Loaded) -> tuple[str, Literal["min", "max"]
             remedy=f"add data.val, or write metric: {TRAIN_LOSS}",
         )
     if file.mode is None and metric not in (VALIDATION_LOSS, TRAIN_LOSS):
-        raise UsageError(f"it is not known if a larger {metric} is better", remedy="write mode: max, or --mode max")
+        raise UsageError(f"it is unknown if a larger {metric} is better", remedy="write mode: max, or --mode max")
     return metric, file.mode or "min"
 
 
 def _sampler(file: SweepFile, space: Sequence[Dimension]) -> tuple[Literal["grid", "random", "tpe"], int | None]:
-    """The sampler, and the number of points of a grid. Without one, a grid where it is small enough to be tried."""
+    """Return the sampler, and the number of points of a grid. The default is a grid if it has few enough points."""
     if file.sampler == "grid":
         return "grid", len(grid_points(space))
     grids = [each.grid for each in space]
@@ -343,7 +347,7 @@ def _sampler(file: SweepFile, space: Sequence[Dimension]) -> tuple[Literal["grid
 
 
 def _check_combinations(space: Sequence[Dimension], points: int | None, path: Path, settings: Sequence[str]) -> None:
-    """Has the schema check the combinations of a grid. Raises RecipeError with all problems."""
+    """Check the combinations of a grid against the schema. Raises RecipeError with all problems."""
     if points is None or points > MAX_CHECKED_COMBINATIONS or len(space) < 2:
         return
     found = list[Problem]()
@@ -358,24 +362,24 @@ def _check_combinations(space: Sequence[Dimension], points: int | None, path: Pa
 
 
 def differences(before: SweepFile, now: SweepFile) -> list[str]:
-    """The keys in which two sweeps of one folder differ, apart from how much of them is run."""
+    """Return the keys in which two sweeps of one folder differ, except those that define how much of them is run."""
     free = {"trials", "jobs", "budget", "usd_per_hour", "folder", "name"}
     return [key for key in SweepFile.model_fields if key not in free and getattr(before, key) != getattr(now, key)]
 
 
 def spec_of(text: str) -> SweepFile:
-    """The keys of the file that ``Sweep.to_yaml`` wrote."""
+    """Return the keys of the file that ``Sweep.to_yaml`` wrote."""
     document = read(text, SPEC)
     assert isinstance(document.value, dict)
     return _checked_keys(document.value, document)
 
 
 def over_of(words: Iterable[str]) -> dict[str, object]:
-    """Reads ``--over PATH=VALUES`` of the command line. Raises UsageError."""
+    """Read ``--over PATH=VALUES`` of the command line. Raises UsageError."""
     found = dict[str, object]()
     for word in words:
         path, equals, values = word.partition("=")
         if not equals or not path.strip():
-            raise UsageError(f"--over {word} is no PATH=VALUES", remedy="--over optimizer.lr=log:1e-4..1e-1")
+            raise UsageError(f"--over {word} is not PATH=VALUES", remedy="--over optimizer.lr=log:1e-4..1e-1")
         found[path.strip()] = values.strip()
     return found

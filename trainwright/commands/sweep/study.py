@@ -37,12 +37,14 @@ if TYPE_CHECKING:
 JOURNAL = "journal.log"
 IN_MEMORY = "sweep"
 """The name of the study in memory. Hyperband assigns trials to brackets by it, so it is the same for all sweeps."""
-INDEX, END = "trial", "end"
-"""User attributes of a trial in the journal: its number in the sweep, and the other cells of its row."""
+INDEX = "trial"
+"""User attribute of a trial in the journal: its number in the sweep."""
+END = "end"
+"""User attribute of a trial in the journal: the other cells of its row."""
 STARTUP_TRIALS = 5
 """Number of first trials that the median pruner does not prune."""
 REDUCTION = 3
-"""Hyperband promotes about one trial of this number."""
+"""Hyperband promotes about one trial out of this number."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Unfinished:
 
 
 def require_optuna() -> None:
-    """Raises MissingExtra where Optuna is not installed."""
+    """Raise MissingExtra if Optuna is not installed."""
     try:
         import optuna  # noqa: F401
     except ImportError:
@@ -85,7 +87,7 @@ def require_optuna() -> None:
 
 @contextmanager
 def quiet_optuna() -> Iterator[None]:
-    """Optuna reports each study and each pruner that is experimental; a sweep has its own output."""
+    """Silence Optuna, which reports each study and each experimental pruner. A sweep has its own output."""
     from optuna import logging
 
     before = logging.get_verbosity()
@@ -117,12 +119,12 @@ class StudyTrials:
         """Number of trials that the study in memory has."""
 
     def refresh(self) -> None:
-        """Reads what other processes have added to the journal."""
+        """Read what other processes have added to the journal."""
         for each in self._journal.get_trials(deepcopy=False):
             self.ended.setdefault(int(each.user_attrs[INDEX]), each)
 
     def load(self, last: int) -> None:
-        """Adds the trials up to ``last``, those that have ended as they are in the journal."""
+        """Add the trials up to ``last``. Those that have ended are read from the journal."""
         for number in range(self.count, last + 1):
             if number in self.ended:
                 self._study.add_trial(self.ended[number])
@@ -131,7 +133,7 @@ class StudyTrials:
                 self.ask()
 
     def load_only(self, number: int) -> Unfinished:
-        """Adds the trials that have ended, and trial ``number``. Others run elsewhere and do not count."""
+        """Add the trials that have ended, and trial ``number``. Others run elsewhere and do not count."""
         import optuna
 
         nothing = optuna.trial.create_trial(state=optuna.trial.TrialState.FAIL)
@@ -142,12 +144,12 @@ class StudyTrials:
 
     @property
     def num_started(self) -> int:
-        """Number of trials whose parameters were chosen, here or before."""
+        """Return the number of trials whose parameters were chosen, here or before."""
         saved = [int(path.stem.rpartition("-")[2]) for path in (self._sweep.folder / "trials").glob("trial-*.json")]
         return max([-1, *saved, *self.ended]) + 1
 
     def ask(self) -> Unfinished:
-        """Chooses the parameters of the next trial, and writes them to a file before it starts."""
+        """Choose the parameters of the next trial, and write them to a file before it starts."""
         number, saved = self.count, trial_folder(self._sweep, self.count).with_suffix(".json")
         labels = _read_labels(saved)
         if labels is None and self._grid:
@@ -167,7 +169,7 @@ class StudyTrials:
         return self.unfinished[number]
 
     def report(self, trial: Unfinished, step: int, value: float) -> bool:
-        """Reports a value at a step. Returns True where the trial is pruned there; then no further one counts."""
+        """Report a value at a step. Returns True if the trial is pruned there; further values do not count then."""
         if trial.pruned_at is not None:
             return True
         if self._pruner is None:
@@ -179,7 +181,7 @@ class StudyTrials:
         return trial.pruned_at is not None
 
     def finish(self, trial: Unfinished, row: TrialRow) -> None:
-        """Writes the result of a trial as one line of the journal, and adds it to the study in memory."""
+        """Write the result of a trial as one line of the journal, and add it to the study in memory."""
         from optuna.trial import TrialState
 
         end = {"steps": row.steps, "seconds": row.seconds, "ended": row.ended, "findings": list(row.findings)}
@@ -201,11 +203,11 @@ class StudyTrials:
         del self.unfinished[trial.number]
 
     def rows(self) -> list[TrialRow]:
-        """The trials that have ended, by number."""
+        """Return the trials that have ended, by number."""
         return [row_of(self._sweep, number, self.ended[number]) for number in sorted(self.ended)]
 
     def importance(self) -> dict[str, float]:
-        """The importance of each parameter (PED-ANOVA). Empty for fewer than 2 parameters or 4 different values."""
+        """Return the importance of each parameter (PED-ANOVA); empty for fewer than 2 parameters or 4 values."""
         import optuna
 
         values = {each.value for each in self.ended.values() if each.state.name == "COMPLETE"}
@@ -218,12 +220,12 @@ class StudyTrials:
 
 
 def trial_folder(sweep: Sweep, number: int) -> Path:
-    """The run folder of a trial."""
+    """Return the run folder of a trial."""
     return sweep.folder / "trials" / f"trial-{number:03}"
 
 
 def row_of(sweep: Sweep, number: int, frozen: FrozenTrial) -> TrialRow:
-    """The row of a trial that has ended."""
+    """Return the row of a trial that has ended."""
     end = frozen.user_attrs[END]
     params = {each.path: each.value_of(frozen.params[each.path]) for each in sweep.space}
     return TrialRow(
@@ -240,7 +242,7 @@ def row_of(sweep: Sweep, number: int, frozen: FrozenTrial) -> TrialRow:
 
 
 def _for_optuna(value: float | None, sweep: Sweep) -> float:
-    """A value that is not finite counts as the worst: the sampler learns from it, which it does not from a failure."""
+    """Return a value for Optuna. A non-finite one is the worst, since the sampler learns nothing from a failure."""
     if value is not None and math.isfinite(value):
         return value
     return math.inf if sweep.mode == "min" else -math.inf
@@ -251,7 +253,7 @@ def _direction(sweep: Sweep) -> Literal["minimize", "maximize"]:
 
 
 def _sampler(sweep: Sweep, number: int) -> BaseSampler:
-    """A new sampler for each trial, seeded by the seed of the sweep and the number of the trial only."""
+    """Return a new sampler for a trial, seeded by the seed of the sweep and the number of the trial only."""
     import optuna
 
     digest = hashlib.sha256(f"{sweep.seed}/{number}".encode()).digest()
@@ -262,7 +264,7 @@ def _sampler(sweep: Sweep, number: int) -> BaseSampler:
 
 
 def _planned_steps(sweep: Sweep, number: int) -> int | None:
-    """The length of the first trial, or of trial ``number`` where another process has the first."""
+    """Return the length of the first trial, or of trial ``number`` if another process has the first."""
     for folder in (trial_folder(sweep, 0), trial_folder(sweep, number)):
         with suppress(UnreadableFile):
             extent = read_as(RunFolder(folder).plan, PlanFile).extent
@@ -302,7 +304,7 @@ def _open_journal(path: Path, sweep: Sweep) -> Study:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Removes a last line without its newline, which a kill may have left: Optuna cannot read what follows it."""
+    """Remove a last line without its newline, which a kill may have left: Optuna cannot read what follows it."""
     with path.open("r+b") as file:
         content = file.read()
         if content and not content.endswith(b"\n"):

@@ -12,7 +12,7 @@ from trainwright.runs.reader import decode_lines
 from trainwright.runs.records import Evaluated, Record, Step
 
 AVERAGED_RECORDS = 10
-"""The training loss of a trial is the mean over this number of records, because that of one batch is noisy."""
+"""Number of records over which the training loss of a trial is averaged, because that of one batch is noisy."""
 
 
 class ValueReader:
@@ -24,7 +24,7 @@ class ValueReader:
         self.value: float | None = None
 
     def read(self) -> list[tuple[int, float]]:
-        """New values by step. Raises UsageError for a metric that the run does not measure."""
+        """Return new values by step. Raises UsageError for a metric that the run does not measure."""
         if not self._log.is_file():
             return []
         with open_file(self._log) as file:

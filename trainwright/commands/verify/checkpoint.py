@@ -11,7 +11,7 @@ from trainwright.errors import UsageError
 
 
 def verify_checkpoint(path: Path) -> list[CheckpointReport]:
-    """Examines a checkpoint, or all in a ``checkpoints`` folder or a run folder, the newest first.
+    """Examine a checkpoint, or all in a ``checkpoints`` folder or a run folder, the newest first.
 
     Raises UsageError for any other path.
     """
@@ -27,6 +27,6 @@ def verify_checkpoint(path: Path) -> list[CheckpointReport]:
         )
     names = sorted(each.name for each in path.iterdir())
     raise UsageError(
-        f"{path} holds no checkpoint; there is {', '.join(names[:8]) or 'nothing'}{' ...' if names[8:] else ''}",
+        f"{path} contains no checkpoint; it has {', '.join(names[:8]) or 'no files'}{' ...' if names[8:] else ''}",
         remedy="give a checkpoint (runs/<name>/checkpoints/step-XXXXXXXX) or a run folder",
     )

@@ -1,4 +1,6 @@
-"""``verify parallel``: whether the first steps of a recipe on several ranks are those of one process, and how fast."""
+"""``verify parallel``: compares the first steps of a recipe on several ranks with those of one process, and their
+speed.
+"""
 
 from __future__ import annotations
 
@@ -34,53 +36,56 @@ from trainwright.runs.shapes import PlanFile, read_as
 from trainwright.training.prepare import prepare
 
 EPS = {"fp32": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-8, "fp16": 2.0**-10, "fp8": 2.0**-4, "mxfp8": 2.0**-4}
-"""Of the arithmetic of the forward pass: the relative distance of two neighbours."""
-DEVIATIONS = 4
-"""Standard deviations that a rounding error may have: of independent ones 1 in 1,500 has more, see ``rounding``."""
-OF_CONTROL = 8
-"""How many times the distance between two splits in one process the layout may have: its sums have another order."""
-NO_ROUNDING = 0.01
-"""Relative distance of the control run from which on it is no rounding: the model draws numbers, or sees the batch."""
+"""Machine epsilon of the arithmetic of the forward pass."""
+MAX_STANDARD_DEVIATIONS = 4
+"""Maximum rounding error in standard deviations. 1 of 1,500 independent errors has more, see ``rounding``."""
+MAX_CONTROL_RATIO = 8
+"""Maximum distance of the layout / distance between two splits in one process. Its sums have a different order."""
+MAX_ROUNDING_DISTANCE = 0.01
+"""Relative distance of the control run above which the cause is not rounding: random numbers, or batch statistics."""
 
 
 ALONE_SETTINGS = [f"parallel.{axis}=1" for axis in AXES if axis in Parallel.model_fields and axis != "replicate"]
-"""The layout of one process, whatever that of the recipe is."""
+"""Settings of the layout of one process, regardless of that of the recipe."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """What a step adds up on its longest way, from inputs to loss: ``terms`` in all sums, in ``layers`` results."""
+    """The sums on the longest path of a step, from inputs to loss: ``terms`` in all sums, in ``layers`` results."""
 
     terms: int
     layers: int
 
     @classmethod
     def of(cls, model: nn.Module, counted: int) -> Sums:
-        """``counted`` are the values that the loss is the mean of. Each weight adds as many terms as it has columns."""
+        """Return the sums of a model. ``counted`` is the number of values in the mean loss. A weight adds a term per
+        column.
+        """
         columns = [weight.numel() // max(1, len(weight)) for weight in model.parameters() if weight.dim() > 1]
         return cls(sum(columns) + counted, max(1, len(columns)))
 
 
 def rounding(sums: Sums, precision: str) -> float:
-    """The relative distance that two orders of the same sums may have.
+    """Return the relative distance that two orders of the same sums may have.
 
-    Sums of n terms, rounded independently, are with probability 1 - 2 exp(-d^2 / 2) within d sqrt(n) eps / 2 of their
-    value where nothing cancels (Higham & Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci.
-    Comput. 41, 2019, theorem 2.4), so two of them within twice that. Products are added in fp32 in any precision; a
-    lower one rounds the result of each layer once more.
+    Sums of n terms with independent rounding are with probability 1 - 2 exp(-d^2 / 2) within d sqrt(n) eps / 2 of their
+    value if nothing cancels (Higham & Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci.
+    Comput. 41, 2019, theorem 2.4), so two of them are within twice that. Products are added in fp32 in any precision. A
+    lower precision rounds the result of each layer once more.
     """
     results = 0.0 if precision == "fp32" else math.sqrt(sums.layers) * EPS[precision]
-    return DEVIATIONS * (math.sqrt(sums.terms) * EPS["fp32"] + results)
+    return MAX_STANDARD_DEVIATIONS * (math.sqrt(sums.terms) * EPS["fp32"] + results)
 
 
-REMEDY = "look for a loss that is no sum over samples, and for what a rank computes from its own share alone"
+REMEDY = "check for a loss that is not a sum over samples, and for values that a rank computes from its own part only"
 
 
 @dataclass(frozen=True)
 class Distance:
-    """The largest distance between two runs: relative for losses and norms, for weights to the largest of a tensor.
+    """The largest distance between two runs.
 
-    ``weights`` are those of the tensor that is farthest for what it may be.
+    It is relative for losses and norms, and relative to the largest value of the tensor for weights. ``weights`` is of
+    the tensor that exceeds its limit most.
     """
 
     loss: float
@@ -90,9 +95,10 @@ class Distance:
 
 @dataclass(frozen=True)
 class LayoutProof:
-    """The result. ``found`` is the distance of the ranks to one process, ``allowed`` what rounding explains.
+    """The result. ``found`` is the distance of the ranks to one process, ``allowed`` the distance that rounding
+    explains.
 
-    ``exact``: both were run with ``parallel.exact``, and must have the same bits. ``speed_up`` compares median steps.
+    If ``exact``, both were run with ``parallel.exact`` and must have the same bits. ``speed_up`` compares median steps.
     """
 
     recipe: Path
@@ -106,16 +112,16 @@ class LayoutProof:
 
     @property
     def equal(self) -> bool:
-        """Whether no distance is larger than allowed."""
+        """True if no distance is larger than allowed."""
         return all(getattr(self.found, name) <= allowed for name, allowed in asdict(self.allowed).items())
 
     @property
     def exit_code(self) -> int:
-        """0 when equal, else 1."""
+        """0 if equal, else 1."""
         return 0 if self.equal else 1
 
     def lines(self) -> list[str]:
-        """The text for people."""
+        """Return the text output."""
         how = "the same bits, with parallel.exact" if self.exact else "within rounding"
         verdict = how if self.equal else f"NOT {how}"
         rows = [
@@ -127,18 +133,18 @@ class LayoutProof:
         return [what, *rows, f"speed-up {self.speed_up:.2f} on {self.ranks} ranks", *([] if self.equal else [remedy])]
 
     def to_json(self) -> dict[str, object]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         return {**asdict(self), "recipe": str(self.recipe), "equal": self.equal}
 
 
 class RunRanks(Protocol):
-    """Runs this program with ``words`` as that many ranks, in ``folder``. Returns exit code and what was printed."""
+    """Runs this program with the arguments ``words`` on several ranks, in ``folder``. Returns exit code and output."""
 
     def __call__(self, words: Sequence[str], ranks: int, folder: Path, /) -> tuple[int, str]: ...
 
 
 def by_torchrun(words: Sequence[str], ranks: int, folder: Path) -> tuple[int, str]:
-    """The RunRanks of the command line."""
+    """Run ranks by torchrun, as the command line does."""
     more = ["--", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # the same on both sides
     command = [sys.executable, "-m", "trainwright", *words, *more]
@@ -155,11 +161,13 @@ def verify_parallel(
     say: Callable[[str], None] = lambda text: None,
     run_ranks: RunRanks = by_torchrun,
 ) -> LayoutProof:
-    """Trains the first ``steps`` in one process, in one with smaller micro-batches, and on ``ranks``, and compares.
+    """Train the first ``steps`` in one process, in one with smaller micro-batches, and on ``ranks``, and compare them.
 
-    The second run shows how far rounding alone leads. A model that draws random numbers (dropout) is compared with
-    ``parallel.exact``: the ranks would draw others. Raises the user's errors, and UsageError for a model that sees its
-    micro-batch as a whole, such as one with BatchNorm.
+    The second run shows the effect of rounding alone. A model that draws random numbers (dropout) is compared with
+    ``parallel.exact``, because the ranks would draw different ones.
+
+    Raises the user's errors, and UsageError for a model that uses statistics of its micro-batch, such as one with
+    BatchNorm.
     """
     if ranks < 2:
         raise UsageError(f"--ranks {ranks} leaves nothing to compare", remedy="give at least 2")
@@ -176,7 +184,7 @@ def verify_parallel(
 
 @dataclass(frozen=True)
 class _Trained:
-    """What a run left: by step, and its last weights."""
+    """The results of a run: values by step, and its last weights."""
 
     losses: list[float]
     norms: list[float]
@@ -185,7 +193,7 @@ class _Trained:
     precision: str
 
     def distance(self, other: _Trained, tensor: str) -> Distance:
-        """``tensor`` is the one whose weights are compared."""
+        """Return the distance to another run. ``tensor`` is the name of the compared weights."""
         return Distance(
             _farthest(self.losses, other.losses),
             _farthest(self.norms, other.norms),
@@ -195,7 +203,7 @@ class _Trained:
 
 @dataclass(frozen=True)
 class _Layouts:
-    """The runs, and the settings that all of them share."""
+    """The runs, and their common settings."""
 
     loaded: Loaded
     path: Path
@@ -207,16 +215,16 @@ class _Layouts:
     run_ranks: RunRanks
 
     def prove(self) -> LayoutProof:
-        exact, sums = first_look(in_one_process(self.loaded))
+        exact, sums = examine_forward(in_one_process(self.loaded))
         degrees = solve_layout(self.loaded.recipe, self.ranks)
         if exact and degrees.ranks > degrees.replicate:
             raise UsageError(
-                "the model draws random numbers (dropout), and ranks that divide the work in this way draw others than "
-                "one process does: there is nothing to compare with",
-                remedy="compare without: --set model.args.dropout=0, or with parallel.replicate alone",
+                "the model draws random numbers (dropout), and with this layout ranks draw different ones than one "
+                "process does, so they cannot be compared",
+                remedy="turn dropout off: --set model.args.dropout=0, or use parallel.replicate only",
             )
         self.say(
-            "the model draws random numbers: compared is parallel.exact" if exact else "the model draws no numbers"
+            "the model draws random numbers: comparing with parallel.exact" if exact else "the model draws no numbers"
         )
         slices = ["parallel.exact=true", *self._smaller(self.ranks)] if exact else []
         alone = self._trained("one process", 1, *slices)
@@ -234,7 +242,7 @@ class _Layouts:
         )
 
     def _smaller(self, parts: int) -> list[str]:
-        """Settings by which a forward pass takes this many times fewer samples."""
+        """Return settings with ``parts`` times fewer samples per forward pass."""
         ask = self.loaded.recipe.batch
         batch = solve_batch(ask.size, ask.micro, ask.accumulation)
         return [f"batch.size={batch.size}", f"batch.micro={math.ceil(batch.micro / parts)}", "batch.accumulation=null"]
@@ -244,46 +252,54 @@ class _Layouts:
         name = what.replace(",", "").replace(" ", "-")
         fixed = [f"until={self.steps}steps", "log.every=1steps", "log.doctor=false", "checkpoint.every=null"]
         fixed += ["evaluation.batches=1", "schedule.warmup=0steps", f"name={name}", f"folder={self.folder / 'runs'}"]
-        fixed += ["alerts=null", "metrics=[]", "observers=[]", "checkpoint.restore_best=false"]  # these are of one rank
+        fixed += [
+            "alerts=null",
+            "metrics=[]",
+            "observers=[]",
+            "checkpoint.restore_best=false",
+        ]  # these work on one rank only
         fixed += ALONE_SETTINGS if ranks == 1 else []
         words = [word for each in (*self.settings, *fixed, *more) for word in ("--set", each)]
         code, printed = self.run_ranks(["train", str(self.path), *words], ranks, self.folder)
         if code != 0:
             last = [line for line in printed.splitlines() if line.strip()][-12:]
             text = "\n  ".join(last)
-            error = TrainwrightError(f"the run of {what} ended with {code}:\n  {text}", remedy="mend what it names")
+            error = TrainwrightError(
+                f"the run of {what} ended with {code}:\n  {text}", remedy="fix the error that it reports"
+            )
             error.exit_code = code if code in (1, 2) else 1
             raise error
         return _read(self.folder / "runs" / name, self.steps)
 
 
 def _excess(found: float, allowed: float) -> float:
-    """How many times as far as it may be."""
+    """Return the distance / allowed distance."""
     if found == 0.0 or allowed == math.inf:
         return 0.0
     return found / allowed if allowed else math.inf
 
 
 def _allowed(alone: _Trained, control: _Trained | None, tensor: str, sums: Sums) -> Distance:
-    """What rounding explains: by theory, or where sums cancel what the ``control`` shows, of the weights as well.
+    """Return the distance that rounding explains: by theory, or by the ``control`` run if sums cancel, also for
+    weights.
 
-    Without a control nothing. Raises UsageError where the control is another training.
+    Without a control no distance is allowed. Raises UsageError if the control run trains differently.
     """
     if control is None:
         return Distance(0.0, 0.0, 0.0)
     noise, least = alone.distance(control, tensor), rounding(sums, alone.precision)
     farthest = max(noise.loss, noise.grad_norm)
-    if farthest > max(NO_ROUNDING, OF_CONTROL * least):
+    if farthest > max(MAX_ROUNDING_DISTANCE, MAX_CONTROL_RATIO * least):
         raise UsageError(
-            "there is nothing to compare with: in one process, too, smaller micro-batches change loss or gradient "
-            f"by {farthest:.0%}, so the model sees its micro-batch as a whole",
-            remedy="ranks train as micro-batches of their share do; use GroupNorm or LayerNorm for BatchNorm",
+            "ranks cannot be compared with one process: even in one process, smaller micro-batches change loss or "
+            f"gradient by {farthest:.0%}, so the model uses statistics of its micro-batch",
+            remedy="ranks train as smaller micro-batches do; use GroupNorm or LayerNorm instead of BatchNorm",
         )
-    return Distance(*(max(OF_CONTROL * each, least) for each in asdict(noise).values()))
+    return Distance(*(max(MAX_CONTROL_RATIO * each, least) for each in asdict(noise).values()))
 
 
-def first_look(loaded: Loaded) -> tuple[bool, Sums]:
-    """Whether the forward pass in training draws random numbers (another seed gives another loss); and its sums."""
+def examine_forward(loaded: Loaded) -> tuple[bool, Sums]:
+    """Return True if the training forward pass draws random numbers (another seed changes the loss), and its sums."""
     job = prepare(loaded)
     loss_fn, micro = as_loss_fn(job.parts.loss), next(job.batches).micro[0]
     tokens = count_tokens(micro.data) // max(1, micro.size)

@@ -1,12 +1,12 @@
-"""``verify plain``: whether the first steps of a run have the bits of the loop that one would write by hand.
+"""``verify plain``: compares the first steps of a run bit for bit with the equivalent loop written by hand.
 
     for batch in data:
         optimizer.zero_grad()
         loss(model(inputs), target).backward()
         optimizer.step()
 
-For objects the loop is over the user's own DataLoader. A recipe has further lines, with the functions of torch: the
-learning rate of its schedule, ``torch.autocast``, ``clip_grad_norm_``, one backward pass for each micro-batch.
+For objects, the loop iterates over the user's DataLoader. For a recipe, it has further lines with functions of torch:
+the learning rate of its schedule, ``torch.autocast``, ``clip_grad_norm_``, one backward pass for each micro-batch.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from trainwright.recipe import LOSSES, OPTIMIZERS, Loaded, Recipe, Source, load
 from trainwright.recipe.resolve import find, import_factory
 from trainwright.runs.folder import RunFolder
 from trainwright.training.fit import OptimizerLike, fit
-from trainwright.training.made_by import ORDER, returned_by
 from trainwright.training.prepare import prepare
+from trainwright.training.rebuild import ORDER, call_for_arguments
 from trainwright.training.result import Result
 from trainwright.training.run import Extra, process_settings, train
 from trainwright.training.subject import copied
@@ -69,7 +69,7 @@ class PlainDifference:
 class PlainProof:
     """The result: equal losses, weights and buffers, or the first ``difference``.
 
-    ``loop`` says which loop was compared with, and ``notes`` what else one should know.
+    ``loop`` describes the loop, and ``notes`` are remarks on the comparison.
     """
 
     steps: int
@@ -81,16 +81,16 @@ class PlainProof:
 
     @property
     def equal(self) -> bool:
-        """Whether losses and weights have the same bits."""
+        """True if losses and weights have the same bits."""
         return self.difference is None
 
     @property
     def exit_code(self) -> int:
-        """0 when equal, else 1."""
+        """0 if equal, else 1."""
         return 0 if self.equal else 1
 
     def lines(self) -> list[str]:
-        """The text for people."""
+        """Return the text output."""
         if self.difference is None:
             first = f"{self.steps} losses and {self.tensors} tensors of the model have the bits of {self.loop}"
         else:
@@ -98,7 +98,7 @@ class PlainProof:
         return [f"{first}; {self.precision}", *self.notes]
 
     def to_json(self) -> dict[str, object]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         return {"equal": self.equal, **asdict(self)}
 
 
@@ -112,21 +112,21 @@ def verify_plain(
 ) -> PlainProof:
     """Compare the first steps of ``tw.fit(model, data, loss, optimizer=optimizer)`` with the five-line loop.
 
-    Both train copies, so the objects stay as they are, and so do the random generators. Data that are no DataLoader
-    have no order of their own: the loop then gets the batches of ``tw.fit``.
+    Both train copies, so the objects are unchanged. The random generators are restored. Data other than a DataLoader
+    have no defined order, so the loop then uses the batches of ``tw.fit``.
 
     Args:
-        model: What is trained.
+        model: The module to train.
         data: As in ``tw.fit``.
         loss: As in ``tw.fit``.
-        optimizer: An optimizer over parameters of the model, several, a name, or what makes one.
-        steps: How many steps are compared.
+        optimizer: An optimizer over parameters of the model, several of them, a name, or a function that makes one.
+        steps: Number of compared steps.
 
     Returns:
-        A PlainProof; ``proof.equal`` is true where all losses and weights have the same bits.
+        A PlainProof; ``proof.equal`` is True if all losses and weights have the same bits.
 
     Raises:
-        UsageError: for objects that cannot be copied, and whatever ``tw.fit`` raises.
+        UsageError: The objects cannot be copied, or ``tw.fit`` raises it.
 
     Example:
         >>> proof = tw.verify_plain(model, DataLoader(dataset, 32, shuffle=True), nn.CrossEntropyLoss(), optimizer)
@@ -201,7 +201,7 @@ def _compared(result: Result, seen: _Seen, plain: _Objects, planned: dict[str, A
 
 
 def _first_of(loader: Iterable[object], count: int, device: torch.device) -> Iterator[tuple[Any, ...]]:
-    """The first batches of a loop over a loader, epoch after epoch."""
+    """Yield the first batches of a loop over a loader, epoch after epoch."""
     number = 0
     while number < count:
         began_with = number
@@ -221,7 +221,7 @@ class _Reference:
 
 
 def _run(objects: _Objects, state: TrainState, batches: Iterable[tuple[Any, ...]], device: torch.device) -> _Reference:
-    """The loop by hand. Optimizers that are named or made are those of torch, with the kernels of the run."""
+    """Run the loop by hand. Named optimizers are those of torch, with the kernels of the run."""
     model = objects.model.to(device)
     if not model.training:
         model.train()
@@ -265,7 +265,7 @@ def _optimizers(objects: _Objects, model: nn.Module, state: TrainState) -> list[
         if row.groups:
             raise UsageError(
                 f"{given} makes parameter groups, which a plain loop would have to make too",
-                remedy="give the optimizer itself",
+                remedy="pass the optimizer itself",
             )
         fused = {"fused": True} if any(group.get("fused") for group in state.optimizer.param_groups) else {}
         made: object = import_factory(row.factory)(parameters, **fused)
@@ -284,7 +284,7 @@ def _first_other_batch(plain: Sequence[tuple[Any, ...]], ours: Sequence[tuple[An
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same values, NaN included."""
+    """Return True if two tensors have the same values, NaN included."""
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
@@ -300,7 +300,7 @@ def _proof(
     assert result.state is not None
     ours, plain = dict(result.state.model.state_dict()), dict(model.state_dict())
     if result.skipped:
-        notes.append(f"{result.skipped} updates were not finite: tw.fit leaves them out, and the loop does not")
+        notes.append(f"{result.skipped} updates were not finite: tw.fit skips them, and the loop does not")
     return PlainProof(
         steps=len(seen.losses),
         tensors=len(ours),
@@ -328,7 +328,7 @@ def _first_difference(
 def verify_plain_of(
     what: str, *, steps: int = STEPS, settings: Sequence[str] = (), say: Callable[[str], None] = lambda text: None
 ) -> PlainProof:
-    """The same for ``what`` a command names: a recipe, or ``module:function`` that returns what ``tw.fit`` takes.
+    """Compare the first steps of a recipe, or of ``module:function`` that returns arguments of ``tw.fit``, with a loop.
 
     The function returns ``(model, data, loss)`` or ``(model, data, loss, optimizer)``.
     """
@@ -336,7 +336,7 @@ def verify_plain_of(
         return verify_plain_recipe(load(what, overrides=settings), what, steps=steps, settings=settings)
     if settings:
         raise UsageError("--set changes a recipe, and a function has none", remedy="change what the function returns")
-    made = returned_by(what)
+    made = call_for_arguments(what)
     if other := made.keys() - set(ORDER):
         raise UsageError(
             f"{what} returned {' and '.join(sorted(other))}, which a plain loop does not have",
@@ -346,7 +346,7 @@ def verify_plain_of(
 
 
 def verify_plain_recipe(loaded: Loaded, recipe: str, *, steps: int, settings: Sequence[str]) -> PlainProof:
-    """Compare the first steps of a recipe with a loop that does what the recipe states, by the functions of torch."""
+    """Compare the first steps of a recipe with a loop that uses functions of torch."""
     _require_comparable(loaded)
     with tempfile.TemporaryDirectory(prefix="trainwright-verify-") as folder:
         trial = [*settings, *_settings(loaded.recipe, steps, Path(folder))]
@@ -360,7 +360,7 @@ def verify_plain_recipe(loaded: Loaded, recipe: str, *, steps: int, settings: Se
 
 
 def _settings(recipe: Recipe, steps: int, folder: Path) -> list[str]:
-    """The settings of a trial: so many steps, and nothing that ends them earlier or takes long."""
+    """Return the settings of a trial: a number of steps, and nothing that ends them earlier or takes long."""
     warmup = recipe.schedule.warmup
     fits = warmup.unit == "run" or (warmup.unit == "steps" and warmup.value < steps)
     return [
@@ -424,7 +424,7 @@ def _recipe_by_hand(loaded: Loaded, result: Result, seen: _Seen, planned: dict[s
 
 
 def _parts(outputs: Sequence[Loss | Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """What each micro-batch adds to the mean loss of the step."""
+    """Return the contribution of each micro-batch to the mean loss of the step."""
     weight = sum(each.weight for each in outputs if isinstance(each, Loss))
     return [
         each.total / weight if isinstance(each, Loss) else each * (size / sum(sizes)) if len(sizes) > 1 else each

@@ -1,4 +1,4 @@
-"""``verify resume``: whether a killed and resumed run of a recipe has the same bits as one that ran straight."""
+"""``verify resume``: proves that a killed and resumed run of a recipe has the same bits as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from trainwright.training.subject import Build, named
 
 @dataclass(frozen=True)
 class ResumeTrial:
-    """One trial: 2N steps straight; and N steps, an end, then N more with another number of workers.
+    """One trial: 2N steps straight; and N steps, an end, then N more steps with another number of workers.
 
-    ``recipe`` is the path of one, or a function that makes the objects: ``module:function``.
+    ``recipe`` is the path of a recipe, or ``module:function`` that makes the objects.
     """
 
     recipe: Path
@@ -47,9 +47,9 @@ class ResumeTrial:
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of a trial. It compares the log ``upto`` a step, and the checkpoint of that step.
+    """The result of a trial. It compares the log up to the step ``upto``, and the checkpoint of that step.
 
-    The ``cause`` of a difference is "recipe" where two straight runs differ too, else "resume".
+    The ``cause`` of a difference is "recipe" if two straight runs differ too, else "resume".
     """
 
     trial: ResumeTrial
@@ -65,16 +65,16 @@ class Proof:
 
     @property
     def equal(self) -> bool:
-        """Whether log and checkpoint are the same bits."""
+        """True if log and checkpoint have the same bits."""
         return self.log is None and not self.checkpoint
 
     @property
     def exit_code(self) -> int:
-        """0 when equal, else 1."""
+        """0 if equal, else 1."""
         return 0 if self.equal else 1
 
     def lines(self) -> list[str]:
-        """The text for people: one line when all is equal."""
+        """Return the text output: one line if everything is equal."""
         trial, n = self.trial, self.trial.steps
         runs = f"{2 * n} steps straight and {n} + {'SIGKILL' if trial.kill else 'stop'} + {n}"
         settings = f"workers {trial.workers} -> {trial.then_workers}; {self.precision}"
@@ -93,7 +93,7 @@ class Proof:
         return [*lines, f"cause: {_CAUSES[self.cause or '']}", *kept]
 
     def to_json(self) -> dict[str, object]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         trial = self.trial
         return {
             "equal": self.equal,
@@ -117,19 +117,19 @@ _CAUSES = {
     "recipe": "the recipe itself is not deterministic: two runs from the start differ as well\n"
     "  remedy: draw random numbers from torch, NumPy or random only, which are seeded; set deterministic: true",
     "resume": "the resume: two straight runs are the same bits\n"
-    "  remedy: look for state that model, optimizer, loss or dataset keeps where no checkpoint sees it, and for data\n"
-    "  that depend on the number of workers (equal --workers and --then-workers tell)",
+    "  remedy: check for state of model, optimizer, loss or dataset that is not in the checkpoint, and for data that\n"
+    "  depend on the number of workers (try equal --workers and --then-workers)",
 }
 
 
 class RunPart(Protocol):
-    """Runs a part in a process of its own, with its output in ``output``. Returns the exit code."""
+    """Runs a part in a separate process, with its output in ``output``. Returns the exit code."""
 
     def __call__(self, part: TrialPart, output: Path, environment: Mapping[str, str], /) -> int: ...
 
 
 def in_new_python(part: TrialPart, output: Path, environment: Mapping[str, str]) -> int:
-    """The RunPart of the command line."""
+    """Run a part in a new Python process, as the command line does."""
     command = [sys.executable, "-m", "trainwright.commands.verify.trial", json.dumps(asdict(part))]
     with output.open("w") as file:  # no pipe: workers that outlive a kill would hold it open
         return subprocess.run(
@@ -138,7 +138,7 @@ def in_new_python(part: TrialPart, output: Path, environment: Mapping[str, str])
 
 
 def in_this_process(build: Build) -> RunPart:
-    """The RunPart for objects, which no other process can make. It cannot be killed."""
+    """Return a RunPart for objects, which no other process can make. It cannot be killed."""
 
     def run_part(part: TrialPart, output: Path, environment: Mapping[str, str], /) -> int:
         before = os.environ.get("OMP_NUM_THREADS")
@@ -162,12 +162,12 @@ def verify_resume(
     run_part: RunPart = in_new_python,
     build: Build | None = None,
 ) -> Proof:
-    """Runs the trial in processes of its own, in a temporary folder that stays if something differs, or with ``keep``.
+    """Run the trial in separate processes, in a temporary folder that is kept if something differs, or with ``keep``.
 
-    ``build`` makes what is trained; None: what ``trial.recipe`` names. An error of the user's in one of the processes
-    is raised here, with its message and exit code.
+    ``build`` makes the trained objects; None: those that ``trial.recipe`` names. An error of the user's code in one of
+    the processes is raised here, with its message and exit code.
     """
-    # raises for a wrong one before anything runs
+    # raises for a wrong recipe before anything runs
     recipe = (build or named(trial.recipe).build)(trial.settings).loaded.recipe
     folder = Path(tempfile.mkdtemp(prefix="trainwright-verify-"))
     proof = None
@@ -191,7 +191,7 @@ class _PartOptions(TypedDict, total=False):
 
 @dataclass
 class _TrialRuns:
-    """The processes of a trial: their folder, and the settings that all of them share."""
+    """The processes of a trial: their folder, and their common settings."""
 
     trial: ResumeTrial
     folder: Path
@@ -200,7 +200,7 @@ class _TrialRuns:
     shared: list[str]
 
     def prove(self, keep: bool) -> Proof:
-        """Runs the straight and the interrupted run and compares them."""
+        """Run the straight and the interrupted run and compare them."""
         begin_s, trial, n = time.monotonic(), self.trial, self.trial.steps
         straight = self._straight("straight")
         precision = read_as(straight.plan, PlanFile).precision
@@ -227,15 +227,15 @@ class _TrialRuns:
         )
 
     def _cause(self, straight: RunFolder) -> str:
-        """ "recipe" if a second straight run differs from the first, else "resume"."""
-        self.say("something differs; once more, to see whether two straight runs do too:")
+        """Return "recipe" if a second straight run differs from the first, else "resume"."""
+        self.say("something differs; a second straight run shows if two straight runs differ too:")
         again, last = self._straight("again"), name_of(2 * self.trial.steps)
         same = _table(read(again.log).records) == _table(read(straight.log).records)
         same = same and not any(differences(straight.checkpoints / last, again.checkpoints / last))
         return "resume" if same else "recipe"
 
     def _straight(self, name: str) -> RunFolder:
-        """Runs all 2N steps in one process."""
+        """Run all 2N steps in one process."""
         n = self.trial.steps
         self.say(f"{2 * n} steps straight, {self.trial.workers} workers")
         outcome = self._run(name, [f"name={name}", f"data.workers={self.trial.workers}"])
@@ -248,11 +248,11 @@ class _TrialRuns:
         run = RunFolder.open(outcome["run"])
         for step in (n, 2 * n):
             if not (run.checkpoints / name_of(step)).is_dir():
-                raise StorageError(f"step {step} was not saved: {self._last_words(name)}", remedy=OTHER_DISK)
+                raise StorageError(f"step {step} was not saved: {self._last_line(name)}", remedy=OTHER_DISK)
         return run
 
     def _interrupted(self) -> RunFolder:
-        """Runs until the checkpoint of step N is on disk and ends there; a kill comes some steps later."""
+        """Run until the checkpoint of step N is on disk and end there; a kill comes some steps later."""
         trial, n = self.trial, self.trial.steps
         run, start = self.folder / "halves", ["name=halves", f"data.workers={trial.workers}"]
         if trial.kill:
@@ -269,7 +269,7 @@ class _TrialRuns:
         self._run("resumed", [f"data.workers={workers}"], resume=str(run.path))
 
     def _run(self, name: str, settings: list[str], **more: Unpack[_PartOptions]) -> dict[str, Any]:
-        """Runs one part in a process of its own and returns its outcome. Raises the error that it raised."""
+        """Run one part in a separate process and return its outcome. Raises the error that it raised."""
         outcome = self.folder / f"{name}.json"
         settings = settings if "resume" in more else [*self.shared, *settings]
         part = TrialPart(str(self.trial.recipe), settings, str(outcome), **more)
@@ -277,7 +277,7 @@ class _TrialRuns:
         if part.committed and code == -signal.SIGKILL and Path(part.committed).is_dir():
             return {}
         if not outcome.exists():
-            message = f"the {name} part ended with exit code {code}: {self._last_words(name)}"
+            message = f"the {name} part ended with exit code {code}: {self._last_line(name)}"
             raise TrainwrightError(message, remedy="run it by hand: trainwright train")
         result: dict[str, Any] = json.loads(outcome.read_text())
         if "error" in result:
@@ -286,14 +286,14 @@ class _TrialRuns:
             raise error
         return result
 
-    def _last_words(self, name: str) -> str:
+    def _last_line(self, name: str) -> str:
         lines = (self.folder / f"{name}.txt").read_text(errors="replace").strip().splitlines()
         saving = [line for line in lines if "is not saved" in line]
         return (saving or lines or ["it printed nothing"])[-1]
 
 
 def _settings(recipe: Recipe, n: int, folder: Path) -> list[str]:
-    """The settings of a trial: 2N steps, a checkpoint at step N, every step logged, a short validation."""
+    """Return the settings of a trial: 2N steps, a checkpoint at step N, every step logged, a short validation."""
     in_time, warmup = recipe.until.unit == "s", recipe.schedule.warmup
     fits = warmup.unit == "run" or (warmup.unit == "steps" and warmup.value < 2 * n)
     return [
@@ -316,24 +316,24 @@ def _settings(recipe: Recipe, n: int, folder: Path) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """What is set for the parts: this module path, and one number of threads, as sums depend on it."""
+    """Return the environment of the parts: this module path, and one number of threads, on which sums depend."""
     threads = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
     places = os.pathsep.join(place or str(Path.cwd()) for place in sys.path)
     return {"OMP_NUM_THREADS": threads, "PYTHONPATH": places}
 
 
-_OF_STEP = ("ids_hash", "loss", "grad_norm", "lr", "weight", "samples", "tokens", "skipped", "probed")
-_OF_EVALUATION = ("validation loss", "validation weight", "validation metrics")
+_STEP_VALUES = ("ids_hash", "loss", "grad_norm", "lr", "weight", "samples", "tokens", "skipped", "probed")
+_EVALUATION_VALUES = ("validation loss", "validation weight", "validation metrics")
 
 
 def _table(records: Iterable[Record]) -> dict[int, dict[str, str]]:
-    """The logged values of each step as text, which is equal where the bits are, NaN included."""
+    """Return the logged values of each step as text, which is equal if the bits are, NaN included."""
     table: dict[int, dict[str, str]] = {}
     for record in records:
         if isinstance(record, Step):
-            row = {name: repr(getattr(record, name)) for name in _OF_STEP}
+            row = {name: repr(getattr(record, name)) for name in _STEP_VALUES}
         elif isinstance(record, Evaluated):
-            row = {name: repr(getattr(record, name.split()[1])) for name in _OF_EVALUATION}
+            row = {name: repr(getattr(record, name.split()[1])) for name in _EVALUATION_VALUES}
         else:
             continue
         table.setdefault(record.step, {}).update(row)
@@ -341,13 +341,13 @@ def _table(records: Iterable[Record]) -> dict[int, dict[str, str]]:
 
 
 def _first_difference(straight: RunFolder, halves: RunFolder, steps: range, which: str) -> str | None:
-    """The first step whose log differs, in words. Of ``halves`` only the records of its newest process count."""
+    """Return the first step whose log differs, as text. Only the newest process of ``halves`` counts."""
     records = read(halves.log).records
     begins = [i for i, record in enumerate(records) if isinstance(record, Started)]
     expected, seen = _table(read(straight.log).records), _table(records[begins[-1] :])
     for step in steps:
         one, two = expected.get(step, {}), seen.get(step, {})
-        names = [name for name in (*_OF_STEP, *_OF_EVALUATION) if one.get(name) != two.get(name)]
+        names = [name for name in (*_STEP_VALUES, *_EVALUATION_VALUES) if one.get(name) != two.get(name)]
         if names:
             first = names[0]
             values = f"{one.get(first)} straight, {two.get(first)} {which}"

@@ -1,4 +1,4 @@
-"""One part of ``verify resume`` in a process of its own, with a counting clock and an end at a given step."""
+"""Runs one part of ``verify resume`` in a separate process, with a counting clock and an end at a given step."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ OTHER_DISK = "make room, or set TMPDIR to a folder on another disk"
 
 @dataclass(frozen=True)
 class TrialPart:
-    """One training of a recipe, or of what a function makes, or of the rest of the run ``resume``.
+    """One training of a recipe, of the objects of a function, or of the rest of the run ``resume``.
 
-    It goes to its end or to the step ``end_at``. There it ends by SIGKILL once the checkpoint ``committed`` is on disk,
-    or by an orderly stop where that is None. The result is written to the file ``outcome``: ``Result.to_json()``, or an
+    It runs to its end or to the step ``end_at``. There it ends by SIGKILL once the checkpoint ``committed`` is on disk,
+    or by an orderly stop if that is None. The result is written to the file ``outcome``: ``Result.to_json()``, or an
     error and its exit code.
     """
 
@@ -61,7 +61,7 @@ class CountedTime(Solo):
 
 
 class _End:
-    """An Observer that ends the run at a step: by SIGKILL once a checkpoint is committed, else by a Stop."""
+    """Ends the run at a step: by SIGKILL once a checkpoint is committed, else by a Stop."""
 
     def __init__(self, part: TrialPart) -> None:
         self._at, self._committed = part.end_at or 0, part.committed
@@ -82,7 +82,7 @@ class _End:
 
 
 def outcome_of(part: TrialPart, build: Build, console: Console) -> dict[str, object]:
-    """Trains what ``build`` makes. Returns ``Result.to_json()``, or the error that it raised and its exit code."""
+    """Train what ``build`` makes. Returns ``Result.to_json()``, or the error that it raised and its exit code."""
     try:
         folder = RunFolder.open(part.resume) if part.resume else None
         loaded, parts = build(() if folder else part.settings)
@@ -103,7 +103,7 @@ def outcome_of(part: TrialPart, build: Build, console: Console) -> dict[str, obj
 
 
 def main() -> None:
-    """Runs the TrialPart that the first argument gives as JSON, and writes its outcome."""
+    """Run the TrialPart that the first argument contains as JSON, and write its outcome."""
     part = TrialPart(**json.loads(sys.argv[1]))
     seed_all(0)  # a function that makes the objects draws the same numbers in each process
     outcome = outcome_of(part, lambda settings: named(part.recipe, settings).build(()), Console(stderr=True))

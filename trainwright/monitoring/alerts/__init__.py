@@ -1,1 +1,1 @@
-"""Messages about a run to somebody who does not look at it: rules, and where the messages go."""
+"""Sends messages about a run to people: rules that decide when, and channels that deliver."""

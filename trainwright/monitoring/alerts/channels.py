@@ -1,4 +1,4 @@
-"""Where alerts go: a webhook, a command, the desktop. What a channel raises never contains a secret."""
+"""Channels of alerts: a webhook, a command, the desktop. Errors of a channel never contain a secret."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TIMEOUT_S = 10.0
 
 
 class NotDeliveredError(TrainwrightError):
-    """A channel did not take an alert. The message has no address and no header in it."""
+    """A channel did not accept an alert. The message contains no address and no header."""
 
 
 class Channel(Protocol):
-    """Takes one alert of the run called ``run``. Raises NotDeliveredError."""
+    """Delivers an alert of the run called ``run``. Raises NotDeliveredError."""
 
     @property
     def name(self) -> str: ...
@@ -34,14 +34,14 @@ class Channel(Protocol):
 
 @dataclass(frozen=True, repr=False)
 class Webhook:
-    """POSTs ``{"text": ...}``, as Slack, Mattermost and others take it, to the address in an environment variable."""
+    """POSTs ``{"text": ...}``, the format of Slack and Mattermost, to the address in an environment variable."""
 
     url: str
     name: str = "webhook"
 
     @classmethod
     def of_variable(cls, variable: str, environ: Mapping[str, str]) -> Webhook:
-        """Raises UsageError where the variable holds no address; its value is not in the message."""
+        """Return the webhook of an environment variable. Raises UsageError, without its value, if it has no address."""
         url = environ.get(variable, "").strip()
         if not url:
             raise UsageError(
@@ -50,12 +50,14 @@ class Webhook:
             )
         if not url.startswith(("https://", "http://")):
             raise UsageError(
-                f"alerts.webhook: {variable} holds no address", remedy="it must begin with https:// or http://"
+                f"alerts.webhook: {variable} is not an address", remedy="it must begin with https:// or http://"
             )
         return cls(url)
 
     def send(self, run: str, alert: Alert) -> None:
-        text = f"{run}: {alert.text}".replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")  # as Slack wants
+        text = (
+            f"{run}: {alert.text}".replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        )  # required by Slack
         body = json.dumps({"text": text}).encode()
         try:
             request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"}, method="POST")
@@ -74,18 +76,18 @@ class Webhook:
 
 @dataclass(frozen=True)
 class Command:
-    """Runs a program without a shell; it reads ``{"run", "kind", "step", "text"}`` from its standard input."""
+    """Runs a program without a shell, with ``{"run", "kind", "step", "text"}`` on its standard input."""
 
     argv: tuple[str, ...]
     name: str = "command"
 
     @classmethod
     def of(cls, argv: Sequence[str]) -> Command:
-        """Raises UsageError where there is no such program."""
+        """Return the command. Raises UsageError if there is no such program."""
         if shutil.which(argv[0]) is None:
             raise UsageError(
                 f"alerts.command: there is no program {argv[0]}",
-                remedy="give its path, and see that it may be executed: chmod +x",
+                remedy="give its path, and make it executable: chmod +x",
             )
         return cls(tuple(argv))
 
@@ -109,13 +111,13 @@ class Command:
 
 
 def desktop(platform: str = sys.platform) -> Channel:
-    """Notifications of this machine's desktop. Raises UsageError where it has no program for them."""
+    """Return the channel for desktop notifications of this machine. Raises UsageError if it has no program for them."""
     program = "osascript" if platform == "darwin" else "notify-send"
     found = shutil.which(program)
     if found is None:
         raise UsageError(
             f"alerts.desktop: there is no program {program} on this machine",
-            remedy="install libnotify-bin, or name a webhook or a command instead",
+            remedy="install libnotify-bin, or use a webhook or a command instead",
         )
     return _MacDesktop(found) if program == "osascript" else _LinuxDesktop(found)
 
@@ -131,7 +133,7 @@ class _LinuxDesktop:
 
 @dataclass(frozen=True)
 class _MacDesktop:
-    """The texts are passed as arguments, so that nothing in them is read as a script."""
+    """Sends notifications on macOS. The texts are arguments, so that they are not read as a script."""
 
     program: str
     name: str = "desktop"
@@ -145,7 +147,7 @@ def _run(argv: Sequence[str]) -> None:
     try:
         done = subprocess.run(argv, capture_output=True, timeout=TIMEOUT_S, check=False, env=dict(os.environ))
     except subprocess.TimeoutExpired:
-        raise NotDeliveredError("it does not answer") from None
+        raise NotDeliveredError("it does not respond") from None
     except OSError as error:
         raise NotDeliveredError(f"it could not be run: {error.strerror}") from None
     if done.returncode:

@@ -1,4 +1,4 @@
-"""When somebody is told: pure functions of the records of a run, of its steps, and of the clock."""
+"""Decides when to send alerts, by pure functions of the records and steps of a run and of the clock."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from trainwright.runs.records import Ended, Found, Record, Step, Watched
 
 SEVERITIES = ("info", "warning", "critical")
 Kind = Literal["finding", "loss", "no_step", "disk", "ended"]
-ENOUGH = 2
-"""Times ``disk_below`` that must be free before its next alert: what hovers at the bound is told once."""
+DISK_RECOVERY_RATIO = 2
+"""Free bytes / ``disk_below`` above which the next disk alert may be sent, so that values around the limit send one."""
 
 
 class Alert(NamedTuple):
-    """Something that somebody wants to know."""
+    """A message about a run."""
 
     kind: Kind
     text: str
@@ -24,7 +24,7 @@ class Alert(NamedTuple):
 
 @dataclass(frozen=True)
 class AlertRules:
-    """Which alerts there are; None: none of this kind. ``watched``: losses are those of a loop under ``tw.watch``."""
+    """The kinds of alerts; None for none of a kind. ``watched``: the losses are those of a loop under ``tw.watch``."""
 
     finding: Literal["info", "warning", "critical"] | None = "critical"
     loss_above: float | None = None
@@ -36,11 +36,11 @@ class AlertRules:
 
 @dataclass
 class RuleState:
-    """What was told already, so that each thing is told once. ``now_s`` is a time of one clock, by ``begin_s`` on."""
+    """The alerts that were already sent. Each is sent once. ``now_s`` and ``begin_s`` are times of one clock."""
 
     rules: AlertRules
     begin_s: float
-    _told: dict[str, int] = field(default_factory=dict)
+    _sent_severities: dict[str, int] = field(default_factory=dict)
     _is_high: bool = False
     _is_full: bool = False
     _is_still: bool = False
@@ -51,9 +51,9 @@ class RuleState:
         self._step_at_s = self.begin_s
 
     def of_record(self, record: Record) -> Iterator[Alert]:
-        """A finding again only where it has become more severe; a loss again once it was in bounds."""
+        """Yield alerts on a record. A finding repeats if it has become more severe, a loss after it was in bounds."""
         if isinstance(record, Found):
-            yield from self._of_finding(record)
+            yield from self._finding_alerts(record)
         elif isinstance(record, Watched if self.rules.watched else Step) and self.rules.loss_above is not None:
             is_high = not record.loss <= self.rules.loss_above
             if is_high and not self._is_high:
@@ -65,17 +65,17 @@ class RuleState:
             val = "" if record.val_loss is None else f", validation {record.val_loss:.4g}"
             yield Alert("ended", f"the run ended ({record.ending}){loss}{val}{why}", record.step)
 
-    def _of_finding(self, found: Found) -> Iterator[Alert]:
+    def _finding_alerts(self, found: Found) -> Iterator[Alert]:
         if self.rules.finding is None or found.severity not in SEVERITIES:
             return
         severity = SEVERITIES.index(found.severity)
-        if severity < SEVERITIES.index(self.rules.finding) or severity <= self._told.get(found.code, -1):
+        if severity < SEVERITIES.index(self.rules.finding) or severity <= self._sent_severities.get(found.code, -1):
             return
-        self._told[found.code] = severity
+        self._sent_severities[found.code] = severity
         yield Alert("finding", f"{found.severity}: {found.symptom} ({found.code}). Remedy: {found.remedy}", found.step)
 
     def of_time(self, step: int, free_bytes: int | None, now_s: float) -> Iterator[Alert]:
-        """``step`` is the newest that was completed; ``free_bytes`` None: not known."""
+        """Yield alerts that depend on time. ``step`` is the newest completed step; ``free_bytes`` None: unknown."""
         if step != self._step:
             self._step, self._step_at_s, self._is_still = step, now_s, False
         still_s = now_s - self._step_at_s
@@ -86,13 +86,13 @@ class RuleState:
             return
         if free_bytes < self.rules.disk_below and not self._is_full:
             self._is_full = True
-            yield Alert("disk", f"only {free_bytes / 2**20:,.0f} MiB are free where the run folder lies", step)
-        elif free_bytes >= ENOUGH * self.rules.disk_below:
+            yield Alert("disk", f"only {free_bytes / 2**20:,.0f} MiB are free on the disk of the run folder", step)
+        elif free_bytes >= DISK_RECOVERY_RATIO * self.rules.disk_below:
             self._is_full = False
 
 
 class Batcher:
-    """At most one message of a kind within ``every_s``: what comes meanwhile joins the next one."""
+    """Limits messages of a kind to one per ``every_s`` seconds. Others in that time join the next message."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -103,7 +103,7 @@ class Batcher:
         self._waiting.setdefault(alert.kind, []).append(alert)
 
     def due(self, now_s: float, *, all_of_them: bool = False) -> list[Alert]:
-        """The messages whose time has come; each is taken once."""
+        """Return the messages that are due, each once."""
         kinds = [kind for kind in self._waiting if all_of_them or self._may_be_sent(kind, now_s)]
         found = [_joined(self._waiting.pop(kind)) for kind in kinds]
         self._sent_s.update(dict.fromkeys(kinds, now_s))
@@ -113,11 +113,11 @@ class Batcher:
         return kind not in self._sent_s or now_s - self._sent_s[kind] >= self._every_s
 
 
-MOST_JOINED = 10
+MAX_JOINED_ALERTS = 10
 
 
 def _joined(alerts: list[Alert]) -> Alert:
-    lines = [f"step {each.step}: {each.text}" for each in alerts[:MOST_JOINED]]
-    if len(alerts) > MOST_JOINED:
-        lines.append(f"and {len(alerts) - MOST_JOINED} more")
+    lines = [f"step {each.step}: {each.text}" for each in alerts[:MAX_JOINED_ALERTS]]
+    if len(alerts) > MAX_JOINED_ALERTS:
+        lines.append(f"and {len(alerts) - MAX_JOINED_ALERTS} more")
     return Alert(alerts[-1].kind, "\n".join(lines), alerts[-1].step)

@@ -1,4 +1,4 @@
-"""Sends the alerts of a run from a thread of its process, so that a step which hangs is told, too."""
+"""Sends the alerts of a run from a thread of its process, so that a step that hangs is reported too."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from trainwright.runs.records import Record
 
 POLL_S = 1.0
 RETRY_S = (1.0, 4.0, 15.0, 60.0)
-"""Waits between the tries of a channel that does not take an alert; then it is given up."""
+"""Seconds between the attempts of a channel that fails. After them it is given up."""
 CLOSING_S = 10.0
-"""How long the end of a run waits at most for alerts that are not delivered yet; two more tries fit in."""
+"""Maximum seconds that the end of a run waits for undelivered alerts, enough for two more attempts."""
 
 
 @dataclass
-class _Letter:
-    """An alert on its way to one channel, and why that has not taken it."""
+class _Delivery:
+    """An alert for one channel, and the reason if it is not delivered yet."""
 
     alert: Alert
     channel: Channel
@@ -39,9 +39,9 @@ class _Letter:
 
 
 class AlertWatch:
-    """An Observer and a context: reads what the log of the run gets while it is entered, and tells it.
+    """An observer and a context: reads new records of the log while it is entered, and sends alerts on them.
 
-    ``observe`` only keeps the number of the step. A channel that fails is told by ``warn``, once.
+    ``observe`` only stores the number of the step. A channel that fails is reported by ``warn``, once.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class AlertWatch:
         self._log = NewRecords(folder.log)
         self._rules = RuleState(rules, time.monotonic())
         self._batcher = Batcher(every_s)
-        self._letters: list[_Letter] = []
+        self._deliveries: list[_Delivery] = []
         self._failed: set[str] = set()
         self._step, self._closing = 0, threading.Event()
         self._thread = threading.Thread(target=self._run, name="trainwright-alerts", daemon=True)
@@ -73,38 +73,38 @@ class AlertWatch:
         self.note(result.step)
 
     def note(self, step: int) -> None:
-        """A step is over."""
+        """Record that a step has ended."""
         self._step = step
 
     def close(self) -> None:
-        """Alerts are told until the log is closed, which is later."""
+        """Do nothing: alerts are sent until the log is closed, which is later."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing.set()
         self._thread.join(CLOSING_S)
-        if late := {each.channel.name: each.why_not for each in self._letters}:
+        if late := {each.channel.name: each.why_not for each in self._deliveries}:
             channels = "; ".join(f"the {name}: {why}" for name, why in late.items())
             self._warn(f"not all alerts were delivered before the end ({channels})")
 
     def _run(self) -> None:
         try:
             while not self._closing.wait(self._poll_s):
-                self._look()
+                self._read_records()
                 self._deliver()
-            self._look(is_last=True)
+            self._read_records(is_last=True)
             give_up_s = time.monotonic() + CLOSING_S
-            for letter in self._letters:
-                letter.due_s = 0.0  # each has one more try
+            for delivery in self._deliveries:
+                delivery.due_s = 0.0  # each has one more attempt
             self._deliver()
-            while self._letters and (due_s := min(each.due_s for each in self._letters)) < give_up_s:
+            while self._deliveries and (due_s := min(each.due_s for each in self._deliveries)) < give_up_s:
                 time.sleep(max(0.0, due_s - time.monotonic()))
                 self._deliver()
-        except Exception as error:  # training goes on, whatever is wrong here
+        except Exception as error:  # an error here must not stop the training
             self._warn(f"no more alerts: {type(error).__name__}")
 
-    def _look(self, *, is_last: bool = False) -> None:
+    def _read_records(self, *, is_last: bool = False) -> None:
         now_s = time.monotonic()
         alerts = [each for record in self._log.read() for each in self._rules.of_record(record)]
         if not is_last:
@@ -112,32 +112,36 @@ class AlertWatch:
         for each in alerts:
             self._batcher.add(each)
         for each in self._batcher.due(now_s, all_of_them=is_last):
-            self._letters += [_Letter(each, channel) for channel in self._channels]
+            self._deliveries += [_Delivery(each, channel) for channel in self._channels]
 
     def _deliver(self) -> None:
         now_s = time.monotonic()
-        for letter in [each for each in self._letters if each.due_s <= now_s]:
+        for delivery in [each for each in self._deliveries if each.due_s <= now_s]:
             try:
-                letter.channel.send(self._folder.path.name, letter.alert)
+                delivery.channel.send(self._folder.path.name, delivery.alert)
             except NotDeliveredError as error:
-                self._again_or_not(letter, error)
+                self._retry_or_give_up(delivery, error)
             else:
-                self._letters.remove(letter)
+                self._deliveries.remove(delivery)
 
-    def _again_or_not(self, letter: _Letter, error: NotDeliveredError) -> None:
-        is_over = self._closing.is_set() and letter.channel.name in self._failed  # nobody waits for it once more
-        if letter.tries < len(self._retry_s) and not is_over:
-            letter.due_s, letter.tries = time.monotonic() + self._retry_s[letter.tries], letter.tries + 1
-            letter.why_not = error.message
+    def _retry_or_give_up(self, delivery: _Delivery, error: NotDeliveredError) -> None:
+        is_over = (
+            self._closing.is_set() and delivery.channel.name in self._failed
+        )  # the end of the run does not wait for it again
+        if delivery.tries < len(self._retry_s) and not is_over:
+            delivery.due_s, delivery.tries = time.monotonic() + self._retry_s[delivery.tries], delivery.tries + 1
+            delivery.why_not = error.message
             return
-        self._letters.remove(letter)
-        if letter.channel.name not in self._failed:
-            self._failed.add(letter.channel.name)
-            self._warn(f"alerts: the {letter.channel.name} took none of {letter.tries + 1} tries: {error.message}")
+        self._deliveries.remove(delivery)
+        if delivery.channel.name not in self._failed:
+            self._failed.add(delivery.channel.name)
+            self._warn(
+                f"alerts: the {delivery.channel.name} failed in all {delivery.tries + 1} attempts: {error.message}"
+            )
 
 
 class NewRecords:
-    """The records that a log gets from now on."""
+    """Reads the records that are added to a log from now on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -145,7 +149,10 @@ class NewRecords:
 
     def read(self) -> Iterator[Record]:
         lines: list[bytes] = []
-        with suppress(OSError, UnreadableFile), open_file(self._path) as file:  # not there yet, or not readable for now
+        with (
+            suppress(OSError, UnreadableFile),
+            open_file(self._path) as file,
+        ):  # not written yet, or temporarily unreadable
             file.seek(self._at)
             for line in lines_of(file):
                 if not line.endswith(b"\n"):

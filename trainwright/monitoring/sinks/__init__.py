@@ -1,4 +1,4 @@
-"""Trackers beside the run folder. Optional, and never a reason for a training to stop."""
+"""Optional trackers in addition to the run folder. Their errors never stop the training."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from typing import Protocol
 
 from trainwright.errors import TrainwrightError
 
-MOST_WAITING = 10_000
+MAX_QUEUED_CALLS = 10_000
 CLOSING_S = 30.0
-"""How long the end of a run waits for its sinks, all together."""
+"""Maximum seconds that the end of a run waits for all its sinks together."""
 
 
 class Sink(Protocol):
-    """Gets what log.jsonl gets."""
+    """Receives the values of log.jsonl."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def text(self, step: int, name: str, text: str) -> None: ...
 
     def close(self, exit_code: int) -> None:
-        """Flushes what has not been written. ``exit_code`` is the run's."""
+        """Flush pending values. ``exit_code`` is that of the run."""
 
 
 class OpenableSink(Sink, Protocol):
-    """A sink that is opened before it is used."""
+    """A sink that is opened before its first use."""
 
     def open(self) -> None:
-        """Does what may wait: opens files, asks servers."""
+        """Do slow work, such as opening files and contacting servers."""
 
 
 class SinkFactory(Protocol):
     """Makes a sink. ``config`` is the recipe as plain values, ``from_step`` the step that the run resumes from.
 
-    Packages are imported here, in the thread that trains: a worker that is forked while another thread imports may find
-    half a module.
+    Packages are imported here, in the training thread: a worker that is forked while another thread imports may see a
+    partially imported module.
     """
 
     def __call__(self, folder: Path, config: Mapping[str, object], *, from_step: int) -> OpenableSink: ...
 
 
 class QueuedSink:
-    """A sink that is opened and called by a thread of its own, so that one that hangs or fails holds up nobody.
+    """Opens and calls a sink in a separate thread, so that a hanging or failing sink does not block the training.
 
-    At its first exception it warns with the reason and is not called again. Where it falls more than ``MOST_WAITING``
-    calls behind, later ones are left out.
+    At the first exception it warns with the reason and does not call the sink again. Beyond ``MAX_QUEUED_CALLS``
+    pending calls, later ones are dropped.
     """
 
     def __init__(self, name: str, sink: OpenableSink, warn: Callable[[str], None]) -> None:
@@ -66,25 +66,25 @@ class QueuedSink:
         self._put(lambda: self._sink.text(step, name, text))
 
     def close(self, exit_code: int) -> None:
-        """Waits until all is written, or ``CLOSING_S``."""
+        """Wait until everything is written, or for ``CLOSING_S``."""
         close_sinks([self], exit_code)
 
     def begin_close(self, exit_code: int) -> None:
-        """After what is waiting, the sink is closed."""
+        """Close the sink after the pending calls."""
         self._exit_code = exit_code
         self._calls.put(None)
 
     def wait(self, limit_s: float) -> None:
-        """For the end of ``begin_close``; says so where that does not come in time."""
+        """Wait for the end of ``begin_close``, with a warning if it takes longer than ``limit_s``."""
         if not self._is_done.wait(max(0.0, limit_s)):
-            self._warn(f"{self._name} did not take the end of this run in time, log.jsonl has it all")
+            self._warn(f"{self._name} did not finish in time at the end of this run; log.jsonl is complete")
         elif self._left_out:
-            self._warn(f"{self._name} lacks {self._left_out} records that came too fast for it, log.jsonl has them")
+            self._warn(f"{self._name} lacks {self._left_out} records that arrived too fast; log.jsonl has them")
 
     def _put(self, call: Callable[[], None]) -> None:
         if self._is_done.is_set():
             return
-        if self._calls.qsize() >= MOST_WAITING:
+        if self._calls.qsize() >= MAX_QUEUED_CALLS:
             self._left_out += 1
         else:
             self._calls.put(call)
@@ -95,8 +95,8 @@ class QueuedSink:
             while (call := self._calls.get()) is not None:
                 call()
             self._sink.close(self._exit_code)
-        except Exception as error:  # another project's code: anything may come out of it
-            self._warn(_gone(self._name, error))
+        except Exception as error:  # code of another project may raise any exception
+            self._warn(_failure_message(self._name, error))
         finally:
             self._is_done.set()
 
@@ -109,7 +109,8 @@ def open_sinks(
     *,
     from_step: int = 0,
 ) -> list[QueuedSink]:
-    """Opens a sink from each factory, by name. One that cannot be made or opened (no login, say) is warned about.
+    """Open a sink from each factory, by name. A sink that cannot be made or opened (for example, no login) causes a
+    warning.
 
     Raises MissingExtra for a package that is not installed.
     """
@@ -119,13 +120,13 @@ def open_sinks(
             sinks.append(QueuedSink(name, factory(folder, config, from_step=from_step), warn))
         except TrainwrightError:
             raise
-        except Exception as error:  # a package that is broken
-            warn(_gone(name, error))
+        except Exception as error:  # a broken package
+            warn(_failure_message(name, error))
     return sinks
 
 
 def close_sinks(sinks: Sequence[QueuedSink], exit_code: int) -> None:
-    """Closes all of them at once, and waits for at most ``CLOSING_S``."""
+    """Close all sinks concurrently, and wait for at most ``CLOSING_S``."""
     for sink in sinks:
         sink.begin_close(exit_code)
     end_s = time.monotonic() + CLOSING_S
@@ -133,6 +134,6 @@ def close_sinks(sinks: Sequence[QueuedSink], exit_code: int) -> None:
         sink.wait(end_s - time.monotonic())
 
 
-def _gone(name: str, error: Exception) -> str:
+def _failure_message(name: str, error: Exception) -> str:
     reason = " ".join(str(error).split()) or "no reason given"
-    return f"{name} gets nothing more of this run, log.jsonl has it all: {type(error).__name__}: {reason}"
+    return f"{name} receives no more of this run, log.jsonl is complete: {type(error).__name__}: {reason}"

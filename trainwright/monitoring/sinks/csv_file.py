@@ -1,4 +1,4 @@
-"""``metrics.csv`` in the run folder, with the columns step, name and value, for any program that reads tables."""
+"""Writes ``metrics.csv`` in the run folder, with the columns step, name and value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD = ("step", "name", "value")
 
 
 class CsvFile:
-    """A Sink. What an earlier process wrote after ``from_step`` is left out: a resume repeats those steps."""
+    """A Sink. Rows of an earlier process after ``from_step`` are removed, because a resume repeats those steps."""
 
     def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
         self._path, self._from_step = folder / NAME, from_step
@@ -35,14 +35,14 @@ class CsvFile:
         self._writer.writerows((step, name, value) for name, value in values.items())
 
     def text(self, step: int, name: str, text: str) -> None:
-        """log.jsonl and samples/ have the texts."""
+        """Do nothing: log.jsonl and samples/ have the texts."""
 
     def close(self, exit_code: int) -> None:
         self._file.close()
 
 
 def _rows_until(path: Path, step: int) -> list[list[str]]:
-    """The whole rows of an earlier process; a kill may have torn the last one."""
+    """Return the complete rows of an earlier process. A kill may have torn the last one."""
     if not step or not path.is_file():
         return []
     with open_file(path) as file:
@@ -51,5 +51,5 @@ def _rows_until(path: Path, step: int) -> list[list[str]]:
 
 
 def _step_of(row: Sequence[str]) -> float:
-    """Infinite for what is no step, as the head."""
+    """Return the step; infinite for a row without one, such as the head."""
     return int(row[0]) if re.fullmatch("[0-9]{1,18}", row[0]) else math.inf

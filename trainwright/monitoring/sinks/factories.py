@@ -1,4 +1,4 @@
-"""The sinks that a recipe names."""
+"""Finds the sinks that a recipe names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainwright.recipe import SINKS
 
 
 def sink_factories(names: Sequence[str]) -> dict[str, SinkFactory]:
-    """Returns the factories of these sinks, by name. Raises MissingExtra where the package is not installed."""
+    """Return the factories of these sinks by name. Raises MissingExtra if a package is not installed."""
     rows = [SINKS[name] for name in dict.fromkeys(names)]
     for row in rows:
         if row.package and importlib.util.find_spec(row.package) is None:

@@ -1,4 +1,6 @@
-"""MLflow: a server, or a database beside the runs. Nothing leaves the machine unless MLFLOW_TRACKING_URI says so."""
+"""MLflow: a server, or a database beside the runs. Nothing leaves the machine unless MLFLOW_TRACKING_URI is set to a
+server.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,15 @@ from pathlib import Path
 from trainwright.errors import MissingExtra
 from trainwright.runs.files import UnreadableFile, read_json
 
-AT_ONCE = 500
-"""Metrics that are sent together; MLflow takes at most 1000 in a call."""
+METRICS_PER_CALL = 500
+"""Metrics that are sent together. MLflow accepts at most 1000 in a call."""
 EVERY_S = 5.0
-PARAMETERS_AT_ONCE, MOST_CHARACTERS = 100, 500
-"""What MLflow takes in a call, and of a value."""
+MAX_PARAMETERS_PER_CALL = 100
+"""A limit of MLflow."""
+MAX_VALUE_CHARS = 500
+"""A limit of MLflow."""
 RUN_ID = "mlflow-run.json"
-"""In the run folder, so that a resume goes on with the same run of MLflow."""
+"""The file in the run folder that lets a resume continue the same run of MLflow."""
 
 
 class MLflow:
@@ -29,8 +33,8 @@ class MLflow:
     """
 
     def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it tells its makers what is called, unless told not
-        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # the terminal is ours
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it reports calls to its makers by default
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # the terminal has the progress line
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         try:
             from mlflow import MlflowClient
@@ -54,8 +58,8 @@ class MLflow:
             run = self._client.create_run(experiment, run_name=folder.name, tags={"trainwright.folder": str(folder)})
             self._run_id = run.info.run_id
             (folder / RUN_ID).write_text(json.dumps({"run_id": self._run_id}) + "\n")
-            parameters = (self._param(name, value[:MOST_CHARACTERS]) for name, value in _flat(self._config))
-            while some := list(islice(parameters, PARAMETERS_AT_ONCE)):
+            parameters = (self._param(name, value[:MAX_VALUE_CHARS]) for name, value in _flat(self._config))
+            while some := list(islice(parameters, MAX_PARAMETERS_PER_CALL)):
                 self._client.log_batch(self._run_id, params=some)
 
     def _experiment(self, name: str, artifacts: str | None) -> str:
@@ -65,7 +69,7 @@ class MLflow:
     def _resumed(self, folder: Path) -> str | None:
         with suppress(UnreadableFile, KeyError, TypeError):
             run_id = str(read_json(folder / RUN_ID)["run_id"])
-            with suppress(Exception):  # it may be of another server, or deleted: then this is a new one
+            with suppress(Exception):  # a run of another server, or a deleted one: make a new run
                 self._client.update_run(run_id, status="RUNNING")
                 return run_id
         return None
@@ -73,12 +77,12 @@ class MLflow:
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         now_ms = time.time_ns() // 10**6
         self._waiting += [self._metric(name, value, now_ms, step) for name, value in values.items()]
-        if len(self._waiting) >= AT_ONCE or time.monotonic() - self._sent_s > EVERY_S:
+        if len(self._waiting) >= METRICS_PER_CALL or time.monotonic() - self._sent_s > EVERY_S:
             self._send()
 
     def _send(self) -> None:
-        for start in range(0, len(self._waiting), AT_ONCE):
-            self._client.log_batch(self._run_id, metrics=self._waiting[start : start + AT_ONCE])
+        for start in range(0, len(self._waiting), METRICS_PER_CALL):
+            self._client.log_batch(self._run_id, metrics=self._waiting[start : start + METRICS_PER_CALL])
         self._waiting, self._sent_s = [], time.monotonic()
 
     def text(self, step: int, name: str, text: str) -> None:

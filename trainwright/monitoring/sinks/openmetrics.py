@@ -1,6 +1,6 @@
-"""An endpoint that Prometheus, the OpenTelemetry collector and others read: the newest value of each metric.
+"""Serves the newest value of each metric for Prometheus, the OpenTelemetry collector and others.
 
-On the loopback at port 9464, ``http://127.0.0.1:9464/metrics``; TRAINWRIGHT_METRICS=host:port says otherwise.
+The address is ``http://127.0.0.1:9464/metrics``, unless TRAINWRIGHT_METRICS=host:port is set.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OpenMetrics:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port of the server."""
         return int(self._server.server_port)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -57,7 +57,7 @@ class OpenMetrics:
         return self._gauges[safe]
 
     def text(self, step: int, name: str, text: str) -> None:
-        """A metric is a number."""
+        """Do nothing: a metric is a number."""
 
     def close(self, exit_code: int) -> None:
         self._server.shutdown()
@@ -68,5 +68,5 @@ class OpenMetrics:
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"{VARIABLE}={text} is no address", remedy=f"write {VARIABLE}={DEFAULT}")
+        raise UsageError(f"{VARIABLE}={text} is not an address", remedy=f"write {VARIABLE}={DEFAULT}")
     return host.strip("[]"), int(port)

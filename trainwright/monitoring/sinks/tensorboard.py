@@ -1,4 +1,4 @@
-"""TensorBoard event files in ``tensorboard/`` of the run folder; ``tensorboard --logdir runs`` shows all runs."""
+"""Writes TensorBoard event files to ``tensorboard/`` in the run folder. ``tensorboard --logdir runs`` shows all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainwright.errors import MissingExtra
 
 
 class TensorBoard:
-    """A Sink. TensorBoard hides what an earlier process wrote after ``from_step``: a resume repeats those steps."""
+    """A Sink. TensorBoard hides events of an earlier process after ``from_step``: a resume repeats those steps."""
 
     def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
         try:
@@ -22,19 +22,19 @@ class TensorBoard:
     def open(self) -> None:
         purge_step = self._from_step + 1 if self._from_step else None
         self._writer = self._make(str(self._folder / "tensorboard"), purge_step=purge_step, flush_secs=30)
-        self._writer.add_text("recipe", _as_it_stands(json.dumps(self._config, indent=2, default=str)), self._from_step)
+        self._writer.add_text("recipe", _verbatim(json.dumps(self._config, indent=2, default=str)), self._from_step)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._writer.add_text(name, _as_it_stands(text), step)
+        self._writer.add_text(name, _verbatim(text), step)
 
     def close(self, exit_code: int) -> None:
         self._writer.close()
 
 
-def _as_it_stands(text: str) -> str:
-    """TensorBoard reads text as Markdown, in which an indented block is shown unchanged."""
+def _verbatim(text: str) -> str:
+    """Return text as an indented block, which TensorBoard, reading Markdown, shows unchanged."""
     return "\n".join(f"    {line}" for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""Trackio: a database beside the runs, unless TRACKIO_DIR, TRACKIO_SERVER_URL or TRACKIO_SPACE_ID say otherwise."""
+"""Trackio: a database beside the runs, unless TRACKIO_DIR, TRACKIO_SERVER_URL or TRACKIO_SPACE_ID is set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainwright.errors import MissingExtra
 
 
 class Trackio:
-    """A Sink. ``TRACKIO_DIR=runs/trackio trackio show`` shows all runs; a resume goes on with the same one."""
+    """A Sink. ``TRACKIO_DIR=runs/trackio trackio show`` shows all runs. A resume continues the same run."""
 
     def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(folder.resolve().parent / "trackio"))
@@ -19,7 +19,7 @@ class Trackio:
             import trackio
         except ImportError as error:
             raise MissingExtra("trackio", needed_for="the trackio sink") from error
-        for module in ("trackio", "trackio.run", "trackio.utils"):  # it prints, and the terminal is ours
+        for module in ("trackio", "trackio.run", "trackio.utils"):  # it prints, and the terminal has the progress line
             vars(importlib.import_module(module))["print"] = _silent
         self._trackio, self._folder, self._config, self._from_step = trackio, folder, config, from_step
 
@@ -45,4 +45,4 @@ class Trackio:
 
 
 def _silent(*args: object, **kwargs: object) -> None:
-    """Prints nothing."""
+    """Print nothing."""

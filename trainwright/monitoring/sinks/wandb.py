@@ -1,4 +1,4 @@
-"""Weights & Biases in the run folder: offline unless WANDB_MODE says otherwise.
+"""Weights & Biases in the run folder, offline unless WANDB_MODE is set.
 
 With the defaults here nothing leaves the machine, not even a name look-up (checked with strace, wandb 0.31).
 """
@@ -25,7 +25,7 @@ class WeightsAndBiases:
 
     def open(self) -> None:
         wandb, folder, config = self._wandb, self._folder, self._config
-        # Offline or not, wandb reports its own errors to its makers unless told otherwise before its service starts
+        # Offline or not, wandb reports its errors to its makers unless that is disabled before its service starts
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "trainwright"),
@@ -34,10 +34,10 @@ class WeightsAndBiases:
             config=dict(config),
             mode=None if "WANDB_MODE" in os.environ else "offline",  # None: wandb reads the variable
             settings=wandb.Settings(
-                console="off",  # the terminal belongs to our progress line
+                console="off",  # the terminal has the progress line
                 silent=True,
                 x_disable_stats=True,  # monitoring/telemetry.py reads the machine already
-                x_disable_meta=True,  # provenance.json has it, without the host's every detail
+                x_disable_meta=True,  # provenance.json has it, without all details of the host
                 disable_git=True,
                 disable_code=True,
                 disable_job_creation=True,

@@ -21,7 +21,7 @@ import trainwright as tw
 from trainwright.distributed.split_plan import split_plan
 from trainwright.distributed.tensor_parallel import apply_tensor_parallelism
 from trainwright.errors import UsageError
-from trainwright.training.tried_split import divide_and_try
+from trainwright.training.split_check import divide_and_try
 
 distributed.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,))
@@ -70,4 +70,4 @@ def test_what_a_plan_leaves_out_is_found(tmp_path: Path) -> None:
         assert same == "same 0.0 []"
         assert "the gradient of norm.weight has the norm" in norm
         assert "the divided layers cannot be computed" in down and "cannot be computed" in up
-        assert "remedy: name what lies between divided layers" in norm
+        assert "remedy: include the modules between divided layers" in norm

@@ -1,4 +1,4 @@
-"""The argument ``metrics`` of ``tw.fit`` and ``tw.evaluate``: names, and objects of the user's own."""
+"""The argument ``metrics`` of ``tw.fit`` and ``tw.evaluate``: names of built-in metrics, or user objects."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from trainwright.engine.metrics import MetricSet, metric_set
 from trainwright.errors import UsageError
 from trainwright.recipe import from_mapping
 from trainwright.recipe.resolve import LIVE
-from trainwright.training.own_objects import named_metrics
+from trainwright.training.custom_objects import named_metrics
 
 if TYPE_CHECKING:
     from trainwright.engine.metrics import Metric
 
 Named: TypeAlias = str | Mapping[str, object]
-"""``"accuracy"``, or as in a recipe ``{"use": "top_k", "args": {"k": 3}}``."""
+"""``"accuracy"``, or a mapping as in a recipe: ``{"use": "top_k", "args": {"k": 3}}``."""
 MetricsLike: TypeAlias = "str | Sequence[Named] | Mapping[str, Named | Metric | Callable[..., object]]"
-"""One name, several, or a mapping of names to these or to objects."""
+"""One name, several names, or a mapping from names to these or to objects."""
 
 
 def split_metrics(metrics: object) -> tuple[list[object], dict[str, object]]:
-    """Returns the names for the key ``metrics`` of a recipe, and the objects by name, of a ``MetricsLike`` or None.
+    """Split a ``MetricsLike`` or None into the value of the recipe key ``metrics`` and the objects by name.
 
-    Raises UsageError for anything else.
+    Raises UsageError for a value of any other type.
     """
     if metrics is None:
         return [], {}
@@ -51,8 +51,8 @@ def _part(name: object, asked: str | Mapping[Any, object]) -> dict[str, object]:
     return {"name": name, **({"use": asked} if isinstance(asked, str) else asked)}
 
 
-def asked_metrics(metrics: MetricsLike, loss: object) -> MetricSet:
-    """The metrics of a call that has no recipe."""
+def resolve_metrics(metrics: MetricsLike, loss: object) -> MetricSet:
+    """Return the metrics of a call without a recipe, such as ``tw.evaluate``."""
     named, objects = split_metrics(metrics)
     nothing = f"{LIVE}:nothing"
     recipe = {"model": nothing, "data": {"train": nothing}, "loss": nothing, "metrics": named}

@@ -1,7 +1,8 @@
-"""Divides the layers of a model by a plan that is not ours, and tries whether it still trains the same.
+"""Divides the layers of a model by a custom plan, and checks that it still trains the same.
 
-A plan that names too little can compute the right outputs with wrong gradients: of a norm over the heads of a rank,
-each rank would have a part. So loss and gradients of two samples are compared with those of the whole model.
+An incomplete plan can compute correct outputs with wrong gradients. For example, each rank could have only a part of
+the gradient of a norm over its heads. Loss and gradients of two samples are therefore compared with those of the full
+model.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from trainwright.engine.evaluate import evaluating
 from trainwright.engine.loss import Loss, LossFn
 from trainwright.errors import UsageError, text_of
 
-MAX_POSITIONS_TRIED = 16
-FEW_ROUNDINGS = 1000
-"""Times the distance of two neighbouring numbers that a norm may differ by: the order of sums is another."""
-NOISE = 1e-4
-"""Gradients this much smaller than the largest one are rounding alone."""
+CHECKED_POSITIONS = 16
+MAX_DIFFERENCE_EPS = 1000
+"""Maximum relative difference of norms, in units of the machine epsilon. Sums are computed in a different order."""
+NOISE_RATIO = 1e-4
+"""Gradients smaller than this fraction of the largest one are rounding errors."""
 
 
 class LossAndNorms(NamedTuple):
-    """The loss, and the norm of the gradient of each parameter by its name."""
+    """The loss, and the norm of the gradient of each parameter by name."""
 
     loss: float
     norms: Mapping[str, float]
 
 
 def divide_and_try(model: nn.Module, divide: Callable[[], None], loss_fn: LossFn, batch: Any, ranks: int) -> None:
-    """Divides the model. All ranks must call it together. Raises UsageError where loss or gradients are others then."""
-    batch = _short(batch, ranks)
+    """Divide the model and check it. All ranks must call it. Raises UsageError if loss or gradients change."""
+    batch = _shortened(batch, ranks)
     with _without_zeros(model):
         whole = _try(model, loss_fn, batch)
         divide()
@@ -46,7 +47,7 @@ def divide_and_try(model: nn.Module, divide: Callable[[], None], loss_fn: LossFn
         except UsageError:
             raise
         except Exception as error:
-            raise _refused(f"the divided layers cannot be computed: {text_of(error, lines=1)}") from error
+            raise _rejection(f"the divided layers raise an error: {text_of(error, lines=1)}") from error
     _require_same(whole, divided, max(torch.finfo(each.dtype).eps for each in model.parameters()))
 
 
@@ -55,7 +56,7 @@ def _try(model: nn.Module, loss_fn: LossFn, batch: Any) -> LossAndNorms:
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     def note(parameter: Tensor) -> None:
-        """At once, so that not all gradients of the whole model are held."""
+        """Record the norm and free the gradient at once, so that not all gradients of the full model are in memory."""
         gradient = parameter.grad
         if gradient is not None and not is_divided(gradient):
             norms[names[parameter]] = gradient.norm()  # type: ignore[index]
@@ -81,36 +82,36 @@ def _try(model: nn.Module, loss_fn: LossFn, batch: Any) -> LossAndNorms:
 def _require_same(whole: LossAndNorms, divided: LossAndNorms, eps: float) -> None:
     if not math.isfinite(whole.loss):
         return
-    limit = FEW_ROUNDINGS * eps
-    if not abs(divided.loss - whole.loss) <= limit * max(abs(whole.loss), NOISE):
-        raise _refused(f"the loss of two samples is {divided.loss:.6g}, and {whole.loss:.6g} of the whole model")
-    least = NOISE * max(whole.norms.values(), default=0.0)
+    limit = MAX_DIFFERENCE_EPS * eps
+    if not abs(divided.loss - whole.loss) <= limit * max(abs(whole.loss), NOISE_RATIO):
+        raise _rejection(f"the loss of two samples is {divided.loss:.6g}, and {whole.loss:.6g} in the full model")
+    least = NOISE_RATIO * max(whole.norms.values(), default=0.0)
     for name, norm in whole.norms.items():
         found = divided.norms.get(name, 0.0)
         if not abs(found - norm) <= limit * max(norm, least):
-            raise _refused(f"the gradient of {name} has the norm {found:.4g}, and {norm:.4g} in the whole model")
+            raise _rejection(f"the gradient of {name} has the norm {found:.4g}, and {norm:.4g} in the full model")
 
 
-def _refused(why: str) -> UsageError:
+def _rejection(why: str) -> UsageError:
     return UsageError(
-        f"parallel.plan would train something else: {why}",
-        remedy="name what lies between divided layers, too: a row layer behind each column layer, per_head for norms "
+        f"parallel.plan would change the training: {why}",
+        remedy="include the modules between divided layers: a row layer behind each column layer, per_head for norms "
         "of heads; or leave those modules out, or use parallel.shard",
     )
 
 
-def _short(batch: Any, ranks: int) -> Any:
-    """With fewer positions, where all tensors have as many."""
+def _shortened(batch: Any, ranks: int) -> Any:
+    """Return the batch with fewer positions, if it consists of token ids of equal length."""
     widths = {each.shape[1] if each.dim() > 1 else 0 for each in tree_leaves(batch) if isinstance(each, Tensor)}
     width = widths.pop() if len(widths) == 1 else 0
-    count = min(width, max(MAX_POSITIONS_TRIED, ranks)) // ranks * ranks
+    count = min(width, max(CHECKED_POSITIONS, ranks)) // ranks * ranks
     is_of_ids = not any(each.is_floating_point() for each in tree_leaves(batch) if isinstance(each, Tensor))
     return tree_map_only(Tensor, lambda each: each[:, :count], batch) if count and is_of_ids else batch
 
 
 @contextmanager
 def _without_zeros(model: nn.Module) -> Iterator[None]:
-    """Weights that are zero are not, alike on all ranks: what they scale would not show."""
+    """Replace zero weights by random ones, equal on all ranks, since zeros would hide errors in what they scale."""
     zeros = [name for name, each in model.named_parameters() if each.numel() and not each.any()]
     with torch.no_grad(), evaluating(model):
         reseed(0)

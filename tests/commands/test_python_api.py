@@ -16,7 +16,7 @@ import trainwright as tw
 from tests import forked
 from tests.commands.made import dataset, make, make_by_name
 from trainwright.cli import app
-from trainwright.commands import of_objects
+from trainwright.commands import python_api
 from trainwright.errors import RecipeError, UsageError
 
 NAME = "tests.commands.made:make"
@@ -145,7 +145,7 @@ def test_verify_resume_finds_what_a_checkpoint_lacks() -> None:
 
 @pytest.mark.slow
 def test_verify_resume_of_a_function_kills_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_objects, "in_new_python", forked.run_part)  # the same, with torch imported already
+    monkeypatch.setattr(python_api, "in_new_python", forked.run_part)  # the same, with torch imported already
     proof = tw.verify_resume(NAME, steps=2, quiet=True)
     assert proof.equal and proof.trial.kill
 
@@ -216,7 +216,7 @@ def test_what_is_no_function_of_objects(what: Any, said: str) -> None:
 def test_a_damaged_record_of_the_function_is_a_sentence(text: str) -> None:
     run = tw.fit(NAME, steps=1, quiet=True).run
     (run / "provenance.json").write_text(text)
-    with pytest.raises(UsageError, match=r"cannot be made again from its folder: .*provenance.json cannot be read"):
+    with pytest.raises(UsageError, match=r"cannot be built from its folder: .*provenance.json cannot be read"):
         tw.replay(run, 1, quiet=True)
 
 

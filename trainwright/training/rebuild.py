@@ -1,4 +1,4 @@
-"""A function that returns what ``tw.fit`` takes: another process makes the objects again by its name."""
+"""Builds the arguments of ``tw.fit`` by a named function, so that another process can build them again."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ LET_A_FUNCTION = "let a function in a module return them: tw.fit('module:functio
 
 
 class Rebuild(NamedTuple):
-    """How the objects of a run are made again: by ``function``, a ``module:function``; else ``reason`` says why not.
+    """A record of how to build the objects of a run again.
 
-    ``is_seeded``: the run seeds the random generators, also before it calls the function.
+    Attributes:
+        function: The function as ``module:function``; None if there is none.
+        reason: The reason why there is none, else "".
+        is_seeded: True if the run seeds the random generators, including before it calls the function.
     """
 
     function: str | None
@@ -35,11 +38,11 @@ class Rebuild(NamedTuple):
     is_seeded: bool = False
 
 
-PASSED = Rebuild(None, "model, data and loss were passed as objects, and no file says how they are made")
+NO_FUNCTION = Rebuild(None, "model, data and loss were passed as objects, and no file says how they are made")
 
 
 class FitArguments(NamedTuple):
-    """The arguments of ``tw.fit`` that a function returned, and those of the call."""
+    """The arguments of ``tw.fit`` that a function returned, merged with those of the call."""
 
     model: nn.Module
     data: object
@@ -50,7 +53,7 @@ class FitArguments(NamedTuple):
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Inside, the generators are seeded; None leaves them alone."""
+    """Seed the generators within the block and restore them afterwards; do nothing for None."""
     if seed is None:
         yield
         return
@@ -59,24 +62,24 @@ def seeded(seed: int | None) -> Iterator[None]:
         yield
 
 
-def made_by(function: object, given: Mapping[str, Any]) -> FitArguments:
-    """Calls ``function``, or the one of that name. ``given``, the arguments of the call, replace what it returns.
+def call_function(function: object, given: Mapping[str, Any]) -> FitArguments:
+    """Call ``function``, or the function of that name. ``given``, the arguments of the call, override what it returns.
 
-    Raises UsageError for anything that is no such function.
+    Raises UsageError for anything else than such a function.
     """
     given = {name: each for name, each in given.items() if each is not None and each is not False}
     given = {name: each for name, each in given.items() if not (isinstance(each, tuple) and not each)}
-    arguments = {**returned_by(function), **given}
+    arguments = {**call_for_arguments(function), **given}
     if "data" not in arguments:
-        raise UsageError("fit: there is no data", remedy="let the function return (model, data, loss)")
+        raise UsageError("fit: data are missing", remedy="let the function return (model, data, loss)")
     model, data, loss = (arguments.pop(name, None) for name in ("model", "data", "loss"))
     return FitArguments(model, data, loss, cast("FitOptions", arguments), _rebuild(function, given))
 
 
-def returned_by(function: object) -> dict[str, Any]:
-    """The arguments of ``tw.fit`` by name that a function returns, itself or by its name ``module:function``.
+def call_for_arguments(function: object) -> dict[str, Any]:
+    """Return the arguments of ``tw.fit`` that a function returns. ``function`` may be a name, ``module:function``.
 
-    It returns ``(model, data, loss, optimizer)``, fewer of them, or a dict. Raises UsageError for anything else.
+    It must return ``(model, data, loss, optimizer)``, a shorter tuple of these, or a dict. Raises UsageError otherwise.
     """
     if isinstance(function, str) and ":" in function:
         function = find(function, {}, "function", WHERE)
@@ -84,8 +87,7 @@ def returned_by(function: object) -> dict[str, Any]:
         what = repr(function) if isinstance(function, str | type) else f"a {type(function).__name__}"
         raise UsageError(
             f"fit: the model is {what}",
-            remedy="give an nn.Module, or a function that returns (model, data, loss), also by its name "
-            "'module:function'",
+            remedy="pass an nn.Module, or a function that returns (model, data, loss), or its name 'module:function'",
         )
     name = getattr(function, "__name__", type(function).__name__)
     made = function()
@@ -118,7 +120,7 @@ def _rebuild(function: object, given: Mapping[str, object]) -> Rebuild:
 
 
 def _is_object(value: object) -> bool:
-    """Whether an argument is more than names: those are in the recipe."""
+    """Return True if an argument contains objects other than names and numbers, which the recipe has."""
     if isinstance(value, Mapping):
         return any(map(_is_object, value.values()))
     if isinstance(value, list | tuple):

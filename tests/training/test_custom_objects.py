@@ -255,7 +255,7 @@ def test_functions_observe_and_stop() -> None:
 def test_the_length_and_the_device_in_words_of_their_own() -> None:
     assert fit(net(), epochs=2).step == 2 * PER_EPOCH
     assert fit(net(), steps=4, device=torch.device("cpu")).step == 4
-    with pytest.raises(UsageError, match="given twice: until and steps"):
+    with pytest.raises(UsageError, match="set twice: until and steps"):
         fit(net(), steps=4, until="4steps")
 
 
@@ -357,9 +357,12 @@ def other() -> Any:
         (lambda m: {"optimizer": partial(SGD, lr=0.1), "lr": 0.2}, "lr=0.2 has no effect"),
         (lambda m: {"optimizer": lambda model: SGD(model.parameters(), 0.1), "lr": 0.2}, "lr=0.2 has no effect"),
         (lambda m: {"optimizer": lambda p: SGD(p, 0.1), "settings": {"optimizer.weight_decay": 0.1}}, "no effect"),
-        (lambda m: {"optimizer": SGD(m.parameters(), 0.1), "settings": {"optimizer.groups": []}}, "optimizer itself"),
-        (lambda m: {"optimizer": SGD(m.parameters(), 0.1), "settings": {"optimizer": "adamw"}}, "optimizer itself"),
-        (lambda m: {"optimizer": SGD, "settings": {"optimizer.use": "adamw"}}, "optimizer itself"),
+        (
+            lambda m: {"optimizer": SGD(m.parameters(), 0.1), "settings": {"optimizer.groups": []}},
+            "optimizer was passed",
+        ),
+        (lambda m: {"optimizer": SGD(m.parameters(), 0.1), "settings": {"optimizer": "adamw"}}, "optimizer was passed"),
+        (lambda m: {"optimizer": SGD, "settings": {"optimizer.use": "adamw"}}, "optimizer was passed"),
         (lambda m: {"optimizer": partial(SGD, momentums=0.9)}, "refuses its arguments"),
         (lambda m: {"optimizer": lambda lr: 7}, "missing|refuses|optimizer is a"),
         (lambda m: {"schedule": StepLR(SGD(m.parameters(), 0.1), 3)}, "over another optimizer"),
@@ -371,7 +374,7 @@ def other() -> Any:
         (lambda m: {"schedule": 0.1}, "the schedule is a float"),
         (lambda m: {"schedule": nn.Linear}, "the schedule is the class Linear"),
         (lambda m: {"schedule": lambda step: 1.0, "warmup": "2steps"}, "warmup has no effect"),
-        (lambda m: {"schedule": lambda step: 1.0, "settings": {"schedule.floor": 0.1}}, "schedule itself"),
+        (lambda m: {"schedule": lambda step: 1.0, "settings": {"schedule.floor": 0.1}}, "schedule was passed"),
         (lambda m: {"schedule": partial(StepLR, step_size=2), "settings": {"schedule.every": "3s"}}, "steps or epochs"),
         (lambda m: {"schedule": ReduceLROnPlateau}, "goes by the validation"),
         (lambda m: {"observers": [tw.EarlyStopping()]}, "goes by the validation"),

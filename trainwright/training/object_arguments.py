@@ -1,4 +1,4 @@
-"""What a call of ``tw.fit`` passes as objects, in the words of a recipe."""
+"""Describes objects that are passed to ``tw.fit`` as sections of a recipe."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from trainwright.optim.stepped_schedule import function_of_step
 from trainwright.optim.user_optimizers import makes_own_groups, takes_first
 from trainwright.recipe.resolve import LIVE
 
-ALWAYS_PASSED = (("model",), ("loss",), ("data", "train"), ("data", "val"), ("data", "more_val"))
-"""Sections of the recipe that ``fit`` is given as objects: neither ``use`` nor ``args`` may be set."""
+OBJECT_SECTIONS = (("model",), ("loss",), ("data", "train"), ("data", "val"), ("data", "more_val"))
+"""Recipe sections that ``fit`` always receives as objects: ``settings`` may set neither ``use`` nor ``args``."""
 
 
-class GivenObjects(NamedTuple):
-    """Optimizer and schedule where they are objects; None where the recipe names them.
+class ObjectArguments(NamedTuple):
+    """The optimizer and schedule of a call of ``tw.fit`` that are objects rather than names.
 
-    ``sections`` describe them, and ``may_set`` has the keys of such a section that ``settings`` may still set; None:
-    all but ``use``.
+    Attributes:
+        optimizer: The optimizer; None if the recipe names it.
+        schedule: The schedule; None if the recipe names it.
+        sections: Recipe sections that describe them.
+        may_set: For each section, the keys that ``settings`` may still set; None: all but ``use``.
     """
 
     optimizer: object
@@ -30,9 +33,9 @@ class GivenObjects(NamedTuple):
     sections: dict[str, dict[str, object]]
     may_set: dict[str, tuple[str, ...] | None]
 
-    def refuses(self, keys: Sequence[str]) -> str:
-        """The argument that was handed over and of which this path would say something else; "" for none."""
-        for section in ALWAYS_PASSED:
+    def conflicting_argument(self, keys: Sequence[str]) -> str:
+        """Return the argument, passed as an object, that a setting at this path would contradict; "" for none."""
+        for section in OBJECT_SECTIONS:
             if tuple(keys[: len(section)]) == section and (
                 len(keys) == len(section) or keys[len(section)] in ("use", "args")
             ):
@@ -44,9 +47,9 @@ class GivenObjects(NamedTuple):
         return "" if is_allowed else keys[0]
 
 
-def passed(optimizer: object, schedule: object, *, lr: float | None, warmup: str | None) -> GivenObjects:
-    """Takes the names from the objects. Raises UsageError for an argument that an object makes meaningless."""
-    found = GivenObjects(None, None, {}, {})
+def object_arguments(optimizer: object, schedule: object, *, lr: float | None, warmup: str | None) -> ObjectArguments:
+    """Return the passed objects with their recipe sections. Raises UsageError for an argument without effect."""
+    found = ObjectArguments(None, None, {}, {})
     if optimizer is not None and not isinstance(optimizer, str):
         found = found._replace(optimizer=optimizer)
         found.sections["optimizer"] = {"use": live_name(optimizer), **_rates(optimizer, lr)}
@@ -55,7 +58,7 @@ def passed(optimizer: object, schedule: object, *, lr: float | None, warmup: str
         _require_schedule(schedule)
         if warmup is not None:
             raise UsageError(
-                "warmup has no effect on a schedule of your own", remedy="leave warmup out, and warm up in the schedule"
+                "warmup has no effect on a custom schedule", remedy="leave warmup out, and warm up in the schedule"
             )
         found = found._replace(schedule=schedule)
         found.sections["schedule"] = {"use": live_name(schedule)}
@@ -64,27 +67,27 @@ def passed(optimizer: object, schedule: object, *, lr: float | None, warmup: str
 
 
 def live_name(thing: object) -> str:
-    """What a recipe says of an object that no file can build."""
+    """Return the name for an object in a recipe. No file can build such an object."""
     if isinstance(thing, list | tuple):
         return f"{LIVE}:several"
-    thing = getattr(thing, "func", thing)  # of a partial
+    thing = getattr(thing, "func", thing)  # unwraps a partial
     name = getattr(thing, "__name__", type(thing).__name__)
     return f"{LIVE}:{name if name.isidentifier() else type(thing).__name__}"
 
 
 def _rates(optimizer: object, lr: float | None) -> dict[str, object]:
-    """Learning rate and weight decay of what was passed, so that the recipe shows them."""
+    """Return the learning rate and weight decay of the passed optimizer, so that the recipe shows them."""
     if callable(optimizer):
         known = {key: value for key, value in _keywords(optimizer).items() if key in ("lr", "weight_decay")}
         if lr is not None and ("lr" in known or makes_own_groups(optimizer)):
             raise UsageError(
-                f"lr={lr} has no effect: {live_name(optimizer).partition(':')[2]} has a learning rate of its own",
-                remedy="leave lr out, or take it out of what makes the optimizer",
+                f"lr={lr} has no effect: {live_name(optimizer).partition(':')[2]} sets its learning rate itself",
+                remedy="leave lr out, or remove it from the function that makes the optimizer",
             )
         return {key: float(value) for key, value in known.items() if isinstance(value, int | float)}
     if lr is not None:
         raise UsageError(
-            f"lr={lr} has no effect on an optimizer that is made already", remedy="leave lr out, and give it its rate"
+            f"lr={lr} has no effect on an existing optimizer", remedy="leave lr out and set it in the optimizer"
         )
     first = optimizer[0] if isinstance(optimizer, list | tuple) and optimizer else optimizer
     if not isinstance(first, Optimizer):

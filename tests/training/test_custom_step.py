@@ -16,7 +16,7 @@ from trainwright.assembly.assemble import Parts, prepare
 from trainwright.data.unwrap import unwrap
 from trainwright.errors import RecipeError, UsageError
 from trainwright.recipe import from_mapping
-from trainwright.training.own_step import require_own_step_fits
+from trainwright.training.custom_step import require_custom_step_fits
 
 
 @pytest.fixture(autouse=True)
@@ -125,20 +125,20 @@ def test_an_evaluation_needs_a_loss() -> None:
     [
         ({"precision": "bf16"}, "precision is bf16"),
         ({"settings": {"spikes.policy": "skip"}}, "spikes.policy is skip"),
-        ({"clip": 1.0}, "clipping by norm is asked for"),
+        ({"clip": 1.0}, "clipping by norm is set"),
     ],
 )
 def test_what_cannot_be_done_inside_of_it_is_refused_before_the_run(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=f"does not work where {said}"):
+    with pytest.raises(UsageError, match=f"does not work if {said}"):
         fitted(**options)
     assert not Path("runs").exists()
 
 
 def test_several_processes_are_refused() -> None:
     loaded = from_mapping({"model": "mlp", "data": {"train": "digits"}, "preset": "recommended"})
-    require_own_step_fits(loaded, 1)
+    require_custom_step_fits(loaded, 1)
     with pytest.raises(UsageError, match="it runs in 2 processes"):
-        require_own_step_fits(loaded, 2)
+        require_custom_step_fits(loaded, 2)
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused_without_one() -> None:

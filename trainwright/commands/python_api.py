@@ -1,6 +1,6 @@
-"""The verbs in Python, with the arguments of ``tw.fit``: ``tw.check(model, data, loss, optimizer=optimizer)``.
+"""The commands in Python, with the arguments of ``tw.fit``: ``tw.check(model, data, loss, optimizer=optimizer)``.
 
-Each works on copies of the objects, and leaves the random generators and the settings of torch as they were.
+Each works on copies of the objects. Random generators and settings of torch are restored.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ def check(
     quiet: bool = False,
     **options: Unpack[FitOptions],
 ) -> Checkup:
-    """Say whether ``tw.fit`` with these arguments would train, as ``trainwright check`` does of a recipe.
+    """Check if ``tw.fit`` with these arguments would train, as ``trainwright check`` does for a recipe.
 
     Args:
-        model: As in ``tw.fit``; or the name alone of a recipe, a run folder's recipe.yaml, or ``module:function``.
+        model: As in ``tw.fit``; or only the name of a recipe, of a run folder's recipe.yaml, or ``module:function``.
         data: As in ``tw.fit``.
         loss: As in ``tw.fit``.
-        quiet: Prints nothing.
+        quiet: Print nothing.
         **options: The other arguments of ``tw.fit``.
 
     Returns:
-        The verdicts in order; ``exit_code`` is 3 when it would not train.
+        The verdicts in order; ``exit_code`` is 3 if it would not train.
 
     Example:
         >>> tw.check(model, loader, nn.CrossEntropyLoss(), lr=3e-4)
@@ -89,13 +89,13 @@ def plan(
         model: As in ``tw.check``.
         data: As in ``tw.fit``.
         loss: As in ``tw.fit``.
-        on: The device to plan for, such as ``"h100-80gb"``; by default that of this machine.
+        on: The device to plan for, such as ``"h100-80gb"``. Default: the device of this machine.
         memory: Its memory, if it differs: ``"24GiB"``.
-        quiet: Prints nothing.
+        quiet: Print nothing.
         **options: The other arguments of ``tw.fit``.
 
     Returns:
-        The forecast; ``exit_code`` is 3 when the training does not fit as it stands.
+        The forecast; ``exit_code`` is 3 if the training does not fit as it stands.
     """
     with _without_a_trace():
         loaded, parts = subject(model, data, loss, options).build(())
@@ -112,15 +112,15 @@ def profile(
     quiet: bool = False,
     **options: Unpack[FitOptions],
 ) -> ProfiledRun:
-    """Say what bounds a step, and try what may help, as ``trainwright profile`` does.
+    """Find what bounds a step, and try remedies, as ``trainwright profile`` does.
 
     Args:
         model: As in ``tw.check``.
         data: As in ``tw.fit``.
         loss: As in ``tw.fit``.
-        seconds: How long steps are timed at full speed.
-        budget_s: How long remedies are tried; 0 tries none.
-        quiet: Prints nothing.
+        seconds: Seconds for which steps are timed at full speed.
+        budget_s: Seconds for trying remedies; 0 tries none.
+        quiet: Print nothing.
         **options: The other arguments of ``tw.fit``.
 
     Returns:
@@ -142,7 +142,7 @@ def lr_range(
     highest: float = 10.0,
     **options: Unpack[RunOptions],
 ) -> LrRange:
-    """Run the learning rate range test: grow the rate each step, watch the loss (Smith 2017, arXiv:1506.01186).
+    """Run the learning rate range test: increase the rate in each step (Smith 2017, arXiv:1506.01186).
 
     Args:
         model: As in ``tw.check``.
@@ -154,7 +154,7 @@ def lr_range(
         **options: The other arguments of ``tw.fit``.
 
     Returns:
-        The rates and smoothed losses, one each step; ``suggestion`` is None when the loss never fell.
+        The rates and smoothed losses of each step; ``suggestion`` is None if the loss never fell.
 
     Example:
         >>> found = tw.lr_range(model, loader, nn.CrossEntropyLoss())
@@ -177,24 +177,24 @@ def mup_check(
     quiet: bool = False,
     **options: Unpack[RunOptions],
 ) -> MupCheck:
-    """Say for each layer whether a step changes it as much in a wide model as in a narrow one (coordinate check).
+    """Check that a step changes each layer as much in a wide model as in a narrow one (coordinate check).
 
     Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, appendix D.1.
 
     Args:
-        model: A function of a width that returns the model; or the name alone of a recipe, or of a function of a width
-            that returns what ``tw.fit`` takes, ``module:function``.
+        model: A function of a width that returns the model; or only the name of a recipe, or ``module:function`` for a
+            function of a width that returns arguments of ``tw.fit``.
         data: As in ``tw.fit``.
         loss: As in ``tw.fit``.
         widths: Widths to train.
         steps: Optimizer steps of each, at the peak learning rate.
-        key: What a width is in a recipe.
-        out: Where the picture is written (SVG); by default nowhere.
-        quiet: Prints nothing.
-        **options: The other arguments of ``tw.fit``. The optimizer must be a name or what makes one.
+        key: The recipe key of the width.
+        out: The file for the picture (SVG). Default: no picture.
+        quiet: Print nothing.
+        **options: The other arguments of ``tw.fit``. The optimizer must be a name, or a function that makes one.
 
     Returns:
-        Sizes, slopes and a verdict for each layer; ``exit_code`` is 3 where one grows or vanishes with the width.
+        Sizes, slopes and a verdict for each layer; ``exit_code`` is 3 if one grows or vanishes with the width.
 
     Example:
         >>> tw.mup_check(lambda width: Net(width), loader, nn.CrossEntropyLoss(), lr=1e-3)
@@ -230,17 +230,17 @@ def batch_size(
 
     Args:
         model: As in ``tw.check``.
-        data: As in ``tw.fit``, but not in batches of its own.
+        data: As in ``tw.fit``, but not batched already.
         loss: As in ``tw.fit``.
         margin: The fraction of the memory to leave free.
-        most: Samples to try at most; by default those of the dataset.
-        memory: Memory to use at most: ``"8GiB"``; by default all that is free.
-        budget_s: How long the search may take.
-        quiet: Prints nothing.
+        most: Maximum samples to try. Default: the size of the dataset.
+        memory: Maximum memory to use: ``"8GiB"``. Default: all that is free.
+        budget_s: Seconds for the search.
+        quiet: Print nothing.
         **options: The other arguments of ``tw.fit``.
 
     Returns:
-        The largest size, and what was tried.
+        The largest size, and all sizes that were tried.
     """
     with _without_a_trace():
         loaded, parts = subject(model, data, loss, options).build(())
@@ -264,17 +264,17 @@ def replay(
 
     Args:
         run: A run folder, or a bundle.
-        step: Which step; a bundle has only its own.
-        model: The model as it was before ``tw.fit`` trained it. Not needed for a run of a recipe or of a function,
-            ``tw.fit("module:function")``. Of a bundle: ``"file.py:function"``, which builds the model.
-        data: The data of the run, in the form that ``tw.fit`` got them.
+        step: The step to replay. For a bundle, the default is its step.
+        model: The model before ``tw.fit`` trained it. Not needed for a run of a recipe or of a function,
+            ``tw.fit("module:function")``. For a bundle: ``"file.py:function"``, which builds the model.
+        data: The data of the run, in the form that was passed to ``tw.fit``.
         loss: The loss of the run.
-        quiet: Prints nothing.
-        **options: The other objects of the run: ``optimizer``, ``schedule``, ``val``, ``advance``. All else is in its
-            recipe.
+        quiet: Print nothing.
+        **options: The other objects of the run: ``optimizer``, ``schedule``, ``val``, ``advance``. All other arguments
+            are in its recipe.
 
     Returns:
-        What was compared and found; ``exit_code`` is 1 when the result differs.
+        The comparison and the findings; ``exit_code`` is 1 if the result differs.
 
     Example:
         >>> tw.replay("runs/run", 120, make_model(), loader, nn.CrossEntropyLoss())
@@ -283,7 +283,7 @@ def replay(
     with _without_a_trace():
         if model is None or not (folder / "recipe.yaml").is_file():
             if not isinstance(model, str | None):
-                raise UsageError(f"{run} has no recipe.yaml", remedy="of a bundle, give model='file.py:function'")
+                raise UsageError(f"{run} has no recipe.yaml", remedy="for a bundle, pass model='file.py:function'")
             return _printed(rerun(folder, step, model=model, say=_say(quiet)), quiet)
         parts = parts_of_run(RunFolder.open(folder), model, data, loss, options)
         return _printed(rerun(folder, step, parts=parts, say=_say(quiet)), quiet)
@@ -300,21 +300,21 @@ def verify_resume(
     quiet: bool = False,
     **options: Unpack[RunOptions],
 ) -> Proof:
-    """Prove that a run that is interrupted and resumed has the bits of one that is not.
+    """Prove that an interrupted and resumed run has the same bits as an uninterrupted one.
 
     Args:
-        model: As in ``tw.check``. A recipe or ``module:function`` is trained in processes of its own, of which one is
-            killed. Objects are trained in this process, which stops and resumes with copies as they were.
+        model: As in ``tw.check``. A recipe or ``module:function`` is trained in separate processes, one of which is
+            killed. Objects are trained in this process, which stops and resumes with fresh copies.
         data: As in ``tw.fit``.
         loss: As in ``tw.fit``.
-        steps: Steps before the interruption, and as many again after it.
-        workers: Worker processes of the data until then.
+        steps: Steps before the interruption, and as many after it.
+        workers: Worker processes of the data before the interruption.
         then_workers: Worker processes of the resumed run.
-        quiet: Prints nothing.
+        quiet: Print nothing.
         **options: The other arguments of ``tw.fit``.
 
     Returns:
-        A proof; ``proof.equal`` is true where log and checkpoint have the same bits.
+        A proof; ``proof.equal`` is True if log and checkpoint have the same bits.
     """
     chosen = subject(model, data, loss, options)
     trial = ResumeTrial(Path(chosen.name or "tw.fit"), steps, workers, then_workers, kill=chosen.name is not None)
@@ -325,7 +325,7 @@ def verify_resume(
 
 @contextmanager
 def _without_a_trace() -> Iterator[None]:
-    """Inside, threads, matmul mode and random generators may change: they are as before afterwards."""
+    """Restore threads, matmul mode and random generators on exit."""
     with process_settings():
         yield
 

@@ -1,4 +1,4 @@
-"""Optimizers and schedules that are not in the box: what the plan says of them, and how a recipe describes them."""
+"""Builds the live objects of a run, and describes custom optimizers, schedules and observers in the plan."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from trainwright.recipe import METRICS, OBSERVERS, OPTIMIZERS, Loaded, Part, Rec
 from trainwright.recipe.resolve import find, import_factory, make, parameters_of
 
 CROSS_ENTROPIES = ("cross_entropy", "language_model", "hf_causal_lm")
-"""Losses in the box whose mean is the logarithm of the perplexity."""
+"""Built-in losses whose mean is the logarithm of the perplexity."""
 
 
 class Live(NamedTuple):
-    """What trains, and the plan that knows of it."""
+    """The state, schedule, observers, metrics and clipping of a run, and its plan with notes on custom objects."""
 
     state: TrainState
     schedule: ScheduleFn | SteppedSchedule
@@ -42,28 +42,28 @@ class Live(NamedTuple):
 
 
 def build_live(parts: Parts, loaded: Loaded, plan: Plan) -> Live:
-    """Builds state, schedule and observers. Raises RecipeError or UsageError for what cannot be used."""
+    """Build state, schedule and observers. Raises RecipeError or UsageError for objects that cannot be used."""
     _require_restorable(loaded.recipe, plan)
     state = build_state(parts, loaded, plan)
     schedule = build_schedule(parts, loaded, plan, state.optimizer)
-    plan = _with_own_objects(plan, loaded.recipe, state, schedule)
+    plan = _with_custom_objects(plan, loaded.recipe, state, schedule)
     metrics = metric_set({**named_metrics(loaded, parts.loss), **parts.metrics})
     if metrics and plan.degrees.ranks > 1:
         _require_whole_outputs(plan)
         metrics.require_ranked()
     metrics.to(next(parts.model.parameters()).device)
-    of_training = metrics.copied() if loaded.recipe.log.metrics else NO_METRICS
+    train_metrics = metrics.copied() if loaded.recipe.log.metrics else NO_METRICS
     swa = loaded.recipe.model.swa
     if plan.swa is not None and swa is not None and swa.lr is not None:
         schedule = state.stateful["swa"] = SwaSchedule(schedule, state.optimizer, plan.swa, swa.lr, swa.anneal_by)
     clip = build_clip(loaded.recipe, state)
     if isinstance(clip, AdaptiveClip):
         state.stateful["clip"] = clip
-    return Live(state, schedule, _make_observers(parts, loaded, state), plan, metrics, of_training, clip)
+    return Live(state, schedule, _make_observers(parts, loaded, state), plan, metrics, train_metrics, clip)
 
 
 def build_clip(recipe: Recipe, state: TrainState) -> ClipFn:
-    """Returns the clip that a recipe asks for, with statistics of its own."""
+    """Return the gradient clipping of a recipe, with statistics that start from zero."""
     ask, optimizer = recipe.optimizer.clip, state.optimizer
     stated = {name: value for name in ("z", "ratio", "decay", "warmup") if (value := getattr(ask, name)) is not None}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -72,7 +72,7 @@ def build_clip(recipe: Recipe, state: TrainState) -> ClipFn:
 
 
 def named_metrics(loaded: Loaded, loss: object) -> dict[str, object]:
-    """The metrics that a recipe names. Those in the box take from ``loss`` what it says of outputs and targets."""
+    """Return the metrics of a recipe by name. Built-in ones take parameters that ``loss`` states about its outputs."""
     found: dict[str, object] = {}
     for number, ask in enumerate(loaded.recipe.metrics):
         path = f"metrics.{number}"
@@ -86,22 +86,22 @@ def named_metrics(loaded: Loaded, loss: object) -> dict[str, object]:
             stated = {name: value for name, value in metric_args_of_loss(loss).items() if name in accepted}
             found[ask.shown_name] = make(ask.use, {**stated, **ask.args}, METRICS, path, loaded.source)
         else:
-            found[ask.shown_name] = _found(ask, {}, path, loaded)
+            found[ask.shown_name] = _find_part(ask, {}, path, loaded)
     return found
 
 
 def _require_whole_outputs(plan: Plan) -> None:
-    """Raises UsageError where no rank has the outputs of a whole sample."""
+    """Raise UsageError if no rank has the outputs of full samples."""
     for axis in ("pipeline", "context"):
         if getattr(plan.degrees, axis) > 1:
             raise UsageError(
-                f"parallel.{axis}: no rank has the outputs and targets of whole samples, which metrics need",
+                f"parallel.{axis}: no rank has the outputs and targets of full samples, which metrics need",
                 remedy=f"leave metrics out and evaluate later: trainwright evaluate RUN; or leave parallel.{axis} out",
             )
 
 
-def _found(ask: Part, names: Mapping[str, Row], path: str, loaded: Loaded) -> object:
-    """An object of the class that a recipe names, or the function, with its arguments."""
+def _find_part(ask: Part, names: Mapping[str, Row], path: str, loaded: Loaded) -> object:
+    """Return an instance of the class, or the function with its arguments, that a recipe names."""
     found = find(ask.use, names, path, loaded.source)
     if isinstance(found, type):
         return make(ask.use, ask.args, names, path, loaded.source)
@@ -109,12 +109,12 @@ def _found(ask: Part, names: Mapping[str, Row], path: str, loaded: Loaded) -> ob
     return partial(found, **ask.args) if ask.args else found
 
 
-def _with_own_objects(plan: Plan, recipe: Recipe, state: TrainState, schedule: ScheduleFn | SteppedSchedule) -> Plan:
-    """The plan with the rates of an optimizer that is not in the box, and with what it leaves untrained.
+def _with_custom_objects(plan: Plan, recipe: Recipe, state: TrainState, schedule: ScheduleFn | SteppedSchedule) -> Plan:
+    """Return the plan with the learning rate of a custom optimizer and notes on parameters that it does not train.
 
-    A schedule with a state becomes part of the run's.
+    Adds a schedule with a state to the state of the run.
     """
-    notes = [*_of_optimizer(recipe, state), *_of_schedule(plan, recipe, schedule)]
+    notes = [*_optimizer_notes(recipe, state), *_schedule_notes(plan, recipe, schedule)]
     if isinstance(schedule, SteppedSchedule):
         _require_validation(schedule, recipe, schedule.name)
         state.stateful["schedule"] = schedule
@@ -125,8 +125,8 @@ def _with_own_objects(plan: Plan, recipe: Recipe, state: TrainState, schedule: S
 
 
 def _make_observers(parts: Parts, loaded: Loaded, state: TrainState) -> tuple[Observer, ...]:
-    """The observers that were passed in Python, then those of the recipe. One with a state is part of the run's."""
-    observers = [*map(as_observer, parts.observers), *_named(loaded)]
+    """Return the observers passed in Python, then those of the recipe. Those with a state join the state of the run."""
+    observers = [*map(as_observer, parts.observers), *_recipe_observers(loaded)]
     for number, each in enumerate(observers):
         _require_validation(each, loaded.recipe, type(each).__name__)
         if callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None)):
@@ -134,10 +134,10 @@ def _make_observers(parts: Parts, loaded: Loaded, state: TrainState) -> tuple[Ob
     return tuple(observers)
 
 
-def _named(loaded: Loaded) -> Iterator[Observer]:
+def _recipe_observers(loaded: Loaded) -> Iterator[Observer]:
     for number, ask in enumerate(loaded.recipe.observers):
         path = f"observers.{number}"
-        found = _found(ask, OBSERVERS, path, loaded)
+        found = _find_part(ask, OBSERVERS, path, loaded)
         with at_recipe(loaded, f"{path}.use"):
             yield as_observer(found)
 
@@ -145,27 +145,27 @@ def _named(loaded: Loaded) -> Iterator[Observer]:
 def _require_validation(needs: object, recipe: Recipe, name: str) -> None:
     if getattr(needs, "needs_evaluation", False) and recipe.data.val is None:
         raise UsageError(
-            f"{name} goes by the validation, and there is no validation set",
-            remedy="give val=, or data.val in a recipe",
+            f"{name} needs validation results, and there is no validation set",
+            remedy="pass val=, or set data.val in a recipe",
         )
 
 
 def _require_restorable(recipe: Recipe, plan: Plan) -> None:
-    """Raises UsageError where there will be no best checkpoint, or others have parts of the weights."""
+    """Raise UsageError if there will be no best checkpoint, or several ranks share the weights."""
     if not recipe.checkpoint.restore_best:
         return
     if recipe.data.val is None or recipe.checkpoint.best is None:
         raise UsageError(
-            "the best weights are to be restored, and nothing says which are the best",
-            remedy="give a validation set, and leave checkpoint.best what it is",
+            "restore_best needs a validation set and checkpoint.best to find the best weights",
+            remedy="pass a validation set, and leave checkpoint.best at its default",
         )
     if plan.degrees.ranks > 1:
         raise UsageError(
-            "the best weights are restored on one rank only", remedy="leave it out, and export RUN --which best"
+            "restore_best works on one rank only", remedy="leave it out and run: trainwright export RUN --which best"
         )
 
 
-def _of_optimizer(recipe: Recipe, state: TrainState) -> Iterator[Note]:
+def _optimizer_notes(recipe: Recipe, state: TrainState) -> Iterator[Note]:
     if recipe.optimizer.use in OPTIMIZERS:
         return
     parts = parts_of(state.optimizer)
@@ -181,7 +181,7 @@ def _described(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__name__} of {size:,} weights"
 
 
-def _of_schedule(plan: Plan, recipe: Recipe, schedule: ScheduleFn | SteppedSchedule) -> Iterator[Note]:
+def _schedule_notes(plan: Plan, recipe: Recipe, schedule: ScheduleFn | SteppedSchedule) -> Iterator[Note]:
     if isinstance(schedule, SteppedSchedule) and not schedule.needs_evaluation:
         epoch = f" (an epoch has {plan.steps_per_epoch:,})" if plan.steps_per_epoch else ""
         why = f"its state is saved; schedule.every: 1ep steps it after each epoch{epoch}"
@@ -192,14 +192,14 @@ def _of_schedule(plan: Plan, recipe: Recipe, schedule: ScheduleFn | SteppedSched
 
 
 def measured_state(recipe: Recipe, measured: int | None) -> dict[str, int]:
-    """The memory of the optimizer's state, where the dry run has measured it."""
+    """Return the measured memory of the optimizer state in bytes; empty if it was not measured."""
     if measured is None or recipe.optimizer.offload is True:
         return {}
     return {"optimizer": measured}
 
 
 def memory_note(recipe: Recipe, measured: int | None) -> Iterator[Note]:
-    """Says so where the memory of an optimizer is neither known nor measured."""
+    """Yield a note if the memory of an optimizer is neither known nor measured."""
     if recipe.optimizer.use not in OPTIMIZERS and measured is None:
-        why = "its state was not measured: the weights are large, or divided, or it cannot be copied"
+        why = "its state was not measured: the weights are too large, or sharded, or it cannot be copied"
         yield Note("memory", "the optimizer counts as AdamW", why)

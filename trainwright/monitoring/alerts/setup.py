@@ -1,4 +1,4 @@
-"""The alerts that the section of a recipe asks for."""
+"""Sets up the alerts of a recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainwright.runs.folder import RunFolder
 
 
 def require_channels(ask: Alerts | None) -> None:
-    """Raises UsageError for what an alert would need and is missing, before the run begins."""
+    """Raise UsageError before the run for anything that an alert needs and is missing."""
     if ask is not None:
         list(_channels(ask, os.environ))
 
@@ -33,9 +33,9 @@ def _channels(ask: Alerts, environ: Mapping[str, str]) -> Iterator[Channel]:
 def alerting(
     ask: Alerts | None, folder: RunFolder, warn: Callable[[str], None], *, watched: bool = False
 ) -> Iterator[tuple[AlertWatch, ...]]:
-    """Inside, somebody is told what the section says; gives what hears of the steps: nothing, or a watch.
+    """Send the alerts of a recipe section within the block. Provides the observers for the steps: none, or one watch.
 
-    It is left after the log has got its last record. ``watched``: the log is that of a loop under ``tw.watch``.
+    The block must end after the last record is in the log. ``watched``: the log is that of a loop under ``tw.watch``.
     """
     if ask is None:
         yield ()

@@ -1,4 +1,4 @@
-"""A run whose step is the user's own, ``tw.fit(..., advance=step)``: what it cannot have, what is not known of it."""
+"""Limits of a run with a custom step, ``tw.fit(..., advance=step)``, and its plan without a dry run."""
 
 from __future__ import annotations
 
@@ -13,46 +13,47 @@ from trainwright.errors import UsageError
 from trainwright.plan.make import Note, Plan
 from trainwright.recipe import Loaded, Recipe
 
-FULL = (None, "auto", "fp32", "tf32")
+FULL_PRECISIONS = (None, "auto", "fp32", "tf32")
+"""Settings of ``precision`` that need no autocast."""
 
 
 def no_loss(model: nn.Module, batch: Batch) -> Loss:
-    """Stands for the loss of a run that has none."""
+    """Stand for the loss of a run that has none. Raises UsageError when called."""
     raise UsageError(
-        "the run has a step of its own, and no loss to evaluate with",
-        remedy="give both: tw.fit(model, data, loss, advance=step)",
+        "the run has a custom step and no loss to evaluate with",
+        remedy="pass both: tw.fit(model, data, loss, advance=step)",
     )
 
 
 def require_no_loss_needed(recipe: Recipe) -> None:
-    """Raises UsageError where a run without a loss is to evaluate."""
+    """Raise UsageError if a run without a loss has a validation set."""
     if recipe.data.val is not None:
         no_loss(nn.Module(), None)
 
 
 def require_loss(parts: Parts | None, verb: str) -> None:
-    """Raises UsageError for a run that has a step of its own and no loss."""
+    """Raise UsageError for a run with a custom step and no loss."""
     if parts is not None and parts.loss is no_loss:
         raise UsageError(
-            f"{verb} needs a loss, and this run has only a step of its own (advance=)",
-            remedy="give the loss that the step computes: loss=...",
+            f"{verb} needs a loss, and this run has only a custom step (advance=)",
+            remedy="pass the loss that the step computes: loss=...",
         )
 
 
-def require_own_step_fits(loaded: Loaded, ranks: int) -> None:
-    """Raises UsageError for what a recipe asks of the step that the engine cannot do within one of the user's own."""
+def require_custom_step_fits(loaded: Loaded, ranks: int) -> None:
+    """Raise UsageError for settings that the engine cannot apply within a custom step."""
     recipe, clip = loaded.recipe, loaded.recipe.optimizer.clip
     asks_to_clip = any(path.startswith("optimizer.clip") for path in loaded.stated)
     for wrong, words, remedy in (
-        (ranks > 1, f"it runs in {ranks} processes", "run it in one, or give a loss instead"),
+        (ranks > 1, f"it runs in {ranks} processes", "run it in one, or pass a loss instead"),
         (
-            recipe.precision not in FULL,
+            recipe.precision not in FULL_PRECISIONS,
             f"precision is {recipe.precision}",
             "leave it out and open torch.autocast inside of the step",
         ),
         (
             asks_to_clip and clip.by != "none",
-            f"clipping by {clip.by} is asked for",
+            f"clipping by {clip.by} is set",
             "leave it out and clip in the step: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
         ),
         (
@@ -62,14 +63,16 @@ def require_own_step_fits(loaded: Loaded, ranks: int) -> None:
         ),
     ):
         if wrong:
-            raise UsageError(f"a step of your own (advance=) does not work where {words}", remedy=remedy)
+            raise UsageError(f"a custom step (advance=) does not work if {words}", remedy=remedy)
 
 
-def untried(plan: Plan, recipe: Recipe) -> Plan:
-    """The plan of a step that was not tried beforehand: it updates the weights."""
+def without_dry_run(plan: Plan, recipe: Recipe) -> Plan:
+    """Return the plan of a custom step. It has no dry run, because the step updates the weights."""
     return replace(plan, precision="tf32" if recipe.precision == "tf32" else "fp32", notes=(*plan.notes, *_notes()))
 
 
 def _notes() -> Iterator[Note]:
-    yield Note("dry run", "none", "a step of your own is not tried beforehand: no times, no memory, no first loss")
-    yield Note("precision", "fp32", "a step of your own opens torch.autocast where it wants it")
+    yield Note(
+        "dry run", "none", "a custom step updates the weights, so it has no dry run: no times, no memory, no first loss"
+    )
+    yield Note("precision", "fp32", "a custom step opens torch.autocast itself")

@@ -1,4 +1,4 @@
-"""A replayed step is looked at closely: every experiment, what the doctor asks for, and what it finds."""
+"""Examines a replayed step with all experiments, and diagnoses it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from trainwright.watching.experiments import ExperimentRunner
 from trainwright.watching.findings import FindingsLog
 
 
-def look_closely(done: Rerun, runner: ExperimentRunner, known: Iterable[Record]) -> None:
-    """Every experiment of an incident and a checkup, and those that the doctor asks for; then its findings."""
+def examine_replay(done: Rerun, runner: ExperimentRunner, known: Iterable[Record]) -> None:
+    """Run every experiment of an incident and of an examination, and those that the doctor requests; then diagnose."""
     log = FindingsLog(runner, (), done.examined.append, known=known)
     log.look(done.step, "incident", "checkup")
     done.records, done.findings, done.unexamined = log.records, log.findings(), runner.not_run(is_later=True)
@@ -25,19 +25,21 @@ def _not_reproducible(done: Rerun) -> Found:
     again = [r for r in done.records if isinstance(r, Examined) and r.experiment == "again" and r.step == done.step]
     itself = str(again[-1].values.get("same_twice")) if again else ""
     causes = {
-        "True": "two runs in this process agree: what is different is the machine, a library, the code or its data, or "
-        "state that is kept where it is not seen",
-        "False": "two runs in this process differ too: the step is not deterministic, or the hardware errs",
+        "True": "two runs in this process agree: the machine, a library, the code, its data or unrecorded state is "
+        "different",
+        "False": "two runs in this process differ too: the step is not deterministic, or the hardware has faults",
     }
     remedy = "set deterministic: true (torch.use_deterministic_algorithms), and draw random numbers from torch only"
-    where = [] if not done.notes else [("what is different by now", "; ".join(done.notes[:4]))]
+    where = [] if not done.notes else [("differences to the recorded run", "; ".join(done.notes[:4]))]
     return make_finding(
         "resources.not_reproducible",
         "warning",
         done.step,
-        symptom=f"step {done.step} run again is not the same bits",
-        cause=causes.get(itself, "why is not known yet"),
-        remedy=remedy if not done.notes else f"replay it as it was run first ({done.notes[0]}); then {remedy}",
+        symptom=f"the replay of step {done.step} has different bits",
+        cause=causes.get(itself, "the cause is not known yet"),
+        remedy=remedy
+        if not done.notes
+        else f"first replay it in the original environment ({done.notes[0]}); then {remedy}",
         sure=0.5,
         evidence=[*((each.what, str(each.now), str(each.then)) for each in differ[:4]), *where],
     ).found
