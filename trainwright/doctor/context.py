@@ -63,11 +63,6 @@ class RunContext:
         """All measurements of a kind with the step that each is about, oldest first."""
         return [(each.step, self._measured(each, kind)) for each in self._seen(kind)]
 
-    def since_change(self, kind: type[M]) -> list[tuple[int, M]]:
-        """Those since the program of the loop changed last; all of them where there are none since."""
-        every = self.every(kind)
-        return [(step, facts) for step, facts in every if step >= self._changed_at] or every
-
     def not_measured(self, kind: type[Measurement]) -> str | None:
         """Why there is no measurement of a kind; None where there is one."""
         if self._seen(kind):
@@ -143,10 +138,6 @@ class RunContext:
     @cached_property
     def _outcomes(self) -> dict[str, list[Examined]]:
         return by_experiment(self.records)
-
-    @cached_property
-    def _changed_at(self) -> int:
-        return max((each.step for each in self.steps if "changed" in each.values), default=0)
 
     def _seen(self, kind: type[Measurement]) -> list[Examined]:
         return [each for each in self._outcomes.get(kind.experiment, []) if "blind" not in each.values]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -35,42 +34,6 @@ def terms_of(recorded: RecordedStep) -> list[Term]:
         elif isinstance(each, Backward):
             return [] if each.slot is None else _terms(each.slot, makers)
     return []
-
-
-def is_of_shared_values(recorded: RecordedStep, slot: int, others: Sequence[int]) -> bool:
-    """Whether all that a term has of the models was detached, and these ``others`` are made of the same values."""
-    makers = {n: each for each in recorded.program if isinstance(each, Operation) for n in each.outputs}
-    own = _begins(slot, makers)
-    shared = set[int]().union(*(_begins(each, makers) for each in others))
-    return bool(own) and own <= shared and all(n in makers for n in own)
-
-
-def made_of(recorded: RecordedStep, slot: int) -> list[Operation]:
-    """The operations that a value is made by, up to what the models returned."""
-    makers = {n: each for each in recorded.program if isinstance(each, Operation) for n in each.outputs}
-    found, seen, waiting = list[Operation](), set[int](), [slot]
-    while waiting:
-        each = waiting.pop()
-        operation = makers.get(each)
-        if operation is not None and each not in seen:
-            seen.add(each)
-            found.append(operation)
-            waiting += _slots((operation.args, operation.kwargs))
-    return found
-
-
-def _begins(slot: int, makers: dict[int, Operation]) -> set[int]:
-    """What a value is made of: what was detached on the way, and where none was, the outputs of the models."""
-    found, seen, waiting = set[int](), set[int](), [slot]
-    while waiting:
-        each = waiting.pop()
-        operation = makers.get(each)
-        if operation is None or operation.name == "detach":
-            found.add(each)
-        elif each not in seen:
-            seen.add(each)
-            waiting += _slots((operation.args, operation.kwargs))
-    return found
 
 
 def _terms(slot: int, makers: dict[int, Operation]) -> list[Term]:

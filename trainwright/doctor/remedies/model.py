@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from trainwright.doctor.measure.first_step import smaller
 from trainwright.doctor.measure.layers import DROPOUTS
-from trainwright.doctor.measure.wiring import MOST, STEPS, activated, on_one_batch, unregistered_parameters
+from trainwright.doctor.measure.wiring import MAX_UPDATES, MIN_UPDATES, activated, on_one_batch, unregistered_parameters
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import argument, function_name
@@ -22,7 +22,7 @@ from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, course
 
 
-def compared(session: ReplaySession, intervention: Intervention, most: int = STEPS) -> str:
+def compared(session: ReplaySession, intervention: Intervention, most: int = MIN_UPDATES) -> str:
     """The loss over updates on this batch alone, changed and as it was, in words."""
     try:
         was, now = on_one_batch(session, intervention, most)
@@ -49,12 +49,12 @@ def once(change: Callable[[], None]) -> Callable[[], AbstractContextManager[None
 
 def activation_between(session: ReplaySession, *, weights: Sequence[str]) -> str:
     """A ReLU after each of these linear layers."""
-    return compared(session, activated(session, weights), MOST)
+    return compared(session, activated(session, weights), MAX_UPDATES)
 
 
 def _trained_too(session: ReplaySession, extra: list[Tensor]) -> str:
     """Trains these tensors too, with an optimizer of the class of the first one."""
-    was = session.train(STEPS, repeat=True)
+    was = session.train(MIN_UPDATES, repeat=True)
     optimizer = session.optimizers[0]
     before = [(p, p.data, p.grad, p.requires_grad) for p in extra]
 
@@ -84,7 +84,7 @@ def _trained_too(session: ReplaySession, extra: list[Tensor]) -> str:
             also.step()
             also.zero_grad()
 
-        now = session.train(STEPS, Intervention(model=around), repeat=True)
+        now = session.train(MIN_UPDATES, Intervention(model=around), repeat=True)
     finally:
         for p, data, grad, requires_grad in before:
             p.grad = None
