@@ -17,8 +17,8 @@ from trainwright.checkpoint.names import named_parameters
 from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 from trainwright.doctor.measure import REPLAYS
-from trainwright.doctor.own_checks import OWN, OwnCheckFacts
 from trainwright.doctor.remedies import TRIALS
+from trainwright.doctor.user_checks import USER_CHECK_PREFIX, UserCheckFacts
 from trainwright.errors import text_of
 from trainwright.recorder.program import Backward, Constant, RecordedStep, mapped
 from trainwright.recorder.ranks import own_part
@@ -197,7 +197,7 @@ class ExperimentRunner:
         """What the checks of the user's own say of a step."""
         facts: Facts = {}
         for own in self._own if step else ():
-            name = OWN + name_of_check(own)
+            name = USER_CHECK_PREFIX + name_of_check(own)
             if self._is_time_for(name):
                 facts |= self._measured(name, step, partial(_own_facts, own))
         return facts
@@ -392,7 +392,7 @@ class ExperimentRunner:
 
 def _own_facts(check: OwnCheck, session: ReplaySession) -> Facts:
     broken = check(session)
-    return vars(OwnCheckFacts(statement=inspect.getdoc(check) or "", broken=None if broken is None else str(broken)))
+    return vars(UserCheckFacts(statement=inspect.getdoc(check) or "", broken=None if broken is None else str(broken)))
 
 
 def name_of_check(check: OwnCheck) -> str:

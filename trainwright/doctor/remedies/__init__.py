@@ -1,4 +1,4 @@
-"""Remedies that a replay tries before they are offered: a function each."""
+"""Remedies that a replay tries before they are offered, one function each."""
 
 from __future__ import annotations
 
@@ -38,4 +38,4 @@ TRIALS: dict[str, RegisteredTrial] = {
     "weight_decay": RegisteredTrial(optim.weight_decay, 43.0),
     "with_optimizer": RegisteredTrial(optim.with_optimizer, USUAL_STEPS),
 }
-"""By the name that findings give."""
+"""By the name in the findings."""

@@ -52,7 +52,7 @@ def clip_no_effect(run: RunContext) -> Iterator[Result]:
 
 
 def _clips_in_time(step: Watched) -> bool:
-    """Whether a clip comes between a backward pass and the update, with gradients to change."""
+    """Returns True if a clip follows a backward pass, precedes the update, and has gradients to change."""
     clipped = had_backward = False
     for kind, value in step.events:
         if kind == "backward":

@@ -12,7 +12,7 @@ from trainwright.doctor.trend import still_falls
 from trainwright.runs.records import Where
 
 MAX_EVENNESS = 0.2
-"""Entropy of attention weights, as a fraction of that of equal weights, below which each row attends to few keys."""
+"""Entropy of attention weights / entropy of equal weights. Below it, each row attends to few keys."""
 
 
 @check(stage="forward", confidence=0.85, needs=LayersFacts)

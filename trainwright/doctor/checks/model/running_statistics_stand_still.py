@@ -11,8 +11,8 @@ from trainwright.doctor.facts.modes import ModesFacts
 from trainwright.doctor.finding import in_words, listed
 from trainwright.runs.records import Where
 
-LOOKS = 3
-"""At other inputs than the first one."""
+MIN_EXAMINATIONS = 3
+"""Examinations with other inputs than the first one."""
 
 
 @check(stage="buffers", confidence=0.9, needs=(LayersFacts, ModesFacts))
@@ -47,10 +47,10 @@ def running_statistics_stand_still(run: RunContext) -> Iterator[Result]:
         yield NotApplicable("no normalization has running statistics and is in train mode")
         return
     looks = run.every(LayersFacts)
-    if len(looks) <= LOOKS:
-        yield NotApplicable(f"{len(looks)} steps were looked at, and it takes {LOOKS + 1}")
+    if len(looks) <= MIN_EXAMINATIONS:
+        yield NotApplicable(f"{len(looks)} steps were looked at, and it takes {MIN_EXAMINATIONS + 1}")
         return
-    still = {path: each for path, each in facts.standing.items() if each.others >= LOOKS}
+    still = {path: each for path, each in facts.standing.items() if each.others >= MIN_EXAMINATIONS}
     since = min((each.since for each in still.values()), default=0)
     used = [step for step in modes.evaluated_in_eval if since <= step < looks[-1][0]]
     if not still or not (used or run.finished):

@@ -8,8 +8,10 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.resources import MemoryFacts
 
-MANY, BYTES_EACH = 100_000, 6
-"""Python objects, and a tenth of the bytes of one that is read: the page of its reference count is copied."""
+MIN_OBJECTS = 100_000
+"""Minimum number of Python objects in the dataset."""
+MIN_BYTES_PER_OBJECT = 6
+"""A tenth of the bytes of an object. Reading one copies the page with its reference count."""
 
 
 @check(stage="input", needs=MemoryFacts)
@@ -27,10 +29,10 @@ def workers_copy_dataset(run: RunContext) -> Iterator[Result]:
     Sources: pytorch/pytorch #13246, #20433.
     """
     facts = run.latest(MemoryFacts)
-    if facts is None or facts.objects < MANY or len(facts.private_bytes) < 2:
+    if facts is None or facts.objects < MIN_OBJECTS or len(facts.private_bytes) < 2:
         return
     grown = facts.private_bytes[-1] - facts.private_bytes[0]
-    if grown >= max(BYTES_EACH * facts.objects, 2**20):
+    if grown >= max(MIN_BYTES_PER_OBJECT * facts.objects, 2**20):
         yield run.finding(
             run.last_step,
             symptom=f"each worker has {grown / 2**20:.0f} MiB more private memory than at first",
