@@ -25,9 +25,9 @@ from trainwright.recorder.ranks import own_part
 from trainwright.recorder.ring import Ring
 from trainwright.recorder.tape import Tape
 from trainwright.replay import bundle
-from trainwright.replay.deadline import Deadline, TimeIsUp
-from trainwright.replay.experiments import USUAL_STEPS, Experiment
-from trainwright.replay.memory import NO_ROOM, ReplayMemory, free_what_it_holds
+from trainwright.replay.deadline import Deadline, ReplayTimeout
+from trainwright.replay.experiments import DEFAULT_STEPS, Experiment
+from trainwright.replay.memory import NOT_ENOUGH_MEMORY, ReplayMemory, free_what_it_holds
 from trainwright.replay.replayer import NotReplayable, Replayer
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, RegisteredTrial
@@ -240,7 +240,7 @@ class ExperimentRunner:
         try:
             with self.replayer.deadline.within(self._left_s):
                 facts[name] = {**run(self._session_of(step)), "step": step}
-        except TimeIsUp:
+        except ReplayTimeout:
             is_whole = False
         except NotReplayable as error:
             facts[name] = {"blind": str(error), "step": step}
@@ -262,7 +262,7 @@ class ExperimentRunner:
         """By what it took the last time; before that, by the training steps that it takes as long as."""
         if name in self._cost_s:
             return self._cost_s[name]
-        steps = self._experiments[name].steps if name in self._experiments else USUAL_STEPS
+        steps = self._experiments[name].steps if name in self._experiments else DEFAULT_STEPS
         if steps and not self._memory.is_measured:
             steps += MEASURING_STEPS
         return LEAST_S + steps * self._budget.step_s
@@ -295,7 +295,7 @@ class ExperimentRunner:
     def _without_what_it_held(self, error: Exception) -> str:
         """Frees the tensors of an experiment that raised; returns why it did."""
         has_run_out = free_what_it_holds(error, self.replayer.device)
-        return f"{NO_ROOM}: {text_of(error)[:160]}" if has_run_out else text_of(error)[:200]
+        return f"{NOT_ENOUGH_MEMORY}: {text_of(error)[:160]}" if has_run_out else text_of(error)[:200]
 
     def try_remedy(self, step: int, trial: RemedyTrial | None) -> tuple[Tried, ...] | None:
         """Try the remedy of a finding on the replay; return the result, or nothing if it cannot be tried.
@@ -320,7 +320,7 @@ class ExperimentRunner:
         try:
             with self.replayer.deadline.within(self._left_s):
                 return self._remedies[trial.name].run(self._session_of(step), **trial.args)
-        except TimeIsUp:
+        except ReplayTimeout:
             return None
         except (NotReplayable, NotTried):
             return ""

@@ -26,9 +26,9 @@ from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.classified import Classified, classified
 from trainwright.replay.experiments import replay
 from trainwright.replay.functions import argument, function_name
-from trainwright.replay.replayer import AS_IT_WAS, Intervention, NotReplayable
+from trainwright.replay.replayer import UNCHANGED, Intervention, NotReplayable
 from trainwright.replay.samples import (
-    COMPARING,
+    COMPARING_FUNCTIONS,
     classes_of,
     inputs_of,
     losses_of,
@@ -95,7 +95,7 @@ def _is_seen(session: ReplaySession, column: int) -> bool:
 
     In an autoregressive density model it does not.
     """
-    was = _prediction(session, AS_IT_WAS)
+    was = _prediction(session, UNCHANGED)
     now = _prediction(session, Intervention(inputs=on_column(column, lambda values: values.roll(1))))
     return was is None or now is None or not torch.equal(was, now)
 
@@ -105,7 +105,7 @@ def _prediction(session: ReplaySession, intervention: Intervention) -> Tensor | 
     found: list[Tensor] = []
 
     def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-        if function_name(function) in COMPARING and not found:
+        if function_name(function) in COMPARING_FUNCTIONS and not found:
             found.append(argument(args, kwargs, 0, "input", None).detach())
         return function(*args, **kwargs)
 

@@ -15,7 +15,7 @@ from trainwright.doctor.measure.locate import CallTrace, Compare
 from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import tensors_of
 from trainwright.replay.functions import InputHandler, change_leaves
-from trainwright.replay.replayer import AS_IT_WAS, Intervention
+from trainwright.replay.replayer import UNCHANGED, Intervention
 from trainwright.replay.session import ReplaySession
 
 NOISE_MULTIPLE = 16
@@ -42,7 +42,7 @@ class EvalPasses:
         moved = self.run(Intervention(model=self._jittered))
         self.limit = NOISE_MULTIPLE * (apart(self.base, moved) + self._eps())
 
-    def run(self, change: Intervention = AS_IT_WAS) -> Outputs:
+    def run(self, change: Intervention = UNCHANGED) -> Outputs:
         """Returns the outputs of all models. Raises the error of the model."""
         result = self.session.run(replace(change, mode="eval", dtype=self._dtype), upto="forward")
         wanted = len(self.session.recorded_step.calls)
@@ -89,7 +89,7 @@ class EvalPasses:
         if not deviation.is_real:
             return deviation
         traces = CallTrace(self.session), CallTrace(self.session)
-        for trace, each in zip(traces, (AS_IT_WAS, change)):
+        for trace, each in zip(traces, (UNCHANGED, change)):
             self.run(replace(each, model=trace.following))
         module = traces[0].first_difference(traces[1], compare or distance, self.limit)
         return replace(deviation, module=module)

@@ -17,7 +17,7 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import Backward, Call, Constant, Operation, RecordedStep, constants_of, mapped
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import TorchFunction
-from trainwright.replay.bisect import guilty_rows
+from trainwright.replay.bisect import failing_rows
 from trainwright.replay.experiments import replay
 from trainwright.replay.mechanism import Range
 from trainwright.replay.replayer import Intervention, NotReplayable, ReplayResult, Upto
@@ -284,7 +284,7 @@ def _breaking_rows(session: ReplaySession, bad: Bad) -> tuple[int, ...] | None:
             others = [row for row in range(size) if row not in suspected]
             if all(is_bad([row]) for row in suspected) and not is_bad(others):
                 return tuple(suspected)
-        found = guilty_rows(is_bad, size, limit=MAX_ROWS)
+        found = failing_rows(is_bad, size, limit=MAX_ROWS)
     except NotReplayable:
         return None
     return tuple(found) if 0 < len(found) < MAX_ROWS and len(found) < size else None

@@ -13,7 +13,7 @@ from trainwright.doctor.measure.loss_terms import terms_facts
 from trainwright.recorder.program import Call, Instruction, Operation, Slot
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import OpHandler, function_name
-from trainwright.replay.replayer import AS_IT_WAS, Intervention
+from trainwright.replay.replayer import UNCHANGED, Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, course
 
@@ -144,5 +144,5 @@ def _with_weight(session: ReplaySession, slot: int, watched: int, factor: float)
     recorded = replace(session.recorded_step, program=program)
     with session.live():
         for _ in range(NUM_UPDATES):
-            session.replayer.run(recorded, AS_IT_WAS)
+            session.replayer.run(recorded, UNCHANGED)
     return values

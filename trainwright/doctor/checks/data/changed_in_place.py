@@ -24,7 +24,7 @@ def changed_in_place(run: RunContext) -> Iterator[Result]:
 
     Why it matters: each epoch normalises the samples once more, until they are far from what the model has learned.
 
-    How it is detected: the first samples of each batch, and slices of a larger tensor, are remembered. Four of them
+    How it is detected: the first samples of each batch, and slices of a larger tensor, are sampled. Four of them
     come again with values `a * x + b`, with the same `a`. Or the version counter of an input changes during a step.
 
     Exceptions: an input that is no view of a larger tensor is reported only with -v.

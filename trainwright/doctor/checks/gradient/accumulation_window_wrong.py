@@ -20,7 +20,7 @@ def accumulation_window_wrong(run: RunContext) -> Iterator[Result]:
     """A step has another number of micro-batches than it should.
 
     How it is detected: backward passes between updates are counted. Three quarters of the steps have another number
-    than `tw.watch(accumulation=...)` was told; or the first step has one and the next ones have several.
+    than was passed to `tw.watch(accumulation=...)`; or the first step has one and the next ones have several.
 
     Usual cause: `if i % n == 0: step()` steps after the first micro-batch instead of the last (`(i + 1) % n == 0`).
 

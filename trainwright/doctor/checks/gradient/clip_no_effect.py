@@ -15,7 +15,7 @@ from trainwright.runs.records import Watched
 def clip_no_effect(run: RunContext) -> Iterator[Result]:
     """Clipping is called, and updates are made with gradients above the threshold.
 
-    Why it matters: you believe that a bad batch cannot hurt, and it can.
+    Why it matters: clipping seems to limit the effect of a bad batch, and does not.
 
     How it is detected: every clip comes after its gradients were applied or before they exist, or it gets no
     parameters, and the norm at the update is above the threshold.

@@ -29,7 +29,7 @@ def falls_without_bound(run: RunContext) -> Iterator[Result]:
 
     Exceptions: several models or optimizers; samples drawn by the model; the likelihood of a density, which slows down.
 
-    Usual cause: the sign of a term is wrong (a penalty or a divergence that is taken off instead of added), `nll_loss`
+    Usual cause: the sign of a term is wrong (a penalty or a divergence that is subtracted instead of added), `nll_loss`
     without `log_softmax`, or a distance that is to become large without a margin.
 
     Looks like: loss.wrong_sign, where a loss function is maximized.

@@ -29,7 +29,7 @@ def term_without_gradient(run: RunContext) -> Iterator[Result]:
     Exceptions: a scalar on which `detach()` was called itself, as surrogate losses and baselines do; a term made of
     detached values that also weigh what has a gradient.
 
-    Usual cause: what the term is made of was detached or computed under `no_grad`: a generator's loss judges
+    Usual cause: what the term is made of was detached or computed under `no_grad`: a generator's loss uses
     `fake.detach()`; a gradient penalty calls `torch.autograd.grad` without `create_graph=True`.
 
     Looks like: loss.term_dominates, where the term has a gradient and another is far larger.

@@ -29,7 +29,7 @@ def attention_logit_growth(run: RunContext) -> Iterator[Result]:
 
     Usual cause: queries and keys grow without bound, or the scores are not divided by the root of the head size.
 
-    Looks like: optim.lr_too_high, which does not announce itself.
+    Looks like: optim.lr_too_high, which gives no warning.
 
     Fix: `scores = q @ k.transpose(-1, -2) / math.sqrt(head_dim)`; normalise queries and keys; a smaller learning rate.
 

@@ -23,7 +23,7 @@ def running_statistics_stand_still(run: RunContext) -> Iterator[Result]:
     that the run began with, as a rule mean 0 and variance 1.
 
     How it is detected: the running mean and variance of each trained `batch_norm` and `instance_norm`, as they are
-    before the first forward pass of a step. They are equal bit for bit in all steps that are looked at, in three or
+    before the first forward pass of a step. They are equal bit for bit in all examined steps, in three or
     more of which the mean of the input is another one by a thousandth of a deviation. It is reported once an evaluation
     in eval mode has used them, or at the end.
 

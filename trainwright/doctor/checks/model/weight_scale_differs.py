@@ -36,8 +36,8 @@ def weight_scale_differs(run: RunContext) -> Iterator[Result]:
     than the rest are from each other, so a scale that changes from layer to layer is none.
 
     Exceptions: zeros on purpose are left out, and small weights where the run began before, which may have been zeros.
-    Nothing is said where the rest is nearly zero, as in a LoRA factor that has only begun to learn, or of a small last
-    layer in a row of layers, which is made so on purpose.
+    No finding is made where the rest is nearly zero, as in a LoRA factor that has only begun to learn, or for a last
+    layer that is initialised small on purpose.
 
     Usual cause: one layer was initialised by another rule (`normal_` without `std=` is 1.0), was overwritten when a
     checkpoint was loaded, or was scaled twice.

@@ -20,7 +20,7 @@ def average_does_not_follow(run: RunContext) -> Iterator[Result]:
     How it is detected: copies of the weights (modules, dicts, lists of the same shapes) are followed for 16 steps, and
     each of their moves is explained as a fraction of the way to the weights and a growth.
 
-    Exceptions: slow weights and targets, which move now and then; a decay that warms up.
+    Exceptions: slow weights and targets, which move from time to time; a decay that warms up.
 
     Usual cause: the two factors do not add up to 1, the decay is not between 0 and 1, or decay and its complement are
     swapped.

@@ -21,7 +21,7 @@ MIN_LOSS_RISE = 0.5
 def lr_too_high(run: RunContext) -> Iterator[Result]:
     """The learning rate is too high: an update raises the loss of its own batch.
 
-    How it is detected: a replay of the update takes the loss of its batch up by more than half, eight such updates on
+    How it is detected: a replay of the update raises the loss of its batch by more than half, eight such updates on
     that batch do so, too, and at a tenth (a hundredth, a thousandth) of the rate they lower it.
 
     Exceptions: several optimizers (a game), and runs that have recovered.

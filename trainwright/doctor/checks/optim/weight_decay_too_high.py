@@ -26,7 +26,7 @@ def weight_decay_too_high(run: RunContext) -> Iterator[Result]:
     of SGD and Adam is more than half of the gradient, and the loss has fallen by less than a quarter in 24 steps or
     more.
 
-    Usual cause: a decay of AdamW that is written for SGD, or the other way round; a digit too much.
+    Usual cause: a decay of AdamW that is written for SGD, or the other way round; one digit too many.
 
     Looks like: a strong decay under which the loss falls (grokking), which is healthy.
 

@@ -16,7 +16,7 @@ from trainwright.runs.records import Where
 def programs_differ(run: RunContext) -> Iterator[Result]:
     """The ranks do not run the same program: modes, precision, loss, or what changes the gradients.
 
-    How it is detected: these are compared in words, and differ in two compared steps.
+    How it is detected: these are compared as text, and differ in two compared steps.
 
     Exceptions: models that are divided among the ranks (pipeline stages).
 

@@ -27,7 +27,7 @@ def course_differs(run: RunContext) -> Iterator[Result]:
 
     Usual cause: another initialization, learning rate, loss, batch size or amount of data.
 
-    Looks like: reference.program_differs and reference.data_differ, which say what is different in the program.
+    Looks like: reference.program_differs and reference.data_differ, which name the difference in the program.
 
     Fix: begin with the first difference in the program; where there is none, with the learning rate.
     """

@@ -18,8 +18,8 @@ MIN_BYTES_PER_OBJECT = 6
 def workers_copy_dataset(run: RunContext) -> Iterator[Result]:
     """Each worker of the loader makes a copy of the dataset in its own memory.
 
-    How it is detected: the memory that workers share with nobody is read now and then; it grows by 1 MiB and 6
-    bytes for each Python object in the lists and dicts of the dataset, of which there are 100,000 or more.
+    How it is detected: the memory that workers share with no other process is read from time to time. It grows by 1 MiB
+    and 6 bytes for each Python object in the lists and dicts of the dataset, which has 100,000 or more.
 
     Usual cause: a dataset holds lists or dicts of Python objects. Reading one in a forked worker writes its reference
     count, which copies its memory page.
