@@ -16,9 +16,9 @@ from trainwright.doctor.check import Check, CheckState, NotApplicable, Passed, R
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.discovery import all_checks, choose_checks, default_checks
-from trainwright.doctor.docstring import REQUIRED
+from trainwright.doctor.docstring import REQUIRED_SECTIONS
 from trainwright.doctor.facts.reference import ReferenceFacts
-from trainwright.doctor.measure import LISTENERS, OF_LIVE_LOOPS, REPLAYS
+from trainwright.doctor.measure import LISTENERS, LIVE_LOOP_LISTENERS, REPLAYS
 from trainwright.doctor.pages import codes, page, title
 from trainwright.doctor.remedies import TRIALS
 from trainwright.errors import UsageError
@@ -33,7 +33,7 @@ TOPICS = {each.topic for each in all_checks()}
 @pytest.mark.parametrize("check", all_checks(), ids=lambda check: check.code)
 def test_the_page_of_a_check_is_whole(check: Check) -> None:
     text = page(check.code)
-    assert set(REQUIRED) <= set(check.page.sections)
+    assert set(REQUIRED_SECTIONS) <= set(check.page.sections)
     assert all(check.page.sections.values()), "an empty section"
     assert 20 <= len(check.page.title) <= 130 and check.page.title.endswith(".")
     assert text.count("`") % 2 == 0
@@ -53,7 +53,7 @@ def test_every_trial_that_a_check_names_exists_and_every_trial_is_named() -> Non
 
 
 def test_every_measurement_that_a_check_needs_is_made() -> None:
-    made = {each.name for each in REPLAYS} | {getattr(each, "name", "") for each in (*LISTENERS, *OF_LIVE_LOOPS)}
+    made = {each.name for each in REPLAYS} | {getattr(each, "name", "") for each in (*LISTENERS, *LIVE_LOOP_LISTENERS)}
     text = "".join(path.read_text() for path in (ROOT / "trainwright" / "doctor" / "measure").rglob("*.py"))
     made |= set(re.findall(r"\b(\w+Facts|\w+Nonfinite)\b", text))
     needed = {kind for each in all_checks() for kind in each.needs} - {ReferenceFacts}  # see tw.watch(like=)

@@ -25,7 +25,7 @@ from trainwright.commands.replay import rerun
 from trainwright.doctor.pages import page as explain
 from trainwright.errors import UsageError
 from trainwright.recorder.program import Operation
-from trainwright.replay import written
+from trainwright.replay import serialization
 from trainwright.replay.bundle import BundleError, keep, kind_of, prune, read_bundle
 
 ROOT = Path(__file__).parent.parent.parent
@@ -290,12 +290,12 @@ def test_tensors_of_other_shapes_are_refused(whole: Path, tmp_path: Path) -> Non
 
 
 def test_functions_by_name_come_back_as_they_are() -> None:
-    known = written._functions()
+    known = serialization._functions()
     assert len(known) > 900
     for name in ("torch.nn.functional.cross_entropy", "torch.Tensor.__getitem__", "torch.Tensor.__rsub__"):
-        assert written.function_of(name) is known[name]
+        assert serialization.function_of(name) is known[name]
     for name in ("torch.Tensor.T.__get__", "torch.functional.einsum", "torch.Tensor.mean"):
-        assert callable(written.function_of(name))
+        assert callable(serialization.function_of(name))
     for name in (
         "torch.hub.load",
         "torch.Tensor.map_",
@@ -305,7 +305,7 @@ def test_functions_by_name_come_back_as_they_are() -> None:
         3,
     ):
         with pytest.raises(ValueError):
-            written.function_of(name)
+            serialization.function_of(name)
 
 
 class Opaque:

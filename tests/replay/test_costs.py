@@ -13,7 +13,7 @@ from torch import nn
 import trainwright as tw
 from trainwright.doctor.finding import ExperimentRequest
 from trainwright.doctor.measure import REPLAYS
-from trainwright.replay.replayer import AS_IT_WAS, Intervention, RecordedStep, Replayer, ReplayResult, Upto
+from trainwright.replay.replayer import UNCHANGED, Intervention, RecordedStep, Replayer, ReplayResult, Upto
 from trainwright.watching.experiments import ExperimentRunner
 
 EXPERIMENTS = {each.name: each for each in REPLAYS}
@@ -29,7 +29,7 @@ def test_an_experiment_takes_about_as_long_as_it_says(monkeypatch: pytest.Monkey
     run, measured = Replayer.run, ExperimentRunner._measured
 
     def counted(
-        self: Replayer, recorded: RecordedStep, how: Intervention = AS_IT_WAS, *, upto: Upto = "step"
+        self: Replayer, recorded: RecordedStep, how: Intervention = UNCHANGED, *, upto: Upto = "step"
     ) -> ReplayResult:
         made[0] += STEPS[upto] * (IN_FLOAT64 if how.dtype == "fp64" else 1.0)
         return run(self, recorded, how, upto=upto)

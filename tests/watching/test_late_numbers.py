@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
-from trainwright.doctor.measure.held import Memory
+from trainwright.doctor.measure.memory import Memory
 from trainwright.recorder.veto import Veto
 from trainwright.runs.records import Watched
 from trainwright.watching import session

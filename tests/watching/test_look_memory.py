@@ -19,7 +19,7 @@ import trainwright as tw
 from tests import forked
 from trainwright.recorder.hooks import listening
 from trainwright.recorder.probes import Probe
-from trainwright.replay.memory import NO_ROOM, ReplayMemory, _size_of
+from trainwright.replay.memory import NOT_ENOUGH_MEMORY, ReplayMemory, _size_of
 from trainwright.replay.replayer import NotReplayable
 from trainwright.runs.records import Examined
 
@@ -108,7 +108,7 @@ def test_a_look_that_runs_out_of_memory_says_so_and_frees_all() -> None:
     model = Marking(is_short=True)
     watch, alive = train(model, 4)
     blind = {each.experiment: each.values.get("blind") for each in watch.records if isinstance(each, Examined)}
-    assert str(blind["again"]).startswith(NO_ROOM) and alive == [0] * 4
+    assert str(blind["again"]).startswith(NOT_ENOUGH_MEMORY) and alive == [0] * 4
     assert not [found for found in watch.findings() if found.severity == "critical"]
     assert watch.session.failures == []
 
@@ -123,7 +123,9 @@ def test_what_needs_more_than_there_is_does_not_begin() -> None:
     runner = watch.session.runner
     session = runner._session_of(2)
     assert runner._memory.rows_for(session, 1.0, can_be_fewer=False) is None
-    with pytest.raises(NotReplayable, match=rf"{NO_ROOM}: it takes about [\d,]+ MiB, and [\d,]+ MiB are free"):
+    with pytest.raises(
+        NotReplayable, match=rf"{NOT_ENOUGH_MEMORY}: it takes about [\d,]+ MiB, and [\d,]+ MiB are free"
+    ):
         runner._memory.rows_for(session, 1e12, can_be_fewer=True, is_capped=False)
 
 
@@ -135,7 +137,9 @@ def test_an_experiment_takes_twice_as_much_as_the_step_at_most() -> None:
     memory._of_size = {_size_of(session.recorded_step): 2**30}
     memory._asked_at, memory._free = 2, 2**40
     assert memory.rows_for(session, 1.9, can_be_fewer=False) is None
-    with pytest.raises(NotReplayable, match=rf"{NO_ROOM}: it takes about [\d,]+ MiB, and it may take 2,048 MiB"):
+    with pytest.raises(
+        NotReplayable, match=rf"{NOT_ENOUGH_MEMORY}: it takes about [\d,]+ MiB, and it may take 2,048 MiB"
+    ):
         memory.rows_for(session, 4.0, can_be_fewer=False)
     assert len(memory.rows_for(session, 4.0, can_be_fewer=True) or ()) == 7 and weights < 2**20
     assert memory.rows_for(session, 4.0, can_be_fewer=False, is_capped=False) is None

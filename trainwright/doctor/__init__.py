@@ -1,5 +1,5 @@
-"""The doctor: from what was measured in a run to findings; the same for a living run, a dead one and a foreign loop.
+"""The doctor: from measurements of a run to findings, for live runs, finished runs and user loops alike.
 
-``checks`` judge what ``measure`` measures, as frozen dataclasses of ``facts``; ``remedies`` are tried on a replay.
+``checks`` evaluate measurements of ``measure``, which are dataclasses of ``facts``. ``remedies`` are tried in a replay.
 Checks need no torch.
 """

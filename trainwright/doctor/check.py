@@ -1,6 +1,6 @@
 """A check: a property of every correct run, or a known fault. Its docstring is its page.
 
-A check lies alone in ``checks/<topic>/<name>.py``, or in ``contrib/<pack>/<name>.py`` where it serves one domain. The
+Each check is in a file ``checks/<topic>/<name>.py``, or ``contrib/<pack>/<name>.py`` if it serves one domain. The
 function has the name of the file, and the code of its findings is ``<topic>.<name>``.
 """
 
@@ -21,14 +21,16 @@ State: TypeAlias = Literal["passed", "found", "not applicable", "not examined"]
 
 @dataclass(frozen=True)
 class Passed:
-    """What was compared and found right: ``12 parameters over 40 steps``. A check that yields nothing passed, too."""
+    """The comparison that succeeded, such as ``12 parameters over 40 steps``. A
+    check that yields nothing also passed.
+    """
 
     what: str
 
 
 @dataclass(frozen=True)
 class NotApplicable:
-    """Why the check says nothing about this run, or could not be made."""
+    """The reason why the check does not apply to this run or could not be made."""
 
     why: str
 
@@ -39,20 +41,20 @@ Judge: TypeAlias = Callable[[RunContext], Iterator[Result]]
 
 @dataclass(frozen=True)
 class Check:
-    """A check with what it declares.
+    """A check and its metadata.
 
     Attributes:
         code: ``topic.name``, the code of its findings.
-        judge: A function of a RunContext that yields findings, and requests for experiments that would tell more.
-        stage: The part of a training step that its findings are about, unless they say otherwise.
-        severity: The severity of its findings, unless they say otherwise.
-        confidence: The probability that a finding is right, unless it says otherwise.
-        needs: Measurements without which the check is not made; of several all.
-        explains: Codes of checks, or of topics as ``loss.*``, whose findings follow from this one's: they are folded
-            into it.
-        names_cause: False for a check that sees what is wrong and cannot tell why. Causes are ranked before it.
-        points_at: The kind of call whose line in the user's source its findings show, where they show no other.
-        pack: The pack of ``contrib`` that it belongs to; None for a check that is always made.
+        judge: A function of a RunContext that yields findings and requests for further experiments.
+        stage: The part of a training step that its findings are about. Findings may override it.
+        severity: The default severity of its findings.
+        confidence: The default probability that a finding is right.
+        needs: Measurements that the check requires, all of them.
+        explains: Codes of checks, or topics such as ``loss.*``, whose findings follow from a finding of this check.
+            They are folded into it.
+        names_cause: False for a check that detects a symptom without its cause. Causes are ranked first.
+        points_at: The kind of call whose line in the user's source its findings show by default.
+        pack: Its pack in ``contrib``; None for a check that is always made.
     """
 
     code: str
@@ -68,18 +70,18 @@ class Check:
 
     @property
     def topic(self) -> str:
-        """The part of its code before the dot."""
+        """The part of the code before the dot."""
         return self.code.partition(".")[0]
 
     @cached_property
     def page(self) -> Page:
-        """The sections of its docstring."""
+        """The sections of the docstring."""
         return parse_page(self.judge.__doc__ or "")
 
 
 @dataclass(frozen=True)
 class CheckState:
-    """The result of a check in a run, with what was compared, what was found, or why nothing could be."""
+    """The result of one check in one run, with the comparison, the finding, or the reason why there is none."""
 
     code: str
     state: State
@@ -96,7 +98,7 @@ def check(
     names_cause: bool = True,
     points_at: str | None = None,
 ) -> Callable[[Judge], Check]:
-    """Make a Check of a function that lies in a file of its name in ``checks`` or ``contrib``."""
+    """Decorates a function in a file of its name in ``checks`` or ``contrib`` and makes a Check of it."""
 
     def decorated(judge: Judge) -> Check:
         *_, kind, topic, name = judge.__module__.split(".")

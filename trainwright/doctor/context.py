@@ -1,4 +1,4 @@
-"""A typed, read-only view of what was measured in a run."""
+"""A typed, read-only view of the measurements of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Measurement(Protocol):
-    """A frozen dataclass of ``doctor/facts``. ``experiment`` is the name that its records have in the log."""
+    """A frozen dataclass of ``doctor/facts``. ``experiment`` is the name of its records in the log."""
 
     experiment: ClassVar[str]
 
@@ -29,8 +29,8 @@ class RunContext:
     """The records of one run, oldest first.
 
     Args:
-        records: What was recorded. Of a long run not every step is among them.
-        finished: No more records will come, so a check may say what never happened.
+        records: The records. A long run does not have one for every step.
+        finished: No more records will come, so a check may report events that never happened.
     """
 
     def __init__(self, records: Sequence[Record], *, finished: bool = False) -> None:
@@ -38,8 +38,8 @@ class RunContext:
         self._read: dict[tuple[int, type], object] = {}
         self._check: Check | None = None
 
-    def judged_by(self, check: Check) -> RunContext:
-        """The same view for one check: its findings take what they do not say from it."""
+    def for_check(self, check: Check) -> RunContext:
+        """Returns a view for one check. It supplies the defaults of the check's findings."""
         view = copy.copy(self)
         view._check = check
         return view
@@ -51,41 +51,36 @@ class RunContext:
 
     @property
     def last_step(self) -> int:
-        """The newest step with a record, 0 before the first."""
+        """The newest step with a record; 0 without one."""
         newest = [outcomes[-1].step for outcomes in self._outcomes.values()]
         return max([record.step for record in self.steps[-1:]] + newest, default=0)
 
     def latest(self, kind: type[M]) -> M | None:
-        """The newest measurement of a kind; None if there is none."""
+        """Returns the newest measurement of a kind; None without one."""
         return next((self._measured(each, kind) for each in reversed(self._seen(kind))), None)
 
     def every(self, kind: type[M]) -> list[tuple[int, M]]:
-        """All measurements of a kind with the step that each is about, oldest first."""
+        """Returns all measurements of a kind with their steps, oldest first."""
         return [(each.step, self._measured(each, kind)) for each in self._seen(kind)]
 
-    def since_change(self, kind: type[M]) -> list[tuple[int, M]]:
-        """Those since the program of the loop changed last; all of them where there are none since."""
-        every = self.every(kind)
-        return [(step, facts) for step, facts in every if step >= self._changed_at] or every
-
     def not_measured(self, kind: type[Measurement]) -> str | None:
-        """Why there is no measurement of a kind; None where there is one."""
+        """Returns the reason why there is no measurement of a kind; None if there is one."""
         if self._seen(kind):
             return None
         outcomes = self._outcomes.get(kind.experiment, [])
         return str(outcomes[-1].values["blind"]) if outcomes else "it was not measured"
 
     def was_tried(self, kind: type[Measurement]) -> bool:
-        """Whether the measurement was made or attempted."""
+        """Returns True if the measurement was made or attempted."""
         return kind.experiment in self._outcomes
 
     def calls_at(self, step: int) -> Sequence[Sequence[str]]:
-        """The calls of a step in their order with their lines in the user's source, as far as they were recorded.
+        """Returns the recorded calls of a step in order, with their lines in the user's source.
 
-        ``[["zero_grad", "train.py:40"], ["backward", "train.py:44"]]``: the kinds are those of its events. Torch
-        functions outside of the models come last, as ``["op:cross_entropy", "train.py:43"]``. Lines are recorded where
-        they differ from those of the step before. Those of a loop in which no step was finished are in the outcome
-        ``unfinished``.
+        Example: ``[["zero_grad", "train.py:40"], ["backward", "train.py:44"]]``. The kinds are those of the step's
+        events. Torch functions outside of the models come last, as ``["op:cross_entropy", "train.py:43"]``. Lines are
+        recorded only in steps whose lines differ from the previous step. A loop without a finished step has its lines
+        in the outcome ``unfinished``.
         """
         recorded = [(each.step, each.values["lines"]) for each in self.steps if each.values.get("lines")]
         before = [lines for at, lines in recorded if at <= step]
@@ -94,7 +89,9 @@ class RunContext:
         return next((lines for lines in nearest if lines), ())
 
     def line_of(self, kind: str, step: int) -> str | None:
-        """The line that makes the calls of a kind, as ``train.py:44``; None where none is known, or several are."""
+        """Returns the line that makes the calls of a kind, such as
+        ``train.py:44``; None unless exactly one is known.
+        """
         lines = {line for each, line in self.calls_at(step) if each == kind}
         return lines.pop() if len(lines) == 1 else None
 
@@ -109,15 +106,15 @@ class RunContext:
         sure: float | None = None,
         **details: Unpack[Details],
     ) -> Finding:
-        """A finding of the check that is made. What is left out comes from the check and its docstring.
+        """Returns a finding of the current check. Defaults come from the check and its docstring.
 
         Args:
             step: The step that shows it.
             symptom: What is wrong, with numbers. Default: the first sentence of the docstring.
-            cause: The usual cause. Default: that section.
-            remedy: The fix. Default: that section.
-            severity: Default: that of the check.
-            sure: The probability that it is right. Default: the confidence of the check.
+            cause: The usual cause. Default: that section of the docstring.
+            remedy: The fix. Default: that section of the docstring.
+            severity: Default: the severity of the check.
+            sure: Probability that the finding is right. Default: the confidence of the check.
             details: ``where``, ``evidence``, ``since_step``, ``trial``, ``explains``, ``stage`` and ``names_cause``.
         """
         check = self._check
@@ -144,15 +141,11 @@ class RunContext:
     def _outcomes(self) -> dict[str, list[Examined]]:
         return by_experiment(self.records)
 
-    @cached_property
-    def _changed_at(self) -> int:
-        return max((each.step for each in self.steps if "changed" in each.values), default=0)
-
     def _seen(self, kind: type[Measurement]) -> list[Examined]:
         return [each for each in self._outcomes.get(kind.experiment, []) if "blind" not in each.values]
 
     def _measured(self, outcome: Examined, kind: type[M]) -> M:
-        """Several checks need the same measurement: it is read once."""
+        """Decodes a measurement once, because several checks use it."""
         known = self._read.get((id(outcome), kind))
         if not isinstance(known, kind):
             known = self._read[id(outcome), kind] = construct(kind, outcome.values)
@@ -160,7 +153,7 @@ class RunContext:
 
 
 def by_experiment(records: Iterable[Record]) -> dict[str, list[Examined]]:
-    """The outcomes of each experiment, oldest first."""
+    """Returns the outcomes of each experiment, oldest first."""
     found: dict[str, list[Examined]] = {}
     for record in records:
         if isinstance(record, Examined):

@@ -1,4 +1,4 @@
-"""From what was measured to findings: the first cause first, with what follows from it as its consequences."""
+"""Makes findings from measurements: root causes first, each with its consequences."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from trainwright.doctor.check import Check, CheckState, NotApplicable, Passed, R
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.discovery import default_checks
 from trainwright.doctor.finding import ExperimentRequest, Finding, make_finding
-from trainwright.doctor.own_checks import own_states
+from trainwright.doctor.user_checks import user_check_results
 from trainwright.errors import text_of
 from trainwright.runs.findings import rank
 from trainwright.runs.records import Where
 
-FAILED = "doctor.failed"
+FAILED_CODE = "doctor.failed"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Findings, the first cause first; the experiments that would tell more; and the result of each check."""
+    """Findings, root causes first; requests for further experiments; and the result of each check."""
 
     findings: tuple[Finding, ...]
     requests: tuple[ExperimentRequest, ...]
@@ -27,16 +27,19 @@ class Diagnosis:
 
 
 def diagnose(run: RunContext, checks: Sequence[Check] | None = None) -> Diagnosis:
-    """Make all checks. A finding that explains others takes them in as its consequences.
+    """Runs all checks. A finding that explains others takes them as its consequences.
 
-    Of several findings with the same code the one with the highest confidence stays.
+    Of several findings with the same code, the one with the highest confidence is kept.
 
     Args:
-        run: What was measured.
-        checks: Those to make. Default: all but the packs.
+        run: The measurements.
+        checks: The checks to make. Default: all but the packs.
+
+    Returns:
+        The findings, the requested experiments, and the result of each check.
     """
     chosen = default_checks() if checks is None else checks
-    judged = [*((each.code, _results(each, run)) for each in chosen), *own_states(run)]
+    judged = [*((each.code, _results(each, run)) for each in chosen), *user_check_results(run)]
     findings: dict[str, Finding] = {}
     requests: dict[ExperimentRequest, None] = {}
     for _, results in judged:
@@ -52,12 +55,14 @@ def diagnose(run: RunContext, checks: Sequence[Check] | None = None) -> Diagnosi
 
 
 def _results(check: Check, run: RunContext) -> list[Result]:
-    """What a check yields. An exception of its own becomes an info finding: it must not end any training."""
+    """Returns the results of a check. An exception in it becomes an info finding,
+    because it must not end a training.
+    """
     try:
-        return list(_made(check, run))
+        return list(_run_check(check, run))
     except Exception as error:
         failed = make_finding(
-            FAILED,
+            FAILED_CODE,
             "info",
             run.last_step,
             symptom=f"the check {check.code} failed: {text_of(error)}",
@@ -68,22 +73,22 @@ def _results(check: Check, run: RunContext) -> list[Result]:
         return [failed]
 
 
-def _made(check: Check, run: RunContext) -> Iterator[Result]:
-    """Nothing was examined where a measurement is missing that the check needs."""
+def _run_check(check: Check, run: RunContext) -> Iterator[Result]:
+    """Yields the results of a check, or the reason why a required measurement is missing."""
     for kind in check.needs:
         if (why := run.not_measured(kind)) is not None:
             yield _NotExamined(why)
             return
-    yield from check.judge(run.judged_by(check))
+    yield from check.judge(run.for_check(check))
 
 
 class _NotExamined(NotApplicable):
-    """A measurement is missing."""
+    """A required measurement is missing."""
 
 
 def _state(code: str, results: Sequence[Result]) -> CheckState:
     for each in results:
-        if isinstance(each, Finding) and each.found.code != FAILED:
+        if isinstance(each, Finding) and each.found.code != FAILED_CODE:
             return CheckState(code, "found", each.found.symptom)
     for each in results:
         if isinstance(each, _NotExamined):
@@ -96,7 +101,7 @@ def _state(code: str, results: Sequence[Result]) -> CheckState:
 
 
 def _folded(findings: Iterable[Finding]) -> list[Finding]:
-    """Takes a finding that another explains out of the list and into that one's consequences."""
+    """Moves each finding that another one explains into the consequences of that one."""
     left = sorted(findings, key=_rank)
     for cause in list(left):
         if cause not in left:
@@ -111,7 +116,7 @@ def _folded(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def explains(codes: Sequence[str], code: str) -> bool:
-    """Whether ``code`` is among the ``codes``, or its topic as ``topic.*``."""
+    """Returns True if ``codes`` contains ``code``, or its topic as ``topic.*``."""
     return code in codes or f"{code.partition('.')[0]}.*" in codes
 
 

@@ -17,7 +17,7 @@ DEFAULT = "default"
 
 @cache
 def all_checks() -> tuple[Check, ...]:
-    """Every check, those of the packs last, sorted by code."""
+    """Returns every check, sorted by code, packs last."""
     return tuple(sorted((*_in(checks), *_in(contrib)), key=lambda each: (each.pack or "", each.code)))
 
 
@@ -30,15 +30,18 @@ def _in(package: ModuleType) -> Iterator[Check]:
 
 
 def default_checks() -> tuple[Check, ...]:
-    """The checks that are made unless others are chosen: all but those of the packs."""
+    """Returns the default checks: all but those of the packs."""
     return tuple(each for each in all_checks() if each.pack is None)
 
 
 def choose_checks(names: Sequence[str]) -> tuple[Check, ...]:
-    """The checks that ``names`` choose: ``default``, a topic, a pack, or a code.
+    """Returns the checks that ``names`` select: ``default``, a topic, a pack, or a code.
+
+    Args:
+        names: The selection.
 
     Raises:
-        UsageError: A name is none of them; with the nearest.
+        UsageError: A name is none of these. The error suggests the nearest one.
     """
     chosen: dict[str, Check] = {}
     for name in names:
@@ -51,5 +54,5 @@ def choose_checks(names: Sequence[str]) -> tuple[Check, ...]:
 
 
 def check_of(code: str) -> Check | None:
-    """The check with this code."""
+    """Returns the check with this code; None without one."""
     return next((each for each in all_checks() if each.code == code), None)

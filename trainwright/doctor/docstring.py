@@ -15,17 +15,17 @@ SECTIONS = (
     "Fix",
     "Sources",
 )
-"""In their order. A section begins on a line of its own, with its title and a colon."""
-REQUIRED = ("How it is detected", "Usual cause", "Fix")
+"""The sections in order. A section begins on a line of its own, with its title and a colon."""
+REQUIRED_SECTIONS = ("How it is detected", "Usual cause", "Fix")
 _SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):\s*", re.MULTILINE)
 
 _NAME = re.compile(r"[\w-]+[./_#]\w")
-"""A code, a repository or a function, which keeps its first letter as it is."""
+"""A code, a repository or a function, whose first letter is not capitalized."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """``what`` is wrong where the check finds something; its first sentence is the title."""
+    """The page of a check. ``what`` describes the fault; its first sentence is the title."""
 
     what: str
     sections: dict[str, str] = field(default_factory=dict)
@@ -36,12 +36,12 @@ class Page:
         return re.split(r"(?<=\.)\s", " ".join(self.what.split()), maxsplit=1)[0]
 
     def words(self, section: str) -> str:
-        """A section as one line without its code blocks; "" where there is none."""
+        """Returns a section as one line without its code blocks; "" if there is none."""
         text = re.split(r"\n\s*\n|\n {4}", self.sections.get(section, ""), maxsplit=1)[0]
         return " ".join(text.split()).rstrip(".")
 
     def markdown(self, code: str) -> str:
-        """The page as it is printed and written into the docs."""
+        """Returns the page as it is printed and written into the docs."""
         parts = [f"## {code}", self.what]
         there = [(title, self.sections[title]) for title in SECTIONS if title in self.sections]
         parts += [f"**{title}.** {text if _NAME.match(text) else text[:1].upper() + text[1:]}" for title, text in there]
@@ -49,7 +49,7 @@ class Page:
 
 
 def parse_page(docstring: str) -> Page:
-    """Split a docstring into its first part and its sections."""
+    """Splits a docstring into its first part and its sections."""
     first, _, rest = docstring.strip().partition("\n")
     text = f"{first}\n{textwrap.dedent(rest)}"
     what, *parts = _SECTION.split(text)

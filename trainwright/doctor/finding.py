@@ -1,4 +1,4 @@
-"""What a check yields: a finding with the trial of its remedy, or a request for an experiment that would tell more."""
+"""Results of checks: a finding with the trial of its remedy, or a request for an experiment."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trainwright.runs.json_values import JsonValue
 from trainwright.runs.records import Evidence, Found, Where
 
 Measured: TypeAlias = tuple[str, JsonValue] | tuple[str, JsonValue, JsonValue]
-"""A line of evidence: what was measured, what was seen, and what would be expected (left out where nothing is)."""
+"""A line of evidence: description, measured value, and expected value (left out if there is none)."""
 
 
 @dataclass(frozen=True)
 class RemedyTrial:
-    """A remedy in a form that a replay can try: its name in ``replay.trials``, and the arguments of that trial."""
+    """A remedy that a replay can try: its name in ``replay.trials``, and the arguments of the trial."""
 
     name: str
     args: Mapping[str, JsonValue] = field(default_factory=dict)
@@ -25,9 +25,9 @@ class RemedyTrial:
 
 @dataclass(frozen=True)
 class Finding:
-    """A record to be written, and what is needed to fold others into it and to try its remedy.
+    """A finding: its record, and the data for folding consequences into it and for trying its remedy.
 
-    ``explains`` are the codes of its consequences, or topics as ``loss.*``.
+    ``explains`` are the codes of its consequences, or topics such as ``loss.*``.
     """
 
     found: Found
@@ -37,14 +37,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class ExperimentRequest:
-    """The experiment that would tell more, on recorded step ``step`` (None: the newest one)."""
+    """A request for an experiment on recorded step ``step`` (None: the newest one)."""
 
     experiment: str
     step: int | None = None
 
 
 class Details(TypedDict, total=False):
-    """What only some findings have. ``since_step`` is the first step that shows the fault."""
+    """Optional parts of a finding. ``since_step`` is the first step that shows the fault."""
 
     where: Where
     evidence: Iterable[Measured]
@@ -66,7 +66,7 @@ def make_finding(
     sure: float,
     **details: Unpack[Details],
 ) -> Finding:
-    """A Finding of its record. ``sure`` is between 0 and 1."""
+    """Returns a Finding with its record. ``sure`` is a probability, 0 to 1."""
     found = Found(
         time_s=0.0,
         code=code,
@@ -90,11 +90,11 @@ def _evidence(row: Measured) -> Evidence:
 
 
 def in_words(module: str | None) -> str:
-    """A module by its path: "" is the model as a whole; None, where no module runs, is the loss."""
+    """Returns words for a module: "" is the full model; None, outside of modules, is the loss."""
     return "the loss" if module is None else module or "the model itself"
 
 
 def listed(names: Sequence[str], limit: int = 3) -> str:
-    """The first ``limit`` names, and how many more there are."""
+    """Returns the first ``limit`` names, and the number of the others."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from trainwright.doctor.diagnose import FAILED
+from trainwright.doctor.diagnose import FAILED_CODE
 from trainwright.doctor.discovery import all_checks, check_of
 from trainwright.doctor.docstring import Page, parse_page
-from trainwright.doctor.own_checks import OWN
+from trainwright.doctor.user_checks import USER_CHECK_PREFIX
 from trainwright.errors import UsageError, suggest
 
-_OF_FAILED = parse_page(
+_FAILED_PAGE = parse_page(
     """A check of the doctor itself raised an error. All other checks ran; the training is not affected.
 
     Why it matters: what this check looks for may be there and is not reported.
@@ -22,17 +22,17 @@ _OF_FAILED = parse_page(
 
 
 def codes() -> tuple[str, ...]:
-    """Every code with a page, sorted."""
-    return tuple(sorted({FAILED, *(each.code for each in all_checks())}))
+    """Returns every code with a page, sorted."""
+    return tuple(sorted({FAILED_CODE, *(each.code for each in all_checks())}))
 
 
 def page(code: str) -> str:
-    """The page of a code; for a topic such as ``loss``, its codes with their titles; for "" all codes.
+    """Returns the page of a code; for a topic such as ``loss``, its codes with titles; for "" all codes.
 
     Raises:
-        UsageError: There is no page for ``code``; with the nearest codes that have one.
+        UsageError: There is no page for ``code``. The error suggests the nearest codes.
     """
-    if code.startswith(OWN):
+    if code.startswith(USER_CHECK_PREFIX):
         raise UsageError(f"{code} has no page: it is a check of your own", remedy="see the docstring of its function")
     if (found := _page_of(code)) is not None:
         return found.markdown(code)
@@ -45,7 +45,7 @@ def page(code: str) -> str:
 
 
 def title(code: str) -> str:
-    """What is wrong, in one sentence: the first of the page."""
+    """Returns the title of a code: the first sentence of its page."""
     found = _page_of(code)
     if found is None:
         raise UsageError(f"there is no page for {code!r}", remedy=_nearest(code))
@@ -54,11 +54,11 @@ def title(code: str) -> str:
 
 def _page_of(code: str) -> Page | None:
     check = check_of(code)
-    return check.page if check is not None else _OF_FAILED if code == FAILED else None
+    return check.page if check is not None else _FAILED_PAGE if code == FAILED_CODE else None
 
 
 def _nearest(code: str) -> str:
-    """Codes of the same topic, else codes that are written alike, else the topics."""
+    """Returns codes of the same topic, else similar codes, else the topics."""
     same = [each for each in codes() if each.startswith(f"{code.partition('.')[0]}.")]
     if same:
         return suggest(code, same)

@@ -1,4 +1,4 @@
-"""The calls of recorded steps, as checks read them."""
+"""The calls of recorded steps."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from trainwright.runs.records import Watched
 
 
 def kinds(step: Watched, *wanted: str) -> list[Event]:
-    """The events of these kinds, in order."""
+    """Returns the events of these kinds, in order."""
     return [each for each in step.events if each[0] in wanted]
 
 
 def has_closure(step: Watched) -> bool:
-    """Whether the optimizer called a closure: it then decides itself in which order the events come."""
+    """Returns True if the optimizer called a closure and so determined the order of events itself."""
     return "closure" in str(step.values.get("blind", ""))
 
 
 def optimizers_of(steps: Sequence[Watched]) -> list[int]:
-    """The numbers of the optimizers that step."""
+    """Returns the numbers of the optimizers that step."""
     return sorted({v["optimizer"] for each in steps for k, v in each.events if k == "step" and isinstance(v, dict)})

@@ -1,4 +1,4 @@
-"""What several checks of the loss read from its calls."""
+"""Helpers of the checks that read calls of loss functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
 from trainwright.runs.records import Where
 
-NOTHING_IS_LEARNED = (
+CONSEQUENCES_OF_WRONG_ARGUMENTS = (
     "data.label_feature_misaligned",
     "loss.falls_without_bound",
     "loss.never_changes",
@@ -21,22 +21,22 @@ NOTHING_IS_LEARNED = (
     "optim.lr_too_low",
     "optim.weights_never_move",
 )
-"""Findings that follow where a loss function is called with the wrong arguments."""
+"""Findings that follow from wrong arguments of a loss function."""
 
 
 def calls(run: RunContext) -> Iterator[tuple[int, LossFacts, MeasuredLoss]]:
-    """Each measured call of a loss function with the step of the measurement, the newest first."""
+    """Yields each measured call of a loss function with the step of the measurement, newest first."""
     for step, facts in reversed(run.every(LossFacts)):
         for call in facts.given:
             yield step, facts, call
 
 
 def over_most_steps(run: RunContext) -> LossFacts | None:
-    """The newest facts of those that cover most steps: live ones. A replay, which covers one step, may be newer."""
+    """Returns the newest facts that cover the most steps. A newer replay covers one step only."""
     return max((facts for _, facts in reversed(run.every(LossFacts))), key=lambda each: each.steps, default=None)
 
 
 def where_of(call: MeasuredLoss, module: str | None = None) -> Where:
-    """The place of a call. ``module`` instead of the module that makes it."""
+    """Returns the place of a call. ``module`` replaces the calling module."""
     op = None if call.op in ("squared error", "absolute error", "entropy", "cosine similarity") else call.op
     return Where(op=op, module=call.module if module is None else module, source=call.line)

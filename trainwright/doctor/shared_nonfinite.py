@@ -1,4 +1,4 @@
-"""Findings from the trace of a step that was not finite: the checks of single mechanisms share it."""
+"""Findings from the trace of a non-finite step, shared by the checks of the single mechanisms."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from trainwright.doctor.finding import Finding, Measured, RemedyTrial, Stage, in
 from trainwright.runs.records import Examined, Where
 
 CONSEQUENCES = ("precision.nonfinite_step", "resources.not_reproducible")
-"""What follows from any operation that makes a step non-finite."""
+"""Findings that follow from any operation that makes a step non-finite."""
 MAX_IDS = 16
-"""Sample ids that a finding names."""
-DIVERGED = 10.0
-"""Losses that are so many times the lowest one: then the run has diverged, and the operation is not the first cause."""
+"""Maximum number of sample ids in a finding."""
+DIVERGED_LOSS_RATIO = 10.0
+"""If the loss exceeds the lowest one by this factor, the run has diverged and the operation is not the root cause."""
 
 traced_check = partial(check, stage="forward", severity="critical", confidence=0.97, explains=CONSEQUENCES)
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way in which an operation becomes non-finite. ``cause`` is formatted with the values of the trace.
+class Mechanism:
+    """A mechanism by which an operation becomes non-finite. ``cause`` is formatted with the values of the trace.
 
-    ``guard`` is the trial of the remedy at the operation itself; ``fix`` replaces that of the docstring.
+    ``guard`` is the trial of the remedy at the operation itself. ``fix`` replaces the fix of the docstring.
     """
 
     cause: str
@@ -39,7 +39,9 @@ Traced = tuple[int, TraceFacts, FirstNonfinite]
 
 
 def traces(run: RunContext) -> list[Traced]:
-    """The first non-finite value of each traced step. Weights that an earlier step has broken are left out."""
+    """Returns the first non-finite value of each traced step, except for weights
+    that an earlier step made non-finite.
+    """
     found: list[Traced] = []
     for step, trace in run.every(TraceFacts):
         first = trace.first
@@ -51,17 +53,17 @@ def traces(run: RunContext) -> list[Traced]:
     return found
 
 
-def traced_by(run: RunContext, ways: Mapping[str, Way]) -> Iterator[Result]:
-    """The finding of the first step whose operation became non-finite in one of these ways."""
+def traced_by(run: RunContext, mechanisms: Mapping[str, Mechanism]) -> Iterator[Result]:
+    """Yields the finding of the first step whose operation became non-finite by one of these mechanisms."""
     if run.was_tried(TraceFacts) and (why := run.not_measured(TraceFacts)) is not None:
         yield NotApplicable(why)
-    found = next((each for each in traces(run) if each[2].kind == "op" and each[2].what in ways), None)
+    found = next((each for each in traces(run) if each[2].kind == "op" and each[2].what in mechanisms), None)
     if found is not None:
-        yield finding_of(run, found, ways[found[2].what])
+        yield finding_of(run, found, mechanisms[found[2].what])
 
 
-def finding_of(run: RunContext, traced: Traced, way: Way) -> Finding:
-    """The finding of one trace: where it began, in which samples, and what it did to the step."""
+def finding_of(run: RunContext, traced: Traced, mechanism: Mechanism) -> Finding:
+    """Returns the finding of one trace: its origin, its samples, and its effect on the step."""
     step, trace, first = traced
     same = [each for _, _, each in traces(run) if _place(each) == _place(first)]
     ids = sorted({i for each in same for i in each.ids})
@@ -75,19 +77,19 @@ def finding_of(run: RunContext, traced: Traced, way: Way) -> Finding:
     return run.finding(
         step,
         symptom=symptom + (f" (so were {len(same) - 1} later ones)" if len(same) > 1 else ""),
-        cause=cause_of(first, way) + (f"; {alone} of the batch causes it alone" if first.rows else ""),
-        remedy=way.fix,
+        cause=cause_of(first, mechanism) + (f"; {alone} of the batch causes it alone" if first.rows else ""),
+        remedy=mechanism.fix,
         severity="warning" if harmless else None,
         sure=0.7 if first.kind == "constant" or was_diverging else None,
         stage=_stage(first),
         where=where_of(trace, first, ids),
         evidence=_evidence(first),
-        trial=trial_of(trace, first, way),
+        trial=trial_of(trace, first, mechanism),
     )
 
 
 def traced_at(run: RunContext, step: int) -> TraceFacts | str | None:
-    """The trace of a step; why it could not be replayed; None where that was not tried."""
+    """Returns the trace of a step; the reason if it could not be replayed; None if that was not tried."""
     outcomes = [e for e in run.records if isinstance(e, Examined) and e.experiment == TraceFacts.experiment]
     tried = next((each for each in reversed(outcomes) if each.step == step), None)
     if tried is None or "blind" not in tried.values:
@@ -96,22 +98,24 @@ def traced_at(run: RunContext, step: int) -> TraceFacts | str | None:
 
 
 def skipped_by_scaler(run: RunContext, step: int) -> bool:
-    """The loss was finite and the gradient scaler skipped the update, as it does while it searches for its scale."""
+    """Returns True if the loss was finite and the gradient scaler skipped the update, as while it searches for its
+    scale.
+    """
     seen = next((each for each in run.steps if each.step == step), None)
     return seen is not None and math.isfinite(seen.loss) and any(kind == "scaler_skipped" for kind, _ in seen.events)
 
 
-def cause_of(first: FirstNonfinite, way: Way) -> str:
-    """The cause in words."""
+def cause_of(first: FirstNonfinite, mechanism: Mechanism) -> str:
+    """Returns the cause as text."""
     place = "" if first.phase == "update" else f" in {in_words(first.module)}"
     highest = max((each.max for each in first.inputs), default=0.0)
     lowest = min((each.min for each in first.inputs), default=0.0)
     ranges = {"highest": highest, "lowest": lowest, "largest": max(highest, -lowest)}
-    return way.cause.format(**vars(first), place=place, **ranges)
+    return mechanism.cause.format(**vars(first), place=place, **ranges)
 
 
 def where_of(trace: TraceFacts, first: FirstNonfinite, ids: list[int]) -> Where:
-    """The module, operation, dtype, micro-batch, samples and line."""
+    """Returns module, operation, dtype, micro-batch, samples and source line."""
     came_in = first.kind in ("input", "target")
     module = first.module
     if first.kind in ("weight", "buffer") and first.name:
@@ -126,21 +130,23 @@ def where_of(trace: TraceFacts, first: FirstNonfinite, ids: list[int]) -> Where:
     )
 
 
-def trial_of(trace: TraceFacts, first: FirstNonfinite, way: Way) -> RemedyTrial | None:
-    """The remedy at the operation; else float32, where the step is finite in it; else the step without the samples."""
-    if way.guard is not None:
-        return RemedyTrial(way.guard, {"op": first.op} if way.guard == "guarded" else {})
+def trial_of(trace: TraceFacts, first: FirstNonfinite, mechanism: Mechanism) -> RemedyTrial | None:
+    """Returns the trial of the remedy: at the operation; else in float32 if that
+    is finite; else without the samples.
+    """
+    if mechanism.guard is not None:
+        return RemedyTrial(mechanism.guard, {"op": first.op} if mechanism.guard == "guarded" else {})
     return RemedyTrial("in_fp32") if trace.fp32_finite else without_samples(trace, first)
 
 
 def without_samples(trace: TraceFacts, first: FirstNonfinite) -> RemedyTrial | None:
-    """The step without the samples that cause it."""
+    """Returns the trial of the step without the samples that cause it."""
     micro = first.micro_batch if trace.micro_batches > 1 else None
     return RemedyTrial("without_these_samples", {"rows": first.rows, "micro": micro}) if first.rows else None
 
 
 def is_harmless(run: RunContext, step: int, trace: TraceFacts) -> bool:
-    """Every gradient of the step was finite, live and in the replay, and only the loss was not."""
+    """Returns True if every gradient was finite, live and in the replay, and only the loss was not."""
     live = next((seen for at, seen in run.every(SeenNonfinite) if at == step), None)
     first = trace.first
     return first is not None and first.phase != "update" and not trace.gradients and not (live and live.num_gradients)
@@ -153,7 +159,7 @@ def _place(first: FirstNonfinite) -> tuple[object, ...]:
 
 def _was_diverging(run: RunContext, step: int) -> bool:
     losses = [abs(each.loss) for each in run.steps if each.step < step and math.isfinite(each.loss)]
-    return len(losses) > 1 and max(losses[-3:]) > DIVERGED * min(losses[:-1])
+    return len(losses) > 1 and max(losses[-3:]) > DIVERGED_LOSS_RATIO * min(losses[:-1])
 
 
 def _stage(first: FirstNonfinite) -> Stage:

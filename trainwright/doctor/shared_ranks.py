@@ -1,4 +1,4 @@
-"""Ranks in words, for the checks of ranks."""
+"""Texts about ranks, for the checks of ranks."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from trainwright.runs.records import Where
 
 
 def ranks_of(run: RunContext) -> RanksFacts:
-    """The newest comparison of the ranks, which the check declares that it needs."""
+    """Returns the newest comparison of the ranks, which the check requires."""
     facts = run.latest(RanksFacts)
     assert facts is not None
     return facts
 
 
 def in_ranks(numbers: Sequence[int]) -> str:
-    """``rank 1``, or ``ranks 1, 2 and 5 more``."""
+    """Returns text such as ``rank 1`` or ``ranks 1, 2 and 5 more``."""
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {listed([str(each) for each in numbers], 6)}"
 
 
 def since(differing: Disagreement) -> str:
-    """Since when the ranks differ."""
+    """Returns text about the first step in which the ranks differ."""
     if differing.agreed < 0:
         return "from the start" if differing.step == 0 else f"in step {differing.step}, the first that was compared"
     return f"in step {differing.step}; after step {differing.agreed} they were still the same"
 
 
 def one_rank(ranks: Sequence[int]) -> Where:
-    """The rank, if it is one."""
+    """Returns the place of a single rank; an empty place for several."""
     return Where(rank=ranks[0] if len(ranks) == 1 else None)

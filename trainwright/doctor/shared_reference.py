@@ -1,4 +1,4 @@
-"""The traits of a run, read from its records, and their comparison with those of a reference run."""
+"""Reads the traits of a run from its records, and compares them with those of a reference run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainwright.doctor.finding import Measured
 from trainwright.runs.json_values import JsonValue
 from trainwright.runs.records import Watched
 
-WORDS = {
+EVENT_WORDS = {
     "forward": "forward",
     "backward": "backward",
     "autograd_grad": "backward",
@@ -30,19 +30,19 @@ WORDS = {
     "scaler_update": "scaler.update",
     "schedule": "scheduler.step",
 }
-"""By kind of event; others are no part of the order of calls."""
+"""Word for each kind of event. Other kinds are not part of the order of calls."""
 MIN_STEPS = 8
-"""Steps before a run is compared: the first may be a warm-up of the loop itself."""
+"""Minimum number of steps of a compared run. The first steps may be a warm-up of the loop."""
 MAX_POINTS = 128
-"""Steps whose numbers are kept of a reference run."""
+"""Maximum number of steps of a reference run whose numbers are kept."""
 MIN_SPREAD = 0.25
-"""Relative difference of two runs that seeds and batches explain."""
+"""Maximum relative difference of two runs that seeds and batches explain."""
 
 
 def traits_of(run: RunContext) -> Traits:
-    """The traits of a run."""
+    """Returns the traits of a run."""
     steps = run.steps
-    words = Counter(" ".join(WORDS[kind] for kind, _ in each.events if kind in WORDS) for each in steps)
+    words = Counter(" ".join(EVENT_WORDS[kind] for kind, _ in each.events if kind in EVENT_WORDS) for each in steps)
     updates = [value for each in steps for kind, value in each.events if kind == "step" and isinstance(value, dict)]
     modes, weights, calls = run.latest(ModesFacts), run.latest(WeightsFacts), run.latest(CallsFacts)
     batch, rows, targets = run.latest(BatchFacts), run.latest(RowsFacts), run.latest(TargetsFacts)
@@ -72,24 +72,24 @@ def _thinned(steps: Sequence[Watched]) -> Sequence[Watched]:
 
 
 def compared(run: RunContext) -> tuple[ReferenceFacts, Traits] | None:
-    """The reference and the traits of this run; None while there are too few steps to compare."""
+    """Returns the reference and the traits of this run; None while there are too few steps."""
     reference, here = run.latest(ReferenceFacts), traits_of(run)
     return (reference, here) if reference is not None and here.steps >= MIN_STEPS else None
 
 
 def differing(rows: Sequence[tuple[str, JsonValue, JsonValue]]) -> list[Measured]:
-    """Rows of (what, here, in the reference run) whose values are both known and differ."""
+    """Returns those rows (what, here, in the reference run) whose values are both known and differ."""
     unknown: tuple[JsonValue, ...] = (None, "", [])
     return [each for each in rows if each[1] not in unknown and each[2] not in unknown and each[1] != each[2]]
 
 
 def apart(here: float | None, there: float | None, by: float = MIN_SPREAD) -> bool:
-    """Whether two numbers differ by more than the fraction ``by`` of the larger one."""
+    """Returns True if two numbers differ by more than the fraction ``by`` of the larger one."""
     return here is not None and there is not None and abs(here - there) > by * max(abs(here), abs(there))
 
 
 def differences(evidence: Sequence[Measured]) -> str:
-    """The first difference as a sentence."""
+    """Returns the first difference as a sentence."""
     what, here, there = (*evidence[0], None)[:3]
     more = f" (and {len(evidence) - 1} more)" if len(evidence) > 1 else ""
     return f"{what}: {_text(here)} here, {_text(there)} in the reference run{more}"

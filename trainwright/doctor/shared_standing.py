@@ -1,4 +1,4 @@
-"""Which weights stand still from some step on: no gradient reaches them, and nothing else updates them."""
+"""Finds weights that do not change from some step on: no gradient reaches them, and nothing else updates them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from trainwright.doctor.facts.wiring import WiringFacts
 
 
 def standing(run: RunContext, names: Sequence[str], step: int) -> list[str] | None:
-    """Those of the weights that have not changed since ``step``; None where the next examination will show it.
+    """Returns the weights that have not changed since ``step``; None if only the next examination will show it.
 
-    A weight without a gradient that changes is updated otherwise: it follows a moving average, is moved by hand, or has
-    its gradient from a loss that a replay does not see.
+    A weight without a gradient that changes follows a moving average, is changed by hand, or has a gradient from a loss
+    outside of the replay.
     """
     every = [facts for _, facts in run.every(WeightsFacts)]
     if not every:
@@ -25,7 +25,9 @@ def standing(run: RunContext, names: Sequence[str], step: int) -> list[str] | No
 
 
 def is_left_as_it_is(run: RunContext, names: Sequence[str]) -> bool:
-    """Return whether weights without a gradient are used as they are: beside all that is trained, or trained before."""
+    """Returns True if weights without a gradient are used unchanged on purpose: outside of the trained path, or
+    pretrained.
+    """
     wiring, weights = run.latest(WiringFacts), run.latest(WeightsFacts)
     cuts = wiring.cuts if wiring is not None else ()
     beside = {name for each in cuts if each.aside for name in each.behind}

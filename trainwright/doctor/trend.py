@@ -1,4 +1,4 @@
-"""Whether the losses of a run still go down beyond their own noise."""
+"""Tests whether the losses of a run still fall beyond their noise."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Sequence
 
 from trainwright.doctor.context import RunContext
 
-FALLS = -2.0
-"""Standard errors of a slope, below which it is no chance: 2 % of series without a slope."""
-LEAST = 8
-"""Losses that a slope is told from."""
+MAX_FALLING_SLOPE = -2.0
+"""Slope in standard errors below which a fall is significant: 2 % of series without a slope reach it."""
+MIN_LOSSES = 8
+"""Minimum number of losses for a slope."""
 
 
 def still_falls(run: RunContext) -> bool:
-    """Whether the losses of the second half of the run go down by more than their noise explains."""
+    """Returns True if the losses of the second half of the run fall by more than their noise explains."""
     losses = [(each.step, each.loss) for each in run.steps if 2 * each.step > run.last_step]
-    return slope_in_errors(losses) < FALLS
+    return slope_in_errors(losses) < MAX_FALLING_SLOPE
 
 
 def slope_in_errors(points: Sequence[tuple[float, float]]) -> float:
-    """The slope of the straight line through these points, in standard errors of it; 0 where it cannot be told."""
+    """Returns the slope of the regression line, in standard errors; 0 if it cannot be estimated."""
     points = [(x, y) for x, y in points if math.isfinite(y)]
-    if len(points) < LEAST:
+    if len(points) < MIN_LOSSES:
         return 0.0
     middle, mean = (sum(column) / len(points) for column in zip(*points))
     spread = sum((x - middle) ** 2 for x, _ in points)

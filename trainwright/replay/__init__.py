@@ -1,1 +1,1 @@
-"""Runs recorded steps again, as they were or with one thing changed; afterwards everything is as it was before."""
+"""Replays recorded steps, unchanged or with one thing changed, and restores all state afterwards."""

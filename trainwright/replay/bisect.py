@@ -1,15 +1,15 @@
-"""Finds the samples that make a step fail by bisection, several of them at once."""
+"""Finds the samples that make a step fail, by bisection."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 
-def guilty_rows(is_bad: Callable[[Sequence[int]], bool], n: int, limit: int = 8) -> list[int]:
-    """The rows of ``range(n)`` each of which makes ``is_bad`` true on its own, in ascending order, at most ``limit``.
+def failing_rows(is_bad: Callable[[Sequence[int]], bool], n: int, limit: int = 8) -> list[int]:
+    """Returns the rows of ``range(n)`` that each make ``is_bad`` true alone, ascending, at most ``limit``.
 
-    ``is_bad(rows)`` runs the step with only these rows. A half that is good is not split further, so k guilty rows cost
-    about 2 k log2(n) calls. A row that fails only together with others is not found.
+    ``is_bad(rows)`` replays the step with only these rows. A half that passes is not split further, so finding k rows
+    costs about 2 k log2(n) calls. A row that fails only together with others is not found.
     """
     found: list[int] = []
     open_parts = [range(n)]

@@ -44,8 +44,8 @@ from trainwright.recorder.program import (
 )
 from trainwright.recorder.ring import Ring
 from trainwright.replay.replayer import Replayer
+from trainwright.replay.serialization import Named, Reader, Writer
 from trainwright.replay.structure import Structure, difference
-from trainwright.replay.written import Named, Reader, Writer
 from trainwright.runs.files import BUNDLE, UnreadableFile, read_json
 from trainwright.runs.json_values import Facts, plain, strict
 from trainwright.runs.storage import make_subfolder, storage_error
@@ -56,15 +56,21 @@ NAME, _TENSORS = "bundle.json", "tensors.safetensors"
 
 
 class BundleError(UsageError):
-    """A bundle is missing, damaged or forged, or does not fit the model that it shall run on."""
+    """A bundle is missing, damaged or forged, or does not fit the model that it is to run on."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle that was read. ``blind`` says why its step cannot be run again; None when it can.
+    """A bundle that was read.
 
-    ``about`` are the notes of the writer, ``recorded_on`` is a type of device, ``recorded_by`` a version of torch.
-    ``steps`` begin at ``snapshot``; the last of them is ``step``. Weights and inputs are there even if it is blind.
+    Attributes:
+        blind: The reason why its step cannot be replayed; None if it can.
+        about: The notes of the writer.
+        recorded_on: Type of device.
+        recorded_by: Version of torch.
+        steps: The recorded steps, which begin at ``snapshot``. The last one is ``step``.
+
+    Weights and inputs are present even if the step cannot be replayed.
     """
 
     path: Path
@@ -79,7 +85,7 @@ class Bundle:
     steps: Sequence[RecordedStep]
 
     def bound(self, subject: LiveObjects, names: Sequence[str]) -> tuple[Snapshot, list[RecordedStep]]:
-        """The state and the steps with the parameters of live objects, which must have the structure of the bundle.
+        """Returns the state and the steps, bound to the parameters of live objects with the structure of the bundle.
 
         The order of ``subject.parameters`` is that of ``structure.parameters``. Raises BundleError.
         """
@@ -125,13 +131,13 @@ class Bundle:
         )
 
 
-# writing
+# Writing
 
 
 def keep(folder: Path, replayer: Replayer, ring: Ring, step: int, about: Mapping[str, object]) -> Path | None:
-    """Writes the bundle of a step that a ring still holds; returns None when it does not. Raises StorageError.
+    """Writes the bundle of a step that the ring still holds; returns None if it does not. Raises StorageError.
 
-    A step that cannot be run again is kept with its inputs and the last weights before it.
+    A step that cannot be replayed is written with its inputs and the last weights before it.
     """
     found = ring.steps_to(step)
     if found is None:
@@ -153,17 +159,17 @@ def write_bundle(
 ) -> Path:
     """Writes ``folder/step-XXXXXXXX`` for the last of ``steps``, which begin at ``snapshot``. Returns its path.
 
-    ``about`` is JSON. Replaces an older bundle of that step; a kill at any instant leaves the old one, the new one or
-    none. Raises StorageError when it cannot be written.
+    ``about`` is JSON. An older bundle of that step is replaced. If the process is killed, the old bundle, the new one
+    or none exists. Raises StorageError if it cannot be written.
     """
     step = steps[-1].step
     target = folder / name_of(step)
     if target.is_dir() and kind_of(target) != KIND:
-        target = target.with_name(f"{target.name}-watched")  # does not replace that of a crash loop
+        target = target.with_name(f"{target.name}-watched")  # does not replace the bundle of a crash loop
     tensors, body = encode(_body(subject, names, snapshot, steps))
     aside, replaced = folder / f".{target.name}.{os.getpid()}.draft", folder / f".{target.name}.old"
     with _storage_errors(target, aside):
-        make_subfolder(folder)  # not the run folder around it: where that was renamed, this would be another one
+        make_subfolder(folder)  # does not create the run folder: after a rename that would be another one
         _sweep(folder)
         aside.mkdir()
         write_tensors(on_host(tensors), aside / _TENSORS)
@@ -215,7 +221,7 @@ def _storage_errors(target: Path, aside: Path) -> Iterator[None]:
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what a killed process left behind, and restores what it was replacing."""
+    """Removes partial bundles of a killed process, and restores those that it was replacing."""
     for draft in folder.glob(".step-*.draft"):
         shutil.rmtree(draft, ignore_errors=True)
     for replaced in folder.glob(".step-*.old"):
@@ -225,7 +231,7 @@ def _sweep(folder: Path) -> None:
 
 
 def prune(folder: Path, keep: int = 8) -> None:
-    """Deletes all bundles of steps but the first one and the newest ones, so that ``keep`` remain."""
+    """Deletes all bundles of steps except the first one and the newest ones, so that ``keep`` remain."""
     found = sorted((step_of(path) or 0, path) for path in folder.glob("step-*") if kind_of(path) == KIND)
     for _, path in found[1 : max(1, len(found) - keep + 1)]:
         doomed = path.with_name(f".{path.name}.draft")
@@ -234,11 +240,11 @@ def prune(folder: Path, keep: int = 8) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-# reading
+# Reading
 
 
 def kind_of(path: Path) -> str | None:
-    """The kind of a bundle: "step", "crash-loop", or None when the folder is no bundle."""
+    """Returns the kind of a bundle: "step", "crash-loop", or None if the folder is no bundle."""
     try:
         about = read_json(path / NAME, BUNDLE)
     except UnreadableFile:
@@ -247,7 +253,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def steps_of(path: Path) -> list[int]:
-    """The steps that a bundle lists, ascending."""
+    """Returns the steps that a bundle lists, ascending."""
     with suppress(UnreadableFile, ValueError, LookupError, TypeError):
         return sorted(int(each) for each in read_json(path / NAME, BUNDLE)["steps"])
     return []
@@ -256,8 +262,8 @@ def steps_of(path: Path) -> list[int]:
 def read_bundle(path: Path | str, device: torch.device | None = None) -> Bundle:
     """Reads a bundle without executing anything in it.
 
-    Its tensors are put on ``device``; by default on the type of device that they were recorded on, or the CPU where
-    there is none. Raises BundleError for a bundle that is missing, damaged, or not as ``write_bundle`` writes it.
+    Its tensors are placed on ``device``. The default is the type of device that they were recorded on, or the CPU if
+    there is none. Raises BundleError for a bundle that is missing, damaged, or not in the format of ``write_bundle``.
     """
     path = Path(path)
     with _errors_as_forged(path):
@@ -291,7 +297,7 @@ def read_bundle(path: Path | str, device: torch.device | None = None) -> Bundle:
 
 @contextmanager
 def _errors_as_forged(path: Path) -> Iterator[None]:
-    """Raises BundleError for every error that data of a wrong form can cause."""
+    """Converts every error that malformed data can cause to BundleError."""
     try:
         yield
     except BundleError:
@@ -321,7 +327,7 @@ def _snapshot(reader: Reader, body: Facts) -> Snapshot:
 
 
 def _require_sound(structure: Structure, snapshot: Snapshot, steps: Sequence[RecordedStep]) -> None:
-    """Raises ValueError where an index is out of range, or the state does not have this structure."""
+    """Raises ValueError if an index is out of range, or the state does not have this structure."""
     parameters, optimizers = len(structure.parameters), len(structure.optimizers)
     numbers = [n for state in snapshot.states for n in state]
     numbers += [n for _, groups in structure.optimizers for group in groups for n in group]
@@ -360,7 +366,7 @@ def _require_plain(
     attributes: Sequence[Mapping[str, object]],
     misfit: Callable[[str], BundleError],
 ) -> None:
-    """Raises unless attributes are plain, and replace only such values."""
+    """Raises unless attributes are plain and replace only plain values."""
     for module, stored in zip(modules, attributes):
         for name, value in stored.items():
             live = inspect.getattr_static(module, name, None)

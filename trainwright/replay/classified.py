@@ -1,7 +1,7 @@
-"""One interface to the losses that have one class as target of each row, whichever function computes them.
+"""One interface to the losses with one target class per row, for all functions that compute them.
 
-The chunked cross-entropy never has the scores of all rows. Here they are computed again from hidden states and head,
-for as many rows as are examined.
+The chunked cross-entropy never holds the scores of all rows. Here they are recomputed from hidden states and head, for
+as many rows as are examined.
 
 Shapes: N rows, V classes, D width.
 """
@@ -22,15 +22,16 @@ from trainwright.recorder.user_types import Args, Kwargs
 CHUNKED = chunked_cross_entropy.__name__
 CLASSIFYING = frozenset({"cross_entropy", "nll_loss", CHUNKED})
 MAX_SCORES = 1 << 24
-"""The most elements of scores that are in memory at once."""
+"""Maximum number of score elements in memory at once."""
 
 
 @dataclass(frozen=True)
 class Classified:
-    """A call of such a loss. Its tensors have no graph; ``again`` is the same loss of other targets (N,), with a graph.
+    """A call of such a loss. Its tensors have no graph. ``again`` computes the loss of other targets (N,), with a
+    graph.
 
-    ``marks`` tell the rows apart: the scores (N, V), or with ``head`` the hidden states (N, D). Ignored elements of
-    ``target`` (N,) are -1, whatever ``ignore_index`` is. Scores are computed with the head's present weights: call
+    ``marks`` identify the rows: the scores (N, V), or with ``head`` the hidden states (N, D). Ignored elements of
+    ``target`` (N,) are -1 for any ``ignore_index``. Scores are computed with the current weights of the head: call
     ``scores`` and ``loss`` during the replay or within ``session.live()``.
     """
 
@@ -50,11 +51,13 @@ class Classified:
 
     @property
     def max_rows(self) -> int:
-        """The most rows whose scores may be in memory at once."""
+        """The maximum number of rows whose scores are in memory at once."""
         return max(1, MAX_SCORES // self.classes)
 
     def scores(self, at: Tensor) -> Tensor:
-        """The scores (n, V) of the rows ``at`` (n,), n <= ``max_rows``; for nll_loss they are log-probabilities."""
+        """Returns the scores (n, V) of the rows ``at`` (n,), n <= ``max_rows``. For nll_loss they are
+        log-probabilities.
+        """
         if self.head is None:
             return self.marks[at]
         weight, bias, cap = self.head.weight.detach(), self.head.bias, self.head.softcap
@@ -64,16 +67,16 @@ class Classified:
         return cap * torch.tanh(scores / cap) if cap else scores
 
     def sample(self) -> Tensor:
-        """At most ``max_rows`` rows, evenly spread."""
+        """Returns at most ``max_rows`` evenly spread rows."""
         return torch.arange(0, len(self.marks), max(1, -(-len(self.marks) // self.max_rows)), device=self.marks.device)
 
     def pieces(self, at: Tensor | None = None) -> Iterator[Tensor]:
-        """All rows, or those ``at``, in pieces of at most ``max_rows``."""
+        """Yields all rows, or the rows ``at``, in pieces of at most ``max_rows``."""
         rows = torch.arange(len(self.marks), device=self.marks.device) if at is None else at
         yield from torch.split(rows, self.max_rows)
 
     def loss(self, at: Tensor, target: Tensor) -> float:
-        """The mean cross-entropy of the rows ``at`` with the classes ``target`` (N,), of which -1 is ignored."""
+        """Returns the mean cross-entropy of the rows ``at`` with the classes ``target`` (N,). -1 is ignored."""
         total, count = 0.0, 0
         for rows in self.pieces(at):
             total += float(F.cross_entropy(self.scores(rows).float(), target[rows], ignore_index=-1, reduction="sum"))
@@ -82,14 +85,14 @@ class Classified:
 
 
 def classified(name: str, args: Args, kwargs: Kwargs) -> Classified | None:
-    """The call of a torch function as one of these losses; None for any other function, and for soft targets."""
+    """Returns the call of a torch function as one of these losses; None for other functions and for soft targets."""
     if name == CHUNKED:
         return _chunked(args, kwargs)
     return _plain(name, args, kwargs) if name in CLASSIFYING else None
 
 
 def classes_in(name: str, args: Args, kwargs: Kwargs) -> int | None:
-    """The number of classes of a classification loss; None for any other function."""
+    """Returns the number of classes of a classification loss; None for any other function."""
     if name not in CLASSIFYING:
         return None
     if name == CHUNKED:
@@ -124,6 +127,6 @@ def _chunked(args: Args, kwargs: Kwargs) -> Classified:
 
 
 def _marked(target: Tensor, ignored: int) -> Tensor:
-    """The targets (N,), with -1 for ignored ones."""
+    """Returns the targets (N,), with -1 for ignored ones."""
     flat = target.flatten().long()
     return flat.masked_fill(flat == ignored, -1)

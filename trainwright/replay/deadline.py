@@ -1,4 +1,4 @@
-"""The time at which a replay must stop."""
+"""Time limits of replays."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class TimeIsUp(BaseException):
-    """An experiment has used the time that it may take.
+class ReplayTimeout(BaseException):
+    """An experiment has exceeded its time limit.
 
-    A BaseException: neither an experiment nor the user's code takes it for a failure of the replayed step.
+    It is a BaseException so that neither an experiment nor the user's code handles it as a failure of the step.
     """
 
 
 class Deadline:
-    """Stops replays between two instructions. Without ``within`` they may take as long as they need.
+    """Stops replays between two instructions. Outside of ``within`` there is no time limit.
 
     ``clock`` returns seconds.
     """
@@ -27,7 +27,7 @@ class Deadline:
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """A context in which ``check`` raises after ``seconds``."""
+        """Context in which ``check`` raises after ``seconds``."""
         before, self._at_s = self._at_s, self._clock() + seconds
         try:
             yield
@@ -35,6 +35,6 @@ class Deadline:
             self._at_s = before
 
     def check(self) -> None:
-        """Raise TimeIsUp when the time is over."""
+        """Raises ReplayTimeout after the deadline."""
         if self._at_s != math.inf and self._clock() > self._at_s:
-            raise TimeIsUp
+            raise ReplayTimeout

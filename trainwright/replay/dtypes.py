@@ -1,4 +1,4 @@
-"""A replay in another dtype: weights and buffers are cast meanwhile."""
+"""Replays in another dtype: weights and buffers are cast temporarily."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 @contextmanager
 def cast_to(subject: LiveObjects, name: Literal["fp32", "fp64"]) -> Iterator[None]:
-    """Inside, all floating-point weights and buffers have another dtype. Within ``stage`` they are copies already."""
+    """Context in which all floating-point weights and buffers have another dtype. Within ``stage`` they are copies."""
     dtype = DTYPES[name]
     before = [p.data for p in subject.parameters]
     grads = [p.grad for p in subject.parameters]
@@ -43,7 +43,7 @@ def cast_to(subject: LiveObjects, name: Literal["fp32", "fp64"]) -> Iterator[Non
 
 
 class _MaskOfSameDtype(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives attention a mask in the dtype of its other arguments: torch 2.13 reads one of another dtype as garbage."""
+    """Passes attention a mask in the dtype of its other arguments. torch 2.13 misreads a mask of another dtype."""
 
     def __torch_dispatch__(
         self, function: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None

@@ -1,4 +1,4 @@
-"""Experiments: each runs a recorded step again in its own way and returns what it measured."""
+"""Experiments: each replays a recorded step with its own changes and returns a measurement."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ class HasExperiment(Protocol):
 
 @dataclass(frozen=True)
 class Experiment:
-    """``when``: at every checkup, at the first one only, at an incident, or when a check requests it.
+    """An experiment on a recorded step.
 
-    ``memory``: how many times what ``ReplayMemory`` predicts for the step it takes at most.
-    ``by_samples``: where there is less, it may run on some samples of each micro-batch.
-    ``steps``: about how many training steps it takes as long as. ``value``: experiments with a larger ``value / steps``
-    run first. ``latest`` is the last step that it tells anything about.
+    Attributes:
+        when: At every examination (\"checkup\"), at the first one, at an incident, or on request of a check.
+        memory: Maximum memory, as a multiple of the prediction of ``ReplayMemory`` for the step.
+        by_samples: With less memory, it may run on some samples of each micro-batch.
+        steps: Approximate duration in training steps.
+        value: Experiments with a larger ``value / steps`` run first.
+        latest: The last step for which it is informative.
     """
 
     name: str
@@ -41,27 +44,27 @@ class Experiment:
 
     @property
     def rank(self) -> float:
-        """Experiments of a lower rank run first: what is cheap, and what the most frequent faults show in."""
+        """Sort key: cheap experiments, and those that find the most frequent faults, run first."""
         return self.steps / self.value
 
 
-USUAL_MEMORY = 1.25
-"""Of an experiment that runs the step as it was: what it keeps beside it is a fraction of it."""
-USUAL_STEPS = 2.0
-"""Training steps that an experiment takes as long as which runs a step as it was and once with a change."""
+DEFAULT_MEMORY = 1.25
+"""Memory of an experiment that replays the step unchanged, including what it keeps, as a multiple of the step's."""
+DEFAULT_STEPS = 2.0
+"""Duration of an experiment that replays a step unchanged and once with a change, in training steps."""
 
 
 def replay(
     kind: type[HasExperiment],
     *,
     when: When,
-    steps: float = USUAL_STEPS,
+    steps: float = DEFAULT_STEPS,
     value: float = 1.0,
     latest: float = math.inf,
-    memory: float = USUAL_MEMORY,
+    memory: float = DEFAULT_MEMORY,
     by_samples: bool = False,
 ) -> Callable[[Callable[[ReplaySession], Any]], Experiment]:
-    """Make an Experiment of a function of a ReplaySession that returns a measurement of ``kind``.
+    """Decorates a function of a ReplaySession that returns a measurement of ``kind`` and makes an Experiment of it.
 
     ``doctor.measure.REPLAYS`` lists it. ``steps`` counts replays: about 0.4 for a forward pass, 1.2 with the backward
     pass, 1.4 with the update, three times as many in float64.

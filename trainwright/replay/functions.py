@@ -1,4 +1,4 @@
-"""Torch functions as a replay calls them: the types of their arguments, and what may watch or change a call."""
+"""Types of torch functions and their arguments in a replay, and of handlers that observe or change calls."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from trainwright.recorder.program import mapped
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
 OpHandler: TypeAlias = Callable[[TorchFunction, Args, Kwargs], object]
-"""For ``Intervention.ops``: is called in place of every torch function, and returns what the call shall return."""
+"""For ``Intervention.ops``: is called instead of every torch function, and returns the result of the call."""
 
 InputHandler: TypeAlias = Callable[[int, Args, Kwargs], tuple[Args, Kwargs]]
-"""For ``Intervention.inputs``: the number of a forward call and its arguments to the arguments that are used."""
+"""For ``Intervention.inputs``: maps the number and arguments of a forward call to new arguments."""
 
 
 def function_name(function: TorchFunction) -> str:
-    """The name of a torch function without its module; "?" where it has none."""
+    """Returns the name of a torch function without its module; "?" if it has none."""
     return str(getattr(function, "__name__", "?"))
 
 
 def error_text(error: BaseException | None) -> str | None:
-    """The class and the message of an exception; None for none."""
+    """Returns the class and message of an exception; None for None."""
     return None if error is None else text_of(error)
 
 
 def argument(args: Args, kwargs: Kwargs, position: int, name: str, default: object) -> Any:
-    """One argument of a call, whether it was passed by position or by name."""
+    """Returns one argument of a call, passed by position or by name."""
     return kwargs.get(name, args[position] if len(args) > position else default)
 
 
 def change_leaves(change: Callable[[object], object]) -> InputHandler:
-    """An ``InputHandler`` that replaces every leaf of the arguments by ``change(leaf)``."""
+    """Returns an ``InputHandler`` that replaces every leaf of the arguments by ``change(leaf)``."""
     return lambda number, args, kwargs: (mapped(args, change), mapped(kwargs, change))

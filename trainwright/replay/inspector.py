@@ -1,4 +1,4 @@
-"""Inspects one replay from inside: which module runs, the arguments of every torch function, the autograd graph."""
+"""Observes one replay: the running module, the arguments of every torch function, the autograd graph."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import Intervention, ReplayResult, Upto
 from trainwright.replay.session import ReplaySession
 
-# A private name of torch. Without it no forward call is known to be one of activation checkpointing.
+# A private name of torch. Without it, calls by activation checkpointing cannot be recognized.
 _current_node: Callable[[], Node | None] = getattr(torch._C, "_current_autograd_node", lambda: None)
 
 
 class StepInspector:
-    """Base class for what inspects one replay from inside. Call ``run`` within ``session.live()``.
+    """Base class for observers of one replay. Call ``run`` within ``session.live()``.
 
-    ``stack`` holds the paths of the modules that run, outermost first; it is empty in the loss.
+    ``stack`` holds the paths of the running modules, outermost first. It is empty in the loss.
     """
 
     def __init__(self, session: ReplaySession) -> None:
@@ -37,16 +37,16 @@ class StepInspector:
         self._quiet = False
 
     def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
-        """Called after a torch function, but not for the functions that it calls itself."""
+        """Called after each torch function, except for functions that it calls itself."""
 
     def on_enter(self, path: str, module: nn.Module, inputs: list[Tensor], in_backward: bool) -> None:
-        """Called before a module. ``in_backward``: activation checkpointing runs it in the backward pass."""
+        """Called before a module. ``in_backward``: activation checkpointing calls it in the backward pass."""
 
     def on_leave(self, path: str, module: nn.Module, output: object, in_backward: bool) -> None:
         """Called after a module."""
 
     def run(self, upto: Upto = "backward", **changes: Any) -> ReplayResult:
-        """Runs the step again; ``changes`` are fields of Intervention. Raises what the user's code raises."""
+        """Replays the step. ``changes`` are fields of Intervention. Raises the errors of the user's code."""
         following = partial(self._modules.following, self._enter, self._leave)
         intervention = Intervention(ops=self._call, model=following, **changes)
         result = self.session.replayer.run(self.session.recorded_step, intervention, upto=upto)
@@ -65,13 +65,13 @@ class StepInspector:
             self.on_enter(path, module, tensors_of([args, kwargs]), _current_node() is not None)
 
     def _leave(self, path: str, module: nn.Module, output: object) -> None:
-        if output is not None:  # None: an exception left the forward pass
+        if output is not None:  # None if an exception left the forward pass
             with self._without_functions():
                 self.on_leave(path, module, output, _current_node() is not None)
 
     @contextmanager
     def _without_functions(self) -> Iterator[None]:
-        """Inside, torch functions are those of the inspector itself: ``on_function`` is not called."""
+        """Context in which ``on_function`` is not called, for torch functions of the inspector itself."""
         before, self._quiet = self._quiet, True
         try:
             yield
@@ -92,18 +92,18 @@ def nodes_of(tensors: Iterable[Tensor]) -> list[Node]:
 
 
 def leaves_of(tensors: list[Tensor]) -> list[Tensor]:
-    """The leaf tensors that a backward pass from these would accumulate a gradient into."""
+    """Returns the leaf tensors into which a backward pass from these would accumulate a gradient."""
     leaves = [t for t in tensors if t.requires_grad and t.grad_fn is None]
     return leaves + [node.variable for node in nodes_of(tensors) if hasattr(node, "variable")]
 
 
 def custom_functions_of(tensors: Iterable[Tensor]) -> list[type[Function]]:
-    """The autograd Functions in the graph behind these tensors that neither torch nor Trainwright defines."""
+    """Returns the user-defined autograd Functions in the graph behind these tensors."""
     return [c for c in map(_custom_function, nodes_of(tensors)) if c is not None]
 
 
 def is_in_custom_function() -> bool:
-    """Whether the backward of a Function that neither torch nor Trainwright defines runs."""
+    """Returns True while the backward pass of a user-defined Function runs."""
     node = _current_node()
     return node is not None and _custom_function(node) is not None
 
@@ -114,7 +114,7 @@ def _custom_function(node: Node) -> type[Function] | None:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum and the sum of squares of the values, shape (2,), on the device of the tensor."""
+    """Returns the sum and the sum of squares of the values, shape (2,), on the device of the tensor."""
     values = tensor.detach()
     values = torch.view_as_real(values) if values.is_complex() else values
     values = values.double().flatten()

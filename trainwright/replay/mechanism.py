@@ -1,4 +1,4 @@
-"""The mechanism by which an op makes non-finite values of finite ones, from the op and the ranges of its inputs."""
+"""Names the mechanism by which an op makes non-finite values of finite ones, from the op and its input ranges."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Range:
-    """The range of a floating-point tensor. ``min``, ``max``, ``absmax`` are of its finite values, 0 if it has none.
+    """The range of a floating-point tensor. ``min``, ``max`` and ``absmax`` cover its finite values; 0 without any.
 
-    ``nan``, ``inf``, ``neg_inf`` and ``zeros`` are counts; ``inf`` counts both signs.
+    ``nan``, ``inf``, ``neg_inf`` and ``zeros`` are counts. ``inf`` counts both signs.
     """
 
     min: float
@@ -38,7 +38,7 @@ class Range:
 
 
 def range_of(tensor: Tensor) -> Range:
-    """The range of a tensor. Costs three small transfers from the device, more if values are non-finite."""
+    """Returns the range of a tensor. Costs three small device transfers, more if values are non-finite."""
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     values = values.float() if values.element_size() == 1 else values  # float8 has no reductions
     shape, dtype, numel = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), values.numel()
@@ -59,7 +59,7 @@ def _ends(values: Tensor) -> tuple[float, float]:
 
 
 def pooled(ranges: Sequence[Range]) -> Range:
-    """The range of several tensors together; shape and dtype are those of the first."""
+    """Returns the joint range of several tensors, with shape and dtype of the first."""
     if len(ranges) == 1:
         return ranges[0]
     low, high = min(x.min for x in ranges), max(x.max for x in ranges)
@@ -71,7 +71,7 @@ def pooled(ranges: Sequence[Range]) -> Range:
 SOFTMAX = {"softmax", "log_softmax", "safe_softmax"}
 FILLS = {"full", "full_like", "new_full", "scalar_tensor", "fill", "masked_fill", "index_fill", "constant_pad_nd"}
 HIDES = {"where", "masked_fill", "masked_scatter", "index_put", "index_fill", "nan_to_num", "masked_select", "scatter"}
-"""Ops that replace chosen values: the old values do not show in the result, but may in the gradient."""
+"""Ops that replace selected values: the old values are absent from the result, but may affect the gradient."""
 REDUCES = {"sum", "mean", "nll_loss_forward", "nll_loss2d_forward", "nll_loss_nd", "dot", "mm", "bmm", "addmm"}
 REDUCES |= {"linalg_vector_norm", "norm", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 EXPONENTIALS = {"exp", "expm1", "exp2", "sinh", "cosh"}
@@ -83,7 +83,7 @@ _DIVISOR = {"div": 1, "remainder": 1, "fmod": 1, "addcdiv": 2, "rsqrt": 0, "reci
 
 
 def _range_of_argument(value: object) -> Range | None:
-    """The range of one argument: a number counts as one element, a list as one tensor."""
+    """Returns the range of one argument: a number counts as one element, a list as one tensor."""
     if isinstance(value, Range):
         return value
     if isinstance(value, bool | int | float):
@@ -95,7 +95,7 @@ def _range_of_argument(value: object) -> Range | None:
 
 
 def forward_word(name: str, args: Sequence[object], output: Range) -> str:
-    """The mechanism in an op with finite inputs and a non-finite ``output``."""
+    """Returns the mechanism of an op with finite inputs and a non-finite ``output``."""
     name = name.removeprefix("foreach_")
     if name in ("nll_loss_forward", "nll_loss2d_forward") and output.nan:
         return "no_valid_target"
@@ -112,7 +112,7 @@ def forward_word(name: str, args: Sequence[object], output: Range) -> str:
 
 
 def _domain_word(name: str, args: Sequence[object], first: Range, output: Range) -> str | None:
-    """The mechanism in ops that are not defined everywhere: logarithm, quotient, root, exponential, empty mean."""
+    """Returns the mechanism of ops with a limited domain: logarithm, quotient, root, exponential, empty mean."""
     if name in ("log", "log2", "log10", "xlogy"):
         of = _range_of_argument(args[1]) if name == "xlogy" else first
         return "log_of_zero" if of is not None and of.zeros and not of.min < 0 else "log_of_negative"
@@ -138,21 +138,21 @@ def _domain_word(name: str, args: Sequence[object], first: Range, output: Range)
 
 
 def infinite_word(name: str, inputs: Sequence[Range]) -> str:
-    """The mechanism in an op that made NaN of intended infinities, those of a mask."""
+    """Returns the mechanism of an op that makes NaN of intended infinities, those of a mask."""
     if name in SOFTMAX:
         return "softmax_all_masked" if all(x.inf == x.neg_inf for x in inputs) else "inf_in_softmax"
     return "zero_times_inf" if name in _PRODUCTS else "inf_minus_inf"
 
 
 def backward_word(name: str, args: Sequence[object], output: Range, source: str, inputs: Sequence[Range]) -> str:
-    """The mechanism in an op of the backward pass; ``source`` is its forward op, with the ranges ``inputs``."""
+    """Returns the mechanism of an op of the backward pass. ``source`` is its forward op, with the ranges ``inputs``."""
     if source in _ROOTS and any(x.zeros for x in inputs):
         return "sqrt_at_zero_backward"
     return "domain_edge_backward" if source in _EDGES else forward_word(name, args, output)
 
 
 def in_fp32(func: TorchFunction, args: Args, kwargs: Kwargs) -> Tensor | None:
-    """The result of ``func`` with float32 in place of 16-bit dtypes; None where it does not support that."""
+    """Returns the result of ``func`` in float32 instead of 16-bit dtypes; None if it is not supported."""
 
     def widen(value: object) -> object:
         if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
@@ -170,7 +170,8 @@ def in_fp32(func: TorchFunction, args: Args, kwargs: Kwargs) -> Tensor | None:
 
 
 def narrow_word(name: str, constants: Sequence[object], output: Tensor, exact: Tensor) -> str:
-    """Why float16 could not hold what float32 can: a mask with a huge constant, or a large activation.
+    """Returns the reason why float16 overflows and float32 does not: a mask with a huge constant, or a large
+    activation.
 
     A mask is negative, has one value wherever it overflowed, and comes from one of ``constants``, the arguments that
     require no gradient.

@@ -1,4 +1,4 @@
-"""Which module of the user's model runs at the moment: a stack of paths, kept by hooks."""
+"""Tracks the running module of the user's model with hooks, as a stack of paths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Leave: TypeAlias = Callable[[str, nn.Module, object], None]
 
 
 class ModuleStack:
-    """Inside ``following()``, ``paths`` are those of the modules that run, outermost first."""
+    """Within ``following()``, ``paths`` are the paths of the running modules, outermost first."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.paths: list[str] = []
@@ -23,17 +23,17 @@ class ModuleStack:
 
     @property
     def innermost(self) -> str | None:
-        """The path of the module that runs; None outside of all modules."""
+        """The path of the running module; None outside of all modules."""
         return self.paths[-1] if self.paths else None
 
     @contextmanager
     def following(
         self, enter: Enter | None = None, leave: Leave | None = None, but: nn.Module | None = None
     ) -> Iterator[None]:
-        """Keeps hooks on all modules ``but`` one: from within a hook of a module none of its own can be taken off.
+        """Context with hooks on all modules ``but`` one: a hook of a module cannot remove hooks of the same module.
 
-        ``enter`` is called with a module's arguments once it is on the stack, ``leave`` with its output once it is off.
-        They are not kept: whose methods they are would be in a cycle of references, and so what it has collected.
+        ``enter`` is called with a module's arguments after it is pushed, ``leave`` with its output after it is popped.
+        They are not stored, so that the object whose methods they are is in no reference cycle.
         """
         self.paths.clear()
         handles = []
@@ -41,7 +41,7 @@ class ModuleStack:
             if module is but:
                 continue
             handles.append(module.register_forward_pre_hook(self._on_enter(path, enter), with_kwargs=True))
-            # Also when an exception leaves the forward pass: early stop in a checkpoint's backward pass is one.
+            # Also if an exception leaves the forward pass, as early stop in a checkpoint's backward pass does.
             handles.append(module.register_forward_hook(self._on_leave(path, leave), always_call=True))
         try:
             yield

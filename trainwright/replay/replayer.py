@@ -1,4 +1,4 @@
-"""Runs a recorded step again on the live objects, to the same bits or with one thing changed, and leaves no trace."""
+"""Replays a recorded step on the live objects, bit for bit or with one change, and restores them."""
 
 from __future__ import annotations
 
@@ -50,12 +50,21 @@ ParamGroup: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Intervention:
-    """What a replay changes. By default nothing: then it gives the same bits.
+    """Changes of a replay. By default nothing changes, and the result has the same bits.
 
-    ``inputs`` changes the arguments of forward calls, ``constants`` the tensors in the loss that come from outside,
-    ``ops`` every torch function. ``rows`` and ``micro`` choose samples and micro-batches. ``loss_scale``, ``sign`` and
-    ``lr`` are factors. ``group`` returns hyperparameters to set in a group of the step with that number. ``clip`` is
-    the threshold of every clip. ``model`` is a context around the step. ``fresh_rng``: new random numbers.
+    Attributes:
+        inputs: Changes the arguments of forward calls.
+        constants: Changes the tensors in the loss that come from outside.
+        ops: Replaces every torch function.
+        rows: Selects samples.
+        micro: Selects micro-batches.
+        loss_scale: Factor of the loss scale.
+        sign: Factor of the gradients.
+        lr: Factor of the learning rate.
+        group: Returns hyperparameters for a group in the step with that number.
+        clip: Threshold of every clip.
+        model: A context around the step.
+        fresh_rng: Draws new random numbers.
     """
 
     inputs: InputHandler | None = None
@@ -74,14 +83,14 @@ class Intervention:
     fresh_rng: bool = False
 
 
-AS_IT_WAS = Intervention()
+UNCHANGED = Intervention()
 
 
 @dataclass
 class ReplayResult:
-    """The outcome of a replay. Tensors are copies. ``losses`` are those that backward was called on, unscaled.
+    """The result of a replay. Tensors are copies. ``losses`` are the unscaled roots of backward passes.
 
-    ``before`` and ``after`` are the weights before and after the update; ``error`` is what the user's code raised.
+    ``before`` and ``after`` are the weights before and after the update. ``error`` is the error of the user's code.
     """
 
     losses: list[Tensor] = field(default_factory=list)
@@ -100,7 +109,7 @@ class ReplayResult:
 
 
 class Replayer:
-    """Runs recorded steps on live objects whose own state is set aside. ``names`` are those of their parameters."""
+    """Replays recorded steps on live objects, whose state is set aside. ``names`` are the names of their parameters."""
 
     def __init__(self, subject: LiveObjects, names: Sequence[str]) -> None:
         self.subject, self.names, self.deadline = subject, list(names), Deadline()
@@ -112,9 +121,9 @@ class Replayer:
 
     @contextmanager
     def stage(self, snapshot: Snapshot) -> Iterator[None]:
-        """Inside, the live objects are in the state of ``snapshot``; afterwards they are what they were."""
+        """Context in which the live objects have the state of ``snapshot``. They are restored afterwards."""
         before = self._now, self._then
-        with self._away_from_autocast(), staged(self.subject, snapshot) as now:
+        with self._outside_autocast(), staged(self.subject, snapshot) as now:
             self._now, self._then = now, snapshot.reach
             try:
                 yield
@@ -123,32 +132,32 @@ class Replayer:
 
     @contextmanager
     def only(self, rows: Sequence[int] | None) -> Iterator[None]:
-        """Inside, an intervention that chooses no samples runs on these; None: on all."""
+        """Context in which an intervention without selected samples uses these; None: all samples."""
         self.rows = rows
         try:
             yield
         finally:
             self.rows = None
 
-    def _away_from_autocast(self) -> AbstractContextManager[object]:
-        """Inside of an autocast of the loop: a replay neither reads the weights that it has cached nor adds any."""
+    def _outside_autocast(self) -> AbstractContextManager[object]:
+        """Context outside of the loop's autocast, so that the replay neither reads nor fills its weight cache."""
         device = self.device.type
         if not torch.is_autocast_enabled(device):
             return nullcontext()
         return torch.autocast(device, enabled=False, cache_enabled=False)
 
     def run(
-        self, recorded: RecordedStep, intervention: Intervention = AS_IT_WAS, *, upto: Upto = "step"
+        self, recorded: RecordedStep, intervention: Intervention = UNCHANGED, *, upto: Upto = "step"
     ) -> ReplayResult:
-        """Runs one step, within ``stage``. What the user's code raises comes back as ``error``."""
+        """Replays one step, within ``stage``. Errors of the user's code are returned as ``error``."""
         self._keep_others(recorded)
         return _Run(self, recorded, intervention, upto).run()
 
     def _keep_others(self, recorded: RecordedStep) -> None:
-        """Captures what the step uses beside models and optimizers: arguments of the models, functions of the loss.
+        """Captures the other objects that the step uses: arguments of the models, functions of the loss.
 
         Raises:
-            NotReplayable: If such a thing has state that is not known.
+            NotReplayable: One of them has unknown state.
         """
         assert self._now is not None, "run within ``stage``"
         for call in recorded.calls:
@@ -167,7 +176,7 @@ class Replayer:
 
 @dataclass
 class _Run:
-    """One run of one step. ``slots`` holds the tensors that the program made, by number."""
+    """One replay of one step. ``slots`` holds the tensors that the program made, by number."""
 
     replayer: Replayer
     recorded: RecordedStep
@@ -189,12 +198,13 @@ class _Run:
             if self.intervention.dtype is not None:
                 around.enter_context(cast_to(self.replayer.subject, self.intervention.dtype))
             try:
-                for each in _chosen(recorded.program, self.intervention.micro):
+                for each in _select(recorded.program, self.intervention.micro):
                     self._do(each)
             except NotReplayable:
                 raise
             except Exception as error:
-                if is_out_of_memory(error):  # of the replay, which holds what the loop does not: it says nothing
+                # the replay needs more memory than the loop, so this is no evidence about the step
+                if is_out_of_memory(error):
                     raise
                 self.result.error = error
             if self.upto == "backward":
@@ -262,7 +272,7 @@ class _Run:
         gradient = self._read(backward.gradient)
         inputs = None if backward.inputs is None else self._read(backward.inputs)
         for leaf in leaves_of(loss) or ():
-            if id(leaf) not in self.replayer.known:  # an input, or a parameter that no optimizer owns
+            if id(leaf) not in self.replayer.known:  # an input, or a parameter that no optimizer holds
                 self.around.callback(setattr, leaf, "grad", leaf.grad)
                 leaf.grad = None
         loss = loss * factor if factor != 1.0 else loss
@@ -328,7 +338,7 @@ class _Run:
         self.result.grad_norm = float(torch.nn.utils.get_total_norm(dense)) if dense else 0.0
 
     def _read(self, written: Any, loss: bool = False) -> Any:
-        """Arguments with tensors in place of slots and constants."""
+        """Returns arguments with tensors instead of slots and constants."""
         rows = self.replayer.rows if self.intervention.rows is None else self.intervention.rows
         size = None if rows is None else batch_size(self.recorded)
 
@@ -376,17 +386,17 @@ class _HandledOps(TorchFunctionMode):
 
 
 def batch_size(recorded: RecordedStep) -> int | None:
-    """The first dimension of the first input tensor of a model."""
+    """Returns the first dimension of the first input tensor of a model."""
     for call in recorded.calls:
         for value in (*call.args, *call.kwargs.values()):
             for constant in (value,) if type(value) is Constant else constants_of(value):
                 if constant.tensor.dim():
-                    return constant.tensor.size(0)  # of a nested tensor there is no shape
+                    return constant.tensor.size(0)  # a nested tensor has no shape
     return None
 
 
-def _chosen(program: list[Instruction], micro: Sequence[int] | None) -> list[Instruction]:
-    """The program of these micro-batches only, in this order. A micro-batch ends with its backward pass."""
+def _select(program: list[Instruction], micro: Sequence[int] | None) -> list[Instruction]:
+    """Returns the program of these micro-batches, in this order. A micro-batch ends with its backward pass."""
     if micro is None:
         return program
     parts: list[list[Instruction]] = [[]]
@@ -404,5 +414,5 @@ def _chosen(program: list[Instruction], micro: Sequence[int] | None) -> list[Ins
 
 
 def _weights(replayer: Replayer) -> dict[str, Tensor]:
-    """Copies of the weights by name."""
+    """Returns copies of the weights by name."""
     return {name: p.detach().clone() for name, p in zip(replayer.names, replayer.subject.parameters)}

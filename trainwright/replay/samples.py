@@ -16,7 +16,7 @@ from trainwright.replay.functions import InputHandler, change_leaves, function_n
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 
-COMPARING = CLASSIFYING | {
+COMPARING_FUNCTIONS = CLASSIFYING | {
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
 }  # fmt: skip
 """Torch functions that compare a prediction with a target."""
@@ -25,7 +25,7 @@ MAX_SAMPLES = 2048
 
 @dataclass
 class RecordedLoss:
-    """A call of a loss function. ``classes`` is None where the targets are no classes."""
+    """A call of a loss function. ``classes`` is None if the targets are no classes."""
 
     name: str
     target: Tensor
@@ -34,7 +34,9 @@ class RecordedLoss:
 
 @dataclass
 class Samples:
-    """Inputs and targets of several recorded steps, one row a sample. ``at``: data pointer of a tensor to its rows."""
+    """Inputs and targets of several recorded steps, one row per sample. ``at`` maps a tensor's data pointer to its
+    rows.
+    """
 
     x: Tensor
     y: Tensor
@@ -42,12 +44,12 @@ class Samples:
 
 
 def losses_of(session: ReplaySession) -> list[RecordedLoss]:
-    """The calls of loss functions in the step, also those within the model."""
+    """Returns the calls of loss functions in the step, including those inside the model."""
     calls: list[RecordedLoss] = []
 
     def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         name = function_name(function)
-        if name in COMPARING:
+        if name in COMPARING_FUNCTIONS:
             target = args[2] if name == CHUNKED else (dict(zip(("input", "target"), args)) | kwargs)["target"]
             calls.append(RecordedLoss(name, target.detach(), classes_in(name, args, kwargs)))
         return function(*args, **kwargs)
@@ -57,7 +59,7 @@ def losses_of(session: ReplaySession) -> list[RecordedLoss]:
 
 
 def inputs_of(recorded: RecordedStep) -> list[Tensor]:
-    """The tensors of the first forward call that have the batch as their first dimension."""
+    """Returns the tensors of the first forward call whose first dimension is the batch."""
     call = next((each for each in recorded.program if isinstance(each, Call)), None)
     constants = [] if call is None else constants_of((call.args, call.kwargs))
     tensors = plain(each.tensor for each in constants if each.is_unchanged)
@@ -65,7 +67,7 @@ def inputs_of(recorded: RecordedStep) -> list[Tensor]:
 
 
 def on_column(column: int, change: Callable[[Tensor], Tensor]) -> InputHandler:
-    """Changes one column of the inputs (rows,)."""
+    """Returns a handler that changes one column of the inputs (rows,)."""
 
     def changed(leaf: object) -> object:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() < 2 or leaf[0].numel() <= column:
@@ -78,7 +80,7 @@ def on_column(column: int, change: Callable[[Tensor], Tensor]) -> InputHandler:
 
 
 def classes_of(session: ReplaySession) -> tuple[int | None, Tensor | None]:
-    """The number of classes of the loss, and the target of each sample if each has exactly one."""
+    """Returns the number of classes of the loss, and the target of each sample if each has exactly one."""
     for each in losses_of(session):
         if each.name in CLASSIFYING and not each.target.is_floating_point():
             target = each.target if each.target.dim() == 1 and len(each.target) == session.size else None
@@ -87,9 +89,9 @@ def classes_of(session: ReplaySession) -> tuple[int | None, Tensor | None]:
 
 
 def pooled(session: ReplaySession, target: Tensor) -> Samples | None:
-    """The samples of all recorded steps with inputs and targets like this one's, each once if their ids are known.
+    """Returns the samples of all recorded steps with similar inputs and targets, each once if their ids are known.
 
-    Only for steps of one forward call with one input tensor, and a target that comes from the batch.
+    Only for steps of one forward call with one input tensor, and a target from the batch.
     """
     place = _place_of(session.recorded_step, target)
     parts: list[tuple[Tensor, Tensor]] = []
@@ -135,7 +137,7 @@ def _standardise(leaf: object) -> object:
     wide = leaf.double()
     mean, std = wide.mean(dims, keepdim=True), wide.std(dims, keepdim=True, correction=0)
     overall = wide.std(correction=0)
-    flat = std <= 1e-3 * overall  # a column that is nearly constant is not blown up
+    flat = std <= 1e-3 * overall  # a nearly constant column is not amplified
     return ((wide - mean) / torch.where(flat, overall.clamp(min=1e-30), std)).to(leaf.dtype)
 
 

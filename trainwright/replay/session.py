@@ -1,4 +1,4 @@
-"""A recorded step that can be run again as often as needed, as it was or with one thing changed."""
+"""A recorded step that can be replayed repeatedly, unchanged or with one change."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trainwright.checkpoint.names import named_modules
 from trainwright.checkpoint.snapshot import Snapshot
 from trainwright.recorder.program import Ids, RecordedStep, alive, constants_of
 from trainwright.recorder.ring import Ring
-from trainwright.replay.replayer import AS_IT_WAS, Intervention, NotReplayable, Replayer, ReplayResult, Upto, batch_size
+from trainwright.replay.replayer import UNCHANGED, Intervention, NotReplayable, Replayer, ReplayResult, Upto, batch_size
 
 
 class ReplaySession:
-    """Replays of the step ``step`` of a ring. After each of them the live objects are what they were before.
+    """Replays of the step ``step`` of a ring. After each replay the live objects are restored.
 
-    Raises NotReplayable when the step, or a state from which it can be reached, is no longer held, or when the step was
-    not recorded as a whole.
+    Raises NotReplayable if the step, or a state before it, is no longer held, or if the step was not recorded
+    completely.
     """
 
     def __init__(self, replayer: Replayer, ring: Ring, step: int) -> None:
@@ -50,7 +50,7 @@ class ReplaySession:
 
     @property
     def recorded_steps(self) -> list[RecordedStep]:
-        """All steps up to this one that the recorder holds."""
+        """All recorded steps up to this one."""
         return self._ring.recorded(self.step)
 
     @property
@@ -60,12 +60,12 @@ class ReplaySession:
 
     @property
     def size(self) -> int | None:
-        """The number of samples in a micro-batch, by the first dimension of the first input."""
+        """The number of samples in a micro-batch: the first dimension of the first input."""
         return batch_size(self.recorded_step)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """Every module by its path, but for wrappers."""
+        """Every module by its path, without wrappers."""
         return dict(named_modules(self.roots))
 
     @property
@@ -75,11 +75,11 @@ class ReplaySession:
 
     @property
     def earlier(self) -> list[Snapshot]:
-        """The states before earlier steps that the recorder holds, oldest first."""
+        """The recorded states before earlier steps, oldest first."""
         return [snapshot for snapshot in self._ring.snapshots if snapshot.step < self.step]
 
     def base(self) -> Snapshot:
-        """The state right before the step."""
+        """Returns the state right before the step."""
         if self._before:
             with self.replayer.stage(self._base):
                 for recorded in self._before:
@@ -90,21 +90,23 @@ class ReplaySession:
         return self._base
 
     def live(self) -> AbstractContextManager[None]:
-        """Inside, the live objects are in the state before the step: for experiments that need more than ``run``."""
+        """Context in which the live objects have the state before the step, for experiments that need more than
+        ``run``.
+        """
         return self.replayer.stage(self.base())
 
-    def run(self, intervention: Intervention = AS_IT_WAS, *, upto: Upto = "backward") -> ReplayResult:
-        """Runs the step up to its outputs and losses, its gradients, or its update."""
+    def run(self, intervention: Intervention = UNCHANGED, *, upto: Upto = "backward") -> ReplayResult:
+        """Replays the step up to its outputs and losses, its gradients, or its update."""
         with self.live():
             return self.replayer.run(self.recorded_step, intervention, upto=upto)
 
     def train(
-        self, steps: int, intervention: Intervention = AS_IT_WAS, *, repeat: bool = False, rounds: int = 1
+        self, steps: int, intervention: Intervention = UNCHANGED, *, repeat: bool = False, rounds: int = 1
     ) -> list[float]:
-        """Runs up to ``steps`` recorded steps in a row, of which this is the last, from one state. Returns the losses.
+        """Replays up to ``steps`` consecutive recorded steps, this one last, from one state. Returns the losses.
 
-        ``repeat``: this step ``steps`` times instead, each on the weights that the one before left. ``rounds``: all of
-        them so many times. Updates that were vetoed are made.
+        ``repeat``: replays this step ``steps`` times instead, each on the weights of the previous replay. ``rounds``:
+        repeats all of them. Vetoed updates are made.
         """
         if repeat:
             snapshot, chosen = self.base(), [self.recorded_step] * steps
@@ -120,8 +122,8 @@ class ReplaySession:
         return losses
 
     def _longest(self, steps: int) -> tuple[Snapshot, list[RecordedStep]]:
-        """The most recorded steps up to this one, at most ``steps``, that begin at a snapshot."""
-        for snapshot in self._ring.snapshots:  # from the oldest one begin the most steps
+        """Returns the longest sequence of at most ``steps`` recorded steps up to this one that begins at a snapshot."""
+        for snapshot in self._ring.snapshots:  # the oldest snapshot has the most steps
             if 1 < self.step - snapshot.step + 1 <= steps and (found := self._ring.steps_from(snapshot, self.step)):
                 for recorded in found:
                     recorded.program = alive(recorded.program)
@@ -130,5 +132,5 @@ class ReplaySession:
 
 
 def without_veto(recorded: RecordedStep) -> RecordedStep:
-    """The step as if its update had not been vetoed."""
+    """Returns the step as if its update had not been vetoed."""
     return replace(recorded, values={k: v for k, v in recorded.values.items() if k != "vetoed"})

@@ -1,4 +1,4 @@
-"""Sets the state of live objects aside while a recorded step runs on them, and restores it afterwards."""
+"""Sets the state of live objects aside during a replay, and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from trainwright.recorder.ranks import COMMUNICATES, has_others, own_part
 from trainwright.recorder.user_types import Args, Kwargs
 
 _COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-"""Where torch registers the operators of its communication library."""
+"""Namespaces of the operators of torch's communication library."""
 
 
 class NotReplayable(Exception):
-    """A step cannot be run again; the message says why."""
+    """A step cannot be replayed. The message has the reason."""
 
 
 @contextmanager
 def staged(subject: LiveObjects, snapshot: Snapshot) -> Iterator[ReachableState]:
-    """Inside, the live objects are in the state of ``snapshot``; afterwards they are as before.
+    """Context in which the live objects have the state of ``snapshot``. They are restored afterwards.
 
-    Parameters refer to copies of their data meanwhile, so no live tensor of these is written to. Yields what the step
-    can reach, as it was before. Where something cannot be put back, nothing is staged from then on. The state before
-    and after the first replay is compared: where anything has moved, nothing is staged from then on either.
+    Parameters refer to copies of their data, so no live tensor of them is written to. Yields the reachable state from
+    before. If something cannot be restored, nothing is staged from then on. The state before and after the first replay
+    is compared. If anything has changed, nothing is staged from then on either.
     """
     _require_same(subject, snapshot)
     if subject.is_closed is not None:
@@ -67,7 +67,7 @@ def staged(subject: LiveObjects, snapshot: Snapshot) -> Iterator[ReachableState]
 
 
 def _visible_state(subject: LiveObjects) -> dict[str, object]:
-    """Copies of all that training continues with, by what it is."""
+    """Returns copies of all state that training continues with, by name."""
     now = subject.snapshot(0, with_reach=False)
     return {
         "weights": now.parameters,
@@ -81,7 +81,7 @@ def _visible_state(subject: LiveObjects) -> dict[str, object]:
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Whether two copies of a state hold the same bits; NaN equals NaN."""
+    """Returns True if two copies of a state have the same bits. NaN equals NaN."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -102,19 +102,19 @@ def _is_same(one: object, other: object) -> bool:
 
 @contextmanager
 def with_autograd() -> Iterator[None]:
-    """Inside, autograd is on, though the loop may be inside of no_grad or inference_mode now."""
+    """Context with autograd, even if the loop is inside no_grad or inference_mode."""
     with torch.inference_mode(mode=False), torch.enable_grad():
         yield
 
 
 def not_compiled() -> AbstractContextManager[object]:
-    """Inside, what is compiled runs as it is written: the hooks and modes of a replay would each be compiled in."""
-    is_used = "torch._dynamo" in sys.modules  # else nothing is compiled, and to import it takes a second
+    """Context in which compiled code runs uncompiled: otherwise each hook and mode of a replay would be compiled in."""
+    is_used = "torch._dynamo" in sys.modules  # else nothing is compiled, and the import takes a second
     return torch.compiler.set_stance("force_eager") if is_used else nullcontext()
 
 
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises before a collective begins: the other processes take no part in a replay."""
+    """Raises before a collective, because the other processes take no part in a replay."""
 
     def __torch_dispatch__(
         self, function: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -164,7 +164,7 @@ def _load(subject: LiveObjects, snapshot: Snapshot) -> None:
 
 
 def _load_attributes(subject: LiveObjects, snapshot: Snapshot) -> None:
-    """A forward pass may write to them, so it gets clones. A tensor that is trained is the live one."""
+    """Loads clones of attributes, because a forward pass may write to them. A trained tensor is the live one."""
     clones: dict[int, Tensor] = {}
 
     def cloned(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The storages of the tensors in a replay: the range of the values of each, and the names of those from outside."""
+"""Storages of the tensors in a replay: the range of the values of each, and names of those from outside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _View: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int
 
 
 class Storages:
-    """``names`` maps the key of a storage to the kind of its tensor and its name."""
+    """Storages by key. ``names`` maps the key of a storage to the kind and the name of its tensor."""
 
     def __init__(self) -> None:
         self.names: dict[int, tuple[str, str]] = {}
@@ -28,7 +28,7 @@ class Storages:
             self.names.setdefault(key, (kind, name))
 
     def range(self, tensor: Tensor) -> Range:
-        """The range of the values that the tensor holds now, computed once for each of its versions."""
+        """Returns the current range of the values of a tensor, computed once for each of its versions."""
         key = self.key(tensor)
         if key is None:
             return range_of(tensor if tensor.layout == torch.strided else tensor._values())
@@ -40,11 +40,11 @@ class Storages:
         return known[view]
 
     def forget(self, tensor: Tensor) -> None:
-        """The tensor was written to."""
+        """Drops the range of a tensor that was written to."""
         self._ranges.pop(self.key(tensor) or 0, None)
 
     def key(self, tensor: Tensor) -> int | None:
-        """The storage of a tensor. A weak reference keeps its address from being used again."""
+        """Returns the key of a tensor's storage. A weak reference prevents reuse of its address."""
         try:
             reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         except NotImplementedError:  # sparse, or wrapped by a transform of torch.func
@@ -55,6 +55,6 @@ class Storages:
 
 
 def is_float(tensor: Tensor) -> bool:
-    """Whether this is a floating-point tensor of an ordinary kind, whose values can be read."""
+    """Returns True for a floating-point tensor of an ordinary kind, whose values can be read."""
     is_known = tensor.layout in (torch.strided, torch.sparse_coo) and type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
     return is_known and (tensor.is_floating_point() or tensor.is_complex()) and tensor.device.type != "meta"

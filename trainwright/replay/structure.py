@@ -1,4 +1,4 @@
-"""The structure of live objects by name and number, so that a recorded step only runs on objects of its structure."""
+"""The structure of live objects by name and number. A recorded step only runs on objects of its structure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Structure:
 
     @classmethod
     def of(cls, subject: LiveObjects, names: Sequence[str]) -> Structure:
-        """The structure of live objects; ``names`` are those of ``subject.parameters``."""
+        """Returns the structure of live objects. ``names`` are the names of ``subject.parameters``."""
         numbers = {id(p): number for number, p in enumerate(subject.parameters)}
         paths = _paths(subject.roots)
         return cls(
@@ -45,7 +45,7 @@ class Structure:
 
 
 def difference(what: str, ours: Sequence[str], theirs: Sequence[str]) -> str:
-    """The first difference between the names of the live objects and those of a bundle, in words."""
+    """Returns text on the first difference between the names of the live objects and those of a bundle."""
     missing, left = [n for n in theirs if n not in ours], [n for n in ours if n not in theirs]
     if missing:
         return f"it has no {what} {missing[0]!r}, as the bundle has"
@@ -53,7 +53,7 @@ def difference(what: str, ours: Sequence[str], theirs: Sequence[str]) -> str:
 
 
 def class_name(value: nn.Module | Optimizer) -> str:
-    """The class of ``value`` with its module."""
+    """Returns the class of ``value`` with its module."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 

@@ -18,18 +18,18 @@ from trainwright.replay import mechanism
 from trainwright.replay.mechanism import Range
 from trainwright.replay.storages import Storages, is_float
 
-_ALWAYS_ITSELF = {"softmax_all_masked", "inf_in_softmax", "no_valid_target", "ctc_infeasible"}
+_ALWAYS_ORIGIN = {"softmax_all_masked", "inf_in_softmax", "no_valid_target", "ctc_infeasible"}
 _SUMS_OVER_BATCH = {"mm", "bmm", "addmm", "convolution_backward"}
 
 
 @dataclass(frozen=True)
 class Op:
-    """One ATen op. ``module`` and ``source`` of a backward op are those of its forward op, ``forward_op``.
+    """One ATen op. A backward op has ``module`` and ``source`` of its forward op, ``forward_op``.
 
     ``phase`` is "forward", "backward" or "update". ``source`` is the innermost line of the user's code. ``inputs`` and
-    ``output`` are the ranges of floating-point tensors (several outputs are pooled), ``shapes`` those of all inputs.
-    ``micro_batch`` counts the backward passes before the last call of a root module, ``call`` counts these calls.
-    ``function`` is the torch function that called the op, where it is known.
+    ``output`` are the ranges of floating-point tensors (several outputs are pooled), ``shapes`` the shapes of all
+    inputs. ``micro_batch`` counts the backward passes before the last call of a root module, ``call`` counts these
+    calls. ``function`` is the torch function that called the op, if known.
     """
 
     index: int
@@ -51,11 +51,11 @@ class Op:
 class Bad:
     """The origin of non-finite values.
 
-    ``kind``: "op", or what was non-finite already: "input", "target", "weight", "buffer", "gradient", "constant" or
-    "state"; then ``name`` says which one, and ``op`` is the first that read it. ``what`` is the mechanism. ``rows`` are
-    the samples with such values, where known. ``reached``: "loss", "gradient", "weight", "buffer" or "end".
-    ``hidden_by`` is the op that discarded the values in the forward pass. ``fp32_finite``: whether this op is finite in
-    float32 (for float16 only).
+    ``kind`` is "op", or the value that was non-finite before: "input", "target", "weight", "buffer", "gradient",
+    "constant" or "state". Then ``name`` is its name, and ``op`` the first op that read it. ``what`` is the mechanism.
+    ``rows`` are the samples with such values, if known. ``reached`` is "loss", "gradient", "weight", "buffer" or "end".
+    ``hidden_by`` is the op that discarded the values in the forward pass. ``fp32_finite``: this op is finite in float32
+    (for float16 only).
     """
 
     kind: str
@@ -70,9 +70,9 @@ class Bad:
 
 @dataclass(frozen=True)
 class SuspectOp:
-    """An op that was run, and its floating-point inputs with their ranges before. ``exact`` runs it in float32.
+    """An executed op, and its floating-point inputs with their ranges before it. ``exact`` runs it in float32.
 
-    ``args`` has ranges in place of floating-point tensors.
+    ``args`` has ranges instead of floating-point tensors.
     """
 
     op: Op
@@ -85,7 +85,9 @@ class SuspectOp:
 
 @dataclass(frozen=True)
 class _Taint:
-    """Why a storage holds non-finite values. ``masked``: infinities on purpose; ``summed``: the op that summed them."""
+    """The reason why a storage holds non-finite values. ``masked``: intended infinities. ``summed``: the op that summed
+    them.
+    """
 
     bad: Bad
     masked: bool = False
@@ -94,7 +96,7 @@ class _Taint:
 
 
 class Suspects:
-    """What each storage holds, which op made it, and why it is non-finite."""
+    """The contents of each storage, the op that made it, and the reason why it is non-finite."""
 
     def __init__(self) -> None:
         self.first_bad: Bad | None = None
@@ -108,14 +110,14 @@ class Suspects:
         self._hidden: dict[int, int] = {}
 
     def enter(self, tensor: Tensor) -> None:
-        """The tensor is passed to a model: if it was non-finite before, it counts as an input of this model."""
+        """A tensor is passed to a model. If it was non-finite before, it counts as an input of this model."""
         key = self.storages.key(tensor) or 0
         taint = self._taints.get(key)
         if taint is not None and taint.bad.op.module is None and taint.bad.kind == "target":
             del self._taints[key]
 
     def follow(self, suspect: SuspectOp) -> None:
-        """Notes for the storages of an op's outputs why they are non-finite, if they are."""
+        """Records why the outputs of an op are non-finite, if they are."""
         op = suspect.op
         self._ops.append(op)
         self._link(suspect)
@@ -133,7 +135,7 @@ class Suspects:
                 self.reach(kind, [tensor])
 
     def reach(self, reached: str, tensors: Sequence[Tensor]) -> None:
-        """These tensors are a loss, gradients or weights: if they are non-finite, the reason for that is the fault."""
+        """These tensors are a loss, gradients or weights. If they are non-finite, the reason for that is the fault."""
         for tensor in tensors:
             if self.first_bad is not None or not is_float(tensor) or self.storages.range(tensor).finite:
                 continue
@@ -142,7 +144,7 @@ class Suspects:
             if bad is None:
                 continue
             hidden_by = self._hidden.get(bad.op.index, bad.hidden_by) if bad.kind == "op" else None
-            is_forward = bad.op.phase == "forward" and bad.what not in _ALWAYS_ITSELF
+            is_forward = bad.op.phase == "forward" and bad.what not in _ALWAYS_ORIGIN
             if reached == "gradient" and hidden_by is not None and is_forward:
                 bad = replace(bad, what="where_branch_backward")
             self.first_bad = replace(bad, reached=reached, hidden_by=hidden_by)
@@ -150,7 +152,7 @@ class Suspects:
     # Reasons
 
     def _link(self, suspect: SuspectOp) -> None:
-        """Notes which op made a storage, and for elementwise ops which op made its input."""
+        """Records the op that made a storage, and for elementwise ops the op that made its input."""
         key, size = self.storages.key, suspect.op.output.numel
         parents = [self._made_by.get(key(x) or 0) for x, range_ in suspect.before if range_.numel == size]
         if parents and parents[0] is not None:
@@ -160,7 +162,7 @@ class Suspects:
                 self._made_by[made] = suspect.op.index
 
     def _taint_of(self, tensor: Tensor, range_: Range, op: Op) -> _Taint:
-        """Why this tensor is non-finite; one that no op made was so from the start."""
+        """Returns the reason why a tensor is non-finite. A tensor that no op made was non-finite from the start."""
         key = self.storages.key(tensor) or 0
         if key in self._taints:
             return self._taints[key]
@@ -173,7 +175,7 @@ class Suspects:
         return self._taints[key]
 
     def _inherited(self, suspect: SuspectOp, tainted: list[_Taint]) -> _Taint | None:
-        """The reason that comes from the op's inputs; None if these were all finite."""
+        """Returns the reason that comes from the op's inputs; None if these were all finite."""
         if not tainted:
             return None
         op = suspect.op
@@ -191,7 +193,9 @@ class Suspects:
         return self._carried(suspect, tainted[0])
 
     def _with_slope(self, suspect: SuspectOp, slope: _Taint) -> _Taint:
-        """An infinite derivative times the gradient: if that is 0 because of a ``where``, that is the fault."""
+        """Handles an infinite derivative times a gradient. If the gradient is 0 because of a ``where``, that is the
+        fault.
+        """
         is_slope = suspect.op.phase == "backward" and slope.bad.op.forward_op == suspect.op.forward_op is not None
         hidden_by = self._hidden_by(suspect) if is_slope else None
         if hidden_by is None:
@@ -199,7 +203,7 @@ class Suspects:
         return _Taint(replace(slope.bad, what="where_branch_backward", hidden_by=hidden_by))
 
     def _carried(self, suspect: SuspectOp, taint: _Taint) -> _Taint:
-        """Infinities of a mask stay infinities; the op that sums them up is noted."""
+        """Propagates infinities of a mask. The op that sums them up is recorded."""
         op, summed = suspect.op, taint.summed
         if summed is None and op.name in mechanism.REDUCES and op.phase == "forward":
             word = "inf_logit_smoothing" if taint.log_softmax else "inf_in_loss"
@@ -208,7 +212,7 @@ class Suspects:
         return replace(taint, summed=summed, log_softmax=taint.log_softmax or op.name == "log_softmax")
 
     def _own_fault(self, suspect: SuspectOp) -> _Taint:
-        """All inputs of the op were finite: the op itself is the reason."""
+        """Returns the op itself as the reason, because all its inputs were finite."""
         op, output = suspect.op, suspect.outputs[0]
         is_fill = op.name in mechanism.FILLS or not suspect.before
         exact = suspect.exact() if output.dtype == torch.float16 and not is_fill else None
@@ -230,7 +234,9 @@ class Suspects:
         return _Taint(self._suspect(bad), masked=is_fill and not op.output.nan)
 
     def _hidden_by(self, suspect: SuspectOp) -> int | None:
-        """The ``where`` that discarded the result of this op's forward op: a gradient of 0 meets an infinite slope."""
+        """Returns the ``where`` that discarded the result of this op's forward op: a gradient of 0 meets an infinite
+        slope.
+        """
         if suspect.op.forward_op in self._hidden:
             return self._hidden[suspect.op.forward_op]
         output = suspect.outputs[0]
@@ -254,12 +260,12 @@ class Suspects:
     # Tensors
 
     def _rows_of(self, suspect: SuspectOp) -> tuple[int, ...] | None:
-        """The samples with non-finite values in the output of an op, or else in its inputs."""
+        """Returns the samples with non-finite values in the output of an op, or else in its inputs."""
         tensors = [suspect.outputs[0], *(x for x, range_ in suspect.before if not range_.finite)]
         return next((rows for x in tensors if (rows := self._rows(x, suspect.op)) is not None), None)
 
     def _rows(self, tensor: Tensor, op: Op) -> tuple[int, ...] | None:
-        """The samples with non-finite values, along the dimension that is the batch or a flattened batch."""
+        """Returns the samples with non-finite values, along the batch dimension or the flattened batch."""
         n = self.batch_size
         if not n or not tensor.dim() or tensor.layout != torch.strided or op.phase == "update":
             return None

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from trainwright.recorder.program import Backward, Constant, Operation, RecordedStep, Slot, mapped
 
-EMPTY = frozenset({"new_zeros", "new_ones", "new_full", "new_tensor", "zeros_like", "ones_like", "full_like"})
-"""What a sum begins with: of a tensor the type and the place alone."""
+FACTORIES = frozenset({"new_zeros", "new_ones", "new_full", "new_tensor", "zeros_like", "ones_like", "full_like"})
+"""Functions that make the initial value of a sum. They take only type and device of a tensor."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """One term: the value in ``slot``, ``name`` of the operation that makes it ("output" of a model), and its weight.
+    """One term: the value in ``slot``, the ``name`` of its operation ("output" of a model), and its weight.
 
-    ``own`` is the weight without the factors of the whole sum: a loss scale, one over the number of micro-batches.
+    ``own`` is the weight without the factors of the full sum: a loss scale, one over the number of micro-batches.
     """
 
     slot: int
@@ -27,7 +26,7 @@ class Term:
 
 
 def terms_of(recorded: RecordedStep) -> list[Term]:
-    """The terms of the loss of the first backward pass."""
+    """Returns the terms of the loss of the first backward pass."""
     makers: dict[int, Operation] = {}
     for each in recorded.program:
         if isinstance(each, Operation):
@@ -35,42 +34,6 @@ def terms_of(recorded: RecordedStep) -> list[Term]:
         elif isinstance(each, Backward):
             return [] if each.slot is None else _terms(each.slot, makers)
     return []
-
-
-def is_of_shared_values(recorded: RecordedStep, slot: int, others: Sequence[int]) -> bool:
-    """Whether all that a term has of the models was detached, and these ``others`` are made of the same values."""
-    makers = {n: each for each in recorded.program if isinstance(each, Operation) for n in each.outputs}
-    own = _begins(slot, makers)
-    shared = set[int]().union(*(_begins(each, makers) for each in others))
-    return bool(own) and own <= shared and all(n in makers for n in own)
-
-
-def made_of(recorded: RecordedStep, slot: int) -> list[Operation]:
-    """The operations that a value is made by, up to what the models returned."""
-    makers = {n: each for each in recorded.program if isinstance(each, Operation) for n in each.outputs}
-    found, seen, waiting = list[Operation](), set[int](), [slot]
-    while waiting:
-        each = waiting.pop()
-        operation = makers.get(each)
-        if operation is not None and each not in seen:
-            seen.add(each)
-            found.append(operation)
-            waiting += _slots((operation.args, operation.kwargs))
-    return found
-
-
-def _begins(slot: int, makers: dict[int, Operation]) -> set[int]:
-    """What a value is made of: what was detached on the way, and where none was, the outputs of the models."""
-    found, seen, waiting = set[int](), set[int](), [slot]
-    while waiting:
-        each = waiting.pop()
-        operation = makers.get(each)
-        if operation is None or operation.name == "detach":
-            found.add(each)
-        elif each not in seen:
-            seen.add(each)
-            waiting += _slots((operation.args, operation.kwargs))
-    return found
 
 
 def _terms(slot: int, makers: dict[int, Operation]) -> list[Term]:
@@ -81,7 +44,7 @@ def _terms(slot: int, makers: dict[int, Operation]) -> list[Term]:
 
 
 def _factored(slot: int, makers: dict[int, Operation]) -> tuple[int, float] | None:
-    """The slot that a value is a multiple of, and the factor; None where it is no multiple."""
+    """Returns the slot that a value is a multiple of, and the factor; None if it is no multiple."""
     operation = makers.get(slot)
     if operation is None:
         return None
@@ -101,7 +64,7 @@ def _split(slot: int, own: float, makers: dict[int, Operation]) -> list[Term]:
     if operation is None:
         return [Term(slot, "output", own, own)]
     name, slots = operation.name.strip("_"), _slots(operation.args)
-    if name in EMPTY:
+    if name in FACTORIES:
         return []
     if (inner := _factored(slot, makers)) is not None:
         return _split(inner[0], own * inner[1], makers)
@@ -117,7 +80,7 @@ def _split(slot: int, own: float, makers: dict[int, Operation]) -> list[Term]:
 
 
 def _stacked(slot: int, own: float, makers: dict[int, Operation], how: str) -> list[Term]:
-    """``torch.stack(losses).sum()``."""
+    """Returns the terms of ``torch.stack(losses).sum()``."""
     operation = makers.get(slot)
     if operation is None or operation.name != "stack":
         return []

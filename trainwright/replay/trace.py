@@ -32,15 +32,15 @@ from trainwright.replay.suspects import Bad, Op, SuspectOp, Suspects
 
 __all__ = ["Bad", "Op", "Range", "Tracing"]
 
-# Private names of torch, in one place. Without them every op is "forward", and no backward op knows its forward op.
+# Private names of torch. Without them every op is "forward", and no backward op has a known forward op.
 _current_node: Callable[[], Node | None] = getattr(torch._C, "_current_autograd_node", lambda: None)
 _next_sequence: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
 _ENGINE = "_engine_run_backward"
 _REPLAY = "trainwright.replay.replayer"
 _ACCUMULATES = "AccumulateGrad"
 
-_PASSED_BY = {"contextlib", "functools", "torch", "trainwright"}
-_UNSEEN = {"prim", "profiler", "c10d", "_c10d_functional"}
+_SKIPPED_PACKAGES = {"contextlib", "functools", "torch", "trainwright"}
+_IGNORED_NAMESPACES = {"prim", "profiler", "c10d", "_c10d_functional"}
 _OVERWRITES = {"uniform", "normal", "zero", "fill", "copy", "bernoulli", "random", "exponential", "geometric", "cauchy"}
 _FIRST_ONLY = ("ctc_loss", "scaled_dot_product", "batch_norm")
 """Ops whose other outputs are for their backward pass, and may be infinite."""
@@ -50,7 +50,7 @@ _WRITES_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_nor
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an op comes from; ``op`` is the index of its forward op."""
+    """The origin of an op. ``op`` is the index of its forward op."""
 
     op: int | None
     module: str | None
@@ -62,7 +62,7 @@ _NOWHERE = _Place(None, None, None)
 
 @dataclass(frozen=True)
 class _Traits:
-    """What the schema of an op says. ``written``, ``unread``: positions or names of arguments."""
+    """Properties of an op from its schema. ``written`` and ``unread`` are positions or names of arguments."""
 
     name: str
     is_view: bool
@@ -191,7 +191,7 @@ class Tracing(TorchDispatchMode):
         self, func: TorchFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if not isinstance(func, OpOverload) or func.namespace in _UNSEEN:
+        if not isinstance(func, OpOverload) or func.namespace in _IGNORED_NAMESPACES:
             return func(*args, **kwargs)
         traits, node = _traits(func), _current_node()
         source, is_python = _caller()
@@ -254,7 +254,9 @@ class Tracing(TorchDispatchMode):
         return result
 
     def _ranges(self, args: Sequence[object]) -> list[object]:
-        """The arguments with ranges in place of floating-point tensors, before an in-place op overwrites them."""
+        """Returns the arguments with ranges instead of floating-point tensors,
+        before an in-place op overwrites them.
+        """
         return [
             self._storages.range(x)
             if isinstance(x, Tensor) and is_float(x)
@@ -267,7 +269,7 @@ class Tracing(TorchDispatchMode):
     # The places of ops
 
     def _number(self, args: Args, traits: _Traits, source: str | None) -> None:
-        """Remembers which op the next node of the graph belongs to, by torch's sequence numbers of nodes."""
+        """Records the op that the next node of the graph belongs to, by torch's sequence numbers of nodes."""
         sequence = _next_sequence()
         if threading.get_ident() != self._thread or (self._sequences and sequence <= self._sequences[-1]):
             return
@@ -280,7 +282,7 @@ class Tracing(TorchDispatchMode):
         self._places.append(_Place(op, outer.module if module is None else module, source or outer.source))
 
     def _place_of(self, node: Node | None) -> _Place:
-        """The forward op of a node of the backward pass."""
+        """Returns the forward op of a node of the backward pass."""
         if node is None or _ACCUMULATES in node.name():
             return _NOWHERE
         at = bisect_right(self._sequences, node._sequence_nr() + 1) - 1
@@ -288,7 +290,7 @@ class Tracing(TorchDispatchMode):
 
 
 def _tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
-    """The tensors among the arguments of an op, also those in lists."""
+    """Yields the tensors among the arguments of an op, including those in lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -297,7 +299,7 @@ def _tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def _tensors(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in nested arguments with its path."""
+    """Yields every tensor in nested arguments with its path."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -309,14 +311,14 @@ def _tensors(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _caller() -> tuple[str | None, bool]:
-    """The innermost source line of the user's code, and whether Python and not the autograd engine called the op."""
+    """Returns the innermost line of the user's code, and True if Python and not the autograd engine called the op."""
     frame: FrameType | None = sys._getframe(2)
     is_python = frame is not None and frame.f_code.co_name != _ENGINE
     while frame is not None and frame.f_code.co_name != _ENGINE:
         name = frame.f_globals.get("__name__", "")
-        if name == _REPLAY and frame.f_code.co_name != "__torch_function__":  # outer frames are those of the caller
+        if name == _REPLAY and frame.f_code.co_name != "__torch_function__":  # outer frames belong to the caller
             break
-        if name.startswith("trainwright.models") or name.split(".")[0] not in _PASSED_BY:
+        if name.startswith("trainwright.models") or name.split(".")[0] not in _SKIPPED_PACKAGES:
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}", is_python
         frame = frame.f_back
     return None, is_python

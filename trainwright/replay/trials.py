@@ -6,24 +6,24 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 Trial: TypeAlias = Callable[..., str]
-"""``(session, **args)`` -> the outcome, in words with numbers. Raises NotTried."""
+"""Maps ``(session, **args)`` to text on the outcome, with numbers. Raises NotTried."""
 
 
 class NotTried(Exception):
-    """A remedy cannot be tried on this step; the message says why."""
+    """A remedy cannot be tried on this step. The message has the reason."""
 
 
-USUAL_STEPS = 24.0
-"""Training steps that a trial takes as long as: eight updates as it was, and eight with the remedy."""
+DEFAULT_STEPS = 24.0
+"""Duration of a trial in training steps: eight unchanged updates, and eight with the remedy."""
 
 
 class RegisteredTrial(NamedTuple):
-    """``steps``: about how many training steps it takes as long as."""
+    """A trial. ``steps`` is its approximate duration in training steps."""
 
     run: Trial
     steps: float
 
 
 def course(losses: Sequence[float]) -> str:
-    """The first and the last of some losses, in words."""
+    """Returns text on the first and the last of some losses."""
     return f"{losses[0]:.4g} -> {losses[-1]:.4g}"

@@ -11,6 +11,7 @@ from trainwright.engine.loss import measures_progress, takes_model
 from trainwright.monitoring.step_log import StepLog
 from trainwright.plan.reading import ReadingPace
 from trainwright.recipe.catalog import LOSSES
+from trainwright.report.pages.log import IncrementalLog
 from trainwright.report.verdict import VerdictFacts, evaluations_in, judge
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import Ended, Evaluated, Found, Logged, RunVerdict

@@ -17,17 +17,17 @@ from trainwright.checkpoint.names import named_parameters
 from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 from trainwright.doctor.measure import REPLAYS
-from trainwright.doctor.own_checks import OWN, OwnCheckFacts
 from trainwright.doctor.remedies import TRIALS
+from trainwright.doctor.user_checks import USER_CHECK_PREFIX, UserCheckFacts
 from trainwright.errors import text_of
 from trainwright.recorder.program import Backward, Constant, RecordedStep, mapped
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.ring import Ring
 from trainwright.recorder.tape import Tape
 from trainwright.replay import bundle
-from trainwright.replay.deadline import Deadline, TimeIsUp
-from trainwright.replay.experiments import USUAL_STEPS, Experiment
-from trainwright.replay.memory import NO_ROOM, ReplayMemory, free_what_it_holds
+from trainwright.replay.deadline import Deadline, ReplayTimeout
+from trainwright.replay.experiments import DEFAULT_STEPS, Experiment
+from trainwright.replay.memory import NOT_ENOUGH_MEMORY, ReplayMemory, free_what_it_holds
 from trainwright.replay.replayer import NotReplayable, Replayer
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, RegisteredTrial
@@ -197,7 +197,7 @@ class ExperimentRunner:
         """What the checks of the user's own say of a step."""
         facts: Facts = {}
         for own in self._own if step else ():
-            name = OWN + name_of_check(own)
+            name = USER_CHECK_PREFIX + name_of_check(own)
             if self._is_time_for(name):
                 facts |= self._measured(name, step, partial(_own_facts, own))
         return facts
@@ -240,7 +240,7 @@ class ExperimentRunner:
         try:
             with self.replayer.deadline.within(self._left_s):
                 facts[name] = {**run(self._session_of(step)), "step": step}
-        except TimeIsUp:
+        except ReplayTimeout:
             is_whole = False
         except NotReplayable as error:
             facts[name] = {"blind": str(error), "step": step}
@@ -262,7 +262,7 @@ class ExperimentRunner:
         """By what it took the last time; before that, by the training steps that it takes as long as."""
         if name in self._cost_s:
             return self._cost_s[name]
-        steps = self._experiments[name].steps if name in self._experiments else USUAL_STEPS
+        steps = self._experiments[name].steps if name in self._experiments else DEFAULT_STEPS
         if steps and not self._memory.is_measured:
             steps += MEASURING_STEPS
         return LEAST_S + steps * self._budget.step_s
@@ -295,7 +295,7 @@ class ExperimentRunner:
     def _without_what_it_held(self, error: Exception) -> str:
         """Frees the tensors of an experiment that raised; returns why it did."""
         has_run_out = free_what_it_holds(error, self.replayer.device)
-        return f"{NO_ROOM}: {text_of(error)[:160]}" if has_run_out else text_of(error)[:200]
+        return f"{NOT_ENOUGH_MEMORY}: {text_of(error)[:160]}" if has_run_out else text_of(error)[:200]
 
     def try_remedy(self, step: int, trial: RemedyTrial | None) -> tuple[Tried, ...] | None:
         """Try the remedy of a finding on the replay; return the result, or nothing if it cannot be tried.
@@ -320,7 +320,7 @@ class ExperimentRunner:
         try:
             with self.replayer.deadline.within(self._left_s):
                 return self._remedies[trial.name].run(self._session_of(step), **trial.args)
-        except TimeIsUp:
+        except ReplayTimeout:
             return None
         except (NotReplayable, NotTried):
             return ""
@@ -392,7 +392,7 @@ class ExperimentRunner:
 
 def _own_facts(check: OwnCheck, session: ReplaySession) -> Facts:
     broken = check(session)
-    return vars(OwnCheckFacts(statement=inspect.getdoc(check) or "", broken=None if broken is None else str(broken)))
+    return vars(UserCheckFacts(statement=inspect.getdoc(check) or "", broken=None if broken is None else str(broken)))
 
 
 def name_of_check(check: OwnCheck) -> str:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.checkpoint.spikes import SpikeDetector
 from trainwright.doctor.check import Check
-from trainwright.doctor.measure import LISTENERS, OF_LIVE_LOOPS
+from trainwright.doctor.measure import LISTENERS, LIVE_LOOP_LISTENERS
 from trainwright.doctor.measure.loss_calls import LossListener
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.spikes import OnSpike
@@ -134,7 +134,7 @@ class WatchSession:
         )
         self._changes = ProgramChanges(parameters)
         watched = WatchedObjects(subject=self._objects, **vars(objects))
-        made = [probe for make in (*LISTENERS, *OF_LIVE_LOOPS) if (probe := make(watched)) is not None]
+        made = [probe for make in (*LISTENERS, *LIVE_LOOP_LISTENERS) if (probe := make(watched)) is not None]
         loss_calls = LossListener(self.recording.tape, self._objects)
         self._probes: list[Probe] = [*objects.probes, *made, self._changes, loss_calls]
         self._listeners = {"recording": self.recording, **{probe.name: probe for probe in self._probes}}

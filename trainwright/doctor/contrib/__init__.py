@@ -1,1 +1,1 @@
-"""Checks that serve one domain: packs that are chosen by ``tw.watch(checks=["default", "rl"])``."""
+"""Packs of checks for one domain, chosen by ``tw.watch(checks=["default", "rl"])``."""

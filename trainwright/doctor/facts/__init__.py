@@ -1,1 +1,1 @@
-"""What the instruments measure: frozen dataclasses, one module for each topic, without torch."""
+"""Results of the instruments: frozen dataclasses, one module for each topic, without torch."""

@@ -1,4 +1,4 @@
-"""Measurements of copies of the weights that follow them."""
+"""Measurements of copies of the weights, such as exponential moving averages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from typing import ClassVar
 class Move:
     """One step in which a copy of the weights moved: ``copy += share * (weights - copy) + growth * copy``.
 
-    ``rest`` is the part of the move that this does not explain, ``rest_alone`` what the share alone does not.
+    Attributes:
+        step: The step.
+        share: The coefficient of the difference.
+        growth: The coefficient of the copy.
+        rest: Fraction of the move that both coefficients leave unexplained.
+        rest_alone: Fraction of the move that ``share`` alone leaves unexplained.
     """
 
     step: int
@@ -22,14 +27,17 @@ class Move:
 
 @dataclass(frozen=True)
 class CopyFacts:
-    """Tensors of the shapes of a trained module ``of``, that no optimizer holds. ``kind`` is the class that holds them.
+    """A copy of a trained module: tensors of the same shapes that no optimizer holds.
 
     Attributes:
-        still: Tensors that never moved while their originals did; ``still_buffers`` the same of buffers, which an
-            evaluation in train mode may compute.
-        evaluations: Steps before which it was called without gradients.
-        gap: Distance of copy and weights when it was found, relative to the size of the weights.
-        has_moved: Whether any of it moved.
+        kind: Class of the object that holds the copy.
+        of: Path of the trained module.
+        moves: The steps in which the copy moved.
+        still: Names of tensors that never moved while their originals did.
+        still_buffers: The same for buffers. An evaluation in train mode may have computed them.
+        evaluations: Number of steps before which the copy was called without gradients.
+        gap: Distance between copy and weights when the copy was found, relative to the norm of the weights.
+        has_moved: True if any tensor of the copy moved.
     """
 
     kind: str
@@ -44,10 +52,14 @@ class CopyFacts:
 
 @dataclass(frozen=True)
 class AveragesFacts:
-    """The copies of the weights that were found, and what they did in ``steps`` steps.
+    """Copies of the weights and their movement.
 
-    ``since`` are the steps since they were found, ``own_evaluations`` those before which the model itself was called
-    without gradients. ``is_resumed``: the optimizer had a state when the watch began.
+    Attributes:
+        steps: Steps in which the copies were compared.
+        since: Steps since the copies were found.
+        own_evaluations: Number of steps before which the model itself was called without gradients.
+        is_resumed: The optimizer had a state when the watch began.
+        copies: The copies.
     """
 
     experiment: ClassVar[str] = "averages"

@@ -1,4 +1,4 @@
-"""Which calls a loop makes, in what order, and which optimizer holds which parameters. Steps count from 1."""
+"""Calls of a training loop in their order, and the parameters of each optimizer. Steps count from 1."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """A parameter group. ``lr`` is None where the optimizer has no learning rate; ``with_grad`` counts tensors."""
+    """A parameter group.
+
+    Attributes:
+        parameters: Number of tensors.
+        with_grad: Number of tensors with a gradient.
+        lr: Learning rate; None if the optimizer has none.
+        initial_lr: The ``initial_lr`` that a scheduler wrote; None without one.
+    """
 
     parameters: int
     with_grad: int
@@ -18,9 +25,8 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """``stale`` tensors are not in the watched models and have no gradient."""
+    """The parameters of an optimizer. ``stale`` tensors are not in the watched models and have no gradient."""
 
-    kind: str
     parameters: int
     stale: int
     groups: tuple[GroupFacts, ...]
@@ -28,7 +34,7 @@ class OptimizerFacts:
 
 @dataclass(frozen=True)
 class ScaledClip:
-    """A clip at the norm ``at`` of gradients that still contained the loss ``scale``."""
+    """A call that clipped gradients to the norm ``at`` while they still contained the loss ``scale``."""
 
     at: float
     norm: float | None
@@ -40,17 +46,22 @@ class CallsFacts:
     """The calls so far.
 
     Attributes:
+        optimizers: The optimizers and their parameter groups.
         missing: Trainable parameters with a gradient that no optimizer holds and that do not change.
         missing_share: Their fraction of the trainable elements.
         missing_were_trained: They were trained before the watch began.
-        doubles: Updates with gradients that another optimizer had applied.
-        again: Updates without a backward pass since the update before.
-        split_windows: (step, backward passes before the end of an epoch, backward passes in all) of steps during which
-            an epoch ended.
-        idle_scalers: Enabled GradScalers that the watch was given and that have scaled no loss.
-        accumulation: The number of micro-batches that the watch was told.
-        carried: By optimizer, the norm of the gradients that existed when the last step began.
-        moved, steps_seen: Before the first step only: whether a weight changed, and optimizers that stepped.
+        doubles: Number of updates with gradients that another optimizer had already applied.
+        again: Number of updates without a backward pass since the previous update.
+        scaled_clips: Number of clips of gradients that still contained a loss scale.
+        scaled_clip: One of them.
+        split_windows: (step, backward passes before the end of an epoch, all backward passes) for each step during
+            which an epoch ended.
+        idle_scalers: Number of enabled GradScalers that were passed to the watch and scaled no loss.
+        accumulation: Number of micro-batches that was passed to the watch.
+        carried: For each optimizer, the norm of the gradients that existed when the last step began.
+        backwards: Number of backward passes.
+        moved: True if a weight changed before the first step.
+        steps_seen: Number of optimizers that stepped before the first step.
     """
 
     experiment: ClassVar[str] = "calls"
@@ -73,9 +84,14 @@ class CallsFacts:
 
 @dataclass(frozen=True)
 class ScalerFacts:
-    """How a loss scale was used. ``scaled_updates`` were made while it was in the gradients, first at ``since``.
+    """Calls of gradient scalers.
 
-    Of ``steps`` calls of ``scaler.step``, ``other`` were made through another scaler than the one of the loss.
+    Attributes:
+        scaled_updates: Updates with gradients that still contained the loss scale.
+        since: The first step with such an update.
+        steps: Calls of ``scaler.step``.
+        updates: Calls of ``scaler.update``.
+        other: Calls of ``scaler.step`` on a scaler that did not scale the loss.
     """
 
     experiment: ClassVar[str] = "scaler"
@@ -88,7 +104,14 @@ class ScalerFacts:
 
 @dataclass(frozen=True)
 class IdleAttribute:
-    """The attribute ``name`` of ``owner`` that nothing reads. ``known`` is what ``count`` parameters lack."""
+    """An attribute that nothing reads, probably a misspelt one.
+
+    Attributes:
+        owner: The object with the attribute.
+        name: Name of the attribute.
+        known: The attribute with a similar name that torch reads.
+        count: Number of objects with the attribute.
+    """
 
     owner: str
     name: str
@@ -106,9 +129,13 @@ class AttributesFacts:
 
 @dataclass(frozen=True)
 class KeptState:
-    """A dictionary of ``state_dict()`` whose tensors changed while it was kept. ``source`` is the line of the call.
+    """A result of ``state_dict()`` whose tensors changed while the loop held it.
 
-    ``used``: by ``load``, by ``save``, or "" where it was kept until the end.
+    Attributes:
+        taken: The step after which it was returned.
+        used_at: The step after which it was used.
+        used: "load", "save", or "" if the loop held it until the end.
+        source: Line of the call of ``state_dict()``.
     """
 
     taken: int
@@ -119,7 +146,7 @@ class KeptState:
 
 @dataclass(frozen=True)
 class KeptFacts:
-    """``taken`` dictionaries were returned; ``changed`` no longer hold what they held then."""
+    """Results of ``state_dict()``: the number returned, and those whose tensors have changed since."""
 
     experiment: ClassVar[str] = "kept"
     taken: int

@@ -1,4 +1,4 @@
-"""What is measured of states that are loaded, and of the steps after it."""
+"""Measurements of loaded states, and of the steps after loading."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class MomentsFacts:
-    """The state of one optimizer right before its first update since the watch began, or since it was loaded.
+    """The state of one optimizer just before its first update since the watch began or its state was loaded.
 
-    ``with_state`` parameters with a gradient have a state; ``steps`` is the highest count of updates.
+    Attributes:
+        kind: Class of the optimizer.
+        with_state: Number of parameters that have a gradient and a state.
+        steps: The highest update count of a parameter.
     """
 
     kind: str
@@ -20,7 +23,7 @@ class MomentsFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleFacts:
-    """A scheduler: how often it had been stepped before the watch, and how often since; and the updates since."""
+    """Calls of one scheduler: ``before`` the watch, ``calls`` since then, and ``updates`` of the weights since then."""
 
     before: int
     calls: int
@@ -29,9 +32,14 @@ class ScheduleFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFacts:
-    """A call of ``load_state_dict`` on a model, after update ``step``: how many tensors it has, and which had no place.
+    """A call of ``load_state_dict`` on a model.
 
-    ``prefix``: with it put before the unexpected names, or taken off them, they are the missing ones.
+    Attributes:
+        step: Number of updates before the call.
+        tensors: Number of tensors of the model.
+        missing: Names that the model has and the state lacks.
+        unexpected: Names that the state has and the model lacks.
+        prefix: The prefix that, added to or removed from the unexpected names, makes them the missing ones.
     """
 
     step: int
@@ -43,7 +51,13 @@ class LoadFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class OverwrittenFacts:
-    """Weights that were loaded before the first forward call: ``gone`` have other values there."""
+    """Weights that were loaded before the first forward call.
+
+    Attributes:
+        weights: Number of loaded weights.
+        gone: Number of weights that have other values at the first forward call.
+        fraction: Fraction of the loaded elements in these weights.
+    """
 
     weights: int
     gone: int
@@ -52,7 +66,7 @@ class OverwrittenFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeFacts:
-    """All of this, as far as it is known."""
+    """Optimizers, schedulers and loads around the start of the watch."""
 
     experiment: ClassVar[str] = "resume"
     optimizers: tuple[MomentsFacts, ...] = ()

@@ -1,4 +1,4 @@
-"""What is measured of the data: rows by their content, loaders, targets, and the inputs of replayed steps."""
+"""Measurements of data: rows by their content, loaders, targets, and the inputs of replayed steps."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 SAME = 8
-"""Steps in a row on the same batch: more than the updates that a loop makes on each batch."""
+"""Consecutive steps on one batch that count as repetition. Loops that update several times per batch do fewer."""
 MOST_CLASSES = 128
-"""Larger ones are not counted. Of more classes seldom all are used: vocabularies, pretrained heads."""
+"""Classes above this number are not counted: vocabularies and pretrained heads seldom use all of theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedRows:
-    """Rows of an evaluation: ``distinct`` different ones, of which ``shared`` were trained on.
+    """Rows of one evaluation.
 
-    ``trained`` rows were trained on so far. ``is_one_set``: they come from one loader or tensor. ``source`` is the line
-    that calls the model.
+    Attributes:
+        rows: Number of rows.
+        distinct: Number of different rows.
+        shared: Number of different rows that were trained on.
+        trained: Number of different rows in training so far.
+        is_one_set: All rows come from one loader or tensor.
+        source: Line that calls the model.
     """
 
     rows: int
@@ -28,7 +33,7 @@ class EvaluatedRows:
 
     @property
     def is_partial(self) -> bool:
-        """Whether some of them and not all were trained on."""
+        """Returns True if some of the rows, but not all, were trained on."""
         return self.is_one_set and 0.05 * self.distinct < self.shared < 0.95 * self.distinct
 
 
@@ -37,20 +42,25 @@ class RowsFacts:
     """The rows of the inputs of training, identified by their content. Steps after the 128th are sampled.
 
     Attributes:
-        distinct: Different rows so far.
+        steps: Steps so far.
+        distinct: Number of different rows so far.
         new_lately: Fraction of rows in the last steps that had not been read before.
-        batch: Rows of a call.
-        same: The most steps in a row that read the rows of the step before, the last of them ``same_to``.
-        same_before: The most in any other such run of steps.
-        whole: Rows of the set that the batches come from; 0 if unknown.
-        micro: The most micro-batches of a step that were all equal, in ``micro_steps`` steps.
-        is_continuous: Two samples are never equal by chance.
-        period: A batch is the one that came this many batches before, ``recurred`` times in a row.
-        is_kept: These batches came from a shuffling loader, one by one, and are not fetched again.
-        workers: Workers of a loader over an IterableDataset; 0 without one.
-        groups: Groups of as many batches in a row, of which ``equal_groups`` have equal batches.
-        source: The line that reads the newest loader.
-        evaluated: Of the last evaluation the rows that overlap most.
+        batch: Rows in one call.
+        same: Length of the longest run of steps that read the rows of the previous step.
+        same_to: Last step of that run.
+        same_before: Length of the second longest such run.
+        whole: Rows of the dataset or tensor that the batches come from; 0 if unknown.
+        micro: The most micro-batches of one step that were all equal.
+        micro_steps: Number of steps with equal micro-batches.
+        is_continuous: The values are such that two samples are never equal by chance.
+        period: Each batch equals the one this many batches earlier.
+        recurred: Number of consecutive batches for which this holds.
+        is_kept: These batches came from a shuffling loader one by one and are held by the loop, not fetched again.
+        workers: Worker processes of a loader over an IterableDataset; 0 without one.
+        groups: Number of groups of ``workers`` consecutive batches.
+        equal_groups: Number of groups in which all batches are equal.
+        source: Line that reads the newest loader.
+        evaluated: Rows of the last evaluation that overlap most with training.
     """
 
     experiment: ClassVar[str] = "rows"
@@ -77,7 +87,7 @@ class RowsFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class EmptyLoader:
-    """A loader that gave no batch in any of its ``epochs``. ``samples`` and ``length`` are None if unknown."""
+    """A loader that yielded no batch in any of its ``epochs``. ``samples`` and ``length`` are None if unknown."""
 
     epochs: int
     samples: int | None
@@ -88,7 +98,17 @@ class EmptyLoader:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRepeat:
-    """The first ``equal`` of ``batches`` batches of an epoch have the samples of the epoch before, in its order."""
+    """An epoch that begins with the samples of the previous epoch in the same order.
+
+    Attributes:
+        batches: Batches of the epoch.
+        equal: Number of leading batches that are equal.
+        samples: Samples in these batches.
+        ascending: The positions of the samples ascend.
+        sampler: Class of the sampler.
+        random: The sampler draws at random.
+        distributed: The sampler is a DistributedSampler.
+    """
 
     batches: int
     equal: int
@@ -101,7 +121,7 @@ class EpochRepeat:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOverlap:
-    """A loader that was evaluated: its samples, and how many of them were trained on, by their positions."""
+    """A loader of an evaluation: the number of its samples, and of those that were trained on, by position."""
 
     samples: int
     shared: int
@@ -111,12 +131,15 @@ class LoaderOverlap:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnSamples:
-    """The samples that a loader drew for training from a data set of ``samples``.
+    """Samples that a loader drew for training.
 
     Attributes:
-        draws: Samples drawn so far, ``distinct`` of them different.
+        samples: Length of the dataset.
+        draws: Samples drawn so far.
+        distinct: Number of different samples among them.
         same_set: The last two epochs drew the same samples, and left out more than an incomplete batch.
-        chooses: The sampler is made for a part of the data set.
+        chooses: The sampler is meant to draw only a part of the dataset.
+        sampler: Class of the sampler.
     """
 
     samples: int
@@ -129,7 +152,14 @@ class DrawnSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderRestarts:
-    """Iterators of a loader with ``workers`` worker processes, ``batches`` that all gave, ``length`` of an epoch."""
+    """Iterators that were made of one loader with worker processes.
+
+    Attributes:
+        workers: Worker processes.
+        iterators: Number of iterators.
+        batches: Batches from all of them.
+        length: Batches of an epoch; None if unknown.
+    """
 
     workers: int
     iterators: int
@@ -139,7 +169,7 @@ class LoaderRestarts:
 
 @dataclass(frozen=True, kw_only=True)
 class StaleAttribute:
-    """An attribute of a data set that changed after its persistent workers had copied it."""
+    """An attribute of a dataset that changed after persistent workers had copied the dataset."""
 
     name: str
     before: str
@@ -149,9 +179,16 @@ class StaleAttribute:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerDraws:
-    """What two workers read when each reads one sample twice, in two epochs. ``init``: there is a worker_init_fn.
+    """An experiment: two workers each read one sample twice, in two epochs.
 
-    ``with_seeds``: equal even where each worker seeds its generators from ``torch.initial_seed()``; None: not tried.
+    Attributes:
+        workers: Worker processes of the loader.
+        init: The loader has a ``worker_init_fn``.
+        random: The two reads by one worker differ.
+        equal_workers: Both workers read equal samples.
+        equal_epochs: Both epochs read equal samples.
+        with_seeds: The samples stay equal if each worker seeds its generators from ``torch.initial_seed()``; None if
+            this was not measured.
     """
 
     workers: int
@@ -166,8 +203,18 @@ class WorkerDraws:
 class LoadersFacts:
     """The DataLoaders of the process.
 
-    ``entropies`` are those of the labels of each batch; ``mixed`` the lowest and the mean entropy of batches drawn at
-    random. ``ascending``: training reads the data set in its order. ``source``: the line that reads its loader.
+    Attributes:
+        source: Line that reads the training loader.
+        empty: Loaders that yielded no batch.
+        repeats: Epochs in the order of the previous one.
+        overlaps: Loaders of evaluations that share samples with training.
+        drawn: Samples drawn for training, for each loader.
+        restarts: Loaders whose workers are started often.
+        stale: A dataset attribute that workers do not see change.
+        workers: Random numbers of the workers.
+        entropies: Entropy of the labels of each batch, in nats.
+        mixed: Lowest and mean entropy of batches drawn at random, in nats.
+        ascending: Training reads the dataset in its order.
     """
 
     experiment: ClassVar[str] = "loaders"
@@ -186,15 +233,18 @@ class LoadersFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetsFacts:
-    """The ``targets`` of a loss over classes in sampled steps, with the ``smallest`` and the ``largest`` class.
+    """Targets of losses over classes in sampled steps.
 
     Attributes:
-        lowest: The lowest target of a binary loss.
-        highest: The highest.
-        counts: How often each class was a target, up to the largest that was: of one target for each row of the input.
-        rows: Rows of the inputs that these targets belong to; those that came again are counted again.
+        targets: Number of targets.
+        largest: Largest class among them.
+        smallest: Smallest class among them.
+        lowest: Lowest target of a binary loss.
+        highest: Highest target of a binary loss.
+        counts: Number of targets of each class up to the largest. Counted where each input row has one target.
+        rows: Input rows of these targets. Repeated rows are counted again.
         most: The most targets of one class in one call.
-        ids: The largest value of each integer input.
+        ids: Largest value of each integer input.
     """
 
     experiment: ClassVar[str] = "targets"
@@ -223,7 +273,7 @@ class InputSpread:
 
 @dataclass(frozen=True, kw_only=True)
 class LeakingColumn:
-    """A column of the input with the fraction of its variance that is left within the classes of ``samples``."""
+    """An input column that reveals the label: ``within`` is the fraction of its variance that is within classes."""
 
     column: int
     within: float
@@ -232,19 +282,32 @@ class LeakingColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedIds:
-    """The id that pads rows at their ``side``: its fraction of all ids, and of the rows that have some."""
+    """The id that pads rows.
+
+    Attributes:
+        id: The id.
+        rows: Fraction of the rows that contain padding.
+        fraction: Fraction of all ids that are padding.
+    """
 
     id: int
-    side: str
     rows: float
     fraction: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFacts:
-    """Inputs and targets of a recorded step. ``entropy`` is that of the ``samples`` labels; None for numbers.
+    """Inputs and targets of a recorded step.
 
-    ``offsets``: by cross-entropy over tokens, how many positions after its prediction the target is in the input.
+    Attributes:
+        inputs: Distribution of each input.
+        targets_vary: The targets are not all equal.
+        classes: Number of classes; None for targets that are not classes.
+        samples: Number of labels.
+        entropy: Entropy of the labels in nats; None for targets that are not classes.
+        leaks: Input columns that reveal the label.
+        padding: The id that pads rows.
+        offsets: For each cross-entropy over tokens, the distance in the input from a prediction to its target.
     """
 
     experiment: ClassVar[str] = "batch"
@@ -270,7 +333,7 @@ class PaddingFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class StandardizedFacts:
-    """The losses of updates on one batch: with its inputs unchanged, and standardized."""
+    """The losses of repeated updates on one batch, with unchanged inputs and with standardized inputs."""
 
     experiment: ClassVar[str] = "standardized"
     unchanged: tuple[float, ...]
@@ -279,9 +342,12 @@ class StandardizedFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelSignalFacts:
-    """How far simple learners predict held-out labels above chance, in standard deviations.
+    """Predictability of the labels.
 
-    ``memorized`` are the losses of the model when it is trained on one batch.
+    Attributes:
+        samples: Number of samples.
+        deviations: Accuracy of simple learners on held-out labels above chance, in standard deviations.
+        memorized: Losses of the model when it is trained on one batch.
     """
 
     experiment: ClassVar[str] = "label_signal"
@@ -292,13 +358,14 @@ class LabelSignalFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class TextEnds:
-    """The id that pads texts, and how often it ends one.
+    """Uses of the token id that pads texts.
 
     Attributes:
-        id: The token.
-        within: After a target, with other tokens behind it.
-        attended: The first of the padding, after a target, where an attention mask counts it.
-        targets: How often it is a target.
+        id: The token id.
+        within: Number of times that it follows a target and precedes other tokens.
+        attended: Number of rows in which it follows a target as the first padding token and the attention mask keeps
+            it.
+        targets: Number of times that it is a target.
         rows: Rows of the batch.
     """
 
@@ -314,10 +381,12 @@ class TokenLoss:
     """A cross-entropy over the tokens of an input.
 
     Attributes:
-        offset: The targets are the tokens so many places on; None where none fits.
-        fraction: The fraction of the targets that are.
-        sees: Change of scores where only tokens from ``start`` on change, in standard deviations; None: unknown.
-        given: The same of the scores at ``start``.
+        offset: Each target is the input token this many positions later; None if no offset fits.
+        fraction: Fraction of the targets for which this holds.
+        sees: Change of the scores before ``start`` when only tokens from ``start`` on change, in standard deviations;
+            None if unknown.
+        given: The same change at ``start``.
+        start: The first changed position.
         ends: The token that ends texts.
     """
 
@@ -331,7 +400,7 @@ class TokenLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class TokensFacts:
-    """The cross-entropies over tokens of a step."""
+    """Cross-entropies over tokens in one step."""
 
     experiment: ClassVar[str] = "tokens"
     losses: tuple[TokenLoss, ...] = ()

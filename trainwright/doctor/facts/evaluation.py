@@ -1,4 +1,4 @@
-"""What is measured of evaluations: passes without gradients whose outputs are compared with targets."""
+"""Measurements of evaluations: passes without gradients whose outputs are compared with targets."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ class Likeness:
     """The inputs of an evaluation over ``rows``, compared with those of training.
 
     Attributes:
-        shift: Distance of the means, in standard deviations of training.
-        ratio: Standard deviation in the evaluation over that in training.
+        rows: Rows of the evaluation.
+        shift: Distance between the means, in standard deviations of training.
+        ratio: Standard deviation in evaluation / standard deviation in training.
     """
 
     rows: int
@@ -22,14 +23,18 @@ class Likeness:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationFacts:
-    """One evaluation, after step ``after``: ``calls`` of the model over ``rows`` rows.
+    """One evaluation.
 
-    ``losses`` are the means over a batch that loss functions returned; ``source`` is the line that calls the model.
+    Attributes:
+        after: The last step before it.
+        rows: Number of rows.
+        losses: Mean losses over a batch, as the loss functions returned them.
+        likeness: Inputs compared with those of training; None if there are too few.
+        source: Line that calls the model.
     """
 
     experiment: ClassVar[str] = "evaluation"
     after: int
-    calls: int
     rows: int
     losses: tuple[float, ...] = ()
     likeness: Likeness | None = None

@@ -1,4 +1,4 @@
-"""Measurements of the function that the models compute. Deviations are in standard deviations of the output."""
+"""Measurements of the function that the models compute. Deviations have the unit: standard deviations of the output."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far outputs changed that must not change; more than ``limit`` is more than rounding.
+    """Change of outputs that should stay the same.
 
-    ``module`` is the first one whose output changed though its input had not; None where that is not known.
+    Attributes:
+        amount: The change.
+        limit: The largest change that rounding explains.
+        module: Path of the first module whose output changed with unchanged input; None if unknown.
     """
 
     amount: float
@@ -24,15 +27,19 @@ class Deviation:
 
 @dataclass(frozen=True)
 class FunctionFacts:
-    """The forward pass of one step in eval mode, replayed with one thing changed. None: could not be measured.
+    """The forward pass of one step in eval mode, replayed with one change at a time.
 
-    ``written``: buffers that a pass writes to. ``place``: samples in another order. ``neighbours``: another sample in
-    the batch; ``related`` says why samples may depend on each other, and ``is_batch``: a loader says what a sample is.
-    ``padding``: a row without its padding, ``pad`` says what declares it.
+    Attributes:
+        written: Buffers that a forward pass writes to.
+        neighbours: Deviation if other samples of the batch change; None if not measured.
+        related: Reason why samples may depend on each other; "" without one.
+        is_batch: A loader confirms that the first dimension counts samples.
+        place: Deviation if the samples are in another order; None if not measured.
+        padding: Deviation if a row is given without its padding; None if not measured.
+        pad: The declaration that identifies padding.
     """
 
     experiment: ClassVar[str] = "function"
-    size: int = 0
     written: tuple[str, ...] = ()
     neighbours: Deviation | None = None
     related: str = ""
@@ -44,7 +51,7 @@ class FunctionFacts:
 
 @dataclass(frozen=True)
 class InputsFacts:
-    """Of the first ``tensors`` inputs that vary from sample to sample those without any effect, by place."""
+    """Inputs that vary from sample to sample: how many were examined, and the positions of those without effect."""
 
     experiment: ClassVar[str] = "unused_inputs"
     tensors: int

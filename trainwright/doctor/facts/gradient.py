@@ -1,4 +1,4 @@
-"""Measurements of gradients: custom backward passes, and how a step accumulates."""
+"""Measurements of gradients: custom backward passes and gradient accumulation."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from trainwright.runs.records import Values
 
 @dataclass(frozen=True)
 class AccumulationFacts:
-    """A step of several backward passes, each through its own batch.
+    """A step with several backward passes.
 
     Attributes:
-        is_plain: Each has a batch of its own and goes through the same functions, and the loop uses no gradient by
-            hand in between.
-        weights: By micro-batch, the derivative of what backward was called on with respect to its mean loss.
-        counts: By micro-batch, the elements that this mean is over.
+        backwards: Number of backward passes.
+        is_plain: Each pass has a batch of its own and uses the same functions, and the loop does not touch gradients
+            between the passes.
+        weights: For each micro-batch, the derivative of the backward root with respect to the mean loss.
+        counts: For each micro-batch, the number of elements in this mean.
         discarded: Backward passes whose gradients are dropped before the update.
-        norm_then, norm_now: Norm of the gradients at the live update and at the replayed one.
+        norm_then: Norm of the gradients at the recorded update.
+        norm_now: Norm of the gradients at the replayed update.
     """
 
     experiment: ClassVar[str] = "accumulation"
@@ -32,14 +34,17 @@ class AccumulationFacts:
 
     @property
     def is_as_recorded(self) -> bool:
-        """Whether nothing else has scaled the gradients."""
+        """Returns True if the replayed gradients have the recorded norm, so that nothing else scaled them."""
         then, now = self.norm_then, self.norm_now
         return not then or not now or abs(then - now) < 0.05 * now
 
 
 @dataclass(frozen=True)
 class CustomFunctionsFacts:
-    """By custom autograd Function, its backward pass beside a difference quotient (see the instrument for the keys)."""
+    """The backward pass of each custom autograd Function compared with a difference quotient.
+
+    ``doctor/measure/custom_functions.py`` defines the keys.
+    """
 
     experiment: ClassVar[str] = "custom_functions"
     functions: tuple[Values, ...] = ()

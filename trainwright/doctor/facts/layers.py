@@ -8,7 +8,14 @@ from typing import ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class ReluFacts:
-    """``dead``: fraction of units that are 0 for every sample. ``varies``: fraction whose input varies."""
+    """Outputs of a ReLU.
+
+    Attributes:
+        dead: Fraction of units that are 0 for every sample.
+        varies: Fraction of units whose input varies between samples.
+        rows: Number of samples.
+        furthest: Lowest mean input of a unit.
+    """
 
     dead: float
     varies: float
@@ -18,7 +25,14 @@ class ReluFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFacts:
-    """``highest``: largest score. ``off``: distance of the sum of weights from 1. ``evenness``: 0 to 1."""
+    """Scores and weights of an attention.
+
+    Attributes:
+        highest: Largest absolute score before the softmax.
+        spread: Standard deviation of the scores.
+        evenness: Entropy of the weights / its maximum, 0 to 1.
+        off: Distance of the sum of the weights from 1.
+    """
 
     highest: float
     spread: float
@@ -28,7 +42,13 @@ class AttentionFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterFacts:
-    """``effective``: experts that carry the load; ``most``: fraction of the load on one of them."""
+    """Load of the experts of a router.
+
+    Attributes:
+        experts: Number of experts.
+        effective: Effective number of experts: the exponential of the entropy of the load.
+        most: Largest fraction of the load on one expert.
+    """
 
     experts: int
     effective: float
@@ -37,7 +57,7 @@ class RouterFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class NormFacts:
-    """A BatchNorm: values for each channel, samples, calls, and updates of its statistics in a step."""
+    """A BatchNorm in one step: values per channel, samples, calls, and updates of its running statistics."""
 
     values: int = 0
     samples: int = 0
@@ -48,14 +68,15 @@ class NormFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class StandingNorm:
-    """A trained normalization by the batch whose running statistics are the same at every look since step ``since``.
+    """A trained batch normalization whose running statistics do not change.
 
     Attributes:
-        op: The function that normalises.
-        others: Looks at an input with another mean than that of the first.
-        shift: How far these means are from it at most, in deviations of the input.
-        momentum: That of its last call.
-        is_given: Its own statistics are passed to the function that normalises.
+        op: The function that normalizes.
+        since: First step of the examinations in which the statistics were equal.
+        others: Number of examinations in which the input has another mean than in the first one.
+        shift: Largest distance between these means, in standard deviations of the input.
+        momentum: Momentum of the last call.
+        is_given: The module passes its running statistics to the function.
     """
 
     op: str
@@ -76,7 +97,7 @@ class LayerGradient:
 
 @dataclass(frozen=True, kw_only=True)
 class Reordered:
-    """A place that treats axes wrongly, with the shapes of the tensors there."""
+    """A call that treats axes wrongly: its module, its source line, and the shapes of its tensors."""
 
     module: str
     line: str | None
@@ -85,9 +106,14 @@ class Reordered:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisFacts:
-    """``reordered``: views of the same sizes in another order. ``numbered``: rows of a table, one for each sample, are
-    added to sequences. ``inverted``: attention hides all keys but the padding. ``over_samples``: a softmax over the
-    samples of the batch. ``batch_as_steps``: a layer without ``batch_first`` gets the samples as its first axis.
+    """Calls that treat axes wrongly.
+
+    Attributes:
+        reordered: A view permutes equal sizes where a transpose was meant.
+        numbered: Rows of a table, one for each sample, are added to sequences.
+        inverted: An attention mask hides all keys but the padding.
+        over_samples: A softmax over the samples of the batch.
+        batch_as_steps: A layer without ``batch_first`` gets the samples as its first axis.
     """
 
     reordered: tuple[Reordered, ...] = ()
@@ -99,7 +125,7 @@ class AxisFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class LayersFacts:
-    """What each layer did, by path. ``depth`` is in the order of use. ``narrow``: the step computes in 16 bits."""
+    """Measurements by path of the layer. ``depth`` is in forward order. ``narrow``: the step computes in 16 bits."""
 
     experiment: ClassVar[str] = "layer_outputs"
     relus: dict[str, ReluFacts] = field(default_factory=dict)
@@ -115,7 +141,7 @@ class LayersFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class DepthFacts:
-    """The gradients over depth once more, with everything in float32."""
+    """Gradients over depth in a replay in float32."""
 
     experiment: ClassVar[str] = "depth_in_fp32"
     depth: tuple[LayerGradient, ...]
@@ -123,7 +149,7 @@ class DepthFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class DropoutFacts:
-    """The loss of a batch, mean over eight dropout masks, and without strong dropout."""
+    """The loss of one batch: the mean over eight dropout masks, and the value without strong dropout."""
 
     experiment: ClassVar[str] = "dropout_gap"
     with_dropout: float
@@ -132,7 +158,7 @@ class DropoutFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class SymmetryFacts:
-    """By weight: the fraction of rows that equal the first one both in the weight and in its gradient."""
+    """For each weight, the fraction of rows that equal the first row both in the weight and in its gradient."""
 
     experiment: ClassVar[str] = "symmetry"
     alike: dict[str, float]
@@ -140,7 +166,15 @@ class SymmetryFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstLossFacts:
-    """The first loss, and the loss with weights of the usual size: ``large`` ones are divided by these factors."""
+    """The loss of the first step, as it was and with weights of the usual scale.
+
+    Attributes:
+        loss: The recorded loss.
+        classes: Number of classes.
+        input_size: Largest root mean square of an input.
+        large: For each weight that is too large, the factor by which it is divided.
+        rescaled: The loss with these weights divided.
+    """
 
     experiment: ClassVar[str] = "first_loss_rescaled"
     loss: float

@@ -1,4 +1,4 @@
-"""Facts about loss functions: what they are called with, and what their terms weigh."""
+"""Measurements of loss functions: their arguments, and the weights of their terms."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ class MeasuredLoss:
         shape: Shape of its input.
         module: Path of the module that calls it; None for the loop.
         made_in: Path of the module whose softmax or sigmoid made the input.
-        line: ``file.py:line`` of the call, where it was seen live.
+        line: ``file.py:line`` of the call; None if it was measured in a replay.
         steps: Examined steps in which it was called.
         classes: Classes of a classification loss, else 0.
         simplex: All rows of the input are probabilities: none is negative, and they sum to 1.
         squashed: The input of a binary loss with logits is the output of a sigmoid or softmax.
         above_0: Fraction of the input above 0.
-        off_sum: Of nll_loss and ctc_loss: median distance of the sum of exp(input) of a row from 1.
-        bound: Function with bounded values that made the input, else "".
-        room: Fraction of the loss of equal scores that the best input within these bounds gains; 1 without bounds.
+        off_sum: For nll_loss and ctc_loss, the median over rows of ``abs(exp(input).sum() - 1)``.
+        bound: Function with bounded values that made the input; "" without one.
+        room: Improvement over equal scores that the best input within these bounds reaches, as a fraction of the loss
+            of equal scores; 1 without bounds.
         outside: Fraction of the targets beyond these bounds.
         wants: 1 if a smaller value makes the total loss smaller in every step, -1 if a larger one does, else 0.
-        values: The mean loss in each of the first and of the last steps, at most 8 each.
-        rows: For the last steps, at most 8: loss, loss of the best constant prediction, loss with shuffled targets.
+        values: Mean loss of the first and of the last steps, at most 8 each.
+        rows: For at most 8 of the last steps: loss, loss of the best constant prediction, loss with shuffled targets.
         ignored: Fraction of the targets that ignore_index leaves out.
-        ignored_class: The ignore_index, if it is the number of a class; else None.
-        ignored_inside: Fraction of the sequences in which targets with that index stand before others.
+        ignored_class: The ignore_index if it is a valid class, else None.
+        ignored_inside: Fraction of the sequences in which targets with that index precede others.
         swapped: The target has a graph and the input has none.
-        reverses: A custom autograd Function is on the way to the input.
+        reverses: A custom autograd Function is between the parameters and the input.
     """
 
     op: str
@@ -61,7 +62,7 @@ class MeasuredLoss:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """A function that compares ``samples`` predictions with their targets, and gets ``terms`` pairs by broadcasting."""
+    """A function that should compare ``samples`` predictions with targets, but broadcasts them to ``terms`` pairs."""
 
     op: str
     shapes: tuple[tuple[int, ...], ...]
@@ -72,10 +73,14 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class LossSign:
-    """A mistake that the operations between the outputs and the loss show, in ``steps`` of the examined steps.
+    """A mistake in the operations between the outputs and the loss.
 
-    ``kind``: ``no_gradient`` (a term of the loss has no graph), ``not_updated`` (it reaches only weights that no update
-    changes), ``advantage``.
+    Attributes:
+        kind: "no_gradient" (a term of the loss has no graph), "not_updated" (a term reaches only weights that no update
+            changes) or "advantage".
+        op: The operation.
+        steps: Number of examined steps with the mistake.
+        line: Its source line.
     """
 
     kind: str
@@ -93,11 +98,11 @@ class LossFacts:
         outer: Pairs of tensors that broadcast to a square.
         signs: Other mistakes.
         drawn: A step draws random samples after the forward pass, as a policy does.
-        terms: Terms of the loss.
+        terms: Number of terms of the loss.
         rivals: There are several models or optimizers.
         maximizes: The optimizers have ``maximize=True``.
-        reached: Parameters with a gradient.
-        steps: Examined steps that they cover; of a replay one.
+        reached: Number of parameters with a gradient.
+        steps: Number of examined steps; 1 in a replay.
     """
 
     experiment: ClassVar[str] = "loss"
@@ -116,21 +121,24 @@ class LossFacts:
 class TermFacts:
     """A term of the loss.
 
-    ``weight`` includes the factors of the whole sum, ``own`` does not. ``norm`` is the norm of its weighted gradient,
-    ``shared`` that over the parameters that every term reaches. ``slot`` is its place in the recorded program.
+    Attributes:
+        name: The operation that makes it.
+        slot: Its slot in the recorded program.
+        weight: Its weight, including the factors of the full sum.
+        own: Its weight without the factors of the full sum.
+        shared: Norm of its weighted gradient over the parameters that every term reaches.
     """
 
     name: str
     slot: int
     weight: float
     own: float
-    norm: float
     shared: float
 
 
 @dataclass(frozen=True)
 class TermsFacts:
-    """The terms of the loss of one step, and the number of parameters that all of them reach."""
+    """The terms of the loss in one step. ``shared`` is the number of parameters that all terms reach."""
 
     experiment: ClassVar[str] = "terms"
     terms: tuple[TermFacts, ...]

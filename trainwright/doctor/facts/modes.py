@@ -1,4 +1,4 @@
-"""Which modules were in train mode and which in eval mode, in training and between steps."""
+"""Train and eval modes of modules, during training and between steps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ class EvalModule:
     """A module that has been in eval mode in the training passes since step ``since``.
 
     Attributes:
+        module: Its path.
+        since: The step.
         left: It was in train mode before.
         depends: Its forward pass differs between the modes.
         norm: It is a normalization with running statistics.
         container: It has children.
-        trained: It, or the smallest module around it that has weights, is trained.
-        source: The line that put it into eval mode.
+        trained: It is trained; for a module without weights, the smallest enclosing module with weights is.
+        source: Line that put it into eval mode.
     """
 
     module: str
@@ -31,10 +33,18 @@ class EvalModule:
 
 @dataclass(frozen=True)
 class ModesFacts:
-    """``depends`` modules differ between the modes, ``norms`` of them are normalisations.
+    """Modes of all modules.
 
-    ``evaluated_in_train`` and ``evaluated_in_eval`` are the steps (16 at most) after which the model was evaluated in
-    that mode; ``num_evaluated_in_train`` counts all of the former, ``source`` is the line of the first of them.
+    Attributes:
+        steps: Steps so far.
+        depends: Number of modules whose forward pass differs between the modes.
+        norms: Number of normalizations with running statistics among them.
+        roots_in_eval: For each watched model, True if it trains in eval mode.
+        eval: Modules that train in eval mode.
+        evaluated_in_train: Steps after which the model was evaluated in train mode, at most 16.
+        evaluated_in_eval: Steps after which the model was evaluated in eval mode, at most 16.
+        num_evaluated_in_train: Number of evaluations in train mode.
+        source: Line of the first of them.
     """
 
     experiment: ClassVar[str] = "modes"
@@ -59,7 +69,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class DropsFacts:
-    """The functions that drop values while every module is in eval mode."""
+    """Functions that drop values while every module is in eval mode."""
 
     experiment: ClassVar[str] = "in_eval_mode"
     drops: tuple[Drop, ...] = ()

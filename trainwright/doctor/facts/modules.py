@@ -1,4 +1,4 @@
-"""Measurements of modules while the loop calls them, in a few steps."""
+"""Measurements of modules in a few examined steps of the live loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedModule:
-    """One module that stands ``times`` times in the container ``path``. ``is_chained``: it gets its own output."""
+    """One module that the container ``path`` holds ``times`` times. ``is_chained``: its output is its next input."""
 
     path: str
     times: int
@@ -17,23 +17,26 @@ class RepeatedModule:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTable:
-    """An embedding: rows that were used in the examined steps.
+    """An embedding in the examined steps.
 
-    ``padding`` is the fraction of ids that are ``padding_idx``; ``inside`` of these stand between other tokens.
-    ``zeroed`` rows had a gradient of 0 whenever they were used, of ``used``; ``decayed`` of these changed.
+    Attributes:
+        path: Path of the module.
+        padding: Fraction of the ids that are ``padding_idx``.
+        inside: Fraction of these that are between other tokens.
+        used: Number of rows that were used.
+        decayed: Number of rows that changed although their gradient was 0 whenever they were used.
     """
 
     path: str
     padding: float = 0.0
     inside: float = 0.0
     used: int = 0
-    zeroed: int = 0
     decayed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSpread:
-    """How far the outputs of a model differ from sample to sample, relative to their size."""
+    """Difference of the outputs of a model between samples, relative to the size of the outputs."""
 
     step: int
     spread: float
@@ -41,20 +44,22 @@ class OutputSpread:
 
 @dataclass(frozen=True, kw_only=True)
 class ModulesFacts:
-    """Over the examined steps, the last of which is ``last``.
+    """All modules in the examined steps.
 
     Attributes:
-        looks: Examined steps.
+        looks: Number of examined steps.
+        last: The last examined step.
         same_inputs: The inputs were the same in all of them.
-        constant: The first module whose outputs are the same for every sample though its inputs are not; None where
-            there is none. ``is_whole``: the outputs of the model are the same.
-        constant_kind: Its class.
-        spreads: Of outputs that are vectors, in steps whose loss has no data but the inputs.
-        noisy: Frozen modules in train mode that were called only without gradients, and contain dropout.
+        constant: The first module whose outputs are the same for every sample although its inputs are not; None
+            without one.
+        is_whole: The outputs of the full model are the same.
+        constant_kind: Class of ``constant``.
+        spreads: Spread of vector outputs in steps whose loss uses no data but the inputs.
+        noisy: Frozen modules with dropout that are in train mode and were called only without gradients.
         drifting: Frozen modules in train mode whose running statistics are updated.
-        repeated: Modules that stand several times in one container.
-        flat: The operation with a derivative of 0 everywhere that the graph of the loss contains.
-        behind_flat: Parameters that the loss reaches through such operations only.
+        repeated: Modules that one container holds several times.
+        flat: The operation with derivative 0 everywhere that the graph of the loss contains.
+        behind_flat: Parameters that the loss reaches only through such operations.
         tables: The embeddings.
     """
 

@@ -1,4 +1,4 @@
-"""What is measured of steps that are not finite."""
+"""Measurements of steps with values that are not finite."""
 
 from __future__ import annotations
 
@@ -21,13 +21,27 @@ class ValueRange:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstNonfinite:
-    """The first operation that made a step non-finite, or read what was non-finite already.
+    """The first operation that made a step non-finite, or that read a non-finite value.
 
-    ``kind``: "op", or what was non-finite before: input, target, weight, buffer, gradient, constant, state; ``name`` is
-    its name then. ``what`` is the mechanism, as of ``replay.mechanism``. ``op`` is the function that the user called,
-    ``kernel`` the ATen operation. ``reached``: loss, gradient, weight, buffer or end. ``rows`` are the samples of the
-    micro-batch that each make the step non-finite alone, ``ids`` their ids where these are known. ``empty`` is the one
-    value that fills an input of exactly these samples. ``eps`` is that of the optimizer.
+    Attributes:
+        kind: "op", or the value that was non-finite before: input, target, weight, buffer, gradient, constant, state.
+        what: The mechanism (see ``replay/mechanism.py``).
+        name: Name of the non-finite value; None for an operation.
+        reached: The part of the step that the values reached: loss, gradient, weight, buffer or end.
+        op: The function that the user called.
+        kernel: The ATen operation.
+        phase: forward, backward or update.
+        module: Path of the module.
+        source: Line in the user's source.
+        dtype: Data type of the operation.
+        inputs: Ranges of its inputs.
+        output: Range of its output.
+        hidden_by: The function that discarded the values in the forward pass.
+        micro_batch: Number of the micro-batch.
+        eps: ``eps`` of the optimizer, for an operation of the update.
+        rows: Samples of the micro-batch that each make the step non-finite alone; None if not measured.
+        ids: Their ids, if known.
+        empty: The single value that fills an input of exactly these samples.
     """
 
     kind: str
@@ -52,10 +66,15 @@ class FirstNonfinite:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceFacts:
-    """The replay of a step that was not finite. ``losses`` are those without the loss scale.
+    """The replay of a step that was not finite.
 
-    ``finite_without_scale``: only the scale of a gradient scaler makes it overflow. ``gradients`` are the names of
-    those that are not finite. ``fp32_finite``: the whole step is finite in float32.
+    Attributes:
+        micro_batches: Number of micro-batches.
+        losses: Losses without the loss scale.
+        gradients: Names of the parameters whose gradient is not finite.
+        finite_without_scale: Only the loss scale makes the step overflow.
+        first: The first operation with a non-finite result.
+        fp32_finite: The full step is finite in float32.
     """
 
     experiment: ClassVar[str] = "trace"
@@ -69,7 +88,7 @@ class TraceFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class BadInput:
-    """An argument of a model with values that are not finite, and the samples that have them."""
+    """An argument of a model with non-finite values, and the ids of the samples that contain them."""
 
     dtype: str
     nan: int
@@ -79,11 +98,16 @@ class BadInput:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenNonfinite:
-    """What was seen live of a step that was not finite.
+    """Observations of a live step that was not finite.
 
-    ``gradients`` are the names of the parameters whose gradient was not finite, before a clip where there was one;
-    ``num_after_clip`` counts them after it. ``poisoned`` are modules whose running statistics are not finite. ``bad``:
-    the step itself was not finite, and not only such statistics.
+    Attributes:
+        bad: The step itself was not finite. False if only running statistics are not.
+        inputs: Arguments of the models with non-finite values.
+        gradients: Names of parameters whose gradient was not finite, before clipping.
+        num_gradients: Number of such parameters.
+        num_after_clip: Number of such parameters after clipping; None without a clip.
+        dtype: Data type of the gradients.
+        poisoned: Modules whose running statistics are not finite.
     """
 
     experiment: ClassVar[str] = "nonfinite"

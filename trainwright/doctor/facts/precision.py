@@ -1,4 +1,4 @@
-"""What is measured of the number formats of a step."""
+"""Measurements of the number formats in a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Emptied:
-    """An operation in float16 that gives only 0 where float32 gives up to ``largest``."""
+    """An operation whose result is all 0 in float16, but up to ``largest`` in float32."""
 
     op: str
     module: str | None
@@ -18,7 +18,7 @@ class Emptied:
 
 @dataclass(frozen=True)
 class Aliased:
-    """Angles of positions: ``far`` positions above 256, of which ``same`` have the angles of their neighbour."""
+    """Angles of positions: ``far`` positions are above 256; ``same`` of them have their neighbour's angles."""
 
     module: str
     dtype: str
@@ -28,7 +28,14 @@ class Aliased:
 
 @dataclass(frozen=True, kw_only=True)
 class FormatFacts:
-    """The 16-bit dtype in a forward pass and its loss; ``loss_ops`` are the functions after the models that take it."""
+    """16-bit formats in a forward pass and its loss.
+
+    Attributes:
+        dtype: The 16-bit data type; "" without one.
+        loss_ops: Functions after the models that take tensors of this type.
+        emptied: Operations that underflow to 0.
+        aliased: Position angles that coincide.
+    """
 
     experiment: ClassVar[str] = "formats"
     dtype: str = ""
@@ -39,7 +46,13 @@ class FormatFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class LossInFp32Facts:
-    """The loss of a step, and that with everything after the models in float32; ``error`` is that of the gradients."""
+    """The loss of a step as computed, and with everything after the models in float32.
+
+    Attributes:
+        loss: The loss as computed.
+        loss_in_fp32: The loss in float32.
+        error: Relative difference of the gradients; None if unknown.
+    """
 
     experiment: ClassVar[str] = "loss_in_fp32"
     loss: float
@@ -49,16 +62,20 @@ class LossInFp32Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecisionFacts:
-    """What was seen live of 16-bit weights, loss scales and autocast.
+    """Observations of 16-bit weights, loss scales and autocast.
 
-    ``still`` is the fraction of sampled 16-bit weights with a gradient that an update left unchanged, the median of
-    ``updates`` updates at the highest learning rate so far. ``kept_elsewhere``: the optimizer keeps float32 copies or
-    rounds at random. ``stale_since`` is the first step that computed with weights which autocast had cached before the
-    last update.
-
-    Of the gradients of a loss in float16 without a scale ``zeros`` is the fraction of 0, and ``rms_in_steps`` the root
-    mean square in steps of 6e-8, the median of several steps. ``sum_error`` is how far 16-bit sums over
-    ``micro_batches`` are from the float32 sum, and ``sum_rounding`` how far that sum rounded once is.
+    Attributes:
+        still: Fraction of sampled 16-bit weights with a gradient that an update left unchanged; the median of
+            ``updates`` updates.
+        updates: Updates at the highest learning rate so far.
+        kept_elsewhere: The optimizer keeps float32 copies of the weights or uses stochastic rounding.
+        stale_since: First step that computed with weights that autocast had cached before the last update.
+        zeros: Fraction of gradients that are 0, for a loss in float16 without a loss scale.
+        rms_in_steps: Root mean square of these gradients in units of 6e-8, the smallest float16; median of several
+            steps.
+        micro_batches: Number of micro-batches that are summed.
+        sum_error: Relative error of the 16-bit sum over micro-batches, compared with the float32 sum.
+        sum_rounding: Relative error of the float32 sum rounded once to 16 bits.
     """
 
     experiment: ClassVar[str] = "mixed_precision"

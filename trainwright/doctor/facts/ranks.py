@@ -1,4 +1,4 @@
-"""What is measured of several ranks. Each rank reports its own steps; the first one compares them."""
+"""Measurements of several ranks. Each rank reports its own steps; rank 0 compares them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 FOLDS = 64
-"""A rank sends at most so many checksums of a kind: those of a larger model are added up in runs of neighbours."""
+"""Maximum number of checksums per kind that a rank sends. Larger models add up the checksums of neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeFacts:
-    """How one rank exchanged the gradients of a step.
+    """Gradient exchange of one rank in one step.
 
-    ``calls`` are forward calls of the model with gradients, ``wrapped_calls`` those through DistributedDataParallel,
-    ``synced_calls`` those of them outside of ``no_sync``; ``last_synced``: the last call was one of these.
+    Attributes:
+        wrapped_calls: Forward calls through DistributedDataParallel.
+        synced_calls: Number of these outside of ``no_sync``.
+        last_synced: The last forward call was one of ``synced_calls``.
     """
 
-    calls: int = 0
     wrapped_calls: int = 0
     synced_calls: int = 0
     last_synced: bool = False
@@ -26,17 +27,35 @@ class ExchangeFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
-    """One step as one rank saw it; step 0 is the state at the start.
+    """One step of one rank. Step 0 is the state at the start.
 
-    ``weights``, ``gradients`` (at the update), ``reduced`` (as the last backward pass left them), ``moments`` and
-    ``buffers`` are checksums of bits, in the order of the model; None for what may differ. ``batch`` is that of the
-    inputs, ``rng`` that of the state of the generators once the batch was read; ``draws``: the step drew numbers from
-    them. ``factor`` is what the gradients of a part were multiplied by between backward pass and update. ``divides``:
-    the forward pass communicates, or is a stage of a pipeline. ``program`` is what the rank does, in words.
-    ``schedule`` is the line that steps a scheduler. ``summed``: the gradients are sums over the ranks, of losses that
-    are means, and were not divided; ``shrunk``: they are means over the ranks, of losses that were divided by the
-    number of ranks. Of the last ``steps`` steps ``own_s`` is the median time outside of calls in which ranks wait for
-    each other, ``step_s`` that of the whole.
+    Checksums are over bits, in the order of the model; None for tensors that may differ between ranks.
+
+    Attributes:
+        rank: The rank.
+        step: The step.
+        weights: Checksums of the weights.
+        gradients: Checksums of the gradients at the update.
+        reduced: Checksums of the gradients after the last backward pass.
+        moments: Checksums of the optimizer state.
+        buffers: Checksums of the buffers.
+        factor: Factor by which the gradients of a part changed between backward pass and update.
+        divides: The forward pass communicates or is a pipeline stage.
+        program: The operations of the rank, as text.
+        groups: Hyperparameters of the optimizer groups.
+        schedule: Line that steps a scheduler.
+        micro_batches: Number of micro-batches.
+        samples: Ids of the samples.
+        batch: Checksum of the inputs.
+        rng: Checksum of the generator states after the batch was read.
+        draws: The step drew numbers from these generators.
+        summed: The gradients are sums over ranks, of mean losses, and were not divided.
+        shrunk: The gradients are means over ranks, of losses that were already divided by the number of ranks.
+        without_gradient: Parameters without a gradient.
+        exchange: Gradient exchange.
+        steps: Number of steps that the times cover.
+        own_s: Median time of a step outside of calls that wait for other ranks, in seconds.
+        step_s: Median time of a step, in seconds.
     """
 
     rank: int
@@ -67,7 +86,7 @@ class RankStep:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsChange:
-    """Weights of one rank changed after an update and before the next one. ``one_bit``: by one bit of one number."""
+    """A weight of one rank that changed between two updates. ``one_bit``: one bit of one number changed."""
 
     step: int
     parameter: str
@@ -76,7 +95,7 @@ class WeightsChange:
 
 @dataclass(frozen=True, kw_only=True)
 class NonfiniteFacts:
-    """The first step of a rank that was not finite: its own loss before any exchange, and what its model was given."""
+    """The first step of a rank that was not finite: its local loss before any exchange, and its inputs."""
 
     step: int
     own_loss: float
@@ -86,12 +105,22 @@ class NonfiniteFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """Where a rank is. ``step`` updates are done; ``phase`` is what it does since, for ``still_s`` seconds.
+    """Progress of one rank.
 
-    ``collectives`` were begun in all. ``ended`` is "" while the watch goes on, "finished", or what ended it. ``host``
-    is the name of its machine. ``unused`` are the parameters that DistributedDataParallel found without a gradient.
-    ``where`` is the line that its thread has been at when it was found to be stalled. ``silent_s``: as long as nothing
-    was heard of it.
+    Attributes:
+        rank: The rank.
+        host: Name of its machine.
+        step: Number of completed updates.
+        phase: Current phase of the step: begin, forward, backward or another one.
+        still_s: Time in this phase, in seconds.
+        stalled: The rank was found to be stalled.
+        collectives: Number of collectives that were started.
+        ended: "" while the watch is active, "finished", or the error that ended it.
+        unused: Parameters that DistributedDataParallel found without a gradient.
+        where: Line at which its thread was when it was found to be stalled.
+        nonfinite: Its first step that was not finite.
+        changes: Weights that changed between updates.
+        silent_s: Time since its last message, in seconds.
     """
 
     rank: int
@@ -110,16 +139,22 @@ class RankStatus:
 
     @property
     def begun(self) -> int:
-        """The step that it is in, or has done last."""
+        """The current step; between steps, the last completed one."""
         return self.step + (self.phase in ("forward", "backward"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Disagreement:
-    """What must be the same on all ranks and was not, for the first time in ``step``; in step ``agreed`` it still was.
+    """A quantity that must be the same on all ranks and was not.
 
-    ``agreed`` is -1 where it never was. ``ranks`` are those that differ from most; () where there are no most.
-    ``names`` are the parameters or hyperparameters, ``source`` the line that sets these.
+    Attributes:
+        what: The quantity.
+        step: First step in which the ranks differ.
+        agreed: Last step in which they agreed; -1 if they never did.
+        ranks: Ranks that differ from the majority; () without a majority.
+        names: The parameters or hyperparameters.
+        source: Line that sets them.
+        one_bit: One bit of one number differs.
     """
 
     what: str
@@ -133,7 +168,7 @@ class Disagreement:
 
 @dataclass(frozen=True, kw_only=True)
 class Coincidence:
-    """What should differ between ranks and was the same in ``same`` of ``compared`` steps, on ``ranks``."""
+    """A quantity that should differ between ranks and was the same in ``same`` of ``compared`` steps, on ``ranks``."""
 
     what: str
     same: int
@@ -143,13 +178,20 @@ class Coincidence:
 
     @property
     def is_no_chance(self) -> bool:
-        """In half of all steps, and in two: one may be the last, short batch."""
+        """Returns True for half of the steps and at least two: one may be the last, short batch."""
         return self.same >= 2 and 2 * self.same >= self.compared
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramDifference:
-    """What the ranks do differently, in ``rows`` compared steps since ``since``: the words of each rank."""
+    """Operations that differ between ranks.
+
+    Attributes:
+        what: The part of the step.
+        since: First step with a difference.
+        rows: Number of compared steps with a difference.
+        words: The operations of each rank, as text.
+    """
 
     what: str
     since: int
@@ -158,13 +200,20 @@ class ProgramDifference:
 
     @property
     def is_no_chance(self) -> bool:
-        """In two compared steps: which program runs may depend on the data."""
+        """Returns True if two compared steps differ. In a single one, control flow may depend on the data."""
         return self.rows >= 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaceFacts:
-    """Medians of the last rows of each rank. ``behind`` are the ranks that were far slower in each, since ``since``."""
+    """Step times of the ranks.
+
+    Attributes:
+        own_s: For each rank, the median time of a step outside of communication, in seconds.
+        step_s: Median time of a step, in seconds.
+        behind: Ranks that were far slower in every compared row.
+        since: First step in which they were.
+    """
 
     own_s: tuple[float, ...]
     step_s: float
@@ -174,13 +223,27 @@ class PaceFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RanksFacts:
-    """What the first rank found when it compared the ranks.
+    """Comparison of all ranks by rank 0.
 
-    ``present`` are the ranks that are watched, of ``size``. ``compared`` steps were compared, the last is ``newest``.
-    ``exchange`` is that of the first step in which gradients differed, on the rank that exchanged least.
-    ``is_wrapped``: DistributedDataParallel wraps the model. ``are_reduced``: gradients were compared as the backward
-    passes left them, too. ``factors`` are what each rank multiplied its part of the gradients by in step
-    ``factors_since``, where these differ. ``missing`` are parameters without a gradient on rank ``missing_on`` alone.
+    Attributes:
+        size: Number of ranks.
+        present: Ranks that are watched.
+        newest: Last compared step.
+        compared: Number of compared steps.
+        disagreements: Quantities that differ and must not.
+        coincidences: Quantities that are equal and should not be.
+        exchange: Gradient exchange in the first step in which gradients differed, on the rank that exchanged least.
+        is_wrapped: DistributedDataParallel wraps the model.
+        programs: Operations that differ.
+        are_reduced: Gradients were also compared as the backward passes left them.
+        factors: Factor by which each rank scaled its part of the gradients, if these differ.
+        factors_since: First step in which they differ.
+        summed_since: First step with gradients that were summed instead of averaged.
+        shrunk_since: First step with gradients that were averaged twice.
+        missing: Parameters without a gradient on rank ``missing_on`` alone.
+        missing_on: That rank.
+        statuses: Progress of each rank.
+        pace: Step times.
     """
 
     experiment: ClassVar[str] = "ranks"
@@ -204,7 +267,7 @@ class RanksFacts:
     pace: PaceFacts | None = None
 
     def disagreement(self, what: str) -> Disagreement | None:
-        """The one about ``what``; None where the ranks agree."""
+        """Returns the disagreement about ``what``; None if the ranks agree."""
         return next((each for each in self.disagreements if each.what == what), None)
 
     def coincidence(self, what: str) -> Coincidence | None:
@@ -212,13 +275,13 @@ class RanksFacts:
 
     @property
     def are_changed_apart(self) -> bool:
-        """The gradients of all ranks were the same after the exchange, and no longer at the update."""
+        """Returns True if the gradients of all ranks were equal after the exchange, but not at the update."""
         at_update, before = self.disagreement("gradients"), self.disagreement("reduced gradients")
         return at_update is not None and self.are_reduced and (before is None or before.step > at_update.step)
 
     @property
     def writers(self) -> dict[int, int]:
-        """Ranks whose code wrote to several parameters between two updates, where others did not: in which step."""
+        """The ranks whose code wrote to several parameters between two updates while others did not, with the step."""
         changed: dict[tuple[int, int], set[str]] = {}
         for status in self.statuses:
             for change in status.changes:
@@ -230,14 +293,14 @@ class RanksFacts:
 
     @property
     def ended_early(self) -> list[RankStatus]:
-        """Ranks that ended well, and before a step in which another stands or has failed."""
+        """Ranks that finished before a step in which another rank is stalled or failed."""
         stuck = [each for each in self.statuses if each.stalled or each.ended not in ("", "finished")]
         begun = max((each.begun for each in stuck), default=0)
         return [each for each in self.statuses if each.ended == "finished" and each.step < begun]
 
     @property
     def guilty_of_nonfinite(self) -> tuple[RankStatus, ...]:
-        """Ranks whose own loss was the first that was not finite, where that of another was finite then."""
+        """Ranks whose local loss was the first that was not finite, if the loss of another rank was finite then."""
         bad = [(each, each.nonfinite) for each in self.statuses if each.nonfinite is not None]
         first = min((found.step for _, found in bad), default=0)
         own = [each for each, found in bad if found.step == first and not math.isfinite(found.own_loss)]

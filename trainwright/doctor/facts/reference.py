@@ -18,7 +18,7 @@ class StepNumbers:
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What is usual in a run. None, "" and () stand for what was not measured.
+    """Usual properties of a run. None, "" and () mean: not measured.
 
     Attributes:
         steps: Steps so far.
@@ -27,8 +27,9 @@ class Traits:
         autocast: Fraction of updates whose forward pass ran under autocast.
         eval_modules: Modules that train in eval mode, sorted.
         evaluated_in_train: Evaluations in train mode; None without any evaluation.
-        tensors: Trainable tensors that the optimizers hold; ``moved`` of them have changed.
-        parameters: The parameters of each optimizer.
+        tensors: Number of trainable tensors that the optimizers hold.
+        moved: Number of these that have changed.
+        parameters: Number of parameters of each optimizer.
         rows: Rows of a step.
         shapes: Shapes of the inputs of a step, without the number of rows.
         scale: The largest standard deviation of an input; None for ids.

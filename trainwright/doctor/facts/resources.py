@@ -1,4 +1,4 @@
-"""What a run holds of the machine, at some of its steps."""
+"""Memory, files, threads and hooks of a run in some of its steps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from typing import ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class HeldResources:
-    """What the process held after a step: bytes not freed, open files, threads; and the hooks of the model.
+    """Resources of the process after a step.
 
-    ``device_bytes``: of live tensors on a GPU.
+    Attributes:
+        step: The step.
+        memory_bytes: Host memory.
+        device_bytes: Live tensors on a GPU.
+        files: Open files.
+        threads: Threads.
+        hooks: Hooks on the modules of the model.
     """
 
     step: int
@@ -23,7 +29,7 @@ class HeldResources:
 
 @dataclass(frozen=True, kw_only=True)
 class GrowthFacts:
-    """What was held after some steps, oldest first; ``most_hooks`` is the module that has most of them."""
+    """Resources after some steps, oldest first. ``most_hooks`` is the module with the most hooks."""
 
     experiment: ClassVar[str] = "growth"
     held: tuple[HeldResources, ...] = ()
@@ -32,7 +38,14 @@ class GrowthFacts:
 
 @dataclass(frozen=True)
 class GraphSize:
-    """The nodes of the graph behind the loss of a step. ``goes_back``: some are of earlier steps."""
+    """Size of the autograd graph of a loss.
+
+    Attributes:
+        step: The step.
+        nodes: Number of nodes.
+        retained: The backward pass retains the graph.
+        goes_back: Some nodes are from earlier steps.
+    """
 
     step: int
     nodes: int
@@ -42,12 +55,18 @@ class GraphSize:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFacts:
-    """Tensors and graphs that the loop still holds.
+    """Tensors and graphs that the loop still holds. The newest three of the last 64 steps are not counted.
 
-    ``old_losses`` and ``old_outputs`` are those of the last 64 steps but three, ``graphs_alive``, ``losses_alive`` and
-    ``outputs_alive`` (with a graph) what is alive of them. ``private_bytes`` is the memory that a worker of the loader
-    shares with nobody, at the first and the last reading; the lists and dicts of the dataset hold ``objects`` Python
-    objects.
+    Attributes:
+        old_losses: Number of observed losses.
+        graphs_alive: Number of their graphs that are alive.
+        losses_alive: Number of losses that are alive.
+        old_outputs: Number of observed outputs.
+        outputs_alive: Number of outputs with a graph that are alive.
+        output_bytes: Their size.
+        graphs: Sizes of recent graphs.
+        private_bytes: Unshared memory of a loader worker at the first and the last reading.
+        objects: Number of Python objects in lists and dicts of the dataset.
     """
 
     experiment: ClassVar[str] = "memory"

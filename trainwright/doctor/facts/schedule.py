@@ -1,4 +1,4 @@
-"""Learning rates over the steps, and the schedulers that write them."""
+"""Measurements of learning rates and schedulers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class PartFacts:
-    """The attributes of a scheduler, or of one within it, as torch names them."""
+    """Attributes of a scheduler, or of one inside a SequentialLR or ChainedScheduler, with torch's names."""
 
     kind: str
     last_epoch: int = 0
@@ -23,7 +23,13 @@ class PartFacts:
 
 @dataclass(frozen=True)
 class Window:
-    """Between two updates: calls of ``scheduler.step``, backward passes, and the most scheduler calls in a row."""
+    """Calls between two updates.
+
+    Attributes:
+        calls: Calls of ``scheduler.step``.
+        backwards: Backward passes.
+        in_a_row: The most consecutive calls of ``scheduler.step``.
+    """
 
     calls: int
     backwards: int
@@ -32,7 +38,7 @@ class Window:
 
 @dataclass(frozen=True)
 class PlateauMetric:
-    """A value that a plateau schedule was given; the mean training loss since the last, and the learning rate."""
+    """A metric passed to ReduceLROnPlateau, the mean training loss since the previous one, and the learning rate."""
 
     value: float
     loss: float
@@ -41,13 +47,19 @@ class PlateauMetric:
 
 @dataclass(frozen=True)
 class SchedulerFacts:
-    """A scheduler of a watched optimizer, or one that is stepped while its optimizer is not.
+    """A scheduler of a watched optimizer, or one that is stepped although its optimizer never is.
 
     Attributes:
-        windows: The last 8, without the first one.
-        repeated: Calls without an update since the call before; ``advanced``: calls with one or more.
+        parts: The scheduler itself, then the schedulers inside it.
+        since: Step of its first call.
+        calls: Number of calls.
+        windows: The last 8 intervals between updates, without the first one.
+        metrics: Metrics passed to it.
+        repeated: Calls without an update since the previous call.
+        advanced: Calls with at least one update since the previous call.
         advanced_once: Calls with exactly one.
-        is_stray: Its optimizer never stepped. ``shares``: that one holds parameters of the watched models.
+        is_stray: Its optimizer never stepped.
+        shares: That optimizer holds parameters of the watched models.
     """
 
     parts: tuple[PartFacts, ...]
@@ -63,7 +75,7 @@ class SchedulerFacts:
 
     @property
     def kind(self) -> str:
-        """The class of torch that it is of."""
+        """Its class in torch."""
         return self.parts[0].kind
 
 
@@ -72,10 +84,15 @@ class LearningRateFacts:
     """The highest learning rate of all groups in each step.
 
     Attributes:
-        epochs, length: Passes over the loader, and its number of batches.
-        lrs: (step, rate) of the last 64 changes.
-        exhausted: The step since which it has been below a thousandth of its peak.
-        base: The highest ``initial_lr``; 0 where no scheduler is attached.
+        steps: Steps so far.
+        epochs: Passes over the loader.
+        length: Batches of the loader; None if unknown.
+        lrs: (step, learning rate) of the last 64 changes.
+        peak: Highest learning rate so far.
+        zero_steps: Number of steps with a learning rate of 0.
+        exhausted: The step since which the learning rate has been below a thousandth of its peak.
+        base: The highest ``initial_lr``; 0 without a scheduler.
+        schedulers: The schedulers.
     """
 
     experiment: ClassVar[str] = "schedule"

@@ -1,4 +1,4 @@
-"""Measurements of what only the loop itself shows: random states that come again, data that are written to."""
+"""Measurements of the live loop: repeated random states, and data that are changed in place."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ from typing import ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class SteadinessFacts:
-    """Over ``steps``.
+    """Random states and data over all steps.
 
     Attributes:
-        draws: Random numbers are drawn while a step runs.
-        repeats: Steps that began in a random state in which an earlier one began, the first in ``since_repeat``.
-        repeated_step: The step in whose state that one began.
-        written: Steps that changed the model's input in place; ``written_views`` of these a part of a larger tensor.
-        came_again: Samples, or parts of a tensor, that came again. ``changed`` of them were ``factor`` times what they
-            were, up to a constant, the first in ``since_changed``. ``is_one_factor``: the first had the same factor.
-        source: The line that reads their loader.
+        steps: Number of steps.
+        draws: Random numbers are drawn during a step.
+        repeats: Number of steps that began in the random state of an earlier step.
+        since_repeat: The first of them.
+        repeated_step: The earlier step with the same state.
+        written: Number of steps that changed the model's input in place.
+        written_views: Number of these in which the input was a view of a larger tensor.
+        since_written: The first of them.
+        came_again: Number of samples, or slices of a tensor, that were read again.
+        changed: Number of these that had become a multiple of their earlier value, up to a constant.
+        factor: The multiple.
+        is_one_factor: The first change had the same factor.
+        since_changed: The first step with such a change.
+        source: Line that reads their loader.
     """
 
     experiment: ClassVar[str] = "steadiness"

@@ -1,4 +1,4 @@
-"""What an update does to the weights and to the loss."""
+"""Effect of an update on the weights and on the loss."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ class UpdateFacts:
     """One replayed update.
 
     Attributes:
-        loss, after: Of the batch before and after the update.
-        optimizers: Optimizers that step.
-        lr, weight_decay: By group of each update.
+        loss: Loss of the batch before the update.
+        after: Loss of the batch after the update.
+        optimizers: Number of optimizers that step.
+        lr: Learning rate of each group in each update.
+        weight_decay: Weight decay of each group in each update.
         decoupled: Weight decay acts on the weights, as in AdamW.
-        ratio: Norm of the update over norm of the weights with a gradient.
-        input_rms: Of the largest input.
+        grad_norm: Norm of the gradients.
+        norm_at_clip: Norm of the gradients before clipping; None without a clip.
+        weight_norm: Norm of the weights with a gradient.
+        ratio: Norm of the update / ``weight_norm``.
+        input_rms: Largest root mean square of an input; None without a floating-point input.
     """
 
     experiment: ClassVar[str] = "update"
@@ -35,7 +40,12 @@ class UpdateFacts:
 
 @dataclass(frozen=True)
 class BatchStepsFacts:
-    """The losses of updates on one batch, and the first factor of the learning rate at which they fall steadily."""
+    """Repeated updates on one batch.
+
+    Attributes:
+        losses: The loss after each update.
+        falls_at: The first factor of the learning rate at which the loss falls steadily; None without one.
+    """
 
     experiment: ClassVar[str] = "batch_steps"
     losses: tuple[float, ...]
@@ -44,9 +54,15 @@ class BatchStepsFacts:
 
 @dataclass(frozen=True)
 class AgainFacts:
-    """A replay of a step beside the step, and beside a second replay.
+    """A replay compared with the recorded step and with a second replay.
 
-    ``tolerance``: relative difference that a compiled model may have.
+    Attributes:
+        same_losses: The replayed losses equal the recorded ones.
+        tolerance: Relative difference that is allowed for a compiled model.
+        same_twice: Both replays have equal losses.
+        norm_then: Norm of the recorded gradients.
+        norm_now: Norm of the replayed gradients.
+        error: Error of the replay; None without one.
     """
 
     experiment: ClassVar[str] = "again"
@@ -60,10 +76,12 @@ class AgainFacts:
 
 @dataclass(frozen=True)
 class WritesFacts:
-    """Steps before which the model was evaluated, ``compared`` in all.
+    """Steps before which the model was evaluated.
 
-    ``steps`` are the last 32 that began with other weights than the update before had left, but with the same
-    optimizer state.
+    Attributes:
+        compared: Number of such steps.
+        steps: The last 32 that began with other weights than the previous update left, but with the same optimizer
+            state.
     """
 
     experiment: ClassVar[str] = "weights_between_steps"
@@ -73,10 +91,13 @@ class WritesFacts:
 
 @dataclass(frozen=True)
 class LoadedMomentsFacts:
-    """Second moments that an optimizer had before its first watched update, beside the squared gradients of it.
+    """Second moments of an optimizer before its first watched update, compared with the squared gradients there.
 
-    ``gaps``: by tensor, the absolute log10 of the ratio of both, largest first. ``matched``: the mean of these if
-    moments and gradients of tensors of equal shape are matched by size instead.
+    Attributes:
+        kind: Class of the optimizer.
+        names: Names of the tensors.
+        gaps: For each tensor, ``abs(log10(moment / squared gradient))``, largest first.
+        matched: Mean of the gaps if moments and gradients of tensors with equal shape are matched by size instead.
     """
 
     experiment: ClassVar[str] = "moments"

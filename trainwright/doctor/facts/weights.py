@@ -1,4 +1,4 @@
-"""Measurements of the weights: which tensors move and how far, their scale, learning rates, gradients of exactly 0."""
+"""Measurements of the weights: movement of each tensor, scale, learning rates, gradients of exactly 0."""
 
 from __future__ import annotations
 
@@ -6,26 +6,33 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 MAX_NAMES = 32
-"""Tensors that are listed of each kind; of more, only the number."""
+"""Maximum number of tensors that are listed for each property."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsFacts:
-    """The weights at an examination, compared with the first ones and with those at the examination before.
+    """The weights at an examination, compared with the initial ones and with those at the previous examination.
 
     Attributes:
-        updates: Updates at a learning rate above 0, of ``steps``.
-        tensors: Trainable tensors of an optimizer with such a rate; ``moved`` of them have changed.
-        zero_gradients: Matrices of these whose gradient was all zeros at every examination.
+        steps: Steps so far.
+        updates: Updates at a learning rate above 0.
+        tensors: Number of trainable tensors in optimizers with such a learning rate.
+        moved: Number of these that have changed.
+        zero_gradients: Matrices among these whose gradient was all zeros at every examination.
         zero_weights: Matrices that began as zeros and never moved.
         has_gradient: A tensor had a gradient other than 0.
-        stands_since: The last step after which anything had changed; ``updates_since`` were made since then.
-        frozen_moved: Tensors that cannot be trained, belong to an optimizer and changed, of ``frozen``.
-        worked_on: Weights that were written to so often before the first step that they were trained.
-        since: The step of the examination before; ``unchanged`` have not changed since, or have a gradient of zeros.
-        lowest_rate: Below 0 where an update was made at such a learning rate, the lowest in step ``lowest_at``.
-        at_0_since: The step since which the learning rates of all groups are 0 (0: they are not).
-        rate_before_0: The highest rate in the step before.
+        stands_since: The last step after which anything had changed.
+        updates_since: Updates since then.
+        frozen: Number of tensors in an optimizer that do not require a gradient.
+        frozen_moved: Names of these that changed.
+        worked_on: Weights that were written to so often before the first step that they must have been trained.
+        since: Step of the previous examination.
+        unchanged: Tensors that have not changed since then, or have a gradient of zeros.
+        lowest_rate: The lowest learning rate of an update if it is below 0, else 0.
+        lowest_at: Step of that update.
+        at_0_since: The step since which the learning rates of all groups are 0; 0 if they are not.
+        rate_before_0: The highest learning rate in the step before that.
+        highest_rate: The highest learning rate.
     """
 
     experiment: ClassVar[str] = "weights"
@@ -52,7 +59,13 @@ class WeightsFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class TiesFacts:
-    """Weights that two modules shared at the start: ``broken`` are apart. ``split``: two parameters share memory."""
+    """Tied weights.
+
+    Attributes:
+        tied: Number of parameters that several modules shared at the start.
+        broken: Names of parameters that are no longer shared.
+        split: Names of different parameters that share memory.
+    """
 
     experiment: ClassVar[str] = "ties"
     tied: int
@@ -62,10 +75,14 @@ class TiesFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbours:
-    """Weight matrices of one shape, of modules of one class, whose names differ in one number, in the order of it.
+    """Weight matrices of equal shape and module class whose names differ in one number, ordered by it.
 
-    ``sizes`` are root mean squares. Matrices of zeros are left out. ``is_row``: the modules themselves have the number,
-    as ``layers.3``, not what they are in, as ``blocks.3.proj``.
+    Attributes:
+        names: Names of the matrices. Matrices of zeros are left out.
+        sizes: Root mean square of each.
+        fan_in: Fan-in of the shape.
+        is_row: The last part of the module's path is the number, as in ``layers.3``, not an earlier one, as in
+            ``blocks.3.proj``.
     """
 
     names: tuple[str, ...]
@@ -76,7 +93,7 @@ class Neighbours:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalesFacts:
-    """The sizes of weights before step ``first``: the first groups that are ``unequal``, of ``groups``."""
+    """Scales of the weights before step ``first``: the number of groups, and the first groups of unequal scale."""
 
     experiment: ClassVar[str] = "weight_scales"
     first: int

@@ -1,4 +1,4 @@
-"""Measurements of how a model is wired: which tensors the graph reaches, and which layers follow each other."""
+"""Measurements of the structure of a model: tensors that the autograd graph reaches, and consecutive layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """Two linear layers, of which the second is the only use of the first. Shapes: ``(outputs, inputs, *kernel)``."""
+    """Two linear layers; only the second uses the output of the first. Shapes: ``(outputs, inputs, *kernel)``."""
 
     first: str
     second: str
@@ -18,9 +18,14 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphCut:
-    """Where the graph ends above parameters that no gradient reaches.
+    """A place at which the graph ends, so that no gradient reaches the parameters behind it.
 
-    ``aside``: no weight that a gradient reaches takes in what is above the cut, or makes what is below it.
+    Attributes:
+        how: The operation that cuts the graph.
+        inside: Path of the module with the cut.
+        last: The last module before the cut; None if unknown.
+        behind: Parameters that no gradient reaches.
+        aside: No trained weight uses the value above the cut or produces the value below it.
     """
 
     how: str
@@ -32,7 +37,18 @@ class GraphCut:
 
 @dataclass(frozen=True, kw_only=True)
 class WiringFacts:
-    """What is trained, what the graph reaches, and which linear layers have nothing between them."""
+    """Structure of the models.
+
+    Attributes:
+        trained: Number of trained parameters.
+        trained_beside_norms: Number of these outside of normalizations.
+        frozen_beside_norms: Number of frozen parameters outside of normalizations.
+        cuts: Places at which the graph ends.
+        unregistered: Trained tensors that are not parameters of a module.
+        unregistered_values: Number of their elements.
+        chains: Linear layers without an activation between them.
+        custom: Custom autograd Functions in the graph.
+    """
 
     experiment: ClassVar[str] = "structure"
     trained: int
@@ -47,7 +63,7 @@ class WiringFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivatedFacts:
-    """The loss after updates on one batch, unchanged and with an activation after each linear layer in a row."""
+    """The loss after updates on one batch: unchanged, and with an activation between consecutive linear layers."""
 
     experiment: ClassVar[str] = "activation_between"
     unchanged: float
@@ -56,8 +72,13 @@ class ActivatedFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedFacts:
-    """``modified``: modules whose saved tensors had other values in backward. ``differs``: the first module whose
-    outputs under activation checkpointing differ from those of the forward pass, and its class.
+    """Tensors saved for the backward pass.
+
+    Attributes:
+        modified: Modules whose saved tensors had changed before the backward pass.
+        differs: The first module whose recomputed outputs under activation checkpointing differ from those of the
+            forward pass; None without one.
+        kind: Class of that module.
     """
 
     experiment: ClassVar[str] = "integrity"

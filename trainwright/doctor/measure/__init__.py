@@ -17,11 +17,10 @@ from trainwright.doctor.measure.evaluations import Evaluations
 from trainwright.doctor.measure.first_step import first_loss_rescaled, symmetry
 from trainwright.doctor.measure.function import function, unused_inputs
 from trainwright.doctor.measure.growth import Growth
-from trainwright.doctor.measure.held import Memory
-from trainwright.doctor.measure.kept import KeptStates
-from trainwright.doctor.measure.layers import LayerLooks, depth_in_fp32, dropout_gap
+from trainwright.doctor.measure.layers import LayerProbe, depth_in_fp32, dropout_gap
 from trainwright.doctor.measure.loaders import Loaders
 from trainwright.doctor.measure.loading import ResumeProbe
+from trainwright.doctor.measure.memory import Memory
 from trainwright.doctor.measure.mixed_precision import MixedPrecision
 from trainwright.doctor.measure.modes import Modes, in_eval_mode
 from trainwright.doctor.measure.modules import Modules
@@ -30,6 +29,7 @@ from trainwright.doctor.measure.ranks.probe import make_ranks_probe
 from trainwright.doctor.measure.rows import InputRows
 from trainwright.doctor.measure.scales import Scales
 from trainwright.doctor.measure.schedule import Schedules
+from trainwright.doctor.measure.state_dicts import KeptStates
 from trainwright.doctor.measure.steadiness import Steadiness
 from trainwright.doctor.measure.targets import Targets
 from trainwright.doctor.measure.ties import TiesProbe
@@ -44,7 +44,7 @@ LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Memory,
     NonfiniteListener,
     Calls,
-    LayerLooks,
+    LayerProbe,
     Modes,
     Modules,
     MovingWeights,
@@ -53,8 +53,8 @@ LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Schedules,
     TiesProbe,
 )
-"""Each makes a listener for a loop, or None where it has nothing to observe there."""
-OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
+"""Each creates a listener for a loop; None if there is nothing to observe."""
+LIVE_LOOP_LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Attributes,
     Growth,
     MixedPrecision,
@@ -70,7 +70,7 @@ OF_LIVE_LOOPS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Steadiness,
     Writes,
 )
-"""Those to which steps of the engine that are replayed show nothing."""
+"""Listeners that observe the user's loop only. Replayed steps of the engine show them nothing."""
 REPLAYS: tuple[Experiment, ...] = (
     formats.formats,
     formats.loss_in_fp32,
@@ -98,4 +98,4 @@ REPLAYS: tuple[Experiment, ...] = (
     tokens.tokens,
     update,
 )
-"""In any order: the cheap and the telling ones run first."""
+"""In any order. Cheap and informative replays run first."""

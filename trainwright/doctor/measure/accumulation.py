@@ -1,4 +1,4 @@
-"""How a step accumulates gradients: the weight of each micro-batch, and how many elements it counts."""
+"""Measures gradient accumulation: the weight of each micro-batch and its number of elements."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 
 MAX_MICRO_BATCHES = 16
-"""Micro-batches that are replayed one by one."""
+"""Micro-batches above this number are not replayed one by one."""
 
 
 @dataclass
 class _Mean:
-    """A mean over ``count`` elements (None: unknown). ``weight`` is its gradient."""
+    """A mean over ``count`` elements (None: unknown). ``weight`` is the gradient with respect to it."""
 
     count: float | None
     weight: float | None = None
 
     def add(self, gradient: Tensor) -> None:
-        """Hooked on the value that a function returned: in-place changes of that do not change its gradient."""
+        """Adds a gradient. Hooked on the returned value, so that in-place changes of it have no effect."""
         self.weight = float(gradient) + (self.weight or 0.0)
 
 
 @dataclass
 class _Means:
-    """Collects, by forward call, the means that the loss is made of."""
+    """Collects the means that each forward call contributes to the loss."""
 
     by_call: list[list[_Mean]] = field(default_factory=list)
     _sums: dict[int, int] = field(default_factory=dict)
@@ -59,12 +59,12 @@ class _Means:
         return result
 
     def _mean(self, name: str, args: Args, kwargs: Kwargs) -> _Mean | None:
-        """None where this function returned no mean."""
+        """Returns the mean that a function returned; None if it returned none."""
         if name.strip("_") in ("div", "true_divide", "truediv", "itruediv") and len(args) > 1:
             divisor, summed = args[1], self._sums.get(id(args[0]))
             if summed is None or not isinstance(divisor, Tensor) or divisor.dim() or divisor.requires_grad:
                 return None
-            return _Mean(float(divisor)) if float(divisor) <= 1.1 * summed else None  # a larger one counts all of them
+            return _Mean(float(divisor)) if float(divisor) <= 1.1 * summed else None  # else it counts all of them
         if name == "mean":
             return _Mean(float(args[0].numel()))
         is_loss = name.endswith("_loss") or name.startswith(("cross_entropy", "binary_cross_entropy"))
@@ -78,7 +78,7 @@ class _Means:
 
 @replay(AccumulationFacts, when="checkup", steps=0.0)
 def accumulation(session: ReplaySession) -> AccumulationFacts:
-    """For a step of several backward passes: whether each has its own batch, and the weight and count of each."""
+    """Returns the weight and element count of each micro-batch in a step with several backward passes."""
     step, calls = session.recorded_step, session.recorded_step.calls
     backwards = [each for each in step.program if isinstance(each, Backward)]
     parts = list(_parts(step.program))
@@ -110,7 +110,7 @@ def accumulation(session: ReplaySession) -> AccumulationFacts:
 
 
 def _parts(program: list[Instruction]) -> Iterator[list[Instruction]]:
-    """The program in parts, each of which ends with a backward pass."""
+    """Splits the program into parts that each end with a backward pass."""
     part: list[Instruction] = []
     for each in program:
         part.append(each)
@@ -120,7 +120,7 @@ def _parts(program: list[Instruction]) -> Iterator[list[Instruction]]:
 
 
 def _are_distinct(session: ReplaySession, parts: list[list[Instruction]]) -> bool:
-    """Whether all micro-batches differ: by the sample ids of the loader, else by their tensors."""
+    """Returns True if all micro-batches differ, by the sample ids of the loader, else by their tensors."""
     ids = session.ids
     if ids and len(ids) != len(parts):
         return False
@@ -138,8 +138,9 @@ def _are_distinct(session: ReplaySession, parts: list[list[Instruction]]) -> boo
 
 
 def _discarded(session: ReplaySession) -> int:
-    """Backward passes with finite gradients that are zeroed before the update. Others are dropped by every loop that
-    scales its loss by hand.
+    """Returns the number of backward passes with finite gradients that are zeroed before the update.
+
+    Backward passes with non-finite gradients are not counted: loops that scale the loss by hand drop them.
     """
     lost: list[int] = []
     since: list[int] = []

@@ -1,4 +1,4 @@
-"""Attributes that nothing reads: of parameters, modules and optimizers, where another name has the effect."""
+"""Finds attributes of parameters, modules and optimizers that nothing reads, such as misspelt names."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from trainwright.doctor.facts.calls import AttributesFacts, IdleAttribute
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.runs.json_values import Facts, strict
 
-FREEZES = "requires_grad"
-CUTOFF = 0.88
-"""Similarity of a name and one that it is a misspelling of, by difflib: ``require_grad`` has 0.96."""
+REQUIRES_GRAD = "requires_grad"
+MIN_NAME_SIMILARITY = 0.88
+"""Minimum difflib similarity of a misspelt name: ``require_grad`` and ``requires_grad`` have 0.96."""
 
 
 class Attributes(Probe):
-    """Reads the names of attributes when a step is examined."""
+    """Examines the names of attributes at each examination."""
 
     name = AttributesFacts.experiment
 
@@ -39,24 +39,24 @@ class Attributes(Probe):
         idle = {path: name for path, p in named.items() for name in vars(p) if p.requires_grad and _resembles(name)}
         if idle:
             first = next(iter(idle))
-            yield IdleAttribute(first, idle[first], FREEZES, len(idle))
+            yield IdleAttribute(first, idle[first], REQUIRES_GRAD, len(idle))
         for path, module in named_modules(self._subject.roots):
             inside = sum(p.requires_grad for p in module.parameters())
             for name in vars(module):
-                is_set = name == FREEZES or _resembles(name)
+                is_set = name == REQUIRES_GRAD or _resembles(name)
                 if is_set and vars(module)[name] is False and inside and not _is_read(type(module), name):
-                    yield IdleAttribute(path, name, f"{FREEZES}_()", inside)
+                    yield IdleAttribute(path, name, f"{REQUIRES_GRAD}_()", inside)
         for optimizer in self._subject.optimizers:
             if type(optimizer).__module__.startswith("torch.optim"):
                 yield from _of_optimizer(optimizer)
 
 
 def _resembles(name: str) -> bool:
-    return name != FREEZES and bool(get_close_matches(name, [FREEZES], cutoff=CUTOFF))
+    return name != REQUIRES_GRAD and bool(get_close_matches(name, [REQUIRES_GRAD], cutoff=MIN_NAME_SIMILARITY))
 
 
 def _is_read(kind: type, name: str) -> bool:
-    """Whether the code of a class, or of one of its bases, mentions the name."""
+    """Returns True if the code of a class, or of one of its bases, contains the name."""
     bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
     functions = [each for base in bases for each in vars(base).values()]
     return any(name in each.__code__.co_names for each in functions if hasattr(each, "__code__"))

@@ -1,4 +1,4 @@
-"""Finds tensors that follow the weights (modules, dicts and lists of the same shapes), and how they do."""
+"""Finds copies of the weights (modules, dicts and lists of equal shapes) and measures how they follow them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,25 @@ from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.runs.json_values import Facts, strict
 
-SEARCHED_AT, SEARCHED_AT_IF_RESUMED, FOLLOWED = 24, 8, 16
-"""After which step copies are searched for, once: it takes 0.1 s. For so many steps they are followed."""
-MOST_COPIES, TENSORS, ELEMENTS = 32, 4, 64
-"""Copies that are followed, tensors of each, and elements of each tensor."""
-STILL = 8
-"""Steps after which a copy that has not moved is let go: a process may hold many, of other runs."""
-MOST_CALLS = 1024
-"""Calls without gradients that are remembered."""
-DEPTH = 2
-"""Modules within modules that may have a copy of their own."""
+SEARCH_STEP = 24
+"""The step after which copies are searched for, once. The search takes 0.1 s."""
+SEARCH_STEP_IF_RESUMED = 8
+FOLLOWED_STEPS = 16
+"""Number of steps in which copies are sampled after the search."""
+MAX_COPIES = 32
+TENSORS_PER_COPY = 4
+ELEMENTS_PER_TENSOR = 64
+MAX_STEPS_WITHOUT_MOVE = 8
+"""A copy that has not moved for this many steps is dropped: a process may hold copies of other runs."""
+MAX_CALLS = 1024
+"""Maximum number of calls without gradients that are recorded."""
+MAX_DEPTH = 2
+"""Depth of submodules that may have copies."""
 
 
 @dataclass(frozen=True)
 class _Original:
-    """A module that is trained, in whole or in part."""
+    """A module with trained parameters."""
 
     path: str
     module: nn.Module
@@ -49,7 +53,7 @@ class _Original:
 
 @dataclass
 class _Pair:
-    """A tensor of a copy and its original. Both are looked up at every step: they may be replaced."""
+    """A tensor of a copy and its original. Both are looked up in every step because either may be replaced."""
 
     name: str
     copy: Callable[[], Tensor | None]
@@ -65,7 +69,7 @@ class _Pair:
         now = _sampled(copy), _sampled(original)
         self.first = self.first or now
         if now[0].shape != now[1].shape or now[0].shape != self.first[0].shape:
-            return None  # of one of them this process holds a part
+            return None  # this process holds only a part of one of them
         self.has_moved |= not torch.equal(now[0], self.first[0])
         self.original_moved |= not torch.equal(now[1], self.first[1])
         return now
@@ -73,7 +77,7 @@ class _Pair:
 
 @dataclass
 class _Copy:
-    """A copy that is followed; ``before`` are the samples of the step before."""
+    """A copy that is sampled. ``before`` are the samples of the previous step."""
 
     kind: str
     of: str
@@ -86,8 +90,8 @@ class _Copy:
     gap: float = 0.0
 
     def called(self, step: int, site: Site) -> None:
-        """It is called without gradients: it is evaluated, or is a teacher."""
-        if (step, site) not in self.calls and len(self.calls) < MOST_CALLS:
+        """Records a call without gradients: the copy is evaluated, or is a teacher."""
+        if (step, site) not in self.calls and len(self.calls) < MAX_CALLS:
             self.calls.add((step, site))
             for pair in (*self.weights, *self.buffers):
                 pair.sample()
@@ -118,7 +122,7 @@ class _Copy:
 
 
 class Averages(Probe):
-    """Searches for copies of the weights once, and follows them for some steps."""
+    """Searches for copies of the weights once, then samples them for some steps."""
 
     name = AveragesFacts.experiment
 
@@ -127,30 +131,30 @@ class Averages(Probe):
         self._copies: list[_Copy] = []
         self._begun: int | None = None
         self._last = self._step = 0
-        self._said: AveragesFacts | None = None
+        self._reported: AveragesFacts | None = None
         self._sites = watched.sites
         self._calls: set[tuple[int, Site]] = set()
         self._handles: list[RemovableHandle] = []
         self._is_resumed = any(each.state for each in watched.subject.optimizers)
 
     def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        if len(self._calls) < MOST_CALLS:
+        if len(self._calls) < MAX_CALLS:
             self._calls.add((self._step, self._sites.current))
 
     def on_closed(self, step: RecordedStep) -> None:
         self._step = step.step
-        if self._begun is None and step.step >= (SEARCHED_AT_IF_RESUMED if self._is_resumed else SEARCHED_AT):
+        if self._begun is None and step.step >= (SEARCH_STEP_IF_RESUMED if self._is_resumed else SEARCH_STEP):
             self._begun = step.step
             self._copies = list(_copies_of(self._subject))
             self._listen()
-        if self._begun is None or step.step > self._begun + FOLLOWED:
+        if self._begun is None or step.step > self._begun + FOLLOWED_STEPS:
             return
         for copy in self._copies:
             copy.follow(step.step)
-        if step.step == self._begun + STILL:
+        if step.step == self._begun + MAX_STEPS_WITHOUT_MOVE:
             self._copies = [copy for copy in self._copies if copy.moves or copy.module is not None]
         self._last = step.step
-        self.urgent = step.step == self._begun + FOLLOWED and any(copy.moves for copy in self._copies)
+        self.urgent = step.step == self._begun + FOLLOWED_STEPS and any(copy.moves for copy in self._copies)
 
     def _listen(self) -> None:
         self._sites.follow([copy.module for copy in self._copies if copy.module is not None])
@@ -178,24 +182,26 @@ class Averages(Probe):
             self._is_resumed,
             tuple(copy.facts(self._sites) for copy in self._copies),
         )
-        if facts == self._said:
+        if facts == self._reported:
             return None
-        self._said = facts
+        self._reported = facts
         return dict(strict(vars(facts)))
 
 
 def _num_evaluations(calls: Iterable[tuple[int, Site]], sites: Container[Site]) -> int:
-    """Before how many steps it was evaluated."""
+    """Returns the number of steps before which it was evaluated."""
     return len({step for step, site in calls if site in sites})
 
 
 def _sampled(tensor: Tensor) -> Tensor:
-    flat = own_part(tensor.detach()).reshape(-1)  # of a DTensor: to slice the whole would exchange something
-    return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].to("cpu", torch.float64, copy=True)
+    flat = own_part(tensor.detach()).reshape(-1)  # a DTensor is not sliced as a whole, because that would communicate
+    return flat[:: max(1, flat.numel() // ELEMENTS_PER_TENSOR)][:ELEMENTS_PER_TENSOR].to(
+        "cpu", torch.float64, copy=True
+    )
 
 
 def _move(step: int, before: Sequence[tuple[Tensor, Tensor]], now: Sequence[tuple[Tensor, Tensor]]) -> Move | None:
-    """How a copy moved between two steps; None where it did not."""
+    """Returns the move of a copy between two steps; None if it did not move."""
     copy, weights = (torch.cat([pair[n] for pair in before]) for n in (0, 1))
     moved = torch.cat([pair[0] for pair in now]) - copy
     size, way = float(moved.norm()), weights - copy
@@ -213,7 +219,7 @@ def _move(step: int, before: Sequence[tuple[Tensor, Tensor]], now: Sequence[tupl
 
 
 def _copies_of(subject: LiveObjects) -> Iterator[_Copy]:
-    """The copies of trained modules, the largest first, none twice."""
+    """Yields the copies of trained modules, largest first, without duplicates."""
     owned = {id(p) for optimizer in subject.optimizers for p in owned_by(optimizer)}
     originals = [each for each in _originals(subject) if any(id(p) in owned for p in each.weights.values())]
     by_shapes: dict[tuple[torch.Size, ...], _Original] = {}
@@ -225,7 +231,7 @@ def _copies_of(subject: LiveObjects) -> Iterator[_Copy]:
     found = 0
     for holder, kind, tensors in sorted(_holders(by_shapes), key=_rank):
         ids = {id(t) for t in tensors}
-        if ids & covered or found == MOST_COPIES:
+        if ids & covered or found == MAX_COPIES:
             continue
         covered |= ids
         found += 1
@@ -233,19 +239,19 @@ def _copies_of(subject: LiveObjects) -> Iterator[_Copy]:
 
 
 def _rank(holder: tuple[object, str, list[Tensor]]) -> tuple[int, bool]:
-    """The largest first, and a module before a list of its tensors."""
+    """Sort key: largest first, and a module before a list of its tensors."""
     return -len(holder[2]), not isinstance(holder[0], nn.Module)
 
 
 def _originals(subject: LiveObjects) -> list[_Original]:
-    named = [(path, m) for root in subject.roots for path, m in root.named_modules() if path.count(".") < DEPTH]
+    named = [(path, m) for root in subject.roots for path, m in root.named_modules() if path.count(".") < MAX_DEPTH]
     return [_Original(path, module) for path, module in named]
 
 
 def _holders(
     by_shapes: dict[tuple[torch.Size, ...], _Original],
 ) -> Iterator[tuple[object, str, list[Tensor]]]:
-    """Modules, dicts and lists with tensors of the shapes of an original, in its order."""
+    """Yields modules, dicts and lists whose tensors have the shapes of an original, in its order."""
     lengths = {len(shapes) for shapes in by_shapes}
     every = gc.get_objects()
     ours = {id(each.parameters) for each in every if type(each) is Snapshot}
@@ -265,20 +271,20 @@ def _holders(
 
 
 def _is_parts(holder: object, kind: type) -> bool:
-    """Whether a dict holds the parameters of one module: the module stands for it."""
+    """Returns True if a dict holds the parameters of one module. The module itself is used then."""
     return kind is dict and isinstance(holder, dict) and all(isinstance(t, nn.Parameter) for t in holder.values())
 
 
 def _paired(holder: object, kind: str, original: _Original) -> _Copy:
     weights = original.weights
     names = list(weights)
-    chosen = sorted({round(n * (len(names) - 1) / (TENSORS - 1)) for n in range(TENSORS)})
+    chosen = sorted({round(n * (len(names) - 1) / (TENSORS_PER_COPY - 1)) for n in range(TENSORS_PER_COPY)})
     pairs = [_Pair(names[n], _looked_up(holder, n), _live(original.module, names[n])) for n in chosen]
     buffers: list[_Pair] = []
     if isinstance(holder, nn.Module):
         theirs = {name: each for name, each in holder.named_buffers() if is_dense(each)}
         for name, buffer in original.module.named_buffers():
-            if buffer.is_floating_point() and is_dense(buffer) and name in theirs and len(buffers) < TENSORS:
+            if buffer.is_floating_point() and is_dense(buffer) and name in theirs and len(buffers) < TENSORS_PER_COPY:
                 buffers.append(_Pair(name, _live(holder, name), _live(original.module, name)))
     module = holder if isinstance(holder, nn.Module) else None
     return _Copy(kind, original.path or type(original.module).__name__, pairs, buffers, module=module)

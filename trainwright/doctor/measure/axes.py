@@ -1,4 +1,4 @@
-"""Looks at what is done with the axes of tensors: views in another order, positions by row, masks of attention."""
+"""Examines the axes of tensors: views in another order, positions added per row, attention masks."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from trainwright.recorder.tensor_notes import TensorNotes
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.functions import argument
 
-HIDDEN = -1e4
-"""A score below it is masked, in float16 too."""
-TIMES = 2
-"""Passes that must show it."""
+MAX_MASKED_SCORE = -1e4
+"""Scores below this value are masked, also in float16."""
+MIN_PASSES = 2
+"""Minimum number of passes that show a mistake."""
 MAX_SITES = 16
 
 
 class Axes:
-    """Follows the functions of training passes; ``begin`` is called before each, with the inputs of the model."""
+    """Observes the functions of training passes. ``begin`` is called before each pass with the model's inputs."""
 
     def __init__(self) -> None:
-        self.samples = 0  # of the newest batch of a loader, which may have them along any axis; 0: not known
+        self.samples = 0  # batch size of the newest loader batch, along any axis; 0: unknown
         self._found: Counter[tuple[str, str, str | None, tuple[tuple[int, ...], ...]]] = Counter()
         self._size = 0
         self._padding: Tensor | None = None
-        self._rows: TensorNotes[None] = TensorNotes()  # rows of a table, one for each sample
+        self._rows: TensorNotes[None] = TensorNotes()  # table rows, one for each sample
 
     def begin(self, args: Args, kwargs: Kwargs) -> None:
         inputs = [each for each in plain(tensors_of((args, kwargs), 3)) if each.dim() > 1]
@@ -46,16 +46,16 @@ class Axes:
             if is_reordered(args[0].shape, result.shape) or is_regrouped(args[0].shape, result.shape, self._size):
                 self._add("reordered", path, tuple(args[0].shape), tuple(result.shape))
         elif name in ("embedding", "__getitem__") and self._size and isinstance(result, Tensor):
-            self._note_rows(name, args, result)
+            self._record_rows(name, args, result)
         elif name in ("softmax", "log_softmax") and self._size and is_over_first(args, kwargs, self._size):
             self._add("over_samples", path, tuple(args[0].shape))
         elif name.strip("_") in ("add", "iadd", "radd") and self._rows:
             self._note_sum(path, [each for each in args if isinstance(each, Tensor)])
         if self._padding is not None and (hidden := hidden_keys(name, args, kwargs)) is not None:
-            self._note_mask(path, self._padding, hidden)
+            self._record_mask(path, self._padding, hidden)
 
     def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """A layer over sequences is called: it takes the first axis for that of the steps, unless it is told."""
+        """A sequence layer was called. It takes the first axis for time steps unless ``batch_first`` is set."""
         if not self._size or not isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) or module.batch_first:
             return
         x = next(iter(plain(tensors_of((args, kwargs), 2))), None)
@@ -67,8 +67,8 @@ class Axes:
         if key in self._found or len(self._found) < MAX_SITES:
             self._found[key] += 1
 
-    def _note_rows(self, name: str, args: Args, result: Tensor) -> None:
-        """Rows of a table by the number of the sample: ``position(arange(batch))``, ``pe[:batch]``."""
+    def _record_rows(self, name: str, args: Args, result: Tensor) -> None:
+        """Records table rows that are indexed by sample: ``position(arange(batch))``, ``pe[:batch]``."""
         if result.dim() not in (2, 3) or result.shape[0] != self._size or (result.dim() == 3 and result.shape[1] != 1):
             return
         if name == "embedding":
@@ -88,8 +88,8 @@ class Axes:
             if x.shape[0] == self._size and x.shape[1] > 1 and x.shape[2] == rows.shape[2]:
                 self._add("numbered", path, tuple(rows.shape), tuple(x.shape))
 
-    def _note_mask(self, path: str, padding: Tensor, hidden: Tensor) -> None:
-        """Keys that are hidden where the row has no padding, and only there."""
+    def _record_mask(self, path: str, padding: Tensor, hidden: Tensor) -> None:
+        """Records a mask that hides exactly the keys without padding."""
         if hidden.shape == padding.shape:
             rows = padding.any(1)
             if torch.equal(hidden[rows], ~padding[rows]):
@@ -98,15 +98,15 @@ class Axes:
     def facts(self) -> AxisFacts:
         found: dict[str, list[Reordered]] = defaultdict(list)
         for (kind, path, line, shapes), times in self._found.items():
-            if times >= TIMES:
+            if times >= MIN_PASSES:
                 found[kind].append(Reordered(module=path, line=line, shapes=shapes))
         return AxisFacts(**{kind: tuple(each[:4]) for kind, each in found.items()})
 
 
 def is_reordered(old: Sequence[int], new: Sequence[int]) -> bool:
-    """Whether the last axes have the same sizes in another order: a view moves no values, so they get mixed up.
+    """Returns True if the last axes have the same sizes in another order: a view mixes up their values.
 
-    Sizes that differ by 1 are left out: the shift of relative attention is a view of (T, T + 1) as (T + 1, T).
+    Sizes that differ by 1 are left out: relative attention shifts by viewing (T, T + 1) as (T + 1, T).
     """
     before, after = ([size for size in each if size != 1] for each in (old, new))
     for count in (2, 3):
@@ -118,13 +118,13 @@ def is_reordered(old: Sequence[int], new: Sequence[int]) -> bool:
 
 
 def is_regrouped(old: Sequence[int], new: Sequence[int], size: int) -> bool:
-    """Whether the samples become the first axis, which were another one: (n, samples, ...) to (samples, ...)."""
+    """Returns True if the samples become the first axis: (n, samples, ...) to (samples, ...)."""
     was_inside = len(old) > 1 and 1 < old[0] < size and list(old[1:]).count(size) == 1
     return was_inside and new[0] == size and list(new).count(size) == 1
 
 
 def is_over_first(args: Args, kwargs: Kwargs, size: int) -> bool:
-    """Whether a softmax runs over the samples, and not over what a sample has."""
+    """Returns True if a softmax runs over the samples of the batch."""
     x, dim = args[0], argument(args, kwargs, 1, "dim", None)
     if not isinstance(x, Tensor) or x.dim() not in (2, 3) or x.shape[0] != size or list(x.shape).count(size) != 1:
         return False
@@ -133,7 +133,7 @@ def is_over_first(args: Args, kwargs: Kwargs, size: int) -> bool:
 
 
 def padding_of(ids: Tensor) -> Tensor | None:
-    """Where rows of token ids are padded, at one end and to several lengths; None where they are not."""
+    """Returns the padding positions of token ids: at one end and of several lengths; None without padding."""
     if ids.dim() != 2 or ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex() or ids.shape[1] < 4:
         return None
     for end in (ids.flip(1), ids):
@@ -145,7 +145,7 @@ def padding_of(ids: Tensor) -> Tensor | None:
 
 
 def hidden_keys(name: str, args: Args, kwargs: Kwargs) -> Tensor | None:
-    """The keys that attention hides from all queries of a row, (batch, keys)."""
+    """Returns the keys that attention hides from all queries of a row, of shape (batch, keys)."""
     if name == "multi_head_attention_forward":
         mask, is_shown = kwargs.get("key_padding_mask"), False
     elif name == "scaled_dot_product_attention":
@@ -156,5 +156,5 @@ def hidden_keys(name: str, args: Args, kwargs: Kwargs) -> Tensor | None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() < 2:
         return None
-    hidden = (~mask if is_shown else mask) if mask.dtype == torch.bool else mask <= HIDDEN
+    hidden = (~mask if is_shown else mask) if mask.dtype == torch.bool else mask <= MAX_MASKED_SCORE
     return hidden.flatten(1, -2).all(1) if hidden.dim() > 2 else hidden

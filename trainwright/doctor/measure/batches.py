@@ -1,4 +1,4 @@
-"""The data of a step: the spread of its inputs, what they tell about the targets, and padding in the loss."""
+"""Measures the data of a step: spread of the inputs, leaks of the target, and padding in the loss."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.classified import Classified, classified
 from trainwright.replay.experiments import replay
 from trainwright.replay.functions import argument, function_name
-from trainwright.replay.replayer import AS_IT_WAS, Intervention, NotReplayable
+from trainwright.replay.replayer import UNCHANGED, Intervention, NotReplayable
 from trainwright.replay.samples import (
-    COMPARING,
+    COMPARING_FUNCTIONS,
     classes_of,
     inputs_of,
     losses_of,
@@ -38,14 +38,16 @@ from trainwright.replay.samples import (
 )
 from trainwright.replay.session import ReplaySession
 
-MAX_ROWS, MAX_COLUMNS, MAX_LEARNED = 256, 16384, 1024
+MAX_ROWS = 256
+MAX_COLUMNS = 16384
+MAX_LEARNED_SAMPLES = 1024
 MIN_PADDING = 2
-"""Equal ids at the end of a row from which on they count as padding."""
+"""Minimum number of equal ids at the end of a row that count as padding."""
 
 
 @replay(BatchFacts, when="checkup", steps=0.7, value=3.0)
 def batch(session: ReplaySession) -> BatchFacts:
-    """The spread of the inputs, the number of classes, and input columns that give the class away on their own."""
+    """Returns the spread of the inputs, the number of classes, and input columns that reveal the class."""
     inputs = inputs_of(session.recorded_step)
     if not inputs:
         return BatchFacts()
@@ -65,7 +67,7 @@ def batch(session: ReplaySession) -> BatchFacts:
 
 
 def _offsets(session: ReplaySession, ids: Tensor) -> tuple[int, ...]:
-    """For each cross-entropy over tokens: the position of its targets in ``ids`` from that of the predictions on."""
+    """Returns, for each cross-entropy over tokens, the distance in ``ids`` from prediction to target."""
     losses: list[Classified] = []
 
     def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
@@ -89,18 +91,21 @@ def _with_targets(facts: BatchFacts, session: ReplaySession, x: Tensor, target: 
 
 
 def _is_seen(session: ReplaySession, column: int) -> bool:
-    """Whether the prediction for the first target sees the column: that of an autoregressive density does not."""
-    was = _prediction(session, AS_IT_WAS)
+    """Returns True if the prediction for the first target depends on the column.
+
+    In an autoregressive density model it does not.
+    """
+    was = _prediction(session, UNCHANGED)
     now = _prediction(session, Intervention(inputs=on_column(column, lambda values: values.roll(1))))
     return was is None or now is None or not torch.equal(was, now)
 
 
 def _prediction(session: ReplaySession, intervention: Intervention) -> Tensor | None:
-    """What the first call of a loss function compares with its target."""
+    """Returns the predictions that the first call of a loss function receives."""
     found: list[Tensor] = []
 
     def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-        if function_name(function) in COMPARING and not found:
+        if function_name(function) in COMPARING_FUNCTIONS and not found:
             found.append(argument(args, kwargs, 0, "input", None).detach())
         return function(*args, **kwargs)
 
@@ -119,21 +124,21 @@ def _spread(x: Tensor) -> InputSpread:
 
 
 def _is_constant(x: Tensor) -> bool:
-    """Whether all samples are equal; False for a single one."""
+    """Returns True if all samples are equal; False for a single one."""
     return len(x) > 1 and bool((x == x[:1]).all()) if x.dim() else False
 
 
 def entropy(y: Tensor) -> float:
-    """The entropy of the values of ``y`` in nats: the loss of a model that knows only how often each occurs."""
+    """Returns the entropy of the values of ``y`` in nats: the loss of a model that knows only their frequencies."""
     p = torch.unique(y, return_counts=True)[1].double() / y.numel()
     return float(-(p * p.log()).sum())
 
 
 def leaks(x: Tensor, y: Tensor) -> list[LeakingColumn]:
-    """Columns of ``x`` that are constant within each class and differ between classes, or that are ``y`` itself.
+    """Returns columns of ``x`` that are constant within each class and differ between classes, or equal ``y``.
 
-    ``within`` is the fraction of a column's variance left within the classes. Classes of fewer than three samples
-    are left out, because a rare feature fits so few by chance; a sample that came again is still one.
+    ``within`` is the fraction of a column's variance that is within classes. Classes with fewer than three distinct
+    samples are left out, because a rare feature fits them by chance.
     """
     columns, y = _each_once(x.flatten(1).double(), y)
     values, classes, counts = torch.unique(y, return_inverse=True, return_counts=True)
@@ -149,12 +154,12 @@ def leaks(x: Tensor, y: Tensor) -> list[LeakingColumn]:
     within = (columns - means[classes]).square().mean(0)
     total = columns.var(0, correction=0)
     fraction = torch.where(total > 0, within / total.clamp(min=1e-300), torch.ones_like(total))
-    fraction[~_tells_apart(means[counts >= 3], within.sqrt())] = 1.0
+    fraction[~_separates(means[counts >= 3], within.sqrt())] = 1.0
     return [LeakingColumn(column=i, within=float(fraction[i]), samples=len(columns)) for i in _smallest(fraction, 1e-4)]
 
 
 def _each_once(columns: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows that differ, by their sums with random weights."""
+    """Returns the distinct rows, identified by their sums with random weights."""
     weights = torch.randn(
         columns.shape[1] + 1, generator=torch.Generator().manual_seed(0), dtype=torch.double, device="cpu"
     )
@@ -164,14 +169,16 @@ def _each_once(columns: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return columns[kept], y[kept]
 
 
-def _tells_apart(means: Tensor, spread: Tensor) -> Tensor:
-    """Of columns whose ``means`` (classes, columns) of the classes all differ, by more than they vary within them."""
+def _separates(means: Tensor, spread: Tensor) -> Tensor:
+    """Returns a mask of columns whose class means, of shape (classes, columns), differ by more than they vary within
+    classes.
+    """
     gaps = means.sort(0).values.diff(dim=0).amin(0)
     return gaps > 4 * spread + 1e-9 * means.abs().amax(0)
 
 
 def _copies(columns: Tensor, y: Tensor) -> list[LeakingColumn]:
-    """For a numeric target: columns that are a linear function of it, provided that there are other columns."""
+    """Returns, for a numeric target, columns that are a linear function of it, if there are other columns."""
     if columns.shape[1] < 2 or len(y) < 16:
         return []
     a, b = columns - columns.mean(0), (y.double() - y.double().mean())[:, None]
@@ -186,7 +193,7 @@ def _smallest(fraction: Tensor, at_most: float) -> list[int]:
 
 
 def padding(ids: Tensor) -> PaddedIds | None:
-    """The padding id: it fills many rows at their end or start, to different lengths, and hardly occurs elsewhere."""
+    """Returns the padding id: it fills many rows at their end or start, to different lengths, and is rare elsewhere."""
     for side in ("end", "start"):
         rows = ids if side == "end" else ids.flip(1)
         value = rows[:, -1].mode().values
@@ -195,16 +202,16 @@ def padding(ids: Tensor) -> PaddedIds | None:
         inside = int((rows == value).sum()) - int(lengths.sum())
         if filled.double().mean() >= 0.2 and inside <= 0.02 * rows.numel() and len(torch.unique(lengths[filled])) > 1:
             fraction = float(lengths.sum()) / rows.numel()
-            return PaddedIds(id=int(value), side=side, rows=float(filled.double().mean()), fraction=fraction)
+            return PaddedIds(id=int(value), rows=float(filled.double().mean()), fraction=fraction)
     return None
 
 
 @replay(PaddingFacts, when="requested")
 def padding_in_loss(session: ReplaySession) -> PaddingFacts:
-    """The gradient of the loss at outputs deep within the padding: exactly 0 where the loss ignores padding.
+    """Returns the gradient of the loss at outputs inside the padding: exactly 0 if the loss ignores padding.
 
-    An output is deep within the padding if its own position and both neighbours are padding, so that a shift of the
-    targets by one does not matter.
+    An output is inside the padding if its own position and both neighbours are padding, so that targets shifted by one
+    make no difference.
     """
     if len(session.roots) > 1:
         raise NotReplayable("the outputs of one of several models need not be what the loss is made of")
@@ -241,7 +248,7 @@ def padding_in_loss(session: ReplaySession) -> PaddingFacts:
 
 @replay(StandardizedFacts, when="requested", steps=32.0)
 def standardized_inputs(session: ReplaySession) -> StandardizedFacts:
-    """The losses of 12 updates on this batch, unchanged and with inputs of mean 0 and standard deviation 1."""
+    """Returns the losses of 12 updates on this batch: unchanged, and with inputs of mean 0 and standard deviation 1."""
     changed = Intervention(inputs=standardised)
     return StandardizedFacts(
         unchanged=tuple(session.train(12, repeat=True)),
@@ -251,14 +258,14 @@ def standardized_inputs(session: ReplaySession) -> StandardizedFacts:
 
 @replay(LabelSignalFacts, when="requested", steps=65.0)
 def label_signal(session: ReplaySession) -> LabelSignalFacts:
-    """Whether the inputs tell anything about the labels: simple learners, cross-validated on the recorded samples."""
+    """Measures how well simple, cross-validated learners predict the labels of the recorded samples."""
     classes, target = classes_of(session)
     samples = None if target is None else pooled(session, target)
     if samples is None or classes is None:
         raise NotReplayable("the samples of this step do not have one label each")
     finite = samples.x.flatten(1).isfinite().all(1)
     x, y = _features(samples.x[finite]), samples.y[finite]
-    x, y = x[:MAX_LEARNED], y[:MAX_LEARNED]
+    x, y = x[:MAX_LEARNED_SAMPLES], y[:MAX_LEARNED_SAMPLES]
     if len(y) < 4 * classes:
         raise NotReplayable("too few of the recorded samples are finite")
     if not bool(x.any()):
@@ -268,7 +275,7 @@ def label_signal(session: ReplaySession) -> LabelSignalFacts:
 
 
 def _features(x: Tensor) -> Tensor:
-    """Rows of at most 512 standardised numbers. Token ids become their counts, and the first and the last id."""
+    """Returns rows of at most 512 standardized numbers. Token ids become counts, and the first and last id."""
     if not x.is_floating_point():
         top = int(x.max()) + 1
         if x.dim() != 2 or top > 4096:
@@ -284,11 +291,11 @@ def _features(x: Tensor) -> Tensor:
 
 
 def _signal(x: Tensor, y: Tensor, classes: int) -> float:
-    """How well the scores of held-out samples follow their classes, by 4-fold cross-validation.
+    """Returns the correlation of held-out scores with classes, by 4-fold cross-validation.
 
-    Returns standard deviations above chance: the correlation of each class's score with its indicator, pooled over the
-    classes. The best of three learners: a linear map, one with all products of two columns (both kernel ridge
-    regressions), and nearest neighbours.
+    The unit is standard deviations above chance. The correlation of each class's score with its indicator is pooled
+    over classes. The best of three learners counts: a linear map, one with all products of two columns (both kernel
+    ridge regressions), and nearest neighbours.
     """
     fold = torch.arange(len(y), device=y.device) % 4
     truth = F.one_hot(y, classes).double()
@@ -298,7 +305,9 @@ def _signal(x: Tensor, y: Tensor, classes: int) -> float:
 
 
 def _correlation(learner: str, kernel: Tensor, truth: Tensor, fold: Tensor) -> float:
-    """The pooled correlation of held-out scores with ``truth``, times the root of the number of samples."""
+    """Returns the pooled correlation of held-out scores with ``truth``, times the square root of the number of
+    samples.
+    """
     scores = torch.zeros_like(truth)
     for held_out in range(4):
         seen, new = fold != held_out, fold == held_out

@@ -1,4 +1,4 @@
-"""Which optimizer holds which weight, and whether backward, unscale, clip and step come in the right order."""
+"""Measures which optimizer holds which weight, and the order of backward, unscale, clip and step."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Loader, TorchFunction
 from trainwright.runs.json_values import Facts, strict
 
-ROUNDED = 1e-5
-"""Fraction of the largest gradient below which one is 0 but for rounding, as of a bias before a normalisation."""
-SAMPLE, SAMPLED = 16, 64
-"""Elements of a weight, and weights, that are compared to see whether they change."""
+MAX_ROUNDING_RATIO = 1e-5
+"""Gradients below this fraction of the largest one are rounding errors, as for a bias before a normalization."""
+ELEMENTS_PER_WEIGHT = 16
+"""Number of elements of each weight that are compared to detect changes."""
+MAX_WEIGHTS_SAMPLED = 64
 MAX_COMPARISONS = 16
-"""Updates at which two optimizers are searched for parameters that both hold."""
+"""Maximum number of updates at which two optimizers are searched for shared parameters."""
 
 
 class Calls(Probe):
-    """Also observes optimizers that the watch was not given. A step inside of another one is not counted."""
+    """Observes all optimizers, also those that the watch was not given. Nested steps are not counted."""
 
     name = CallsFacts.experiment
 
@@ -50,7 +51,7 @@ class Calls(Probe):
         self._scaled_clip: tuple[float, Tensor | None, Tensor] | None = None
         self._split_windows: list[tuple[int, int, int]] = []
         self._last: RecordedStep | None = None
-        self._at_first = [_sample(p) for p in self._parameters[:SAMPLED]]
+        self._at_first = [_sample(p) for p in self._parameters[:MAX_WEIGHTS_SAMPLED]]
         self._seen: dict[int, Tensor] = {}
         self._missing: list[str] = []
         self._were_trained = {name for name, p in self._named().items() if was_trained(p)}
@@ -93,7 +94,7 @@ class Calls(Probe):
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
         self._depth += 1
         self._known.setdefault(id(optimizer), optimizer)
-        if self._depth > 1:  # an optimizer that is built on another
+        if self._depth > 1:  # the optimizer wraps another one
             return
         if self._backwards:
             self._again += self._stepped_at.get(id(optimizer)) == self._backwards
@@ -107,7 +108,7 @@ class Calls(Probe):
         self._depth = max(0, self._depth - 1)
 
     def _shares(self, optimizer: Optimizer, key: int) -> bool:
-        """Whether the known optimizer ``key`` holds a parameter of this one that has a gradient."""
+        """Returns True if the known optimizer ``key`` holds a parameter of this one that has a gradient."""
         other, pair = self._known.get(key), (id(optimizer), key)
         self._compared[pair] += 1
         if other is None or self._compared[pair] > MAX_COMPARISONS:
@@ -140,7 +141,7 @@ class Calls(Probe):
             carried=self._carried(self._last) if self._last is not None else (),
             backwards=self._backwards,
             moved=self._last is None
-            and not all(map(torch.equal, map(_sample, self._parameters[:SAMPLED]), self._at_first)),
+            and not all(map(torch.equal, map(_sample, self._parameters[:MAX_WEIGHTS_SAMPLED]), self._at_first)),
             steps_seen=len(self._stepped_at),
         )
         return dict(strict(vars(facts)))
@@ -161,16 +162,18 @@ class Calls(Probe):
             for group in optimizer.param_groups
         )
         stale = sum(id(p) not in inside and p.grad is None for p in held)
-        return OptimizerFacts(type(optimizer).__name__, len(held), stale, groups)
+        return OptimizerFacts(len(held), stale, groups)
 
     def _find_missing(self) -> list[str]:
-        """Names of parameters with a gradient that no optimizer holds, and that did not change since the last time."""
+        """Returns names of parameters that have a gradient, are in no optimizer and did not change since the last
+        call.
+        """
         held = {id(p) for optimizer in self._known.values() for p in owned_by(optimizer)}
         largest = max((_largest(p.grad) for p in self._parameters if p.grad is not None), default=0.0)
         found, candidates = [], []
         for name, p in self._named().items():
-            has_gradient = p.grad is not None and _largest(p.grad) > ROUNDED * largest
-            # model.zero_grad() drops theirs, too
+            has_gradient = p.grad is not None and _largest(p.grad) > MAX_ROUNDING_RATIO * largest
+            # model.zero_grad() also drops their gradients
             if id(p) in held or not p.requires_grad or not (has_gradient or name in self._missing):
                 continue
             candidates.append(name)
@@ -187,12 +190,12 @@ class Calls(Probe):
 
 
 class Scaler(Probe):
-    """Observes whether what a scaler has scaled is unscaled before it is applied."""
+    """Observes whether scaled gradients are unscaled before they are applied."""
 
     name = ScalerFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._scaled_by: GradScaler | None = None  # of the losses whose gradients the next update uses
+        self._scaled_by: GradScaler | None = None  # the scaler of the losses whose gradients the next update uses
         self._unscaled: set[int] = set()
         self._is_raw = False
         self._counts: Counter[str] = Counter()
@@ -239,9 +242,9 @@ def _largest(gradient: Tensor) -> float:
 
 
 def _sample(parameter: Tensor) -> Tensor:
-    """Elements from all over the parameter: some of them may have no gradient."""
+    """Returns elements spread over the parameter, because some may have no gradient."""
     flat = own_part(parameter.detach()).flatten()
-    return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].clone()
+    return flat[:: max(1, flat.numel() // ELEMENTS_PER_WEIGHT)][:ELEMENTS_PER_WEIGHT].clone()
 
 
 def _number(value: object) -> float | None:

@@ -1,4 +1,4 @@
-"""Follows what is made of tensors that have lost their graph: which weights take it in."""
+"""Tracks the consumers of tensors that have lost their graph: the weights that use them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from trainwright.recorder.program import tensors_of
 
 
 class Consumers:
-    """The weights that are called with what is made of each cut, by the number of the cut.
+    """The weights that are applied to values computed from each cut, by the number of the cut.
 
-    What no trained weight takes in lies beside the way to the loss: the answer of a teacher, a target, a factor.
-    ``names`` are those of the parameters, by their ids.
+    A value that no trained weight uses is not on the path to the loss: the output of a teacher, a target, a factor.
+    ``names`` are the names of the parameters, by their ids.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._weights = {number: {name} for number, name in names.items()}
         self._made_of: dict[int, set[int]] = {}
-        self._kept: list[Tensor] = []  # so that no id is used again
+        self._kept: list[Tensor] = []  # holds references so that no id is reused
         self._found: defaultdict[int, set[str]] = defaultdict(set)
 
-    def note(self, inputs: list[Tensor], result: object, cut: int | None) -> None:
-        """A function was called; ``cut`` is the number of the cut that it makes."""
+    def record(self, inputs: list[Tensor], result: object, cut: int | None) -> None:
+        """Records a function call. ``cut`` is the number of the cut that it makes."""
         cuts = {number for t in inputs for number in self._made_of.get(id(t), ())}
         weights = {name for t in inputs for name in self._weights.get(id(t), ())}
         for number in cuts:

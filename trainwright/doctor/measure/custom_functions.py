@@ -19,15 +19,15 @@ from trainwright.replay.inspector import StepInspector, custom_functions_of
 from trainwright.replay.session import ReplaySession
 from trainwright.runs.json_values import Facts
 
-DIRECTIONS = 4
+NUM_DIRECTIONS = 4
 _Calls: TypeAlias = dict[type[Function], tuple[str, Args]]
-"""The first call of each Function: the module that makes it, and copies of its arguments."""
+"""The first call of each Function: the calling module, and copies of the arguments."""
 MAX_ELEMENTS = 1 << 20
-"""Functions with more elements in their arguments are not tested, because that would take long."""
+"""Functions with more argument elements are not tested, because that would take too long."""
 
 
 class _Functions(StepInspector):
-    """The custom Functions in the graph behind the outputs."""
+    """Collects the custom Functions in the graph behind the outputs."""
 
     def __init__(self, session: ReplaySession) -> None:
         super().__init__(session)
@@ -40,20 +40,20 @@ class _Functions(StepInspector):
 
 
 def custom_functions(session: ReplaySession) -> list[type[Function]]:
-    """The custom Functions that the step uses. Must be called within ``session.live()``."""
+    """Returns the custom Functions of the step. Must be called within ``session.live()``."""
     inspector = _Functions(session)
     inspector.run(upto="forward")
     return list(inspector.classes)
 
 
 def has_context(function: type[Function]) -> bool:
-    """Whether ``forward`` takes the context as its first argument, the older of the two styles."""
+    """Returns True if ``forward`` takes the context as its first argument, the older of the two styles."""
     return function.setup_context is Function.setup_context
 
 
 @contextmanager
 def replaced(owner: type, name: str, new: Callable[..., object]) -> Iterator[None]:
-    """Inside, the static method ``name`` of the class ``owner`` is ``new``."""
+    """Context in which the static method ``name`` of the class ``owner`` is ``new``."""
     own = vars(owner).get(name)
     setattr(owner, name, staticmethod(new))
     try:
@@ -67,7 +67,7 @@ def replaced(owner: type, name: str, new: Callable[..., object]) -> Iterator[Non
 
 @replay(CustomFunctionsFacts, when="requested")
 def check_functions(session: ReplaySession) -> CustomFunctionsFacts:
-    """For each custom Function: the relative error of its backward pass, and the factor that fits best between both."""
+    """Returns, for each custom Function, the relative error of its backward pass and the best-fitting factor."""
     functions: list[Facts] = []
     with session.live():
         calls: _Calls = {}
@@ -83,7 +83,7 @@ def check_functions(session: ReplaySession) -> CustomFunctionsFacts:
 
 
 def _recording(function: type[Function], calls: _Calls, inspector: StepInspector) -> Callable[..., object]:
-    """A ``forward`` that records its first call."""
+    """Returns a ``forward`` that records its first call."""
     original = inspect.getattr_static(function, "forward").__func__
     start = 1 if has_context(function) else 0
 
@@ -97,7 +97,7 @@ def _recording(function: type[Function], calls: _Calls, inspector: StepInspector
 
 
 def _tested(function: type[Function], args: Args) -> Facts:
-    """The comparison in fp64, or in fp32 where the forward pass does not support fp64."""
+    """Returns the comparison in float64, or in float32 if the forward pass does not support float64."""
     if sum(a.numel() for a in args if isinstance(a, Tensor)) > MAX_ELEMENTS:
         return {"error": None}
     for dtype, widths in ((torch.float64, (1e-5, 1e-6)), (torch.float32, (1e-2, 3e-3))):
@@ -119,7 +119,7 @@ class _FiniteDifferences:
         self.at = [n for n, a in enumerate(self.args) if isinstance(a, Tensor) and a.is_floating_point()]
 
     def outputs(self, args: Sequence[object]) -> list[Tensor]:
-        torch.manual_seed(self.seed)  # a Function that draws random numbers draws the same ones
+        torch.manual_seed(self.seed)  # makes a Function that draws random numbers draw the same ones
         return [t for t in tensors_of(self.function.apply(*args)) if t.is_floating_point()]  # type: ignore[no-untyped-call]
 
     def draw(self, like: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class _FiniteDifferences:
     def compare(self, widths: tuple[float, float]) -> Facts:
         with torch.no_grad():
             weights = [self.draw(t) for t in self.outputs(self.args)]
-        if self._draws_on_the_way_back(weights):
+        if self._draws_in_backward(weights):
             return {"error": None}
         outputs, grads = self._passes(self.args, weights)
         sources = [self.args[n] for n in self.at]
@@ -142,17 +142,19 @@ class _FiniteDifferences:
         worst["moving"] = max(
             (self._error_where_it_moves(n, each, weights, widths[1]) for n, each in grads.items()), default=0.0
         )
-        own_way = self._has_a_way_of_its_own(weights)
+        own_way = self._reads_unused_argument(weights)
         straight = bool(grads) and all(any(torch.equal(grad, w) for w in weights) for grad in grads.values())
         return {**worst, "identity": identity, "constant": constant, "own_way": own_way, "straight": straight}
 
-    def _draws_on_the_way_back(self, weights: list[Tensor]) -> bool:
-        """Whether the backward pass gives other gradients from another random state, behind the same forward pass."""
+    def _draws_in_backward(self, weights: list[Tensor]) -> bool:
+        """Returns True if the gradients depend on the random state of the backward pass, for equal outputs."""
         (_, one), (_, other) = (self._passes(self.args, weights, drawing) for drawing in (1, 2))
         return any(not torch.equal(grad, other[n]) for n, grad in one.items())
 
-    def _has_a_way_of_its_own(self, weights: list[Tensor]) -> bool:
-        """Whether the backward pass reads an argument on which the outputs do not depend, such as feedback weights."""
+    def _reads_unused_argument(self, weights: list[Tensor]) -> bool:
+        """Returns True if the backward pass reads an argument that the outputs do not depend on, such as feedback
+        weights.
+        """
         outputs, grads = self._passes(self.args, weights)
         for n in self.at:
             moved = list(self.args)
@@ -166,9 +168,10 @@ class _FiniteDifferences:
     def _passes(
         self, args: Sequence[object], weights: list[Tensor], drawing: int | None = None
     ) -> tuple[list[Tensor], dict[int, Tensor]]:
-        """The outputs, and the gradients of those arguments that get one, by their number.
+        """Returns the outputs, and the gradient of each argument that gets one, by argument number.
 
-        The backward pass begins with the random state of ``drawing``, or else with that which the forward pass leaves.
+        The backward pass begins with the random state of ``drawing``, or else with the one that the forward pass
+        leaves.
         """
         leaves = {n: a.detach().clone().requires_grad_() for n in self.at if isinstance(a := args[n], Tensor)}
         outputs = self.outputs([leaves.get(n, a) for n, a in enumerate(args)])
@@ -184,7 +187,7 @@ class _FiniteDifferences:
         x = self.args[n]
         size = float(x.detach().double().pow(2).mean().sqrt()) or 1.0
         analytic, numeric = [], []
-        for _ in range(DIRECTIONS):
+        for _ in range(NUM_DIRECTIONS):
             direction = self.draw(x) * size
             analytic.append(float((grad.double() * direction.double()).sum()))
             numeric.append([self._slope(n, direction, width, weights) for width in widths])
@@ -199,9 +202,10 @@ class _FiniteDifferences:
         }
 
     def _error_where_it_moves(self, n: int, grad: Tensor, weights: list[Tensor], width: float) -> float:
-        """The error along those elements of an argument that move the output at their place; 1 if there is none.
+        """Returns the error along those elements of an argument that move the output at their position; 1 if there are
+        none.
 
-        What the backward pass gives the others is a surrogate: a pull on what was cut off, or a way through a clamp.
+        Gradients at other elements are surrogates, such as a straight-through gradient behind a clamp.
         """
         x, args = self.args[n], list(self.args)
         size = float(x.detach().double().pow(2).mean().sqrt()) or 1.0
@@ -217,7 +221,7 @@ class _FiniteDifferences:
 
     @torch.no_grad()
     def _slope(self, n: int, direction: Tensor, width: float, weights: list[Tensor]) -> float:
-        """The central difference of the weighted outputs along ``direction``."""
+        """Returns the central difference of the weighted outputs along ``direction``."""
         sums = []
         for sign in (1, -1):
             args = list(self.args)

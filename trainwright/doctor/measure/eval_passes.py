@@ -1,4 +1,4 @@
-"""Forward passes of a step in eval mode, and how far their outputs are apart."""
+"""Forward passes of a step in eval mode, and the distances between their outputs."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from trainwright.doctor.measure.locate import CallTrace, Compare
 from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import tensors_of
 from trainwright.replay.functions import InputHandler, change_leaves
-from trainwright.replay.replayer import AS_IT_WAS, Intervention
+from trainwright.replay.replayer import UNCHANGED, Intervention
 from trainwright.replay.session import ReplaySession
 
-ROOM = 16
-"""Times the step's own noise that is still rounding: another order of summation, once for each layer in a row."""
+NOISE_MULTIPLE = 16
+"""Multiple of the step's numerical noise that still counts as rounding. Layers in sequence each add some."""
 Outputs = Sequence[Tensor]
 
 
-CLEAR = 100
-"""Times the limit: what is so far off is no rounding, and is not computed again in float64."""
-SHRUNK = 0.1
-"""Of what it was: rounding is 1e-9 of it in float64, and what a model does is as large as before."""
+MAX_CONFIRMED_RATIO = 100
+"""Deviations above this multiple of the limit are not confirmed in float64."""
+ROUNDING_SHRINKAGE = 0.1
+"""A deviation that shrinks below this fraction in float64 is rounding. A real one keeps its size."""
 
 
 class EvalPasses:
-    """The passes of one step. ``limit`` is how far outputs may be apart by rounding, in their standard deviations.
+    """The passes of one step. ``limit`` is the largest distance that rounding explains, in standard deviations.
 
-    It is taken from the step itself: from weights that differ in their last bit, and the precision of the outputs.
+    The limit is measured on the step itself, with weights that differ in their last bit, and with the precision of the
+    outputs.
     """
 
     def __init__(self, session: ReplaySession, dtype: Literal["fp64"] | None = None) -> None:
         self.session, self._dtype = session, dtype
         self.base = self.run()
         moved = self.run(Intervention(model=self._jittered))
-        self.limit = ROOM * (apart(self.base, moved) + self._eps())
+        self.limit = NOISE_MULTIPLE * (apart(self.base, moved) + self._eps())
 
-    def run(self, change: Intervention = AS_IT_WAS) -> Outputs:
-        """The outputs of all models. Raises what the model raises."""
+    def run(self, change: Intervention = UNCHANGED) -> Outputs:
+        """Returns the outputs of all models. Raises the error of the model."""
         result = self.session.run(replace(change, mode="eval", dtype=self._dtype), upto="forward")
         wanted = len(self.session.recorded_step.calls)
         if result.error is not None and len(result.outputs) < wanted:
@@ -50,14 +51,14 @@ class EvalPasses:
         return numbers_of(result.outputs)
 
     def _eps(self) -> float:
-        """Of the coarsest type that the outputs are computed in."""
+        """Returns the machine epsilon of the coarsest dtype that the outputs are computed in."""
         types = [t.dtype for t in (*self.base, *self.session.replayer.subject.parameters) if t.is_floating_point()]
         types += [each.autocast[1] for each in self.session.recorded_step.calls if each.autocast[0]]
         return max((torch.finfo(each).eps for each in types), default=1e-7)
 
     @contextmanager
     def _jittered(self) -> Iterator[None]:
-        """Inside, weights differ by one unit in the last place. Within ``stage`` they are copies."""
+        """Context in which weights differ by one unit in the last place. Within ``stage`` they are copies."""
         generator, eps = torch.Generator().manual_seed(0), self._eps()
         for p in self.session.replayer.subject.parameters:
             if p.is_floating_point():
@@ -66,46 +67,48 @@ class EvalPasses:
         yield
 
     def confirmed(self, measure: Callable[[EvalPasses], Deviation | None]) -> Deviation | None:
-        """What ``measure`` finds; where it is near the limit and far less in float64, nothing: it was rounding."""
+        """Returns the result of ``measure``; reduced if the deviation is small and shrinks in float64, because it is
+        rounding.
+        """
         found = measure(self)
-        if found is None or not found.is_real or found.amount > CLEAR * found.limit:
+        if found is None or not found.is_real or found.amount > MAX_CONFIRMED_RATIO * found.limit:
             return found
         try:
             wide = measure(EvalPasses(self.session, "fp64"))
-        except (RuntimeError, TypeError, NotImplementedError):  # a part of the model insists on its dtype
+        except (RuntimeError, TypeError, NotImplementedError):  # a part of the model requires its dtype
             return found
         amount = 0.0 if wide is None else wide.amount
-        return found if amount > SHRUNK * found.amount else replace(found, amount=amount)
+        return found if amount > ROUNDING_SHRINKAGE * found.amount else replace(found, amount=amount)
 
     def deviation(self, changed: Outputs, compare: Compare | None = None) -> Deviation:
-        """How far ``changed`` is from the base."""
+        """Returns the distance of ``changed`` from the base."""
         return Deviation(apart(self.base, changed, compare), self.limit)
 
     def located(self, deviation: Deviation, change: Intervention, compare: Compare | None = None) -> Deviation:
-        """The same with the first module that differs, found by two more passes, where it is no rounding."""
+        """Adds the first module that differs, found by two more passes, to a deviation above the limit."""
         if not deviation.is_real:
             return deviation
         traces = CallTrace(self.session), CallTrace(self.session)
-        for trace, each in zip(traces, (AS_IT_WAS, change)):
+        for trace, each in zip(traces, (UNCHANGED, change)):
             self.run(replace(each, model=trace.following))
         module = traces[0].first_difference(traces[1], compare or distance, self.limit)
         return replace(deviation, module=module)
 
 
 def numbers_of(value: object) -> list[Tensor]:
-    """The tensors of floating-point numbers in it; complex numbers are two each."""
+    """Returns the floating-point tensors in a value. Complex numbers become two numbers each."""
     tensors = [torch.view_as_real(t) if t.is_complex() else t for t in plain(tensors_of(value))]
     return [t for t in tensors if t.is_floating_point()]
 
 
 def apart(ones: Outputs, others: Outputs, compare: Compare | None = None) -> float:
-    """The largest distance of two lists of outputs."""
+    """Returns the largest distance between two lists of outputs."""
     pairs = [(a, b) for a, b in zip(ones, others)]
     return max(((compare or distance)(a, b) for a, b in pairs), default=0.0)
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """The largest difference of two tensors of one shape, in standard deviations of the first; else 0."""
+    """Returns the largest difference of two tensors, in standard deviations of the first; 0 if the shapes differ."""
     if one.shape != other.shape or not one.numel():
         return 0.0
     wide = one.double()
@@ -113,7 +116,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def spread(wide: Tensor) -> Tensor:
-    """The standard deviation of what is finite, at least a trifle of its size; of one number its size."""
+    """Returns the standard deviation of the finite values, with a small lower bound; for one number its size."""
     finite = wide[wide.isfinite()]
     if finite.numel() < 2:
         return finite.abs().sum() + 1e-12
@@ -121,7 +124,7 @@ def spread(wide: Tensor) -> Tensor:
 
 
 def at_rows(chosen: Callable[[int], Tensor], size: int, dim: int = 0) -> Compare:
-    """Compares only what belongs to the samples ``chosen(size)``, a mask, along the dimension of that size.
+    """Returns a comparison of the samples in the mask ``chosen(size)``, along the dimension of that size.
 
     Tensors in which no dimension, or more than one, has that size are not compared.
     """
@@ -138,6 +141,6 @@ def at_rows(chosen: Callable[[int], Tensor], size: int, dim: int = 0) -> Compare
     return compare
 
 
-def in_place_of(x: Tensor, other: Tensor) -> InputHandler:
-    """For ``Intervention.inputs``: ``other`` where the model is given ``x``."""
+def replacing_input(x: Tensor, other: Tensor) -> InputHandler:
+    """Handler for ``Intervention.inputs`` that replaces ``x`` by ``other``."""
     return change_leaves(lambda leaf: other if leaf is x else leaf)

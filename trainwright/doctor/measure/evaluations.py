@@ -22,16 +22,17 @@ from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
 from trainwright.runs.json_values import Facts, strict
 
-EACH = 4
-"""Passes of each site that are followed; then every one whose number is a power of two."""
-COPIES = 4
+FOLLOWED_PASSES = 4
+"""Passes per call site that are all observed. Later, those whose number is a power of two are."""
+MAX_COPIES = 4
 """Copies of a model that are observed: a loop may make one for each evaluation."""
-EARLY, MOST, LEAST = 8, 4096, 32
-"""Passes of training that are read; rows that are enough, and that are needed."""
+TRAINING_PASSES_READ = 8
+MAX_ROWS = 4096
+MIN_ROWS = 32
 
 
 class Evaluations(Probe):
-    """Follows the outputs of passes without gradients between two steps. Costs nothing while a step runs."""
+    """Observes the outputs of passes without gradients between two steps. Costs nothing during a step."""
 
     name = EvaluationFacts.experiment
 
@@ -45,9 +46,9 @@ class Evaluations(Probe):
         self._copies: list[nn.Module] = []
         self._open = ExitStack()
         self._passes: Counter[Site] = Counter()
-        self._rows: dict[Site, list[int]] = {}  # of the calls of the sites that are followed in this pass
+        self._rows: dict[Site, list[int]] = {}  # rows of each call, for the observed sites
         self._moments: dict[Site, _Moments] = {}
-        self._left_out: set[Site] = set()  # in this pass
+        self._left_out: set[Site] = set()  # call sites that are not observed in this pass
         self._site: Site | None = None
         self._given: list[Tensor] = []
         self._steps, self._in_step = 0, False
@@ -60,14 +61,14 @@ class Evaluations(Probe):
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._parts.is_inside = True
         if self._outputs.pushed:
-            self._outputs.stop()  # what the model does is not a part of the evaluation
+            self._outputs.stop()  # operations inside the model are not part of the evaluation
         self._site = None
         if torch.is_grad_enabled():
             self._in_step = True
             if self._outputs.are_there:
                 self._outputs.trained_on(tensors_of((args, kwargs), 3))
             self._kind = self._kind or type(root)
-            if self._passes_of_training < EARLY and type(root) is self._kind:
+            if self._passes_of_training < TRAINING_PASSES_READ and type(root) is self._kind:
                 self._passes_of_training += 1
                 self._trained.add(tensors_of((args, kwargs), 3))
         elif not self._in_step and self._is_followed(site := self._sites.current):
@@ -77,12 +78,14 @@ class Evaluations(Probe):
                 self._moments.setdefault(site, _Moments()).add(self._given)
 
     def _is_followed(self, site: Site) -> bool:
-        """Whether this pass is followed. Each site is counted apart: the test at the end is the first of its own."""
+        """Returns True if this pass is observed. Sites are counted separately, so that a final test is the first of its
+        site.
+        """
         if site in self._rows or site in self._left_out:
             return site in self._rows
         self._passes[site] += 1
         number = self._passes[site]
-        if number > EACH and number.bit_count() != 1:
+        if number > FOLLOWED_PASSES and number.bit_count() != 1:
             self._left_out.add(site)
             return False
         self._rows[site] = []
@@ -94,7 +97,7 @@ class Evaluations(Probe):
             self._outputs.returned(output, self._given, self._site)
             self._outputs.start()
             self._parts.open(root)
-        elif self._in_step and self._outputs.are_there:  # is a loss made of what was made before the step?
+        elif self._in_step and self._outputs.are_there:  # a loss may use outputs from before the step
             self._outputs.start()
 
     def on_backward_called(self) -> None:
@@ -123,10 +126,10 @@ class Evaluations(Probe):
             self._observe([module])
 
     def _observe(self, modules: Sequence[nn.Module]) -> None:
-        """Listen to the calls of those that are copies of what is trained: a loop may evaluate these."""
+        """Observes calls of modules that are copies of the trained ones: a loop may evaluate these."""
         known = {id(each) for each in (*self._roots, *self._copies)}
         for module in modules:
-            if len(self._copies) < COPIES and id(module) not in known and is_a_copy(module, self._roots):
+            if len(self._copies) < MAX_COPIES and id(module) not in known and is_a_copy(module, self._roots):
                 known.add(id(module))
                 self._copies.append(module)
                 self._open.enter_context(listening_to_calls([self._sites, self], [module]))
@@ -149,14 +152,13 @@ class Evaluations(Probe):
         self._open.close()
 
     def _close(self) -> None:
-        """The passes since the last step are over: those that were compared with targets are an evaluation."""
+        """Ends the passes since the last step. Those whose outputs were compared with targets are an evaluation."""
         rows = [number for site, numbers in self._rows.items() if site in self._sites for number in numbers]
         moments = [each for site, each in self._moments.items() if site in self._sites]
         if rows:
             self._facts = EvaluationFacts(
                 after=self._steps,
                 source=next(source_of(site) for site in self._rows if site in self._sites),
-                calls=len(rows),
                 rows=sum(rows),
                 losses=tuple(loss for each in self._outputs.losses if math.isfinite(loss := each.item())),
                 likeness=_likeness(self._trained, moments[-1]) if moments else None,
@@ -173,7 +175,7 @@ class Evaluations(Probe):
 
 
 class _Moments:
-    """The sums of all elements of the first input with a floating dtype. Read from a GPU when they are compared."""
+    """Sums over all elements of the first floating-point input. They are read from a GPU when they are compared."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -182,25 +184,25 @@ class _Moments:
     @torch.no_grad()
     def add(self, tensors: Sequence[Tensor]) -> None:
         x = next((each.detach() for each in plain(tensors) if each.is_floating_point() and each.dim() > 1), None)
-        if x is not None and x.numel() and self.rows < MOST:
+        if x is not None and x.numel() and self.rows < MAX_ROWS:
             wide = x.double()
             self._sums.append(torch.stack([wide.new_tensor(float(wide.numel())), wide.sum(), wide.square().sum()]))
             self.rows += len(x)
 
     def read(self) -> tuple[float, float]:
-        """Mean and standard deviation."""
+        """Returns mean and standard deviation."""
         count, total, squares = torch.stack(self._sums).sum(0).tolist()
         return total / count, math.sqrt(max(0.0, squares / count - (total / count) ** 2))
 
 
 def _likeness(trained: _Moments, evaluated: _Moments) -> Likeness | None:
-    if min(trained.rows, evaluated.rows) < LEAST:
+    if min(trained.rows, evaluated.rows) < MIN_ROWS:
         return None
     (usual, spread), (mean, std) = trained.read(), evaluated.read()
     return Likeness(rows=evaluated.rows, shift=abs(mean - usual) / spread, ratio=std / spread) if spread else None
 
 
 def source_of(site: Site) -> str | None:
-    """The line in the user's source that calls the model, as ``train.py:44``."""
+    """Returns the line in the user's source that calls the model, such as ``train.py:44``."""
     _, code, line = site
     return None if code is None else f"{Path(code.co_filename).name}:{line}"

@@ -1,4 +1,4 @@
-"""Replays of the first step: units that can never become different, and weights that are too large."""
+"""Replays of the first step: units that always stay equal, and weights that are too large."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from trainwright.replay.inspector import StepInspector
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 
-LARGE = 2.5
-"""Times the usual size of a weight."""
+LARGE_WEIGHT_RATIO = 2.5
+"""Weights above this multiple of the usual scale are too large."""
 
 
 class _Outputs(StepInspector):
-    """The outputs of the roots, with their graph, and the numbers of classes of the cross-entropies."""
+    """Collects the outputs of the models, with their graph, and the class counts of cross-entropies."""
 
     def __init__(self, session: ReplaySession) -> None:
         super().__init__(session)
@@ -41,10 +41,10 @@ class _Outputs(StepInspector):
 
 @replay(SymmetryFacts, when="first", steps=1.0)
 def symmetry(session: ReplaySession) -> SymmetryFacts:
-    """Units with equal weights that also get equal gradients, whatever the loss is: they can never become different.
+    """Finds units with equal weights and equal gradients for any loss. They always stay equal.
 
-    The gradient is that of a randomly weighted sum of the outputs. That of cross-entropy would not do: behind equal
-    columns it sums to zero.
+    The gradient is taken of a randomly weighted sum of the outputs. The gradient of a cross-entropy sums to zero behind
+    equal columns.
     """
     alike: dict[str, float] = {}
     with session.live():
@@ -57,13 +57,13 @@ def symmetry(session: ReplaySession) -> SymmetryFacts:
             return SymmetryFacts(alike={})
         grads = torch.autograd.grad(inspector.outputs, [p for _, p in named], weights, allow_unused=True)
         for (name, parameter), grad in zip(named, grads):
-            if grad is not None and not grad.is_sparse and (share := _alike(parameter.detach(), grad)) > 0:
+            if grad is not None and not grad.is_sparse and (share := _fraction_equal(parameter.detach(), grad)) > 0:
                 alike[name] = share
     return SymmetryFacts(alike=alike)
 
 
-def _alike(weight: Tensor, grad: Tensor) -> float:
-    """The share of rows that equal the first one both in the weight and in its gradient."""
+def _fraction_equal(weight: Tensor, grad: Tensor) -> float:
+    """Returns the fraction of rows that equal the first one both in the weight and in its gradient."""
     both = []
     for each in (weight, grad):
         rows = each.float().flatten(1)
@@ -77,11 +77,11 @@ def _alike(weight: Tensor, grad: Tensor) -> float:
 
 @replay(FirstLossFacts, when="first", steps=0.5, latest=4)
 def first_loss_rescaled(session: ReplaySession) -> FirstLossFacts:
-    """The first loss, and the loss with weights of the usual size."""
+    """Returns the first loss, and the loss with weights of the usual scale."""
     inspector = _Outputs(session)
     with session.live():
         loss = inspector.run(upto="forward").loss
-        large = {name: gain for name, gain in _gains(session).items() if gain > LARGE}
+        large = {name: gain for name, gain in _gains(session).items() if gain > LARGE_WEIGHT_RATIO}
     rescaled = math.nan
     if large:
         rescaled = session.run(Intervention(model=lambda: smaller(session, large)), upto="forward").loss
@@ -96,8 +96,9 @@ def first_loss_rescaled(session: ReplaySession) -> FirstLossFacts:
 
 
 def _gains(session: ReplaySession) -> dict[str, float]:
-    """The standard deviation of every weight matrix times the square root of its fan-in: about 1 where signals keep
-    their size.
+    """Returns, for each weight matrix, its standard deviation times the square root of its fan-in.
+
+    It is about 1 where signals keep their scale.
     """
     names = {id(p): n for n, p in session.parameters.items()}
     gains = {}
@@ -113,7 +114,7 @@ def _gains(session: ReplaySession) -> dict[str, float]:
 
 @contextmanager
 def smaller(session: ReplaySession, gains: Mapping[str, float]) -> Iterator[None]:
-    """Divides these weights by their gains. The end of the replay restores them."""
+    """Context in which these weights are divided by their gains. The end of the replay restores them."""
     with torch.no_grad():
         for name, parameter in session.parameters.items():
             if name in gains:

@@ -1,4 +1,4 @@
-"""What a step loses by 16-bit dtypes: a forward pass with every dtype, and the step with its loss in float32."""
+"""Measures the loss of precision by 16-bit dtypes: the dtypes of a forward pass, and the loss in float32."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 
 CASTS = frozenset({"half", "bfloat16", "to", "type", "type_as"})
-COMPARED = 4
-"""Micro-batches of a step that are compared at the most."""
+MAX_MICRO_BATCHES = 4
+"""Maximum number of micro-batches of a step that are compared."""
 EXACT_POSITIONS = 256
-"""bfloat16 has all whole numbers up to this one."""
+"""bfloat16 represents all integers up to this one."""
 MAX_ANGLES = 2**24
 Grads = Mapping[str, Tensor | None]
 
 
 def measure_formats(session: ReplaySession) -> FormatFacts:
-    """Look at the dtype of every result of a forward pass and its loss, and at what float16 makes of it."""
+    """Returns the dtypes of all results of a forward pass and its loss, and the results that underflow in float16."""
     modules = ModuleStack(session.modules)
     dtypes: set[torch.dtype] = set()
     loss_ops: dict[str, None] = {}
@@ -60,12 +60,12 @@ def measure_formats(session: ReplaySession) -> FormatFacts:
 
 
 def has_half_parameters(session: ReplaySession) -> bool:
-    """Whether a parameter has a 16-bit dtype."""
+    """Returns True if a parameter has a 16-bit dtype."""
     return any(p.dtype in HALF_DTYPES for p in session.replayer.subject.parameters)
 
 
 def _aliased(angles: object, module: str) -> Aliased | None:
-    """Positions far from 0 of which a tenth has the angles of the neighbour; along one of the dimensions."""
+    """Returns angles if a tenth of the positions far from 0 have those of their neighbour along a dimension."""
     if not isinstance(angles, Tensor) or not angles.is_floating_point() or angles.requires_grad:
         return None
     if not EXACT_POSITIONS < angles.numel() <= MAX_ANGLES:
@@ -82,7 +82,7 @@ def _aliased(angles: object, module: str) -> Aliased | None:
 
 
 def in_fp32(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-    """Calls a torch function in float32, whatever dtypes it was given."""
+    """Calls a torch function with its arguments in float32."""
     device = next((t.device.type for t in tensors_of(args)), "cpu")
     with torch.autocast(device, enabled=False):
         if function_name(function) in CASTS:
@@ -99,9 +99,9 @@ def _widen(value: object) -> object:
 
 
 def measure_loss_in_fp32(session: ReplaySession) -> LossInFp32Facts:
-    """Compare the gradients with those of the same outputs and a loss in float32."""
+    """Returns the difference of the gradients to those of the same outputs with the loss in float32."""
     modules = ModuleStack(session.modules)
-    micro = range(COMPARED) if len(session.recorded_step.losses) > COMPARED else None
+    micro = range(MAX_MICRO_BATCHES) if len(session.recorded_step.losses) > MAX_MICRO_BATCHES else None
 
     def widened(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         return function(*args, **kwargs) if modules.innermost is not None else in_fp32(function, args, kwargs)
@@ -114,8 +114,8 @@ def measure_loss_in_fp32(session: ReplaySession) -> LossInFp32Facts:
 
 
 def gradient_distance(grads: Grads, exact: Grads) -> float | None:
-    """The relative error of all gradients together; None where one is not finite or there is none."""
-    error = norm = 0.0  # squared
+    """Returns the relative error of all gradients together; None if one is not finite or there are none."""
+    error = norm = 0.0  # sums of squares
     for name, true in exact.items():
         grad = grads.get(name)
         if true is not None and grad is not None and not true.is_sparse:

@@ -18,15 +18,14 @@ from trainwright.replay.session import ReplaySession
 
 @replay(FunctionFacts, when="first", value=2.0)
 def function(session: ReplaySession) -> FunctionFacts:
-    """The forward pass in eval mode with other neighbours, samples at other places, less padding."""
+    """Replays the forward pass in eval mode with other neighbours, in another order, and without padding."""
     passes = EvalPasses(session)
-    noise = passes.deviation(passes.run(Intervention(fresh_rng=True, model=_other_numbers)))
+    noise = passes.deviation(passes.run(Intervention(fresh_rng=True, model=_other_random_numbers)))
     carried, written = _again(passes)
     repeats = not noise.is_real and not carried.is_real
     related = samples.why_related(passes) if session.inputs else "no input"
     padding, pad = sequences.padding(passes) if repeats else (None, "")
     return FunctionFacts(
-        size=session.size or 0,
         written=written,
         neighbours=passes.confirmed(samples.neighbours) if repeats and not related else None,
         related=related,
@@ -38,14 +37,14 @@ def function(session: ReplaySession) -> FunctionFacts:
 
 
 @contextmanager
-def _other_numbers() -> Iterator[None]:
-    """Within ``stage``, which restores the generators: what is drawn next was not drawn before."""
+def _other_random_numbers() -> Iterator[None]:
+    """Context with another random seed. Used within ``stage``, which restores the generators."""
     torch.manual_seed(0x5EED)
     yield
 
 
 def _again(passes: EvalPasses) -> tuple[Deviation, tuple[str, ...]]:
-    """How far a second call is from the first, and the buffers that the calls have written to."""
+    """Returns the deviation of a second call from the first, and the buffers that the calls wrote to."""
     session, change = passes.session, Intervention(mode="eval")
     with session.live():
         before = {name: buffer.clone() for name, buffer in _buffers(session).items()}
@@ -66,5 +65,5 @@ def _are_equal(one: Tensor | None, other: Tensor) -> bool:
 
 @replay(InputsFacts, when="requested")
 def unused_inputs(session: ReplaySession) -> InputsFacts:
-    """Inputs without an effect."""
+    """Returns the inputs that have no effect."""
     return inputs.unused_inputs(EvalPasses(session))

@@ -1,4 +1,4 @@
-"""Reads now and then what the process holds: memory, files, threads, hooks."""
+"""Reads memory, files, threads and hooks of the process from time to time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.runs.json_values import Facts, strict
 
-EVERY, KEPT = 16, 64
-"""Steps between two readings at the least, which double when there are more than KEPT."""
-FIRST, SHARE = 192, 0.004
-"""Until this step all of these are taken; of the time of later ones they take this share at most, as the looks do."""
+MIN_INTERVAL_STEPS = 16
+"""Minimum number of steps between two readings. It doubles when there are more than MAX_READINGS."""
+MAX_READINGS = 64
+UNLIMITED_STEPS = 192
+"""Until this step all readings are taken. Later they take at most MAX_TIME_FRACTION of the time."""
+MAX_TIME_FRACTION = 0.004
 _FILES = "/proc/self/fd"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Growth(Probe):
-    """A reading costs about 50 us, and 2 us for each module."""
+    """Records the resources of the process. A reading costs about 50 us, and 2 us for each module."""
 
     name = GrowthFacts.experiment
 
@@ -33,19 +35,19 @@ class Growth(Probe):
         self._modules = dict(named_modules(watched.subject.roots))
         self._parameters = watched.subject.parameters
         self._held: list[HeldResources] = []
-        self._every, self._next_s = EVERY, 0.0
+        self._every, self._next_s = MIN_INTERVAL_STEPS, 0.0
 
     def on_closed(self, step: RecordedStep) -> None:
         if step.step % self._every:
             return
         begin_s = time.perf_counter()
-        if step.step > FIRST and begin_s < self._next_s:
+        if step.step > UNLIMITED_STEPS and begin_s < self._next_s:
             return
         self._held.append(self._reading(step.step))
-        if len(self._held) > KEPT:
+        if len(self._held) > MAX_READINGS:
             self._held, self._every = self._held[1::2], 2 * self._every
         end_s = time.perf_counter()
-        self._next_s = end_s + (end_s - begin_s) / SHARE
+        self._next_s = end_s + (end_s - begin_s) / MAX_TIME_FRACTION
 
     def values(self) -> Facts | None:
         if not self._held:
@@ -68,12 +70,12 @@ class Growth(Probe):
 def _num_files() -> int:
     try:
         return len(os.listdir(_FILES))  # noqa: PTH208  without an object for each
-    except OSError:  # no such system
+    except OSError:  # not available on this system
         return 0
 
 
 def _hooks_of(module: nn.Module) -> int:
-    """Without those of a recorder."""
+    """Returns the number of hooks on a module, without those of a recorder."""
     tables = [getattr(module, name, None) for name in _HOOKS]
     return sum(not getattr(hook, "is_recorders", False) for table in tables if table for hook in table.values())
 

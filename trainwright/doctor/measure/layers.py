@@ -1,4 +1,4 @@
-"""Looks at layers while the loop runs them: dead activations, gradients over depth, attention, routers, BatchNorm."""
+"""Examines layers in the live loop: dead activations, gradients over depth, attention, routers, BatchNorm."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from trainwright.doctor.facts.layers import (
     RouterFacts,
 )
 from trainwright.doctor.measure.axes import Axes
-from trainwright.doctor.measure.looks import LookingProbe
-from trainwright.doctor.measure.running import RunningStatistics
+from trainwright.doctor.measure.module_probe import ModuleProbe
+from trainwright.doctor.measure.running_statistics import RunningStatistics
 from trainwright.recorder.listener import inside
 from trainwright.recorder.pausable import PausableMode, without_modes
 from trainwright.recorder.plain_tensors import is_plain
@@ -46,11 +46,11 @@ _PRODUCTS = {"matmul", "bmm", "__matmul__", "einsum", "baddbmm"}
 _KEEPS = {"dropout", "to", "type_as", "nan_to_num", "clone", "contiguous", "view", "reshape", "expand"} | DROPOUTS
 _CHOICES = {"topk", "max", "argmax", "argsort", "sort", "multinomial"}
 STRONG_DROPOUT = 0.7
-"""The rate from which on dropout is suspicious."""
+"""Dropout rates from this value on are suspicious."""
 
 
 class _Functions(PausableMode):
-    """Calls ``listener`` with every torch function of a training pass that is looked at."""
+    """Calls ``listener`` with every torch function of an examined training pass."""
 
     def __init__(self, listener: Callable[[str, Args, Kwargs, object], None]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _Functions(PausableMode):
     ) -> object:
         result = function(*args, **(kwargs or {}))
         if self.running and not inside.listeners and not torch.compiler.is_compiling():
-            self.running = False  # what the listener computes is not the model's
+            self.running = False  # operations of the listener are not the model's
             try:
                 self._listener(function_name(function), args, kwargs or {}, result)
             finally:
@@ -69,8 +69,8 @@ class _Functions(PausableMode):
         return result
 
 
-class LayerLooks(LookingProbe):
-    """Collects what each layer does in one training pass."""
+class LayerProbe(ModuleProbe):
+    """Collects measurements of each layer in one training pass."""
 
     name = LayersFacts.experiment
 
@@ -82,8 +82,8 @@ class LayerLooks(LookingProbe):
         self._facts: LayersFacts | None = None
         self._axes = Axes()
         self._running = RunningStatistics(self.modules, self.owned)
-        self._said: LayersFacts | None = None  # last, if running statistics stood still
-        self._recomputes = False  # a pass that may compute them anew, and no step since
+        self._reported: LayersFacts | None = None  # the last report, if running statistics did not change
+        self._recomputes = False  # a pass that may recompute the statistics, without a step since
         self._clear()
 
     def _clear(self) -> None:
@@ -96,13 +96,14 @@ class LayerLooks(LookingProbe):
         self._order: dict[str, None] = {}
         self._updates: dict[str, int] = {}
         self._narrow = False
-        self._forget()
+        self._drop_pass()
 
-    def _forget(self) -> None:
-        """Drops what is only needed within a pass."""
+    def _drop_pass(self) -> None:
+        """Drops the tensors of one pass."""
         self._scores: TensorNotes[tuple[str, Tensor, Tensor]] = TensorNotes()
         self._gates: TensorNotes[None] = TensorNotes()
-        self._expected: TensorNotes[Tensor] = TensorNotes()  # of outputs of linear maps: the spread of their units
+        # for outputs of linear maps: the expected spread of each unit
+        self._expected: TensorNotes[Tensor] = TensorNotes()
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
         self._axes.samples = len(ids) if isinstance(ids, Sized) else 0
@@ -125,7 +126,7 @@ class LayerLooks(LookingProbe):
     def on_output(self, root: nn.Module, output: object) -> None:
         if self._functions.pushed:
             self._functions.stop()
-            self._forget()
+            self._drop_pass()
         super().on_output(root, output)
 
     def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -182,10 +183,10 @@ class LayerLooks(LookingProbe):
 
     def values(self) -> Facts | None:
         facts, self._facts = self._facts, None
-        if self._recomputes and (facts := facts or self._said) is not None:
+        if self._recomputes and (facts := facts or self._reported) is not None:
             facts = replace(facts, standing={})
         if facts is not None:
-            self._said = facts if facts.standing else None
+            self._reported = facts if facts.standing else None
         return None if facts is None else {**strict(asdict(facts)), "step": self.step}
 
     def end(self, error: BaseException | None) -> None:
@@ -208,13 +209,13 @@ class LayerLooks(LookingProbe):
         if not all(map(is_plain, tensors_of((args, kwargs, result), 3))):
             return
         self._axes.note(self.stack[-1], name, args, kwargs, result)
-        self._running.note(self.stack[-1], name, args, kwargs)
+        self._running.record(self.stack[-1], name, args, kwargs)
         if name in MAPS and len(tensors := tensors_of([args, kwargs], 3)) > 1:
             x, weight = tensors[0].detach(), tensors[1].detach()
             for made in tensors_of(result, 1):
                 self._expected[made] = weight.flatten(1).norm(dim=1) * x.pow(2).mean().sqrt()
         if name in RELUS and args[0].is_floating_point() and not name.endswith("_"):
-            self._note_relu(args[0])
+            self._record_relu(args[0])
         elif name in DROPOUTS:
             self._note_dropout(args, kwargs)
         elif name == "softmax" and args[0].dim() >= 2 and isinstance(result, Tensor):
@@ -223,7 +224,7 @@ class LayerLooks(LookingProbe):
         elif name == "scaled_dot_product_attention":
             self._note_fused(args, kwargs)
         elif name == "multi_head_attention_forward":
-            self._note_module(args, kwargs)
+            self._record_module(args, kwargs)
         if name in _PRODUCTS:
             self._note_product(name, args)
         elif name in _KEEPS and args and args[0] in self._scores and isinstance(result, Tensor):
@@ -231,10 +232,12 @@ class LayerLooks(LookingProbe):
         if name in _CHOICES and args and isinstance(args[0], Tensor):
             self._note_choice(name, args[0], result)
 
-    def _note_relu(self, x: Tensor) -> None:
-        """Dead units: their input is so far below 0 that no sample will reach it, by its own standard deviation and by
-        the one that their weights give to such an input. Deep in a plain network signals hardly differ between samples,
-        and that alone makes no unit dead.
+    def _record_relu(self, x: Tensor) -> None:
+        """Finds dead units: no sample will make their input positive.
+
+        The distance of the input below 0 is compared with its own standard deviation and with the deviation that the
+        weights give to such an input. In a deep plain network signals hardly differ between samples. That alone does
+        not make a unit dead.
         """
         units = x.detach().float()
         units = units.movedim(1, -1) if units.dim() in (4, 5) else units
@@ -268,14 +271,14 @@ class LayerLooks(LookingProbe):
         for place, weights in [(n, t) for n, t in enumerate(tensors_of(args, 2)) if t in self._scores]:
             path, scores, spread = self._scores[weights]
             if scores.dim() >= 3 and scores.shape[-1] > 1:
-                is_square = weights.shape[-1] == weights.shape[-2]  # else a pooling may weigh what it is given
+                is_square = weights.shape[-1] == weights.shape[-2]  # else a pooling may weight its inputs
                 of_a_product = name.strip("_") in ("matmul", "bmm") and weights.shape == spread.shape
                 of_a_product = of_a_product and (is_square or not place)
                 sums = spread.float().sum(-2 if place else -1) if of_a_product else torch.ones_like(spread)
-                self._note_attention(path, scores.float(), spread.float(), float((sums - 1).abs().median()))
+                self._record_attention(path, scores.float(), spread.float(), float((sums - 1).abs().median()))
 
-    def _note_attention(self, path: str, scores: Tensor, weights: Tensor, off: float = 0.0) -> None:
-        """``off``: by how much the weights of what they are multiplied with differ from 1 in their sum."""
+    def _record_attention(self, path: str, scores: Tensor, weights: Tensor, off: float = 0.0) -> None:
+        """Records an attention. ``off`` is the distance of the sum of the weights from 1."""
         allowed_scores = scores.isfinite() & (scores.abs() < 1e4)
         unmasked = scores[allowed_scores]
         if not unmasked.numel():
@@ -297,17 +300,17 @@ class LayerLooks(LookingProbe):
     def _note_fused(self, args: Args, kwargs: Kwargs) -> None:
         q, k = (t.detach().float() for t in args[:2])
         scale = kwargs.get("scale") or q.shape[-1] ** -0.5
-        num_heads = max(1, (1 << 22) // max(1, q.shape[-2] * k.shape[-2]))  # that many scores are enough to tell
+        num_heads = max(1, (1 << 22) // max(1, q.shape[-2] * k.shape[-2]))  # this many scores are enough
         q, k = q.flatten(0, -3)[:num_heads], k.flatten(0, -3)[:num_heads]
         if q.shape[0] != k.shape[0]:
             return  # grouped heads
         scores = q @ k.transpose(-1, -2) * scale
         if kwargs.get("is_causal", False):
             scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-        self._note_attention(self.stack[-1], scores, scores.softmax(-1))
+        self._record_attention(self.stack[-1], scores, scores.softmax(-1))
 
-    def _note_module(self, args: Args, kwargs: Kwargs) -> None:
-        """``nn.MultiheadAttention``, which is one torch function."""
+    def _record_module(self, args: Args, kwargs: Kwargs) -> None:
+        """Records ``nn.MultiheadAttention``, which is one torch function."""
         names = ("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias")
         arguments: Kwargs = dict(zip(names, args)) | kwargs
         q, k, weight, bias = (arguments.get(names[n]) for n in (0, 1, 5, 6))
@@ -341,7 +344,7 @@ class LayerLooks(LookingProbe):
             self._routers[path] = RouterFacts(experts=num, effective=math.exp(entropy), most=float(load.max()))
 
     def _has_experts(self, num: int) -> bool:
-        """Whether a module that runs now holds a list of ``num`` modules of one class."""
+        """Returns True if a running module holds a list of ``num`` modules of one class."""
         inside = [self.modules[path] for path in self.stack if path in self.modules]
         return any(
             isinstance(child, nn.ModuleList) and len(child) == num and len({type(m) for m in child}) == 1
@@ -355,7 +358,7 @@ def _floats_with_graph(result: object) -> list[Tensor]:
 
 
 def _updates(norms: dict[str, _BatchNorm]) -> dict[str, int]:
-    """How often the running statistics of each BatchNorm were updated."""
+    """Returns the number of updates of the running statistics of each BatchNorm."""
     return {path: int(m.num_batches_tracked) for path, m in norms.items() if m.num_batches_tracked is not None}
 
 
@@ -364,14 +367,14 @@ def _is_table(module: nn.Module) -> bool:
 
 
 def _without_dropout(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-    """Strong dropout returns its input."""
+    """Calls a function, but strong dropout returns its input."""
     p = argument(args, kwargs, 1, "p", 0.5) if function_name(function) in DROPOUTS else 0.0
     return args[0] if isinstance(p, float) and p >= STRONG_DROPOUT else function(*args, **kwargs)
 
 
 @replay(DropoutFacts, when="requested", steps=4.0)
 def dropout_gap(session: ReplaySession) -> DropoutFacts:
-    """The loss of the step's batch without strong dropout, and its mean over eight dropout masks."""
+    """Returns the loss of the step's batch without strong dropout, and its mean over eight dropout masks."""
     losses = []
     with session.live():
         for seed in range(8):
@@ -383,7 +386,7 @@ def dropout_gap(session: ReplaySession) -> DropoutFacts:
 
 
 class _Order(StepInspector):
-    """The modules in the order in which they are called."""
+    """Records the modules in the order of their calls."""
 
     def __init__(self, session: ReplaySession) -> None:
         super().__init__(session)
@@ -395,7 +398,7 @@ class _Order(StepInspector):
 
 @replay(DepthFacts, when="requested", memory=2.5, steps=4.0)
 def depth_in_fp32(session: ReplaySession) -> DepthFacts:
-    """The gradients over depth once more, with everything in float32."""
+    """Returns the gradients over depth in a replay in float32."""
     inspector, sizes = _Order(session), []
     with session.live():
         result = inspector.run(dtype="fp32")

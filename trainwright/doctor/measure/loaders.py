@@ -1,4 +1,4 @@
-"""Observes every DataLoader of the process: samples, their order, labels, workers, and who reads them."""
+"""Observes every DataLoader of the process: samples, their order, labels, workers, and consumers."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Kwargs, Loader
 from trainwright.runs.json_values import Facts, strict
 
-OFTEN = 8
-"""Iterators of a loader with workers after which restarts are reported at once."""
-MANY_DRAWS = 32
-"""Draws of each sample that was drawn after which the others would have come."""
+MIN_RESTARTS = 8
+"""Number of iterators of a loader with workers after which restarts are reported at once."""
+MIN_DRAWS_PER_SAMPLE = 32
+"""Mean draws per drawn sample after which the others would have been drawn, too."""
 PLAIN_TYPES = (bool, int, float, str)
 T = TypeVar("T")
 
 
 @dataclass
 class _Reads:
-    """What was read from one loader. ``over``: the samples of the last two epochs of training."""
+    """Samples read from one loader. ``over``: the samples of the last two epochs of training."""
 
     samples: int
     source: str | None
@@ -50,7 +50,7 @@ class _Reads:
     draws: int = 0
     distinct: set[int] = field(default_factory=set)
     over: list[set[int]] = field(default_factory=list)
-    attributes: dict[str, object] | None = None  # when its persistent workers started
+    attributes: dict[str, object] | None = None  # the attributes when its persistent workers started
 
     def begin(self, epoch: Epoch) -> None:
         if self.epoch is not None and self.epoch.role == "training":
@@ -59,7 +59,7 @@ class _Reads:
         self.epoch, self.iterators = epoch, self.iterators + 1
 
     def drawn(self) -> tuple[int, set[int]]:
-        """Draws for training, and the samples that were drawn."""
+        """Returns the number of draws for training, and the set of samples that were drawn."""
         epoch = self.epoch
         if epoch is None or epoch.role != "training" or epoch.source.stride > 1:
             return self.draws, self.distinct
@@ -67,7 +67,10 @@ class _Reads:
 
 
 class Loaders(Probe):
-    """``urgent``: samples that are trained on were evaluated, an order came back, or workers hold stale copies."""
+    """Observes loaders.
+
+    ``urgent``: training samples were evaluated, an order repeated, or workers hold stale copies.
+    """
 
     name = LoadersFacts.experiment
 
@@ -76,7 +79,7 @@ class Loaders(Probe):
         self._sources, self._history, self._labels = EpochSources(), EpochHistory(), LabelCounts()
         self._running: weakref.WeakKeyDictionary[object, Epoch] = weakref.WeakKeyDictionary()
         self._epoch: Epoch | None = None  # the newest
-        self._training: Epoch | None = None  # the newest that was trained on
+        self._training: Epoch | None = None  # the newest epoch that was trained on
         self._pending: list[PendingBatch] = []
         self._reads: weakref.WeakKeyDictionary[Loader, _Reads] = weakref.WeakKeyDictionary()
         self._stale: StaleAttribute | None = None
@@ -104,7 +107,7 @@ class Loaders(Probe):
             self._compare_copies(loader, reads)
 
     def _compare_copies(self, loader: Loader, reads: _Reads) -> None:
-        """Plain attributes of the data set and its transforms, now and when the persistent workers copied them."""
+        """Compares plain attributes of the dataset and its transforms with those that persistent workers copied."""
         now = _attributes(loader.dataset)
         reads.attributes = reads.attributes or now
         for name, before in reads.attributes.items():
@@ -125,7 +128,8 @@ class Loaders(Probe):
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         used = [each for each in self._pending if not each.evaluating] or self._pending[-1:]
-        newest = {id(each.epoch): each for each in used}  # of each loader: before it another may have been read
+        # the newest epoch of each loader, because several may be read in turn
+        newest = {id(each.epoch): each for each in used}
         for each in newest.values():
             each.epoch.trained += 1
             self._training = each.epoch
@@ -138,20 +142,24 @@ class Loaders(Probe):
             self.urgent = bool(self._news() - self._reported)
 
     def _news(self) -> set[str]:
-        """What is urgent the first time that it is true."""
+        """Returns the names of findings that are urgent when they become true."""
         now, history = self._epoch, self._history
         if "again" not in self._reported and now is not None and now.batches == 1 and history.follows_another(now):
             history.compare(now, self._steps, whole=False)
         signs = {
             "again": any(each["equal"] and not each["ascending"] for each in history.repeats),
             "stale": self._stale is not None,
-            "few": any(each.draws >= MANY_DRAWS * max(8, len(each.distinct)) for each in self._reads.values()),
-            "restarts": any(each.iterators >= OFTEN and each.batches < 2 * each.iterators for each in self._restarts()),
+            "few": any(
+                each.draws >= MIN_DRAWS_PER_SAMPLE * max(8, len(each.distinct)) for each in self._reads.values()
+            ),
+            "restarts": any(
+                each.iterators >= MIN_RESTARTS and each.batches < 2 * each.iterators for each in self._restarts()
+            ),
         }
         return {f"evaluated {number}" for number in history.evaluated} | {name for name, seen in signs.items() if seen}
 
     def _test_workers(self) -> None:
-        """Test once whether the workers draw equal random numbers."""
+        """Tests once whether the workers draw equal random numbers."""
         epoch = self._training
         if self._are_tested or epoch is None or not epoch.loader.num_workers or not epoch.first:
             return
@@ -172,9 +180,9 @@ class Loaders(Probe):
         reads = None if trained is None else self._reads.get(trained.loader)
         facts = LoadersFacts(
             source=None if reads is None else reads.source,
-            empty=tuple(_made(EmptyLoader, each) for each in self._sources.empty()),
-            repeats=tuple(_made(EpochRepeat, each) for each in self._history.repeats[-4:]),
-            overlaps=tuple(_made(LoaderOverlap, each) for each in self._history.overlaps()),
+            empty=tuple(_make(EmptyLoader, each) for each in self._sources.empty()),
+            repeats=tuple(_make(EpochRepeat, each) for each in self._history.repeats[-4:]),
+            overlaps=tuple(_make(LoaderOverlap, each) for each in self._history.overlaps()),
             drawn=tuple(_drawn(loader, each) for loader, each in self._reads.items() if each.drawn()[0]),
             restarts=tuple(self._restarts()),
             stale=self._stale,
@@ -194,13 +202,13 @@ class Loaders(Probe):
                 )
 
 
-def _made(kind: type[T], values: Facts) -> T:
-    """A dataclass of those values that it has."""
+def _make(kind: type[T], values: Facts) -> T:
+    """Returns a dataclass made of those values that are among its fields."""
     return kind(**{key: value for key, value in values.items() if key in kind.__annotations__})
 
 
 def _attributes(dataset: object) -> dict[str, object]:
-    """Public attributes with plain values: of a data set, of the one that it wraps, and of its transforms."""
+    """Returns public attributes with plain values: of a dataset, the dataset that it wraps, and its transforms."""
     found: dict[str, object] = {}
     waiting = [("dataset", dataset, 2)]
     while waiting:

@@ -1,4 +1,4 @@
-"""Observes what is loaded, and reads the state of the optimizers before their next update."""
+"""Observes loads of states, and the optimizer state before the next update."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.runs.json_values import Facts, strict
 
-SAMPLED = 512
-"""Values of each weight that are remembered from a load to the first forward call."""
-SCHEDULE_KNOWN_AT = 16
-"""Updates after which it is known what a schedule counts."""
+MAX_ELEMENTS_COMPARED = 512
+"""Elements of each weight that are compared between a load and the first forward call."""
+MIN_UPDATES_FOR_SCHEDULE = 16
+"""Number of updates after which the counting unit of a schedule is known."""
 
 
 class ResumeProbe(Probe):
-    """Costs a look-up an update, but for the first update after a state was loaded."""
+    """Observes loads. Costs one lookup per update, except for the first update after a state was loaded."""
 
     name = ResumeFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._watched = watched.subject
-        self._unseen = {id(each) for each in watched.subject.optimizers}  # since the start, or since it was loaded
+        # optimizers without an update since the start or since their state was loaded
+        self._unseen = {id(each) for each in watched.subject.optimizers}
         self._optimizers: dict[int, MomentsFacts] = {}
         self._schedules = [_Schedule(each) for each in watched.schedulers]
         self._loads: list[LoadFacts] = []
@@ -51,7 +52,7 @@ class ResumeProbe(Probe):
 
     def _on_loaded(self, module: nn.Module, keys: Any) -> None:
         missing, unexpected = tuple(keys.missing_keys), tuple(keys.unexpected_keys)
-        if not unexpected:  # an adapter's own state leaves out the frozen weights that it was trained beside
+        if not unexpected:  # the state of an adapter leaves out the frozen weights
             frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
             missing = tuple(name for name in missing if name not in frozen)
         tensors = sum(1 for _ in module.parameters()) + sum(1 for _ in module.buffers())
@@ -67,7 +68,7 @@ class ResumeProbe(Probe):
             return
         now = {name: p for each in self._watched.roots for name, p in each.named_parameters()}
         known = [(name, was, now[name]) for name, was in loaded.items() if name in now]
-        gone = [(name, p) for name, was, p in known if not _is_alike(was, _sampled(p))]
+        gone = [(name, p) for name, was, p in known if not _is_similar(was, _sampled(p))]
         fraction = sum(p.numel() for _, p in gone) / max(1, sum(p.numel() for _, _, p in known))
         self._overwritten = OverwrittenFacts(weights=len(known), gone=len(gone), fraction=fraction)
         self._changed = True
@@ -95,7 +96,7 @@ class ResumeProbe(Probe):
         self._updates += 1
         for each in self._schedules:
             each.updates += 1
-        self._changed |= self._updates == SCHEDULE_KNOWN_AT
+        self._changed |= self._updates == MIN_UPDATES_FOR_SCHEDULE
 
     def values(self) -> Facts | None:
         if not self._changed:
@@ -111,7 +112,7 @@ class ResumeProbe(Probe):
 
 
 class _Schedule:
-    """How often a scheduler was stepped before the first update that counts, and since."""
+    """Counts the calls of a scheduler before the first counted update, and since then."""
 
     def __init__(self, scheduler: object) -> None:
         self.scheduler, self.counts = scheduler, isinstance(getattr(scheduler, "last_epoch", None), int)
@@ -133,7 +134,7 @@ def _moments_of(optimizer: Optimizer) -> MomentsFacts:
 
 
 def _prefix_between(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> str | None:
-    """What the names of one have before those of the other, where that is all they differ by."""
+    """Returns the prefix that is the only difference between the names; None if they differ otherwise."""
     for longer, shorter in ((missing, unexpected), (unexpected, missing)):
         if not longer or len(longer) != len(shorter):
             continue
@@ -147,11 +148,11 @@ def _prefix_between(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> st
 @torch.no_grad()
 def _sampled(parameter: Tensor) -> Tensor:
     flat = own_part(parameter.detach()).flatten()
-    return flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].float().clone()
+    return flat[:: max(1, len(flat) // MAX_ELEMENTS_COMPARED)][:MAX_ELEMENTS_COMPARED].float().clone()
 
 
-def _is_alike(was: Tensor, now: Tensor) -> bool:
-    """Whether values are equal up to a factor or rounding: casting and scaling keep what was learned."""
+def _is_similar(was: Tensor, now: Tensor) -> bool:
+    """Returns True if values are equal up to a factor or rounding: casts and scaling keep learned weights."""
     if was.shape != now.shape or bool((was == now).all()):
         return was.shape == now.shape
     return bool(torch.nn.functional.cosine_similarity(was, now, dim=0) > 0.5)

@@ -14,17 +14,17 @@ from trainwright.replay.modules import ModuleStack
 from trainwright.replay.session import ReplaySession
 
 MAX_ELEMENTS = 2**24
-"""Of all tensors that one trace keeps."""
+"""Maximum number of elements that one trace keeps."""
 Compare = Callable[[Tensor, Tensor], float]
-"""How far one tensor is from the other, where they must be equal."""
+"""Returns the distance of two tensors that should be equal."""
 
 
 @dataclass
 class CallTrace:
-    """The inputs and outputs of all modules, in the order of their calls; for ``Intervention.model`` its ``following``.
+    """Records inputs and outputs of all modules in call order. ``following`` is for ``Intervention.model``.
 
-    Each is kept with the module that is to blame if it is the first to differ: of an output the module itself, of an
-    input the one around it.
+    Each tensor is kept with the module that is responsible if it is the first to differ: for an output the module
+    itself, for an input the enclosing module.
     """
 
     session: ReplaySession
@@ -50,7 +50,7 @@ class CallTrace:
         self.seen.append((path, [t.clone() for t in tensors] if self._elements < MAX_ELEMENTS else []))
 
     def first_difference(self, other: CallTrace, compare: Compare, limit: float) -> str | None:
-        """The path of the module that is to blame; None where the two traces are not of the same calls."""
+        """Returns the path of the responsible module; None if the traces do not have the same calls."""
         for (path, mine), (theirs_path, theirs) in zip(self.seen, other.seen):
             if path != theirs_path or len(mine) != len(theirs):
                 return None

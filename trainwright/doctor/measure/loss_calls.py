@@ -1,4 +1,4 @@
-"""Measures what loss functions are called with: live, in some of the steps, and in replays."""
+"""Measures the arguments of loss functions: live in some of the steps, and in replays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.checkpoint.transforms import innermost_transform
 from trainwright.doctor.facts.loss import Broadcast, LossFacts, LossSign, MeasuredLoss
-from trainwright.doctor.measure.compared import (
+from trainwright.doctor.measure.loss_arguments import (
     BINARY,
     BOUNDS,
     CLASSES,
@@ -44,40 +44,44 @@ from trainwright.replay.session import ReplaySession
 from trainwright.replay.terms import terms_of
 from trainwright.runs.json_values import Facts, strict
 
-ALWAYS, OFTEN, OFTEN_EVERY, LATER, LATER_EVERY, EVERY = 8, 64, 4, 256, 16, 64
-"""Every step is examined until step 8, every 4th until step 64, every 16th until step 256, then every 64th."""
-KEPT = 8
-"""Values of the first and of the last examined steps that are kept."""
-TIMES = 3
-"""Examined steps that show what a single step may show by chance."""
+EVERY_STEP_UNTIL = 8
+"""All steps until this one are examined."""
+INTERVALS = ((64, 4), (256, 16))
+"""(last step, interval) of the examined steps after EVERY_STEP_UNTIL."""
+LAST_INTERVAL = 64
+"""Interval of examined steps after all of INTERVALS."""
+MAX_VALUES = 8
+"""Number of values that are kept of the first and of the last examined steps."""
+MIN_STEPS_WITH_SIGN = 3
+"""Number of examined steps that must show a mistake that one step may show by chance."""
 MAX_CALLS = 32
-"""Calls of a step that are measured."""
-ABOVE = 1e-3
-"""The logarithm of a probability, plus a small number that keeps it finite, is at most this."""
+"""Maximum number of measured calls per step."""
+MAX_LOG_PROBABILITY = 1e-3
+"""Upper bound of the logarithm of a probability plus a small epsilon."""
 MAX_NODES = 20_000
-"""Of the graph behind a term that are walked."""
+"""Maximum number of visited graph nodes behind a term."""
 BOUNDED_BELOW = CLASSES | BINARY | DISTANCES | {
     "kl_div", "ctc_loss", "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss",
     "multilabel_soft_margin_loss", SQUARED, "absolute error",
 }  # fmt: skip
-"""Losses with a lower bound that are better when they are smaller."""
+"""Losses that have a lower bound and should be minimized."""
 SOFTMAXES = frozenset({"softmax", "log_softmax"})
 PAIRED = frozenset({"sub", "rsub", "mul", "add", *DISTANCES})
 DIFFERENCES = frozenset({"sub", "rsub"})
 SIZES = {"square": SQUARED, "pow": SQUARED, "abs": "absolute error"}
-RAISES = frozenset({"unsqueeze", "__getitem__", "view", "reshape", "expand"})
-DRAWS = frozenset({"multinomial", "bernoulli", "poisson", "normal", "sample"})
-SUMS = frozenset({"add", "radd", "iadd", "sub", "rsub", "isub"})
-WEIGHS = frozenset({"mul", "rmul", "div", "neg", "mean", "sum", "squeeze", "float", "to"})
+ADDS_DIMENSION = frozenset({"unsqueeze", "__getitem__", "view", "reshape", "expand"})
+RANDOM_FUNCTIONS = frozenset({"multinomial", "bernoulli", "poisson", "normal", "sample"})
+SUM_FUNCTIONS = frozenset({"add", "radd", "iadd", "sub", "rsub", "isub"})
+WEIGHTING_FUNCTIONS = frozenset({"mul", "rmul", "div", "neg", "mean", "sum", "squeeze", "float", "to"})
 """Functions of one value that keep the name of a term."""
 Row: TypeAlias = dict[str, Tensor]
-_MADE = "trainwright_made"
-"""In the metadata of a node of the graph that made a scalar: the function that was called, and its line."""
+_MAKER_KEY = "trainwright_made"
+"""Key in the metadata of the node that made a scalar. The value is the called function and its line."""
 
 
 @dataclass
 class _Site:
-    """One place that calls a loss function, with what was measured there in each examined step."""
+    """One call site of a loss function, with its measurements in each examined step."""
 
     fixed: dict[str, Any]
     rows: list[dict[str, float]] = field(default_factory=list)
@@ -90,11 +94,11 @@ class _Site:
 
 
 class LossCalls:
-    """Collects the arguments of loss functions, and the gradient of the total loss at what they return.
+    """Collects the arguments of loss functions, and the gradient of the total loss at their results.
 
     Args:
-        stack: Paths of the modules that run, outermost first. Empty in the loop.
-        slot_of: The place of a tensor in the recorded program; None if no model made it.
+        stack: Paths of the running modules, outermost first. Empty in the loop.
+        slot_of: Returns the slot of a tensor in the recorded program; None if no model made it.
         is_live: The calls are those of the loop, so the user's line can be read from the stack.
     """
 
@@ -105,7 +109,8 @@ class LossCalls:
         self._sites: dict[Hashable, _Site] = {}
         self._signs: dict[tuple[str, str, str | None], int] = {}
         self._outer: dict[tuple[str, str | None], Broadcast] = {}
-        self._reach: list[tuple[tuple[str, str | None], set[int]]] = []  # terms: who made them, leaves that they reach
+        # for each term: its maker, and the leaves that it reaches
+        self._reach: list[tuple[tuple[str, str | None], set[int]]] = []
         self._stepped: set[int] = set()
         self._useful: set[tuple[str, str | None]] = set()
         self.drawn = False
@@ -120,40 +125,41 @@ class LossCalls:
         self._residuals: TensorNotes[tuple[Tensor, Tensor]] = TensorNotes()
         self._probabilities: TensorNotes[str | None] = TensorNotes()
         self._count = itertools.count()
-        self._source: TensorNotes[int] = TensorNotes()  # of softmax, exp, ...: the number of what it was computed of
-        self._without_graph: TensorNotes[str | None] = TensorNotes()  # scalars: what made them; None: detached
-        self._origins: TensorNotes[frozenset[int]] = TensorNotes()  # of what has no graph: the first it is made of
-        self._weighing: set[int] = set()  # such tensors that what has a graph is combined with
+        self._source: TensorNotes[int] = TensorNotes()  # for results of softmax, exp, ...: the number of the input
+        self._without_graph: TensorNotes[str | None] = TensorNotes()  # scalars: their maker; None: detached
+        # for tensors without a graph: the tensors that they are computed from
+        self._origins: TensorNotes[frozenset[int]] = TensorNotes()
+        self._weighing: set[int] = set()  # such tensors that are combined with a tensor that has a graph
         self._idle: list[tuple[tuple[str, str, str | None], frozenset[int]]] = []  # terms without a graph
 
     def end_backward(self) -> None:
-        """Drops the tensors behind a loss whose gradients are made, with their graphs."""
+        """Drops the tensors and graphs behind a loss after its backward pass."""
         self._signs_now |= {sign for sign, origins in self._idle if not origins & self._weighing}
         self.forget()
 
     def end_step(self) -> None:
-        """Counts the mistakes that the step has shown, and forgets its tensors."""
+        """Counts the mistakes of the step and drops its tensors."""
         self.end_backward()
         for each in self._signs_now:
             self._signs[each] = self._signs.get(each, 0) + 1
         self.steps += 1
         self._signs_now, self._numbers = set(), {}
 
-    # what is called
+    # calls
 
     def returned(self, path: str, module: nn.Module, output: object) -> None:
-        """A module has returned ``output``."""
+        """Records the output of a module."""
         if isinstance(output, Tensor) and isinstance(module, nn.Softmax | nn.Sigmoid):
             self._probabilities[output] = path
 
     def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object, function: Any = None) -> None:
-        """A torch function was called."""
-        self.drawn |= name in DRAWS
+        """Records a call of a torch function."""
+        self.drawn |= name in RANDOM_FUNCTIONS
         if not isinstance(result, Tensor) or not args:
             return
         plain = name.strip("_")
         if plain in PAIRED:
-            self._note_outer(plain, args, kwargs, result)
+            self._record_outer(plain, args, kwargs, result)
         if name in ("softmax", "sigmoid"):
             self._probabilities[result] = self.stack[-1] if self.stack else None
         if not self.stack:
@@ -168,7 +174,7 @@ class LossCalls:
         self._signs_now.add((kind, op, self._line()))
 
     def _site(self, op: str, **fixed: Any) -> _Site | None:
-        """The place of a call: the same in each step."""
+        """Returns the call site, which is the same object in each step."""
         line = self._line()
         key = (op, line, fixed.get("module"))
         number = self._numbers[key] = self._numbers.get(key, 0) + 1
@@ -183,7 +189,7 @@ class LossCalls:
 
     def _note_operation(self, name: str, plain: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
         first = args[0]
-        if name in RAISES:
+        if name in ADDS_DIMENSION:
             self._raised[result] = None
         if name in ("softmax", "log_softmax", "exp", "clamp") and isinstance(first, Tensor):
             self._source[result] = self._source_of(first)
@@ -196,11 +202,11 @@ class LossCalls:
         if name in SIZES and is_even and first in self._residuals and result.requires_grad:
             self._note_residual(SIZES[name], self._residuals[first], result)
         if plain in ("mul", "rmul") and len(tensors) == 2:
-            self._note_product(tensors[0], tensors[1], result)
+            self._record_product(tensors[0], tensors[1], result)
         if self._slot_of is not None and torch.is_grad_enabled():
             self._follow(tensors, result)
         if not result.dim():
-            self._note_scalar(plain, tensors, result)
+            self._record_scalar(plain, tensors, result)
 
     def _source_of(self, tensor: Tensor) -> int:
         if tensor not in self._source:
@@ -208,8 +214,10 @@ class LossCalls:
         return self._source[tensor]
 
     def _follow(self, tensors: list[Tensor], result: Tensor) -> None:
-        """Notes what a tensor without a graph is made of, or what it is combined with: a detached weight is one on
-        purpose, and so is a term of its value."""
+        """Records the origins of a tensor without a graph, and tensors that are combined with one that has a graph.
+
+        A detached tensor that weights a term is intended, and so is a term of its value.
+        """
         origins = frozenset[int]().union(*(self._origins.get(each) or () for each in tensors))
         if result.requires_grad and result.dim():
             self._weighing |= origins
@@ -221,17 +229,17 @@ class LossCalls:
         if site is not None:
             if op == SQUARED and (loss := compared(SQUARED, torch.sub, pair, {})) is not None:
                 self._measure(site, loss, pair[0], pair[1])
-            self._hear_gradient(site, result)
+            self._record_gradient(site, result)
 
-    def _note_product(self, a: Tensor, b: Tensor, result: Tensor) -> None:
-        """Looks for p log p, and for log-probabilities that are weighted by what has a graph."""
+    def _record_product(self, a: Tensor, b: Tensor, result: Tensor) -> None:
+        """Detects p log p, and log-probabilities that are weighted by a tensor with a graph."""
         if not (a.requires_grad and b.requires_grad) or a.shape != b.shape or not a.dim():
             return
         sources = [self._source_of(each) for each in (a, b)]
         if sources[0] == sources[1] and a is not b:
             site = self._site("entropy", shape=tuple(a.shape))
             if site is not None:
-                self._hear_gradient(site, result)
+                self._record_gradient(site, result)
         for one, other in ((a, b), (b, a)):
             node = other.grad_fn
             if made_by(one, ("GatherBackward0",)) is None or type(node).__name__ not in (
@@ -242,13 +250,15 @@ class LossCalls:
             if node is not None and sum(each is None for each, _ in node.next_functions) == 1:
                 self._sign("advantage", "mul")
 
-    def _note_scalar(self, plain: str, tensors: list[Tensor], result: Tensor) -> None:
-        """Follows scalars: terms of the loss with and without a graph."""
+    def _record_scalar(self, plain: str, tensors: list[Tensor], result: Tensor) -> None:
+        """Tracks scalars: terms of the loss with and without a graph."""
         if self._slot_of is None:
             return
         if result.grad_fn is not None:
-            _notes_of(result.grad_fn)[_MADE] = plain, self._line()
-        if plain in SUMS and result.requires_grad and len(tensors) == 2:
+            # not a mapping by node, which would hold the graph
+            metadata = cast("dict[str, object]", result.grad_fn.metadata)
+            metadata[_MAKER_KEY] = plain, self._line()
+        if plain in SUM_FUNCTIONS and result.requires_grad and len(tensors) == 2:
             for each in tensors:
                 op = self._without_graph.get(each)
                 if op is not None and not each.requires_grad and self._slot_of(each) is not None:
@@ -256,18 +266,18 @@ class LossCalls:
                     self._idle.append((("no_gradient", op, self._line()), origins))
         if not result.requires_grad and torch.is_grad_enabled():
             before = [self._without_graph[each] for each in tensors if each in self._without_graph]
-            made = before[0] if before and plain in WEIGHS else None if plain == "detach" else plain
+            made = before[0] if before and plain in WEIGHTING_FUNCTIONS else None if plain == "detach" else plain
             self._without_graph[result] = made
 
-    def _note_outer(self, name: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
-        """A column and a row of as many samples broadcast to a square."""
+    def _record_outer(self, name: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
+        """Records a column and a row of equally many samples that broadcast to a square."""
         pair = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][:2]
         is_named = name.endswith("_loss")
         if len(pair) < 2 or pair[0].dim() == pair[1].dim() or (self.stack and not is_named):
             return
         low, high = sorted(pair, key=lambda each: each.dim())
         if low.dim() > 1 and high._base is not None and high._base.dim() < high.dim():
-            return  # rows of several columns, to which a view of the data has added a dimension: pairs on purpose
+            return  # rows of several columns that a view has given another dimension: pairs are intended
         if not low.dim() or low.shape[0] != high.shape[0] or low.shape[0] < 2:
             return
         count = math.prod(torch.broadcast_shapes(low.shape, high.shape))  # type: ignore[no-untyped-call]
@@ -305,10 +315,10 @@ class LossCalls:
             if name not in SOFTMAXES:
                 self._measure_loss(site, name, arguments, args, kwargs, function)
         if name != "softmax":
-            self._hear_gradient(site, result)
+            self._record_gradient(site, result)
 
     def _maker(self, x: Tensor) -> str | None:
-        """The module that computed the probabilities that ``x`` is, or is a view of."""
+        """Returns the module that computed the probabilities ``x``, or the tensor that ``x`` is a view of."""
         if x in self._probabilities:
             return self._probabilities[x]
         wanted = made_by(x, ("SigmoidBackward0", "SoftmaxBackward0"))
@@ -325,18 +335,18 @@ class LossCalls:
             site.fixed["classes"] = len(args[1])
         if name in ("nll_loss", "ctc_loss") and x.dim() > 1:
             masses = x.detach().double().logsumexp(1 if name == "nll_loss" else -1).exp()
-            site.fixed["above_0"] = float((x.detach() > ABOVE).double().mean())
+            site.fixed["above_0"] = float((x.detach() > MAX_LOG_PROBABILITY).double().mean())
             site.fixed["off_sum"] = float((masses - 1).abs().flatten().median())
         if not isinstance(target, Tensor) or not target.numel():
             return
         if name in CLASSES and not target.is_floating_point():
-            self._note_ignored(site, name, args, kwargs, target)
+            self._record_ignored(site, name, args, kwargs, target)
         loss = compared(name, function or getattr(nn.functional, name, torch.sub), args, kwargs)
         if loss is not None:
             self._measure(site, loss, x, target)
 
-    def _note_ignored(self, site: _Site, name: str, args: Args, kwargs: Kwargs, target: Tensor) -> None:
-        """Which targets carry loss, and whether those that do not stand before others of the same sequence."""
+    def _record_ignored(self, site: _Site, name: str, args: Args, kwargs: Kwargs, target: Tensor) -> None:
+        """Records which targets are ignored, and which of these precede others in the same sequence."""
         call = classified(name, args, kwargs)
         if call is None:
             return
@@ -355,7 +365,7 @@ class LossCalls:
             site.fixed["ignored_inside"] = float(inside.double().mean())
 
     def _measure(self, site: _Site, loss: ComparedLoss, x: Tensor, target: Tensor) -> None:
-        """Measures what cannot be decided in one step. Nothing waits for the device here but in the first step."""
+        """Measures values that one step cannot decide. Synchronizes with the device only in the first step."""
         with torch.no_grad():
             sums, number = loss.sums()
             known = site.sums
@@ -381,8 +391,8 @@ class LossCalls:
                 site.fixed["reverses"] = bool(custom_functions_of([x]))
             site.pending.append(row)
 
-    def _hear_gradient(self, site: _Site, result: Tensor) -> None:
-        """Notes whether a smaller or a larger ``result`` makes the total loss smaller."""
+    def _record_gradient(self, site: _Site, result: Tensor) -> None:
+        """Records whether a smaller or a larger ``result`` lowers the total loss."""
         op = site.fixed["op"]
         rows = result.numel() // result.shape[-1] if result.dim() else 1
 
@@ -393,24 +403,28 @@ class LossCalls:
         if result.requires_grad and (op in BOUNDED_BELOW or op in ("entropy", "log_softmax")):
             result.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    # what is trained on
+    # backward passes and updates
 
     def on_backward(self, losses: Sequence[Tensor]) -> None:
-        """Notes which leaves each term of the loss reaches. It is judged before the next one, by what has stepped."""
-        self._judge_terms()
+        """Records the leaves that each term of the loss reaches. The terms are evaluated before the next
+        backward pass.
+        """
+        self._evaluate_terms()
         waiting = [each.grad_fn for each in losses]
-        for node in waiting:  # grows while it is walked
+        for node in waiting:  # grows during the iteration
             if node is not None and type(node).__name__.startswith(("Add", "Sub", "Mul", "Div", "Neg")):
                 waiting += [following for following, _ in node.next_functions]
-            elif node is not None and _MADE in (notes := _notes_of(node)) and len(self._reach) < MAX_CALLS:
-                self._reach.append((notes[_MADE], leaves_behind(node)))
+            elif node is not None and len(self._reach) < MAX_CALLS:
+                made = cast("dict[str, tuple[str, str | None]]", node.metadata).get(_MAKER_KEY)
+                if made is not None:
+                    self._reach.append((made, leaves_behind(node)))
 
     def on_step(self, parameters: Collection[Tensor]) -> None:
-        """An optimizer updates these."""
+        """Records the parameters that an optimizer updates."""
         self._stepped.update(map(id, parameters))
 
-    def _judge_terms(self) -> None:
-        """A term that reaches only what no update has changed since trains nothing."""
+    def _evaluate_terms(self) -> None:
+        """Finds terms that reach only parameters that no update has changed. They train nothing."""
         if not self._stepped:
             return
         useful = [made for made, leaves in self._reach if leaves & self._stepped]
@@ -420,40 +434,42 @@ class LossCalls:
                 self._signs_now.add(("not_updated", op, line))
         self._reach, self._stepped = [], set()
 
-    # what was found
+    # results
 
     @property
     def certain(self) -> int:
-        """Signs that are no chance any more."""
-        return sum(count >= (1 if kind == "advantage" else TIMES) for (kind, _, _), count in self._signs.items())
+        """Returns the number of mistakes that are too frequent to be chance."""
+        return sum(
+            count >= (1 if kind == "advantage" else MIN_STEPS_WITH_SIGN) for (kind, _, _), count in self._signs.items()
+        )
 
     def _read(self) -> None:
-        """Waits for the device: everything that was measured becomes numbers."""
+        """Synchronizes with the device and converts all measurements to numbers."""
         for site in self._sites.values():
             for row in site.pending:
                 values = torch.stack([each.detach().double().reshape(()).cpu() for each in row.values()]).tolist()
                 read = dict(zip(row, values))
-                site.rows = [*site.rows, read][-KEPT:]
-                if len(site.early) < KEPT:
+                site.rows = [*site.rows, read][-MAX_VALUES:]
+                if len(site.early) < MAX_VALUES:
                     site.early.append(read)
             site.pending = []
             for each in site.wants:
-                site.wanted = [*site.wanted, _wants(site.fixed["op"], each.tolist())][-2 * KEPT :]
+                site.wanted = [*site.wanted, _wants(site.fixed["op"], each.tolist())][-2 * MAX_VALUES :]
             site.wants = []
 
     def calls(self) -> tuple[MeasuredLoss, ...]:
-        """The places that have called a loss function or a softmax."""
+        """Returns the call sites of loss functions and softmaxes."""
         self._read()
         return tuple(_call(site) for site in self._sites.values())
 
     @property
     def outer(self) -> tuple[Broadcast, ...]:
-        """Pairs that broadcast to a square."""
+        """Returns the pairs that broadcast to a square."""
         return tuple(self._outer.values())
 
     @property
     def signs(self) -> tuple[LossSign, ...]:
-        """Other mistakes."""
+        """Returns other mistakes."""
         signs = (
             (key, count) for key, count in self._signs.items() if key[0] != "not_updated" or key[1:] not in self._useful
         )
@@ -461,20 +477,15 @@ class LossCalls:
 
 
 def _length_of_sequences(x: Tensor, target: Tensor) -> int:
-    """The number of targets in a row (B, T), which may have been made flat; 0 if it is not known."""
+    """Returns the length T of target sequences (B, T), which may have been flattened; 0 if unknown."""
     before = [each._base for each in (target, x) if each._base is not None]
     shapes = [target.shape, *(each.shape[:2] for each in before if each.dim() in (2, 3))]
     known = (int(each[1]) for each in shapes if len(each) == 2 and each[1] and target.numel() % each[1] == 0)
     return next(known, 0) if target.dim() in (1, 2) else 0
 
 
-def _notes_of(node: Node) -> dict[str, tuple[str, str | None]]:
-    """What is noted at a node of the graph itself: to know it by the node would hold the graph."""
-    return cast("dict[str, tuple[str, str | None]]", node.metadata)
-
-
 def leaves_behind(node: Node) -> set[int]:
-    """The ids of the leaves of the graph behind a node."""
+    """Returns the ids of the leaves of the graph behind a node."""
     waiting, seen, leaves = [node], {node}, set[int]()
     while waiting and len(seen) < MAX_NODES:
         node = waiting.pop()
@@ -504,7 +515,7 @@ def _column(rows: Sequence[dict[str, float]], key: str) -> tuple[float, ...]:
 
 
 def _extremes(gradient: Tensor, rows: int) -> Tensor:
-    """The least and the largest value other than 0, and whether there are at most ``rows`` of them."""
+    """Returns the smallest and largest nonzero value, and 1 if there are at most ``rows`` nonzero values, else 0."""
     flat = gradient.detach().double().flatten()
     used = flat != 0
     low = torch.where(used, flat, math.inf).min()
@@ -513,10 +524,10 @@ def _extremes(gradient: Tensor, rows: int) -> Tensor:
 
 
 def _wants(op: str, extremes: Sequence[float]) -> int:
-    """1 if a smaller result makes the loss smaller; -1 if a larger one does; 0 if elements differ.
+    """Returns 1 if a smaller result lowers the loss, -1 if a larger one does, 0 if elements differ.
 
-    For log_softmax only a likelihood counts, of which at most one element in each row has a gradient. Its sign is that
-    of the negative log-likelihood.
+    For log_softmax only a likelihood counts: at most one element in each row has a gradient. The sign is that of the
+    negative log-likelihood.
     """
     low, high, is_sparse = extremes
     if not math.isfinite(low) or not math.isfinite(high) or low * high <= 0 or abs(high - low) > 1e-2 * abs(high):
@@ -538,7 +549,7 @@ class LossListener(Probe):
         tape.listener = self._on_function
 
     def _on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
-        if innermost_transform():  # tensors of torch.func have no values
+        if innermost_transform():  # tensors inside torch.func transforms have no values
             return
         try:
             self._found.on_function(name, args, kwargs, result)
@@ -554,7 +565,7 @@ class LossListener(Probe):
         self._found.forget()
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
-        if self._tape.listener is not None and self._step < ALWAYS:
+        if self._tape.listener is not None and self._step < EVERY_STEP_UNTIL:
             self._found.on_backward(losses)
 
     def on_gradients(self) -> None:
@@ -562,7 +573,7 @@ class LossListener(Probe):
             self._found.end_backward()
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
-        if self._tape.listener is not None and self._step < ALWAYS:
+        if self._tape.listener is not None and self._step < EVERY_STEP_UNTIL:
             self._found.on_step(owned_by(optimizer))
             self._reached = max(self._reached, sum(p.grad is not None for p in self._subject.parameters))
 
@@ -570,14 +581,14 @@ class LossListener(Probe):
         if self._tape.listener is not None:
             self._found.end_step()
             self._step = step.step
-            if step.step <= ALWAYS:
+            if step.step <= EVERY_STEP_UNTIL:
                 self._terms = len(terms_of(step))
             known, self._certain = self._certain, self._found.certain
             self.urgent |= self._certain > known
         self._tape.listener = self._on_function if is_examined(step.step + 1) else None
 
     def values(self) -> Facts | None:
-        """The calls so far. None where the loop calls no loss function: a replay sees those inside of the models."""
+        """Returns the calls so far. None if the loop calls no loss function: a replay sees those inside models."""
         self.urgent = False
         found = self._found
         calls = found.calls()
@@ -589,13 +600,13 @@ class LossListener(Probe):
 
 
 def is_examined(step: int) -> bool:
-    """Whether the loss functions of a step are measured."""
-    every = 1 if step <= ALWAYS else OFTEN_EVERY if step <= OFTEN else LATER_EVERY if step <= LATER else EVERY
-    return step % every == 0
+    """Returns True if the loss functions of a step are measured."""
+    interval = next((each for last, each in ((EVERY_STEP_UNTIL, 1), *INTERVALS) if step <= last), LAST_INTERVAL)
+    return step % interval == 0
 
 
 def facts_of(found: LossCalls, subject: LiveObjects, terms: int, reached: int) -> LossFacts:
-    """The facts about what was heard."""
+    """Returns the facts of the collected calls."""
     return LossFacts(
         given=found.calls(),
         outer=found.outer,
@@ -610,7 +621,7 @@ def facts_of(found: LossCalls, subject: LiveObjects, terms: int, reached: int) -
 
 
 class _Inspector(StepInspector):
-    """Collects the loss functions of a replay, inside of the models too."""
+    """Collects the loss functions of a replay, including those inside models."""
 
     def __init__(self, session: ReplaySession) -> None:
         super().__init__(session)
@@ -626,7 +637,7 @@ class _Inspector(StepInspector):
 
 @replay(LossFacts, when="checkup", steps=1.4, value=4.0)
 def loss_calls(session: ReplaySession) -> LossFacts:
-    """The loss functions of a replayed step."""
+    """Returns the loss functions of a replayed step."""
     inspector = _Inspector(session)
     with session.live():
         result = inspector.run()

@@ -1,4 +1,4 @@
-"""Measures the gradient of each term that a loss is the sum of."""
+"""Measures the gradient of each term of a loss that is a sum."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MAX_TERMS = 8
 
 @replay(TermsFacts, when="requested")
 def loss_terms(session: ReplaySession) -> TermsFacts:
-    """The terms of the loss, in float32: a term that is small without the loss scale does not vanish."""
+    """Returns the terms of the loss in float32, so that terms that are small without the loss scale do not vanish."""
     return terms_facts(session)
 
 
 def terms_facts(session: ReplaySession) -> TermsFacts:
-    """The terms of the loss of the recorded step. Raises NotReplayable where it is not a sum of a few terms."""
+    """Returns the terms of the loss of the recorded step. Raises NotReplayable unless it is a sum of a few terms."""
     parts = terms_of(session.recorded_step)
     if not 2 <= len(parts) <= MAX_TERMS:
         raise NotReplayable("the loss is not a sum of a few terms")
@@ -35,14 +35,7 @@ def terms_facts(session: ReplaySession) -> TermsFacts:
     reached = [{n for n, g in each.items() if g is not None and bool((g != 0).any())} for each in grads]
     common = set.intersection(*reached)
     facts = [
-        TermFacts(
-            term.name,
-            term.slot,
-            term.weight,
-            term.own,
-            norm=abs(term.weight) * _norm(each, set(each)),
-            shared=abs(term.weight) * _norm(each, common),
-        )
+        TermFacts(term.name, term.slot, term.weight, term.own, shared=abs(term.weight) * _norm(each, common))
         for term, each in zip(parts, grads)
     ]
     return TermsFacts(tuple(facts), len(common))
@@ -59,7 +52,7 @@ def _gradients(session: ReplaySession, term: Term) -> Grads:
 
 
 def alone(recorded: RecordedStep, term: Term) -> RecordedStep:
-    """The step up to its first backward pass, with one term as its loss."""
+    """Returns the step up to its first backward pass, with one term as its loss."""
     end = next(n for n, each in enumerate(recorded.program) if isinstance(each, Backward))
     backward = recorded.program[end]
     assert isinstance(backward, Backward)
@@ -69,7 +62,7 @@ def alone(recorded: RecordedStep, term: Term) -> RecordedStep:
 
 
 def _adds_to(instruction: Instruction, term: Term) -> bool:
-    """Whether this is ``loss += other``, which adds other terms in place to this one."""
+    """Returns True if this is ``loss += other``, which adds other terms in place to this one."""
     return isinstance(instruction, Operation) and instruction.in_place and instruction.args[0] == Slot(term.slot)
 
 

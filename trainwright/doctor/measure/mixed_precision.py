@@ -1,4 +1,4 @@
-"""Observes 16-bit weights, small gradients and autocast: updates that are lost, or made from old weights."""
+"""Observes 16-bit weights, small gradients and autocast: updates that are lost or use stale weights."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.mechanism import HALF_DTYPES
 from trainwright.runs.json_values import Facts, strict
 
-SAMPLED_TENSORS, SAMPLED_ELEMENTS = 8, 256
-ALWAYS, EVERY, KEPT = 64, 16, 64
-"""Updates that are sampled one after the other, then every so many; and what is kept of them."""
-MAX_WINDOWS, MAX_STEPS_OF_SUMS = 3, 16
-"""Steps of several micro-batches whose sums are compared; and the step after which no more are waited for."""
+SAMPLED_TENSORS = 8
+SAMPLED_ELEMENTS = 256
+EVERY_UPDATE_UNTIL = 64
+"""All updates until this one are sampled, then every INTERVAL_UPDATES-th."""
+INTERVAL_UPDATES = 16
+MAX_SAMPLES = 64
+MAX_WINDOWS = 3
+"""Number of steps with several micro-batches whose gradient sums are compared."""
+MAX_STEPS_OF_SUMS = 16
+"""Last step whose gradient sums are compared."""
 REPORTED_AT = 6
-"""The step after which the first findings are made."""
+"""The step after which the first findings are reported."""
 SMALLEST_FP16 = 2.0**-24
-"""All numbers of float16 are multiples of it."""
+"""Smallest positive float16. All float16 numbers are multiples of it."""
 MOMENTS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
     | {"sum", "step", "mu", "eta", "ax", "prev", "step_size"}
@@ -38,7 +43,7 @@ MOMENTS = frozenset(
 
 
 class MixedPrecision(Probe):
-    """Samples some elements of some tensors. Costs nothing but a comparison for a loop in float32."""
+    """Samples some elements of some tensors. A loop in float32 costs only a comparison."""
 
     name = MixedPrecisionFacts.experiment
 
@@ -50,16 +55,19 @@ class MixedPrecision(Probe):
         self._matrices = [p for p in parameters if p.dim() > 1][:SAMPLED_TENSORS]
         self._is_fp16 = any(p.dtype == torch.float16 for p in self._halves)
         self._steps = 0
-        self._before: list[tuple[Tensor, Tensor, Tensor]] = []  # a weight, and its samples: of it, of its gradient
+        # a weight, samples of its values, and samples of its gradient
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
         self._rng = torch.empty(0)
-        self._still: deque[tuple[float, Tensor]] = deque(maxlen=KEPT)  # the learning rate, the fraction that was still
+        # (learning rate, fraction of unchanged weights)
+        self._still: deque[tuple[float, Tensor]] = deque(maxlen=MAX_SAMPLES)
         self._kept_elsewhere = False
         self._sentinel: Tensor | None = None
         self._stale_since: int | None = None
-        self._small: deque[Tensor] = deque(maxlen=KEPT)  # of the gradients of each step: see _smallness
+        self._small: deque[Tensor] = deque(maxlen=MAX_SAMPLES)  # see _smallness
         self._small_now: Tensor | None = None
         self._sums: dict[int, Tensor] = {}
-        self._summed: list[tuple[Tensor, Tensor]] = []  # samples of gradients as they were summed, and their sums
+        # samples of the gradients as summed by the loop, and of exact sums
+        self._summed: list[tuple[Tensor, Tensor]] = []
         self._micro_batches = 0
         self._windows: list[tuple[int, Tensor, Tensor]] = []
         self._handles: list[RemovableHandle] = []
@@ -67,7 +75,7 @@ class MixedPrecision(Probe):
 
     @property
     def _is_sampled(self) -> bool:
-        return self._steps < ALWAYS or self._steps % EVERY == 0
+        return self._steps < EVERY_UPDATE_UNTIL or self._steps % INTERVAL_UPDATES == 0
 
     # sums over micro-batches
 
@@ -149,7 +157,7 @@ class MixedPrecision(Probe):
         return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
 
     def _test_autocast_cache(self) -> None:
-        """Cast a weight of our own within autocast and change it: a cache that is still there has its old value."""
+        """Casts a test weight within autocast and changes it. A stale autocast cache still returns the old value."""
         kind = self._device.type
         if not torch.is_autocast_enabled(kind) or not torch.is_autocast_cache_enabled():
             self._sentinel = None
@@ -190,9 +198,9 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _smallness(grads: Sequence[Tensor]) -> Tensor:
-    """The fraction of 0, and the root mean square in steps of float16, of the gradients that are such steps.
+    """Returns the fraction of gradients that are 0, and the root mean square of the others in steps of float16.
 
-    The second is infinite where there are none.
+    The second is infinite without such gradients.
     """
     in_steps = [_sample(grad).float().abs() / SMALLEST_FP16 for grad in grads]
     is_fp16 = torch.stack([(each == each.round()).all() for each in in_steps]).float()
@@ -205,7 +213,7 @@ def _smallness(grads: Sequence[Tensor]) -> Tensor:
 
 
 def _keeps_copies(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Whether the optimizer keeps something in the shape of a parameter that may be master weights."""
+    """Returns True if the optimizer keeps state in the shape of a parameter that may be master weights."""
     state: Kwargs = optimizer.state.get(parameter, {})
     return not type(optimizer).__module__.startswith("trainwright.") and any(
         isinstance(value, Tensor) and value.shape == parameter.shape and parameter.dim() > 0 and key not in MOMENTS

@@ -1,4 +1,4 @@
-"""The mode of each module in training and in evaluations, and functions that ignore it."""
+"""Observes the mode of each module in training and in evaluations, and functions that ignore the mode."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.runs.json_values import Facts, strict
 
-EARLY = 4
-"""Steps before which it is not known whether a pass without gradients belongs to every step."""
-FUNCTIONS = DROPOUTS | {"dropout_", "dropout1d", "dropout2d", "dropout3d"}
+MIN_STEPS = 4
+"""Steps before which a pass without gradients may belong to every step."""
+DROPOUT_FUNCTIONS = DROPOUTS | {"dropout_", "dropout1d", "dropout2d", "dropout3d"}
 
 
 class Modes(Probe):
-    """``urgent``: a module has left train mode, or the model was evaluated in train mode."""
+    """Observes modes.
+
+    ``urgent``: a module has left train mode, or the model was evaluated in train mode.
+    """
 
     name = ModesFacts.experiment
 
@@ -42,18 +45,18 @@ class Modes(Probe):
             named.setdefault(id(module), name)
         self._names = list(named.values())
         self._depends = [n for n, module in enumerate(self._modules) if depends_on_mode(module)]
-        self._same: tuple[bool, ...] | None = None  # the modes of the last step, the same object while they are equal
+        self._same: tuple[bool, ...] | None = None  # the modes of the last step; the same object while they are equal
         self._was_training: set[int] = set()
-        self._eval: dict[int, int] = {}  # modules that are in eval mode in training, and since when
+        self._eval: dict[int, int] = {}  # modules in eval mode during training, and the step since which they are
         self._steps = self._closed = 0
-        self._feeding: int | None = None  # the iterator whose batches are trained on
-        self._fetched: int | None = None  # the one that gave a batch since the last step, and when
+        self._training_iterator: int | None = None  # the iterator whose batches are trained on
+        self._fetched: int | None = None  # the iterator that yielded a batch since the last step, and the time
         self._fetched_s = 0.0
         self._lines: dict[int, str | None] = {}
-        self._passes: set[tuple[Site, bool]] = set()  # without gradients since the last step, and whether in train mode
+        self._passes: set[tuple[Site, bool]] = set()  # passes without gradients since the last step, and their mode
         self._evaluated: dict[bool, list[int]] = {True: [], False: []}
         self._num_in_train = 0
-        self._source: str | None = None  # of the first evaluation in train mode
+        self._source: str | None = None  # line of the first evaluation in train mode
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
         self._fetched, self._fetched_s = id(iterator), time.time()
@@ -65,17 +68,17 @@ class Modes(Probe):
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if torch.is_grad_enabled():
-            self._feeding = self._fetched
-        elif self._depends and (self._fetched is None or self._fetched != self._feeding):
+            self._training_iterator = self._fetched
+        elif self._depends and (self._fetched is None or self._fetched != self._training_iterator):
             in_train = root.training and all(self._modules[n].training for n in self._depends)
             self._passes.add((self._sites.current, in_train))
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps, self._closed = step.step, self._closed + 1
-        if self._fetched_s <= step.ended_s:  # later ones belong to the next step
+        if self._fetched_s <= step.ended_s:  # later batches belong to the next step
             self._fetched = None
         if self._passes:
-            self._note_evaluation()
+            self._record_evaluation()
         calls = step.calls
         if not calls or (len(calls) == 1 and calls[0].training is self._same):
             return
@@ -86,15 +89,15 @@ class Modes(Probe):
         self.urgent |= any(n in self._was_training and self._eval[n] == step.step for n in gone & {*self._depends})
         self._was_training |= training
 
-    def _note_evaluation(self) -> None:
-        """Notes the evaluations since the last step, on other batches than those that are trained on."""
+    def _record_evaluation(self) -> None:
+        """Records evaluations since the last step on other batches than the training batches."""
         modes = {in_train for site, in_train in self._passes if site in self._sites}
         if True in modes and self._source is None:
             self._source = next(source_of(site) for site, on in self._passes if on and site in self._sites)
         self._passes = set()
         for in_train in modes:
             steps = self._evaluated[in_train]
-            self.urgent |= in_train and not steps and self._steps > EARLY
+            self.urgent |= in_train and not steps and self._steps > MIN_STEPS
             steps.append(self._steps)
             del steps[16:]
         self._num_in_train += True in modes
@@ -135,13 +138,13 @@ class Modes(Probe):
 
 
 def depends_on_mode(module: nn.Module) -> bool:
-    """Whether its forward pass differs in eval mode; for a class that is not torch's, judged by its code."""
+    """Returns True if the forward pass differs in eval mode. Custom classes are examined by their code."""
     if isinstance(module, _NormBase):
         return module.track_running_stats
     if isinstance(module, _DropoutNd):
         return module.p > 0
     if type(module).__module__.startswith("torch.nn."):
-        rate = getattr(module, "dropout", 0.0)  # a module in nn.TransformerEncoderLayer, which counts by itself
+        rate = getattr(module, "dropout", 0.0)  # dropout submodules in nn.TransformerEncoderLayer count themselves
         return isinstance(module, nn.RReLU) or (isinstance(rate, float) and rate > 0)
     classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
     functions = [f for each in classes for name, f in vars(each).items() if name not in ("train", "eval")]
@@ -149,8 +152,8 @@ def depends_on_mode(module: nn.Module) -> bool:
 
 
 def drop_rate(name: str, args: Args, kwargs: Kwargs) -> float:
-    """The rate at which a function drops values although every module is in eval mode; 0 for any other function."""
-    if name in FUNCTIONS:
+    """Returns the rate at which a function drops values although every module is in eval mode; else 0."""
+    if name in DROPOUT_FUNCTIONS:
         is_on = argument(args, kwargs, 2, "training", kwargs.get("train", True))
         return float(argument(args, kwargs, 1, "p", 0.5)) if is_on else 0.0
     if name == "scaled_dot_product_attention":
@@ -159,12 +162,12 @@ def drop_rate(name: str, args: Args, kwargs: Kwargs) -> float:
         return 0.0
     rates = argument(args, kwargs, 1, "p", 0.5 if name == "bernoulli_" else argument(args, kwargs, 0, "input", 0.5))
     is_mask = not isinstance(rates, Tensor) or bool((rates == rates.flatten()[:1]).all())
-    return 0.5 if is_mask else 0.0  # else a code is drawn with probabilities that were computed
+    return 0.5 if is_mask else 0.0  # else it draws a code with computed probabilities
 
 
 @replay(DropsFacts, when="first", steps=0.8)
 def in_eval_mode(session: ReplaySession) -> DropsFacts:
-    """Functions within the models that drop values at random although every module is in eval mode."""
+    """Returns functions inside the models that drop values although every module is in eval mode."""
     modules = ModuleStack(session.modules)
     found: dict[Drop, None] = {}
 

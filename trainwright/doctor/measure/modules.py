@@ -1,4 +1,4 @@
-"""Looks at modules while the loop calls them: modes, outputs that do not vary, tables of tokens, shared modules."""
+"""Examines modules in the live loop: modes, constant outputs, embeddings, repeated modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.doctor.facts.modules import ModulesFacts, OutputSpread, RepeatedModule, TokenTable
-from trainwright.doctor.measure.looks import LookingProbe, rows_of
+from trainwright.doctor.measure.module_probe import ModuleProbe, rows_of
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.listener import has_listeners
 from trainwright.recorder.pausable import without_modes
@@ -25,24 +25,25 @@ from trainwright.recorder.program import Operation, RecordedStep, constants_of, 
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.runs.json_values import Facts, strict
 
-FLAT = ("RoundBackward", "FloorBackward", "CeilBackward", "TruncBackward", "SignBackward")
-"""Nodes of the graph whose derivative is 0 everywhere."""
+FLAT_NODES = ("RoundBackward", "FloorBackward", "CeilBackward", "TruncBackward", "SignBackward")
+"""Autograd nodes whose derivative is 0 everywhere."""
 MAX_NODES = 20_000
-MIN_ROWS, MIN_WIDTH = 4, 8
-"""Samples that are compared, and numbers in a vector whose spread means something."""
-ROOM = 1e-4
-"""Relative to the largest output: a norm over one value leaves 1e-5 of rounding."""
+MIN_ROWS = 4
+MIN_WIDTH = 8
+"""Minimum size of vectors whose spread is measured."""
+MAX_RELATIVE_ROUNDING = 1e-4
+"""Relative to the largest output. A normalization over one value leaves rounding of 1e-5."""
 MAX_IDS = 4096
-"""Token ids of a call that are read."""
+"""Maximum number of token ids that are read per call."""
 NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm)
 
 
 @dataclass
 class _Table:
-    """What is known of an embedding. ``ids`` are those of the step that is looked at."""
+    """Measurements of an embedding. ``ids`` are those of the examined step."""
 
     module: nn.Embedding | nn.EmbeddingBag
-    counts: list[Tensor] = field(default_factory=list)  # of ids, of padding, of padding between other tokens
+    counts: list[Tensor] = field(default_factory=list)  # number of ids, of padding, and of padding between other tokens
     ids: Tensor | None = None
     before: Tensor | None = None
     zeroed: Counter[int] = field(default_factory=Counter)
@@ -50,16 +51,16 @@ class _Table:
     decayed: set[int] = field(default_factory=set)
 
 
-class Modules(LookingProbe):
-    """On a GPU nothing waits for the device before the facts are read, but for rows of embeddings."""
+class Modules(ModuleProbe):
+    """Examines modules. Synchronizes with a GPU only for embedding rows and when the facts are read."""
 
     name = ModulesFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
         super().__init__(watched)
-        self._varies: dict[str, tuple[Tensor, Tensor]] = {}  # in this pass: inputs and outputs
+        self._varies: dict[str, tuple[Tensor, Tensor]] = {}  # inputs and outputs in this pass
         self._given: dict[str, Tensor] = {}
-        self._wipes: dict[str, list[Tensor]] = {}  # by module: whether its outputs are constant, and its inputs not
+        self._wipes: dict[str, list[Tensor]] = {}  # for each module: its outputs are constant and its inputs are not
         self._single = ""
         self._first: Tensor | None = None  # rows of the first input of the first pass
         self._same: list[Tensor] = []
@@ -71,7 +72,7 @@ class Modules(LookingProbe):
         self._versions: dict[str, int] = {}
         self._lists = {p: m for p, m in self.modules.items() if isinstance(m, nn.ModuleList | nn.Sequential)}
         self._repeats = {id(m) for each in self._lists.values() for m, n in _entries(each).items() if n > 1}
-        self._made: dict[str, set[Node]] = {}  # in this pass: the nodes of the outputs of repeated modules
+        self._made: dict[str, set[Node]] = {}  # nodes of the outputs of repeated modules in this pass
         self._chained: set[int] = set()
         self._tables = {p: _Table(m) for p, m in self.modules.items() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
         self._flat, self._behind = "", set[str]()
@@ -104,7 +105,7 @@ class Modules(LookingProbe):
         given = plain(tensors_of((args, kwargs), 2))
         if given and not self._single and _normalises_one_value(module, given[0]):
             self._single = path
-        if path in self._made and any(_is_made_of(t.grad_fn, self._made[path]) for t in given):
+        if path in self._made and any(_is_computed_from(t.grad_fn, self._made[path]) for t in given):
             self._chained.add(id(module))
 
     def left(self, path: str, module: nn.Module, output: object) -> None:
@@ -116,7 +117,7 @@ class Modules(LookingProbe):
     def on_output(self, root: nn.Module, output: object) -> None:
         super().on_output(root, output)
         if self.is_looking and self._given and output is not None:
-            with without_modes():  # the loss is recorded from here on
+            with without_modes():  # the operations of the loss are recorded from here on
                 self._note_output(output)
 
     def _note_output(self, output: object) -> None:
@@ -136,7 +137,7 @@ class Modules(LookingProbe):
             self._read_graph([t.grad_fn for t in losses if t.grad_fn is not None])
 
     def _read_graph(self, nodes: list[Node]) -> None:
-        """Which parameters the loss reaches only through nodes with a derivative of 0."""
+        """Finds parameters that the loss reaches only through nodes with derivative 0."""
         flat: list[Node] = []
         direct = _leaves(nodes, flat)
         if flat:
@@ -188,10 +189,10 @@ class Modules(LookingProbe):
                 first = next(self.modules[frozen].parameters())
                 self._versions.setdefault(frozen, first._version)
         if self.looks == 1:
-            self._hear_others()
+            self._examine_others()
 
-    def _hear_others(self) -> None:
-        """Modules in the variables of the loop that nothing trains, such as a teacher, with dropout on."""
+    def _examine_others(self) -> None:
+        """Finds untrained modules with active dropout, such as a teacher, in the variables of the loop."""
         known = {id(m) for m in self.modules.values()}
         for module in self.watched.modules():
             drops = any(isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in module.modules())
@@ -211,7 +212,7 @@ class Modules(LookingProbe):
         return bool(parameters) and not any(id(p) in self.owned for p in parameters)
 
     def _frozen_around(self, path: str) -> str | None:
-        """The outermost module around it whose weights nobody trains, where it has more than a norm's."""
+        """Returns the outermost enclosing module that is frozen and has more than a normalization's weights."""
         found = None
         while path:
             path = path.rpartition(".")[0]
@@ -222,7 +223,7 @@ class Modules(LookingProbe):
         return found
 
     def _around_all(self, paths: set[str]) -> tuple[str, ...]:
-        """The frozen modules around these, whose weights have not moved since they were first seen."""
+        """Returns the frozen modules around these whose weights have not moved since they were first seen."""
         around = {frozen for path in paths if (frozen := self._frozen_around(path)) in self._versions}
         return tuple(
             sorted(
@@ -270,14 +271,14 @@ class Modules(LookingProbe):
 
 
 def _entries(container: nn.Module) -> Counter[nn.Module]:
-    """The modules with parameters in a container, and how often each stands in it."""
+    """Counts the entries of a container that are modules with parameters."""
     return Counter(m for m in container._modules.values() if m is not None and any(True for _ in m.parameters()))
 
 
-def _is_made_of(node: Node | None, earlier: set[Node], most: int = 64) -> bool:
-    """Whether one of these nodes is among the nearest in the graph behind ``node``."""
+def _is_computed_from(node: Node | None, earlier: set[Node], most: int = 64) -> bool:
+    """Returns True if one of these nodes is among the nearest in the graph behind ``node``."""
     waiting = [node]
-    for each in waiting:  # grows while it is walked
+    for each in waiting:  # grows during the iteration
         if each in earlier:
             return True
         if each is not None and len(waiting) < most:
@@ -286,7 +287,7 @@ def _is_made_of(node: Node | None, earlier: set[Node], most: int = 64) -> bool:
 
 
 def _normalises_one_value(module: nn.Module, x: Tensor) -> bool:
-    """Whether each group that it normalises has one value, which leaves nothing of it."""
+    """Returns True if each normalized group has one value, so that the output is constant."""
     if isinstance(module, nn.GroupNorm):
         return x.dim() > 1 and x.numel() == x.shape[0] * module.num_groups
     return isinstance(module, nn.LayerNorm) and math.prod(module.normalized_shape) == 1
@@ -297,23 +298,23 @@ def _has_rows(tensor: Tensor) -> bool:
 
 
 def _varies(value: object) -> Tensor | None:
-    """Whether the first tensor with several rows differs from row to row beyond rounding; None where there is none."""
+    """Returns a 0-d bool: True if rows differ beyond rounding. None without a tensor of several rows."""
     tensor = next((t for t in plain(tensors_of(value, 3)) if _has_rows(t)), None)
     if tensor is None or tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize < 2):  # float8
         return None
     rows = rows_of(tensor)
     if not tensor.is_floating_point():
         return (rows != rows[:1]).any()
-    room = ROOM if tensor.dtype in (torch.float32, torch.float64) else 0.0
+    room = MAX_RELATIVE_ROUNDING if tensor.dtype in (torch.float32, torch.float64) else 0.0
     return ~((rows - rows[:1]).abs().amax() <= room * rows.abs().amax())
 
 
 def _leaves(nodes: list[Node], flat: list[Node] | None) -> set[Tensor]:
-    """The leaves of the graph behind these nodes; ``flat`` nodes are collected and not passed."""
+    """Returns the leaves of the graph behind these nodes. ``flat`` nodes are collected and not passed."""
     waiting, seen, leaves = list(nodes), set(nodes), set[Tensor]()
     while waiting and len(seen) < MAX_NODES:
         node = waiting.pop()
-        if flat is not None and type(node).__name__.startswith(FLAT):
+        if flat is not None and type(node).__name__.startswith(FLAT_NODES):
             flat.append(node)
             continue
         if (variable := getattr(node, "variable", None)) is not None:
@@ -325,7 +326,7 @@ def _leaves(nodes: list[Node], flat: list[Node] | None) -> set[Tensor]:
 
 
 def _has_data(step: RecordedStep) -> bool:
-    """Whether the loss of a step compares outputs with anything."""
+    """Returns True if the loss of a step uses data besides the model's inputs."""
     operations = [each for each in step.program if isinstance(each, Operation)]
     return any(c.tensor.numel() > 1 for each in operations for c in constants_of((each.args, each.kwargs)))
 
@@ -338,6 +339,5 @@ def _table_facts(path: str, table: _Table) -> TokenTable:
         padding=padding / max(1, ids),
         inside=inside / max(1, padding),
         used=len({*table.zeroed} | table.alive),
-        zeroed=len(always),
         decayed=len(always & table.decayed),
     )

@@ -1,4 +1,4 @@
-"""What makes a step non-finite: observed in the live loop, and traced operation by operation in a replay."""
+"""Finds the cause of a non-finite step: observed in the live loop, and traced by operation in a replay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import Backward, Call, Constant, Operation, RecordedStep, constants_of, mapped
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import TorchFunction
-from trainwright.replay.bisect import guilty_rows
+from trainwright.replay.bisect import failing_rows
 from trainwright.replay.experiments import replay
 from trainwright.replay.mechanism import Range
 from trainwright.replay.replayer import Intervention, NotReplayable, ReplayResult, Upto
@@ -28,25 +28,25 @@ from trainwright.runs.json_values import Facts, strict
 
 MAX_NAMES = 64
 SMALLEST_FP16_EPS = 3e-8
-"""Less is 0 in float16."""
+"""Smaller values are 0 in float16."""
 MAX_ROWS = 8
-"""If so many samples each break the step alone, the fault is not in the samples."""
+"""If this many samples each make the step non-finite alone, the fault is not in the samples."""
 LOWERED = {
     "addmm": "linear", "mm": "matmul", "bmm": "matmul", "baddbmm": "matmul", "dot": "matmul", "mv": "matmul",
     "convolution": "conv", "nll_loss_forward": "nll_loss", "nll_loss2d_forward": "nll_loss",
     "nll_loss_nd": "nll_loss", "native_layer_norm": "layer_norm", "native_batch_norm": "batch_norm",
     "native_group_norm": "group_norm", "cudnn_ctc_loss": "ctc_loss", "safe_softmax": "softmax",
 }  # fmt: skip
-"""Names of ATen operations to the functions that users call, where the function was not recorded."""
+"""Function names for ATen operations whose torch function was not recorded."""
 COMPOSITE = {"multi_head_attention_forward", "scaled_dot_product_attention"}
-"""Functions of several operations that a user would name one by one."""
+"""Composite functions. Their individual operations are reported."""
 
 
 class NonfiniteListener(Probe):
-    """Reads tensors only after a norm or a loss was not finite, and marks such a step "nonfinite".
+    """Reads tensors only after a norm or a loss was not finite, and marks such a step as non-finite.
 
-    A forward pass in training mode that no backward pass follows moves the running statistics of BatchNorm unseen:
-    these are read after such a step, too, and at every examination.
+    A forward pass in train mode without a backward pass changes the running statistics of BatchNorm. These are
+    therefore read after such a step and at every examination.
     """
 
     name = SeenNonfinite.experiment
@@ -75,7 +75,7 @@ class NonfiniteListener(Probe):
         before, self._before_clip = self._before_clip, None
         is_vetoed = step.values.get("vetoed") in ("gradients", "update")
         if before is not None or is_vetoed or not numbers.are_finite:
-            now = self._bad_gradients() if step.step == self._newest else []  # else they are of another step
+            now = self._bad_gradients() if step.step == self._newest else []  # else the gradients are from another step
             bad = now if before is None else before
             dtypes = [p.dtype for p in self._parameters if bad and self._names.get(id(p)) == bad[0]]
             self._facts = SeenNonfinite(
@@ -104,7 +104,7 @@ class NonfiniteListener(Probe):
         return bool(trained > sum(kind == "backward" for kind, _ in step.events))
 
     def _newly_poisoned(self) -> list[str]:
-        """Paths of modules whose running statistics are not finite and were not reported yet."""
+        """Returns the paths of modules whose running statistics are not finite and were not reported yet."""
         held = [(path, b) for path, m, n in self._statistics if (b := m._buffers[n]) is not None]
         held = [(path, b) for path, b in held if b.is_floating_point()]
         if not held or bool(torch.stack(torch._foreach_norm([b for _, b in held])).isfinite().all()):
@@ -120,7 +120,7 @@ class NonfiniteListener(Probe):
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all values of this process's part are finite."""
+    """Returns True if all values of this process's part are finite."""
     values = tensor.detach()
     values = values.coalesce().values() if values.is_sparse else own_part(values)
     return bool(values.isfinite().all())
@@ -147,7 +147,7 @@ def _bad_inputs(step: RecordedStep) -> Iterable[BadInput]:
 
 
 def measure_trace(session: ReplaySession) -> TraceFacts:
-    """Find the first operation that made the step non-finite, or the outcome of the replay if that is finite."""
+    """Returns the first operation that made the step non-finite, or the outcome of the replay if that is finite."""
     scale, micro_batches = loss_scale(session.recorded_step), num_backward(session.recorded_step)
     has_finite_losses = all(math.isfinite(each) for each in session.recorded_step.losses)
     if scale != 1.0 and has_finite_losses and all_finite(session.run(Intervention(loss_scale=1 / scale))):
@@ -173,18 +173,18 @@ def measure_trace(session: ReplaySession) -> TraceFacts:
 
 
 def loss_scale(recorded: RecordedStep) -> float:
-    """The loss scale of a gradient scaler; 1 without one."""
+    """Returns the loss scale of a gradient scaler; 1 without one."""
     scales = {each.scale for each in recorded.program if isinstance(each, Backward)}
     return scales.pop() if len(scales) == 1 else 1.0
 
 
 def num_backward(recorded: RecordedStep) -> int:
-    """The number of backward passes."""
+    """Returns the number of backward passes."""
     return sum(isinstance(each, Backward) for each in recorded.program)
 
 
 def all_finite(result: ReplayResult) -> bool:
-    """Whether the losses and the gradients are finite."""
+    """Returns True if the losses and the gradients are finite."""
     grads = [g for g in result.grads.values() if g is not None]
     return result.error is None and all(map(is_finite, (*result.losses, *grads)))
 
@@ -227,7 +227,7 @@ def _first(session: ReplaySession, tracing: Tracing, bad: Bad) -> FirstNonfinite
 
 
 def _user_name(op: Op) -> str:
-    """That of the torch function, unless it is composite or only wraps the operation."""
+    """Returns the name of the torch function, or of the ATen operation if the function is composite or a wrapper."""
     function = (op.function or "").strip("_")
     if function in COMPOSITE or not function:
         return LOWERED.get(op.name, op.name)
@@ -239,7 +239,7 @@ def _range(values: Range) -> ValueRange:
 
 
 def _samples(session: ReplaySession, bad: Bad) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """The rows that break the step alone, and their sample ids where they are known."""
+    """Returns the rows that make the step non-finite alone, and their sample ids if known."""
     if bad.op.phase == "update" or bad.kind in ("weight", "state", "gradient"):
         return None, ()
     calls = session.recorded_step.calls
@@ -247,13 +247,13 @@ def _samples(session: ReplaySession, bad: Bad) -> tuple[tuple[int, ...] | None, 
     ids = session.ids[batch] if 0 <= batch < len(session.ids) else None
     if bad.what == "no_valid_target" and bad.reached != "buffer":
         return None, tuple(ids or ())
-    rows = _guilty_rows(session, bad)
+    rows = _breaking_rows(session, bad)
     is_known = rows and ids is not None and len(ids) == session.size
     return rows, tuple(sorted(ids[row] for row in rows)) if is_known and rows and ids else ()
 
 
 def _empty(session: ReplaySession, call: int, rows: Sequence[int]) -> float | None:
-    """The one value that fills an input of exactly these samples, as padding does; None if there is none."""
+    """Returns the single value that fills an input of exactly these samples, as padding does; None without one."""
     values: list[float] = []
 
     def collect(leaf: object) -> None:
@@ -267,8 +267,10 @@ def _empty(session: ReplaySession, call: int, rows: Sequence[int]) -> float | No
     return values[0] if values else None
 
 
-def _guilty_rows(session: ReplaySession, bad: Bad) -> tuple[int, ...] | None:
-    """The rows that break the step alone, confirmed by replays; None where there are too many or it cannot be run."""
+def _breaking_rows(session: ReplaySession, bad: Bad) -> tuple[int, ...] | None:
+    """Returns the rows that make the step non-finite alone, confirmed by replays; None if there are too many or a
+    replay fails.
+    """
     size = session.size
     if not size:
         return None
@@ -282,14 +284,14 @@ def _guilty_rows(session: ReplaySession, bad: Bad) -> tuple[int, ...] | None:
             others = [row for row in range(size) if row not in suspected]
             if all(is_bad([row]) for row in suspected) and not is_bad(others):
                 return tuple(suspected)
-        found = guilty_rows(is_bad, size, limit=MAX_ROWS)
+        found = failing_rows(is_bad, size, limit=MAX_ROWS)
     except NotReplayable:
         return None
     return tuple(found) if 0 < len(found) < MAX_ROWS and len(found) < size else None
 
 
 def _breaks(session: ReplaySession, bad: Bad, rows: Sequence[int]) -> bool:
-    """Whether the step is non-finite with only these rows of its micro-batch."""
+    """Returns True if the step is non-finite with only these rows of its micro-batch."""
     micro = [bad.op.micro_batch] if num_backward(session.recorded_step) > 1 else None
     intervention = Intervention(rows=list(rows), micro=micro, loss_scale=1 / loss_scale(session.recorded_step))
     with session.live():
@@ -304,7 +306,7 @@ def _breaks(session: ReplaySession, bad: Bad, rows: Sequence[int]) -> bool:
 
 
 def non_finite_buffers(session: ReplaySession) -> int:
-    """The number of buffers with a value that is not finite. Must be called within ``session.live()``."""
+    """Returns the number of buffers with a non-finite value. Must be called within ``session.live()``."""
     buffers = [module._buffers[name] for module, name in session.replayer.subject.buffers()]
     return sum(b is not None and b.is_floating_point() and not bool(b.isfinite().all()) for b in buffers)
 

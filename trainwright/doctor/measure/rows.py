@@ -1,4 +1,4 @@
-"""Identifies rows of inputs by their content: batches that repeat, and rows that are trained on and evaluated."""
+"""Identifies input rows by content: repeated batches, and rows in both training and evaluation."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
 from trainwright.runs.json_values import Facts, strict
 
-ALL, PERIOD = 128, 16
-"""Every step is read until the first number, then every so many-th and the one after it."""
-OFTEN = 8
-"""Steps of a CPU that are compared together; those of a GPU wait for the next examination."""
-MICRO = 8
-"""Calls of a step that are read."""
-MOST_ROWS, MOST_BATCHES = 1 << 16, 4096
-"""Rows and batches that are remembered."""
-READ = 256
-"""Rows of a batch that are read; of a larger one those whose digest is a multiple of some number, always the same."""
-CALLS, EVALUATIONS, TRIED = 64, 8, 4
-"""Calls of an evaluation that are read; evaluations of a site; times that a site is read without a comparison."""
+EVERY_STEP_UNTIL = 128
+"""All steps until this one are read. Later, every INTERVAL_STEPS-th step and the step after it are."""
+INTERVAL_STEPS = 16
+STEPS_PER_COMPARISON = 8
+"""Steps on a CPU that are compared together. Steps on a GPU wait for the next examination."""
+MAX_CALLS_PER_STEP = 8
+MAX_ROWS = 1 << 16
+MAX_BATCHES = 4096
+MAX_ROWS_PER_BATCH = 256
+"""Larger batches are sampled: rows whose digest is a multiple of a fixed number are read."""
+MAX_CALLS_PER_EVALUATION = 64
+MAX_EVALUATIONS_PER_SITE = 8
+MAX_READS_WITHOUT_TARGETS = 4
+"""Number of passes at one call site that are read although their outputs are never compared with targets."""
 
 
 @dataclass
 class _Source:
-    """An iterator of a loader: the rows of its data set, whether it shuffles, its workers over an IterableDataset."""
+    """An iterator of a loader: the length of its dataset, whether it shuffles, its workers over an IterableDataset."""
 
     number: int
     length: int
@@ -54,9 +56,10 @@ class _Source:
 
 @dataclass
 class _Read:
-    """The digests of the rows of one call. ``place``: the batch of the source that it read.
+    """Digests of the rows of one call.
 
-    ``part``: the backward passes of the step before it, and the model.
+    ``place`` is the batch of the source. ``part`` is the number of backward passes of the step before it, and the
+    model.
     """
 
     call: int
@@ -68,13 +71,13 @@ class _Read:
 
 
 class InputRows(Probe):
-    """Each call that is read takes about 50 us. ``urgent``: batches repeat, for the first time."""
+    """Reads the rows of calls, about 50 us per call. ``urgent``: batches repeat for the first time."""
 
     name = RowsFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._sites = watched.sites
-        self._mode: bool | None = None  # of the first model that was trained
+        self._mode: bool | None = None  # mode of the first model that was trained
         self._steps = self._calls = self._in_step = self._backwards = 0
         self._waiting: list[_Read] = []
         self._seen: set[int] = set()
@@ -82,23 +85,25 @@ class InputRows(Probe):
         self._whole = max((length_of(getattr(each, "dataset", None)) or 0 for each in watched.loaders), default=0)
         self._new: deque[float] = deque(maxlen=8)
         self._is_continuous: bool | None = None
-        self._of_step: dict[int, list[tuple[int, int]]] = {}  # by backward pass: models with the keys of their rows
+        # for each backward pass: models with the keys of their rows
+        self._of_step: dict[int, list[tuple[int, int]]] = {}
         self._step, self._last, self._varies = 0, 0, False
         self._last_rows: set[int] = set()
         self._longest = self._longest_to = self._before = self._now = 0
         self._micro = self._micro_steps = 0
         self._at: dict[int, int] = {}
         self._period = self._recurred = 0
-        self._recurrence = (0, 0, False)  # the longest: how often, its period, whether its batches are kept
-        self._fetched_at = 0  # the number of training calls when the newest batch was fetched
+        # the longest recurrence: its length, its period, and whether its batches are held
+        self._recurrence = (0, 0, False)
+        self._fetched_at = 0  # number of training calls when the newest batch was fetched
         self._fetches = 0
         self._groups = self._equal_groups = self._before_group = 0
         self._group: list[int] = []
         self._iterators: weakref.WeakKeyDictionary[object, _Source] = weakref.WeakKeyDictionary()
         self._num_iterators = 0
         self._newest: _Source | None = None
-        self._is_fresh = False  # the newest batch was not given to a model
-        self._passes: list[tuple[Site, Hashable, Tensor | None]] = []  # since the last step
+        self._is_fresh = False  # the newest batch was not passed to a model yet
+        self._passes: list[tuple[Site, Hashable, Tensor | None]] = []  # passes since the last step
         self._times: Counter[Site] = Counter()
         self._evaluated: EvaluatedRows | None = None
         self._told = False
@@ -117,7 +122,7 @@ class InputRows(Probe):
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
         source = self._iterators.get(iterator)
-        if source is None:  # the iterator was made before the watch began
+        if source is None:  # the iterator was created before the watch began
             source = self._begin_source(_loader_of(iterator), iterator)
         source.fetched += 1
         self._newest, self._is_fresh = source, True
@@ -136,7 +141,7 @@ class InputRows(Probe):
         self._calls += 1
         self._in_step += 1
         number = self._steps + 1
-        if (number <= ALL or number % PERIOD < 2) and self._in_step <= MICRO:
+        if (number <= EVERY_STEP_UNTIL or number % INTERVAL_STEPS < 2) and self._in_step <= MAX_CALLS_PER_STEP:
             self._read_call(tensors_of((args, kwargs), 3), number, id(root))
         self._is_fresh = False
 
@@ -144,7 +149,7 @@ class InputRows(Probe):
         self._backwards += 1
 
     def on_closure_again(self, optimizer: Optimizer) -> None:
-        self._in_step = MICRO  # the optimizer evaluates one batch several times
+        self._in_step = MAX_CALLS_PER_STEP  # the optimizer evaluates one batch several times
 
     def _read_call(self, tensors: Sequence[Tensor], step: int, model: int) -> None:
         digests = row_digests(tensors)
@@ -160,9 +165,11 @@ class InputRows(Probe):
     def _add_pass(self, tensors: Sequence[Tensor]) -> None:
         site, digests = self._sites.current, None
         self._times[site] += all(site != each[0] for each in self._passes)
-        if len(self._passes) < CALLS and self._times[site] <= (2 * EVALUATIONS if site in self._sites else TRIED):
+        if len(self._passes) < MAX_CALLS_PER_EVALUATION and self._times[site] <= (
+            2 * MAX_EVALUATIONS_PER_SITE if site in self._sites else MAX_READS_WITHOUT_TARGETS
+        ):
             digests = row_digests(tensors)
-        if len(self._passes) <= CALLS:
+        if len(self._passes) <= MAX_CALLS_PER_EVALUATION:
             source = self._newest.number if self._is_fresh and self._newest else _base_of(tensors)
             self._passes.append((site, source, digests))
         self._is_fresh = False
@@ -171,7 +178,7 @@ class InputRows(Probe):
         self._steps, self._in_step, self._backwards = step.step, 0, 0
         if self._passes:
             self._end_passes()
-        if len(self._waiting) >= OFTEN and not self._waiting[0].digests.is_cuda:
+        if len(self._waiting) >= STEPS_PER_COMPARISON and not self._waiting[0].digests.is_cuda:
             self._take_waiting()
 
     def _take_waiting(self) -> None:
@@ -182,23 +189,24 @@ class InputRows(Probe):
             if each.step != self._step:
                 self._end_step(each.step)
             self._of_step.setdefault(each.part[0], []).append((each.part[1], key))
-            self._varies |= len(set(rows)) > 1 or len(rows) == 1  # random walks may start from one row, for example
+            # random walks, for example, may all start from one row
+            self._varies |= len(set(rows)) > 1 or len(rows) == 1
             self._compare_before(each.call, key)
             self._compare_workers(each, key)
             self._batch, self._last_rows = len(rows), set(rows)
             self._new.append(len(fresh) / max(1, len(set(rows))))
-            if len(self._seen) < MOST_ROWS:
+            if len(self._seen) < MAX_ROWS:
                 self._seen |= fresh
         repeats = self._longest >= SAME - 1 or self._equal_groups >= 4 or self._recurrence[0] >= SAME
         self.urgent, self._told = repeats and not self._told, self._told or repeats
 
     def _values(self, digests: Tensor) -> list[int]:
-        self._one_of = self._one_of or max(1, len(digests) // READ)
+        self._one_of = self._one_of or max(1, len(digests) // MAX_ROWS_PER_BATCH)
         values: list[int] = (digests if self._one_of == 1 else digests[digests % self._one_of == 0]).tolist()
         return values
 
     def _end_step(self, step: int) -> None:
-        """Whether a step has read what the step before it has read, and whether its micro-batches are equal."""
+        """Compares the rows of a step with those of the previous step, and its micro-batches with each other."""
         parts, self._of_step = [*self._of_step.values()], {}
         if len(parts) > 1 and all(each == parts[0] for each in parts):
             self._micro, self._micro_steps = max(self._micro, len(parts)), self._micro_steps + 1
@@ -212,7 +220,7 @@ class InputRows(Probe):
         self._last, self._step, self._varies = key if parts else self._last, step, False
 
     def _compare_before(self, call: int, key: int) -> None:
-        """Whether batches come back in turn."""
+        """Detects batches that recur with a period."""
         lag = call - self._at.get(key, call)
         if lag and lag == self._period:
             self._recurred += 1
@@ -222,11 +230,11 @@ class InputRows(Probe):
         is_kept = source is not None and source.shuffles and unfetched >= self._recurred
         is_kept = is_kept and 2 * self._fetches >= self._period
         self._recurrence = max(self._recurrence, (self._recurred, self._period, is_kept))
-        if key in self._at or len(self._at) < MOST_BATCHES:
+        if key in self._at or len(self._at) < MAX_BATCHES:
             self._at[key] = call
 
     def _compare_workers(self, read: _Read, key: int) -> None:
-        """Whether each worker yields the same batches."""
+        """Detects workers that yield the same batches."""
         source = read.source
         if source is None or source.workers < 2:
             return
@@ -239,7 +247,7 @@ class InputRows(Probe):
             self._before_group = self._group[0]
 
     def _end_passes(self) -> None:
-        """The passes since the last step are over: an evaluation, where their outputs were compared with targets."""
+        """Ends the passes since the last step. They are an evaluation if their outputs were compared with targets."""
         passes, self._passes = [each for each in self._passes if each[0] in self._sites], []
         parts: dict[tuple[Site, Hashable], list[list[int]]] = defaultdict(list)
         self._take_waiting()
@@ -255,7 +263,9 @@ class InputRows(Probe):
         self._evaluated = max(seen, key=lambda each: (each.is_partial, each.shared))
 
     def _overlap(self, calls: Sequence[list[int]], site: Site, has_source: bool) -> EvaluatedRows:
-        """The rows of a pass over one loader or tensor. Without one, several sets may have been evaluated in turn."""
+        """Returns the rows of a pass over one loader or tensor. Without one, several sets may have been evaluated in
+        turn.
+        """
         rows = [row for call in calls for row in call]
         fractions = [sum(row in self._seen for row in call) / max(1, len(call)) for call in calls]
         mixed = sum(0.1 < each < 0.9 for each in fractions)
@@ -303,14 +313,14 @@ class InputRows(Probe):
 
 
 def _loader_of(iterator: Any) -> SimpleNamespace:
-    """What is known of the loader of an iterator."""
+    """Returns dataset, sampler and number of workers of an iterator's loader."""
     sampler = getattr(getattr(iterator, "_index_sampler", None), "sampler", None)
     dataset, workers = getattr(iterator, "_dataset", None), getattr(iterator, "_num_workers", 0)
     return SimpleNamespace(dataset=dataset, sampler=sampler, num_workers=workers)
 
 
 def _rows_of_base(tensors: Sequence[Tensor]) -> int:
-    """The rows of a tensor that an input is a slice of."""
+    """Returns the number of rows of the tensor that an input is a slice of; 0 without one."""
     bases = [(each, each._base) for each in tensors[:4] if each.dim()]
     return max((len(base) for each, base in bases if base is not None and base.shape[1:] == each.shape[1:]), default=0)
 

@@ -1,4 +1,4 @@
-"""Whether the outputs for a sample depend on the samples beside it."""
+"""Examines whether the outputs for a sample depend on the other samples of the batch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 
 SEQUENTIAL = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoder, nn.Conv1d)
-"""Layers that relate the rows of an input on purpose, where it is one sequence."""
+"""Layers that relate the rows of an input on purpose if it is one sequence."""
 
 
 def why_related(passes: EvalPasses) -> str:
-    """Why the rows of the input may depend on each other on purpose; "" where each is a sample."""
+    """Returns why the rows of the input may depend on each other on purpose; "" if each row is a sample."""
     session, size = passes.session, passes.session.size or 0
     inputs, modules = session.inputs, session.modules.values()
     if any(isinstance(m, _BatchNorm) and m.running_mean is None for m in modules):
@@ -39,7 +39,7 @@ def why_related(passes: EvalPasses) -> str:
     operations = [each for each in session.recorded_step.program if isinstance(each, Operation)]
     targets = [c.tensor for each in operations for c in constants_of((each.args, each.kwargs))]
     first = inputs[0]
-    places = first.shape[0] * first.shape[1] if first.dim() > 1 else 0  # a target for each position, flattened
+    places = first.shape[0] * first.shape[1] if first.dim() > 1 else 0  # one target for each position, flattened
     lengths = {size, places, places - size}
     if not any(t.dim() and not t.requires_grad and int(t.shape[0]) in lengths for t in targets):
         return "no target says what a sample is"
@@ -47,12 +47,14 @@ def why_related(passes: EvalPasses) -> str:
 
 
 def is_batch(session: ReplaySession) -> bool:
-    """Return whether the loader says what a sample is."""
+    """Returns True if the loader defines the samples."""
     return any(ids is not None and len(ids) == session.size for ids in session.ids)
 
 
 def are_one_set(session: ReplaySession) -> bool:
-    """Whether a module gets all samples as one set, (1, samples, ...): attention between samples, on purpose."""
+    """Returns True if a module gets all samples as one set, (1, samples, ...): attention between samples is
+    intended.
+    """
     modules, size, found = ModuleStack(session.modules), session.size, False
 
     def enter(path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -64,10 +66,10 @@ def are_one_set(session: ReplaySession) -> bool:
     return found
 
 
-def other_in_place(size: int, changed: int, dim: int = 0) -> InputHandler:
-    """For ``Intervention.inputs``: what stands at ``changed`` of a dimension becomes a copy of what is next to it.
+def replacing_with_neighbour(size: int, changed: int, dim: int = 0) -> InputHandler:
+    """Handler for ``Intervention.inputs`` that replaces index ``changed`` of a dimension by a copy of its neighbour.
 
-    Without its graph: a derivative by an input, which a sampler or a penalty takes, is no way from sample to sample.
+    The copy has no graph: a derivative by an input, as in a sampler or a penalty, does not connect samples.
     """
 
     def change(leaf: object) -> object:
@@ -84,20 +86,20 @@ def other_in_place(size: int, changed: int, dim: int = 0) -> InputHandler:
 
 
 def neighbours(passes: EvalPasses) -> Deviation | None:
-    """How far the outputs of the other samples move when one of them is another; None where that cannot be told."""
+    """Returns the deviation of the other samples' outputs if one sample changes; None if it cannot be measured."""
     size = passes.session.size
     if size is None or size < 3:
         return None
     for changed in (size // 2, 0):
-        found = _along(passes, size, changed, 0)
+        found = _deviation_along(passes, size, changed, 0)
         if found is not None:
             return found if not found.is_real or not _is_free_along_second(passes) else None
     return None
 
 
-def _along(passes: EvalPasses, size: int, changed: int, dim: int) -> Deviation | None:
-    """None where the change has no effect, or no output has this dimension."""
-    change = Intervention(inputs=other_in_place(size, changed, dim))
+def _deviation_along(passes: EvalPasses, size: int, changed: int, dim: int) -> Deviation | None:
+    """Returns the deviation along one dimension; None if the change has no effect or no output has the dimension."""
+    change = Intervention(inputs=replacing_with_neighbour(size, changed, dim))
     outputs = passes.run(change)
     own = at_rows(lambda n: torch.arange(n, device="cpu") == changed, size, dim)
     others = at_rows(lambda n: torch.arange(n, device="cpu") != changed, size, dim)
@@ -109,19 +111,20 @@ def _along(passes: EvalPasses, size: int, changed: int, dim: int) -> Deviation |
 
 
 def _is_free_along_second(passes: EvalPasses) -> bool:
-    """Whether the samples lie along the second dimension: (T, B, ...), and no loader says otherwise."""
+    """Returns True if the samples are along the second dimension, (T, B, ...), and no loader contradicts."""
     session = passes.session
     first = session.inputs[0]
     if first.dim() < 2 or is_batch(session):
         return False
     size = int(first.shape[1])
-    found = _along(passes, size, size // 2, 1) if size >= 3 and size != session.size else None
+    found = _deviation_along(passes, size, size // 2, 1) if size >= 3 and size != session.size else None
     return found is not None and not found.is_real
 
 
 def place(passes: EvalPasses) -> Deviation | None:
-    """How far the output of a sample moves when the samples of the batch are in another order; None where no loader
-    says what a sample is, or something beside the samples belongs to their places.
+    """Returns the deviation of a sample's output in another order of the batch.
+
+    None if no loader defines the samples, or if other inputs belong to positions in the batch.
     """
     session, size = passes.session, passes.session.size or 0
     if size < 3 or not is_batch(session) or any(size in x.shape[1:] for x in session.inputs):

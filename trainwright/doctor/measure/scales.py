@@ -1,4 +1,4 @@
-"""Compares the sizes of weight matrices that stand side by side, before the first step."""
+"""Compares the scales of parallel weight matrices before the first step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.runs.json_values import Facts, strict
 
-FEWEST, APART, MOST = 4, 10.0, 16
-"""Weights in a group, the largest over the smallest in one that is reported, and groups that are reported."""
+MIN_GROUP_SIZE = 4
+MIN_SCALE_RATIO = 10.0
+"""Groups are reported if the largest scale exceeds the smallest by this factor."""
+MAX_GROUPS_REPORTED = 16
 Sizes: TypeAlias = dict[str, tuple[Tensor, type[nn.Module], torch.Size]]
-"""By name, with the class of the module and the shape."""
+"""Scale, module class and shape by name."""
 Place: TypeAlias = tuple[str, str, type[nn.Module], torch.Size]
-"""A name before and after a number, the class of the module, and the shape."""
+"""The parts of a name before and after a number, the module class, and the shape."""
 
 
 class Scales(Probe):
-    """Reads all matrices once, in the first training pass: what is loaded or initialised before it counts.
+    """Reads all matrices once, in the first training pass, so that loading and initialization are included.
 
-    Nothing waits for a GPU before the facts are read.
+    Synchronizes with a GPU only when the facts are read.
     """
 
     name = ScalesFacts.experiment
@@ -48,7 +50,7 @@ class Scales(Probe):
 
     @torch.no_grad()
     def _read(self) -> Sizes:
-        """The root mean square of each matrix. One with a single row or column is a vector, such as a scale."""
+        """Returns the root mean square of each matrix. A single row or column is a vector and is left out."""
         names = {id(p): name for name, p in named_parameters(self._roots)}
         found: Sizes = {}
         for _, module in named_modules(self._roots):
@@ -64,13 +66,13 @@ class Scales(Probe):
             return None
         self._is_told = True
         groups = _groups(self._sizes)
-        unequal = [each for each in groups if max(each.sizes) > APART * min(each.sizes)][:MOST]
+        unequal = [each for each in groups if max(each.sizes) > MIN_SCALE_RATIO * min(each.sizes)][:MAX_GROUPS_REPORTED]
         facts = ScalesFacts(first=self._step, groups=len(groups), unequal=tuple(unequal))
         return dict(strict(vars(facts)))
 
 
 def _groups(sizes: Sizes) -> list[Neighbours]:
-    """Matrices whose names differ in one number."""
+    """Returns groups of matrices whose names differ in one number."""
     found: dict[Place, list[tuple[int, str, float]]] = {}
     for name, (read, kind, shape) in sizes.items():
         size = float(read)
@@ -85,5 +87,5 @@ def _groups(sizes: Sizes) -> list[Neighbours]:
             is_row=rest.count(".") < 2,
         )
         for (_, rest, _, shape), some in found.items()
-        if len(some) >= FEWEST
+        if len(some) >= MIN_GROUP_SIZE
     ]

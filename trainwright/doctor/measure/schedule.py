@@ -1,4 +1,4 @@
-"""The learning rate over the steps, and how each scheduler is stepped and obeyed."""
+"""Measures the learning rate over the steps, and the calls of each scheduler."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs, Loader
 from trainwright.runs.json_values import Facts, strict
 
-KEPT = 64
-STRAY_AFTER = 20
-"""Steps after which an optimizer that never stepped and shares no parameters is not one that steps seldom."""
-NUMBERS = ("T_max", "total_steps", "total_iters", "step_size", "gamma")
+MAX_CHANGES = 64
+MIN_STEPS_BEFORE_STRAY = 20
+"""An optimizer that has not stepped until here, and shares no parameters, is not one that steps rarely."""
+NUMERIC_ATTRIBUTES = ("T_max", "total_steps", "total_iters", "step_size", "gamma")
 
 
 class _Scheduler:
-    """What is seen of one scheduler. A window is between two updates."""
+    """Calls of one scheduler. A window is the time between two updates."""
 
     def __init__(self, scheduler: object, optimizer: Optimizer, since: int) -> None:
         self.scheduler, self.optimizer, self.since = scheduler, optimizer, since
         self.calls = self.in_window = self.in_a_row = self.longest = self.since_call = 0
         self.repeated = self.advanced = self.once = 0
         self.windows: deque[Window] = deque(maxlen=8)
-        self.metrics: deque[PlateauMetric] = deque(maxlen=KEPT)
+        self.metrics: deque[PlateauMetric] = deque(maxlen=MAX_CHANGES)
         self._is_first = True
 
     def stepped(self) -> None:
@@ -52,7 +52,10 @@ class _Scheduler:
 
 
 class Schedules(Probe):
-    """Also observes schedulers that the watch was not given. ``urgent``: the rate fell, or a cosine began to climb."""
+    """Observes all schedulers, also those that the watch was not given.
+
+    ``urgent``: the learning rate fell, or a cosine began to climb.
+    """
 
     name = LearningRateFacts.experiment
 
@@ -63,7 +66,7 @@ class Schedules(Probe):
         self._steps = self._backwards = self._epochs = self._zero_steps = 0
         self._length: int | None = None
         self._exhausted: int | None = None
-        self._changes: deque[tuple[float, float]] = deque(maxlen=KEPT)
+        self._changes: deque[tuple[float, float]] = deque(maxlen=MAX_CHANGES)
         self._peak = 0.0
         self._losses: deque[Tensor] = deque(maxlen=512)
         self._was_urgent: set[str] = set()
@@ -72,7 +75,7 @@ class Schedules(Probe):
             self._of(each)
 
     def _of(self, scheduler: object) -> _Scheduler | None:
-        """What is known of an object that writes learning rates: it has ``step`` and an optimizer."""
+        """Returns the record of an object that sets learning rates: it has ``step`` and an optimizer."""
         known = self._schedulers.get(id(scheduler))
         optimizer = same_optimizer(getattr(scheduler, "optimizer", None))
         if known is None and isinstance(optimizer, Optimizer):
@@ -95,7 +98,8 @@ class Schedules(Probe):
 
     def on_metric(self, scheduler: object, metric: object) -> None:
         known = self._of(scheduler)
-        if known is not None and isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):  # others are passed the epoch
+        # other schedulers are passed the epoch
+        if known is not None and isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
             value = float(metric) if isinstance(metric, SupportsFloat) else math.nan
             losses = [float(each) for each in self._losses]
             self._losses.clear()
@@ -146,15 +150,17 @@ class Schedules(Probe):
             zero_steps=self._zero_steps,
             exhausted=self._exhausted,
             base=max(bases, default=0.0),
-            schedulers=tuple(found for each in self._schedulers.values() if (found := self._about(each)) is not None),
+            schedulers=tuple(
+                found for each in self._schedulers.values() if (found := self._facts_of(each)) is not None
+            ),
         )
         return dict(strict(vars(facts)))
 
-    def _about(self, each: _Scheduler) -> SchedulerFacts | None:
-        """None for a scheduler of an optimizer that is not watched, unless that one never steps."""
+    def _facts_of(self, each: _Scheduler) -> SchedulerFacts | None:
+        """Returns the facts of a scheduler; None if its optimizer is not watched, unless that one never steps."""
         trained = {id(p) for root in self._roots for p in root.parameters()}
         shares = any(id(p) in trained for p in owned_by(each.optimizer))
-        is_late = self._steps >= (2 if shares else STRAY_AFTER) and each.calls >= 2
+        is_late = self._steps >= (2 if shares else MIN_STEPS_BEFORE_STRAY) and each.calls >= 2
         stepped = [o for o in self._optimizers if id(o) in self._stepped]
         is_stray = is_late and not any(share_groups(each.optimizer, o) for o in stepped)  # it may be a wrapper of one
         is_stray = is_stray and id(each.optimizer) not in self._stepped
@@ -179,7 +185,7 @@ def _rates(optimizer: Optimizer) -> list[float]:
 
 
 def _parts(scheduler: object) -> list[object]:
-    """The scheduler and those that it steps."""
+    """Returns the scheduler and the schedulers inside it."""
     inner = getattr(scheduler, "_schedulers", None)
     return [scheduler, *(part for each in inner for part in _parts(each))] if isinstance(inner, list) else [scheduler]
 
@@ -190,7 +196,7 @@ def _is_past_its_end(each: _Scheduler) -> bool:
 
 def _part(scheduler: Any) -> PartFacts:
     classes = [c for c in type(scheduler).__mro__ if c.__module__.startswith("torch.optim")] or [type(scheduler)]
-    numbers = {name: getattr(scheduler, name, None) for name in NUMBERS}
+    numbers = {name: getattr(scheduler, name, None) for name in NUMERIC_ATTRIBUTES}
     mode, milestones = getattr(scheduler, "mode", ""), getattr(scheduler, "milestones", None)
     last = getattr(scheduler, "last_epoch", 0)
     return PartFacts(

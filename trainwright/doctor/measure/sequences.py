@@ -1,4 +1,4 @@
-"""Whether outputs depend on padding."""
+"""Examines whether outputs depend on padding."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trainwright.replay.functions import InputHandler, change_leaves, function_n
 from trainwright.replay.replayer import Intervention
 
 COMPARISONS = frozenset({"eq", "ne", "gt", "lt", "not_equal"})
-LEAST = 4
-"""Positions that a sequence must have."""
+MIN_LENGTH = 4
+"""Minimum length of a sequence."""
 
 
 def padding(passes: EvalPasses) -> tuple[Deviation | None, str]:
-    """How far the outputs of a row change when its padding is cut off, and what declares the padding."""
+    """Returns the deviation of a row's outputs without its padding, and the declaration that identifies padding."""
     for ids in passes.session.inputs:
         place = _padded_row(ids)
         if place is None:
@@ -28,7 +28,7 @@ def padding(passes: EvalPasses) -> tuple[Deviation | None, str]:
             whole = passes.run(Intervention(rows=rows))
             cut = passes.run(Intervention(rows=rows, inputs=_cut(int(ids.shape[1]), length)))
         except Exception:
-            continue  # the model is made for this length
+            continue  # the model requires this length
         pairs = [pair for a, b in zip(whole, cut) if (pair := _common(a, b, int(ids.shape[1]), length)) is not None]
         if pairs:
             amount = apart([a for a, _ in pairs], [b for _, b in pairs])
@@ -37,11 +37,16 @@ def padding(passes: EvalPasses) -> tuple[Deviation | None, str]:
 
 
 def _padded_row(ids: Tensor) -> tuple[int, int, int] | None:
-    """Of a batch with padding at the ends of rows: the row with the most padding, its length without it, the filler.
+    """Returns the row with the most padding, its length without padding, and the padding value; None without padding.
 
-    Numbers are padded with zeros, token ids with the id that most rows end in.
+    Floating-point inputs are padded with zeros, token ids with the id that most rows end in.
     """
-    if ids.dtype == torch.bool or ids.dim() < 2 or ids.shape[1] < LEAST or ids.is_floating_point() != (ids.dim() > 2):
+    if (
+        ids.dtype == torch.bool
+        or ids.dim() < 2
+        or ids.shape[1] < MIN_LENGTH
+        or ids.is_floating_point() != (ids.dim() > 2)
+    ):
         return None
     filler = 0 if ids.is_floating_point() else int(ids[:, -1].mode().values)
     is_filler = (ids == filler).flatten(2).all(2) if ids.dim() > 2 else ids == filler
@@ -54,7 +59,7 @@ def _padded_row(ids: Tensor) -> tuple[int, int, int] | None:
 
 
 def _cut(length: int, kept: int) -> InputHandler:
-    """Cuts every (rows, length, ...) tensor off after ``kept``, where nothing but one value follows."""
+    """Returns a handler that cuts every (rows, length, ...) tensor after ``kept`` if only one value follows."""
 
     def change(leaf: object) -> object:
         if not isinstance(leaf, Tensor) or leaf.dim() < 2 or leaf.shape[1] != length:
@@ -66,7 +71,7 @@ def _cut(length: int, kept: int) -> InputHandler:
 
 
 def _common(whole: Tensor, cut: Tensor, length: int, kept: int) -> tuple[Tensor, Tensor] | None:
-    """What two outputs have in common: all, or the positions that are no padding."""
+    """Returns the common part of two outputs: all of them, or the positions without padding."""
     if whole.shape == cut.shape:
         return whole, cut
     dims = [n for n, (a, b) in enumerate(zip(whole.shape, cut.shape)) if (a, b) == (length, kept)]
@@ -75,9 +80,10 @@ def _common(whole: Tensor, cut: Tensor, length: int, kept: int) -> tuple[Tensor,
 
 
 def _declared(passes: EvalPasses, ids: Tensor, filler: int) -> str:
-    """What in model or input says that these positions are not to be seen; "" where nothing does. A vector of zeros for
-    padding (``padding_idx``), or targets without it, are usual where the model sees it: convolutions and their maximum,
-    a mean, a recurrent layer.
+    """Returns the part of the model or input that declares padding; "" without one.
+
+    A zero vector for padding (``padding_idx``) or targets without padding are no declaration. They are also usual where
+    the model uses padding: convolutions with a maximum, a mean, a recurrent layer.
     """
     if ids.is_floating_point():
         kept = int(ids.shape[1]) - (ids == 0).flatten(2).all(2).flip(1).cumprod(1).sum(1)
@@ -90,7 +96,7 @@ def _declared(passes: EvalPasses, ids: Tensor, filler: int) -> str:
 
 
 def _is_compared(passes: EvalPasses, ids: Tensor, filler: int) -> bool:
-    """Whether something compares the ids with that of the padding."""
+    """Returns True if an operation compares the ids with the padding id."""
     found: list[bool] = []
 
     def call(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:

@@ -1,4 +1,4 @@
-"""Random states in which a step begins again, and inputs that are written to in place."""
+"""Observes repeated random states at the start of steps, and inputs that are changed in place."""
 
 from __future__ import annotations
 
@@ -17,31 +17,34 @@ from trainwright.recorder.program import Constant, RecordedStep, constants_of
 from trainwright.recorder.user_types import Loader
 from trainwright.runs.json_values import Facts, strict
 
-REPEATS = 4
-"""Repeats after which the facts do not wait for the next examination."""
-EARLY, EVERY = 64, 8
-"""Until this step every step is looked at, then every so many, and as many after one in which something came again."""
-MOST = 4096
-"""Random states that are remembered."""
-SAMPLES, ELEMENTS, FEW = 256, 64, 4
-"""Samples that are remembered, elements of each, and of which a fit says something."""
-FITS, OFF = 1e-5, 0.02
-"""Relative error of ``now = a * before + b`` that is rounding; changes of ``a``, and of ``b`` in deviations."""
+MAX_PENDING_REPEATS = 4
+"""Number of repeats after which the facts are reported before the next examination."""
+EVERY_STEP_UNTIL = 64
+"""All steps until this one are examined. Later, every INTERVAL_STEPS-th step is, and as many after a repetition."""
+INTERVAL_STEPS = 8
+MAX_STATES = 4096
+MAX_SAMPLES = 256
+ELEMENTS_PER_SAMPLE = 64
+MIN_ELEMENTS_FOR_FIT = 4
+MAX_FIT_ERROR = 1e-5
+"""Maximum relative error of ``now = a * before + b`` that is rounding."""
+MIN_CHANGE = 0.02
+"""Minimum change of ``a`` from 1, and of ``b`` from 0 in standard deviations."""
 
 Key = tuple[int, int, int]
-"""A sample of a data set, or a part of a larger tensor: identity, place, size."""
+"""A dataset sample or a slice of a larger tensor: identity, position, size."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Begin:
-    """The state of the generator of the CPU in which a step began, and that of the device where there is one."""
+    """The states of the CPU and device generators at the start of a step."""
 
     step: int
     state: Tensor
     on_device: Tensor | None
 
     def has_drawn(self) -> bool:
-        """Whether numbers were drawn since."""
+        """Returns True if numbers were drawn since."""
         if not torch.equal(self.state, torch.default_generator.get_state()):
             return True
         return self.on_device is not None and not torch.equal(self.on_device, torch.cuda.get_rng_state())
@@ -52,12 +55,15 @@ class _Begin:
 
 
 class Steadiness(Probe):
-    """Until EARLY about 10 us a step. ``urgent``: random states repeat, or data have changed."""
+    """Observes random states and data, about 10 us a step until EVERY_STEP_UNTIL.
+
+    ``urgent``: random states repeat, or data have changed.
+    """
 
     name = SteadinessFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._steps, self._close_until = 0, EARLY
+        self._steps, self._close_until = 0, EVERY_STEP_UNTIL
         self._draws = False
         self._states: dict[int, int] = {}
         self._repeats: list[tuple[int, int]] = []
@@ -85,28 +91,28 @@ class Steadiness(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
-        if (step.step > self._close_until and step.step % EVERY) or not step.calls:
+        if (step.step > self._close_until and step.step % INTERVAL_STEPS) or not step.calls:
             return
         now = _Begin(step.step, *step.calls[0].rng)
         if now.has_drawn():  # else the next step may begin in the same state
-            self._note_state(now)
+            self._record_state(now)
         given = [each for call in step.calls for each in constants_of((call.args, call.kwargs))]
         self._note_writes(given)
         for tensor, whole in ((each.tensor, each.tensor._base) for each in given[:4] if each.is_unchanged):
             if whole is not None and tensor.device.type == "cpu" and tensor.numel() < whole.numel():
                 self._compare((id(whole), int(tensor.storage_offset()), tensor.numel()), tensor, None)
 
-    def _note_state(self, begin: _Begin) -> None:
-        """Of a step that has drawn numbers."""
+    def _record_state(self, begin: _Begin) -> None:
+        """Records the state of a step that has drawn numbers."""
         self._draws = True
         state = begin.digest()
         first = self._states.setdefault(state, begin.step)
         if first != begin.step:
             self._num_repeats += 1
             self._repeats = self._repeats or [(begin.step, first)]
-            self.urgent = self.urgent or self._num_repeats == REPEATS
-            self._close_until = max(self._close_until, begin.step + EVERY)
-        elif len(self._states) > MOST:
+            self.urgent = self.urgent or self._num_repeats == MAX_PENDING_REPEATS
+            self._close_until = max(self._close_until, begin.step + INTERVAL_STEPS)
+        elif len(self._states) > MAX_STATES:
             del self._states[next(iter(self._states))]
 
     def _note_writes(self, given: list[Constant]) -> None:
@@ -117,23 +123,25 @@ class Steadiness(Probe):
             self._since_written = self._since_written or self._steps
 
     def _compare(self, key: Key, tensor: Tensor, line: str | None) -> None:
-        """Whether what came before is now the same function ``a * x + b`` of what it was, for all that come again."""
+        """Examines whether all repeated data became the same function ``a * x + b`` of their earlier values."""
         now = _sample(tensor)
         before = self._known.get(key)
         if before is None or before.shape != now.shape:
-            if len(self._known) < SAMPLES:
+            if len(self._known) < MAX_SAMPLES:
                 self._known[key] = now
             return
         self._came_again += 1
-        if (fit := _fit(before, now)) is not None and len(self._maps) < SAMPLES:
+        if (fit := _fit(before, now)) is not None and len(self._maps) < MAX_SAMPLES:
             self._maps.append(fit)
             self._since_changed, self._source = self._since_changed or self._steps + 1, self._source or line
-            self.urgent = self.urgent or len(self._maps) == REPEATS
+            self.urgent = self.urgent or len(self._maps) == MAX_PENDING_REPEATS
 
     def values(self) -> Facts:
         self.urgent = False
         since, first = self._repeats[0] if self._repeats else (0, 0)
-        factors = torch.tensor([a for a, _ in self._maps[:FEW]] or [1.0], dtype=torch.float64, device="cpu")
+        factors = torch.tensor(
+            [a for a, _ in self._maps[:MIN_ELEMENTS_FOR_FIT]] or [1.0], dtype=torch.float64, device="cpu"
+        )
         facts = SteadinessFacts(
             steps=self._steps,
             draws=self._draws,
@@ -146,7 +154,7 @@ class Steadiness(Probe):
             came_again=self._came_again,
             changed=len(self._maps),
             factor=float(factors.median()),
-            is_one_factor=bool((factors / factors.median() - 1).abs().max() < OFF),
+            is_one_factor=bool((factors / factors.median() - 1).abs().max() < MIN_CHANGE),
             since_changed=self._since_changed,
             source=self._source,
         )
@@ -154,19 +162,21 @@ class Steadiness(Probe):
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Elements from all over a tensor."""
+    """Returns elements spread over a tensor."""
     flat = tensor.detach().flatten()
-    return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].to(torch.float64, copy=True)
+    return flat[:: max(1, flat.numel() // ELEMENTS_PER_SAMPLE)][:ELEMENTS_PER_SAMPLE].to(torch.float64, copy=True)
 
 
 def _fit(before: Tensor, now: Tensor) -> tuple[float, float] | None:
-    """``a`` and ``b`` where ``now`` is ``a * before + b`` up to rounding, and not ``before``; else None."""
+    """Returns ``a`` and ``b`` if ``now`` is ``a * before + b`` up to rounding and differs from ``before``; else
+    None.
+    """
     x, y = before - before.mean(), now - now.mean()
     spread = float(x.norm())
-    if before.numel() < FEW or not spread > 0 or torch.equal(before, now):
+    if before.numel() < MIN_ELEMENTS_FOR_FIT or not spread > 0 or torch.equal(before, now):
         return None
     a = float(x @ y) / spread**2
     b = float(now.mean() - a * before.mean())
-    is_fit = abs(a) > FITS and float((y - a * x).norm()) <= FITS * float(y.norm())
-    is_off = abs(a - 1) > OFF or abs(b) > OFF * spread / before.numel() ** 0.5
+    is_fit = abs(a) > MAX_FIT_ERROR and float((y - a * x).norm()) <= MAX_FIT_ERROR * float(y.norm())
+    is_off = abs(a - 1) > MIN_CHANGE or abs(b) > MIN_CHANGE * spread / before.numel() ** 0.5
     return (a, b) if is_fit and is_off else None

@@ -1,4 +1,4 @@
-"""Observes the targets of losses: the smallest and largest class, how often each comes, the range of binary targets."""
+"""Observes the targets of losses: the range and counts of classes, and the range of binary targets."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from trainwright.recorder.program import Operation, RecordedStep, constants_of
 from trainwright.replay.classified import CLASSIFYING
 from trainwright.runs.json_values import Facts, strict
 
-ALL, PERIOD = 64, 16
-"""Every step is read until the first number, then every so many-th."""
-MOST_CALLS = 8
-"""Calls of models and of losses that are counted in a step."""
+EVERY_STEP_UNTIL = 64
+"""All steps until this one are read, then every INTERVAL_STEPS-th."""
+INTERVAL_STEPS = 16
+MAX_CALLS = 8
+"""Maximum number of calls of models and of losses that are counted per step."""
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 BINARY = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
 
 
 class Targets(Probe):
-    """Keeps 0-d tensors, and one target for each row; they are read and counted when a step is examined."""
+    """Keeps 0-d tensors, and one target per row. They are read and counted at examinations."""
 
     name = TargetsFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._targets = 0
-        self._classes: Tensor | None = None  # minus the smallest class, and the largest
-        self._binary: Tensor | None = None  # minus the lowest target of a binary loss, and the highest
+        self._classes: Tensor | None = None  # minus the smallest class, and the largest class
+        self._binary: Tensor | None = None  # minus the lowest target of a binary loss, and the highest target
         self._waiting: list[Tensor] = []
-        self._counts: Tensor | None = None  # of each class, and of all larger ones
+        self._counts: Tensor | None = None  # counts of each class, and of all larger classes
         self._most: Tensor | None = None
-        self._ids: dict[tuple[int, torch.device], Tensor] = {}  # by the place among the integer inputs of a step
+        self._ids: dict[tuple[int, torch.device], Tensor] = {}  # by position among the integer inputs of a step
         self._rows = 0
 
     def on_closed(self, step: RecordedStep) -> None:
-        if step.step <= ALL or step.step % PERIOD == 0:
+        if step.step <= EVERY_STEP_UNTIL or step.step % INTERVAL_STEPS == 0:
             with torch.no_grad():
                 self._observe_ends(step)
-                self._note_classes(step)
+                self._record_classes(step)
 
     def _observe_ends(self, step: RecordedStep) -> None:
         for loss in step.program:
@@ -53,26 +54,26 @@ class Targets(Probe):
                     ends = torch.stack([-target.min(), target.max()]).double()
                     self._binary = ends if self._binary is None else torch.maximum(self._binary, ends)
                 elif not target.is_floating_point():
-                    largest = target.max()  # ignored ones are below 0
+                    largest = target.max()  # ignored targets are below 0
                     ends = torch.stack([-torch.where(target < 0, largest, target).min(), largest])
                     self._targets += target.numel()
                     self._classes = ends if self._classes is None else torch.maximum(self._classes, ends)
                 return
 
-    def _note_classes(self, step: RecordedStep) -> None:
-        """Keeps one target for each row, because those of an image or a text are much alike."""
-        inputs = [each for call in step.calls[:MOST_CALLS] for each in _tensors(call.args, call.kwargs)]
+    def _record_classes(self, step: RecordedStep) -> None:
+        """Keeps one target for each row, because the targets of one image or text are similar."""
+        inputs = [each for call in step.calls[:MAX_CALLS] for each in _tensors(call.args, call.kwargs)]
         losses = [each for each in step.program if isinstance(each, Operation) and each.name in CLASSIFYING]
-        found = [each for loss in losses[:MOST_CALLS] if loss.with_grad for each in _classes(loss)]
+        found = [each for loss in losses[:MAX_CALLS] if loss.with_grad for each in _classes(loss)]
         if not inputs or not found:
             return
         rows = max(1, rows_of(inputs[0]))
         for target in found:
             each = max(1, target.numel() // rows)
             self._waiting.append(target.flatten()[step.step * 7919 % each :: each].long().clone())
-        if len(self._waiting) >= ALL:
+        if len(self._waiting) >= EVERY_STEP_UNTIL:
             self._count()
-        if step.step <= ALL:
+        if step.step <= EVERY_STEP_UNTIL:
             self._note_ids(inputs)
 
     def _note_ids(self, inputs: Sequence[Tensor]) -> None:
@@ -81,7 +82,7 @@ class Targets(Probe):
             self._ids[key] = torch.maximum(self._ids.get(key, largest), largest)
 
     def _count(self) -> None:
-        """Counts the kept targets, those of each call for themselves."""
+        """Counts the kept targets, separately for each call."""
         if not self._waiting:
             return
         self._rows += sum(map(len, self._waiting))
@@ -107,15 +108,15 @@ class Targets(Probe):
             largest=largest,
             lowest=-lowest + 0.0,
             highest=highest,
-            counts=self._seen(),
+            counts=self._class_counts(),
             rows=self._rows,
             most=0 if self._most is None else int(self._most),
             ids=tuple(int(each) for each in self._ids.values()),
         )
         return dict(strict(vars(facts)))
 
-    def _seen(self) -> tuple[int, ...]:
-        """How often each class came, up to the largest that did."""
+    def _class_counts(self) -> tuple[int, ...]:
+        """Returns the number of targets of each class, up to the largest class with one."""
         counts = [] if self._counts is None else self._counts.tolist()[:MOST_CLASSES]
         while counts and not counts[-1]:
             counts.pop()
@@ -123,7 +124,7 @@ class Targets(Probe):
 
 
 def _classes(loss: Operation) -> Iterator[Tensor]:
-    """The targets of a loss over classes that are integers."""
+    """Yields the integer targets of a loss over classes."""
     for each in _tensors(loss.args[1:2] or loss.args, loss.kwargs.get("target")):
         if not each.is_floating_point() and is_plain(each):
             yield each
@@ -131,7 +132,7 @@ def _classes(loss: Operation) -> Iterator[Tensor]:
 
 
 def _tensors(*values: object) -> Iterator[Tensor]:
-    """The tensors from outside of the program."""
+    """Yields the tensors that come from outside of the recorded program."""
     for each in constants_of(values):
         if each.is_unchanged and each.tensor.numel():
             yield each.tensor.detach()

@@ -1,4 +1,4 @@
-"""Which weights modules share, and whether they still do."""
+"""Observes weights that modules share, and whether they stay shared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainwright.runs.json_values import Facts, strict
 
 
 class TiesProbe(Probe):
-    """Compares which names mean the same parameter with those at the start."""
+    """Compares the groups of names of one parameter with those at the start."""
 
     name = TiesFacts.experiment
 
@@ -33,7 +33,7 @@ class TiesProbe(Probe):
 
 
 def _everywhere(roots: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Every parameter under each of its names."""
+    """Returns every parameter under each of its names."""
     found: dict[str, Tensor] = {}
     for start, root in named_roots(roots):
         for name, parameter in root.named_parameters(remove_duplicate=False):
@@ -42,7 +42,7 @@ def _everywhere(roots: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def _groups(named: dict[str, Tensor]) -> list[tuple[str, ...]]:
-    """Names of the same parameter."""
+    """Returns groups of names of one parameter."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in named.items():
         by_id.setdefault(id(parameter), []).append(name)
@@ -50,7 +50,7 @@ def _groups(named: dict[str, Tensor]) -> list[tuple[str, ...]]:
 
 
 def _over_one_memory(named: dict[str, Tensor]) -> list[tuple[str, ...]]:
-    """Names of different parameters that begin at the same address and have as many elements."""
+    """Returns groups of names of different parameters with equal address and number of elements."""
     at: dict[tuple[int, int], dict[int, str]] = {}
     for name, p in named.items():
         if p.requires_grad and p.numel() > 1 and p.layout is not None and p.device.type != "meta":

@@ -1,4 +1,4 @@
-"""The targets of a step: tokens of the input that they are, and ends of texts among them."""
+"""Examines token targets: the input token that they equal, and text ends among them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from trainwright.replay.inspector import StepInspector
 from trainwright.replay.session import ReplaySession
 
 OFFSETS = (-1, 0, 1, 2, 3)
-SAME = 0.95
-"""Fraction of targets that must equal a token of the input for them to be that token."""
+MIN_EQUAL_FRACTION = 0.95
+"""Minimum fraction of targets that must equal the input token at an offset."""
 
 
 class _Losses(StepInspector):
@@ -35,14 +35,14 @@ class _Losses(StepInspector):
 
 @dataclass
 class Placed:
-    """A loss over the tokens ``ids`` (B, T); ``at`` (N,) is the flat position in ``ids`` of each prediction."""
+    """A loss over the tokens ``ids`` (B, T). ``at`` (N,) is the flat position in ``ids`` of each prediction."""
 
     loss: Classified
     ids: Tensor
     at: Tensor
 
     def fraction(self, offset: int) -> float | None:
-        """The fraction of targets that are the token ``offset`` positions later; None where there are too few."""
+        """Returns the fraction of targets that are the token ``offset`` positions later; None if there are too few."""
         length = self.ids.shape[1]
         column = self.at % length + offset
         use = (self.loss.target >= 0) & (column >= 0) & (column < length)
@@ -52,15 +52,17 @@ class Placed:
         return float((tokens_there == self.loss.target[use]).double().mean())
 
     def offset(self) -> tuple[int | None, float]:
-        """The only offset at which nearly all targets are the tokens of the input, and the largest fraction."""
+        """Returns the only offset at which nearly all targets equal input tokens, and the largest fraction."""
         fractions = {offset: self.fraction(offset) or 0.0 for offset in OFFSETS}
-        same = [offset for offset in OFFSETS if fractions[offset] >= SAME]
+        same = [offset for offset in OFFSETS if fractions[offset] >= MIN_EQUAL_FRACTION]
         return same[0] if len(same) == 1 else None, max(fractions.values())
 
 
 def place(loss: Classified, ids: Tensor, outputs: list[Tensor]) -> Placed | None:
-    """Finds the position of each prediction: by the number of predictions, and where the models return the scores, or
-    the hidden states they are computed from, by comparing those.
+    """Returns the position of each prediction; None if it cannot be found.
+
+    Positions are found by the number of predictions, or by comparing the scores, or the hidden states that they are
+    computed from, with the outputs of the models.
     """
     marks = loss.marks
     batch, length = ids.shape
@@ -79,7 +81,7 @@ def place(loss: Classified, ids: Tensor, outputs: list[Tensor]) -> Placed | None
 
 
 def _find_rows(known: Tensor, rows: Tensor) -> Tensor | None:
-    """The index in ``known`` of each of ``rows``, which a mask selected; None unless all are there."""
+    """Returns the index in ``known`` of each of ``rows``, which a mask selected; None unless all are found."""
     mix = torch.cos(torch.arange(known.shape[1], device=known.device, dtype=torch.float64))
     marks, wanted = (known.double() * mix).sum(1), (rows.double() * mix).sum(1)
     order = marks.argsort()
@@ -88,13 +90,13 @@ def _find_rows(known: Tensor, rows: Tensor) -> Tensor | None:
 
 
 def token_inputs(session: ReplaySession) -> list[Tensor]:
-    """The inputs that look like token ids: integers of shape (B, T), T > 2."""
+    """Returns the inputs that look like token ids: integers of shape (B, T) with T > 2."""
     found = {id(x): x for x in session.inputs if not x.is_floating_point() and x.dtype != torch.bool}
     return [x for x in found.values() if x.dim() == 2 and x.shape[1] > 2 and int(x.max() - x.min()) > 1]
 
 
 def tensor_leaves(outputs: object) -> list[Tensor]:
-    """The tensors in nested containers."""
+    """Returns the tensors in nested containers."""
     tensors: list[Tensor] = []
     mapped(outputs, lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None)
     return tensors
@@ -108,7 +110,7 @@ def _losses_in_eval(session: ReplaySession, inputs: InputHandler | None = None) 
 
 
 def examine_tokens(session: ReplaySession) -> TokensFacts:
-    """For each token input and each cross-entropy: which token of the input is the target, and what gives it away."""
+    """Examines each token input and cross-entropy: the token that is the target, and leaks of the target."""
     inspector = _Losses(session)
     with session.live():
         outputs = tensor_leaves(inspector.run("forward").outputs)
@@ -128,8 +130,9 @@ def examine_tokens(session: ReplaySession) -> TokensFacts:
 
 
 def _sees(session: ReplaySession, placed: Placed, which: int) -> tuple[float | None, float | None, int]:
-    """How far predictions change before a position, about three quarters into the row, from which on tokens differ, and
-    how far at it.
+    """Returns the change of predictions before and at a position from which on tokens differ, and the position.
+
+    The position is about three quarters into the row.
     """
     ids, length = placed.ids, placed.ids.shape[1]
     column = placed.at % length
@@ -151,7 +154,7 @@ def _sees(session: ReplaySession, placed: Placed, which: int) -> tuple[float | N
 
 
 def _change(was: Classified, now: Classified, rows: Tensor) -> float | None:
-    """How far the scores of these rows are apart, in standard deviations; None where there are none."""
+    """Returns the change of the scores of these rows, in standard deviations; None without rows."""
     if not len(rows):
         return None
     scores, changed = was.scores(rows).double(), now.scores(rows).double()
@@ -160,7 +163,7 @@ def _change(was: Classified, now: Classified, rows: Tensor) -> float | None:
 
 
 def _changed_from(ids: Tensor, start: int) -> InputHandler:
-    """Replaces the tokens from position ``start`` on by other ones."""
+    """Returns a handler that replaces the tokens from position ``start`` on."""
     low, high = int(ids.min()), int(ids.max())
     other = ids.clone()
     other[:, start:] = low + (ids[:, start:] - low + 1 + (high - low) // 2) % (high - low + 1)
@@ -169,7 +172,7 @@ def _changed_from(ids: Tensor, start: int) -> InputHandler:
 
 
 def _ends(session: ReplaySession, placed: Placed) -> TextEnds | None:
-    """The padding id, where it is more than padding: the end of a text."""
+    """Returns the padding id if it also ends texts."""
     ids, length = placed.ids, placed.ids.shape[1]
     target = torch.full((ids.numel(),), -1, device=ids.device)
     at = (placed.at + 1)[(placed.at % length) < length - 1]

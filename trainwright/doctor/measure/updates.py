@@ -20,7 +20,7 @@ from trainwright.replay.session import ReplaySession
 
 @replay(UpdateFacts, when="checkup", value=3.0)
 def update(session: ReplaySession) -> UpdateFacts:
-    """How far the update moves the weights, and the loss of the step's batch before and after it."""
+    """Returns the change of the weights by the update, and the loss of the step's batch before and after it."""
     with session.live():
         result = session.replayer.run(session.recorded_step, upto="step")
         after = session.replayer.run(session.recorded_step, upto="forward")
@@ -44,7 +44,7 @@ def update(session: ReplaySession) -> UpdateFacts:
 
 
 def norm_of(tensors: Mapping[str, Tensor | None], names: list[str]) -> float:
-    """The norm of these tensors taken together."""
+    """Returns the norm of these tensors together."""
     chosen = [tensors[name] for name in names]
     return math.sqrt(sum(float(t.detach().to_dense().double().norm()) ** 2 for t in chosen if t is not None))
 
@@ -61,7 +61,7 @@ def _rms(inputs: list[Tensor]) -> float | None:
 
 @replay(BatchStepsFacts, when="requested", steps=40.0)
 def batch_steps(session: ReplaySession) -> BatchStepsFacts:
-    """Eight updates on this batch alone, and the first smaller learning rate at which they lower its loss steadily."""
+    """Makes eight updates on this batch, and finds the first smaller learning rate at which its loss falls steadily."""
     was = session.train(8, repeat=True)
     for factor in (0.1, 0.01, 0.001):
         now = session.train(8, Intervention(lr=factor), repeat=True)
@@ -72,9 +72,9 @@ def batch_steps(session: ReplaySession) -> BatchStepsFacts:
 
 @replay(AgainFacts, when="checkup")
 def again(session: ReplaySession) -> AgainFacts:
-    """The recorded losses and gradient norm beside those of a replay, and that replay beside a second one.
+    """Compares the recorded losses and gradient norm with a replay, and this replay with a second one.
 
-    A compiled model is replayed uncompiled and rounds in other places: its losses may differ by ``tolerance``.
+    A compiled model is replayed uncompiled and rounds differently. Its losses may differ by ``tolerance``.
     """
     one, two = session.run(upto="step"), session.run(upto="step")
     losses, norm = [float(each) for each in one.losses], session.recorded_step.grad_norm
@@ -91,7 +91,9 @@ def again(session: ReplaySession) -> AgainFacts:
 
 
 def tolerance_of(session: ReplaySession) -> float:
-    """Relative: half of the digits of the coarsest type that a compiled model computes with; else 0, the same bits."""
+    """Returns the allowed relative difference: for a compiled model, half of the digits of its coarsest dtype;
+    else 0.
+    """
     if not any(map(is_compiled, session.replayer.subject.modules)):
         return 0.0
     computed = {p.dtype for p in session.parameters.values() if p.is_floating_point()}

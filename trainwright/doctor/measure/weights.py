@@ -1,4 +1,4 @@
-"""Compares the weights at each examination with the first ones and with the last ones: by their bits and their size."""
+"""Compares the weights at each examination with the initial ones and those of the previous examination."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trainwright.recorder.program import OptimizerStep, RecordedStep
 from trainwright.recorder.ranks import own_part
 from trainwright.runs.json_values import Facts, strict
 
-WRITES_OF_TRAINING = 16
-"""Writes to a weight before the first step: to make, initialise and load one takes fewer."""
+MAX_WRITES_OF_INITIALIZATION = 16
+"""Writes to a weight before the first step. Creation, initialization and loading take fewer."""
 
 
 class MovingWeights(Probe):
-    """Reads all weights at an examination: one pass over their memory. In between it counts updates."""
+    """Reads all weights at each examination in one pass over their memory. Counts updates in between."""
 
     name = WeightsFacts.experiment
 
@@ -37,7 +37,7 @@ class MovingWeights(Probe):
         self._moved: set[int] = set()
         self._frozen_moved: set[int] = set()
         self._was_frozen: set[int] = set()
-        self._held_ever: set[int] = set()
+        self._ever_in_optimizers: set[int] = set()
         self._with_gradient: set[int] = set()
         self._zeros: set[int] = set()  # matrices that begin as zeros
         self._steps = self._updates = self._stands_since = self._updates_then = 0
@@ -49,12 +49,12 @@ class MovingWeights(Probe):
         self._worked_on = {n for n, p in enumerate(self._parameters) if was_trained(p)}
         self._zeros = {n for n, p in enumerate(self._parameters) if p.dim() > 1 and not own_part(p.detach()).any()}
         self._was_frozen = self._frozen()
-        self._held()
+        self._in_optimizers()
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
         rates = [_rate(group) for each in step.program if type(each) is OptimizerStep for group in each.groups]
-        if not rates or "vetoed" in step.values:  # a scaler may have left the update out
+        if not rates or "vetoed" in step.values:  # a scaler may have skipped the update
             return
         highest = max(rates)
         self._updates += highest > 0.0
@@ -72,15 +72,15 @@ class MovingWeights(Probe):
             return None
         now = self._checksums()
         changed = {n for n, (was, one) in enumerate(zip(self._last, now)) if was != one}
-        frozen, held = self._frozen(), self._held()
-        # an optimizer leaves a tensor without a gradient alone: something else moves it
+        frozen, held = self._frozen(), self._in_optimizers()
+        # an optimizer does not change a tensor without a gradient, so something else does
         with_any = {n for n, p in enumerate(self._parameters) if p.grad is not None}
         self._frozen_moved |= changed & frozen & self._was_frozen & held & with_any
         self._last, self._was_frozen = now, frozen
         if changed:
             self._stands_since, self._updates_then = self._steps, self._updates
         self._moved |= changed
-        zero_now = self._note_gradients()
+        zero_now = self._record_gradients()
         trainable, moved = held - frozen, self._moved
         with_zeros = {n for n in (zero_now - self._with_gradient) & trainable if self._parameters[n].dim() > 1}
         since, self._looked_at = self._looked_at, self._steps
@@ -107,8 +107,8 @@ class MovingWeights(Probe):
         )
         return dict(strict(vars(facts)))
 
-    def _note_gradients(self) -> set[int]:
-        """What has a gradient of zeros now. A tensor that never had another one, and changes, only decays."""
+    def _record_gradients(self) -> set[int]:
+        """Returns the tensors whose gradient is all zeros. A tensor that never had another gradient only decays."""
         known = [n for n, p in enumerate(self._parameters) if p.grad is not None]
         grads = [own_part(grad) for n in known if (grad := self._parameters[n].grad) is not None]
         is_any = torch.stack([grad.detach().abs().sum() > 0 for grad in grads]).tolist() if grads else []
@@ -118,12 +118,12 @@ class MovingWeights(Probe):
     def _named(self, numbers: Iterable[int]) -> tuple[str, ...]:
         return tuple(self._names[n] for n in sorted(numbers)[:MAX_NAMES])
 
-    def _held(self) -> set[int]:
-        """What belongs to an optimizer in a group whose rate is, or was at an examination, above 0."""
+    def _in_optimizers(self) -> set[int]:
+        """Returns the tensors in optimizer groups whose learning rate is, or was at an examination, above 0."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups if _rate(group) > 0.0]
         held = {id(p) for group in groups for p in group["params"]}
-        self._held_ever |= {n for n, p in enumerate(self._parameters) if id(p) in held}
-        return self._held_ever
+        self._ever_in_optimizers |= {n for n, p in enumerate(self._parameters) if id(p) in held}
+        return self._ever_in_optimizers
 
     def _frozen(self) -> set[int]:
         return {n for n, p in enumerate(self._parameters) if not p.requires_grad}
@@ -133,11 +133,11 @@ class MovingWeights(Probe):
 
 
 def was_trained(parameter: Tensor) -> bool:
-    """Return whether it was written to too often for weights that were only made."""
-    return not parameter.is_inference() and parameter._version > WRITES_OF_TRAINING
+    """Returns True if it was written to more often than initialization explains."""
+    return not parameter.is_inference() and parameter._version > MAX_WRITES_OF_INITIALIZATION
 
 
 def _rate(group: Facts) -> float:
-    """1 for an optimizer without a learning rate."""
+    """Returns the learning rate of a group; 1 if the optimizer has none."""
     rate = group.get("lr", 1.0)
     return float(rate) if isinstance(rate, int | float | Tensor) else 1.0

@@ -1,4 +1,4 @@
-"""How the model is wired: examined once, on a replay of the first step that is examined."""
+"""Examines the structure of the model once, in a replay of the first examined step."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _MOVES = {"view", "reshape", "flatten", "unflatten", "contiguous", "permute", "t
 _MOVES |= {"dropout", "to", "float", "clone", "movedim", "expand", "rearrange"}
 """Functions after which a linear map is still linear."""
 _INTEGERS = {"int", "long", "short", "byte", "char", "to", "type"}
-"""Functions that make whole numbers of others, which have no graph."""
+"""Functions that convert to integers, which have no graph."""
 _QUERIES = {"size", "dim", "__get__", "numel", "stride", "is_contiguous", "element_size", "is_floating_point"}
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, getattr(nn, "RMSNorm", nn.LayerNorm))
 
 
 class _Wiring(StepInspector):
-    """Collects how layers and parameters are connected in one forward and backward pass."""
+    """Collects the connections of layers and parameters in one forward and backward pass."""
 
     def __init__(self, session: ReplaySession) -> None:
         super().__init__(session)
         self._from: dict[int, str] = {}  # the weight of the linear map that made a tensor, up to views
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._kept: list[Tensor] = []  # so that no id is used again
+        self._kept: list[Tensor] = []  # holds references so that no id is reused
         self._uses: Counter[str] = Counter()
         self.chains: list[Chain] = []
         self._cuts: list[tuple[str, str, list[Tensor]]] = []
@@ -59,7 +59,7 @@ class _Wiring(StepInspector):
     def on_leave(self, path: str, module: nn.Module, output: object, in_backward: bool) -> None:
         if in_backward or self.stack:
             return
-        self._from.clear()  # the last layer of a generator and the first of its critic are no chain
+        self._from.clear()  # the last layer of a generator and the first of its critic are not a chain
         outputs = tensors_of(output)
         self.leaves.update({id(leaf): leaf for leaf in leaves_of(outputs)})
         for function in custom_functions_of(outputs):
@@ -68,12 +68,12 @@ class _Wiring(StepInspector):
     def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
         inputs = tensors_of([args, kwargs], 3)
         before = len(self._cuts)
-        self._note_cut(name, inputs, result)
-        self._consumers.note(inputs, result, before if len(self._cuts) > before else None)
+        self._record_cut(name, inputs, result)
+        self._consumers.record(inputs, result, before if len(self._cuts) > before else None)
         if not isinstance(result, Tensor) or not self.stack:
             return
         if name in MAPS and len(inputs) > 1:
-            self._note_map(inputs, result)
+            self._record_linear(inputs, result)
         elif name in _MOVES and inputs and id(inputs[0]) in self._from:
             self._tag(result, self._from[id(inputs[0])])
         elif name not in _QUERIES:
@@ -83,8 +83,8 @@ class _Wiring(StepInspector):
         self._from[id(tensor)] = weight
         self._kept.append(tensor)
 
-    def _note_map(self, inputs: list[Tensor], result: Tensor) -> None:
-        """A linear layer; it continues a chain if its input is the output of another one."""
+    def _record_linear(self, inputs: list[Tensor], result: Tensor) -> None:
+        """Records a linear layer. It continues a chain if its input is the output of another one."""
         x, weight = inputs[:2]
         name = self.names.get(id(weight))
         if name is None:
@@ -102,8 +102,8 @@ class _Wiring(StepInspector):
         if plain:
             self._tag(result, name)
 
-    def _note_cut(self, name: str, inputs: list[Tensor], result: object) -> None:
-        """A tensor without a graph, computed from tensors with one; a choice of an index is none."""
+    def _record_cut(self, name: str, inputs: list[Tensor], result: object) -> None:
+        """Records a tensor without a graph that is computed from tensors with one, unless it is an index."""
         if not isinstance(result, Tensor) or result.requires_grad:
             return
         if not result.is_floating_point() and name not in _INTEGERS:
@@ -114,13 +114,13 @@ class _Wiring(StepInspector):
             self._cuts.append((how, self.stack[-1] if self.stack else "", sources))
 
     def unbroken_chains(self) -> list[Chain]:
-        """Pairs of linear layers of which the second is the only use of the first."""
+        """Returns pairs of linear layers in which only the second uses the output of the first."""
         return [chain for chain in self.chains if self._uses[chain.first] <= 1]
 
     def cuts(self, unreached: set[str]) -> list[GraphCut]:
-        """Where the graph is cut above parameters that no gradient reaches, nearest to the loss first.
+        """Returns the places at which the graph is cut above unreached parameters, nearest to the loss first.
 
-        ``aside``: no weight that a gradient reaches takes in what lies above the cut, or makes what lies below it.
+        ``aside``: no weight with a gradient uses the value above the cut or produces the value below it.
         """
         cuts: list[GraphCut] = []
         for number, (how, path, sources) in reversed(list(enumerate(self._cuts))):
@@ -136,7 +136,9 @@ class _Wiring(StepInspector):
 
 @replay(WiringFacts, when="first", steps=1.3, value=2.0)
 def structure(session: ReplaySession) -> WiringFacts:
-    """What is trained, what the graph reaches, and which linear layers follow each other with nothing in between."""
+    """Returns the trained parameters, the parts that the graph reaches, and linear layers without anything between
+    them.
+    """
     wiring, held = _Wiring(session), _held_by_modules(session)
     with session.live():
         result = wiring.run()
@@ -161,7 +163,7 @@ def structure(session: ReplaySession) -> WiringFacts:
 
 
 def _unregistered(session: ReplaySession, leaves: dict[int, Tensor]) -> dict[str, Tensor]:
-    """Leaves of the graph that are not registered as parameters, but lie in a list, dict or attribute of a module."""
+    """Returns leaves of the graph that a list, dict or attribute of a module holds without registration."""
     known = {id(p) for p in session.replayer.subject.parameters} | {id(x) for x in session.inputs}
     strange = {key: leaf for key, leaf in leaves.items() if key not in known}
     found: dict[str, Tensor] = {}
@@ -176,14 +178,15 @@ def _unregistered(session: ReplaySession, leaves: dict[int, Tensor]) -> dict[str
 
 
 def _held_by_modules(session: ReplaySession) -> set[int]:
-    """The tensors that lie in attributes of modules before a pass: an input that is kept for a derivative by it is new
-    in each.
+    """Returns the ids of the tensors in attributes of modules before a pass.
+
+    An input that a module stores for a derivative is a new tensor in each pass.
     """
     return {id(each) for m in session.modules.values() for value in list(vars(m).values()) for each in _held(value)}
 
 
 def unregistered_parameters(session: ReplaySession) -> dict[str, Tensor]:
-    """Trainable tensors of modules that are not registered as parameters, found by a replay."""
+    """Returns trainable tensors of modules that are not registered as parameters, found by a replay."""
     wiring = _Wiring(session)
     with session.live():
         wiring.run(upto="forward")
@@ -191,7 +194,7 @@ def unregistered_parameters(session: ReplaySession) -> dict[str, Tensor]:
 
 
 def _held(value: object, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors in an attribute: itself, parameters of a module, items of containers."""
+    """Yields the tensors in an attribute: itself, parameters of a module, items of containers."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, nn.Module):
@@ -208,7 +211,7 @@ _Packed: TypeAlias = tuple[Tensor, Tensor | None, str]
 
 
 class _Checksums(StepInspector):
-    """Checksums of the tensors that the graph saves, and of the output of every module."""
+    """Computes checksums of the tensors that the graph saves and of the output of every module."""
 
     def __init__(self, session: ReplaySession) -> None:
         super().__init__(session)
@@ -221,7 +224,8 @@ class _Checksums(StepInspector):
 
     def on_leave(self, path: str, module: nn.Module, output: object, in_backward: bool) -> None:
         sums = [checksum(t) for t in tensors_of(output) if t.is_floating_point()]
-        if not sums or (in_backward and is_in_custom_function()):  # which may run it at other inputs: an adjoint
+        # a custom Function may run the module at other inputs: an adjoint
+        if not sums or (in_backward and is_in_custom_function()):
             return
         if in_backward:
             self._in_backward.append((path, sums[0]))
@@ -242,7 +246,9 @@ class _Checksums(StepInspector):
         return saved
 
     def first_difference(self) -> str | None:
-        """The first module whose output under activation checkpointing differs from that of the forward pass."""
+        """Returns the first module whose output under activation checkpointing differs from that of the forward
+        pass.
+        """
         for path, sums in self._in_backward:
             before = self._in_forward.get(path, [])
             if before and all(bool(_differ(each, sums)) for each in before):
@@ -251,13 +257,13 @@ class _Checksums(StepInspector):
 
 
 def _differ(one: Tensor, other: Tensor) -> Tensor:
-    """Whether two checksums differ by more than another order of summation explains; a 0-d bool on the device."""
+    """Returns a 0-d bool on the device: True if checksums differ by more than the order of summation explains."""
     return ((one - other).abs() > 1e-5 * (one.abs() + one[1].abs().sqrt())).any()
 
 
 @replay(SavedFacts, when="first", memory=2.0)
 def integrity(session: ReplaySession) -> SavedFacts:
-    """Whether backward reads what forward saved, and whether activation checkpointing repeats the forward pass."""
+    """Examines whether backward reads the saved values, and whether checkpointing repeats the forward pass."""
     with session.live():
         checksums = _Checksums(session)
         with torch.autograd.graph.saved_tensors_hooks(checksums.pack, checksums.unpack):
@@ -268,12 +274,14 @@ def integrity(session: ReplaySession) -> SavedFacts:
     return SavedFacts(modified=tuple(modified[:8]), differs=differs, kind=kind)
 
 
-STEPS, MOST = 8, 128
-"""Updates on one batch at least, and at most: the gain from depth shows late."""
+MIN_UPDATES = 8
+"""Minimum number of updates on one batch."""
+MAX_UPDATES = 128
+"""Maximum number of updates on one batch. The gain from depth appears late."""
 
 
 def activated(session: ReplaySession, weights: Collection[str]) -> Intervention:
-    """A ReLU after each of these linear layers."""
+    """Returns an intervention with a ReLU after each of these linear layers."""
     chosen = {id(session.parameters[name]) for name in weights}
 
     def change(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
@@ -283,11 +291,13 @@ def activated(session: ReplaySession, weights: Collection[str]) -> Intervention:
     return Intervention(ops=change)
 
 
-def on_one_batch(session: ReplaySession, change: Intervention, most: int = STEPS) -> tuple[list[float], list[float]]:
-    """The losses of updates on this batch alone, unchanged and changed: as many as take half a second."""
+def on_one_batch(
+    session: ReplaySession, change: Intervention, most: int = MIN_UPDATES
+) -> tuple[list[float], list[float]]:
+    """Returns the losses of updates on this batch, unchanged and changed, as many as fit into half a second."""
     begin_s = time.perf_counter()
     session.run()
-    steps = max(STEPS, min(most, int(0.5 / (time.perf_counter() - begin_s))))
+    steps = max(MIN_UPDATES, min(most, int(0.5 / (time.perf_counter() - begin_s))))
     was, now = session.train(steps, repeat=True), session.train(steps, change, repeat=True)
     if len(now) < steps or len(was) < steps:
         raise NotReplayable("the step could not be replayed")
@@ -296,9 +306,9 @@ def on_one_batch(session: ReplaySession, change: Intervention, most: int = STEPS
 
 @replay(ActivatedFacts, when="requested", steps=240.0)
 def activation_between(session: ReplaySession) -> ActivatedFacts:
-    """Updates on one batch with an activation after each linear layer whose output only another one takes."""
+    """Makes updates on one batch with an activation after each linear layer whose output only another one uses."""
     wiring = _Wiring(session)
     with session.live():
         wiring.run(upto="forward")
-    was, now = on_one_batch(session, activated(session, {each.first for each in wiring.unbroken_chains()}), MOST)
+    was, now = on_one_batch(session, activated(session, {each.first for each in wiring.unbroken_chains()}), MAX_UPDATES)
     return ActivatedFacts(unchanged=was[-1], activated=now[-1])

@@ -1,4 +1,4 @@
-"""What changes the weights between two updates, and whether loaded moments fit their weights."""
+"""Observes changes of the weights between two updates, and compares loaded moments with gradients."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.runs.json_values import Facts, strict
 
-SAMPLED, MAX_ELEMENTS = 2, 4096
-"""Weights that are compared: the smallest, because they are copied after every update."""
+WEIGHTS_COMPARED = 2
+"""Number of compared weights, the smallest ones, because they are copied after every update."""
+MAX_ELEMENTS = 4096
 
 
 class Writes(Probe):
-    """Compares a sample of the weights after an update with the same before the next one, if evaluated in between."""
+    """Compares a sample of the weights after an update and before the next one, if the model was evaluated in
+    between.
+    """
 
     name = WritesFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
         held = {id(p): p for o in watched.subject.optimizers for p in owned_by(o) if p.requires_grad}
         small = sorted((p for p in held.values() if 1 < p.numel() <= MAX_ELEMENTS), key=Tensor.numel)
-        self._weights = [p for p in small if type(p) is nn.Parameter][:SAMPLED]
+        self._weights = [p for p in small if type(p) is nn.Parameter][:WEIGHTS_COMPARED]
         self._optimizers = watched.subject.optimizers
         self._after: list[Tensor] = []
         self._state: list[tuple[int, int]] = []
@@ -54,7 +57,7 @@ class Writes(Probe):
         self._after, self._state = [p.detach().clone() for p in self._weights], self._of_state()
 
     def _of_state(self) -> list[tuple[int, int]]:
-        """Identity and version of what the optimizers keep for a weight: a loop that goes back loads it, too."""
+        """Returns identity and version of the optimizer state. A loop that rolls back restores it, too."""
         found = []
         for optimizer in self._optimizers if self._weights else ():
             for each in optimizer.state.get(self._weights[0], {}).values():

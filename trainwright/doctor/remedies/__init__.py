@@ -1,9 +1,9 @@
-"""Remedies that a replay tries before they are offered: a function each."""
+"""Remedies that a replay tries before they are offered, one function each."""
 
 from __future__ import annotations
 
 from trainwright.doctor.remedies import data, loss, model, nonfinite, optim, precision
-from trainwright.replay.trials import USUAL_STEPS, RegisteredTrial
+from trainwright.replay.trials import DEFAULT_STEPS, RegisteredTrial
 
 TRIALS: dict[str, RegisteredTrial] = {
     "finite_mask": RegisteredTrial(nonfinite.finite_mask, 3.0),
@@ -16,26 +16,26 @@ TRIALS: dict[str, RegisteredTrial] = {
     "without_these_samples": RegisteredTrial(nonfinite.without_these_samples, 3.0),
     "zero_infinity": RegisteredTrial(nonfinite.zero_infinity, 3.0),
     "activation_between": RegisteredTrial(model.activation_between, 260.0),
-    "another_rate": RegisteredTrial(optim.another_rate, USUAL_STEPS),
-    "balanced_terms": RegisteredTrial(loss.balanced_terms, USUAL_STEPS),
-    "clip_at": RegisteredTrial(optim.clip_at, USUAL_STEPS),
-    "group_lr": RegisteredTrial(optim.group_lr, USUAL_STEPS),
-    "group_norm": RegisteredTrial(model.group_norm, USUAL_STEPS),
-    "keep_graph": RegisteredTrial(model.keep_graph, USUAL_STEPS),
+    "another_rate": RegisteredTrial(optim.another_rate, DEFAULT_STEPS),
+    "balanced_terms": RegisteredTrial(loss.balanced_terms, DEFAULT_STEPS),
+    "clip_at": RegisteredTrial(optim.clip_at, DEFAULT_STEPS),
+    "group_lr": RegisteredTrial(optim.group_lr, DEFAULT_STEPS),
+    "group_norm": RegisteredTrial(model.group_norm, DEFAULT_STEPS),
+    "keep_graph": RegisteredTrial(model.keep_graph, DEFAULT_STEPS),
     "less_dropout": RegisteredTrial(model.less_dropout, 43.0),
-    "other_lr": RegisteredTrial(optim.other_lr, USUAL_STEPS),
-    "random_weights": RegisteredTrial(model.random_weights, USUAL_STEPS),
-    "register": RegisteredTrial(model.register, USUAL_STEPS),
-    "same_shape": RegisteredTrial(loss.same_shape, USUAL_STEPS),
-    "scores_for_probabilities": RegisteredTrial(loss.scores_for_probabilities, USUAL_STEPS),
-    "smaller_weights": RegisteredTrial(model.smaller_weights, USUAL_STEPS),
-    "turned_sign": RegisteredTrial(loss.turned_sign, USUAL_STEPS),
+    "other_lr": RegisteredTrial(optim.other_lr, DEFAULT_STEPS),
+    "random_weights": RegisteredTrial(model.random_weights, DEFAULT_STEPS),
+    "register": RegisteredTrial(model.register, DEFAULT_STEPS),
+    "same_shape": RegisteredTrial(loss.same_shape, DEFAULT_STEPS),
+    "scores_for_probabilities": RegisteredTrial(loss.scores_for_probabilities, DEFAULT_STEPS),
+    "smaller_weights": RegisteredTrial(model.smaller_weights, DEFAULT_STEPS),
+    "turned_sign": RegisteredTrial(loss.turned_sign, DEFAULT_STEPS),
     "causal_mask": RegisteredTrial(data.causal_mask, 3.0),
-    "ignore_padding": RegisteredTrial(data.ignore_padding, USUAL_STEPS),
-    "standardized_inputs": RegisteredTrial(data.standardized_inputs, USUAL_STEPS),
-    "without_column": RegisteredTrial(data.without_column, USUAL_STEPS),
-    "unfreeze": RegisteredTrial(model.unfreeze, USUAL_STEPS),
+    "ignore_padding": RegisteredTrial(data.ignore_padding, DEFAULT_STEPS),
+    "standardized_inputs": RegisteredTrial(data.standardized_inputs, DEFAULT_STEPS),
+    "without_column": RegisteredTrial(data.without_column, DEFAULT_STEPS),
+    "unfreeze": RegisteredTrial(model.unfreeze, DEFAULT_STEPS),
     "weight_decay": RegisteredTrial(optim.weight_decay, 43.0),
-    "with_optimizer": RegisteredTrial(optim.with_optimizer, USUAL_STEPS),
+    "with_optimizer": RegisteredTrial(optim.with_optimizer, DEFAULT_STEPS),
 }
-"""By the name that findings give."""
+"""By the name in the findings."""

@@ -1,4 +1,4 @@
-"""Trials of remedies for faults of the data: recorded steps with changed inputs, targets or attention."""
+"""Trials of remedies for faults of the data: replays with changed inputs, targets or attention."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from trainwright.replay.samples import on_column, standardised
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, course
 
-STEPS = 12
+NUM_UPDATES = 12
 
 
-def _compared(session: ReplaySession, what: str, intervention: Intervention) -> str:
-    unchanged, changed = session.train(STEPS, repeat=True), session.train(STEPS, intervention, repeat=True)
-    return f"loss of this batch in {STEPS} updates on it {what}: {course(changed)}; unchanged: {course(unchanged)}"
+def _compare(session: ReplaySession, what: str, intervention: Intervention) -> str:
+    unchanged, changed = session.train(NUM_UPDATES, repeat=True), session.train(NUM_UPDATES, intervention, repeat=True)
+    return (
+        f"loss of this batch in {NUM_UPDATES} updates on it {what}: {course(changed)}; unchanged: {course(unchanged)}"
+    )
 
 
 def standardized_inputs(session: ReplaySession) -> str:
-    """Inputs with mean 0 and standard deviation 1."""
-    return _compared(session, "with standardized inputs", Intervention(inputs=standardised))
+    """Tries inputs with mean 0 and standard deviation 1."""
+    return _compare(session, "with standardized inputs", Intervention(inputs=standardised))
 
 
 def without_column(session: ReplaySession, column: int) -> str:
-    """Zeros in one column of the input."""
-    return _compared(session, f"without column {column}", Intervention(inputs=on_column(column, torch.zeros_like)))
+    """Tries zeros in one column of the input."""
+    return _compare(session, f"without column {column}", Intervention(inputs=on_column(column, torch.zeros_like)))
 
 
 def ignore_padding(session: ReplaySession, pad: int) -> str:
-    """``ignore_index`` in the loss, measured by the loss of the targets that are not padding."""
+    """Tries ``ignore_index`` in the loss, measured by the loss of the targets that are not padding."""
     losses: dict[bool, list[float]] = {False: [], True: []}
 
     def ignoring(change: bool) -> OpHandler:
@@ -50,11 +52,11 @@ def ignore_padding(session: ReplaySession, pad: int) -> str:
         return call
 
     for change in losses:
-        session.train(STEPS, Intervention(ops=ignoring(change)), repeat=True)
+        session.train(NUM_UPDATES, Intervention(ops=ignoring(change)), repeat=True)
     if not losses[True]:
         raise NotTried("the loss is not a cross-entropy")
     return (
-        f"loss of real tokens in {STEPS} updates with ignore_index={pad}: {course(losses[True])}; "
+        f"loss of real tokens in {NUM_UPDATES} updates with ignore_index={pad}: {course(losses[True])}; "
         f"unchanged: {course(losses[False])}"
     )
 
@@ -86,7 +88,7 @@ class _Causal(TorchFunctionMode):
 
 
 def causal_mask(session: ReplaySession) -> str:
-    """A causal mask in every self-attention, measured by whether later tokens still change the scores."""
+    """Tries a causal mask in every self-attention, measured by the effect of later tokens on the scores."""
 
     def sees() -> float:
         return max((each.sees for each in examine_tokens(session).losses if each.sees is not None), default=0.0)

@@ -7,21 +7,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trainwright.doctor.measure.compared import class_dim, is_simplex
+from trainwright.doctor.measure.loss_arguments import class_dim, is_simplex
 from trainwright.doctor.measure.loss_calls import PAIRED
 from trainwright.doctor.measure.loss_terms import terms_facts
 from trainwright.recorder.program import Call, Instruction, Operation, Slot
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import OpHandler, function_name
-from trainwright.replay.replayer import AS_IT_WAS, Intervention
+from trainwright.replay.replayer import UNCHANGED, Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, course
 
-STEPS = 8
+NUM_UPDATES = 8
 
 
 def compared_measure(what: str, name: str, was: list[float], now: list[float]) -> str:
-    """One measure over the same updates, as it was and changed, in words that begin with "no better" if it is not."""
+    """Returns text on one measure over the same updates, unchanged and changed; "no better" if it is not lower."""
     if len(was) < 2 or len(now) < 2:
         raise NotTried("the step could not be run again")
     better = "" if now[-1] < was[-1] - 1e-4 * abs(was[-1]) else "no better: "
@@ -29,17 +29,17 @@ def compared_measure(what: str, name: str, was: list[float], now: list[float]) -
 
 
 def scores_for_probabilities(session: ReplaySession) -> str:
-    """The logarithm of the probabilities instead of them, which gives nearly the same loss as the scores would.
+    """Tries the logarithm of the probabilities, which gives nearly the same loss as the scores would.
 
-    Measured by minus the logarithm of the target's probability, which means the same in both.
+    Measured by the negative log-likelihood of the target, which is comparable in both cases.
     """
     losses: dict[bool, list[float]] = {False: [], True: []}
-    truth: list[Tensor] = []  # the scores for the nll_loss after a log_softmax that got probabilities
+    truth: list[Tensor] = []  # scores for the nll_loss after a log_softmax that received probabilities
 
     def handler(change: bool) -> OpHandler:
         def call(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
             name, x = function_name(function), args[0] if args else None
-            if not isinstance(x, Tensor) or not x.requires_grad or name not in _TAKES_SCORES:
+            if not isinstance(x, Tensor) or not x.requires_grad or name not in _SCORE_FUNCTIONS:
                 return function(*args, **kwargs)
             scores = _scores(name, x, args, kwargs)
             if name == "log_softmax":
@@ -53,16 +53,16 @@ def scores_for_probabilities(session: ReplaySession) -> str:
         return call
 
     for change in losses:
-        session.train(STEPS, Intervention(ops=handler(change)), repeat=True)
+        session.train(NUM_UPDATES, Intervention(ops=handler(change)), repeat=True)
     what = "with the scores in place of the probabilities"
     return compared_measure(what, "-log p of the targets", losses[False], losses[True])
 
 
-_TAKES_SCORES = frozenset({"cross_entropy", "nll_loss", "kl_div", "log_softmax", "binary_cross_entropy_with_logits"})
+_SCORE_FUNCTIONS = frozenset({"cross_entropy", "nll_loss", "kl_div", "log_softmax", "binary_cross_entropy_with_logits"})
 
 
 def _scores(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> Tensor | None:
-    """Scores or log-probabilities in place of wrong arguments; None where the argument is right."""
+    """Returns scores or log-probabilities that replace wrong arguments; None if the argument is right."""
     tiny = torch.finfo(x.dtype).tiny
     if name == "binary_cross_entropy_with_logits":
         inside = bool(((x >= 0) & (x <= 1)).all())
@@ -73,7 +73,7 @@ def _scores(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> Tensor | None:
 
 
 def same_shape(session: ReplaySession) -> str:
-    """The target in the shape of the prediction, or the reverse, measured by the loss of matching pairs."""
+    """Tries the target in the shape of the prediction, or the reverse, measured by the loss of matching pairs."""
     losses: dict[bool, list[float]] = {False: [], True: []}
 
     def handler(change: bool) -> OpHandler:
@@ -92,7 +92,7 @@ def same_shape(session: ReplaySession) -> str:
         return call
 
     for change in losses:
-        session.train(STEPS, Intervention(ops=handler(change)), repeat=True)
+        session.train(NUM_UPDATES, Intervention(ops=handler(change)), repeat=True)
     measure = "loss of each prediction against its own target"
     return compared_measure("with shapes that match", measure, losses[False], losses[True])
 
@@ -103,13 +103,15 @@ def _would_broadcast(one: Tensor, other: Tensor) -> bool:
 
 
 def turned_sign(session: ReplaySession) -> str:
-    """The negated gradient, by the total loss, which is larger then."""
-    was, now = ([-x for x in session.train(STEPS, Intervention(sign=sign), repeat=True)] for sign in (1.0, -1.0))
+    """Tries the negated gradient, measured by the total loss, which then rises."""
+    was, now = ([-x for x in session.train(NUM_UPDATES, Intervention(sign=sign), repeat=True)] for sign in (1.0, -1.0))
     return compared_measure("with the sign turned", "the negated loss", was, now)
 
 
 def balanced_terms(session: ReplaySession) -> str:
-    """The largest term at a weight that makes its gradient as large as the smallest term's, measured by the latter."""
+    """Tries a weight for the largest term that makes its gradient equal to the
+    smallest term's, measured by the latter.
+    """
     parts = terms_facts(session).terms
     large = max(parts, key=lambda term: term.shared)
     candidates = [term for term in parts if term.shared > 0 and abs(term.own) >= 0.5]
@@ -122,7 +124,9 @@ def balanced_terms(session: ReplaySession) -> str:
 
 
 def _with_weight(session: ReplaySession, slot: int, watched: int, factor: float) -> list[float]:
-    """The value in slot ``watched`` over updates in which the one in ``slot`` has ``factor`` times its weight."""
+    """Returns the value in slot ``watched`` over updates in which the value in ``slot`` has ``factor`` times its
+    weight.
+    """
     values: list[float] = []
 
     def note(value: Tensor) -> Tensor:
@@ -139,6 +143,6 @@ def _with_weight(session: ReplaySession, slot: int, watched: int, factor: float)
         program += [look] * (watched in outputs) + [weigh] * (slot in outputs and factor != 1.0)
     recorded = replace(session.recorded_step, program=program)
     with session.live():
-        for _ in range(STEPS):
-            session.replayer.run(recorded, AS_IT_WAS)
+        for _ in range(NUM_UPDATES):
+            session.replayer.run(recorded, UNCHANGED)
     return values

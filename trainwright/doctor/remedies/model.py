@@ -1,4 +1,4 @@
-"""Trials of remedies for faults of the model and its initialisation: the batch is trained on with one change."""
+"""Trials of remedies for faults of the model: training on the batch with one change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from trainwright.doctor.measure.first_step import smaller
 from trainwright.doctor.measure.layers import DROPOUTS
-from trainwright.doctor.measure.wiring import MOST, STEPS, activated, on_one_batch, unregistered_parameters
+from trainwright.doctor.measure.wiring import MAX_UPDATES, MIN_UPDATES, activated, on_one_batch, unregistered_parameters
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import argument, function_name
@@ -22,8 +22,8 @@ from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, course
 
 
-def compared(session: ReplaySession, intervention: Intervention, most: int = STEPS) -> str:
-    """The loss over updates on this batch alone, changed and as it was, in words."""
+def compared(session: ReplaySession, intervention: Intervention, most: int = MIN_UPDATES) -> str:
+    """Returns text on the loss over updates on this batch, unchanged and changed."""
     try:
         was, now = on_one_batch(session, intervention, most)
     except NotReplayable as refused:
@@ -33,7 +33,7 @@ def compared(session: ReplaySession, intervention: Intervention, most: int = STE
 
 
 def once(change: Callable[[], None]) -> Callable[[], AbstractContextManager[None]]:
-    """For ``Intervention.model``: changes the weights before the first of several updates."""
+    """Makes an ``Intervention.model`` that changes the weights before the first of several updates."""
     done: list[bool] = []
 
     @contextmanager
@@ -48,13 +48,13 @@ def once(change: Callable[[], None]) -> Callable[[], AbstractContextManager[None
 
 
 def activation_between(session: ReplaySession, *, weights: Sequence[str]) -> str:
-    """A ReLU after each of these linear layers."""
-    return compared(session, activated(session, weights), MOST)
+    """Tries a ReLU after each of these linear layers."""
+    return compared(session, activated(session, weights), MAX_UPDATES)
 
 
 def _trained_too(session: ReplaySession, extra: list[Tensor]) -> str:
-    """Trains these tensors too, with an optimizer of the class of the first one."""
-    was = session.train(STEPS, repeat=True)
+    """Trains these tensors as well, with an optimizer of the first one's class."""
+    was = session.train(MIN_UPDATES, repeat=True)
     optimizer = session.optimizers[0]
     before = [(p, p.data, p.grad, p.requires_grad) for p in extra]
 
@@ -72,7 +72,8 @@ def _trained_too(session: ReplaySession, extra: list[Tensor]) -> str:
         @contextmanager
         def around() -> Iterator[None]:
             grads: dict[Tensor, Tensor] = {}  # a replay drops gradients of tensors that it does not know
-            handles = [m.register_forward_pre_hook(unfreeze) for m in session.modules.values()]  # and freezes them
+            # the replay freezes them
+            handles = [m.register_forward_pre_hook(unfreeze) for m in session.modules.values()]
             for p in extra:
                 handle = p.register_post_accumulate_grad_hook(partial(_take, grads))  # type: ignore[no-untyped-call]
                 handles.append(handle)
@@ -84,7 +85,7 @@ def _trained_too(session: ReplaySession, extra: list[Tensor]) -> str:
             also.step()
             also.zero_grad()
 
-        now = session.train(STEPS, Intervention(model=around), repeat=True)
+        now = session.train(MIN_UPDATES, Intervention(model=around), repeat=True)
     finally:
         for p, data, grad, requires_grad in before:
             p.grad = None
@@ -101,7 +102,7 @@ def _take(grads: dict[Tensor, Tensor], parameter: Tensor) -> None:
 
 
 def register(session: ReplaySession) -> str:
-    """Trains tensors that are not registered as parameters."""
+    """Tries to train tensors that are not registered as parameters."""
     tensors = list(unregistered_parameters(session).values())
     if not tensors:
         raise NotTried("the layers cannot be found")
@@ -109,12 +110,12 @@ def register(session: ReplaySession) -> str:
 
 
 def unfreeze(session: ReplaySession) -> str:
-    """Trains all frozen parameters."""
+    """Tries to train all frozen parameters."""
     return _trained_too(session, [p for p in session.replayer.subject.parameters if not p.requires_grad])
 
 
 def keep_graph(session: ReplaySession) -> str:
-    """Detaches no tensor of the forward pass."""
+    """Tries a forward pass that detaches no tensor."""
 
     def change(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         inputs = [t for t in tensors_of([args, kwargs], 3) if t.requires_grad]
@@ -128,7 +129,7 @@ def keep_graph(session: ReplaySession) -> str:
 
 
 def random_weights(session: ReplaySession, *, weights: Sequence[str]) -> str:
-    """Kaiming initialisation for these weights."""
+    """Tries Kaiming initialization for these weights."""
     parameters = session.parameters
 
     def draw() -> None:
@@ -139,7 +140,7 @@ def random_weights(session: ReplaySession, *, weights: Sequence[str]) -> str:
 
 
 def kaiming_(weight: Tensor) -> None:
-    """Kaiming normal initialisation for ReLU, the same numbers each time."""
+    """Applies Kaiming normal initialization for ReLU, with a fixed seed."""
     fan_in = weight[0].numel()
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(weight.shape, generator=generator, device="cpu") * (2 / fan_in) ** 0.5
@@ -147,7 +148,7 @@ def kaiming_(weight: Tensor) -> None:
 
 
 def smaller_weights(session: ReplaySession, *, gains: Mapping[str, float]) -> str:
-    """Weights divided by the factors by which they are too large."""
+    """Tries weights divided by the factors by which they are too large."""
 
     def change() -> None:
         with smaller(session, gains):
@@ -157,7 +158,7 @@ def smaller_weights(session: ReplaySession, *, gains: Mapping[str, float]) -> st
 
 
 def group_norm(session: ReplaySession) -> str:
-    """GroupNorm in place of BatchNorm."""
+    """Tries GroupNorm instead of BatchNorm."""
 
     def change(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         if function_name(function) != "batch_norm":
@@ -171,7 +172,7 @@ def group_norm(session: ReplaySession) -> str:
 
 
 def less_dropout(session: ReplaySession) -> str:
-    """Dropout of 0.2 in place of every dropout above 0.5. Every update draws new masks."""
+    """Tries dropout of 0.2 instead of every dropout above 0.5. Every update draws new masks."""
 
     def ops(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         p = argument(args, kwargs, 1, "p", 0.5)

@@ -1,4 +1,4 @@
-"""Trials of remedies for steps that are not finite: without the samples, in fp32, with a guard around the op."""
+"""Trials of remedies for non-finite steps: without the samples, in float32, with a guard at the operation."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from trainwright.replay.trials import NotTried
 
 EPS = 1e-6
 ALIASES = {"truediv": "div", "rtruediv": "div", "divide": "div", "true_divide": "div", "rdiv": "div", "itruediv": "div"}
-"""Other names of the same function."""
+"""Other names of the same functions."""
 MASK_VALUE = -1e4
-"""Below all logits, and every dtype holds it with room to add to it."""
+"""Below all logits. Every dtype represents it with margin for an addition."""
 
 
 def without_these_samples(session: ReplaySession, rows: Sequence[int], micro: int | None = None) -> str:
-    """The micro-batch without these samples."""
+    """Tries the micro-batch without these samples."""
     intervention = _without(session, rows, micro)
     samples = _ids(session, rows, micro)
-    return f"without {samples}: " + _compared(session, intervention, micro)
+    return f"without {samples}: " + _compare(session, intervention, micro)
 
 
 def in_fp32(session: ReplaySession) -> str:
-    """The whole step in float32, without autocast."""
-    return "in fp32: " + _compared(session, Intervention(dtype="fp32"))
+    """Tries the full step in float32, without autocast."""
+    return "in fp32: " + _compare(session, Intervention(dtype="fp32"))
 
 
 def guarded(session: ReplaySession, op: str) -> str:
-    """The input of every call of ``op`` is clamped to where it has a finite value and derivative."""
+    """Tries to clamp the input of every call of ``op`` to its range of finite values and derivatives."""
     if op not in _GUARDS:
         raise NotTried(f"there is no guard for {op}")
     guard, words = _GUARDS[op]
@@ -49,28 +49,28 @@ def guarded(session: ReplaySession, op: str) -> str:
             args = guard(name, args)
         return function(*args, **kwargs)
 
-    outcome = f"with {words}: " + _compared(session, Intervention(ops=call_guarded))
+    outcome = f"with {words}: " + _compare(session, Intervention(ops=call_guarded))
     if not guarded_calls:
         raise NotTried(f"{op} is called inside of another function")
     return outcome
 
 
 def finite_mask(session: ReplaySession) -> str:
-    """Infinities and overflowing constants of masks become a finite large negative number."""
+    """Tries a finite large negative number for infinities and overflowing mask constants."""
 
     def around(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         name = function_name(function).strip("_")
         if name in ("masked_fill", "full", "full_like", "where", "mul", "rmul", "add", "radd", "sub", "rsub", "fill"):
-            args, kwargs = tuple(_raised(x) for x in args), {k: _raised(x) for k, x in kwargs.items()}
+            args, kwargs = tuple(_clamp_mask(x) for x in args), {k: _clamp_mask(x) for k, x in kwargs.items()}
         if name in ("softmax", "log_softmax", "cross_entropy", "matmul") and isinstance(args[0], Tensor):
             args = (args[0].clamp(min=MASK_VALUE), *args[1:])
         return function(*args, **kwargs)
 
-    return "with a finite mask value: " + _compared(session, Intervention(ops=around))
+    return "with a finite mask value: " + _compare(session, Intervention(ops=around))
 
 
 def valid_targets(session: ReplaySession) -> str:
-    """The sum of the losses divided by max(1, number of valid targets)."""
+    """Tries the sum of the losses divided by max(1, number of valid targets)."""
 
     def around(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         name = function_name(function)
@@ -80,21 +80,21 @@ def valid_targets(session: ReplaySession) -> str:
         valid = (target != kwargs.get("ignore_index", -100)).sum()
         return function(*args, **{**kwargs, "reduction": "sum"}) / valid.clamp(min=1)
 
-    return "divided by max(1, valid targets): " + _compared(session, Intervention(ops=around))
+    return "divided by max(1, valid targets): " + _compare(session, Intervention(ops=around))
 
 
 def zero_infinity(session: ReplaySession) -> str:
-    """``ctc_loss(zero_infinity=True)``."""
+    """Tries ``ctc_loss(zero_infinity=True)``."""
 
     def around(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         if function_name(function) == "ctc_loss":
             args, kwargs = args[:6], {**kwargs, "zero_infinity": True}
         return function(*args, **kwargs)
 
-    return "with zero_infinity=True: " + _compared(session, Intervention(ops=around))
+    return "with zero_infinity=True: " + _compare(session, Intervention(ops=around))
 
 
-# Guards: each returns the arguments of a call that is safe
+# Guards. Each returns safe arguments of a call.
 
 
 _Guard: TypeAlias = Callable[[str, Args], Args]
@@ -138,8 +138,8 @@ _GUARDS: dict[str, tuple[_Guard, str]] = {
 }
 
 
-def _raised(value: object) -> object:
-    """A constant of a mask, at least MASK_VALUE."""
+def _clamp_mask(value: object) -> object:
+    """Returns a mask constant, at least MASK_VALUE."""
     if isinstance(value, float | int) and not isinstance(value, bool):
         return max(value, MASK_VALUE)
     if isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad:
@@ -147,7 +147,7 @@ def _raised(value: object) -> object:
     return value
 
 
-# Outcomes in words
+# Texts of outcomes
 
 
 def _without(session: ReplaySession, rows: Sequence[int], micro: int | None) -> Intervention:
@@ -166,7 +166,7 @@ def _ids(session: ReplaySession, rows: Sequence[int], micro: int | None) -> str:
     return f"sample{'s' * (len(rows) > 1)} {', '.join(str(ids[row]) for row in rows)}"
 
 
-def _compared(session: ReplaySession, intervention: Intervention, micro: int | None = None) -> str:
+def _compare(session: ReplaySession, intervention: Intervention, micro: int | None = None) -> str:
     scale = 1 / loss_scale(session.recorded_step)
     was = session.run(
         Intervention(

@@ -1,4 +1,4 @@
-"""Remedies for the optimizer: learning rate, weight decay, clipping, and which parameters it holds."""
+"""Remedies for the optimizer: learning rate, weight decay, clipping, and its parameters."""
 
 from __future__ import annotations
 
@@ -12,42 +12,44 @@ from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, course
 
-STEPS, MAX_STEPS = 8, 32
-"""Updates on one batch, and recorded steps that are replayed."""
+NUM_UPDATES = 8
+"""Number of updates on one batch."""
+MAX_STEPS = 32
+"""Maximum number of recorded steps that are replayed."""
 
 
 def compared(what: str, was: list[float], now: list[float]) -> str:
-    """The losses with a change and as they were, in words that begin with "no better" if they are not lower."""
-    better = "" if math.isfinite(now[-1]) and not now[-1] >= was[-1] else "no better "  # also where ``was`` is NaN
+    """Returns text on the losses, unchanged and with a change; "no better" if they are not lower."""
+    better = "" if math.isfinite(now[-1]) and not now[-1] >= was[-1] else "no better "  # also if ``was`` is NaN
     return f"{better}{what}: loss {course(now)} in {len(now)} steps; as it was: {course(was)} in {len(was)} steps"
 
 
 def other_lr(session: ReplaySession, factor: float) -> str:
-    """Updates on this batch alone with the learning rate times ``factor``."""
-    was, now = session.train(STEPS, repeat=True), session.train(STEPS, Intervention(lr=factor), repeat=True)
+    """Tries updates on this batch with the learning rate times ``factor``."""
+    was, now = session.train(NUM_UPDATES, repeat=True), session.train(NUM_UPDATES, Intervention(lr=factor), repeat=True)
     return compared(f"with the learning rate x {factor:g}", was, now)
 
 
 def another_rate(session: ReplaySession, lr: float) -> str:
-    """Updates on this batch alone with the learning rate ``lr``."""
+    """Tries updates on this batch with the learning rate ``lr``."""
     if lr <= 0:
         raise NotTried("no other learning rate is known")
     changed = Intervention(group=lambda step, group: {"lr": lr})
-    was, now = session.train(STEPS, repeat=True), session.train(STEPS, changed, repeat=True)
+    was, now = session.train(NUM_UPDATES, repeat=True), session.train(NUM_UPDATES, changed, repeat=True)
     return compared(f"with a learning rate of {lr:.3g}", was, now)
 
 
 def weight_decay(session: ReplaySession, to: float) -> str:
-    """The recorded steps with another weight decay."""
+    """Tries the recorded steps with another weight decay."""
     changed = Intervention(group=lambda step, group: {"weight_decay": to} if "weight_decay" in group else {})
     return compared(f"with a weight decay of {to:g}", session.train(MAX_STEPS), session.train(MAX_STEPS, changed))
 
 
 def clip_at(session: ReplaySession, at: float) -> str:
-    """Updates on this batch alone, clipped at ``at``; a loop that does not clip gets a clip before its update."""
+    """Tries updates on this batch, clipped at ``at``. A loop without clipping gets a clip before its update."""
     with _clipped(session, at):
-        now = session.train(STEPS, Intervention(clip=at), repeat=True)
-    return compared(f"with gradients clipped at {at:g}", session.train(STEPS, repeat=True), now)
+        now = session.train(NUM_UPDATES, Intervention(clip=at), repeat=True)
+    return compared(f"with gradients clipped at {at:g}", session.train(NUM_UPDATES, repeat=True), now)
 
 
 @contextmanager
@@ -66,24 +68,27 @@ def _clipped(session: ReplaySession, at: float) -> Iterator[None]:
 
 
 def group_lr(session: ReplaySession, optimizer: int, group: int, lr: float) -> str:
-    """Updates on this batch alone with a learning rate for a parameter group that had none."""
+    """Tries updates on this batch with a learning rate for a parameter group that had none."""
     first = id(session.optimizers[optimizer].param_groups[group]["params"][0])
 
     def change(step: int, live: dict[str, Any]) -> dict[str, Any]:
         return {"lr": lr} if live["params"] and id(live["params"][0]) == first else {}
 
-    was, now = session.train(STEPS, repeat=True), session.train(STEPS, Intervention(group=change), repeat=True)
+    was, now = (
+        session.train(NUM_UPDATES, repeat=True),
+        session.train(NUM_UPDATES, Intervention(group=change), repeat=True),
+    )
     return compared(f"with a learning rate of {lr:g} for group {group}", was, now)
 
 
 def with_optimizer(session: ReplaySession, names: list[str]) -> str:
-    """Updates on this batch alone while the first optimizer holds these parameters, too."""
+    """Tries updates on this batch with these parameters in the first optimizer."""
     owner = session.optimizers[0].param_groups[0]
     before = list(owner["params"])
-    was = session.train(STEPS, repeat=True)
+    was = session.train(NUM_UPDATES, repeat=True)
     owner["params"] = [*before, *(session.parameters[name] for name in names)]
     try:
-        now = session.train(STEPS, repeat=True)
+        now = session.train(NUM_UPDATES, repeat=True)
     finally:
         owner["params"] = before
     return compared(f"with {len(names)} more parameters in the optimizer", was, now)

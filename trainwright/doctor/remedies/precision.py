@@ -1,4 +1,4 @@
-"""Trials of remedies for what 16-bit dtypes lose: the recorded step with float32 in one place."""
+"""Trials of remedies for lost 16-bit precision: the recorded step with float32 in one place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainwright.replay.trials import NotTried
 
 
 def loss_scale(session: ReplaySession) -> str:
-    """The largest of three loss scales for which the gradients are finite."""
+    """Tries three loss scales, and returns the largest one with finite gradients."""
     plain = session.run().grads
     for scale in (2.0**16, 2.0**12, 2.0**8):
         scaled = session.run(Intervention(loss_scale=scale)).grads
@@ -30,7 +30,7 @@ def loss_scale(session: ReplaySession) -> str:
 
 
 def loss_in_fp32(session: ReplaySession) -> str:
-    """Only the loss in float32: everything after the models."""
+    """Tries the loss, everything after the models, in float32."""
     facts = measure_loss_in_fp32(session)
     if facts.error is None:
         raise NotTried("the gradients are not finite")
@@ -41,7 +41,7 @@ def loss_in_fp32(session: ReplaySession) -> str:
 
 
 def fp32_weights(session: ReplaySession) -> str:
-    """The update with parameters and optimizer state in float32."""
+    """Tries the update with parameters and optimizer state in float32."""
 
     @contextmanager
     def states_in_fp32() -> Iterator[None]:

@@ -51,5 +51,5 @@ def test_evaluated_inputs(prepare: Callable[[Tensor], Tensor], codes: list[str])
     ],
 )
 def test_only_a_worse_loss_makes_it_a_warning(likeness: Likeness, loss: float, severities: list[str]) -> None:
-    facts = EvaluationFacts(after=16, calls=1, rows=99, losses=(loss,), likeness=likeness)
+    facts = EvaluationFacts(after=16, rows=99, losses=(loss,), likeness=likeness)
     assert said(inputs_differ, *steps(0.6, 16), exam(16, facts)) == severities

@@ -71,14 +71,14 @@ def test_linear_layers_that_lose_nothing_are_an_info(activated: float, severity:
     ("is_batch", "amount", "severity"), [(True, 1.0, "warning"), (True, 0.01, "info"), (False, 1.0, None)]
 )
 def test_mixed_samples(is_batch: bool, amount: float, severity: str | None) -> None:
-    facts = FunctionFacts(size=32, neighbours=Deviation(amount, 1e-4, "rnn"), is_batch=is_batch)
+    facts = FunctionFacts(neighbours=Deviation(amount, 1e-4, "rnn"), is_batch=is_batch)
     found = made_of(of("model.mixes_samples"), (1, facts))
     assert [each.severity for each in found] == ([severity] if severity else [])
 
 
 @pytest.mark.parametrize(("amount", "found"), [(1.0, True), (1e-6, False)])
 def test_outputs_that_depend_on_the_place_in_the_batch(amount: float, found: bool) -> None:
-    facts = FunctionFacts(size=32, is_batch=True, place=Deviation(amount, 1e-4, "position"))
+    facts = FunctionFacts(is_batch=True, place=Deviation(amount, 1e-4, "position"))
     assert fires("model.depends_on_batch_position", (1, facts)) == found
 
 

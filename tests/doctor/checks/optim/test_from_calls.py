@@ -18,7 +18,7 @@ def clip(at: float = 1.0, norm: float = 5.0, parameters: int = 6) -> tuple[str, 
 
 
 GROUP = GroupFacts(parameters=6, with_grad=6, lr=0.1)
-CALLS = CallsFacts(optimizers=(OptimizerFacts("SGD", 6, 0, (GROUP,)),), carried=(0.0,))
+CALLS = CallsFacts(optimizers=(OptimizerFacts(6, 0, (GROUP,)),), carried=(0.0,))
 UPDATE = UpdateFacts(
     loss=2.0, after=1.9, optimizers=1, lr=(0.1,), weight_decay=(0.0,), decoupled=False, grad_norm=1.0,
     norm_at_clip=None, weight_norm=7.0, ratio=0.01, input_rms=1.0,
@@ -72,7 +72,7 @@ def test_look_alikes_of_what_is_counted() -> None:
     assert fires("gradient.clip_before_unscale", (4, scaled), made=made) == []
     tuned = replace(CALLS, missing=("body.weight",), missing_share=0.9, missing_were_trained=True)
     assert fires("optim.params_missing", (4, tuned), made=made) == ["info"]
-    stale = replace(CALLS, missing=("a",), missing_share=0.9, optimizers=(OptimizerFacts("SGD", 6, 6, (GROUP,)),))
+    stale = replace(CALLS, missing=("a",), missing_share=0.9, optimizers=(OptimizerFacts(6, 6, (GROUP,)),))
     assert fires("optim.params_missing", (4, stale), made=made) == []
     assert fires("optim.stale_params", (4, stale), made=made) == ["critical"]
     assert fires("optim.stale_params", (4, tuned), made=made) == []
@@ -80,8 +80,8 @@ def test_look_alikes_of_what_is_counted() -> None:
 
 def test_a_group_at_zero() -> None:
     zero = replace(GROUP, lr=0.0)
-    facts = replace(CALLS, optimizers=(OptimizerFacts("SGD", 12, 0, (GROUP, zero)),))
-    warming = replace(CALLS, optimizers=(OptimizerFacts("SGD", 12, 0, (GROUP, replace(zero, initial_lr=0.1))),))
+    facts = replace(CALLS, optimizers=(OptimizerFacts(12, 0, (GROUP, zero)),))
+    warming = replace(CALLS, optimizers=(OptimizerFacts(12, 0, (GROUP, replace(zero, initial_lr=0.1))),))
     code, made = "optim.group_lr_zero", steps(*HEALTHY)
     assert fires(code, (1, facts), (2, facts), made=made) == ["warning"]
     assert fires(code, (1, facts), made=made) == []
@@ -127,7 +127,7 @@ def test_lr_too_high_needs_a_smaller_rate_that_helps() -> None:
 
 def test_lr_too_low_needs_a_loss_that_stands_and_no_warm_up() -> None:
     tiny, code, made = replace(UPDATE, ratio=1e-8), "optim.lr_too_low", steps(*HEALTHY, count=12)
-    warming = replace(CALLS, optimizers=(OptimizerFacts("SGD", 6, 0, (replace(GROUP, initial_lr=1.0),)),))
+    warming = replace(CALLS, optimizers=(OptimizerFacts(6, 0, (replace(GROUP, initial_lr=1.0),)),))
     assert fires(code, (1, tiny), (8, tiny), made=made) == ["critical"]
     assert fires(code, (1, tiny), (8, UPDATE), made=made) == []
     assert fires(code, (1, tiny), (8, warming), made=made) == []

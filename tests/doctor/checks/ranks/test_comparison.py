@@ -25,8 +25,8 @@ from trainwright.runs.records import Examined, Found, construct
 
 NAMES = ("a.weight", "b.weight")
 PROGRAM = {"modes": "3 of 3 modules in training mode", "changes of the gradients": "clipped by norm at 1"}
-SYNCED = ExchangeFacts(calls=1, wrapped_calls=1, synced_calls=1, last_synced=True)
-BY_HAND = ExchangeFacts(calls=1)
+SYNCED = ExchangeFacts(wrapped_calls=1, synced_calls=1, last_synced=True)
+BY_HAND = ExchangeFacts()
 Change = Callable[[RankStep], RankStep]
 
 

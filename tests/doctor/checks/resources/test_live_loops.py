@@ -17,8 +17,8 @@ from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.discovery import check_of
-from trainwright.doctor.measure.growth import EVERY, FIRST, Growth
-from trainwright.doctor.measure.held import _python_objects
+from trainwright.doctor.measure.growth import MIN_INTERVAL_STEPS, UNLIMITED_STEPS, Growth
+from trainwright.doctor.measure.memory import _python_objects
 from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.runs.records import Examined
@@ -56,8 +56,10 @@ def test_readings_wait_for_their_fraction_of_the_time() -> None:
     for step in range(1, 10_001):  # in a moment
         probe.on_closed(RecordedStep(step))
     held = [each["step"] for each in (probe.values() or {})["held"]]
-    assert held[: FIRST // EVERY] == list(range(EVERY, FIRST + 1, EVERY))
-    assert len(held) < 2 * FIRST // EVERY
+    assert held[: UNLIMITED_STEPS // MIN_INTERVAL_STEPS] == list(
+        range(MIN_INTERVAL_STEPS, UNLIMITED_STEPS + 1, MIN_INTERVAL_STEPS)
+    )
+    assert len(held) < 2 * UNLIMITED_STEPS // MIN_INTERVAL_STEPS
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.averages import AveragesFacts
 from trainwright.doctor.shared_averages import averages_of
 
-GAP = 0.5
-"""Relative to the size of the weights: independent random weights are about 1.4 apart."""
+MIN_RELATIVE_DISTANCE = 0.5
+"""Relative to the norm of the weights. Independent random weights are about 1.4 apart."""
 
 
 @check(stage="loop", confidence=0.85, needs=AveragesFacts)
@@ -37,11 +37,17 @@ def average_not_restored(run: RunContext) -> Iterator[Result]:
     for copy in averages_of(facts):
         share = min(max(copy.moves[0].share, 0.0), 0.9)
         gap = copy.gap / (1.0 - share) ** (copy.moves[0].step - 1)
-        if copy.gap > GAP / 10 and gap > GAP:
+        if copy.gap > MIN_RELATIVE_DISTANCE / 10 and gap > MIN_RELATIVE_DISTANCE:
             yield run.finding(
                 run.last_step,
                 symptom=f"the average of {copy.of} (a {copy.kind}) began about {gap:.2g} times the size of the weights "
                 f"away from them, though the optimizer was resumed",
                 since_step=1,
-                evidence=[("distance from the weights, relative to their size", round(copy.gap, 3), f"< {GAP / 10}")],
+                evidence=[
+                    (
+                        "distance from the weights, relative to their size",
+                        round(copy.gap, 3),
+                        f"< {MIN_RELATIVE_DISTANCE / 10}",
+                    )
+                ],
             )

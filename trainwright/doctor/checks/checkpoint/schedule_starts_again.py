@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.checkpoint import ResumeFacts
 
 MIN_UPDATES = 8
-"""Updates after which it is known whether a schedule is stepped once an update."""
+"""Updates after which it is known whether a schedule is stepped once per update."""
 
 
 @check(stage="update", confidence=0.8, needs=ResumeFacts, points_at="schedule")

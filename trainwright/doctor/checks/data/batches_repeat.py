@@ -9,8 +9,8 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import SAME, RowsFacts
 from trainwright.doctor.finding import Finding
 
-MICRO = 3
-"""Equal micro-batches of a step: two may be two views of one batch, as in SAM."""
+MIN_EQUAL_MICRO_BATCHES = 3
+"""Equal micro-batches of a step. Two may be two passes over one batch, as in SAM."""
 
 
 @check(points_at="forward", stage="input", needs=RowsFacts)
@@ -40,7 +40,7 @@ def batches_repeat(run: RunContext) -> Iterator[Result]:
     is_stuck = not facts.same_before or facts.same >= 2 * facts.same_before
     if facts.same >= SAME - 1 and is_stuck and facts.whole > facts.batch:
         yield _same_batch(run, facts)
-    elif facts.micro >= MICRO and 2 * facts.micro_steps >= min(facts.steps, SAME):
+    elif facts.micro >= MIN_EQUAL_MICRO_BATCHES and 2 * facts.micro_steps >= min(facts.steps, SAME):
         yield run.finding(
             facts.steps,
             symptom=f"all {facts.micro} micro-batches of a step are the same rows, in {facts.micro_steps} steps",

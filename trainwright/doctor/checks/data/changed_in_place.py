@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.steadiness import SteadinessFacts
 from trainwright.runs.records import Where
 
-REPEATS = 4
+MIN_CHANGES = 4
 CONSEQUENCES = (
     "precision.overflow",
     "gradient.spike",
@@ -24,7 +24,7 @@ def changed_in_place(run: RunContext) -> Iterator[Result]:
 
     Why it matters: each epoch normalises the samples once more, until they are far from what the model has learned.
 
-    How it is detected: the first samples of each batch, and slices of a larger tensor, are remembered. Four of them
+    How it is detected: the first samples of each batch, and slices of a larger tensor, are sampled. Four of them
     come again with values `a * x + b`, with the same `a`. Or the version counter of an input changes during a step.
 
     Exceptions: an input that is no view of a larger tensor is reported only with -v.
@@ -39,7 +39,7 @@ def changed_in_place(run: RunContext) -> Iterator[Result]:
     facts = run.latest(SteadinessFacts)
     if facts is None:
         return
-    if facts.changed >= REPEATS and facts.is_one_factor:
+    if facts.changed >= MIN_CHANGES and facts.is_one_factor:
         yield run.finding(
             facts.steps,
             symptom=f"stored samples are modified: {facts.changed} of {facts.came_again} that came again had "
@@ -48,8 +48,8 @@ def changed_in_place(run: RunContext) -> Iterator[Result]:
             where=Where(source=facts.source),
             evidence=[("samples that had other values when they came again", facts.changed, 0)],
         )
-    elif facts.written >= REPEATS:
-        is_view = facts.written_views >= REPEATS
+    elif facts.written >= MIN_CHANGES:
+        is_view = facts.written_views >= MIN_CHANGES
         yield run.finding(
             facts.steps,
             symptom=f"in {facts.written} steps the input of the model is written to in place",

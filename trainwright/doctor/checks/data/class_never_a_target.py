@@ -11,10 +11,10 @@ from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
 from trainwright.doctor.finding import Finding
 from trainwright.doctor.shared_loss import calls, where_of
 
-OFTEN = 32
-"""Different samples of the rarest other class: one that is 10 times as rare would have come 3 times."""
-NAMED = 8
-"""Classes that the symptom names."""
+MIN_SAMPLES_OF_RAREST = 32
+"""Distinct samples of the rarest other class. A class 10 times as rare would have appeared 3 times."""
+MAX_CLASSES_NAMED = 8
+"""Maximum number of classes in the symptom."""
 
 
 @check(stage="label", confidence=0.75, needs=(TargetsFacts, LossFacts, RowsFacts))
@@ -62,7 +62,7 @@ def class_never_a_target(run: RunContext) -> Iterator[Result]:
         yield NotApplicable("inputs and targets have the same vocabulary")
     elif not missing:
         yield Passed(f"{sum(facts.counts)} targets of {classes} classes")
-    elif len(seen) < 2 or _rarest(facts, rows) < OFTEN or _came_late(run, facts):
+    elif len(seen) < 2 or _rarest(facts, rows) < MIN_SAMPLES_OF_RAREST or _came_late(run, facts):
         yield NotApplicable("too few targets of the rarest class are known")
     else:
         yield _finding(run, facts, losses[0], missing)
@@ -73,12 +73,12 @@ def _seen(facts: TargetsFacts) -> set[int]:
 
 
 def _rarest(facts: TargetsFacts, rows: RowsFacts) -> float:
-    """Different samples of the rarest class."""
+    """Returns the number of distinct samples of the rarest class."""
     return min(each for each in facts.counts if each) * min(1.0, rows.distinct / facts.rows)
 
 
 def _came_late(run: RunContext, facts: TargetsFacts) -> bool:
-    """Whether a class came for the first time in the later half, as where the data is sorted by class."""
+    """Returns True if a class first appeared in the second half, as in data sorted by class."""
     before = [each for _, each in run.every(TargetsFacts) if 2 * each.rows <= facts.rows]
     return not before or _seen(before[-1]) != _seen(facts)
 
@@ -86,7 +86,7 @@ def _came_late(run: RunContext, facts: TargetsFacts) -> bool:
 def _finding(run: RunContext, facts: TargetsFacts, loss: MeasuredLoss, missing: list[int]) -> Finding:
     seen = _seen(facts)
     many = len(missing) > 1
-    names = ", ".join(map(str, missing[:NAMED])) + (", ..." if len(missing) > NAMED else "")
+    names = ", ".join(map(str, missing[:MAX_CLASSES_NAMED])) + (", ..." if len(missing) > MAX_CLASSES_NAMED else "")
     if missing == [0]:
         cause = "labels are counted from 1, and the model has an output for 0"
     elif missing[0] > max(seen):

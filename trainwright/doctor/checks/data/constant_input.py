@@ -9,7 +9,7 @@ from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts
 
-SAMPLES = 4
+MIN_SAMPLES = 4
 CONSEQUENCES = (
     "data.label_feature_misaligned",
     "gradient.vanishing",
@@ -35,7 +35,7 @@ def constant_input(run: RunContext) -> Iterator[Result]:
     Fix: cast before dividing, `x.float() / 255`, and look at `(x[0] - x[1]).abs().max()` behind the loader.
     """
     facts = run.latest(BatchFacts)
-    if facts is None or not facts.inputs or facts.inputs[0].shape[0] < SAMPLES:
+    if facts is None or not facts.inputs or facts.inputs[0].shape[0] < MIN_SAMPLES:
         return
     if not facts.targets_vary or not all(each.constant for each in facts.inputs):
         yield Passed(f"{facts.inputs[0].shape[0]} samples")

@@ -9,9 +9,9 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, InputSpread, StandardizedFacts
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 
-SMALL = 0.02
-"""Standard deviation below which inputs may vary too little."""
-FIRST = 4
+MAX_STD = 0.02
+"""Inputs with a smaller standard deviation may vary too little."""
+MAX_STEP = 4
 CONSEQUENCES = ("gradient.vanishing", "model.init_symmetric", "model.dead_relu", "optim.lr_too_low")
 
 
@@ -34,7 +34,7 @@ def double_normalised(run: RunContext) -> Iterator[Result]:
     """
     step, facts = next(iter(run.every(BatchFacts)), (0, BatchFacts()))
     spreads = [each for each in facts.inputs if each.std is not None and len(each.shape) > 1 and not each.constant]
-    if step > FIRST or not spreads or not all(map(_is_small, spreads)):
+    if step > MAX_STEP or not spreads or not all(map(_is_small, spreads)):
         yield Passed(f"{len(spreads)} inputs")
         return
     trial = next((each for at, each in run.every(StandardizedFacts) if at == step), None)
@@ -59,4 +59,4 @@ def double_normalised(run: RunContext) -> Iterator[Result]:
 
 def _is_small(x: InputSpread) -> bool:
     std, mean = x.std or 0.0, x.mean or 0.0
-    return std < SMALL and (abs(mean) > 5 * std or std < SMALL / 4)
+    return std < MAX_STD and (abs(mean) > 5 * std or std < MAX_STD / 4)

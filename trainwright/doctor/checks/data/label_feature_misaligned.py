@@ -9,9 +9,10 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, LabelSignalFacts
 from trainwright.doctor.finding import ExperimentRequest
 
-STEPS, RECENT = 64, 16
-SIGNAL = 2.5
-"""Standard deviations above chance that are no information about the labels."""
+MIN_STEPS = 64
+RECENT_STEPS = 16
+MAX_DEVIATIONS = 2.5
+"""Standard deviations above chance that are still no information about the labels."""
 
 
 @check(stage="label", confidence=0.7, needs=BatchFacts, explains=("optim.lr_too_low",))
@@ -32,18 +33,18 @@ def label_feature_misaligned(run: RunContext) -> Iterator[Result]:
     Sources: TheDeepChecker (Ben Braiek and Khomh).
     """
     facts = run.latest(BatchFacts)
-    losses = [each.loss for each in run.steps if each.step > run.last_step - RECENT]
+    losses = [each.loss for each in run.steps if each.step > run.last_step - RECENT_STEPS]
     if facts is None or not facts.classes or not facts.entropy:
         yield NotApplicable("the samples do not have one class each")
         return
     recent = sum(losses) / max(1, len(losses))
-    if run.last_step < STEPS or len(losses) < RECENT or recent < 0.9 * facts.entropy:
+    if run.last_step < MIN_STEPS or len(losses) < RECENT_STEPS or recent < 0.9 * facts.entropy:
         yield Passed(f"loss {recent:.3g} with the entropy of the labels, {facts.entropy:.3g}")
         return
     if not run.was_tried(LabelSignalFacts):
         yield ExperimentRequest(LabelSignalFacts.experiment, run.last_step)
     signal = run.latest(LabelSignalFacts)
-    if signal is None or signal.deviations > SIGNAL or signal.samples < max(256, 30 * facts.classes):
+    if signal is None or signal.deviations > MAX_DEVIATIONS or signal.samples < max(256, 30 * facts.classes):
         return
     if not signal.memorized[-1] < 0.9 * signal.memorized[0]:
         return

@@ -12,7 +12,7 @@ from trainwright.doctor.finding import Finding
 from trainwright.runs.json_values import Facts
 from trainwright.runs.records import Examined, Where
 
-IGNORE = -100
+DEFAULT_IGNORE_INDEX = -100
 ERROR = re.compile(
     r"(?:Target|label) (-?\d+) is out of (?:bounds|range)|"
     r"Class values must be (?:smaller than num_classes|non-negative)"
@@ -64,7 +64,9 @@ def _out_of_range(run: RunContext, unfinished: Facts, named: int | None) -> Find
     least = classes if classes is not None else named if named is not None and named >= 0 else None
     values: list[int] = labels.get("values", [])
     ids: list[int] = next((each for each in reversed(unfinished.get("ids", ())) if each), [])
-    bad = [n for n, v in enumerate(values) if (least is not None and v >= least) or (v < 0 and v != IGNORE)]
+    bad = [
+        n for n, v in enumerate(values) if (least is not None and v >= least) or (v < 0 and v != DEFAULT_IGNORE_INDEX)
+    ]
     span = f"{labels['min']:.0f} to {labels['max']:.0f}" if "min" in labels else str(named)
     by_one = least is not None and labels.get("min") == 1 and labels.get("max") == least
     samples = tuple(ids[n] for n in bad) if len(ids) == len(values) else ()

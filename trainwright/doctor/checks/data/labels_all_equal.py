@@ -9,8 +9,9 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import LoadersFacts, TargetsFacts
 from trainwright.runs.records import Where
 
-BATCHES, TARGETS = 16, 128
-"""Batches whose labels are equal, and targets of the loss."""
+MIN_BATCHES = 16
+"""Minimum number of batches whose labels are equal."""
+MIN_TARGETS = 128
 
 
 @check(stage="label", severity="critical", confidence=0.9, needs=(LoadersFacts, TargetsFacts))
@@ -34,7 +35,7 @@ def labels_all_equal(run: RunContext) -> Iterator[Result]:
         print(Counter(int(y) for _, y in dataset))
     """
     facts, targets = run.latest(LoadersFacts), run.latest(TargetsFacts)
-    if facts is None or targets is None or len(facts.entropies) < BATCHES or targets.targets < TARGETS:
+    if facts is None or targets is None or len(facts.entropies) < MIN_BATCHES or targets.targets < MIN_TARGETS:
         yield NotApplicable("too few labels of batches are known")
     elif targets.smallest < targets.largest or any(facts.entropies) or not facts.mixed or facts.mixed[1] > 0.0:
         yield Passed(f"the labels of {len(facts.entropies)} batches")

@@ -10,7 +10,7 @@ from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
 from trainwright.doctor.shared_nonfinite import (
     CONSEQUENCES,
     MAX_IDS,
-    Way,
+    Mechanism,
     finding_of,
     skipped_by_scaler,
     traced_at,
@@ -38,7 +38,7 @@ def nonfinite_input(run: RunContext) -> Iterator[Result]:
     for found in traces(run):
         if found[2].kind in ("input", "target"):
             what = "the input of the model" if found[2].kind == "input" else "a tensor that enters the loss"
-            yield finding_of(run, found, Way(what + " is {what}"))
+            yield finding_of(run, found, Mechanism(what + " is {what}"))
             return
     for step, seen in run.every(SeenNonfinite):
         trace = traced_at(run, step)

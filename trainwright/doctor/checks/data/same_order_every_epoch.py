@@ -9,10 +9,11 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import EpochRepeat, LoadersFacts, RowsFacts
 from trainwright.runs.records import Where
 
-FEW = 16
-"""Samples whose random order repeats by chance once in 16! times."""
-PERIOD, BATCHES = 4, 8
-"""Batches that come back in turn, and how many of them have to come back."""
+MIN_SAMPLES = 16
+"""A random order of this many samples repeats by chance once in 16! times."""
+MIN_PERIOD = 4
+"""Minimum number of batches after which they recur."""
+MIN_RECURRED_BATCHES = 8
 
 
 @check(stage="input", confidence=0.95)
@@ -58,7 +59,7 @@ def same_order_every_epoch(run: RunContext) -> Iterator[Result]:
             where=Where(source=loaders.source if loaders else None),
             evidence=[("equal batches in a row", repeat.equal, 0), ("sampler", repeat.sampler)],
         )
-    elif rows is not None and rows.is_kept and rows.period >= PERIOD and rows.recurred >= BATCHES:
+    elif rows is not None and rows.is_kept and rows.period >= MIN_PERIOD and rows.recurred >= MIN_RECURRED_BATCHES:
         yield run.finding(
             rows.steps,
             symptom=f"the same {rows.period} batches come again and again, in the same order",
@@ -72,5 +73,5 @@ def same_order_every_epoch(run: RunContext) -> Iterator[Result]:
 
 
 def _is_again(epoch: EpochRepeat) -> bool:
-    """Whether all batches of an epoch, or all so far, repeat those of the epoch before."""
-    return epoch.equal == epoch.batches > 0 and epoch.samples >= FEW and not epoch.ascending
+    """Returns True if all batches of an epoch so far repeat those of the previous epoch."""
+    return epoch.equal == epoch.batches > 0 and epoch.samples >= MIN_SAMPLES and not epoch.ascending

@@ -9,10 +9,11 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import LoadersFacts
 from trainwright.runs.records import Where
 
-OFTEN, DRAWS = 32, 256
-"""Draws of each sample that was drawn, and draws of all, after which the others would have come."""
-LEFT = 0.05
-"""Fraction of the data set that may be left out."""
+MIN_DRAWS_PER_SAMPLE = 32
+"""Mean draws of each drawn sample after which the others would have been drawn, too."""
+MIN_DRAWS = 256
+MAX_UNUSED_FRACTION = 0.05
+"""Fraction of the dataset that may be left out."""
 
 
 @check(stage="input", confidence=0.85, needs=LoadersFacts)
@@ -44,8 +45,8 @@ def samples_never_drawn(run: RunContext) -> Iterator[Result]:
         return
     for each in drawn:
         left = each.samples - each.distinct
-        is_few = each.draws >= max(DRAWS, OFTEN * each.distinct)
-        if left > LEFT * each.samples and (is_few or each.same_set):
+        is_few = each.draws >= max(MIN_DRAWS, MIN_DRAWS_PER_SAMPLE * each.distinct)
+        if left > MAX_UNUSED_FRACTION * each.samples and (is_few or each.same_set):
             yield run.finding(
                 run.last_step,
                 symptom=f"only {each.distinct} of {each.samples} samples were drawn in {each.draws} draws",

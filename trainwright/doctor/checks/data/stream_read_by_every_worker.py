@@ -9,8 +9,8 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import RowsFacts
 from trainwright.runs.records import Where
 
-GROUPS = 4
-"""Groups of equal batches, each of other rows, that are no chance."""
+MIN_EQUAL_GROUPS = 4
+"""Groups of equal batches with different rows. Fewer may be chance."""
 
 
 @check(stage="input", confidence=0.95, needs=RowsFacts)
@@ -38,7 +38,7 @@ def stream_read_by_every_worker(run: RunContext) -> Iterator[Result]:
     facts = run.latest(RowsFacts)
     if facts is None or facts.workers < 2:
         yield NotApplicable("no loader has several workers that read a stream")
-    elif facts.groups >= GROUPS and facts.equal_groups == facts.groups:
+    elif facts.groups >= MIN_EQUAL_GROUPS and facts.equal_groups == facts.groups:
         yield run.finding(
             facts.steps,
             symptom=f"{facts.workers} batches in a row are equal, {facts.groups} times: each worker yields all samples",

@@ -9,8 +9,10 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, LeakingColumn
 from trainwright.doctor.finding import RemedyTrial
 
-EXACT, ENOUGH = 1e-12, 48
-"""Variance left within classes that is rounding; samples of an exact column that are enough in one examination."""
+MAX_ROUNDING_VARIANCE = 1e-12
+"""Fraction of the variance within classes that is rounding."""
+MIN_SAMPLES_IF_EXACT = 48
+"""Samples of an exact column that suffice in one examination."""
 
 
 @check(stage="input", needs=BatchFacts)
@@ -40,7 +42,7 @@ def target_leak(run: RunContext) -> Iterator[Result]:
     leak = next((last[each.column] for each in exams[0].leaks if each.column in last), None)
     if leak is None:
         return
-    is_exact = leak.within < EXACT
+    is_exact = leak.within < MAX_ROUNDING_VARIANCE
     yield run.finding(
         run.last_step,
         severity="warning" if is_exact else "info",
@@ -52,4 +54,4 @@ def target_leak(run: RunContext) -> Iterator[Result]:
 
 
 def _is_exact(leak: LeakingColumn) -> bool:
-    return leak.within < EXACT and leak.samples >= ENOUGH
+    return leak.within < MAX_ROUNDING_VARIANCE and leak.samples >= MIN_SAMPLES_IF_EXACT

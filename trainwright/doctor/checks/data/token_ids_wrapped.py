@@ -8,12 +8,12 @@ from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, TargetsFacts
 
-LARGEST = {255: "uint8", 32767: "int16", 65535: "uint16"}
-"""The largest ids that small integers hold. 127 is left out: it is the largest code of ASCII."""
-BEYOND = 32
-"""Outputs beyond it: fewer may be special tokens, or padding of the vocabulary to a multiple."""
-OFTEN = 20
-"""Targets for each id that the small integer holds, after which larger ids would have come."""
+INTEGER_RANGES = {255: "uint8", 32767: "int16", 65535: "uint16"}
+"""Largest ids of small integer types. 127 is left out because it is also the largest ASCII code."""
+MIN_OUTPUTS_BEYOND = 32
+"""Outputs beyond the range. Fewer may be special tokens, or a vocabulary padded to a multiple."""
+MIN_TARGETS_PER_ID = 20
+"""Targets per id of the small integer type after which larger ids would have appeared."""
 
 
 @check(stage="label", confidence=0.85, needs=(TargetsFacts, BatchFacts))
@@ -39,9 +39,9 @@ def token_ids_wrapped(run: RunContext) -> Iterator[Result]:
     if facts is None or batch is None or batch.classes is None:
         yield NotApplicable("the targets are no classes")
         return
-    kind = LARGEST.get(facts.largest)
-    is_certain = facts.targets >= OFTEN * facts.largest
-    if kind is None or not is_certain or batch.classes <= facts.largest + BEYOND:
+    kind = INTEGER_RANGES.get(facts.largest)
+    is_certain = facts.targets >= MIN_TARGETS_PER_ID * facts.largest
+    if kind is None or not is_certain or batch.classes <= facts.largest + MIN_OUTPUTS_BEYOND:
         yield Passed(f"{facts.targets} targets up to {facts.largest}")
         return
     yield run.finding(

@@ -9,10 +9,12 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import EvaluatedRows, LoadersFacts, RowsFacts
 from trainwright.runs.records import Where
 
-FEW, NEW = 0.01, 0.05
-"""Fractions of samples that may be in both, and of rows that are new to a training that has read all of its data."""
-CHANCE = 4.0
-"""Times the rows that are equal by chance."""
+MAX_SHARED_FRACTION = 0.01
+"""Fraction of samples that may be in both sets."""
+MAX_NEW_FRACTION = 0.05
+"""Fraction of new rows in a training that has read all of its data."""
+CHANCE_MULTIPLE = 4.0
+"""Multiple of the number of rows that are equal by chance."""
 
 
 @check(stage="input", confidence=0.9)
@@ -39,11 +41,11 @@ def train_val_overlap(run: RunContext) -> Iterator[Result]:
     loaders, rows = run.latest(LoadersFacts), run.latest(RowsFacts)
     overlaps = [each for each in loaders.overlaps if each.samples] if loaders else []
     by_ids = max(overlaps, key=lambda each: each.shared / each.samples, default=None)
-    if by_ids is not None and by_ids.shared > FEW * by_ids.samples:
-        is_meant = by_ids.same_loader or any(each.shared <= FEW * each.samples for each in overlaps)
+    if by_ids is not None and by_ids.shared > MAX_SHARED_FRACTION * by_ids.samples:
+        is_meant = by_ids.same_loader or any(each.shared <= MAX_SHARED_FRACTION * each.samples for each in overlaps)
         yield _found(run, by_ids.shared, by_ids.samples, "sample id", is_meant)
     elif rows is not None and (last := rows.evaluated) is not None:
-        if rows.new_lately > NEW:
+        if rows.new_lately > MAX_NEW_FRACTION:
             yield NotApplicable("training still meets new rows")
             return
         shared = last.shared if last.is_partial and last.shared > _by_chance(last, rows) else 0
@@ -64,6 +66,6 @@ def _found(run: RunContext, shared: int, samples: int, by: str, is_meant: bool, 
 
 
 def _by_chance(last: EvaluatedRows, rows: RowsFacts) -> float:
-    """Repeats among the evaluated rows show how many rows of whole numbers are equal by chance."""
+    """Returns the rows that are equal by chance, estimated from repeats among the evaluated rows."""
     repeats = last.rows - last.distinct + (not rows.is_continuous)
-    return CHANCE * repeats * last.trained / max(1, last.rows)
+    return CHANCE_MULTIPLE * repeats * last.trained / max(1, last.rows)

@@ -10,10 +10,10 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, StandardizedFacts
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 
-LARGE = 10.0
-"""Root mean square above which inputs may be too large."""
-FIRST = 4
-"""The last step at which the scale of the first loss says something about the inputs."""
+MIN_RMS = 10.0
+"""Inputs with a larger root mean square may be too large."""
+MAX_STEP = 4
+"""The last step in which the scale of the loss is evidence about the inputs."""
 CONSEQUENCES = (
     "gradient.exploding",
     "model.init_too_large",
@@ -43,8 +43,8 @@ def unnormalised_input(run: RunContext) -> Iterator[Result]:
     """
     step, facts = next(iter(run.every(BatchFacts)), (0, BatchFacts()))
     spreads = [each for each in facts.inputs if each.std and len(each.shape) > 1]
-    large = [each for each in spreads if math.hypot(each.mean or 0.0, each.std or 0.0) > LARGE]
-    if step > FIRST or not large:
+    large = [each for each in spreads if math.hypot(each.mean or 0.0, each.std or 0.0) > MIN_RMS]
+    if step > MAX_STEP or not large:
         yield Passed(f"{len(spreads)} inputs")
         return
     trial = next((each for at, each in run.every(StandardizedFacts) if at == step), None)

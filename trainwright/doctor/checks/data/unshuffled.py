@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import LoadersFacts
 from trainwright.runs.records import Where
 
-BATCHES = 16
+MIN_BATCHES = 16
 
 
 @check(stage="input", severity="critical", needs=LoadersFacts)
@@ -35,7 +35,7 @@ def unshuffled(run: RunContext) -> Iterator[Result]:
     facts = run.latest(LoadersFacts)
     if facts is None or len(facts.entropies) < 2 or not facts.mixed:
         return
-    entropies, (lowest, usual) = facts.entropies[:BATCHES], facts.mixed
+    entropies, (lowest, usual) = facts.entropies[:MIN_BATCHES], facts.mixed
     mean = sum(entropies) / len(entropies)
     if usual < 0.2 or mean > 0.5 * usual or mean >= lowest:
         yield Passed(f"the labels of {len(entropies)} batches")

@@ -9,8 +9,8 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import LoadersFacts
 from trainwright.runs.records import Where
 
-OFTEN = 8
-"""Iterators that are no test, and no short epochs."""
+MIN_RESTARTS = 8
+"""Number of iterators. Fewer may be a test, or short epochs."""
 
 
 @check(stage="input", confidence=0.95, needs=LoadersFacts)
@@ -35,7 +35,7 @@ def workers_restarted_each_step(run: RunContext) -> Iterator[Result]:
     """
     facts = run.latest(LoadersFacts)
     for each in facts.restarts if facts else ():
-        if each.iterators >= OFTEN and each.batches < 2 * each.iterators and (each.length or OFTEN) > 2:
+        if each.iterators >= MIN_RESTARTS and each.batches < 2 * each.iterators and (each.length or MIN_RESTARTS) > 2:
             yield run.finding(
                 run.last_step,
                 symptom=f"{each.iterators} iterators of a loader gave {each.batches} batches: its {each.workers} "

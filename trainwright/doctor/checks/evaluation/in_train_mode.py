@@ -10,7 +10,7 @@ from trainwright.doctor.facts.modes import ModesFacts
 from trainwright.runs.records import Where
 
 MAX_FRACTION = 0.25
-"""Of the steps: passes without gradients that are more frequent belong to the steps (targets, pseudo labels)."""
+"""Fraction of steps. More frequent passes without gradients belong to the steps (targets, pseudo labels)."""
 
 
 @check(stage="loop", confidence=0.9, needs=ModesFacts)

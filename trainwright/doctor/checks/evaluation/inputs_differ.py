@@ -10,10 +10,15 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.evaluation import EvaluationFacts
 from trainwright.runs.records import Where
 
-SHIFT, SCALE = 1.0, 2.0
-"""Standard deviations between the means, and a factor between the deviations: augmentation changes both by less."""
-FAR, WORSE, ENOUGH = 5.0, 2.0, 8
-"""Times the former; times the loss of training; losses of training to compare with."""
+MIN_MEAN_SHIFT = 1.0
+"""Distance between the means in standard deviations. Augmentation shifts them by less."""
+MIN_STD_RATIO = 2.0
+"""Ratio of the standard deviations. Augmentation changes them by less."""
+FAR_MULTIPLE = 5.0
+"""Multiple of MIN_MEAN_SHIFT and MIN_STD_RATIO that needs no worse loss."""
+LOSS_RATIO = 2.0
+"""Loss of evaluation / loss of training."""
+MIN_TRAINING_LOSSES = 8
 
 
 @check(stage="input", confidence=0.75, needs=EvaluationFacts)
@@ -39,15 +44,15 @@ def inputs_differ(run: RunContext) -> Iterator[Result]:
         yield NotApplicable("too few rows of floating-point inputs are known of both")
         return
     ratio = max(found.ratio, 1 / max(found.ratio, 1e-9))
-    apart = max(found.shift / SHIFT, ratio / SCALE)
+    apart = max(found.shift / MIN_MEAN_SHIFT, ratio / MIN_STD_RATIO)
     if apart <= 1:
         yield Passed(f"{found.rows} rows, {found.shift:.2g} deviations apart")
         return
     losses = [each.loss for each in run.steps if each.step <= max(1, facts.after) and math.isfinite(each.loss)][-16:]
-    if len(losses) >= ENOUGH and min(losses) > 0.0 and facts.losses:
-        is_sure = min(facts.losses) > WORSE * sum(losses) / len(losses)
+    if len(losses) >= MIN_TRAINING_LOSSES and min(losses) > 0.0 and facts.losses:
+        is_sure = min(facts.losses) > LOSS_RATIO * sum(losses) / len(losses)
     else:
-        is_sure = apart > FAR
+        is_sure = apart > FAR_MULTIPLE
     yield run.finding(
         max(1, facts.after),
         severity="warning" if is_sure else "info",

@@ -53,12 +53,12 @@ def accumulation_discarded(run: RunContext) -> Iterator[Result]:
 
 
 def _has_batches(step: Watched) -> bool:
-    """Whether the loader gave as many batches as there are backward passes."""
+    """Returns True if the loader yielded as many batches as there are backward passes."""
     return len(step.values.get("ids") or ()) == sum(kind == "backward" for kind, _ in step.events)
 
 
 def _lost(step: Watched) -> int:
-    """Backward passes that zero_grad() drops before the update, where others are left."""
+    """Returns the number of backward passes that zero_grad() discards before the update, if others remain."""
     lost = since = 0
     for kind, _ in step.events:
         if kind == "backward":

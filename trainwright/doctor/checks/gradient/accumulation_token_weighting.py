@@ -9,8 +9,10 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.gradient import AccumulationFacts
 
-UNEVEN, OFF = 1.5, 0.25
-"""Largest over smallest count; how far a micro-batch's weight is from its fraction of the targets, relative."""
+MIN_COUNT_RATIO = 1.5
+"""Largest count / smallest count."""
+MIN_RELATIVE_ERROR = 0.25
+"""Relative distance of a micro-batch's weight from its fraction of the targets."""
 
 
 @check(points_at="backward", stage="loss", confidence=0.85, needs=AccumulationFacts)
@@ -51,7 +53,7 @@ def accumulation_token_weighting(run: RunContext) -> Iterator[Result]:
 
 
 def _are_uneven(counts: list[float]) -> bool:
-    """Counts under random masking are binomial: their variance is below their mean."""
+    """Returns True if counts differ by more than random masking explains, whose variance is below the mean."""
     mean = sum(counts) / len(counts)
     spread = (sum((each / mean - 1) ** 2 for each in counts) / len(counts)) ** 0.5
-    return max(counts) >= UNEVEN * min(counts) and variance(counts) > mean and spread > OFF
+    return max(counts) >= MIN_COUNT_RATIO * min(counts) and variance(counts) > mean and spread > MIN_RELATIVE_ERROR

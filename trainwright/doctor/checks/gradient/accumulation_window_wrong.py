@@ -10,8 +10,9 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.calls import CallsFacts
 from trainwright.doctor.shared_calls import kinds
 
-MIN_STEPS, MOSTLY = 4, 0.75
-"""Steps, and the fraction of them that differ: the last of an epoch may have fewer micro-batches."""
+MIN_STEPS = 4
+MIN_FRACTION = 0.75
+"""Fraction of steps that differ. The last step of an epoch may have fewer micro-batches."""
 
 
 @check(points_at="step", stage="backward", confidence=0.85, needs=CallsFacts)
@@ -19,7 +20,7 @@ def accumulation_window_wrong(run: RunContext) -> Iterator[Result]:
     """A step has another number of micro-batches than it should.
 
     How it is detected: backward passes between updates are counted. Three quarters of the steps have another number
-    than `tw.watch(accumulation=...)` was told; or the first step has one and the next ones have several.
+    than was passed to `tw.watch(accumulation=...)`; or the first step has one and the next ones have several.
 
     Usual cause: `if i % n == 0: step()` steps after the first micro-batch instead of the last (`(i + 1) % n == 0`).
 
@@ -38,7 +39,7 @@ def accumulation_window_wrong(run: RunContext) -> Iterator[Result]:
         return
     other = [n for n in counts.values() if n < told]
     later = [n for step, n in counts.items() if step > 1]
-    if len(other) >= max(MIN_STEPS, MOSTLY * len(counts)):
+    if len(other) >= max(MIN_STEPS, MIN_FRACTION * len(counts)):
         yield run.finding(
             run.last_step,
             symptom=f"the watch was told that a step has {told} micro-batches; {len(other)} of {len(counts)} steps "

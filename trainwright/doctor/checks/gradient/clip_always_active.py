@@ -11,8 +11,10 @@ from trainwright.doctor.finding import RemedyTrial
 from trainwright.doctor.shared_calls import kinds
 
 MIN_CLIPS = 16
-TIMES, FALLEN = 100.0, 0.1
-"""Norm over threshold in every clip; the fraction by which the loss falls all the same."""
+MIN_NORM_RATIO = 100.0
+"""Norm / threshold in every clip."""
+PROGRESS_FRACTION = 0.1
+"""Fraction by which the loss falls in spite of the clipping."""
 
 
 @check(points_at="clip", stage="clip", confidence=0.9, explains=("optim.lr_too_low",))
@@ -34,11 +36,11 @@ def clip_always_active(run: RunContext) -> Iterator[Result]:
     transformers.
     """
     clips = [(r.step, c["norm"] / max(c["at"], 1e-30)) for r in run.steps for _, c in kinds(r, "clip") if c["norm"]]
-    if len(clips) < MIN_CLIPS or not all(math.isfinite(ratio) and ratio > TIMES for _, ratio in clips):
+    if len(clips) < MIN_CLIPS or not all(math.isfinite(ratio) and ratio > MIN_NORM_RATIO for _, ratio in clips):
         return
     losses = [each.loss for each in run.steps]
     first, last = sum(losses[:4]) / 4, sum(losses[-4:]) / 4
-    if first - last < FALLEN * abs(first):
+    if first - last < PROGRESS_FRACTION * abs(first):
         typical = sorted(ratio for _, ratio in clips)[len(clips) // 2]
         yield run.finding(
             run.last_step,

@@ -9,8 +9,9 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.calls import CallsFacts
 
-MIN_SCALE, MEANT = 64.0, 0.02
-"""A threshold above this fraction of the scale was multiplied by it, which is right."""
+MIN_SCALE = 64.0
+SCALED_THRESHOLD_FRACTION = 0.02
+"""A threshold above this fraction of the scale was multiplied by the scale, which is correct."""
 
 
 @check(
@@ -39,7 +40,7 @@ def clip_before_unscale(run: RunContext) -> Iterator[Result]:
     """
     facts = run.latest(CallsFacts)
     clip = facts.scaled_clip if facts is not None else None
-    if facts is None or clip is None or clip.scale < MIN_SCALE or clip.at > MEANT * clip.scale:
+    if facts is None or clip is None or clip.scale < MIN_SCALE or clip.at > SCALED_THRESHOLD_FRACTION * clip.scale:
         return
     true = None if clip.norm is None or not math.isfinite(clip.norm) else clip.norm / clip.scale
     yield run.finding(

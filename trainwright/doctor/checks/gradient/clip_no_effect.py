@@ -15,7 +15,7 @@ from trainwright.runs.records import Watched
 def clip_no_effect(run: RunContext) -> Iterator[Result]:
     """Clipping is called, and updates are made with gradients above the threshold.
 
-    Why it matters: you believe that a bad batch cannot hurt, and it can.
+    Why it matters: clipping seems to limit the effect of a bad batch, and does not.
 
     How it is detected: every clip comes after its gradients were applied or before they exist, or it gets no
     parameters, and the norm at the update is above the threshold.
@@ -52,7 +52,7 @@ def clip_no_effect(run: RunContext) -> Iterator[Result]:
 
 
 def _clips_in_time(step: Watched) -> bool:
-    """Whether a clip comes between a backward pass and the update, with gradients to change."""
+    """Returns True if a clip follows a backward pass, precedes the update, and has gradients to change."""
     clipped = had_backward = False
     for kind, value in step.events:
         if kind == "backward":

@@ -10,10 +10,10 @@ from trainwright.doctor.facts.updates import UpdateFacts
 from trainwright.doctor.finding import RemedyTrial
 from trainwright.doctor.shared_calls import kinds
 
-FIRST = 4
-"""The step up to which the weights are still those of the start, or nearly."""
-PULL = 300.0
-"""Relative change of the loss for one of the weights: a hundredth of them would make it 3 times as large."""
+MAX_STEP = 4
+"""The last step in which the weights are still nearly the initial ones."""
+MIN_RELATIVE_GRADIENT = 300.0
+"""Relative change of the loss per relative change of the weights. A hundredth of them would triple the loss."""
 
 
 @check(stage="backward", confidence=0.8, needs=UpdateFacts, explains=("optim.lr_too_high",))
@@ -23,7 +23,7 @@ def exploding(run: RunContext) -> Iterator[Result]:
     Why it matters: a single update moves the weights so far that the loss diverges.
 
     How it is detected: in the first four steps, norm of gradients times norm of weights is more than 300 times
-    the loss, or more than 300 where the loss is below 1 (a loss of 0, as of a policy, says nothing).
+    the loss, or more than 300 where the loss is below 1 (a loss of 0, as of a policy, is no evidence).
 
     Exceptions: reported only with -v where gradients are clipped.
 
@@ -37,12 +37,12 @@ def exploding(run: RunContext) -> Iterator[Result]:
 
     Sources: Pascanu, Mikolov and Bengio 2013.
     """
-    early = [(step, facts) for step, facts in run.every(UpdateFacts) if step <= FIRST]
+    early = [(step, facts) for step, facts in run.every(UpdateFacts) if step <= MAX_STEP]
     pulls = [(facts.grad_norm * facts.weight_norm / max(abs(facts.loss), 1.0), step, facts) for step, facts in early]
     if not pulls:
         return
     pull, step, facts = pulls[-1]
-    if not all(each > PULL for each, _, _ in pulls):
+    if not all(each > MIN_RELATIVE_GRADIENT for each, _, _ in pulls):
         yield Passed(f"{len(pulls)} updates: at most {max(each for each, _, _ in pulls):.3g}")
         return
     yield run.finding(
@@ -50,6 +50,6 @@ def exploding(run: RunContext) -> Iterator[Result]:
         symptom=f"the norm of gradients is {facts.grad_norm:.3g} at a loss of {facts.loss:.3g} and weights of norm "
         f"{facts.weight_norm:.3g}",
         severity="info" if any(kinds(each, "clip") for each in run.steps) else "warning",
-        evidence=[("relative change of the loss for one of the weights", pull, f"below {PULL:g}")],
+        evidence=[("relative change of the loss for one of the weights", pull, f"below {MIN_RELATIVE_GRADIENT:g}")],
         trial=RemedyTrial("clip_at", {"at": 1.0}),
     )

@@ -26,7 +26,7 @@ def graph_cut(run: RunContext) -> Iterator[Result]:
 
     Looks like: gradient.zero_behind_rounding, where there is a gradient of 0; frozen parameters.
 
-    Fix: remove it, or say so by `requires_grad_(False)` on what is not trained; with reentrant checkpointing use
+    Fix: remove it, or freeze what is not trained by `requires_grad_(False)`; with reentrant checkpointing use
     `checkpoint(f, x, use_reentrant=False)`.
     """
     facts = run.latest(WiringFacts)

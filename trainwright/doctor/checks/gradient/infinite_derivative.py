@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
+from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check()
@@ -32,12 +32,12 @@ def infinite_derivative(run: RunContext) -> Iterator[Result]:
     yield from traced_by(
         run,
         {
-            "sqrt_at_zero_backward": Way(
+            "sqrt_at_zero_backward": Mechanism(
                 "{op}{place} is taken of 0: the value is 0, its derivative is infinite, and 0 times that is NaN",
                 guard="guarded",
                 fix="an eps under the root, or torch.linalg.vector_norm, whose gradient at 0 is 0",
             ),
-            "domain_edge_backward": Way(
+            "domain_edge_backward": Mechanism(
                 "{op}{place} is finite at the edge of its domain, its derivative is not",
                 guard="guarded",
                 fix="clamp its input to the inside of the domain",

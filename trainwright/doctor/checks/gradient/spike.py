@@ -9,7 +9,7 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.shared_calls import kinds
 
-DONE = {"warn": "the update was made", "skip": "the update was left out", "rollback": "the run went back"}
+ACTION_TEXTS = {"warn": "the update was made", "skip": "the update was left out", "rollback": "the run went back"}
 
 
 @check(names_cause=False, stage="backward", confidence=0.6)
@@ -39,13 +39,13 @@ def spike(run: RunContext) -> Iterator[Result]:
         evidence=[
             ("gradient norm before clipping", norm, usual),
             ("steps like this", len(spikes), 0),
-            ("what was done", DONE.get(action, action)),
+            ("what was done", ACTION_TEXTS.get(action, action)),
         ],
     )
 
 
 def _went_on_well(run: RunContext, step: int) -> bool:
-    """Whether the loss soon after it, or by now, is no higher than just before, noise included."""
+    """Returns True if the loss soon afterwards, or by now, is no higher than before, including noise."""
     before = [each.loss for each in run.steps if step - 16 <= each.step < step]
     after = [each.loss for each in run.steps if step < each.step]
     soon = [each.loss for each in run.steps if step < each.step <= step + 8]

@@ -54,7 +54,7 @@ def vanishing(run: RunContext) -> Iterator[Result]:
 
 
 def _falls(depth: Sequence[LayerGradient]) -> bool:
-    """Whether gradients shrink towards the input in most pairs of layers, and by 1e-5 in all."""
+    """Returns True if gradients shrink towards the input between most pairs of layers, and by 1e-5 in total."""
     sizes = [max(each.size, 1e-320) for each in depth]
     if len(sizes) < 4 or not all(map(math.isfinite, sizes)) or sizes[len(sizes) // 2] <= 1e-300:
         return False

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
+from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check()
@@ -25,4 +25,4 @@ def where_hides_nan(run: RunContext) -> Iterator[Result]:
     Sources: pytorch/pytorch #68425, #52248.
     """
     cause = "{hidden_by} discards what {op}{place} gives there, but not its derivative: 0 times infinity"
-    yield from traced_by(run, {"where_branch_backward": Way(cause, guard="guarded")})
+    yield from traced_by(run, {"where_branch_backward": Mechanism(cause, guard="guarded")})

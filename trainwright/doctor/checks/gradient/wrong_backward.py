@@ -11,8 +11,8 @@ from trainwright.doctor.finding import ExperimentRequest, Finding
 from trainwright.runs.json_values import Facts
 from trainwright.runs.records import Examined, Where
 
-BEYOND_CHANCE = 4.0
-"""Standard errors: a mean is as far off by chance once in ten thousand times."""
+MIN_STANDARD_ERRORS = 4.0
+"""A mean deviates this much by chance once in ten thousand times."""
 
 
 @check(stage="backward", severity="critical", confidence=0.97, needs=WiringFacts)
@@ -42,7 +42,7 @@ def wrong_backward(run: RunContext) -> Iterator[Result]:
 
 
 def _tested(run: RunContext) -> Examined | None:
-    """What was measured of the Functions, newest last."""
+    """Returns the newest measurement of the custom Functions; None without one."""
     found = [each for each in run.records if isinstance(each, Examined) and each.experiment == "custom_functions"]
     return found[-1] if found else None
 
@@ -55,7 +55,7 @@ def _deviates(each: Facts) -> bool:
 
 def _judged(run: RunContext, step: int, each: Facts) -> Finding:
     bias, noise = each.get("bias"), each.get("noise", 0.0)
-    is_estimate = bias is not None and bias <= max(0.02, BEYOND_CHANCE * noise)
+    is_estimate = bias is not None and bias <= max(0.02, MIN_STANDARD_ERRORS * noise)
     is_meant = each["identity"] or is_estimate or each.get("moving", 1.0) < 0.02 or bool(each.get("straight"))
     error = each["error"] if bias is None else bias
     return run.finding(

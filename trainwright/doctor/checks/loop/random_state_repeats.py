@@ -8,7 +8,7 @@ from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.steadiness import SteadinessFacts
 
-REPEATS = 4
+MIN_REPEATS = 4
 
 
 @check(stage="loop", confidence=0.9, needs=SteadinessFacts)
@@ -29,7 +29,7 @@ def random_state_repeats(run: RunContext) -> Iterator[Result]:
     facts = run.latest(SteadinessFacts)
     if facts is None or not facts.draws:
         yield NotApplicable("no random numbers are drawn while a step runs")
-    elif facts.repeats >= REPEATS:
+    elif facts.repeats >= MIN_REPEATS:
         yield run.finding(
             facts.steps,
             symptom=f"{facts.repeats} steps began in a random state in which an earlier one began: step "

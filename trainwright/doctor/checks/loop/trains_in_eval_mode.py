@@ -37,7 +37,7 @@ def trains_in_eval_mode(run: RunContext) -> Iterator[Result]:
     left = [each for each in trained if each.left]
     rows, since_loaded, is_whole = left, False, bool(facts.roots_in_eval) and all(facts.roots_in_eval)
     if left and not is_whole and all(each.norm for each in left) and len(left) >= facts.norms:
-        rows = []  # the statistics of all normalizations are frozen
+        rows = []  # the statistics of all normalizations are frozen on purpose
     if not rows:
         others = [each for each in trained if not each.norm]
         rows = others if is_whole else _inside([each for each in facts.eval if each.container], others)

@@ -17,8 +17,8 @@ NO_STEP = {
     "autograd_grad": "gradients were computed by torch.autograd.grad, and the optimizer never stepped",
     "backward": "backward() was seen, and no step of the optimizer",
 }
-"""What a loop without a single step lacks, by the last event in this order that it had."""
-GIVE = "pass the watch the module that the loop calls and every optimizer that steps"
+"""Description of a loop without a step, by the last of these events that it had."""
+PASS_ALL_OBJECTS = "pass the watch the module that the loop calls and every optimizer that steps"
 
 
 @check(stage="loop", severity="info", confidence=1.0)
@@ -56,7 +56,7 @@ def _latest(run: RunContext, experiment: str) -> Facts:
 
 
 def _blanks(run: RunContext) -> Iterator[tuple[str, str, str]]:
-    """What was not seen, in how many steps, and what would show it."""
+    """Yields unobserved parts: the description, the number of steps, and the remedy."""
     limits = _latest(run, "limits")
     for failure in limits.get("failures", ()):
         yield f"a part of the watch has failed ({failure})", "it is switched off", "report it with this message"
@@ -68,7 +68,11 @@ def _blanks(run: RunContext) -> Iterator[tuple[str, str, str]]:
         )
     if not run.steps and run.finished:
         seen = set(_latest(run, "unfinished").get("events", ()))
-        yield [what for kind, what in NO_STEP.items() if not kind or kind in seen][-1], "in the whole run", GIVE
+        yield (
+            [what for kind, what in NO_STEP.items() if not kind or kind in seen][-1],
+            "in the whole run",
+            PASS_ALL_OBJECTS,
+        )
     last = run.steps[-8:]
     if not last or (len(last) < 3 and not run.finished):
         return
@@ -82,4 +86,4 @@ def _blanks(run: RunContext) -> Iterator[tuple[str, str, str]]:
     for what, count in counts.items():
         if 2 * count >= len(last):
             needs = "loss" in what or what == other
-            yield what, f"{count} of the last {len(last)} steps", GIVE if needs else ""
+            yield what, f"{count} of the last {len(last)} steps", PASS_ALL_OBJECTS if needs else ""

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts
-from trainwright.doctor.shared_loss import NOTHING_IS_LEARNED, calls, where_of
+from trainwright.doctor.shared_loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, calls, where_of
 
 
-@check(stage="loss", confidence=0.9, needs=LossFacts, explains=NOTHING_IS_LEARNED)
+@check(stage="loss", confidence=0.9, needs=LossFacts, explains=CONSEQUENCES_OF_WRONG_ARGUMENTS)
 def arguments_swapped(run: RunContext) -> Iterator[Result]:
     """Prediction and target of a loss function are swapped.
 

@@ -9,9 +9,13 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts
 from trainwright.doctor.shared_loss import calls, where_of
 
-MAX_OUTSIDE, MIN_ROOM = 0.02, 0.75
-"""Fraction of targets out of reach; fraction of the loss of equal scores that bounded scores can gain. tanh over ten
-classes leaves two thirds, and gives no class more than 0.45."""
+MAX_OUTSIDE = 0.02
+"""Fraction of targets that are out of reach."""
+MIN_ROOM = 0.75
+"""Fraction of the loss of equal scores that bounded scores can gain.
+
+tanh over ten classes gains two thirds, and gives no class a probability above 0.45.
+"""
 
 
 @check(

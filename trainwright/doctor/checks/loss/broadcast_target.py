@@ -8,11 +8,17 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts
 from trainwright.doctor.finding import RemedyTrial
-from trainwright.doctor.shared_loss import NOTHING_IS_LEARNED
+from trainwright.doctor.shared_loss import CONSEQUENCES_OF_WRONG_ARGUMENTS
 from trainwright.runs.records import Where
 
 
-@check(stage="loss", severity="critical", confidence=0.97, needs=LossFacts, explains=("model.*", *NOTHING_IS_LEARNED))
+@check(
+    stage="loss",
+    severity="critical",
+    confidence=0.97,
+    needs=LossFacts,
+    explains=("model.*", *CONSEQUENCES_OF_WRONG_ARGUMENTS),
+)
 def broadcast_target(run: RunContext) -> Iterator[Result]:
     """Predictions and targets have different shapes and broadcast, so each prediction is compared with every target.
 

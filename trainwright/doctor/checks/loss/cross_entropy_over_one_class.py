@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts
-from trainwright.doctor.shared_loss import NOTHING_IS_LEARNED, calls, where_of
+from trainwright.doctor.shared_loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, calls, where_of
 
 
 @check(
@@ -15,7 +15,7 @@ from trainwright.doctor.shared_loss import NOTHING_IS_LEARNED, calls, where_of
     severity="critical",
     confidence=0.98,
     needs=LossFacts,
-    explains=("gradient.*", "model.*", "optim.*", *NOTHING_IS_LEARNED),
+    explains=("gradient.*", "model.*", "optim.*", *CONSEQUENCES_OF_WRONG_ARGUMENTS),
 )
 def cross_entropy_over_one_class(run: RunContext) -> Iterator[Result]:
     """Cross entropy gets a single logit, so the loss and all gradients are always 0.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
+from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check()
@@ -23,4 +23,4 @@ def ctc_infeasible(run: RunContext) -> Iterator[Result]:
     Sources: wenet #2299.
     """
     cause = "a target is too long for its input: no alignment exists"
-    yield from traced_by(run, {"ctc_infeasible": Way(cause, guard="zero_infinity")})
+    yield from traced_by(run, {"ctc_infeasible": Mechanism(cause, guard="zero_infinity")})

@@ -9,9 +9,9 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts
 from trainwright.runs.records import Watched
 
-LASTING = 2
-"""Steps after one without gradients that have none either, before it is more than a single batch."""
-STRANGE = "the loss is not made of what the watched model returned"
+MIN_FURTHER_STEPS = 2
+"""Further steps without gradients that rule out a single special batch."""
+FOREIGN_LOSS = "the loss is not made of what the watched model returned"
 
 
 @check(
@@ -49,7 +49,7 @@ def detached_from_model(run: RunContext) -> Iterator[Result]:
     if not cut:
         return
     later = [each for each in run.steps if lasting and each.step > lasting[0].step]
-    if lasting and reaching and len(later) < LASTING:
+    if lasting and reaching and len(later) < MIN_FURTHER_STEPS:
         return
     step = (lasting or cut)[0]
     reached, owned = step.values.get("grads", (1, 1))
@@ -67,16 +67,16 @@ def detached_from_model(run: RunContext) -> Iterator[Result]:
 
 
 def _is_cut(run: RunContext, step: Watched) -> bool:
-    """Whether the loss of a step is known to reach no parameter."""
+    """Returns True if the loss of a step is known to reach no parameter."""
     backward = [value for kind, value in step.events if kind == "backward"]
     reached, owned = step.values.get("grads", (1, 1))
     if not backward or reached or not owned or _is_dropped(step):
         return False
     is_unreached = any(at == step.step and not facts.reached for at, facts in run.every(LossFacts))
-    return is_unreached or step.values.get("blind") == STRANGE or any(value.get("cut") for value in backward)
+    return is_unreached or step.values.get("blind") == FOREIGN_LOSS or any(value.get("cut") for value in backward)
 
 
 def _is_dropped(step: Watched) -> bool:
-    """Whether zero_grad came between the last backward pass and the update."""
+    """Returns True if zero_grad was called between the last backward pass and the update."""
     kinds = [kind for kind, _ in step.events]
     return "zero_grad" in kinds[len(kinds) - kinds[::-1].index("backward") :]

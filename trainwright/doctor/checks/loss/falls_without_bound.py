@@ -11,8 +11,9 @@ from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.shared_loss import over_most_steps
 
-MIN_STEPS, TIMES = 32, 20.0
-"""Recorded steps; how far below 0 the loss is at the end, in the largest size that it had in the first eighth."""
+MIN_STEPS = 32
+MIN_DEPTH_RATIO = 20.0
+"""Distance of the final loss below 0 / largest absolute loss in the first eighth of the run."""
 
 
 @check(
@@ -28,7 +29,7 @@ def falls_without_bound(run: RunContext) -> Iterator[Result]:
 
     Exceptions: several models or optimizers; samples drawn by the model; the likelihood of a density, which slows down.
 
-    Usual cause: the sign of a term is wrong (a penalty or a divergence that is taken off instead of added), `nll_loss`
+    Usual cause: the sign of a term is wrong (a penalty or a divergence that is subtracted instead of added), `nll_loss`
     without `log_softmax`, or a distance that is to become large without a margin.
 
     Looks like: loss.wrong_sign, where a loss function is maximized.
@@ -45,7 +46,7 @@ def falls_without_bound(run: RunContext) -> Iterator[Result]:
     size = len(losses) // 4
     parts = [fmean(losses[n * size : (n + 1) * size]) for n in range(4)]
     falls = [before - after for before, after in pairwise(parts)]
-    least = -TIMES * max(map(abs, losses[: len(losses) // 8]))
+    least = -MIN_DEPTH_RATIO * max(map(abs, losses[: len(losses) // 8]))
     if losses[-1] >= least or not all(later > before > 0 for before, later in pairwise(falls)):
         yield Passed(f"means of four parts of the run: {', '.join(f'{each:.4g}' for each in parts)}")
         return

@@ -11,9 +11,9 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.weights import WeightsFacts
 
 MIN_STEPS = 16
-"""Recorded steps in a row with the same loss; three times as many where it is rounded to 16 bits."""
-ROUNDING = 2e-6
-"""Relative: what float32 leaves of equal sums."""
+"""Consecutive recorded steps with the same loss; three times as many if it is rounded to 16 bits."""
+MAX_RELATIVE_ROUNDING = 2e-6
+"""Relative rounding error of equal sums in float32."""
 LN_2 = math.log(2)
 
 
@@ -51,7 +51,7 @@ def never_changes(run: RunContext) -> Iterator[Result]:
     if not steps:
         return
     loss, weights = steps[-1].loss, run.latest(WeightsFacts)
-    same = list(takewhile(lambda each: abs(each.loss - loss) <= ROUNDING * abs(loss), reversed(steps)))
+    same = list(takewhile(lambda each: abs(each.loss - loss) <= MAX_RELATIVE_ROUNDING * abs(loss), reversed(steps)))
     is_coarse = loss != 0.0 and math.frexp(loss)[0] * 2**11 % 1 == 0.0
     is_late = len(same) < len(steps)
     stands = is_late and weights is not None and not weights.moved

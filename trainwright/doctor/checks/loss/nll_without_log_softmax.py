@@ -8,16 +8,20 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
 from trainwright.doctor.finding import RemedyTrial
-from trainwright.doctor.shared_loss import NOTHING_IS_LEARNED, calls, where_of
+from trainwright.doctor.shared_loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, calls, where_of
 
 MIN_ABOVE_0 = 0.1
-"""Fraction of the input above 0. The logarithm of a density may be above 0, but a loss over classes takes none."""
+"""Fraction of the input above 0. The logarithm of a density may be above 0, but not that of a class probability."""
 MAX_OFF_SUM = 0.05
-"""bfloat16 (8 bits) leaves the sum of some hundred probabilities within this distance of 1."""
+"""bfloat16 (8 bits) leaves the sum of several hundred probabilities within this distance of 1."""
 
 
 @check(
-    stage="loss", severity="critical", confidence=0.95, needs=LossFacts, explains=("gradient.*", *NOTHING_IS_LEARNED)
+    stage="loss",
+    severity="critical",
+    confidence=0.95,
+    needs=LossFacts,
+    explains=("gradient.*", *CONSEQUENCES_OF_WRONG_ARGUMENTS),
 )
 def nll_without_log_softmax(run: RunContext) -> Iterator[Result]:
     """`nll_loss`, `ctc_loss` or `kl_div` gets probabilities or logits, although it takes log-probabilities.
@@ -62,7 +66,7 @@ def nll_without_log_softmax(run: RunContext) -> Iterator[Result]:
 
 
 def _mistake(call: MeasuredLoss) -> tuple[str, str] | None:
-    """What the input is instead of log-probabilities, and how severe that is."""
+    """Returns what the input is instead of log-probabilities, and the severity; None if it is correct."""
     if call.op not in ("nll_loss", "ctc_loss", "kl_div"):
         return None
     if call.simplex:

@@ -12,15 +12,18 @@ from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
 from trainwright.doctor.shared_loss import over_most_steps, where_of
 from trainwright.doctor.trend import still_falls
 
-MIN_STEPS, MIN_ROWS = 60, 4
-"""Steps after which something must have been learned, and examined steps among the last."""
-LEAST, MAX_ERROR = 0.02, 0.04
-"""Fraction of the loss of a constant prediction that is gained where anything was learned; standard error with which
-that can be decided."""
+MIN_STEPS = 60
+"""Steps after which something must have been learned."""
+MIN_ROWS = 4
+"""Examined steps among the last ones."""
+MIN_GAIN = 0.02
+"""Minimum gain over a constant prediction, as a fraction of its loss, if anything was learned."""
+MAX_ERROR = 0.04
+"""Maximum standard error of this gain."""
 MIN_SAMPLES_OF_A_CLASS = 30
-"""Samples of a class that a model must have seen."""
-TIMES = 8
-"""Learning what inputs tell takes some models six times as many steps as learning the mean of the targets."""
+"""Minimum number of samples of a class that the model must have been trained on."""
+LEARNING_TIME_RATIO = 8
+"""Steps for learning from inputs / steps for learning the target mean. Some models need a ratio of six."""
 
 
 @check(names_cause=False, stage="label", confidence=0.7, needs=LossFacts)
@@ -66,8 +69,12 @@ def no_better_than_constant(run: RunContext) -> Iterator[Result]:
             f"{constant:.4g}, and with shuffled targets it is {shuffled:.4g}",
             where=where_of(last),
             evidence=[
-                ("gain over a constant prediction, as a fraction", round(1 - value / constant, 4), f">= {LEAST}"),
-                ("rise with shuffled targets, as a fraction", round((shuffled - value) / constant, 4), f">= {LEAST}"),
+                ("gain over a constant prediction, as a fraction", round(1 - value / constant, 4), f">= {MIN_GAIN}"),
+                (
+                    "rise with shuffled targets, as a fraction",
+                    round((shuffled - value) / constant, 4),
+                    f">= {MIN_GAIN}",
+                ),
             ],
         )
 
@@ -84,11 +91,11 @@ def _knows_nothing(call: MeasuredLoss) -> bool:
     gained = [(row[1] - row[0]) / constant for row in call.rows]
     told = [(row[2] - row[0]) / constant for row in call.rows]
     error = max(stdev(gained), stdev(told)) / math.sqrt(len(call.rows))
-    return error < MAX_ERROR and max(fmean(gained), fmean(told)) < LEAST + error
+    return error < MAX_ERROR and max(fmean(gained), fmean(told)) < MIN_GAIN + error
 
 
 def _still_learns(run: RunContext, bad: list[MeasuredLoss]) -> str | None:
-    """Why a model that knows nothing yet may be on its way; None where it has come to its end."""
+    """Returns the reason why the model may still begin to learn; None without one."""
     if still_falls(run):
         return f"the loss falls over the second half of {run.last_step} steps"
     rare = [
@@ -101,6 +108,6 @@ def _still_learns(run: RunContext, bad: list[MeasuredLoss]) -> str | None:
     if len(later) < 2:
         return None
     arrived = next((step for step, loss in losses if loss <= fmean(later) + 2 * stdev(later)), 0)
-    if run.last_step < TIMES * arrived:
+    if run.last_step < LEARNING_TIME_RATIO * arrived:
         return f"it took {arrived} of {run.last_step} steps to learn what needs no inputs"
     return None

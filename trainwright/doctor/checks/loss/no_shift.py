@@ -9,8 +9,8 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import TokenLoss, TokensFacts
 from trainwright.runs.records import Where
 
-SEEN = 1e-3
-"""Change of a score, in standard deviations of the scores, that is too large for rounding."""
+MIN_SCORE_CHANGE = 1e-3
+"""Change of a score, in standard deviations of the scores, that exceeds rounding."""
 
 
 @check(stage="label", severity="critical", confidence=0.95, needs=TokensFacts)
@@ -45,7 +45,7 @@ def no_shift(run: RunContext) -> Iterator[Result]:
             target = {0: "the token it is given", -1: "the token before"}.get(offset, f"the token {offset} places on")
             yield run.finding(
                 step,
-                severity="critical" if offset >= 0 else "info",  # to repeat what was read is a task of its own
+                severity="critical" if offset >= 0 else "info",  # copying the input is a task of its own
                 symptom=f"{loss.fraction:.0%} of the targets are {target}, not the next one",
                 cause="targets are not shifted by one against the inputs" if offset <= 0 else "they are shifted twice",
                 where=Where(op="cross_entropy"),
@@ -58,6 +58,6 @@ def no_shift(run: RunContext) -> Iterator[Result]:
 
 
 def _is_wrong(loss: TokenLoss) -> bool:
-    if loss.offset is None or loss.sees is None or loss.sees > SEEN:
+    if loss.offset is None or loss.sees is None or loss.sees > MIN_SCORE_CHANGE:
         return False
-    return loss.offset != 0 or loss.given is None or loss.given > SEEN
+    return loss.offset != 0 or loss.given is None or loss.given > MIN_SCORE_CHANGE

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
+from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check()
@@ -26,4 +26,4 @@ def no_valid_target(run: RunContext) -> Iterator[Result]:
     Sources: pytorch/pytorch #70348, #116349.
     """
     cause = "every target is ignored: {op} is a mean over nothing, 0 / 0"
-    yield from traced_by(run, {"no_valid_target": Way(cause, guard="valid_targets")})
+    yield from traced_by(run, {"no_valid_target": Mechanism(cause, guard="valid_targets")})

@@ -10,7 +10,7 @@ from trainwright.doctor.facts.loss import LossFacts
 from trainwright.doctor.shared_loss import calls, where_of
 
 MIN_INSIDE = 0.25
-"""Fraction of the sequences in which the ignored class stands between targets that count."""
+"""Fraction of the sequences in which the ignored class is between targets that count."""
 
 
 @check(stage="label", confidence=0.85, needs=LossFacts)

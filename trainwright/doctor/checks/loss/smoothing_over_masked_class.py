@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
+from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check()
@@ -24,4 +24,4 @@ def smoothing_over_masked_class(run: RunContext) -> Iterator[Result]:
     Fix: mask with a finite number such as -1e4, or spread the smoothing over the allowed classes only.
     """
     cause = "label smoothing gives a part of the target to classes whose logit is -inf"
-    yield from traced_by(run, {"inf_logit_smoothing": Way(cause, guard="finite_mask")})
+    yield from traced_by(run, {"inf_logit_smoothing": Mechanism(cause, guard="finite_mask")})

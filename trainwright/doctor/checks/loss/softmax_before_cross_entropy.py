@@ -8,9 +8,9 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.loss import LossFacts
 from trainwright.doctor.finding import RemedyTrial, in_words
-from trainwright.doctor.shared_loss import NOTHING_IS_LEARNED, calls, where_of
+from trainwright.doctor.shared_loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, calls, where_of
 
-_TAKES_SCORES = ("cross_entropy", "log_softmax")
+_SCORE_FUNCTIONS = ("cross_entropy", "log_softmax")
 
 
 @check(
@@ -18,7 +18,12 @@ _TAKES_SCORES = ("cross_entropy", "log_softmax")
     severity="critical",
     confidence=0.97,
     needs=LossFacts,
-    explains=("loss.softmax_applied_twice", "loss.bounded_output", "gradient.vanishing", *NOTHING_IS_LEARNED),
+    explains=(
+        "loss.softmax_applied_twice",
+        "loss.bounded_output",
+        "gradient.vanishing",
+        *CONSEQUENCES_OF_WRONG_ARGUMENTS,
+    ),
 )
 def softmax_before_cross_entropy(run: RunContext) -> Iterator[Result]:
     """`cross_entropy` gets probabilities, although it takes logits and applies a softmax itself.
@@ -40,7 +45,7 @@ def softmax_before_cross_entropy(run: RunContext) -> Iterator[Result]:
     UMLAUT (CHI 2021), rule "missing or double softmax".
     """
     for step, _, call in calls(run):
-        is_twice = call.op in _TAKES_SCORES and call.simplex and (call.op == "cross_entropy" or call.wants == 1)
+        is_twice = call.op in _SCORE_FUNCTIONS and call.simplex and (call.op == "cross_entropy" or call.wants == 1)
         if not is_twice and not call.squashed:
             continue
         first = "sigmoid" if call.squashed else "softmax"

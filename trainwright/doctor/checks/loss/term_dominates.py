@@ -11,15 +11,15 @@ from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 from trainwright.runs.records import Where
 
 MAX_RATIO = 1000.0
-"""Between the gradients of two terms. Above it the smaller one has practically no effect."""
-EARLY = 8
-"""The last step that counts: a term that has been learned has no gradient, rightly."""
-TIMES = 2
-"""Steps that must show it."""
-AGAINST_TARGETS = (
+"""Ratio of the gradients of two terms. Above it, the smaller one has practically no effect."""
+MAX_STEP = 8
+"""The last step that counts. A term that has been learned correctly has no gradient."""
+MIN_STEPS = 2
+"""Minimum number of steps with the imbalance."""
+TARGET_LOSS_SUFFIXES = (
     "_loss", "cross_entropy", "_with_logits", "of pow", "of square", "of abs", "of gather", "of getitem",
 )  # fmt: skip
-"""How the names of terms end that compare with targets: loss functions, and losses that are written by hand."""
+"""Name endings of terms that compare with targets: loss functions, and losses written by hand."""
 
 
 @check(stage="loss", confidence=0.9, explains=("gradient.*", "optim.lr_too_high", "optim.lr_too_low"))
@@ -37,12 +37,12 @@ def term_dominates(run: RunContext) -> Iterator[Result]:
 
     Fix: choose weights with which the gradients of both terms are of one size.
     """
-    several = [(step, facts) for step, facts in run.every(LossFacts) if facts.terms > 1 and step <= EARLY]
-    seen = [(step, facts) for step, facts in run.every(TermsFacts) if step <= EARLY]
-    if several and len(seen) < TIMES and several[-1][0] == run.last_step:
+    several = [(step, facts) for step, facts in run.every(LossFacts) if facts.terms > 1 and step <= MAX_STEP]
+    seen = [(step, facts) for step, facts in run.every(TermsFacts) if step <= MAX_STEP]
+    if several and len(seen) < MIN_STEPS and several[-1][0] == run.last_step:
         yield ExperimentRequest(TermsFacts.experiment, several[-1][0])
     pairs = [pair for _, facts in seen if (pair := _unbalanced(facts.terms)) is not None]
-    if len(pairs) < TIMES or len(pairs) < len(seen):
+    if len(pairs) < MIN_STEPS or len(pairs) < len(seen):
         return
     large, small = pairs[-1]
     ratio = large.shared / small.shared
@@ -62,8 +62,10 @@ def term_dominates(run: RunContext) -> Iterator[Result]:
 
 
 def _unbalanced(terms: tuple[TermFacts, ...]) -> tuple[TermFacts, TermFacts] | None:
-    """The largest term and the smallest of those that no weight makes small; None where they are balanced."""
+    """Returns the largest term and the smallest term with a usual weight; None if they are balanced."""
     large = max(terms, key=lambda term: term.shared)
     others = [t for t in terms if t is not large and abs(t.own) >= 0.5 and t.shared > 0]
-    small = min((t for t in others if t.name.endswith(AGAINST_TARGETS)), key=lambda term: term.shared, default=None)
+    small = min(
+        (t for t in others if t.name.endswith(TARGET_LOSS_SUFFIXES)), key=lambda term: term.shared, default=None
+    )
     return (large, small) if small and large.shared > MAX_RATIO * small.shared else None

@@ -11,8 +11,8 @@ from trainwright.doctor.shared_loss import over_most_steps
 from trainwright.runs.records import Where
 
 MIN_STEPS = 3
-"""Examined steps that show it."""
-WORDS = {
+"""Minimum number of examined steps with the fault."""
+KIND_TEXTS = {
     "no_gradient": "has no gradient",
     "not_updated": "is detached from the weights that this update changes: its gradient reaches only others",
 }
@@ -29,7 +29,7 @@ def term_without_gradient(run: RunContext) -> Iterator[Result]:
     Exceptions: a scalar on which `detach()` was called itself, as surrogate losses and baselines do; a term made of
     detached values that also weigh what has a gradient.
 
-    Usual cause: what the term is made of was detached or computed under `no_grad`: a generator's loss judges
+    Usual cause: what the term is made of was detached or computed under `no_grad`: a generator's loss uses
     `fake.detach()`; a gradient penalty calls `torch.autograd.grad` without `create_graph=True`.
 
     Looks like: loss.term_dominates, where the term has a gradient and another is far larger.
@@ -41,10 +41,10 @@ def term_without_gradient(run: RunContext) -> Iterator[Result]:
     """
     facts = over_most_steps(run)
     for sign in facts.signs if facts is not None else ():
-        if sign.kind in WORDS and sign.steps >= MIN_STEPS:
+        if sign.kind in KIND_TEXTS and sign.steps >= MIN_STEPS:
             yield run.finding(
                 run.last_step,
-                symptom=f"a term of the loss, made by {sign.op}, {WORDS[sign.kind]}",
+                symptom=f"a term of the loss, made by {sign.op}, {KIND_TEXTS[sign.kind]}",
                 since_step=1,
                 where=Where(op=sign.op, source=sign.line),
                 evidence=[("examined steps in which it trains nothing", sign.steps, 0)],

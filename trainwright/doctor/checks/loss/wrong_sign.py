@@ -10,12 +10,14 @@ from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
 from trainwright.doctor.finding import RemedyTrial
 from trainwright.doctor.shared_loss import over_most_steps, where_of
 
-MIN_STEPS, COMPARED = 6, 3
-"""Examined steps, and the first and the last of them whose losses are compared."""
-NEAR = 0.1
+MIN_STEPS = 6
+"""Minimum number of examined steps."""
+STEPS_COMPARED = 3
+"""Number of first and of last steps whose losses are compared."""
+MAX_RELATIVE_DIFFERENCE = 0.1
 """Relative difference between a loss and its value for some of the samples."""
-BY_HAND = ("log_softmax", "squared error", "absolute error")
-"""Whose value is not measured, or is no loss: the total loss is compared instead."""
+UNMEASURED_LOSSES = ("log_softmax", "squared error", "absolute error")
+"""Functions whose value is not measured or is no loss. The total loss is compared instead."""
 
 
 @check(
@@ -72,21 +74,26 @@ def wrong_sign(run: RunContext) -> Iterator[Result]:
 
 
 def _is_negated(run: RunContext, call: MeasuredLoss, uphill: int) -> bool:
-    """Whether the total loss is the negative of this loss, and the gradients are left as they are."""
-    if uphill > 0 or not call.values[0] or call.op in BY_HAND or any("edited" in each.values for each in run.steps):
+    """Returns True if the total loss is the negative of this loss and the gradients are not negated again."""
+    if (
+        uphill > 0
+        or not call.values[0]
+        or call.op in UNMEASURED_LOSSES
+        or any("edited" in each.values for each in run.steps)
+    ):
         return False
     first = run.steps[0].loss if run.steps else 0.0
-    return first < 0 and abs(first + call.values[0][0]) < NEAR * abs(first)
+    return first < 0 and abs(first + call.values[0][0]) < MAX_RELATIVE_DIFFERENCE * abs(first)
 
 
 def _rises(run: RunContext, call: MeasuredLoss, uphill: int) -> bool:
     early, late = _course(run, call, uphill)
-    return len(early) >= MIN_STEPS and min(late[-COMPARED:]) > max(early[:COMPARED])
+    return len(early) >= MIN_STEPS and min(late[-STEPS_COMPARED:]) > max(early[:STEPS_COMPARED])
 
 
 def _course(run: RunContext, call: MeasuredLoss, uphill: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The first and the last values of the loss that should fall."""
-    if call.values[0] and call.op not in BY_HAND:
+    """Returns the first and the last values of the loss that should fall."""
+    if call.values[0] and call.op not in UNMEASURED_LOSSES:
         return call.values
     losses = tuple(uphill * each.loss for each in run.steps)
     return losses[:8], losses[-8:]

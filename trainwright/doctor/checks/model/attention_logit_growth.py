@@ -12,7 +12,7 @@ from trainwright.doctor.trend import still_falls
 from trainwright.runs.records import Where
 
 MAX_EVENNESS = 0.2
-"""Entropy of attention weights, as a fraction of that of equal weights, below which each row attends to few keys."""
+"""Entropy of attention weights / entropy of equal weights. Below it, each row attends to few keys."""
 
 
 @check(stage="forward", confidence=0.85, needs=LayersFacts)
@@ -29,7 +29,7 @@ def attention_logit_growth(run: RunContext) -> Iterator[Result]:
 
     Usual cause: queries and keys grow without bound, or the scores are not divided by the root of the head size.
 
-    Looks like: optim.lr_too_high, which does not announce itself.
+    Looks like: optim.lr_too_high, which gives no warning.
 
     Fix: `scores = q @ k.transpose(-1, -2) / math.sqrt(head_dim)`; normalise queries and keys; a smaller learning rate.
 

@@ -15,7 +15,7 @@ from trainwright.runs.records import Where
 def attention_weights_sum(run: RunContext) -> Iterator[Result]:
     """The weights of attention do not add up to 1 over the values that they weigh.
 
-    How it is detected: the result of a softmax that is multiplied with values, in the steps that are looked at: in half
+    How it is detected: the result of a softmax that is multiplied with values, in the examined steps: in half
     of its rows the sum over the values is off by more than 0.05.
 
     Usual cause: the softmax is taken over another dimension than that of the keys.

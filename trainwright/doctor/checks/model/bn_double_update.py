@@ -15,7 +15,7 @@ from trainwright.runs.records import Where
 def bn_double_update(run: RunContext) -> Iterator[Result]:
     """BatchNorm updates its running statistics more often than the forward pass ran.
 
-    How it is detected: `num_batches_tracked` before and after a step that is looked at, beside the calls in the forward
+    How it is detected: `num_batches_tracked` before and after an examined step, beside the calls in the forward
     pass.
 
     Exceptions: a momentum of 1 - sqrt(0.9), which compensates for it.

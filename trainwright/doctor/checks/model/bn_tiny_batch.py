@@ -15,7 +15,7 @@ from trainwright.runs.records import Where
 def bn_tiny_batch(run: RunContext) -> Iterator[Result]:
     """BatchNorm computes its statistics from too few values.
 
-    How it is detected: the inputs of every BatchNorm in train mode, in two steps that are looked at: at most two
+    How it is detected: the inputs of every BatchNorm in train mode, in two examined steps: at most two
     samples or four values for each channel.
 
     Exceptions: an image or two, with 32 or more values for each channel, are reported only with -v.

@@ -8,11 +8,11 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.layers import LayersFacts, ReluFacts
 from trainwright.doctor.finding import in_words
-from trainwright.doctor.trend import FALLS, slope_in_errors
+from trainwright.doctor.trend import MAX_FALLING_SLOPE, slope_in_errors
 from trainwright.runs.records import Where
 
-MANY = 0.4
-"""Fraction of dead units."""
+MIN_DEAD_FRACTION = 0.4
+"""Fraction of dead units that is a fault."""
 NO_RELU = ReluFacts(dead=0.0, varies=1.0, rows=0, furthest=0.0)
 
 
@@ -48,12 +48,12 @@ def dead_relu(run: RunContext) -> Iterator[Result]:
     looks = run.every(LayersFacts)
     step, now = looks[-1]
     path, seen = max(now.relus.items(), key=lambda item: item[1].dead, default=("", NO_RELU))
-    if seen.dead < MANY or seen.varies < 0.9 or seen.rows < 16:
+    if seen.dead < MIN_DEAD_FRACTION or seen.varies < 0.9 or seen.rows < 16:
         return
-    alive = [at for at, each in looks if each.relus.get(path, NO_RELU).dead < MANY]
+    alive = [at for at, each in looks if each.relus.get(path, NO_RELU).dead < MIN_DEAD_FRACTION]
     from_start = looks[0][0] not in alive
     losses = [(each.step, each.loss) for each in run.steps if each.step > max(alive, default=0)]
-    harmless = seen.dead < 0.9 and not from_start and slope_in_errors(losses) < FALLS
+    harmless = seen.dead < 0.9 and not from_start and slope_in_errors(losses) < MAX_FALLING_SLOPE
     yield run.finding(
         step,
         symptom=f"{seen.dead:.0%} of the units of {in_words(path)} are 0 for every sample",

@@ -9,10 +9,10 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.data import BatchFacts, TokensFacts
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 
-SEEN = 1e-3
-"""Change of a score, in standard deviations of the scores, that is too large for rounding."""
-TRIES = 2
-"""Examinations: at first a model may not depend on its input yet."""
+MIN_SCORE_CHANGE = 1e-3
+"""Change of a score, in standard deviations of the scores, that exceeds rounding."""
+MAX_EXAMINATIONS = 2
+"""Number of examinations. Initially a model may not depend on its input yet."""
 
 
 @check(
@@ -43,12 +43,12 @@ def future_leak(run: RunContext) -> Iterator[Result]:
         yield NotApplicable("the model gets no tokens, or predicts no classes")
         return
     is_new = exams[-1][0] < run.last_step if exams else not run.was_tried(TokensFacts)
-    if len(exams) < TRIES and is_new:
+    if len(exams) < MAX_EXAMINATIONS and is_new:
         step = None if exams else run.every(BatchFacts)[-1][0]
         yield ExperimentRequest(TokensFacts.experiment, step)
     for step, facts in exams:
         for loss in facts.losses:
-            if loss.offset != 1 or loss.sees is None or loss.sees <= SEEN:
+            if loss.offset != 1 or loss.sees is None or loss.sees <= MIN_SCORE_CHANGE:
                 continue
             yield run.finding(
                 step,

@@ -10,8 +10,10 @@ from trainwright.doctor.facts.wiring import ActivatedFacts, WiringFacts
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 from trainwright.runs.records import Where
 
-GAINED, LEARNED = 0.7, 0.02
-"""Of the loss that is left on one batch: with activations at most so much of it; below that nothing is left to gain."""
+MAX_LOSS_RATIO = 0.7
+"""Remaining loss on one batch with activations / without them."""
+MIN_REMAINING_LOSS = 0.02
+"""Below this loss nothing is left to gain."""
 
 
 @check(stage="forward", confidence=0.9, needs=WiringFacts)
@@ -38,7 +40,7 @@ def missing_nonlinearity(run: RunContext) -> Iterator[Result]:
         yield ExperimentRequest(ActivatedFacts.experiment, step)
         return
     after, before = (tried.activated, tried.unchanged) if tried is not None else (None, None)
-    gains = after is not None and before is not None and after < GAINED * before and before > LEARNED
+    gains = after is not None and before is not None and after < MAX_LOSS_RATIO * before and before > MIN_REMAINING_LOSS
     yield run.finding(
         step,
         symptom=f"the input of {chains[0].second} is the output of {chains[0].first}, unchanged",
@@ -53,7 +55,7 @@ def missing_nonlinearity(run: RunContext) -> Iterator[Result]:
 
 
 def _adds_nothing(first: Sequence[int], second: Sequence[int]) -> bool:
-    """Whether two linear layers are equivalent to one; both are given as ``[outputs, inputs, *kernel]``."""
+    """Returns True if two linear layers are equivalent to one. Shapes are ``[outputs, inputs, *kernel]``."""
     wide = first[0] >= min(first[1], second[0])
     pointwise = all(size == 1 for size in first[2:]) and all(size == 1 for size in second[2:])
     square = all(len(set(each[2:])) <= 1 for each in (first, second))

@@ -11,8 +11,8 @@ from trainwright.doctor.facts.modules import ModulesFacts
 from trainwright.doctor.finding import in_words
 from trainwright.runs.records import Where
 
-FELT = 0.02
-"""Standard deviations of the outputs: a statistic of the batch that is one feature of many changes less."""
+MIN_DEVIATION = 0.02
+"""In standard deviations of the outputs. A batch statistic that is one feature of many changes them less."""
 
 
 @check(stage="forward", confidence=0.8, needs=FunctionFacts)
@@ -47,7 +47,7 @@ def mixes_samples(run: RunContext) -> Iterator[Result]:
     yield run.finding(
         run.last_step,
         symptom=f"with one sample of a batch replaced, others change their outputs, first in {in_words(found.module)}",
-        severity="info" if found.amount < FELT else "warning",
+        severity="info" if found.amount < MIN_DEVIATION else "warning",
         where=Where(module=found.module),
         since_step=1,
         evidence=[("change of the others' outputs, in standard deviations", found.amount, f"<= {found.limit:.2g}")],

@@ -8,9 +8,10 @@ from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.modules import ModulesFacts
 
-SMALL, FALLEN = 0.2, 2.5
-"""Spread of outputs over samples, relative to their size; how many times smaller than at first. Noise in the inputs
-keeps about a tenth."""
+MAX_SPREAD = 0.2
+"""Spread of outputs over samples / size of the outputs. Noise in the inputs keeps it at about a tenth."""
+MIN_FALL_RATIO = 2.5
+"""Initial spread / current spread."""
 
 
 @check(stage="forward", confidence=0.8, needs=ModulesFacts)
@@ -37,11 +38,11 @@ def representations_collapse(run: RunContext) -> Iterator[Result]:
         yield NotApplicable("the loss compares the outputs with data, or they are no vectors")
         return
     first, last = max(each.spread for each in spreads[:3]), spreads[-2:]
-    if all(each.spread < min(SMALL, first / FALLEN) for each in last):
+    if all(each.spread < min(MAX_SPREAD, first / MIN_FALL_RATIO) for each in last):
         yield run.finding(
             last[-1].step,
             symptom=f"the codes of a batch differ by {last[-1].spread:.2g} of their size, at first by {first:.2g}",
-            since_step=next(each.step for each in spreads if each.spread < first / FALLEN),
+            since_step=next(each.step for each in spreads if each.spread < first / MIN_FALL_RATIO),
             evidence=[("spread of the codes", last[-1].spread, first)],
         )
     else:

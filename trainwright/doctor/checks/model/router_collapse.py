@@ -15,7 +15,7 @@ from trainwright.runs.records import Where
 def router_collapse(run: RunContext) -> Iterator[Result]:
     """The router of a mixture of experts sends nearly everything to one or two experts.
 
-    How it is detected: the choices of every router in the steps that are looked at: the number of experts that carry
+    How it is detected: the choices of every router in the examined steps: the number of experts that carry
     the load falls to a quarter of all.
 
     Exceptions: a load that is uneven from the start and stays so.

@@ -11,8 +11,8 @@ from trainwright.doctor.facts.modes import ModesFacts
 from trainwright.doctor.finding import in_words, listed
 from trainwright.runs.records import Where
 
-LOOKS = 3
-"""At other inputs than the first one."""
+MIN_EXAMINATIONS = 3
+"""Examinations with other inputs than the first one."""
 
 
 @check(stage="buffers", confidence=0.9, needs=(LayersFacts, ModesFacts))
@@ -23,7 +23,7 @@ def running_statistics_stand_still(run: RunContext) -> Iterator[Result]:
     that the run began with, as a rule mean 0 and variance 1.
 
     How it is detected: the running mean and variance of each trained `batch_norm` and `instance_norm`, as they are
-    before the first forward pass of a step. They are equal bit for bit in all steps that are looked at, in three or
+    before the first forward pass of a step. They are equal bit for bit in all examined steps, in three or
     more of which the mean of the input is another one by a thousandth of a deviation. It is reported once an evaluation
     in eval mode has used them, or at the end.
 
@@ -47,10 +47,10 @@ def running_statistics_stand_still(run: RunContext) -> Iterator[Result]:
         yield NotApplicable("no normalization has running statistics and is in train mode")
         return
     looks = run.every(LayersFacts)
-    if len(looks) <= LOOKS:
-        yield NotApplicable(f"{len(looks)} steps were looked at, and it takes {LOOKS + 1}")
+    if len(looks) <= MIN_EXAMINATIONS:
+        yield NotApplicable(f"{len(looks)} steps were looked at, and it takes {MIN_EXAMINATIONS + 1}")
         return
-    still = {path: each for path, each in facts.standing.items() if each.others >= LOOKS}
+    still = {path: each for path, each in facts.standing.items() if each.others >= MIN_EXAMINATIONS}
     since = min((each.since for each in still.values()), default=0)
     used = [step for step in modes.evaluated_in_eval if since <= step < looks[-1][0]]
     if not still or not (used or run.finished):

@@ -11,10 +11,10 @@ from trainwright.doctor.facts.weights import Neighbours, ScalesFacts
 from trainwright.doctor.finding import listed
 from trainwright.runs.records import Where
 
-APART = 10.0
-"""Times the size of the nearest neighbour."""
-NEAR_ZERO = 0.01
-"""Size times the root of the fan-in. Weights that are so small began as zeros, or nearly."""
+MIN_SCALE_RATIO = 10.0
+"""Ratio to the scale of the nearest neighbour."""
+MAX_ZERO_SCALE = 0.01
+"""Scale times the square root of the fan-in. Smaller weights were initialized as zeros, or nearly."""
 
 
 @check(
@@ -36,8 +36,8 @@ def weight_scale_differs(run: RunContext) -> Iterator[Result]:
     than the rest are from each other, so a scale that changes from layer to layer is none.
 
     Exceptions: zeros on purpose are left out, and small weights where the run began before, which may have been zeros.
-    Nothing is said where the rest is nearly zero, as in a LoRA factor that has only begun to learn, or of a small last
-    layer in a row of layers, which is made so on purpose.
+    No finding is made where the rest is nearly zero, as in a LoRA factor that has only begun to learn, or for a last
+    layer that is initialised small on purpose.
 
     Usual cause: one layer was initialised by another rule (`normal_` without `std=` is 1.0), was overwritten when a
     checkpoint was loaded, or was scaled twice.
@@ -72,9 +72,9 @@ def weight_scale_differs(run: RunContext) -> Iterator[Result]:
 
 
 def _outliers(group: Neighbours, *, is_start: bool) -> dict[str, float]:
-    """The few that are far from the rest, each with its size over the middle one of the rest.
+    """Returns the few outliers, each with the ratio of its scale to the median of the others.
 
-    In a run that goes on, what is small may have begun as zeros.
+    After the start of a run, small weights may have been initialized as zeros.
     """
     by_size = sorted(zip(group.sizes, group.names))
     found: dict[str, float] = {}
@@ -83,7 +83,11 @@ def _outliers(group: Neighbours, *, is_start: bool) -> dict[str, float]:
             is_small = far[0][0] < rest[0][0]
             gap = rest[0][0] / far[-1][0] if is_small else far[0][0] / rest[-1][0]
             usual = rest[len(rest) // 2][0]
-            if gap < APART or gap <= rest[-1][0] / rest[0][0] or usual * math.sqrt(group.fan_in) < NEAR_ZERO:
+            if (
+                gap < MIN_SCALE_RATIO
+                or gap <= rest[-1][0] / rest[0][0]
+                or usual * math.sqrt(group.fan_in) < MAX_ZERO_SCALE
+            ):
                 continue
             is_last_layer = group.is_row and few == 1 and far[0][1] == group.names[-1]
             if not is_small or (is_start and not is_last_layer):

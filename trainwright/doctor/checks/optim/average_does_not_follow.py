@@ -8,7 +8,7 @@ from itertools import pairwise
 from trainwright.doctor.check import NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts
-from trainwright.doctor.shared_averages import EXPLAINED, averages_of
+from trainwright.doctor.shared_averages import MAX_UNEXPLAINED, averages_of
 
 
 @check(stage="update", confidence=0.9, needs=AveragesFacts)
@@ -20,7 +20,7 @@ def average_does_not_follow(run: RunContext) -> Iterator[Result]:
     How it is detected: copies of the weights (modules, dicts, lists of the same shapes) are followed for 16 steps, and
     each of their moves is explained as a fraction of the way to the weights and a growth.
 
-    Exceptions: slow weights and targets, which move now and then; a decay that warms up.
+    Exceptions: slow weights and targets, which move from time to time; a decay that warms up.
 
     Usual cause: the two factors do not add up to 1, the decay is not between 0 and 1, or decay and its complement are
     swapped.
@@ -33,7 +33,7 @@ def average_does_not_follow(run: RunContext) -> Iterator[Result]:
         yield NotApplicable("no copy of the weights follows them")
         return
     for copy in averages:
-        if all(move.rest < EXPLAINED for move in copy.moves) and (what := _wrong_with(copy)):
+        if all(move.rest < MAX_UNEXPLAINED for move in copy.moves) and (what := _wrong_with(copy)):
             last = copy.moves[-1]
             yield run.finding(
                 run.last_step,
@@ -47,7 +47,7 @@ def _wrong_with(copy: CopyFacts) -> str:
     last, shares = copy.moves[-1], [move.share for move in copy.moves]
     if all(move.rest_alone > 10 * move.rest + 1e-3 for move in copy.moves):
         return f"are multiplied by {1 + last.growth:.4g} at each step beside what they take of the weights"
-    if any(move.rest_alone > EXPLAINED for move in copy.moves):
+    if any(move.rest_alone > MAX_UNEXPLAINED for move in copy.moves):
         return ""
     if min(shares) < 0 or max(shares) > 1:
         return f"take {last.share:.4g} of the way to the weights at each step"

@@ -10,8 +10,8 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.updates import BatchStepsFacts, UpdateFacts
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 
-RISES = 0.5
-"""Fraction of the loss of a batch by which its own update raises it."""
+MIN_LOSS_RISE = 0.5
+"""Fraction by which an update raises the loss of its own batch."""
 
 
 @check(
@@ -21,7 +21,7 @@ RISES = 0.5
 def lr_too_high(run: RunContext) -> Iterator[Result]:
     """The learning rate is too high: an update raises the loss of its own batch.
 
-    How it is detected: a replay of the update takes the loss of its batch up by more than half, eight such updates on
+    How it is detected: a replay of the update raises the loss of its batch by more than half, eight such updates on
     that batch do so, too, and at a tenth (a hundredth, a thousandth) of the rate they lower it.
 
     Exceptions: several optimizers (a game), and runs that have recovered.
@@ -70,12 +70,12 @@ def lr_too_high(run: RunContext) -> Iterator[Result]:
 
 
 def _raises(facts: UpdateFacts) -> bool:
-    worse = not math.isfinite(facts.after) or facts.after > facts.loss + RISES * abs(facts.loss)
+    worse = not math.isfinite(facts.after) or facts.after > facts.loss + MIN_LOSS_RISE * abs(facts.loss)
     return math.isfinite(facts.loss) and facts.ratio > 0 and worse
 
 
 def _has_recovered(run: RunContext) -> bool:
-    """Whether the loss is well below its first value, and near its lowest."""
+    """Returns True if the loss is far below its first value and near its lowest."""
     losses = [each.loss for each in run.steps]
     if len(losses) < 12:
         return False
@@ -85,6 +85,6 @@ def _has_recovered(run: RunContext) -> bool:
 
 
 def _mean(losses: list[float] | tuple[float, ...]) -> float:
-    """Infinity where one is NaN."""
+    """Returns the mean; infinity if one value is NaN."""
     mean = sum(losses) / max(1, len(losses))
     return math.inf if math.isnan(mean) else mean

@@ -10,11 +10,13 @@ from trainwright.doctor.facts.calls import CallsFacts
 from trainwright.doctor.facts.updates import UpdateFacts
 from trainwright.doctor.finding import RemedyTrial
 
-NEGLIGIBLE = 2e-6
-"""Norm of an update over that of the weights. A useful one is 1e-4 to 1e-2."""
-MIN_STEPS, MOVED, PULL = 8, 0.02, 1e-3
-"""Steps; the fraction of the loss that is no progress; relative change of the loss for one of the weights, which is a
-normal gradient."""
+MAX_UPDATE_RATIO = 2e-6
+"""Norm of an update / norm of the weights. Useful updates have 1e-4 to 1e-2."""
+MIN_STEPS = 8
+MAX_PROGRESS = 0.02
+"""A smaller relative change of the loss is no progress."""
+MIN_RELATIVE_GRADIENT = 1e-3
+"""Relative change of the loss per relative change of the weights. Normal gradients exceed it."""
 
 
 @check(
@@ -43,12 +45,17 @@ def lr_too_low(run: RunContext) -> Iterator[Result]:
     facts = every[-1]
     is_clipped = (facts.norm_at_clip or 0.0) > 100 * facts.grad_norm
     pull = facts.grad_norm * facts.weight_norm / max(abs(facts.loss), 1e-12)
-    if any(not each.ratio < NEGLIGIBLE for each in every) or is_clipped or pull < PULL or _rises(run):
+    if (
+        any(not each.ratio < MAX_UPDATE_RATIO for each in every)
+        or is_clipped
+        or pull < MIN_RELATIVE_GRADIENT
+        or _rises(run)
+    ):
         yield Passed(f"{len(every)} updates of {min(each.ratio for each in every):.2g} of the weights and more")
         return
     first, last = sum(losses[:4]) / 4, sum(losses[-4:]) / 4
     noise = max(losses) - min(losses)
-    if abs(last - first) <= max(MOVED * abs(first), 0.5 * noise):
+    if abs(last - first) <= max(MAX_PROGRESS * abs(first), 0.5 * noise):
         yield run.finding(
             run.last_step,
             symptom=f"an update changes the weights by {facts.ratio:.1g} of their size, and the loss stays at "
@@ -61,7 +68,7 @@ def lr_too_low(run: RunContext) -> Iterator[Result]:
 
 
 def _rises(run: RunContext) -> bool:
-    """Whether the rate is rising, or a schedule has a base that is more than 3 times as high."""
+    """Returns True if the learning rate is rising, or its schedule has a base that is over 3 times as high."""
     calls = run.latest(CallsFacts)
     groups = [group for each in calls.optimizers for group in each.groups] if calls is not None else []
     is_low = any((group.initial_lr or 0.0) > 3 * (group.lr or 0.0) for group in groups)

@@ -65,7 +65,7 @@ def missing_zero_grad(run: RunContext) -> Iterator[Result]:
 
 
 def _keeps(step: Watched, number: int) -> bool:
-    """Whether the optimizer steps with gradients that no zero_grad() of its own and no write by hand has dropped."""
+    """Returns True if the optimizer steps with gradients that neither zero_grad() nor a write by hand has cleared."""
     for kind, value in step.events:
         if kind == "step" and value["optimizer"] == number:
             return number not in step.values.get("made_anew", ())

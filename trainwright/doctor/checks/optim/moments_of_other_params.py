@@ -10,8 +10,10 @@ from trainwright.doctor.facts.updates import LoadedMomentsFacts
 from trainwright.doctor.finding import listed
 
 MIN_TENSORS = 4
-APART, BETTER = 0.7, 0.5
-"""Mean log10 of squared gradient over second moment (a factor of 5), and what is left of it once both are matched."""
+MIN_LOG10_RATIO = 0.7
+"""Mean log10 of squared gradient / second moment (a factor of 5)."""
+MAX_MATCHED_FRACTION = 0.5
+"""Fraction of this mean that remains once moments and gradients are matched."""
 
 
 @check(stage="update", confidence=0.85, needs=LoadedMomentsFacts)
@@ -39,7 +41,7 @@ def moments_of_other_params(run: RunContext) -> Iterator[Result]:
     if facts is None or len(facts.gaps) < MIN_TENSORS:
         return
     gap = sum(facts.gaps) / len(facts.gaps)
-    if gap < APART or facts.matched > BETTER * gap:
+    if gap < MIN_LOG10_RATIO or facts.matched > MAX_MATCHED_FRACTION * gap:
         yield Passed(f"{len(facts.gaps)} tensors of {facts.kind}")
         return
     yield run.finding(

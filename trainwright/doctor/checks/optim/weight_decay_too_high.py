@@ -10,10 +10,10 @@ from trainwright.doctor.facts.updates import UpdateFacts
 from trainwright.doctor.finding import RemedyTrial
 
 MIN_STEPS = 24
-SHRINKS = 5e-3
-"""Fraction that a decoupled decay takes off every weight in a step: they are halved in 140 steps."""
-OF_GRADIENT = 0.5
-"""Norm of a coupled decay over that of the gradient."""
+MIN_DECAY_PER_STEP = 5e-3
+"""Fraction by which a decoupled decay shrinks every weight per step. 0.005 halves them in 140 steps."""
+MIN_GRADIENT_RATIO = 0.5
+"""Norm of a coupled decay / norm of the gradient."""
 
 
 @check(stage="update", confidence=0.85, needs=UpdateFacts)
@@ -26,7 +26,7 @@ def weight_decay_too_high(run: RunContext) -> Iterator[Result]:
     of SGD and Adam is more than half of the gradient, and the loss has fallen by less than a quarter in 24 steps or
     more.
 
-    Usual cause: a decay of AdamW that is written for SGD, or the other way round; a digit too much.
+    Usual cause: a decay of AdamW that is written for SGD, or the other way round; one digit too many.
 
     Looks like: a strong decay under which the loss falls (grokking), which is healthy.
 
@@ -41,7 +41,7 @@ def weight_decay_too_high(run: RunContext) -> Iterator[Result]:
     decay, rate = max(facts.weight_decay, default=0.0), max(facts.lr, default=0.0)
     ratio = decay * rate if facts.decoupled else decay * facts.weight_norm / max(facts.grad_norm, 1e-30)
     now, first = sum(losses[-4:]) / 4, losses[0]
-    if ratio <= (SHRINKS if facts.decoupled else OF_GRADIENT) or not now > first - 0.25 * abs(first):
+    if ratio <= (MIN_DECAY_PER_STEP if facts.decoupled else MIN_GRADIENT_RATIO) or not now > first - 0.25 * abs(first):
         yield Passed(f"a decay of {decay:g} at a learning rate of {rate:g}")
         return
     how = f"takes {ratio:.1%} off all weights in each step" if facts.decoupled else f"is {ratio:.2g} times the gradient"

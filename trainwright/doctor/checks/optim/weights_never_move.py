@@ -11,8 +11,12 @@ from trainwright.doctor.finding import listed
 from trainwright.doctor.shared_standing import is_left_as_it_is
 from trainwright.runs.records import Where
 
-FIRST, ENOUGH, LATE = 4, 12, 40
-"""Updates after which something has moved, every matrix has, and which show that all weights stand still lately."""
+MIN_UPDATES = 4
+"""Updates after which some weight has moved."""
+MIN_UPDATES_FOR_ALL = 12
+"""Updates after which every matrix has moved."""
+MIN_RECENT_UPDATES = 40
+"""Recent updates that show that all weights have stopped."""
 
 
 @check(names_cause=False, stage="update", confidence=0.7, needs=WeightsFacts)
@@ -40,7 +44,7 @@ def weights_never_move(run: RunContext) -> Iterator[Result]:
         yield NotApplicable("no trainable tensor belongs to a watched optimizer with a learning rate above 0")
         return
     since = facts.updates_since if facts.moved else facts.updates
-    enough = LATE if facts.moved else FIRST if facts.has_gradient else ENOUGH
+    enough = MIN_RECENT_UPDATES if facts.moved else MIN_UPDATES if facts.has_gradient else MIN_UPDATES_FOR_ALL
     if facts.at_0_since == 0 and since >= enough:
         yield run.finding(
             facts.steps,
@@ -51,7 +55,7 @@ def weights_never_move(run: RunContext) -> Iterator[Result]:
             since_step=facts.stands_since + 1,
             evidence=[("tensors that moved", 0, facts.tensors), ("updates at a rate above 0", since)],
         )
-    elif facts.updates >= ENOUGH and facts.moved and facts.zero_gradients:
+    elif facts.updates >= MIN_UPDATES_FOR_ALL and facts.moved and facts.zero_gradients:
         names = facts.zero_gradients
         yield run.finding(
             facts.steps,
@@ -62,5 +66,5 @@ def weights_never_move(run: RunContext) -> Iterator[Result]:
             since_step=1,
             evidence=[("weight matrices without a gradient other than 0", len(names), 0)],
         )
-    elif facts.updates >= FIRST:
+    elif facts.updates >= MIN_UPDATES:
         yield Passed(f"{facts.moved} of {facts.tensors} tensors over {facts.updates} updates")

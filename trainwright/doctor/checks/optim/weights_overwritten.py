@@ -11,8 +11,9 @@ from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.updates import WritesFacts
 
-MIN_TIMES, USUAL = 2, 3
-"""Evaluations; and how many times its usual change from step to step the loss must rise, which is no chance."""
+MIN_EVALUATIONS = 2
+LOSS_RISE_RATIO = 3
+"""Rise of the loss / its usual change between steps. A smaller rise may be chance."""
 
 
 @check(stage="loop", confidence=0.85, needs=WritesFacts)
@@ -31,13 +32,13 @@ def weights_overwritten(run: RunContext) -> Iterator[Result]:
     facts = run.latest(WritesFacts)
     if facts is None:
         return
-    if len(facts.steps) < MIN_TIMES:
+    if len(facts.steps) < MIN_EVALUATIONS:
         yield Passed(f"{facts.compared} evaluations") if facts.compared else NotApplicable("there is no evaluation")
         return
     losses = {each.step: each.loss for each in run.steps if math.isfinite(each.loss)}
     moves = [abs(b - a) for a, b in pairwise(losses.values())]
     rises = [losses[step] - losses[step - 1] for step in facts.steps if step in losses and step - 1 in losses]
-    harms = bool(rises) and statistics.median(rises) > USUAL * statistics.median(moves)
+    harms = bool(rises) and statistics.median(rises) > LOSS_RISE_RATIO * statistics.median(moves)
     yield run.finding(
         facts.steps[-1],
         symptom=f"step {facts.steps[-1]} began with other weights than the update before it had left, after "

@@ -21,8 +21,8 @@ def autocast_stale_cache(run: RunContext) -> Iterator[Result]:
 
     Why it matters: the float32 weights move, and the forward pass goes on with the old 16-bit copies.
 
-    How it is detected: at an update inside of autocast, a small weight of Trainwright is cast and then changed; at the
-    next update the cache of autocast still gives its old value.
+    How it is detected: at an update inside of autocast, a small test weight is cast and then changed; at the
+    next update the cache of autocast still returns its old value.
 
     Usual cause: `with torch.autocast(...)` around the loop, not in each step.
 

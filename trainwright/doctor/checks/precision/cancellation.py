@@ -11,8 +11,8 @@ from trainwright.doctor.finding import ExperimentRequest, RemedyTrial, listed
 from trainwright.doctor.shared_requests import is_due
 from trainwright.runs.records import Where
 
-OFF = 0.05
-"""Relative distance of the gradients."""
+MIN_GRADIENT_ERROR = 0.05
+"""Relative error of the gradients."""
 
 
 @check(stage="loss", needs=FormatFacts)
@@ -39,10 +39,10 @@ def cancellation(run: RunContext) -> Iterator[Result]:
     if is_due(run, LossInFp32Facts):
         yield ExperimentRequest(LossInFp32Facts.experiment)
     seen = run.every(LossInFp32Facts)
-    if not seen or (seen[-1][1].error or 0.0) < OFF:
+    if not seen or (seen[-1][1].error or 0.0) < MIN_GRADIENT_ERROR:
         return
     step, facts = seen[-1]
-    if len(seen) > 1 and (seen[-2][1].error or 0.0) < OFF:
+    if len(seen) > 1 and (seen[-2][1].error or 0.0) < MIN_GRADIENT_ERROR:
         yield ExperimentRequest(LossInFp32Facts.experiment, max(1, step - 4))  # one batch may cancel by chance
         return
     dtype, ops = formats.dtype or "bfloat16", formats.loss_ops

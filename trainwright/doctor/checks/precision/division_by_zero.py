@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
+from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check()
@@ -27,9 +27,11 @@ def division_by_zero(run: RunContext) -> Iterator[Result]:
     yield from traced_by(
         run,
         {
-            "div_by_zero": Way("{op}{place} divides by 0", guard="guarded"),
-            "mean_of_empty": Way("{op}{place} is taken of an empty tensor: 0 / 0", fix="leave empty selections out"),
-            "std_of_one": Way(
+            "div_by_zero": Mechanism("{op}{place} divides by 0", guard="guarded"),
+            "mean_of_empty": Mechanism(
+                "{op}{place} is taken of an empty tensor: 0 / 0", fix="leave empty selections out"
+            ),
+            "std_of_one": Mechanism(
                 "{op}{place} is taken of a single value: 0 / 0", fix="correction=0, or drop batches of one sample"
             ),
         },

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
+from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check(stage="update")
@@ -23,4 +23,4 @@ def eps_underflow(run: RunContext) -> Iterator[Result]:
     Sources: lightning #20619, glide #5.
     """
     cause = "gradients are finite, the update is not: eps={eps:g} is 0 in float16, so the optimizer divides by 0"
-    yield from traced_by(run, {"eps_underflow": Way(cause)})
+    yield from traced_by(run, {"eps_underflow": Mechanism(cause)})

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Way, traced_by, traced_check
+from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Mechanism, traced_by, traced_check
 
 
 @traced_check(explains=(*CONSEQUENCES, "precision.overflow", "precision.undefined_operation"))
@@ -26,4 +26,4 @@ def fp16_overflow(run: RunContext) -> Iterator[Result]:
     Sources: huggingface/transformers #5651.
     """
     cause = "{op}{place} gives more than 65504, the largest number of {dtype}; in fp32 it is finite"
-    yield from traced_by(run, {"fp16_overflow": Way(cause, guard="in_fp32")})
+    yield from traced_by(run, {"fp16_overflow": Mechanism(cause, guard="in_fp32")})

@@ -10,8 +10,8 @@ from trainwright.doctor.facts.precision import FormatFacts, MixedPrecisionFacts
 from trainwright.doctor.finding import RemedyTrial, in_words
 from trainwright.runs.records import Where
 
-FEW_STEPS = 64
-"""Six bits: rounding costs a percent of the weights' gradients, and more of those of activations, which are smaller."""
+MAX_RMS_IN_STEPS = 64
+"""Six bits. Rounding costs a percent of the weight gradients, and more of the smaller activation gradients."""
 
 
 @check(
@@ -52,7 +52,7 @@ def fp16_underflow(run: RunContext) -> Iterator[Result]:
             evidence=[("largest value in float32", first.largest, ">= 6e-8")],
             trial=RemedyTrial("in_fp32"),
         )
-    if live is not None and live.rms_in_steps < FEW_STEPS:
+    if live is not None and live.rms_in_steps < MAX_RMS_IN_STEPS:
         yield run.finding(
             run.last_step,
             symptom=f"{live.zeros:.0%} of the gradients are 0 in float16, and the others are nearly",
@@ -60,7 +60,7 @@ def fp16_underflow(run: RunContext) -> Iterator[Result]:
             since_step=1,
             where=Where(dtype="float16"),
             evidence=[
-                ("root mean square of the gradients, in steps of 6e-8", live.rms_in_steps, f"> {FEW_STEPS}"),
+                ("root mean square of the gradients, in steps of 6e-8", live.rms_in_steps, f"> {MAX_RMS_IN_STEPS}"),
                 ("fraction of gradients that are 0", round(live.zeros, 4)),
             ],
             trial=RemedyTrial("loss_scale"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
+from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check()
@@ -29,13 +29,13 @@ def log_of_zero(run: RunContext) -> Iterator[Result]:
     yield from traced_by(
         run,
         {
-            "log_of_zero": Way("{op}{place} is taken of 0", guard="guarded"),
-            "inf_at_target": Way(
+            "log_of_zero": Mechanism("{op}{place} is taken of 0", guard="guarded"),
+            "inf_at_target": Mechanism(
                 "the target is a class whose logit is masked with -inf{place}",
                 guard="finite_mask",
                 fix="do not mask targets, or mask with a finite number",
             ),
-            "inf_in_loss": Way(
+            "inf_in_loss": Mechanism(
                 "{op}{place} adds up the infinity of a mask",
                 guard="finite_mask",
                 fix="mask with a finite number, such as -1e4",

@@ -8,8 +8,8 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.precision import MixedPrecisionFacts
 
-TIMES_ROUNDING = 4
-"""A few micro-batches lose little more than one rounding does."""
+MIN_ROUNDING_RATIO = 4
+"""Error of the sum / error of one rounding. A few micro-batches lose little more than one rounding."""
 
 
 @check(stage="backward", needs=MixedPrecisionFacts)
@@ -31,7 +31,7 @@ def lost_accumulation(run: RunContext) -> Iterator[Result]:
     Sources: trl #2175.
     """
     facts = run.latest(MixedPrecisionFacts)
-    if facts is None or not facts.sum_error or facts.sum_error < TIMES_ROUNDING * facts.sum_rounding:
+    if facts is None or not facts.sum_error or facts.sum_error < MIN_ROUNDING_RATIO * facts.sum_rounding:
         return
     yield run.finding(
         run.last_step,

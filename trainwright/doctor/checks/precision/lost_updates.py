@@ -9,8 +9,9 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.precision import MixedPrecisionFacts
 from trainwright.doctor.finding import RemedyTrial
 
-MIN_UPDATES, STILL = 4, 0.5
-"""Updates, and the fraction of weights that stand still in half of them."""
+MIN_UPDATES = 4
+MIN_UNCHANGED_FRACTION = 0.5
+"""Fraction of weights that half of the updates leave unchanged."""
 
 
 @check(stage="update", confidence=0.95, needs=MixedPrecisionFacts, explains=("optim.lr_too_low",))
@@ -35,7 +36,7 @@ def lost_updates(run: RunContext) -> Iterator[Result]:
     Sources: torchao #1124, torchtune #2254.
     """
     facts = run.latest(MixedPrecisionFacts)
-    if facts is None or facts.kept_elsewhere or facts.updates < MIN_UPDATES or facts.still < STILL:
+    if facts is None or facts.kept_elsewhere or facts.updates < MIN_UPDATES or facts.still < MIN_UNCHANGED_FRACTION:
         return
     yield run.finding(
         run.last_step,

@@ -9,7 +9,7 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
 from trainwright.doctor.finding import listed
-from trainwright.doctor.shared_nonfinite import Way, finding_of, skipped_by_scaler, traced_at, traces
+from trainwright.doctor.shared_nonfinite import Mechanism, finding_of, skipped_by_scaler, traced_at, traces
 from trainwright.runs.records import Where
 
 
@@ -31,13 +31,15 @@ def nonfinite_step(run: RunContext) -> Iterator[Result]:
     for found in traces(run):
         first = found[2]
         if first.kind == "op" and first.what in ("nan_written", "inf_written"):
-            yield finding_of(run, found, Way("{op}{place} writes a value that is not finite", fix="look at that line"))
+            yield finding_of(
+                run, found, Mechanism("{op}{place} writes a value that is not finite", fix="look at that line")
+            )
             return
         if first.kind not in ("op", "input", "target") and not (
             first.kind == "buffer" and ".running_" in f".{first.name}"
         ):
             fix = "look for the code that last wrote it"
-            yield finding_of(run, found, Way("{kind} {name} was {what} before the step", fix=fix))
+            yield finding_of(run, found, Mechanism("{kind} {name} was {what} before the step", fix=fix))
             return
     for step, seen in run.every(SeenNonfinite):
         trace = traced_at(run, step)

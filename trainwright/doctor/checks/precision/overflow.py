@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
-from trainwright.doctor.shared_nonfinite import Way, skipped_by_scaler, traced_at, traced_by, traced_check
+from trainwright.doctor.shared_nonfinite import Mechanism, skipped_by_scaler, traced_at, traced_by, traced_check
 
 
 @traced_check()
@@ -32,9 +32,11 @@ def overflow(run: RunContext) -> Iterator[Result]:
         *traced_by(
             run,
             {
-                "overflow": Way("{op}{place} gives more than {dtype} can represent (inputs up to {largest:.4g})"),
-                "exp_overflow": Way("{op}{place} of {highest:.4g} is more than {dtype} can represent", guard="guarded"),
-                "inf_in_softmax": Way("an input of {op}{place} is +inf: inf / inf"),
+                "overflow": Mechanism("{op}{place} gives more than {dtype} can represent (inputs up to {largest:.4g})"),
+                "exp_overflow": Mechanism(
+                    "{op}{place} of {highest:.4g} is more than {dtype} can represent", guard="guarded"
+                ),
+                "inf_in_softmax": Mechanism("an input of {op}{place} is +inf: inf / inf"),
             },
         )
     ]

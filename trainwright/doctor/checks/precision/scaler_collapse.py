@@ -9,8 +9,8 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.shared_nonfinite import traces, where_of
 from trainwright.runs.records import Watched, Where
 
-COLLAPSED = 20
-"""Skips in a row after which a scaler finds no scale: it has been divided by 2**20."""
+MIN_CONSECUTIVE_SKIPS = 20
+"""Consecutive skips after which the scale has been divided by 2**20 without success."""
 
 
 @check(stage="update")
@@ -38,7 +38,7 @@ def scaler_collapse(run: RunContext) -> Iterator[Result]:
         row = [*row, step] if row and step.step == row[-1].step + 1 else [step]
         begun, ended = row[0].step, row[-1].step
         within = [each for each in traces(run) if begun <= each[0] <= ended and each[2].kind == "op"]
-        if len(row) < COLLAPSED and len(within) < 2:
+        if len(row) < MIN_CONSECUTIVE_SKIPS and len(within) < 2:
             continue
         scales = [
             value for each in run.steps if each.step <= ended for kind, value in each.events if kind == "scaler_update"
@@ -47,7 +47,7 @@ def scaler_collapse(run: RunContext) -> Iterator[Result]:
         yield run.finding(
             ended,
             symptom=f"the gradient scaler skipped {len(row)} updates in a row; nothing is trained",
-            severity="critical" if len(row) >= COLLAPSED else None,
+            severity="critical" if len(row) >= MIN_CONSECUTIVE_SKIPS else None,
             since_step=begun,
             where=where_of(first[1], first[2], []) if first else Where(),
             evidence=[

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
+from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check()
@@ -27,4 +27,4 @@ def softmax_over_masked_row(run: RunContext) -> Iterator[Result]:
     written = "every entry of a row of {op}{place} is -inf: 0 / 0"
     overflowed = "the large negative constant of the mask is -inf in {dtype}{place}; a row with nothing else is NaN"
     ways = {"softmax_all_masked": written, "mask_overflow": overflowed}
-    yield from traced_by(run, {what: Way(cause, guard="finite_mask") for what, cause in ways.items()})
+    yield from traced_by(run, {what: Mechanism(cause, guard="finite_mask") for what, cause in ways.items()})

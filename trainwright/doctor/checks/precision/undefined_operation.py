@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainwright.doctor.check import Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Way, traced_by, traced_check
+from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check()
@@ -27,24 +27,26 @@ def undefined_operation(run: RunContext) -> Iterator[Result]:
     yield from traced_by(
         run,
         {
-            "log_of_negative": Way(
+            "log_of_negative": Mechanism(
                 "{op}{place} is taken of a negative number ({lowest:.4g})", guard="guarded", fix="clamp its input"
             ),
-            "sqrt_of_negative": Way(
+            "sqrt_of_negative": Mechanism(
                 "{op}{place} is taken of a negative number ({lowest:.4g})", guard="guarded", fix="clamp its input at 0"
             ),
-            "power_of_negative": Way("{op}{place} has a negative base and a fractional power", fix="clamp the base"),
-            "out_of_domain": Way(
+            "power_of_negative": Mechanism(
+                "{op}{place} has a negative base and a fractional power", fix="clamp the base"
+            ),
+            "out_of_domain": Mechanism(
                 "{op}{place} is not defined at {lowest:.4g}..{highest:.4g}", guard="guarded", fix="clamp its input"
             ),
-            "zero_times_inf": Way(
+            "zero_times_inf": Mechanism(
                 "{op}{place} multiplies 0 by the infinity of a mask",
                 guard="finite_mask",
                 fix="mask with a finite number",
             ),
-            "inf_minus_inf": Way(
+            "inf_minus_inf": Mechanism(
                 "{op}{place} subtracts infinities from each other", guard="finite_mask", fix="mask with a finite number"
             ),
-            "invalid": Way("{op}{place} is not defined for its inputs"),
+            "invalid": Mechanism("{op}{place} is not defined for its inputs"),
         },
     )

@@ -29,7 +29,7 @@ def gradients_differ(run: RunContext) -> Iterator[Result]:
     Usual cause: gradients are not combined over the ranks, or clipping, unscaling or a hook changes them on one rank
     alone.
 
-    Looks like: ranks.ddp_does_not_exchange, which says why.
+    Looks like: ranks.ddp_does_not_exchange, which names the cause.
 
     Fix: call the model through DistributedDataParallel, or all-reduce every gradient and divide by the ranks; clip by
     the norm of all parts (`clip_grad_norm_`).

@@ -21,7 +21,7 @@ from trainwright.runs.records import Where
 def nonfinite_loss(run: RunContext) -> Iterator[Result]:
     """The loss of one rank was not finite before any exchange, while that of another was.
 
-    Why it matters: the reduction makes the gradients of all ranks NaN, so every rank looks guilty; this is the one.
+    Why it matters: the reduction makes the gradients of all ranks NaN, so every rank looks like the cause; this one is.
 
     How it is detected: each rank reports its own loss of the first step that is not finite, at once.
 

@@ -16,7 +16,7 @@ from trainwright.runs.records import Where
 def programs_differ(run: RunContext) -> Iterator[Result]:
     """The ranks do not run the same program: modes, precision, loss, or what changes the gradients.
 
-    How it is detected: these are compared in words, and differ in two compared steps.
+    How it is detected: these are compared as text, and differ in two compared steps.
 
     Exceptions: models that are divided among the ranks (pipeline stages).
 
@@ -44,7 +44,7 @@ def programs_differ(run: RunContext) -> Iterator[Result]:
 
 
 def _unlike(present: Sequence[int], differing: ProgramDifference) -> int | None:
-    """The one rank that does not do what most do; of two, the one that has fewer modules in training mode."""
+    """Returns the one rank that differs from the majority; of two, the one with fewer modules in train mode."""
     counts = Counter(differing.words)
     rare = [rank for rank, words in zip(present, differing.words) if counts[words] == 1]
     if len(rare) == 2 and differing.what == "modes":

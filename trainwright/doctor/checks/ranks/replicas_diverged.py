@@ -11,8 +11,8 @@ from trainwright.doctor.finding import listed
 from trainwright.doctor.shared_ranks import in_ranks, one_rank, ranks_of, since
 from trainwright.runs.records import Where
 
-ORDER = ("hyperparameters", "micro_batches", "buffers", "moments", "weights")
-"""The first cause first."""
+CAUSES_FIRST = ("hyperparameters", "micro_batches", "buffers", "moments", "weights")
+"""Quantities in causal order, root cause first."""
 
 
 @check(names_cause=False, stage="buffers", severity="critical", confidence=0.95, needs=RanksFacts)
@@ -39,10 +39,10 @@ def replicas_diverged(run: RunContext) -> Iterator[Result]:
     Sources: minimind #853, DALLE-pytorch #268, returnn #1493.
     """
     facts = ranks_of(run)
-    broken = [each for each in facts.disagreements if each.what in ORDER]
+    broken = [each for each in facts.disagreements if each.what in CAUSES_FIRST]
     if not broken:
         return
-    first = min(broken, key=lambda each: (each.step, ORDER.index(each.what)))
+    first = min(broken, key=lambda each: (each.step, CAUSES_FIRST.index(each.what)))
     what, writers = first.what.replace("_", "-"), sorted(facts.writers)
     at_begin = first.step == 0
     where, step = one_rank(first.ranks), max(1, first.step)

@@ -29,7 +29,7 @@ def stalled(run: RunContext) -> Iterator[Result]:
     still = [each for each in statuses if each.stalled and not each.ended]
     silent = [each for each in statuses if each.silent_s and not each.ended]
     if not silent and (not still or any(each.ended == "finished" for each in statuses)):
-        return  # nobody waits, or they wait for one that has ended: ranks.uneven_steps
+        return  # no rank waits, or they wait for one that has ended: ranks.uneven_steps
     late = silent or _last_of(statuses)
     first = late[0] if late else still[0]
     place = f"in step {first.begun} ({first.phase}){f' at {first.where}' if first.where else ''}"
@@ -56,7 +56,7 @@ def stalled(run: RunContext) -> Iterator[Result]:
 
 
 def _last_of(statuses: Sequence[RankStatus]) -> list[RankStatus]:
-    """The stalled ranks that are behind others; none if all are as far."""
+    """Returns the stalled ranks that are behind others; none if all are equally far."""
     place = {each.rank: (each.collectives, each.begun) for each in statuses if each.ended != "finished"}
     furthest = max(place.values(), default=(0, 0))
     return [each for each in statuses if each.stalled and not each.ended and place[each.rank] < furthest]

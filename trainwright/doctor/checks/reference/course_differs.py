@@ -13,9 +13,9 @@ from trainwright.doctor.finding import Measured
 from trainwright.doctor.shared_reference import apart, compared, differences
 
 NUM_POINTS = 8
-"""Recorded steps that are compared: the first ones and the last common ones."""
+"""Number of compared steps: the first ones, and the last common ones."""
 MIN_DEVIATIONS = 4.0
-"""Standard deviations of the reference run that its own batches explain."""
+"""Standard deviations of the reference run that its batches explain."""
 
 
 @check(stage="loss", confidence=0.7, needs=ReferenceFacts, names_cause=False)
@@ -27,7 +27,7 @@ def course_differs(run: RunContext) -> Iterator[Result]:
 
     Usual cause: another initialization, learning rate, loss, batch size or amount of data.
 
-    Looks like: reference.program_differs and reference.data_differ, which say what is different in the program.
+    Looks like: reference.program_differs and reference.data_differ, which name the difference in the program.
 
     Fix: begin with the first difference in the program; where there is none, with the learning rate.
     """
@@ -51,7 +51,7 @@ def course_differs(run: RunContext) -> Iterator[Result]:
 
 
 def _apart(here: Sequence[float], there: Sequence[float]) -> tuple[float, float] | None:
-    """The two means where they differ beyond the spread of the reference."""
+    """Returns the two means if they differ by more than the spread of the reference; else None."""
     if not all(map(math.isfinite, (*here, *there))):
         return None
     ours, other = statistics.fmean(here), statistics.fmean(there)

@@ -10,7 +10,7 @@ from trainwright.doctor.facts.reference import ReferenceFacts
 from trainwright.doctor.shared_reference import apart, compared, differences, differing
 
 MIN_SCALE = 0.5
-"""Relative difference of the standard deviation of an input: batches differ by less."""
+"""Relative difference of the standard deviations of an input. Batches differ by less."""
 
 
 @check(stage="input", confidence=0.8, needs=ReferenceFacts, names_cause=False)

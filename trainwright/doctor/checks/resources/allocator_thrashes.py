@@ -9,8 +9,9 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.runs.records import Telemetry
 
-OFTEN, IN_A_ROW = 0.25, 3
-"""Flushes in a step: fewer may come from a single large batch; and intervals that each show them."""
+MIN_FLUSHES_PER_STEP = 0.25
+"""Fewer may come from a single large batch."""
+MIN_CONSECUTIVE_INTERVALS = 3
 
 
 @check(stage="forward")
@@ -31,9 +32,11 @@ def allocator_thrashes(run: RunContext) -> Iterator[Result]:
     read = [each for each in run.records if isinstance(each, Telemetry)]
     for name in sorted({name for each in read for name in each.values if name.endswith("/allocator_retries")}):
         seen = [(each.step, each.values[name]) for each in read if name in each.values]
-        flushes = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(seen)][-IN_A_ROW:]
+        flushes = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(seen)][-MIN_CONSECUTIVE_INTERVALS:]
         steps, count = sum(each[0] for each in flushes), sum(each[1] for each in flushes)
-        if len(flushes) == IN_A_ROW and all(num > 0 and some >= OFTEN * num for num, some in flushes):
+        if len(flushes) == MIN_CONSECUTIVE_INTERVALS and all(
+            num > 0 and some >= MIN_FLUSHES_PER_STEP * num for num, some in flushes
+        ):
             yield run.finding(
                 seen[-1][0],
                 since_step=seen[-1][0] - steps + 1,

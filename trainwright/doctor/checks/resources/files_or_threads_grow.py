@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.resources import GrowthFacts
-from trainwright.doctor.shared_growth import READINGS, has_grown
+from trainwright.doctor.shared_growth import MIN_RISING_READINGS, has_grown
 
-MIN_FILES, MIN_THREADS = 16, 4
+MIN_FILES = 16
+MIN_THREADS = 4
 
 
 @check(names_cause=False, stage="loop", confidence=0.85, needs=GrowthFacts)
@@ -38,7 +39,8 @@ def files_or_threads_grow(run: RunContext) -> Iterator[Result]:
         if has_grown(counts, least):
             yield run.finding(
                 held[-1].step,
-                symptom=f"open {name} grow: {counts[-READINGS]} after step {held[-READINGS].step}, {counts[-1]} "
+                symptom=f"open {name} grow: {counts[-MIN_RISING_READINGS]} after step "
+                f"{held[-MIN_RISING_READINGS].step}, {counts[-1]} "
                 f"after step "
                 f"{held[-1].step}",
                 evidence=[(f"{name}, by step", [[h.step, n] for h, n in zip(held, counts)][-8:], "constant")],

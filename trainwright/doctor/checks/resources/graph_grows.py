@@ -23,7 +23,7 @@ def graph_grows(run: RunContext) -> Iterator[Result]:
     twice as many, and some of them are of earlier steps.
 
     Usual cause: a state that is carried from step to step is not detached; `retain_graph=True` hides the error that
-    says so.
+    reports it.
 
     Looks like: resources.graphs_kept, where old graphs are kept and not walked through.
 

@@ -8,8 +8,10 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.resources import MemoryFacts
 
-OLD_ENOUGH, MIN_FRACTION = 8, 0.3
-"""Steps whose losses or outputs must still be there, and the fraction of all old ones; a loop may keep the last few."""
+MIN_STEPS = 8
+"""Number of steps whose losses or outputs are still alive. A loop may keep the last few."""
+MIN_FRACTION = 0.3
+"""Fraction of all old losses or outputs that are still alive."""
 
 
 @check(stage="loop", confidence=0.95, needs=MemoryFacts, explains=("resources.memory_grows",))
@@ -31,10 +33,10 @@ def graphs_kept(run: RunContext) -> Iterator[Result]:
     """
     every = [facts for _, facts in run.every(MemoryFacts)]
     for facts in sorted(every, key=lambda each: max(each.graphs_alive, each.outputs_alive))[-1:]:
-        if facts.outputs_alive >= OLD_ENOUGH and facts.outputs_alive >= MIN_FRACTION * facts.old_outputs:
+        if facts.outputs_alive >= MIN_STEPS and facts.outputs_alive >= MIN_FRACTION * facts.old_outputs:
             symptom = f"{facts.outputs_alive} outputs of earlier steps are still in memory with their graphs"
             cause = "outputs are collected without detach()"
-        elif facts.graphs_alive >= OLD_ENOUGH and facts.graphs_alive >= MIN_FRACTION * facts.old_losses:
+        elif facts.graphs_alive >= MIN_STEPS and facts.graphs_alive >= MIN_FRACTION * facts.old_losses:
             symptom = f"the graphs of {facts.graphs_alive} earlier losses are still in memory, one more with each step"
             in_list = facts.losses_alive >= 0.8 * facts.graphs_alive
             cause = f"losses are {'kept in a list' if in_list else 'added up'} with their graphs"

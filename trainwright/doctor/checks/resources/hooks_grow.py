@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.resources import GrowthFacts
-from trainwright.doctor.shared_growth import READINGS, has_grown
+from trainwright.doctor.shared_growth import MIN_RISING_READINGS, has_grown
 from trainwright.runs.records import Where
 
 MIN_HOOKS = 4
@@ -29,7 +29,7 @@ def hooks_grow(run: RunContext) -> Iterator[Result]:
     if facts is None or not has_grown(counts, MIN_HOOKS):
         yield Passed(f"{counts[-1]} hooks after step {facts.held[-1].step}" if facts and counts else "")
         return
-    begin, end = facts.held[-READINGS], facts.held[-1]
+    begin, end = facts.held[-MIN_RISING_READINGS], facts.held[-1]
     yield run.finding(
         end.step,
         symptom=f"the hooks of the model grow: {begin.hooks} after step {begin.step}, {end.hooks} after step "

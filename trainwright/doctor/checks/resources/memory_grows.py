@@ -8,12 +8,13 @@ from itertools import pairwise
 from trainwright.doctor.check import Passed, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.resources import GrowthFacts
-from trainwright.doctor.shared_growth import READINGS
+from trainwright.doctor.shared_growth import MIN_RISING_READINGS
 
 MIB = 2**20
-SETTLED = 64
-"""Steps after which the recorder holds as much as it will, and caches have been filled."""
-MIN_BYTES, MIN_FRACTION = 64 * MIB, 0.1
+MIN_STEPS = 64
+"""Steps after which the recorder has reached its final size and caches are filled."""
+MIN_BYTES = 64 * MIB
+MIN_FRACTION = 0.1
 
 
 @check(names_cause=False, stage="loop", confidence=0.75, needs=GrowthFacts)
@@ -35,8 +36,8 @@ def memory_grows(run: RunContext) -> Iterator[Result]:
     Sources: PyTorch FAQ, "My model reports cuda runtime error(2): out of memory".
     """
     facts = run.latest(GrowthFacts)
-    held = [each for each in facts.held if each.step >= SETTLED] if facts else []
-    if len(held) < 2 * READINGS:
+    held = [each for each in facts.held if each.step >= MIN_STEPS] if facts else []
+    if len(held) < 2 * MIN_RISING_READINGS:
         return
     kinds = (("GPU memory", [each.device_bytes for each in held]), ("memory", [each.memory_bytes for each in held]))
     for name, sizes in kinds:

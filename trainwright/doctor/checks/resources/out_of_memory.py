@@ -10,7 +10,7 @@ from trainwright.runs.records import OutOfMemory, Where
 
 
 def _remedies(seen: OutOfMemory, leaks: bool) -> Iterator[str]:
-    """What would free memory, each with the most that it can free, the largest first."""
+    """Yields measures that free memory, each with an upper bound of the freed memory, largest first."""
     if leaks:
         yield "look for what grows: losses, outputs or batches that are kept without detach()"
     activations, optimizer, average = seen.given_back_bytes, seen.held.get("optimizer", 0), seen.held.get("average", 0)

@@ -11,7 +11,7 @@ from trainwright.doctor.shared_ranks import in_ranks, ranks_of
 from trainwright.runs.records import Where
 
 CAUSES = ("hyperparameters", "micro_batches", "gradients", "moments")
-"""What would explain other weights, if it differs in the same step or before."""
+"""Quantities that explain different weights if they differ in the same step or earlier."""
 
 
 @check(

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from trainwright.doctor.check import NotApplicable, Passed, Result, check
 from trainwright.doctor.context import RunContext
 
-HALF, MIN_WAIT_S = 0.5, 0.01
-"""A batch of small samples takes less to collate."""
+MIN_WAIT_FRACTION = 0.5
+MIN_WAIT_S = 0.01
+"""Collating a batch of small samples takes less."""
 
 
 @check(stage="input")
@@ -33,11 +34,11 @@ def waits_for_data(run: RunContext) -> Iterator[Result]:
         yield NotApplicable("no DataLoader was waited for in 16 steps")
         return
     wait, step = statistics.median(waits), statistics.median(each.values["step_s"] for each in steps)
-    if wait < HALF * step or wait < MIN_WAIT_S:
+    if wait < MIN_WAIT_FRACTION * step or wait < MIN_WAIT_S:
         yield Passed(f"{1000 * wait:.3g} of {1000 * step:.3g} ms of a step are waited for data")
         return
     yield run.finding(
         run.last_step,
         symptom=f"{1000 * wait:.3g} of {1000 * step:.3g} ms of a step are waited for data",
-        evidence=[("fraction of a step that is waited", round(wait / step, 2), f"below {HALF:g}")],
+        evidence=[("fraction of a step that is waited", round(wait / step, 2), f"below {MIN_WAIT_FRACTION:g}")],
     )

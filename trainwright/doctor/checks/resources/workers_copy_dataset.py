@@ -8,16 +8,18 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.resources import MemoryFacts
 
-MANY, BYTES_EACH = 100_000, 6
-"""Python objects, and a tenth of the bytes of one that is read: the page of its reference count is copied."""
+MIN_OBJECTS = 100_000
+"""Minimum number of Python objects in the dataset."""
+MIN_BYTES_PER_OBJECT = 6
+"""A tenth of the bytes of an object. Reading one copies the page with its reference count."""
 
 
 @check(stage="input", needs=MemoryFacts)
 def workers_copy_dataset(run: RunContext) -> Iterator[Result]:
     """Each worker of the loader makes a copy of the dataset in its own memory.
 
-    How it is detected: the memory that workers share with nobody is read now and then; it grows by 1 MiB and 6
-    bytes for each Python object in the lists and dicts of the dataset, of which there are 100,000 or more.
+    How it is detected: the memory that workers share with no other process is read from time to time. It grows by 1 MiB
+    and 6 bytes for each Python object in the lists and dicts of the dataset, which has 100,000 or more.
 
     Usual cause: a dataset holds lists or dicts of Python objects. Reading one in a forked worker writes its reference
     count, which copies its memory page.
@@ -27,10 +29,10 @@ def workers_copy_dataset(run: RunContext) -> Iterator[Result]:
     Sources: pytorch/pytorch #13246, #20433.
     """
     facts = run.latest(MemoryFacts)
-    if facts is None or facts.objects < MANY or len(facts.private_bytes) < 2:
+    if facts is None or facts.objects < MIN_OBJECTS or len(facts.private_bytes) < 2:
         return
     grown = facts.private_bytes[-1] - facts.private_bytes[0]
-    if grown >= max(BYTES_EACH * facts.objects, 2**20):
+    if grown >= max(MIN_BYTES_PER_OBJECT * facts.objects, 2**20):
         yield run.finding(
             run.last_step,
             symptom=f"each worker has {grown / 2**20:.0f} MiB more private memory than at first",

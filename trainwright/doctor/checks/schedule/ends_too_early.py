@@ -9,8 +9,11 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.schedule import LearningRateFacts
 from trainwright.doctor.finding import RemedyTrial
 
-MIN_STEPS, WASTED, MOST = 48, 0.25, 0.9
-"""Steps of a run that is no trial; fractions of it at next to no rate. A cosine to 0 makes a fiftieth of it there."""
+MIN_STEPS = 48
+"""Shorter runs may be trials."""
+MIN_WASTED_FRACTION = 0.25
+"""Fraction of the steps with a negligible learning rate. A cosine to 0 has a fiftieth."""
+SEVERE_WASTED_FRACTION = 0.9
 
 
 @check(
@@ -37,15 +40,19 @@ def ends_too_early(run: RunContext) -> Iterator[Result]:
         yield NotApplicable("no optimizer has a learning rate")
         return
     gone, steps = facts.exhausted, facts.steps
-    is_most = gone is not None and steps >= 20 and steps - gone >= MOST * steps
-    if gone is not None and (is_most or (run.finished and steps >= MIN_STEPS and steps - gone > WASTED * steps)):
+    is_most = gone is not None and steps >= 20 and steps - gone >= SEVERE_WASTED_FRACTION * steps
+    if gone is not None and (
+        is_most or (run.finished and steps >= MIN_STEPS and steps - gone > MIN_WASTED_FRACTION * steps)
+    ):
         yield run.finding(
             run.last_step,
             symptom=f"the last {steps - gone} of {steps} updates were made below a thousandth of the highest learning "
             f"rate, {facts.peak:.3g}",
             severity="critical" if is_most else "warning",
             since_step=max(1, gone),
-            evidence=[("fraction of updates that change nothing", round(1 - gone / steps, 3), f"<= {WASTED}")],
+            evidence=[
+                ("fraction of updates that change nothing", round(1 - gone / steps, 3), f"<= {MIN_WASTED_FRACTION}")
+            ],
             trial=RemedyTrial("another_rate", {"lr": facts.peak}),
         )
     else:

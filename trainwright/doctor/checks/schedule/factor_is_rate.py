@@ -9,8 +9,11 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.schedule import LearningRateFacts
 from trainwright.doctor.finding import RemedyTrial
 
-MIN_CALLS, NEAR, LOW = 4, 2.0, 0.05
-"""Calls; how far the factor may be from the base rate; and a base rate that no factor of a schedule is near."""
+MIN_CALLS = 4
+MAX_RATIO = 2.0
+"""Maximum ratio between the factor and the base learning rate."""
+MAX_BASE_LR = 0.05
+"""Above this base learning rate a factor of a schedule may be near by chance."""
 
 
 @check(
@@ -38,7 +41,7 @@ def factor_is_rate(run: RunContext) -> Iterator[Result]:
         return
     rates = [lr for _, lr in facts.lrs]
     factor = facts.peak / facts.base if facts.base else 1.0
-    is_rate = facts.base < LOW and facts.base / NEAR < factor < NEAR * facts.base
+    is_rate = facts.base < MAX_BASE_LR and facts.base / MAX_RATIO < factor < MAX_RATIO * facts.base
     if not is_rate or len(run.steps) < MIN_CALLS or rates[-1] > rates[0]:
         yield Passed(f"a factor of up to {factor:.3g}")
         return

@@ -9,12 +9,18 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.weights import WeightsFacts
 
-NEVER, SINCE = 16, 8
-"""Updates at a rate of 0: more than a warm-up from 0 has, and more than between one schedule and the next."""
-TAIL, CUT = 0.2, 16
-"""Share of all updates that a tail at a rate of 0 may have; and updates, where no decay had lowered the rate."""
-HIGH, DECAYED = 0.5, 0.01
-"""Shares of the highest rate: above the first no decay has lowered it, below the second a decay has reached its end."""
+MIN_UPDATES_FROM_START = 16
+"""Updates at a learning rate of 0 from the start. A warm-up from 0 has fewer."""
+MIN_UPDATES_LATER = 8
+"""Updates at a learning rate of 0 later. Between two schedules there are fewer."""
+MAX_TAIL_FRACTION = 0.2
+"""Fraction of all updates that a tail at a learning rate of 0 may have."""
+MAX_UPDATES_WITHOUT_DECAY = 16
+"""Updates that a tail may have if no decay had lowered the learning rate."""
+UNDECAYED_FRACTION = 0.5
+"""Above this fraction of the highest learning rate, no decay has lowered it."""
+DECAYED_FRACTION = 0.01
+"""Below this fraction of the highest learning rate, a decay has reached its end."""
 
 
 @check(stage="update", confidence=0.85, needs=WeightsFacts)
@@ -41,9 +47,9 @@ def learning_rate_zero(run: RunContext) -> Iterator[Result]:
     if facts is None or not facts.at_0_since:
         return
     count = facts.steps - facts.at_0_since + 1
-    if count >= NEVER and facts.at_0_since == 1:
+    if count >= MIN_UPDATES_FROM_START and facts.at_0_since == 1:
         symptom = f"the learning rate was 0 in all of {count} updates"
-    elif count >= _too_many(facts) and facts.rate_before_0 > DECAYED * facts.highest_rate:
+    elif count >= _too_many(facts) and facts.rate_before_0 > DECAYED_FRACTION * facts.highest_rate:
         fell = f"the learning rate fell from {facts.rate_before_0:.3g} to 0 in step {facts.at_0_since}"
         symptom = f"{fell}, and {count} updates changed nothing"
     else:
@@ -57,6 +63,8 @@ def learning_rate_zero(run: RunContext) -> Iterator[Result]:
 
 
 def _too_many(facts: WeightsFacts) -> float:
-    """Updates at a rate of 0 at the end that are no tail."""
-    is_cut = facts.rate_before_0 >= HIGH * facts.highest_rate
-    return min(max(SINCE, TAIL * facts.steps), CUT if is_cut else math.inf)
+    """Returns the number of final updates at a learning rate of 0 that is more than a tail."""
+    is_cut = facts.rate_before_0 >= UNDECAYED_FRACTION * facts.highest_rate
+    return min(
+        max(MIN_UPDATES_LATER, MAX_TAIL_FRACTION * facts.steps), MAX_UPDATES_WITHOUT_DECAY if is_cut else math.inf
+    )

@@ -51,13 +51,13 @@ def plateau_mode(run: RunContext) -> Iterator[Result]:
 
 
 def _until_cut(each: SchedulerFacts) -> Sequence[PlateauMetric]:
-    """The metrics up to the first cut of the rate: later ones stand still because of it."""
+    """Returns the metrics up to the first cut of the learning rate. Later ones stagnate because of it."""
     cut = next((n for n, row in enumerate(each.metrics) if row.lr < each.metrics[0].lr), None)
     return () if each.kind != "ReduceLROnPlateau" or cut is None else each.metrics[: max(cut + 1, 3)]
 
 
 def _right_mode(mode: str, rows: Sequence[PlateauMetric]) -> str:
-    """ "" where it is the one that it has, or is not known."""
+    """Returns the other mode if that is the correct one; "" if the current one is correct, or it is unknown."""
     values = [row.value for row in rows]
     if len(rows) < 3 or not rows[-1].loss < rows[0].loss:
         return ""
@@ -69,5 +69,5 @@ def _right_mode(mode: str, rows: Sequence[PlateauMetric]) -> str:
 
 
 def _falls(values: Sequence[float]) -> bool:
-    """Whether values fall in most steps, and in all."""
+    """Returns True if values fall in most steps, and overall."""
     return values[-1] < values[0] and sum(b < a for a, b in pairwise(values)) >= 0.7 * (len(values) - 1)

@@ -71,7 +71,7 @@ def _over_in_an_epoch(facts: LearningRateFacts, each: SchedulerFacts) -> str:
 
 
 def _full_steps(part: PartFacts) -> float:
-    """The sum of all factors that a decaying schedule will ever give."""
+    """Returns the sum of all factors that a decaying schedule will ever give."""
     gamma = 1.0 if part.gamma is None else part.gamma
     if not 0 <= gamma < 0.999:
         return math.inf
@@ -82,7 +82,9 @@ def _full_steps(part: PartFacts) -> float:
 
 
 def _never_reached(facts: LearningRateFacts, each: SchedulerFacts) -> str:
-    """Made for the steps of this run to within a tenth, and stepped once for many of them."""
+    """Returns text on a schedule for the steps of this run (within a tenth) that is stepped once for many; ""
+    otherwise.
+    """
     part = each.parts[0]
     length = part.total_steps or part.T_max or part.total_iters or 0
     if not (1 < each.calls <= facts.steps / 4 and 0.9 * facts.steps <= length <= 1.1 * facts.steps + 1):

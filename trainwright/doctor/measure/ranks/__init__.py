@@ -1,1 +1,1 @@
-"""What each rank of a run tells of its steps, and the comparison of all."""
+"""Reports of each rank on its steps, and the comparison of all ranks."""

@@ -1,4 +1,4 @@
-"""What the facts mean while the loop that would ask the doctor stands still."""
+"""Diagnoses facts of a stalled loop, which cannot call the doctor itself."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from trainwright.runs.records import Found, Record
 
 
 def record_of(facts: RanksFacts, step: int) -> records.Examined:
-    """The facts as a record of the log."""
+    """Returns the facts as a record of the log."""
     values = strict(vars(facts))
     return records.Examined(time_s=time.time(), step=step, experiment=RanksFacts.experiment, values=values)
 
 
 def findings_of(facts: RanksFacts) -> list[Found]:
-    """What the doctor says of these facts alone."""
+    """Returns the findings of these facts alone."""
     return [each.found for each in diagnose(RunContext([record_of(facts, facts.newest)])).findings]
 
 
-def raise_alarm(facts: RanksFacts, write: Callable[[Record], None], say: Callable[[str], None]) -> None:
-    """Writes the facts and the findings, and says the latter."""
+def raise_alarm(facts: RanksFacts, write: Callable[[Record], None], print_line: Callable[[str], None]) -> None:
+    """Writes the facts and the findings, and prints the findings."""
     write(record_of(facts, facts.newest))
     for found in findings_of(facts):
         write(replace(found, time_s=time.time()))
-        say(f"{found.code}: {found.symptom}")
+        print_line(f"{found.code}: {found.symptom}")

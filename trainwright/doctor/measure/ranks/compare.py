@@ -1,4 +1,4 @@
-"""Compares what the ranks report of the same step. Without torch, and independent of how it is sent."""
+"""Compares the reports of all ranks on one step. Without torch, and independent of the transport."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trainwright.doctor.facts.ranks import (
     RankStep,
 )
 
-OF_PARAMETERS = ("weights", "gradients", "reduced gradients", "moments")
-SAME: dict[str, Callable[[RankStep], tuple[object, ...]]] = {
+PARAMETER_CHECKSUMS = ("weights", "gradients", "reduced gradients", "moments")
+MUST_BE_EQUAL: dict[str, Callable[[RankStep], tuple[object, ...]]] = {
     "weights": lambda row: row.weights,
     "gradients": lambda row: row.gradients,
     "reduced gradients": lambda row: row.reduced,
@@ -28,19 +28,27 @@ SAME: dict[str, Callable[[RankStep], tuple[object, ...]]] = {
     "hyperparameters": lambda row: tuple(tuple(sorted(group.items())) for group in row.groups),
     "micro_batches": lambda row: (row.micro_batches,) if row.step else (),
 }
-"""What is the same on every replica. An empty value was not measured."""
-LEAD_TO_WEIGHTS = ("gradients", "reduced gradients", "moments")
-"""What does not matter while the weights after the update agree."""
+"""Quantities that must be equal on every replica. An empty value was not measured."""
+IRRELEVANT_IF_WEIGHTS_AGREE = ("gradients", "reduced gradients", "moments")
+"""Quantities whose differences do not matter if the weights after the update agree."""
 SAME_FACTOR = 5e-3
-"""Quotients of norms that differ by less are the same factor: norms in fp32, gradients that are rounded to bf16."""
-ROWS, STEPS_OF_ROW = 3, 4
-"""Rows, each the median of at least so many steps of its own, that must show the same slow rank."""
-MUCH_SLOWER, MIN_FRACTION, MIN_S = 1.5, 0.2, 0.005
-"""A straggler takes this multiple of the time of the median rank, this fraction of a step more, and these seconds."""
+"""Quotients of norms that differ by less are equal: norms in float32, gradients rounded to bfloat16."""
+MIN_ROWS = 3
+"""Number of consecutive rows that must show the same slow rank."""
+MIN_STEPS_PER_ROW = 4
+"""A row's times are medians of at least this many steps."""
+STRAGGLER_RATIO = 1.5
+"""A straggler takes at least this multiple of the time of the median rank."""
+STRAGGLER_STEP_FRACTION = 0.2
+"""A straggler takes at least this fraction of a step more than the median rank."""
+STRAGGLER_MIN_S = 0.005
+"""A straggler takes at least this many seconds more than the median rank."""
 
 
 class Comparison:
-    """The comparison of the ranks so far. ``names`` are those of the folded checksums, see ``facts.FOLDS``."""
+    """The comparison of the ranks so far. ``names`` are the names of the folded checksums (see
+    ``facts.ranks.FOLDS``).
+    """
 
     def __init__(self, size: int, names: Sequence[str]) -> None:
         self._facts, self._names = RanksFacts(size=size), list(names)
@@ -50,16 +58,16 @@ class Comparison:
         self._alike: dict[str, Coincidence] = {}
         self._programs: dict[str, ProgramDifference] = {}
         self._shrunk: list[int] = []
-        self._rows: deque[Sequence[RankStep]] = deque(maxlen=ROWS)
+        self._rows: deque[Sequence[RankStep]] = deque(maxlen=MIN_ROWS)
         self._begin: Sequence[RankStep] = ()
-        self._shards: frozenset[int] = frozenset()  # parameters of which each rank has a part of its own
+        self._shards: frozenset[int] = frozenset()  # sharded parameters
         self._is_divided = False
 
     def _set(self, **changes: Any) -> None:
         self._facts = replace(self._facts, **changes)
 
     def add(self, rows: Sequence[RankStep]) -> None:
-        """Take the rows of one step, one of each rank that is present, in the order of the ranks."""
+        """Adds the rows of one step, one for each present rank, in the order of the ranks."""
         if rows[0].step == 0:
             self._begin = rows
             return
@@ -70,7 +78,7 @@ class Comparison:
         self._set(
             newest=step, compared=facts.compared + 1, are_reduced=facts.are_reduced or all(r.reduced for r in rows)
         )
-        for what in OF_PARAMETERS if self._is_divided else SAME:
+        for what in PARAMETER_CHECKSUMS if self._is_divided else MUST_BE_EQUAL:
             self._compare(what, rows)
             if what == "weights" and self._suspected:  # if the next weights agree, each rank updates a part for all
                 self._differing |= self._suspected if what in self._differing else {}
@@ -88,7 +96,7 @@ class Comparison:
             self._set(summed_since=step)
         if all(row.shrunk for row in rows):
             self._shrunk.append(step)
-        if len(rows) == facts.size:  # some ranks alone say little of how all share the data
+        if len(rows) == facts.size:  # a subset of the ranks does not show how the data are shared
             self._note_alike("samples", {r.rank: frozenset(r.samples) if r.batch is None else r.batch for r in rows})
             if not all(row.samples and row.samples == rows[0].samples for row in rows):  # else they divide the samples
                 self._note_alike("random numbers", {row.rank: row.rng if row.draws else None for row in rows})
@@ -96,11 +104,11 @@ class Comparison:
         for row in rows if not facts.missing else ():
             if own := tuple(name for name in row.without_gradient if name not in everywhere):
                 self._set(missing=own[:16], missing_on=row.rank)
-        if min(row.steps for row in rows) >= STEPS_OF_ROW:
+        if min(row.steps for row in rows) >= MIN_STEPS_PER_ROW:
             self._rows.append(rows)
 
     def facts(self, present: Sequence[int], statuses: Sequence[RankStatus]) -> RanksFacts:
-        """What is known now."""
+        """Returns the facts so far."""
         is_usual = len(self._shrunk) >= 2 and 2 * len(self._shrunk) >= self._facts.compared
         return replace(
             self._facts,
@@ -114,11 +122,11 @@ class Comparison:
         )
 
     def _infer_replicas(self, begin: Sequence[RankStep], rows: Sequence[RankStep]) -> None:
-        """Infer from the first gradients which parameters are replicas; the others are shards.
+        """Infers from the first gradients which parameters are replicas. The others are shards.
 
-        DistributedDataParallel marks replicas. Without it, a parameter that begins with other values is a replica only
-        if its gradients were combined over the ranks. In a model of which a part is such a shard, or whose forward pass
-        communicates (tensor, sequence, expert, pipeline parallelism), a parameter with other gradients is one, too.
+        DistributedDataParallel marks replicas. Without it, a parameter with different initial values is a replica only
+        if its gradients were combined over the ranks. In a model with such shards, or whose forward pass communicates
+        (tensor, sequence, expert, pipeline parallelism), a parameter with different gradients is also a shard.
         """
         if len(begin) != len(rows):
             return
@@ -131,11 +139,13 @@ class Comparison:
         self._compare("weights", begin)
 
     def _compare(self, what: str, rows: Sequence[RankStep]) -> None:
-        """Note the first step in which ``what`` is not the same on all ranks."""
-        values = {row.rank: SAME[what](row) for row in rows}
+        """Records the first step in which ``what`` differs between ranks."""
+        values = {row.rank: MUST_BE_EQUAL[what](row) for row in rows}
         if what in self._differing or not all(values.values()) or len({len(each) for each in values.values()}) > 1:
-            return  # not measured, or other models
-        differing = sorted(_columns_apart([*values.values()]) - (self._shards if what in OF_PARAMETERS else set()))
+            return  # not measured, or different models
+        differing = sorted(
+            _columns_apart([*values.values()]) - (self._shards if what in PARAMETER_CHECKSUMS else set())
+        )
         if not differing:
             self._agreed[what] = rows[0].step
             return
@@ -149,13 +159,13 @@ class Comparison:
             source=rows[0].schedule if what == "hyperparameters" else "",
             one_bit=what == "weights" and len(columns) == 1 and _is_one_bit(columns[0]),
         )
-        if what in LEAD_TO_WEIGHTS and "weights" not in self._differing:
+        if what in IRRELEVANT_IF_WEIGHTS_AGREE and "weights" not in self._differing:
             self._suspected.setdefault(what, found)
         else:
             self._differing[what] = found
 
     def _names_of(self, what: str, indices: Sequence[int], values: Sequence[tuple[Any, ...]]) -> list[str]:
-        if what in OF_PARAMETERS:
+        if what in PARAMETER_CHECKSUMS:
             return [self._names[index] for index in indices[:8]]
         if what != "hyperparameters":
             return []
@@ -187,32 +197,32 @@ class Comparison:
 
     def _pace(self) -> PaceFacts | None:
         rows = [rows for rows in self._rows if len(rows) == len(self._rows[-1])]
-        if len(rows) < ROWS:
+        if len(rows) < MIN_ROWS:
             return None
         own = [statistics.median(row.own_s for row in of_rank) for of_rank in zip(*rows)]
         step_s = statistics.median(row.step_s for each in rows for row in each)
         behind = set.intersection(*(_slow({row.rank: row.own_s for row in each}, step_s) for each in rows))
-        if behind:  # one is in every row: others may be as slow, but for a hiccup
+        if behind:  # one rank is in every row; others may be slow only once
             behind |= _slow({row.rank: own_s for row, own_s in zip(rows[-1], own)}, step_s)
         return PaceFacts(own_s=tuple(own), step_s=step_s, behind=tuple(sorted(behind)), since=rows[0][0].step)
 
 
 def _columns_apart(values: Sequence[tuple[object, ...]]) -> set[int]:
-    """The columns that are not the same on all ranks; none if ranks hold different models, or nothing."""
+    """Returns the columns that differ between ranks; none if ranks hold different models, or nothing."""
     if not all(values) or len({len(each) for each in values}) > 1:
         return set()
     return {n for n, column in enumerate(zip(*values)) if None not in column and len(set(column)) > 1}
 
 
 def _slow(own_s: Mapping[int, float], step_s: float) -> set[int]:
-    """The ranks that the others wait for, by what each takes by itself."""
+    """Returns the ranks that the others wait for, by the time outside of communication."""
     usual = statistics.median_low(own_s.values())
-    least = max(MUCH_SLOWER * usual, usual + MIN_S, usual + MIN_FRACTION * step_s)
+    least = max(STRAGGLER_RATIO * usual, usual + STRAGGLER_MIN_S, usual + STRAGGLER_STEP_FRACTION * step_s)
     return {rank for rank, seconds in own_s.items() if seconds > least}
 
 
 def _minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:
-    """The ranks that do not have what most have; () if no value is the most frequent."""
+    """Returns the ranks that differ from the majority; () without a most frequent value."""
     counts = Counter(values.values()).most_common(2)
     if len(counts) > 1 and counts[0][1] == counts[1][1]:
         return ()
@@ -220,12 +230,12 @@ def _minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:
 
 
 def _is_one_bit(sums: Sequence[object]) -> bool:
-    """Whether two checksums differ by a power of two, as after one flipped bit."""
+    """Returns True if checksums differ by a power of two, as after one flipped bit."""
     first, *others = (each for each in sums if isinstance(each, int))
     return all(is_power_of_two(each - first) for each in others if each != first)
 
 
 def is_power_of_two(difference: int) -> bool:
-    """Whether it is, up to its sign: the sum of integers changes by one when one bit of one of them does."""
+    """Returns True for a power of two of either sign: flipping one bit changes a sum of integers by one."""
     size = abs(difference)
     return size > 0 and size & (size - 1) == 0

@@ -1,4 +1,4 @@
-"""What one rank reports of the steps of the Trainwright engine: no hook, and no exchange beside those of the step."""
+"""Reports of one rank of the Trainwright engine: without hooks, and without extra communication."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.rng import TorchGenerators
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import exchanged_s
-from trainwright.doctor.facts.ranks import ExchangeFacts, NonfiniteFacts, RankStep
+from trainwright.doctor.facts.ranks import NonfiniteFacts, RankStep
 from trainwright.doctor.measure.ranks.exchange import Exchange
-from trainwright.doctor.measure.ranks.replica import EVERY, Replica, RowSums, is_due
+from trainwright.doctor.measure.ranks.replica import INTERVAL_STEPS, Replica, RowSums, is_due
 from trainwright.engine.step import StepResult
 from trainwright.optim.clip import ClipFn
 from trainwright.recorder.numbers import late, lateness
 
 
 class EngineRows:
-    """Makes the rows of this rank's steps, and hands them to the exchange. It is the witness of each step.
+    """Makes the rows of this rank's steps and passes them to the exchange. It is a StepWitness.
 
     ``has_own_samples``: no other rank trains on the samples of this one.
     """
@@ -36,13 +36,14 @@ class EngineRows:
         self._step = state.step
         self._batch: StepBatch | None = None
         self._losses: list[Tensor] = []
-        self._seconds: deque[tuple[float, float]] = deque(maxlen=EVERY)  # by itself, and of the whole step
+        # time outside of communication, and time of the full step
+        self._seconds: deque[tuple[float, float]] = deque(maxlen=INTERVAL_STEPS)
         self._last_s, self._exchanged_s = time.perf_counter(), exchanged_s()
         self._late = lateness(replica.parameters[0].device)
         self._unread: deque[Callable[[], None]] = deque()
         exchange.post(replica.first_row(exchange.rank))
 
-    # the witness
+    # calls of the engine during a step
 
     def memory_ran_out(self) -> bool:
         return False
@@ -50,7 +51,7 @@ class EngineRows:
     def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
         self._batch = batch
         self._exchange.at(state.step, "forward")
-        if not self._losses:  # the exact mode tells of no loss: what its passes do to the weights is not seen
+        if not self._losses:  # the exact mode reports no loss, so the effect of its passes on the weights is unknown
             self._replica.before_update()
 
     def gradients_are_cleared(self, optimizer: Optimizer) -> None:
@@ -67,7 +68,7 @@ class EngineRows:
     # after the step
 
     def note(self, result: StepResult) -> None:
-        """The step is over; its numbers are read now, or on a GPU some steps later."""
+        """Records a finished step. Its numbers are read now, or on a GPU some steps later."""
         self._step = result.step
         self._exchange.at(result.step, "between")
         now_s, in_exchanges_s = time.perf_counter(), exchanged_s()
@@ -79,12 +80,12 @@ class EngineRows:
             buffers, moments = self._replica.buffers(without_statistics=False), self._replica.moments()
             sums = RowSums(weights, gradients, no_checksums, buffers, moments)
         read, ids = late([result.loss, result.grad_norm, *self._losses]), self._ids()
-        self._unread.append(lambda: self._tell(result.step, row, sums, read(), ids))
+        self._unread.append(lambda: self._report(result.step, row, sums, read(), ids))
         self._read_all_but(self._late)
         self._last_s, self._exchanged_s = time.perf_counter(), exchanged_s()
 
     def end(self) -> None:
-        """What was not told yet is told now."""
+        """Reports all steps that are still pending."""
         self._read_all_but(0)
 
     def _read_all_but(self, count: int) -> None:
@@ -92,7 +93,7 @@ class EngineRows:
             self._unread.popleft()()
 
     def _ids(self) -> tuple[int, ...]:
-        """The first sample ids of this rank; enough to tell whether another has the same."""
+        """Returns the first sample ids of this rank, enough to detect equal samples on other ranks."""
         batch = self._batch
         if batch is None or not self._has_own_samples or not is_due(self._step):
             return ()
@@ -106,13 +107,12 @@ class EngineRows:
             step=result.step,
             groups=self._replica.groups(),
             samples=self._ids(),
-            exchange=ExchangeFacts(calls=len(self._losses)),
             steps=len(own),
             own_s=statistics.median(own),
             step_s=statistics.median(whole),
         )
 
-    def _tell(
+    def _report(
         self, step: int, row: RankStep | None, sums: RowSums | None, numbers: list[float], ids: tuple[int, ...]
     ) -> None:
         if row is not None and sums is not None:

@@ -1,7 +1,7 @@
-"""Sends what the ranks report of their steps to the first rank, and what it finds back to all; in a thread.
+"""Sends the reports of all ranks to rank 0, and its results back to all, in a thread.
 
-Nothing here is a collective, and the thread that trains neither sends nor waits: a rank that is not watched, or is
-gone, costs the others nothing.
+Nothing here is a collective, and the training thread neither sends nor waits. A rank that is not watched, or has
+disappeared, does not delay the others.
 """
 
 from __future__ import annotations
@@ -23,23 +23,28 @@ from pathlib import Path
 from trainwright.distributed.board import open_board
 from trainwright.distributed.threads import small_stacks
 from trainwright.doctor.facts.ranks import NonfiniteFacts, RanksFacts, RankStatus, RankStep, WeightsChange
-from trainwright.doctor.measure.ranks.gather import KEPT, Gathering, as_text
+from trainwright.doctor.measure.ranks.gather import MAX_PENDING_ROWS, Gathering, as_text
 from trainwright.recorder.ranks import num_collectives
 from trainwright.runs.records import construct
 
-TICK_S, TICK_RANK_S = 0.05, 0.002
-"""How often the thread reads the board, and how much less often for each rank."""
-CLOSE_S, FAILED_S = 3.0, 1.0
-"""How long a rank waits at its end for what the others report; after a failure others may have failed, too."""
-ENDED_S = 5.0
-"""A rank that makes no progress for so long while another has ended is taken to wait for it."""
+TICK_S = 0.05
+"""Interval in which the thread reads the board."""
+TICK_RANK_S = 0.002
+"""Addition to TICK_S for each rank."""
+CLOSE_TIMEOUT_S = 3.0
+"""Time that a finished rank waits for reports of the others."""
+FAILED_TIMEOUT_S = 1.0
+"""Time that a failed rank waits for reports of the others, which may have failed, too."""
+ENDED_TIMEOUT_S = 5.0
+"""A rank without progress for this time is assumed to wait for another one that has ended."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What must be alike for two ranks to be compared: the shapes of the model, and how many exchanges were before.
+    """Properties that must be equal for two ranks to be compared: the shapes of the model, and the number of earlier
+    exchanges.
 
-    ``names`` are those of the first rank's checksums.
+    ``names`` are the names of the checksums of rank 0.
     """
 
     names: tuple[str, ...]
@@ -49,13 +54,13 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a stalled rank writes its stack (None: nowhere), and what is called while the loop stands still."""
+    """The folder for stacks of a stalled rank (None: not written), and a callback for a stalled loop."""
 
     folder: Path | None
     alarm: Callable[[RanksFacts], None]
 
     def leave_stack(self, rank: int, thread: int) -> str:
-        """Write where every thread of this process is; return the line of ``thread``."""
+        """Writes the stacks of all threads of this process. Returns the line of ``thread``."""
         if self.folder is not None:
             with suppress(OSError), (self.folder / f"stack-rank-{rank}.txt").open("w") as file:
                 faulthandler.dump_traceback(file)  # without a folder or space the line is still reported
@@ -65,10 +70,10 @@ class Site:
 
 
 class Exchange:
-    """One rank's end of it. ``name`` and ``number`` are the same on all ranks for the same watch.
+    """The exchange of one rank. ``name`` and ``number`` are equal on all ranks for the same watch.
 
-    ``at`` and ``post`` are called by the thread that trains, and return at once. Raises RuntimeError if there is no
-    store that the ranks share.
+    ``at`` and ``post`` are called by the training thread and return at once. Raises RuntimeError without a store that
+    the ranks share.
     """
 
     def __init__(self, name: str, meeting: Meeting, site: Site, *, number: int, patience_s: float) -> None:
@@ -78,14 +83,14 @@ class Exchange:
         self.rank, self.size = board.rank, board.size
         self.facts: RanksFacts | None = None
         self._key: str | None = None
-        self._rows: deque[RankStep] = deque(maxlen=KEPT)
+        self._rows: deque[RankStep] = deque(maxlen=MAX_PENDING_ROWS)
         self._posted: deque[str] = deque()
-        self._place, self._moved_s = (0, "begin"), time.monotonic()  # written by the thread that trains
-        self._status = RankStatus(rank=board.rank, host=socket.gethostname())  # so is this
-        self._stands, self._where = False, ""  # and these by this one
+        self._place, self._moved_s = (0, "begin"), time.monotonic()  # written by the training thread
+        self._status = RankStatus(rank=board.rank, host=socket.gethostname())  # written by the training thread
+        self._stands, self._where = False, ""  # written by the exchange thread
         self._urgent = self._alarmed = False
         self._version = 0
-        self._gathering: Gathering | None = None  # on the first rank
+        self._gathering: Gathering | None = None  # on rank 0
         self._thread_id = threading.get_ident()
         self._wake, self._closing = threading.Event(), threading.Event()
         with small_stacks():
@@ -94,27 +99,27 @@ class Exchange:
 
     @property
     def step(self) -> int:
-        """Updates that this rank has done."""
+        """Number of updates of this rank."""
         return self._place[0]
 
-    # what the thread that trains calls
+    # called by the training thread
 
     def at(self, step: int, phase: str) -> None:
-        """The loop has done ``step`` updates and begins ``phase``. Takes less than 1 us."""
+        """The loop has completed ``step`` updates and begins ``phase``. Takes less than 1 us."""
         self._place, self._moved_s = (step, phase), time.monotonic()
 
     def post(self, row: RankStep) -> None:
-        """Hand over what this rank saw of a step."""
+        """Passes on the report of a step."""
         self._rows.append(row)
         self._wake.set()
 
     def report_nonfinite(self, found: NonfiniteFacts) -> None:
-        """The first step of this rank that is not finite."""
+        """Reports the first step of this rank that is not finite."""
         if self._status.nonfinite is None:
             self._report(replace(self._status, nonfinite=found))
 
     def report_changes(self, found: Sequence[WeightsChange]) -> None:
-        """Weights changed though there was no update; the first few are reported."""
+        """Reports the first few weights that changed without an update."""
         self._report(replace(self._status, changes=(*self._status.changes, *found)[:4]))
 
     def _report(self, status: RankStatus) -> None:
@@ -122,22 +127,22 @@ class Exchange:
         self._wake.set()
 
     def close(self, ended: str, unused: tuple[str, ...] = (), *, wait: bool = True) -> None:
-        """Report that the loop is over, and if ``wait``, wait a little for what the others report."""
+        """Reports the end of the loop. If ``wait``, waits for reports of the others for a limited time."""
         self._report(replace(self._status, ended=ended, unused=unused, collectives=self._num_collectives()))
         self._moved_s = time.monotonic()
         self._closing.set()
         self._wake.set()
         if wait:
-            self._thread.join(CLOSE_S + 2 * self._tick_s)
+            self._thread.join(CLOSE_TIMEOUT_S + 2 * self._tick_s)
 
-    # the thread
+    # the exchange thread
 
     @property
     def _tick_s(self) -> float:
         return TICK_S + TICK_RANK_S * self.size
 
     def _run(self) -> None:
-        with suppress(RuntimeError, ValueError):  # the store is gone, and with it the first rank
+        with suppress(RuntimeError, ValueError):  # the store is gone, and with it rank 0
             while not self._is_over():
                 self._wake.wait(self._tick_s)
                 self._wake.clear()
@@ -146,15 +151,17 @@ class Exchange:
                 self._board.post("meeting", json.dumps({"number": -1}))
 
     def _is_over(self) -> bool:
-        """Whether this rank has ended, and nothing more is to be reported to or by the others."""
+        """Returns True if this rank has ended and no more reports are pending."""
         if not self._closing.is_set():
             return False
-        if time.monotonic() - self._moved_s > (CLOSE_S if self._status.ended == "finished" else FAILED_S):
+        if time.monotonic() - self._moved_s > (
+            CLOSE_TIMEOUT_S if self._status.ended == "finished" else FAILED_TIMEOUT_S
+        ):
             return True
         return not self._rows and not self._urgent and (self._key is None or self._nothing_will_come())
 
     def _nothing_will_come(self) -> bool:
-        """All have ended, or another is in a later step: it may be waiting for what this rank does next."""
+        """Returns True if all have ended, or another rank is in a later step and may be waiting for this one."""
         if self._gathering is not None:
             return self._gathering.is_complete(self.step)
         found = self._board.read(f"{self._key}/status/0")
@@ -178,11 +185,11 @@ class Exchange:
         if facts is None or self._alarmed or self._closing.is_set() or not self._stands:
             return
         if any(each.stalled or each.silent_s for each in facts.statuses):
-            self._alarmed = True  # the loop stands still, and does not read the facts by itself
+            self._alarmed = True  # the loop is stalled and cannot read the facts itself
             self._site.alarm(facts)
 
     def _meet(self) -> None:
-        """The first rank opens a meeting; another joins the one of the same number, if it trains the same model."""
+        """Rank 0 opens a meeting. Another rank joins the one with its number if it trains the same model."""
         mine = {"number": self._number, "signature": self._meeting.signature, "begun": self._meeting.collectives}
         if self.rank == 0:
             self._key = uuid.uuid4().hex[:12]
@@ -204,13 +211,13 @@ class Exchange:
             self._posted.append(key)
             if self._gathering is not None:
                 self._gathering.wait_for(row.step)
-            if len(self._posted) > KEPT:
+            if len(self._posted) > MAX_PENDING_ROWS:
                 self._board.drop(self._posted.popleft())
         self._urgent = False
         self._board.post(f"{self._key}/status/{self.rank}", as_text(self._now()))
 
     def _now(self) -> RankStatus:
-        """The status, with a time that changes as long as this thread lives."""
+        """Returns the status, with a time that changes as long as this thread lives."""
         step, phase = self._place
         status = replace(self._status, step=step, phase=phase, stalled=self._stands, where=self._where)
         if status.ended:
@@ -219,16 +226,16 @@ class Exchange:
         return replace(status, still_s=still_s, collectives=self._num_collectives())
 
     def _check_progress(self) -> None:
-        """A rank that makes no progress writes its stack into the run folder."""
+        """Writes the stack into the run folder if this rank makes no progress."""
         others_ended = self.facts is not None and any(each.ended for each in self.facts.statuses)
-        patience_s = min(ENDED_S, self._patience_s) if others_ended else self._patience_s
+        patience_s = min(ENDED_TIMEOUT_S, self._patience_s) if others_ended else self._patience_s
         stands = time.monotonic() - self._moved_s > patience_s and not self._status.ended
         if stands != self._stands:
             self._where = self._site.leave_stack(self.rank, self._thread_id) if stands else ""
             self._stands, self._urgent = stands, True
 
     def _compare(self, gathering: Gathering) -> None:
-        """On the first rank: publish the facts where there is news."""
+        """Publishes the facts if there is news. On rank 0 only."""
         before, facts = self.facts, gathering.facts(self._now(), is_last=bool(self._status.ended))
         self.facts = facts
         if len(facts.present) > 1 and (before is None or _notable(before) != _notable(facts)):
@@ -237,7 +244,7 @@ class Exchange:
 
 
 def _notable(facts: RanksFacts) -> object:
-    """What of the facts is worth sending to the others: not that time goes by."""
+    """Returns the part of the facts whose change is worth sending. Elapsed time is not part of it."""
     statuses = [
         (s.stalled, s.ended, s.unused, s.where, s.nonfinite is None, len(s.changes), s.silent_s > 0)
         for s in facts.statuses

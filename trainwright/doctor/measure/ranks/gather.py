@@ -1,4 +1,4 @@
-"""What the first rank does: it reads the rows and the status of every rank from the board, and compares them."""
+"""The part of rank 0: reads rows and status of every rank from the board, and compares them."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from trainwright.doctor.measure.ranks.compare import Comparison
 from trainwright.runs.json_values import strict
 from trainwright.runs.records import construct
 
-JOIN_S, SILENT_S = 10.0, 15.0
-"""How long it waits for ranks to join before it compares those that have; and how long a rank may say nothing."""
-KEPT = 64
-"""Rows of a rank that lie on the board, and steps whose rows may still come."""
+JOIN_TIMEOUT_S = 10.0
+"""Time to wait for ranks to join before those that have are compared."""
+SILENT_TIMEOUT_S = 15.0
+"""Maximum time between two messages of a rank."""
+MAX_PENDING_ROWS = 64
+"""Rows of a rank on the board, and steps with missing rows."""
 
 
 class Gathering:
-    """The ranks that take part, and what they have told. ``key`` is that of the meeting, ``names`` of its checksums."""
+    """The ranks that take part, and their reports. ``key`` is the key of the meeting, ``names`` of its checksums."""
 
     def __init__(self, board: Board, key: str, names: Sequence[str]) -> None:
         self._board, self._key = board, key
         self._comparison = Comparison(board.size, names)
         self._present = [board.rank]
-        self._waiting: deque[int] = deque(maxlen=KEPT)
+        self._waiting: deque[int] = deque(maxlen=MAX_PENDING_ROWS)
         self._heard: dict[int, tuple[str, float]] = {}
         self._statuses: list[RankStatus] = []
         self._begin_s = time.monotonic()
 
     def wait_for(self, step: int) -> None:
-        """The rows of ``step`` are to be compared as soon as all are there."""
+        """Schedules the comparison of ``step`` for when all rows are there."""
         self._waiting.append(step)
 
     def facts(self, own: RankStatus, *, is_last: bool) -> RanksFacts:
-        """What is known now. ``is_last``: this rank has ended, so nobody is waited for who has not joined."""
+        """Returns the facts so far. ``is_last``: this rank has ended, so ranks that have not joined are not awaited."""
         self._welcome()
         while self._waiting and (rows := self._rows_of(self._waiting[0], is_last)) is not None:
             self._waiting.popleft()
@@ -47,9 +49,9 @@ class Gathering:
         return self._comparison.facts(self._present, self._statuses)
 
     def is_complete(self, step: int) -> bool:
-        """Nothing more is to be waited for by a rank that ended after ``step``.
+        """Returns True if a rank that ended after ``step`` has nothing to wait for.
 
-        All have ended; or one stands; or one is in a later step, and may be waiting for what this rank does next.
+        All have ended, or one is stalled, or one is in a later step and may be waiting for this rank.
         """
         running = [each for each in self._statuses if not each.ended]
         if len(self._present) < 2 or any(each.stalled or each.begun > step for each in running):
@@ -62,8 +64,8 @@ class Gathering:
         self._present.sort()
 
     def _rows_of(self, step: int, is_last: bool) -> list[RankStep] | None:
-        """The rows of a step; None as long as one may still come, [] where one never will."""
-        is_early = time.monotonic() - self._begin_s < JOIN_S and not is_last
+        """Returns the rows of a step; None while one is pending, [] if one will never arrive."""
+        is_early = time.monotonic() - self._begin_s < JOIN_TIMEOUT_S and not is_last
         if len(self._present) < self._board.size and is_early:
             return None
         if any(status.ended and status.step < step for status in self._statuses):
@@ -72,7 +74,7 @@ class Gathering:
         return None if texts is None else [construct(RankStep, json.loads(text)) for text in texts]
 
     def _read_statuses(self, own: RankStatus) -> list[RankStatus]:
-        """The newest status of each rank that is present; how long it has been silent, where that is too long."""
+        """Returns the newest status of each present rank, with the time of its silence if that is too long."""
         others = [rank for rank in self._present if rank != own.rank]
         texts = self._board.read(*(f"{self._key}/status/{rank}" for rank in others)) if others else []
         now_s = time.monotonic()
@@ -83,10 +85,10 @@ class Gathering:
         for text, heard_s in (self._heard[rank] for rank in others if rank in self._heard):
             silent_s = round(now_s - heard_s, 1)
             status = construct(RankStatus, json.loads(text))
-            statuses.append(replace(status, silent_s=silent_s if silent_s > SILENT_S else 0.0))
+            statuses.append(replace(status, silent_s=silent_s if silent_s > SILENT_TIMEOUT_S else 0.0))
         return sorted(statuses, key=lambda each: each.rank)
 
 
 def as_text(value: RankStep | RankStatus | RanksFacts) -> str:
-    """As strict JSON."""
+    """Returns a value as strict JSON."""
     return json.dumps(strict(value), separators=(",", ":"), allow_nan=False)

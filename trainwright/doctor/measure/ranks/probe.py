@@ -1,4 +1,4 @@
-"""Measures what a rank reports of its steps in a loop of the user's: calls, exchanges, gradients, random numbers."""
+"""Measures the steps of one rank in a user's loop: calls, exchanges, gradients, random numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainwright.doctor.facts.ranks import FOLDS, ExchangeFacts, NonfiniteFacts,
 from trainwright.doctor.measure.ranks.alarm import findings_of, raise_alarm
 from trainwright.doctor.measure.ranks.exchange import Exchange, Site
 from trainwright.doctor.measure.ranks.reduction import SumWatch, is_divided_again
-from trainwright.doctor.measure.ranks.replica import EVERY, KnownSums, Replica, RowSums, is_due
+from trainwright.doctor.measure.ranks.replica import INTERVAL_STEPS, KnownSums, Replica, RowSums, is_due
 from trainwright.doctor.measure.ranks.traits import traits_of
 from trainwright.errors import text_of
 from trainwright.recorder.callers import caller
@@ -33,15 +33,15 @@ from trainwright.recorder.ranks import has_others, num_collectives, own_part
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.runs.json_values import Facts, strict
 
-MANY_DRAWS = 16
-"""Random numbers: fewer may be a choice that all ranks make together."""
+MIN_DRAWS = 16
+"""Minimum number of random draws. Fewer may be a choice that all ranks make together."""
 _UNUSED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 _WATCHES = itertools.count()
 
 
 @dataclass(slots=True)
 class StepSoFar:
-    """What was seen of the step in progress. ``joint_s`` was waited for other ranks."""
+    """Observations of the current step. ``joint_s`` is time spent waiting for other ranks."""
 
     calls: int = 0
     wrapped: int = 0
@@ -50,9 +50,9 @@ class StepSoFar:
     micro_batches: int = 0
     joint_s: float = 0.0
     backward_at_s: float = 0.0
-    collectives: int = 0  # begun before the forward call
+    collectives: int = 0  # collectives before the forward call
     divides: bool = False
-    begin: list[Tensor] = field(default_factory=list)  # states of the generators once the batch was read
+    begin: list[Tensor] = field(default_factory=list)  # generator states after the batch was read
     draws: bool = False
     weights: Checksums = no_checksums
     inputs: Checksums = no_checksums
@@ -65,7 +65,7 @@ class StepSoFar:
 
 
 def make_ranks_probe(watched: WatchedObjects) -> Probe | None:
-    """The probe of a loop that is one of several; None for a process alone."""
+    """Returns the probe of one of several ranks; None for a single process."""
     return RanksProbe(watched) if has_others() else None
 
 
@@ -84,7 +84,8 @@ class RanksProbe(Probe):
         self._steps, self._step = 0, StepSoFar()
         self._patience_s = watched.patience_s
         self._pending: dict[int, tuple[RankStep, RowSums]] = {}
-        self._seconds: deque[tuple[float, float]] = deque(maxlen=EVERY)  # by itself, and of the whole step
+        # time outside of communication, and time of the full step
+        self._seconds: deque[tuple[float, float]] = deque(maxlen=INTERVAL_STEPS)
         self._seen: RanksFacts | None = None
         self._reported: RanksFacts | None = None
         self._codes: set[str] = set()
@@ -107,7 +108,7 @@ class RanksProbe(Probe):
             meeting, patience_s = self._replica.meeting(), self._patience_s
             exchange = Exchange(f"watch/{number}", meeting, place, number=number, patience_s=patience_s)
         except RuntimeError:
-            return  # a store that no other process can reach: each rank is watched by itself
+            return  # no other process can reach the store, so each rank is watched alone
         exchange.post(self._replica.first_row(exchange.rank))
         self._exchange = exchange
 
@@ -121,7 +122,7 @@ class RanksProbe(Probe):
         self._exchange.close(text, unused, wait=error is None or isinstance(error, Exception))
 
     def on_forked(self) -> None:
-        self._exchange = None  # its thread is not in the fork
+        self._exchange = None  # its thread does not exist in the forked process
 
     # forward
 
@@ -158,10 +159,10 @@ class RanksProbe(Probe):
     def on_waited(self, seconds: float) -> None:
         self._step.joint_s += seconds
         if self._is_due and self._step.calls <= 1 and torch.is_grad_enabled():
-            self._step.buffers = self._replica.buffers(without_statistics=True)  # DDP has just made them alike
+            self._step.buffers = self._replica.buffers(without_statistics=True)  # DDP has just synchronized them
 
     def _generators(self) -> list[Tensor]:
-        """The states of torch's generators, of the CPU and of the device of the parameters."""
+        """Returns the states of torch's generators, of the CPU and of the parameters' device."""
         on_gpu = bool(self._parameters) and self._parameters[0].is_cuda
         on_device = [torch.cuda.get_rng_state(self._parameters[0].device)] if on_gpu else []
         return [torch.default_generator.get_state(), *on_device]
@@ -171,7 +172,7 @@ class RanksProbe(Probe):
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         self._at("backward")
         self._step.micro_batches += 1
-        self._step.divides |= losses[0].numel() > 1  # a stage of a pipeline is given its gradient
+        self._step.divides |= losses[0].numel() > 1  # a pipeline stage gets its gradient from outside
         self._step.backward_at_s = time.perf_counter()
 
     def on_gradients(self) -> None:
@@ -202,7 +203,7 @@ class RanksProbe(Probe):
         self._sums.used()
 
     def _norm(self) -> Tensor | None:
-        """Of the gradients of this rank's part, where each rank has a part of them."""
+        """Returns the norm of this rank's part of the gradients if the model is sharded."""
         grads = [own_part(p.grad) for p in self._parameters if p.grad is not None] if self._replica.is_split else []
         return nn.utils.get_total_norm(grads) if grads else None
 
@@ -210,7 +211,7 @@ class RanksProbe(Probe):
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
         if optimizer not in self._optimizers:
-            return  # one within another, which updates a part (ZeRO)
+            return  # a nested call that updates a part (ZeRO)
         self._at("update")
         weights = self._replica.before_update(is_due=self._is_due)
         if not self._is_due:
@@ -248,7 +249,7 @@ class RanksProbe(Probe):
             self._codes |= found
 
     def _row(self, step: RecordedStep, so_far: StepSoFar, exchange: Exchange) -> RankStep:
-        """The row of a step but for its checksums."""
+        """Returns the row of a step without its checksums."""
         own, whole = zip(*self._seconds)
         self._seconds.clear()
         is_own, size = self._replica.has_own_data, exchange.size
@@ -270,7 +271,6 @@ class RanksProbe(Probe):
             shrunk=so_far.last_synced and is_divided_again(step, size, so_far.micro_batches),
             without_gradient=tuple(so_far.missing[:FOLDS]),
             exchange=ExchangeFacts(
-                calls=so_far.calls,
                 wrapped_calls=so_far.wrapped,
                 synced_calls=so_far.synced,
                 last_synced=so_far.last_synced,
@@ -304,12 +304,13 @@ class RanksProbe(Probe):
 
 
 def samples_of(step: RecordedStep) -> tuple[int, ...]:
-    """Sample ids of the step, as far as they are known; at most 256."""
+    """Returns the known sample ids of the step; at most 256."""
     return tuple([i for of_batch in step.ids for i in of_batch or ()][:256])
 
 
 def _many_drawn(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
-    """Whether the generator of a GPU was used, or MANY_DRAWS numbers were drawn from that of the CPU."""
+    """Returns True if the GPU generator was used, or MIN_DRAWS numbers were drawn from the CPU generator."""
     on_gpu = any(not torch.equal(a, b) for a, b in zip(before[1:], after[1:]))
-    then, now = (int(each[0][16:24].view(torch.int64)) for each in (before, after))  # place in 624 numbers of mt19937
-    return on_gpu or (now - then) % 624 >= MANY_DRAWS
+    # position in the 624 numbers of mt19937
+    then, now = (int(each[0][16:24].view(torch.int64)) for each in (before, after))
+    return on_gpu or (now - then) % 624 >= MIN_DRAWS

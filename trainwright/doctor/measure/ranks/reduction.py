@@ -1,4 +1,4 @@
-"""Finds gradients that a loop sums over the ranks by hand, of means that nothing divides."""
+"""Finds gradients of means that a loop sums over the ranks by hand without a division."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ DIVISIONS = frozenset({"div", "__truediv__", "true_divide", "div_"})
 
 
 class SumWatch:
-    """Follows the gradients of one step through an ``all_reduce`` that the loop itself calls.
+    """Tracks the gradients of one step through an ``all_reduce`` call of the loop.
 
-    They are undivided if each went in as backward left it, was summed, and was used as it came out.
+    They are undivided if each was reduced as backward left it, with a sum, and was used unchanged.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -27,23 +27,23 @@ class SumWatch:
         self.made()
 
     def made(self) -> None:
-        """The gradients are what a backward pass has left."""
+        """Records the gradients after a backward pass."""
         self.as_made: Checksums = start_checksums([p.grad for p in self._parameters])
         self._reduced: dict[int, tuple[Checksums, Checksums]] = {}  # before and after the reduction
         self._used: bool | None = None
 
     def before(self, tensor: Tensor, operation: object) -> None:
-        """``tensor`` is about to be reduced."""
+        """Called before ``tensor`` is reduced."""
         if operation == distributed.ReduceOp.SUM and (index := self._index_of(tensor)) is not None:
             self._reduced[index] = (start_checksums([tensor]), no_checksums)
 
     def after(self, tensor: Tensor) -> None:
-        """It was reduced."""
+        """Called after ``tensor`` was reduced."""
         if (index := self._index_of(tensor)) is not None and index in self._reduced:
             self._reduced[index] = (self._reduced[index][0], start_checksums([tensor]))
 
     def used(self) -> None:
-        """The gradients are about to be clipped, unscaled, or used for the update; the first call counts."""
+        """Called before the gradients are clipped, unscaled, or used for the update. The first call counts."""
         if self._used is None and self._reduced:
             now = start_checksums([p.grad for p in self._parameters])()
             self._used = all(after() == [now[index]] for index, (_, after) in self._reduced.items())
@@ -54,7 +54,7 @@ class SumWatch:
         return next((n for n, grad in grads if grad is not None and grad.data_ptr() == address), None)
 
     def are_undivided(self, step: RecordedStep, num_ranks: int) -> bool:
-        """Whether the sums of this step were of losses that are means, and were not divided; forgets the step."""
+        """Returns True if the sums of this step were of mean losses and were not divided. Drops the step."""
         reduced, used, made = self._reduced, self._used, self.as_made
         self._reduced, self._used, self.as_made = {}, None, no_checksums
         if not reduced or not used:
@@ -65,9 +65,9 @@ class SumWatch:
 
 
 def is_divided_again(step: RecordedStep, num_ranks: int, micro_batches: int) -> bool:
-    """Whether the loss is a mean that was divided by the number of ranks, beside that of micro-batches.
+    """Returns True if the loss is a mean that was divided by the number of ranks besides that of micro-batches.
 
-    Half a squared error is not taken for one of two ranks.
+    Half a squared error is not counted as a division by two ranks.
     """
     divisor = divisor_of_mean(step)
     is_half = divisor == 2 and any(isinstance(each, Operation) and each.name == "mse_loss" for each in step.program)
@@ -75,7 +75,7 @@ def is_divided_again(step: RecordedStep, num_ranks: int, micro_batches: int) -> 
 
 
 def divisor_of_mean(step: RecordedStep) -> float | None:
-    """What the loss of a step is divided by after a mean over the batch of one rank; None if it is no such mean."""
+    """Returns the divisor of a loss after its mean over the batch of one rank; None without one."""
     made_by = {number: each for each in step.program if isinstance(each, Operation) for number in each.outputs}
     last = next((each for each in reversed(step.program) if isinstance(each, Backward)), None)
     slot, divisor = last.slot if last else None, 1.0

@@ -1,4 +1,4 @@
-"""What one rank reports of its copy of the model: checksums of weights, gradients, buffers; hyperparameters."""
+"""Reports of one rank on its copy of the model: checksums of weights, gradients, buffers; hyperparameters."""
 
 from __future__ import annotations
 
@@ -21,25 +21,30 @@ from trainwright.doctor.facts.ranks import FOLDS, RankStep, WeightsChange
 from trainwright.doctor.measure.ranks.compare import is_power_of_two
 from trainwright.doctor.measure.ranks.exchange import Meeting
 
-EARLY, EVERY, RARELY = (1, 2, 3, 4, 6, 8, 12, 24), 16, 64
-"""Steps that every rank reports; also every 16th, after 512 every 64th: known to all without an exchange. Steps 12, 16
-and 24 are the first three rows of at least 4 steps each, which show a straggler.
+EARLY_STEPS = (1, 2, 3, 4, 6, 8, 12, 24)
+"""Steps that every rank reports without an agreement. Also every INTERVAL_STEPS-th, after step 512 every 64th.
+
+Steps 12, 16 and 24 are the first three rows of at least 4 steps each, which show a straggler.
 """
-ALWAYS, MAX_FRACTION = 64, 0.01
-"""After so many updates checksums of the weights are kept until the next one; then for this fraction of the time."""
+INTERVAL_STEPS = 16
+LATER_INTERVAL_STEPS = 64
+CHECKED_UPDATES = 64
+"""After each of the first updates, checksums of the weights are kept until the next one."""
+MAX_TIME_FRACTION = 0.01
+"""Fraction of the time that later checksums may take."""
 
 T = TypeVar("T")
 KnownSums = Callable[[], Sequence[int | None]]
-"""Returns checksums as ``Checksums`` does; None where a tensor is not there, or need not be the same on all ranks."""
+"""Returns checksums as ``Checksums`` does; None for a missing tensor, or one that may differ between ranks."""
 
 
 def is_due(step: int) -> bool:
-    """Whether the ranks report this step."""
-    return step in EARLY or step % (EVERY if step < 512 else RARELY) == 0
+    """Returns True if the ranks report this step."""
+    return step in EARLY_STEPS or step % (INTERVAL_STEPS if step < 512 else LATER_INTERVAL_STEPS) == 0
 
 
 class RowSums(NamedTuple):
-    """What reads the checksums of a row. Those of gradients are of each update of the step."""
+    """Functions that read the checksums of a row. Gradients have one for each update of the step."""
 
     weights: Checksums
     gradients: Sequence[Checksums]
@@ -50,9 +55,9 @@ class RowSums(NamedTuple):
 
 
 class Replica:
-    """The model of this rank. ``is_split``: it holds a part of the whole, and no checksums are compared.
+    """The model of this rank. ``is_split``: the model is sharded, and no checksums are compared.
 
-    ``has_own_data``: no other rank computes with the same samples and random numbers on purpose.
+    ``has_own_data``: no other rank is meant to use the same samples and random numbers.
     """
 
     def __init__(self, subject: LiveObjects, *, is_split: bool = False) -> None:
@@ -64,33 +69,33 @@ class Replica:
         self.has_own_data = not any(divides_layers(root) for root in subject.roots)
         self._buffers_at_begin = self._buffers()()
         self._since: tuple[int, Checksums] | None = None  # weights after the last update
-        self._pairs: list[tuple[int, Checksums, Checksums]] = []  # after an update and before the next
+        self._pairs: list[tuple[int, Checksums, Checksums]] = []  # after an update, and before the next one
         self._cost_s = 0.0
 
     def meeting(self) -> Meeting:
-        """What this rank is compared by, where nothing guarantees that all ranks do the same."""
+        """Returns the meeting of this rank, which identifies comparable ranks."""
         shapes = repr([(name, *p.shape) for name, p in zip(self.names, self.parameters)])
         begun = distributed.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
         return Meeting(folded_names(self.names), hashlib.sha256(shapes.encode()).hexdigest()[:16], begun)
 
     def first_row(self, rank: int) -> RankStep:
-        """The state at the begin."""
+        """Returns the row of the initial state."""
         return RankStep(rank=rank, step=0, weights=() if self.is_split else folded(self._weights()()))
 
     def gradients(self, optimizer: Optimizer) -> Checksums:
-        """Of those parameters that ``optimizer`` updates; 0 for the others, and where there is none."""
+        """Returns checksums of the gradients that ``optimizer`` uses; 0 for other parameters."""
         if self.is_split:
             return no_checksums
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return start_checksums([p.grad if id(p) in owned else None for p in self.parameters])
 
     def groups(self) -> tuple[dict[str, float], ...]:
-        """The numbers in the optimizers' parameter groups."""
+        """Returns the numbers in the optimizers' parameter groups."""
         groups = [group for optimizer in self._subject.optimizers for group in optimizer.param_groups]
         return tuple(_numbers_in(group) for group in groups[:8])
 
     def moments(self) -> KnownSums:
-        """Of what the optimizers keep of each parameter."""
+        """Returns checksums of the optimizer state of each parameter."""
         if self.is_split:
             return no_checksums
         kept: list[list[Tensor]] = []
@@ -106,9 +111,9 @@ class Replica:
         return by_parameter
 
     def after_update(self, step: int, step_s: float, *, is_due: bool = False) -> Checksums:
-        """What reads the checksums of the weights, where the step is due or they are kept."""
-        every = max(1, math.ceil(2 * self._cost_s / (MAX_FRACTION * max(step_s, 1e-6))))
-        keeps = step <= ALWAYS or step % every == 0
+        """Starts checksums of the weights if the step is due or they are kept. Returns a function that reads them."""
+        every = max(1, math.ceil(2 * self._cost_s / (MAX_TIME_FRACTION * max(step_s, 1e-6))))
+        keeps = step <= CHECKED_UPDATES or step % every == 0
         if self.is_split or not (keeps or is_due):
             return no_checksums
         begin_s = time.perf_counter()
@@ -118,8 +123,8 @@ class Replica:
         return weights
 
     def buffers(self, *, without_statistics: bool) -> KnownSums:
-        """Of the buffers without the running statistics of norms, which training does not read; or of those that have
-        not changed since the start.
+        """Returns checksums of the buffers without running statistics, or of those that have not changed since the
+        start.
         """
         if self.is_split:
             return no_checksums
@@ -130,7 +135,7 @@ class Replica:
         return lambda: [now if now == then else None for now, then in zip(read(), begin)]
 
     def before_update(self, *, is_due: bool = False) -> Checksums:
-        """Compare the weights with those after the last update, where these were kept; read them if ``is_due``."""
+        """Compares the weights with those after the last update, if these were kept. Reads them if ``is_due``."""
         if self.is_split or (self._since is None and not is_due):
             return no_checksums
         weights = self._weights()
@@ -140,7 +145,7 @@ class Replica:
         return weights
 
     def changes(self, step: int) -> list[WeightsChange]:
-        """Weights that changed between two updates before ``step``; of each pair of updates the first few."""
+        """Returns weights that changed between two updates before ``step``, the first few of each interval."""
         done = [each for each in self._pairs if each[0] < step]
         self._pairs = [each for each in self._pairs if each[0] >= step]
         found: list[WeightsChange] = []
@@ -151,7 +156,7 @@ class Replica:
         return found
 
     def completed(self, row: RankStep, sums: RowSums) -> RankStep:
-        """The row with its checksums."""
+        """Returns the row with its checksums."""
         inputs = sums.inputs() if self.has_own_data else []
         return replace(
             row,
@@ -171,18 +176,18 @@ class Replica:
 
 
 def folded(sums: Sequence[int]) -> tuple[int, ...]:
-    """At most FOLDS numbers: neighbours are added up, as integers of 64 bits."""
+    """Returns at most FOLDS numbers, sums of neighbours modulo 2**64."""
     return tuple((sum(run) + 2**63) % 2**64 - 2**63 for run in _runs(sums))
 
 
 def folded_known(sums: Sequence[int | None]) -> tuple[int | None, ...]:
-    """The same; None if one of those that are added up is not known."""
+    """Returns the same sums; None if one of the summands is not known."""
     known = folded([each or 0 for each in sums])
     return tuple(None if None in run else each for run, each in zip(_runs(sums), known))
 
 
 def folded_names(names: Sequence[str]) -> tuple[str, ...]:
-    """What each number of ``folded`` is of."""
+    """Returns the names that belong to the numbers of ``folded``."""
     return tuple(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in _runs(names))
 
 
@@ -192,12 +197,12 @@ def _runs(values: Sequence[T]) -> list[Sequence[T]]:
 
 
 def _is_statistic(module: nn.Module, name: str) -> bool:
-    """Whether a buffer is a running statistic of a norm."""
+    """Returns True if a buffer is a running statistic of a normalization."""
     is_tracked = bool(getattr(module, "track_running_stats", False))
     return is_tracked and name in ("running_mean", "running_var", "num_batches_tracked")
 
 
 def _numbers_in(group: Mapping[str, object]) -> dict[str, float]:
-    """The hyperparameters of a parameter group that are numbers."""
+    """Returns the numeric hyperparameters of a parameter group."""
     values = {n: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for n, v in group.items()}
     return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}

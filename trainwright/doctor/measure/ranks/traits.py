@@ -1,4 +1,4 @@
-"""What a rank does in a step, in a few words: replicas do the same, whatever their data are."""
+"""Describes the operations of a rank in a step. Replicas are the same whatever their data are."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from trainwright.recorder.program import Call, ClipGradients, Instruction, Multiply, Operation, RecordedStep, alive
 
-_LONGEST = 160
+_MAX_LENGTH = 160
 
 
 def traits_of(step: RecordedStep) -> dict[str, str]:
-    """By name: modes of the modules, precision, loss, and what changes the gradients; {} where nothing was recorded."""
+    """Returns by name: module modes, precision, loss, and operations on gradients; {} without a recording."""
     program = alive(step.program)
     calls = [each for each in program if isinstance(each, Call)]
     if not calls:
@@ -21,8 +21,8 @@ def traits_of(step: RecordedStep) -> dict[str, str]:
         "modes": f"{sum(modes)} of {len(modes)} modules in training mode",
         "trained weights": f"{sum(wanted)} of {len(wanted)}",
         "precision": " and ".join(dict.fromkeys(_precision(call) for call in calls)),
-        "loss": " ".join(losses)[:_LONGEST],
-        "changes of the gradients": ", ".join(_changes(program))[:_LONGEST] or "none",
+        "loss": " ".join(losses)[:_MAX_LENGTH],
+        "changes of the gradients": ", ".join(_changes(program))[:_MAX_LENGTH] or "none",
     }
 
 

@@ -1,4 +1,4 @@
-"""Base of the listeners that look inside of the models in a few steps, while the loop itself runs them."""
+"""Base class of listeners that examine the modules in a few steps of the live loop."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.modules import ModuleStack
 
-EARLY = frozenset({1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64})
-"""Steps that are looked at. Later it is one in EVERY: about 10 us for each module then."""
-EVERY, UNTIL, LATER_EVERY = 32, 512, 128
-"""Steps that are looked at: these, then every 32nd until step 512, then every 128th."""
+EARLY_STEPS = frozenset({1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64})
+"""Examined steps. After them, every INTERVAL_STEPS-th step is examined until FREQUENT_UNTIL_STEP."""
+INTERVAL_STEPS = 32
+FREQUENT_UNTIL_STEP = 512
+LATER_INTERVAL_STEPS = 128
+"""Interval of examined steps after FREQUENT_UNTIL_STEP. An examination takes about 10 us for each module."""
 MAX_PASSES = 128
-"""Of a step: in a loop that calls its model again and again, these tell as much as all."""
+"""Maximum number of examined passes per step. More passes through the same model add no information."""
 
 
-class LookingProbe(Probe):
-    """Keeps hooks on all modules during the training passes of the steps that are looked at.
+class ModuleProbe(Probe):
+    """Keeps hooks on all modules during the training passes of examined steps.
 
-    A compiled model is not hooked: it would be compiled again; and of a sharded one a rank has only a part.
-    ``is_hooked``: the pass that runs, or was the last, is looked at.
+    A compiled model is not hooked, because it would be compiled again. A sharded model is not hooked, because each rank
+    has only a part. ``is_hooked``: the current or last pass is examined.
     """
 
     def __init__(self, watched: WatchedObjects) -> None:
@@ -48,16 +50,16 @@ class LookingProbe(Probe):
         self.stack = self._stack.paths
 
     def begin(self, site: WatchSite) -> None:
-        """Nothing to do before the first step."""
+        """Called before the first step."""
 
     def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """A module is called in a step that is looked at."""
+        """A module is called in an examined step."""
 
     def left(self, path: str, module: nn.Module, output: object) -> None:
-        """The same call is over; ``output`` is None where it raised."""
+        """The call has ended. ``output`` is None if it raised."""
 
     def ended(self, step: RecordedStep) -> None:
-        """A step that was looked at is over."""
+        """An examined step has ended."""
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if self._is_following:
@@ -100,8 +102,8 @@ class LookingProbe(Probe):
             self.looks += 1
             self.step = step.step
             self.ended(step)
-        every = EVERY if self._closed <= UNTIL else LATER_EVERY
-        is_due = self._closed + 1 in EARLY or (self._closed >= 64 and self._closed % every == 0)
+        every = INTERVAL_STEPS if self._closed <= FREQUENT_UNTIL_STEP else LATER_INTERVAL_STEPS
+        is_due = self._closed + 1 in EARLY_STEPS or (self._closed >= 64 and self._closed % every == 0)
         self.is_looking = not self._is_off and is_due
 
     def end(self, error: BaseException | None) -> None:
@@ -113,6 +115,6 @@ class LookingProbe(Probe):
 
 
 def rows_of(tensor: Tensor, most: int = 8) -> Tensor:
-    """The first rows, one dimension each."""
+    """Returns the first rows, each flattened to one dimension."""
     rows = tensor.detach()[:most]
     return rows.reshape(len(rows), -1)

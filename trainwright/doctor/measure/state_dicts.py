@@ -1,4 +1,4 @@
-"""The states that a loop keeps."""
+"""Tracks results of ``state_dict()`` that a loop holds."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.runs.json_values import Facts, strict
 
-REMEMBERED = 64
-COMPARED = 4
-"""Tensors of a dictionary that are compared: an update changes all of them."""
-OLD = 20
-"""Steps that a dictionary that is only kept must be old, if it is the only one: else it is a variable left over."""
+MAX_STATES = 64
+TENSORS_COMPARED = 4
+"""Number of tensors that are compared. An update changes all of them."""
+MIN_AGE_STEPS = 20
+"""Minimum age in steps of the only state that is held to the end. A newer one may be a leftover variable."""
 
 
 @dataclass
 class _Taken:
-    """A dictionary of live tensors. ``is_done``: what it held then was copied or saved."""
+    """A dictionary of live tensors. ``is_done``: it was already copied or saved with its original values."""
 
     state: weakref.ref[dict[str, object]]
     tensors: tuple[Tensor, ...]
@@ -38,7 +38,7 @@ class _Taken:
 
 
 class KeptStates(Probe):
-    """Remembers the dictionaries that ``state_dict`` of a watched model returned, and what is done with them."""
+    """Records the dictionaries that ``state_dict`` of a watched model returned, and their use."""
 
     name = KeptFacts.experiment
 
@@ -55,10 +55,12 @@ class KeptStates(Probe):
         if not isinstance(state, dict) or type(state) is dict or not any(module is root for root in self._roots):
             return
         live = {p.data_ptr() for p in module.parameters()}
-        held = tuple(each for each in state.values() if isinstance(each, Tensor) and each.data_ptr() in live)[:COMPARED]
+        held = tuple(each for each in state.values() if isinstance(each, Tensor) and each.data_ptr() in live)[
+            :TENSORS_COMPARED
+        ]
         if held:
             self._num_taken += 1
-            self._taken = [each for each in self._taken if each.state() is not None][-REMEMBERED:]
+            self._taken = [each for each in self._taken if each.state() is not None][-MAX_STATES:]
             versions = sum(each._version for each in held)
             self._taken.append(_Taken(weakref.ref(state), held, versions, self._steps, caller()))
 
@@ -79,7 +81,7 @@ class KeptStates(Probe):
                 each.is_done = True
                 return
         inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-        for one in list(inner)[:REMEMBERED] if depth else ():
+        for one in list(inner)[:MAX_STATES] if depth else ():
             self._use(one, how, depth - 1)
 
     def _note(self, taken: _Taken, how: str) -> None:
@@ -88,9 +90,9 @@ class KeptStates(Probe):
             self.urgent = True
 
     def end(self, error: BaseException | None) -> None:
-        """What still exists was kept for what comes after the loop, if it is older than the last few of its kind."""
+        """States that still exist were kept for use after the loop, if they are older than the last few."""
         steps = [each.step for each in self._taken]
-        usual = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else OLD / 1.5
+        usual = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else MIN_AGE_STEPS / 1.5
         for each in self._taken:
             if each.state() is not None and self._steps - each.step > 1.5 * max(usual, 1):
                 self._note(each, "")

@@ -1,7 +1,7 @@
-"""Recorded steps as JSON values and tensors, and back. What is read is only data: nothing in it can be executed.
+"""Serializes recorded steps as JSON values and tensors, and reads them back without executing anything.
 
 A container or leaf that JSON does not have is a list that begins with a tag: ``["tuple", 1, 2]``. Torch functions are
-written by name, and names are looked up only in torch's own table of functions that can be overridden.
+written by name, and names are looked up only in torch's own table of overridable functions.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from trainwright.recorder.program import (
 from trainwright.recorder.user_types import Kwargs, TorchFunction
 from trainwright.runs.json_values import Facts
 
-ALIGNED = 64
-"""The alignment of torch's allocations in bytes. Kernels may sum in another order at other addresses."""
-SPREAD = 4
-"""A view whose memory is larger than this many times the view is written as its elements only."""
+ALIGNMENT_BYTES = 64
+"""Alignment of torch's allocations in bytes. Kernels may sum in another order at other addresses."""
+MAX_VIEW_MEMORY_RATIO = 4
+"""If the memory of a view exceeds the view by this factor, only the elements of the view are written."""
 _INSTRUCTIONS: dict[str, type[Instruction]] = {
     "Call": Call,
     "Operation": Operation,
@@ -50,10 +50,10 @@ _INSTRUCTIONS: dict[str, type[Instruction]] = {
     "Clip": ClipGradients,
     "Step": OptimizerStep,
 }
-"""By the names that they have on disk."""
+"""By their names on disk."""
 _NOT_WRITTEN = ("function", "held")
 _NAMES = {each: name for name, each in _INSTRUCTIONS.items()}
-_TAKES_CODE = frozenset(
+_CALLABLE_ARGUMENTS = frozenset(
     {"apply_", "map_", "map2_", "register_hook", "register_post_accumulate_grad_hook", "set_", "module_load"}
 )
 
@@ -78,7 +78,7 @@ class Lost:
 
 @cache
 def _functions() -> dict[str, TorchFunction]:
-    """Torch's public functions of tensors by name, without those that take a callable; and our own."""
+    """Returns torch's public functions of tensors by name, without those that take a callable, and Trainwright's."""
     every = [function for group in get_overridable_functions().values() for function in group]
     named = {_name_of(function): function for function in every}
     return {name: function for name, function in named.items() if _is_harmless(name)} | _OURS
@@ -94,7 +94,7 @@ def _name_of(function: TorchFunction) -> str:
 
 def _is_harmless(name: str) -> bool:
     own = name.removesuffix(".__get__").split(".")[-1]
-    return own not in _TAKES_CODE and (not own.startswith("_") or own in _OPERATORS)
+    return own not in _CALLABLE_ARGUMENTS and (not own.startswith("_") or own in _OPERATORS)
 
 
 _OPERATORS = {f"__{prefix}{name}__" for name in (
@@ -106,7 +106,7 @@ _OPERATORS = {f"__{prefix}{name}__" for name in (
 
 @dataclass
 class Writer:
-    """Writes values; ``lost`` says what could not be written. ``numbers`` maps the id of a parameter to its number."""
+    """Writes values. ``lost`` lists what could not be written. ``numbers`` maps the id of a parameter to its number."""
 
     numbers: Mapping[int, int]
     lost: list[str] = field(default_factory=list)
@@ -132,7 +132,7 @@ class Writer:
         return {"is": name, **stored}
 
     def value(self, value: object, where: str) -> object:
-        """Writes any value of a program, a snapshot or a record. ``where`` names its place for ``lost``."""
+        """Writes any value of a program, a snapshot or a record. ``where`` is its location, for ``lost``."""
         match value:
             case Constant():
                 return self._constant(value, where)
@@ -173,22 +173,27 @@ class Writer:
         return ["constant", self._tensor(tensor, where), tensor.requires_grad]
 
     def _tensor(self, tensor: Tensor, where: str) -> list[object]:
-        """The elements in the order of memory, and the offset of the first from an aligned address."""
+        """Returns the elements in memory order, and the offset of the first from an aligned address."""
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.is_quantized or tensor.is_meta:
             self.lost.append(f"{where} hold a {type(tensor).__qualname__}, which is more than a tensor")
         tensor, on_device = tensor.detach(), tensor.device.type != "cpu"
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return ["tensor", tensor, 0, on_device]
-        begins = tensor.data_ptr() % ALIGNED // tensor.element_size()
+        begins = tensor.data_ptr() % ALIGNMENT_BYTES // tensor.element_size()
         span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-        if tensor.is_contiguous() or tensor.is_complex() or not tensor.numel() or span > SPREAD * tensor.numel():
+        if (
+            tensor.is_contiguous()
+            or tensor.is_complex()
+            or not tensor.numel()
+            or span > MAX_VIEW_MEMORY_RATIO * tensor.numel()
+        ):
             return ["tensor", tensor, begins, on_device]
         flat = tensor.as_strided((span,), (1,))
         return ["view", flat, begins, on_device, list(tensor.shape), list(tensor.stride())]
 
 
 class Reader:
-    """Reads what a Writer wrote. Raises ValueError, TypeError and the like for anything else.
+    """Reads the output of a Writer. Raises ValueError, TypeError and the like for anything else.
 
     ``whole``: nothing was lost, so every function has a name.
     """
@@ -211,7 +216,7 @@ class Reader:
         return self._construct(cls, arguments)
 
     def _construct(self, cls: type[T], arguments: Kwargs) -> T:
-        own_class: type = cls  # mypy takes no type[T] for hashable
+        own_class: type = cls  # mypy accepts no type[T] for hashable
         hints = _hints(own_class)
         if arguments.keys() != hints.keys():
             raise ValueError(f"a {cls.__name__} does not have the fields {sorted(arguments.keys() ^ hints.keys())}")
@@ -221,7 +226,7 @@ class Reader:
         return cls(**arguments)
 
     def value(self, stored: object) -> Any:
-        """The inverse of ``Writer.value``."""
+        """Reads a value. The inverse of ``Writer.value``."""
         if not isinstance(stored, list):
             if stored is None or type(stored) in (bool, int, float, str):
                 return stored
@@ -269,8 +274,8 @@ class Reader:
         shape: Sequence[int] | None = None,
         stride: Sequence[int] = (),
     ) -> Tensor:
-        """A tensor with its own memory, at the same offset from an aligned address as the recorded one."""
-        if not isinstance(tensor, Tensor) or type(begins) is not int or not 0 <= begins < ALIGNED:
+        """Returns a tensor with its own memory, at the same offset from an aligned address as the recorded one."""
+        if not isinstance(tensor, Tensor) or type(begins) is not int or not 0 <= begins < ALIGNMENT_BYTES:
             raise ValueError("a tensor is missing")
         if on_device and self._device.type != "cpu":
             tensor = tensor.to(self._device)
@@ -292,7 +297,7 @@ def _lost_function(*args: object, **kwargs: object) -> None:
 
 
 def function_of(name: object) -> TorchFunction:
-    """The torch function of that name. Raises ValueError for a name that is not in torch's own table."""
+    """Returns the torch function of that name. Raises ValueError for a name that is not in torch's table."""
     if not isinstance(name, str) or name not in _functions():
         raise ValueError(f"{name!r} is no public function of torch that a step could have called")
     return _functions()[name]
@@ -306,7 +311,7 @@ def _hints(cls: type) -> dict[str, object]:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Whether a value is what an annotation says, as deep as it says it."""
+    """Returns True if a value matches an annotation, as deep as the annotation specifies."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or origin is Callable or hint is Callable or origin is typing.get_origin(Callable[..., Any]):
         return True

@@ -1,4 +1,4 @@
-"""Checks of the user's own, judged by what a run has recorded of them."""
+"""Evaluates the recorded results of user-defined checks."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from trainwright.doctor.context import RunContext, by_experiment
 from trainwright.doctor.finding import make_finding
 from trainwright.runs.records import Examined, construct
 
-OWN = "own."
-"""What their codes begin with, which are also the names of their experiments."""
+USER_CHECK_PREFIX = "own."
+"""Prefix of their codes, which are also the names of their experiments."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnCheckFacts:
-    """One call of the user's function. ``statement`` is its docstring; ``broken`` what it returned: None, or a text."""
+class UserCheckFacts:
+    """One call of a user-defined check. ``statement`` is its docstring, ``broken`` its result: None, or a text."""
 
     statement: str
     broken: str | None
 
 
-def own_states(run: RunContext) -> Iterator[tuple[str, list[Result]]]:
-    """The code and the results of each check of the user's own that was made in this run."""
+def user_check_results(run: RunContext) -> Iterator[tuple[str, list[Result]]]:
+    """Yields the code and the results of each user-defined check in this run."""
     for code, outcomes in sorted(by_experiment(run.records).items()):
-        if code.startswith(OWN):
-            yield code, [_judged(code, outcomes)]
+        if code.startswith(USER_CHECK_PREFIX):
+            yield code, [_result(code, outcomes)]
 
 
-def _judged(code: str, outcomes: list[Examined]) -> Result:
-    seen = [(each.step, construct(OwnCheckFacts, each.values)) for each in outcomes if "blind" not in each.values]
+def _result(code: str, outcomes: list[Examined]) -> Result:
+    seen = [(each.step, construct(UserCheckFacts, each.values)) for each in outcomes if "blind" not in each.values]
     broken = [(step, facts) for step, facts in seen if facts.broken is not None]
     if not seen:
         return NotApplicable(str(outcomes[-1].values["blind"]))
@@ -43,8 +43,8 @@ def _judged(code: str, outcomes: list[Examined]) -> Result:
         "warning",
         step,
         symptom=str(facts.broken),
-        cause=f"expected: {facts.statement}" if facts.statement else "a check of your own found it",
-        remedy="see the check: it is your own function, given as checks=[...]",
+        cause=f"expected: {facts.statement}" if facts.statement else "one of your checks found it",
+        remedy="see the check: it is the function of yours that is passed in checks=[...]",
         sure=0.9,
         since_step=since,
         evidence=[("replayed steps in which it was found", len(broken), 0), ("replayed steps", len(seen))],

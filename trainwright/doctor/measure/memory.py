@@ -1,4 +1,4 @@
-"""Memory that a run does not release: graphs, outputs, pages of the data in the workers."""
+"""Measures memory that a run does not release: graphs, outputs, unshared pages of the workers."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Kwargs, Loader
 from trainwright.runs.json_values import Facts, strict
 
-REMEMBERED = 64
-YOUNG = 3  # steps for which a loop may well keep its last losses
+MAX_STEPS_TRACKED = 64
+RECENT_STEPS = 3  # recent steps whose losses a loop may hold
 MAX_NODES = 20_000
 
 
 class _Mark:
-    """Is put into the metadata of a node of a graph and so lives as long as the node."""
+    """A marker in the metadata of an autograd node. It lives as long as the node."""
 
 
 class Memory(Probe):
-    """Keeps nothing alive: weak references show what the loop still holds."""
+    """Tracks with weak references which graphs and outputs the loop still holds."""
 
     name = MemoryFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._losses: deque[tuple[int, weakref.ref[Tensor], weakref.ref[_Mark]]] = deque(maxlen=REMEMBERED)
-        self._outputs: deque[tuple[int, weakref.ref[Tensor]]] = deque(maxlen=REMEMBERED)
+        self._losses: deque[tuple[int, weakref.ref[Tensor], weakref.ref[_Mark]]] = deque(maxlen=MAX_STEPS_TRACKED)
+        self._outputs: deque[tuple[int, weakref.ref[Tensor]]] = deque(maxlen=MAX_STEPS_TRACKED)
         self._steps = 0
-        self._rests = False  # a leak shows in every fourth step as well
+        self._rests = False  # every fourth step is enough to see a leak
         self._graphs: list[GraphSize] = []
         self._counted_at = 0
-        self._newest = self._newest_before = -1  # numbers of the last nodes of this step, and of the one before
+        self._newest = self._newest_before = -1  # last sequence numbers of this step and of the previous one
         self._loader: Loader | None = None
         self._iterator: Callable[[], object] = lambda: None
         self._private: list[float] = []
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
-        """The workers do not exist yet; ``values`` reads them from the iterator."""
+        """The workers do not exist yet. ``values`` reads them from the iterator later."""
         context = getattr(loader, "multiprocessing_context", None) or multiprocessing.get_context()
         if getattr(loader, "num_workers", 0) and context.get_start_method() == "fork":
             self._loader, self._iterator, self._private = loader, weakref.ref(iterator), []
@@ -75,15 +75,15 @@ class Memory(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps, self._newest_before = step.step, self._newest
-        self._rests = step.step > REMEMBERED and step.step % 4 > 0
+        self._rests = step.step > MAX_STEPS_TRACKED and step.step % 4 > 0
 
     def values(self) -> Facts | None:
         workers = getattr(self._iterator(), "_workers", None) or ()
         private = [_private_bytes(worker.pid) for worker in workers]
         if private and all(private):
             self._private = [*self._private[:1], sum(private) / len(private)]
-        old = [each for each in self._losses if each[0] < self._steps - YOUNG]
-        outputs = [tensor() for step, tensor in self._outputs if step < self._steps - YOUNG]
+        old = [each for each in self._losses if each[0] < self._steps - RECENT_STEPS]
+        outputs = [tensor() for step, tensor in self._outputs if step < self._steps - RECENT_STEPS]
         with_graph = [each for each in outputs if each is not None and each.grad_fn is not None]
         facts = MemoryFacts(
             old_losses=len(old),
@@ -100,7 +100,7 @@ class Memory(Probe):
 
 
 def _count(node: Node) -> tuple[int, int]:
-    """The nodes of the graph behind this one, up to MAX_NODES: how many, and the lowest number in order of making."""
+    """Returns the number of nodes of the graph behind this one, up to MAX_NODES, and their lowest sequence number."""
     seen, todo = {node}, [node]
     while todo and len(seen) < MAX_NODES:
         for other, _ in todo.pop().next_functions:
@@ -118,7 +118,7 @@ def _private_bytes(pid: int) -> float:
 
 
 def _python_objects(dataset: object, depth: int = 4) -> int:
-    """The number of items in the lists and dicts of a dataset, and of those that it wraps."""
+    """Returns the number of items in lists and dicts of a dataset, and of the datasets that it wraps."""
     values = getattr(dataset, "__dict__", {}).values() if depth else ()
     held = sum(_items(value) for value in values if isinstance(value, list | tuple | dict))
     inner = [each for value in values for each in (value if isinstance(value, list) and len(value) < 64 else [value])]
@@ -126,7 +126,7 @@ def _python_objects(dataset: object, depth: int = 4) -> int:
 
 
 def _items(value: list[object] | tuple[object, ...] | dict[object, object]) -> int:
-    """The items, and those within them by the first one."""
+    """Returns the number of items, including nested ones estimated from the first item."""
     first = next(iter(value.values() if isinstance(value, dict) else value), None)
     inner = len(first) if isinstance(first, list | tuple | dict) and isinstance(first, Sized) else 0
     return len(value) * (1 + inner)

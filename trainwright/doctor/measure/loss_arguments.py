@@ -1,4 +1,4 @@
-"""The arguments of a loss function, and other predictions and targets in their place."""
+"""Arguments of loss functions, and the loss of other predictions and targets."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ CLASSES = frozenset({"cross_entropy", "nll_loss", CHUNKED})
 BINARY = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
 DISTANCES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 SQUARED = "squared error"
-MAX_ROWS, MAX_COLUMNS, MAX_CLASSES = 256, 1024, 65536
-"""Of a call that are measured: samples, values of each, and classes."""
+MAX_ROWS = 256
+MAX_COLUMNS = 1024
+"""Maximum number of values per sample that are measured."""
+MAX_CLASSES = 65536
 BOUNDS = {
     "SigmoidBackward0": ("sigmoid", 0.0, 1.0),
     "SoftmaxBackward0": ("softmax", 0.0, 1.0),
@@ -26,7 +28,7 @@ BOUNDS = {
     "ReluBackward0": ("relu", 0.0, math.inf),
     "SoftplusBackward0": ("softplus", 0.0, math.inf),
 }
-"""Functions with bounded values, by the name of their node in the graph."""
+"""Functions with bounded values, by the name of their autograd node."""
 _MOVES = (
     "View", "Squeeze", "Unsqueeze", "Reshape", "Permute", "Slice", "Select", "Transpose", "TBackward", "ToCopy",
     "Clone", "Alias", "UnsafeView", "Index", "Expand",
@@ -34,7 +36,7 @@ _MOVES = (
 
 
 def made_by(x: Tensor, names: tuple[str, ...]) -> Node | None:
-    """The node of the graph that computed ``x``, looking through views and copies, if it has one of these names."""
+    """Returns the autograd node that computed ``x``, behind views and copies, if it has one of these names."""
     node = x.grad_fn
     for _ in range(8):
         if node is None or type(node).__name__ in names:
@@ -46,7 +48,7 @@ def made_by(x: Tensor, names: tuple[str, ...]) -> Node | None:
 
 
 def is_simplex(x: Tensor, dim: int) -> bool:
-    """Whether all rows along ``dim`` are probabilities: none is negative, and their sum is 1."""
+    """Returns True if all rows along ``dim`` are probabilities: none is negative, and they sum to 1."""
     if not x.is_floating_point() or not x.dim() or x.shape[dim] < 2 or x.numel() == 0:
         return False
     wide = x.detach().float()
@@ -55,7 +57,7 @@ def is_simplex(x: Tensor, dim: int) -> bool:
 
 
 def class_dim(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> int:
-    """The class dimension of the first argument of a loss or a softmax."""
+    """Returns the class dimension of the first argument of a loss or a softmax."""
     if name in ("cross_entropy", "nll_loss"):
         return min(1, x.dim() - 1)
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -66,7 +68,7 @@ def class_dim(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> int:
 class ComparedLoss:
     """Some rows of one call: predictions ``x`` and ``target``, both without a graph.
 
-    Shapes: (N, C) and (N,) for classes, of which -1 is ignored; the same shape otherwise.
+    Shapes: (N, C) and (N,) for classes, with -1 for ignored targets; otherwise equal shapes.
     """
 
     name: str
@@ -76,7 +78,7 @@ class ComparedLoss:
     rest: Kwargs
 
     def value(self, x: Tensor, target: Tensor) -> Tensor:
-        """The mean loss."""
+        """Returns the mean loss."""
         if self.name == SQUARED:
             return (x.double() - target.double()).square().mean()
         if self.name in CLASSES:
@@ -86,13 +88,13 @@ class ComparedLoss:
         return values.double().mean()
 
     def of_blank(self) -> Tensor:
-        """The loss of outputs of 0; of log-probabilities and probabilities that are all the same."""
+        """Returns the loss of outputs of 0, or of equal probabilities or log-probabilities."""
         if self.name == "nll_loss":
             return self.value(torch.full_like(self.x, -math.log(self.x.shape[1])), self.target)
         return self.value(torch.full_like(self.x, 0.5 if self.name == "binary_cross_entropy" else 0.0), self.target)
 
     def sums(self) -> tuple[Tensor, float | Tensor]:
-        """The sum of the targets, of classes their counts, and the number of targets."""
+        """Returns the sum of the targets (for classes, their counts) and the number of targets."""
         if self.name in CLASSES:
             kept = (self.target >= 0).double()
             counts = torch.zeros(self.x.shape[1], dtype=torch.float64, device=self.x.device)
@@ -102,7 +104,7 @@ class ComparedLoss:
         return self.target.double().sum(), self.target.numel()
 
     def of_constant(self, mean: Tensor) -> Tensor:
-        """The loss of the same prediction for all samples: the mean of targets, or the frequencies of classes."""
+        """Returns the loss of one constant prediction: the mean of the targets, or the class frequencies."""
         if self.name in CLASSES:
             return self.value(mean.clamp(min=1e-9).log().to(self.x).expand_as(self.x), self.target)
         if self.name in BINARY:
@@ -111,14 +113,14 @@ class ComparedLoss:
         return self.value(mean.to(self.x).expand_as(self.x).clone(), self.target)
 
     def of_shuffled(self) -> Tensor:
-        """The loss with the targets of other samples, the mean of two shifts."""
+        """Returns the loss with the targets of other samples, the mean of two shifts."""
         shifts = (len(self.target) // 3 + 1, len(self.target) // 2 + 1)
         return (
             self.value(self.x, self.target.roll(shifts[0], 0)) + self.value(self.x, self.target.roll(shifts[1], 0))
         ) / 2
 
     def varies(self) -> Tensor:
-        """Whether the targets are not all the same."""
+        """Returns a 0-d bool: True if the targets are not all equal."""
         first = self.target.flatten()[:1]
         kept = self.target >= 0 if self.name in CLASSES else torch.ones_like(self.target, dtype=torch.bool)
         reference = self.target.max() if self.name in CLASSES else first
@@ -126,7 +128,7 @@ class ComparedLoss:
 
 
 def compared(name: str, function: TorchFunction, args: Args, kwargs: Kwargs) -> ComparedLoss | None:
-    """Some rows of a call that compares predictions with targets; None for any other."""
+    """Returns some rows of a call that compares predictions with targets; None for any other call."""
     if name in CLASSES:
         return _of_classes(name, function, args, kwargs)
     if name not in BINARY | DISTANCES | {SQUARED}:
@@ -151,13 +153,13 @@ def _of_classes(name: str, function: TorchFunction, args: Args, kwargs: Kwargs) 
 
 
 def _part(x: Tensor) -> Tensor:
-    """Evenly spread samples; the first values of each."""
+    """Returns evenly spread samples, and the first values of each."""
     rows = x.detach()[:: max(1, -(-len(x) // MAX_ROWS))]
     return rows if rows[0].numel() <= MAX_COLUMNS else rows.flatten(1)[:, :MAX_COLUMNS]
 
 
 def room_within(loss: ComparedLoss, low: float, high: float) -> float:
-    """The fraction of the loss of equal scores that the best scores between these bounds gain."""
+    """Returns the improvement over equal scores that is possible within these bounds, as a fraction of their loss."""
     if loss.name in BINARY:
         best = loss.value((low + (min(high, 30.0) - low) * loss.target).to(loss.x), loss.target)
     else:
