@@ -102,8 +102,7 @@ class Plan:
     until an optimizer that is not built-in is made. An evaluation during the run takes ``evaluate_batches`` batches, 0
     for the full set; if ``evaluates_whole``, the full set is evaluated at the end. ``seconds`` is the wall-clock time
     that is left, by activity; ``ends_in_s`` is the deadline, if there is one. ``settled`` are values that the recipe
-    left
-    open and that were resolved before the model was built. ``header`` names every setting and its origin.
+    left open and that were resolved before the model was built. ``header`` names every setting and its origin.
     """
 
     device: str
@@ -294,10 +293,8 @@ def with_dry_run(
     ``precision`` is the recipe's. ``outputs`` is the last dimension of the model's output: an untrained classifier with
     this many classes has the loss ln(outputs). ``seconds`` is the time of one step's forward and backward, by precision
     and number of threads; ``thread_s`` is its processor time in the calling thread. The dry run times the first
-    precision
-    with every number of threads, every precision with one thread, and the mode of ``choose_mode``. If memory is short,
-    it
-    times only the first mode.
+    precision with every number of threads, every precision with one thread, and the mode of ``choose_mode``. If memory
+    is short, it times only the first mode.
     """
     threads, thread_notes = choose_threads(facts.threads, seconds)
     chosen, note = choose_precision(precision, facts.device, facts.low_precision, _of_one_thread(thread_s))

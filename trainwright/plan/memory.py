@@ -34,8 +34,7 @@ def memory_bytes(
     full gradients. The weights of one block that are gathered while it computes are not counted.
 
     An ``offloaded`` optimizer keeps nothing on the device. A custom optimizer counts as AdamW. Temporaries of kernels
-    and
-    of the framework are not counted.
+    and of the framework are not counted.
     """
     state = 0 if offloaded else optimizer_row(optimizer).values_per_weight(args)
     return {
