@@ -349,7 +349,12 @@ def test_a_choice_that_nobody_made_is_an_error_with_a_remedy() -> None:
 
 @pytest.mark.parametrize(
     ("ask", "message"),
-    [("blocks", "did you mean block"), ("12", "no size of memory"), ("0GiB", "no size"), ("twelve", "none, block")],
+    [
+        ("blocks", "did you mean block"),
+        ("12", "not a size of memory"),
+        ("0GiB", "not a size"),
+        ("twelve", "none, block"),
+    ],
 )
 def test_what_a_recipe_may_not_say(ask: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):

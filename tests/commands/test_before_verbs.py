@@ -157,15 +157,15 @@ def test_a_model_that_is_not_ready_is_no_puzzle_for_a_run(folder: Path, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "--memory=-1"], "no size of memory"),
-        (["plan", "--memory=nan"], "no size of memory"),
+        (["plan", "--memory=-1"], "not a size of memory"),
+        (["plan", "--memory=nan"], "not a size of memory"),
         (["plan", "--memory=0GiB"], "more than 0"),
         (["plan", "--device", "abacus"], "no device"),
         (["plan", "--devices", "none.yaml"], "cannot be read"),
         (["plan", "--devices", "odd_nets.py"], "YAML"),
         (["plan", "--device", "rtx4090", "--svg", "none/x.svg"], "cannot be written"),
         (["plan", "--device", "rtx4090", "--svg", "/dev/full"], "cannot be written"),
-        (["plan", "--set", "batch.micro=auto", "--set", "batch.accumulation=2"], "says micro already"),
+        (["plan", "--set", "batch.micro=auto", "--set", "batch.accumulation=2"], "contradicts accumulation"),
         (["graph", "--svg", "none/x.svg"], "cannot be written"),
         (["graph", "--depth", "0"], "--depth"),
         (["graph", "--nonsense"], "nonsense"),

@@ -158,9 +158,9 @@ def test_what_is_missing_is_said_before_the_first_step(tmp_path: Path, monkeypat
     ("alerts", "said"),
     [
         ({"webhook": "https://hooks.slack.com/services/S3CRET"}, r"name of an environment variable"),
-        ({"finding": "warning"}, "sent to nobody"),
-        ({"desktop": True, "no_step_for": "10steps"}, "must be a time"),
-        ({"desktop": True, "disk_below": "much"}, "no size of memory"),
+        ({"finding": "warning"}, "have no destination"),
+        ({"desktop": True, "no_step_for": "10steps"}, "must be a wall-clock time"),
+        ({"desktop": True, "disk_below": "much"}, "not a size of memory"),
     ],
 )
 def test_a_recipe_that_cannot_be_meant(alerts: dict[str, object], said: str) -> None:

@@ -12,7 +12,7 @@ from tests.rows import each_row
 from trainwright.errors import RecipeError
 from trainwright.plan.batch import BatchPlan, scale_lr, solve_batch
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
-from trainwright.plan.explain import held_in_words, human_bytes, human_seconds, preflight
+from trainwright.plan.explain import human_bytes, human_seconds, memory_in_words, preflight
 from trainwright.plan.make import (
     ResumedValues,
     RunFacts,
@@ -258,7 +258,7 @@ def test_memory_by_optimizer() -> None:
 def test_memory_counts_average_buffers_and_batch() -> None:
     more = memory_bytes("adamw", {}, parameters=100, trainable=60, activations=7, average=240, buffers=3, inputs=5)
     assert more == {"weights": 640, "gradients": 240, "optimizer": 480, "activations": 7, "buffers": 3, "inputs": 5}
-    assert held_in_words(more) == "about 1.34 KiB: " + ", ".join(
+    assert memory_in_words(more) == "about 1.34 KiB: " + ", ".join(
         ["weights 640 B", "buffers 3 B", "gradients 240 B", "optimizer 480 B", "activations 7 B", "inputs 5 B"]
     )
 

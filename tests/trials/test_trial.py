@@ -112,7 +112,7 @@ def test_a_trial_ends_when_the_process_that_started_it_is_killed(recipe: Path) -
 def test_a_folder_that_holds_something_else_is_not_removed(recipe: Path) -> None:
     folder = recipe.parent / "a"
     (folder / "checkpoints").mkdir(parents=True)
-    with pytest.raises(UsageError, match="no run that can be resumed"):
+    with pytest.raises(UsageError, match="not a run that can be resumed"):
         run_trial(recipe, [], folder)
     assert (folder / "checkpoints").is_dir()
 

@@ -137,7 +137,7 @@ def test_what_cannot_be_told_is_refused_before_the_loop(tmp_path: Path) -> None:
         watch(sinks=["tensorbord"])
     with pytest.raises(RecipeError, match="must be a list"):
         watch(sinks=3)
-    with pytest.raises(RecipeError, match="sent to nobody"):
+    with pytest.raises(RecipeError, match="have no destination"):
         watch(alerts={"loss_above": 3.0})
     with pytest.raises(UsageError, match="TOLD is not set"):
         watch(alerts={"webhook": "TOLD"})

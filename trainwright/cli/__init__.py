@@ -10,7 +10,7 @@ from contextlib import suppress
 from trainwright.cli import running, before, jobs, after, views  # isort: skip  (in the order of --help)
 from trainwright.cli.app import app
 from trainwright.cli.torchrun import leave_exit_code
-from trainwright.report.failure import INTERRUPTED
+from trainwright.report.failure import EXIT_INTERRUPTED
 
 __all__ = ["after", "app", "before", "jobs", "views", "main", "running"]
 
@@ -29,8 +29,8 @@ def main() -> None:
         raise SystemExit(141) from None  # the code of a program that SIGPIPE ended
     except SystemExit as end:
         leave_exit_code(end.code or 0, os.environ)
-        if end.code == INTERRUPTED:
+        if end.code == EXIT_INTERRUPTED:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(INTERRUPTED)
+            os._exit(EXIT_INTERRUPTED)
         raise

@@ -11,7 +11,7 @@ from pathlib import Path
 from trainwright.assembly.assemble import Parts
 from trainwright.errors import StorageError, TrainwrightError, text_of
 from trainwright.plan.devices import FRAGMENTATION_FRACTION, known_devices, load_devices
-from trainwright.plan.explain import held_in_words, human_bytes, human_seconds, step_in_words
+from trainwright.plan.explain import human_bytes, human_seconds, memory_in_words, step_in_words
 from trainwright.plan.layout import Option
 from trainwright.plan.make import Plan
 from trainwright.plan.parallel import in_one_process
@@ -62,7 +62,7 @@ class ShownPlan:
             "",
             *timeline_text(made.trace, device.usable_bytes, self.title),
             *memory_lines(made.trace),
-            f"if all were held at once {held_in_words({str(kind): size for kind, size in made.trace.held.items()})}",
+            f"if all were held at once {memory_in_words({str(kind): size for kind, size in made.trace.held.items()})}",
             "",
             *self._choice(),
             *(f"  {note.topic:<13} {note.choice}: {note.why}" for note in made.notes),

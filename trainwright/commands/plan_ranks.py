@@ -11,7 +11,7 @@ from trainwright.plan.devices import Device, known_devices, load_devices
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.make import Note
 from trainwright.plan.many_ranks import (
-    BUILT,
+    SUPPORTED_AXES,
     ManyRanks,
     Placement,
     best_of,
@@ -83,7 +83,7 @@ class RanksPlan:
         if self.best is self.written:
             return ()
         best = self.best
-        axes = {axis: getattr(best.degrees, axis) for axis in BUILT}
+        axes = {axis: getattr(best.degrees, axis) for axis in SUPPORTED_AXES}
         found = [f"parallel.{axis}={size}" for axis, size in axes.items() if size > 1]
         found += [f"batch.size={self.size}", f"batch.micro={best.micro}", "batch.accumulation=null"]
         return (*found, f"model.activation_checkpointing={best.policy}")
@@ -184,7 +184,9 @@ def on_ranks(
 
 def runnable(many: ManyRanks, loaded: Loaded, ranks: int) -> list[Placement]:
     """Return every layout on ``ranks`` ranks with which the engine can train the recipe."""
-    degrees = [each for each in layouts_of(ranks, many, BUILT) if is_trainable(loaded.recipe, each, many.shape)]
+    degrees = [
+        each for each in layouts_of(ranks, many, SUPPORTED_AXES) if is_trainable(loaded.recipe, each, many.shape)
+    ]
     return many.all(degrees, (loaded.recipe.parallel.zero,))
 
 

@@ -21,17 +21,17 @@ class BatchPlan:
     ranks: int = 1
 
 
-def batch_of(ask: Batch, own: UserBatches | None, *, ranks: int = 1) -> BatchPlan:
+def batch_of(ask: Batch, user_batches: UserBatches | None, *, ranks: int = 1) -> BatchPlan:
     """Return the batch plan of a recipe.
 
-    If the user's data come in batches (``own``), each has their size: ``size`` is then nominal, 1 if unknown.
+    If the user's data come in batches (``user_batches``), each has their size: ``size`` is then nominal, 1 if unknown.
 
     Raises RecipeError when the recipe contradicts itself.
     """
-    if own is None:
+    if user_batches is None:
         return solve_batch(ask.size, ask.micro, ask.accumulation, ranks=ranks)
-    size, joined = own.size or 1, ask.accumulation or 1
-    micro = size if ask.micro is None or ask.micro == "auto" or own.ready else min(ask.micro, size)
+    size, joined = user_batches.size or 1, ask.accumulation or 1
+    micro = size if ask.micro is None or ask.micro == "auto" or user_batches.ready else min(ask.micro, size)
     return BatchPlan(size * joined, micro, _ceil(size, micro) * joined, ranks)
 
 

@@ -12,9 +12,8 @@ class Checkpointing:
     """The activations that each of a model's repeated blocks keeps, in order. None means all of its activations.
 
     A tuple names the operator families (``"matmul"``, ``"attention"``, ``"gelu"``, ...) whose outputs are kept;
-    backward
-    recomputes the rest. ``()`` keeps only the block's input. ``"matmul:3"`` is only the fourth call of that family in
-    the block's forward pass.
+    backward recomputes the rest. ``()`` keeps only the block's input. ``"matmul:3"`` is only the fourth call of that
+    family in the block's forward pass.
     """
 
     blocks: tuple[tuple[str, ...] | None, ...]

@@ -39,7 +39,7 @@ def preflight(plan: Plan, now_s: float) -> list[str]:
     notes = [note for note in plan.notes if note.topic not in topics and note.why not in reasons]
     lines += [f"{note.topic:<11} {note.choice}: {note.why}" for note in notes]
     if plan.memory_bytes is not None:
-        lines.append(f"memory      tensors {held_in_words(plan.memory_bytes)}; the process comes on top")
+        lines.append(f"memory      tensors {memory_in_words(plan.memory_bytes)}; the process comes on top")
     if plan.step_s is not None:
         lines.append(f"time        {step_in_words(plan.step_s, plan.wait_s)}{_steps_in_time(plan)}: {STEP_TIME_SCOPE}")
     if plan.ends_in_s is not None:
@@ -67,7 +67,7 @@ def _length(plan: Plan) -> str:
     return f"{plan.extent.steps:,} steps, {epochs} epoch{'' if epochs == '1' else 's'}"
 
 
-def held_in_words(memory_bytes: Mapping[str, int]) -> str:
+def memory_in_words(memory_bytes: Mapping[str, int]) -> str:
     """Return memory by kind, such as `about 88 KiB: weights 22 KiB, ...`, always in the same order."""
     known = [kind for kind in KINDS if memory_bytes.get(kind)]
     parts = ", ".join(f"{kind} {human_bytes(memory_bytes[kind])}" for kind in known)

@@ -30,8 +30,7 @@ class Layout:
 
     ``logits_bytes`` are the bytes of one sample's complete logits and their gradient in fp32; 0 if the loss cannot be
     chunked. A run computes the loss in chunks for more than ``plain_up_to`` samples at a time; None: the layout is
-    valid
-    for any number. ``scaled`` is the memory and work on the device, without the optimizer if it is offloaded.
+    valid for any number. ``scaled`` is the memory and work on the device, without the optimizer if it is offloaded.
     """
 
     precision: str

@@ -102,8 +102,7 @@ class Plan:
     until an optimizer that is not built-in is made. An evaluation during the run takes ``evaluate_batches`` batches, 0
     for the full set; if ``evaluates_whole``, the full set is evaluated at the end. ``seconds`` is the wall-clock time
     that is left, by activity; ``ends_in_s`` is the deadline, if there is one. ``settled`` are values that the recipe
-    left
-    open and that were resolved before the model was built. ``header`` names every setting and its origin.
+    left open and that were resolved before the model was built. ``header`` names every setting and its origin.
     """
 
     device: str
@@ -144,11 +143,11 @@ class Plan:
 
 def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: ResumedValues = ResumedValues()) -> Plan:
     """Decide everything that needs no dry run. Raises RecipeError if data or ``ranks`` cannot satisfy the recipe."""
-    own = facts.own_batches
-    degrees, batch = arrange(recipe, ranks, own)
+    user_batches = facts.own_batches
+    degrees, batch = arrange(recipe, ranks, user_batches)
     per_epoch = _steps_per_epoch(facts.train_samples, batch.size, recipe.data.drop_last)
-    if own is not None and own.count is not None:
-        per_epoch = math.ceil(own.count / (recipe.batch.accumulation or 1))
+    if user_batches is not None and user_batches.count is not None:
+        per_epoch = math.ceil(user_batches.count / (recipe.batch.accumulation or 1))
     pace = Pace(batch.size, per_epoch, facts.tokens_per_sample)
     whole = _extent(recipe, facts, pace, kept.spent)
     save, problems = recipe.checkpoint.every, Problems()
@@ -191,7 +190,11 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: ResumedV
         swa=swa,
         notes=(
             *facts.notes,
-            *(_batch_notes(batch, facts.train_samples) if own is None else _user_batch_notes(recipe, own)),
+            *(
+                _batch_notes(batch, facts.train_samples)
+                if user_batches is None
+                else _user_batch_notes(recipe, user_batches)
+            ),
             *(_cost_of_exact(batch, facts) if recipe.parallel.exact else ()),
             *_steps_left_notes(recipe, whole, kept.spent),
             *lr_note,
@@ -199,8 +202,8 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: ResumedV
     )
 
 
-def arrange(recipe: Recipe, ranks: int, own: UserBatches | None = None) -> tuple[Degrees, BatchPlan]:
-    """Return the layout over ``ranks``, and the batch. ``own`` describes the user's ready batches, if any.
+def arrange(recipe: Recipe, ranks: int, user_batches: UserBatches | None = None) -> tuple[Degrees, BatchPlan]:
+    """Return the layout over ``ranks``, and the batch. ``user_batches`` describes the user's ready batches, if any.
 
     Raises RecipeError with everything that cannot be done on this number of ranks.
     """
@@ -212,9 +215,9 @@ def arrange(recipe: Recipe, ranks: int, own: UserBatches | None = None) -> tuple
     with problems.at("data.on_bad_sample"):
         _require_one_rank_for_quarantine(recipe, ranks)
     with problems.at("batch"):
-        if own is not None:
-            require_fits(recipe, own, ranks)
-        batch = batch_of(recipe.batch, own, ranks=degrees.data)
+        if user_batches is not None:
+            require_fits(recipe, user_batches, ranks)
+        batch = batch_of(recipe.batch, user_batches, ranks=degrees.data)
     problems.raise_if_any()
     return degrees, batch
 
@@ -290,10 +293,8 @@ def with_dry_run(
     ``precision`` is the recipe's. ``outputs`` is the last dimension of the model's output: an untrained classifier with
     this many classes has the loss ln(outputs). ``seconds`` is the time of one step's forward and backward, by precision
     and number of threads; ``thread_s`` is its processor time in the calling thread. The dry run times the first
-    precision
-    with every number of threads, every precision with one thread, and the mode of ``choose_mode``. If memory is short,
-    it
-    times only the first mode.
+    precision with every number of threads, every precision with one thread, and the mode of ``choose_mode``. If memory
+    is short, it times only the first mode.
     """
     threads, thread_notes = choose_threads(facts.threads, seconds)
     chosen, note = choose_precision(precision, facts.device, facts.low_precision, _of_one_thread(thread_s))
@@ -363,7 +364,7 @@ def choose_precision(
     if setting is None:
         return "fp32", Note("precision", "fp32", "the default; TF32 only where torch is set to use it")
     if setting != "auto":
-        return cast(PrecisionName, setting), Note("precision", setting, "as asked")
+        return cast(PrecisionName, setting), Note("precision", setting, "set in the recipe")
     if device != "cpu":
         if "bf16" in low_precision:
             return "bf16", Note("precision", "bf16", "the GPU has bf16 tensor cores; no loss scale is needed")
@@ -480,12 +481,12 @@ def _cost_of_exact(batch: BatchPlan, facts: RunFacts) -> list[Note]:
     return [Note("exact", f"{slices} slices of {batch.micro} samples", why)]
 
 
-def _user_batch_notes(recipe: Recipe, own: UserBatches) -> list[Note]:
+def _user_batch_notes(recipe: Recipe, user_batches: UserBatches) -> list[Note]:
     joined = recipe.batch.accumulation or 1
-    size = f"about {own.size} samples each" if own.size else "of the size that they have"
+    size = f"about {user_batches.size} samples each" if user_batches.size else "of the size that they have"
     step = "one" if joined == 1 else str(joined)
     notes = [Note("batch", f"as the data come, {size}", f"{step} of them {'is' if joined == 1 else 'are'} a step")]
-    if own.ready and recipe.data.workers:
+    if user_batches.ready and recipe.data.workers:
         notes.append(
             Note("not used", f"data.workers: {recipe.data.workers}", "ready batches come from their own iterator")
         )

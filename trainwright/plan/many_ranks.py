@@ -29,7 +29,7 @@ MAX_MICRO_SIZES = 8
 MAX_PIPELINE_STAGES = 16
 DIVIDED_POLICIES = ("none", "block")
 """Activation checkpointing policies that work with tensor and pipeline parallelism."""
-BUILT = tuple(axis for axis in AXES if axis in Parallel.model_fields)
+SUPPORTED_AXES = tuple(axis for axis in AXES if axis in Parallel.model_fields)
 """The axes that the engine of this version supports."""
 
 
@@ -134,7 +134,7 @@ class ManyRanks:
         scaled, weights = self._scaled(degrees, zero, policy)
         accumulation = -(-self._share(degrees) // micro)
         peak, stages = scaled.peak_bytes(micro, accumulation), degrees.pipeline
-        kept = _kept_bytes(scaled, micro) if stages > 1 else 0
+        kept = _kept_per_micro_batch(scaled, micro) if stages > 1 else 0
         by_stage = tuple(peak + (min(accumulation, stages - stage) - 1) * kept for stage in range(stages))
         time = scaled_time(scaled, micro, accumulation, self.device, self.precision)
         step = StepTraffic(degrees, zero, weights, model.activations[policy], micro, accumulation, self.compress)
@@ -237,7 +237,7 @@ def layouts_of(ranks: int, many: ManyRanks, axes: Sequence[str]) -> list[Degrees
 
 def is_trainable(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> bool:
     """Return True if the engine of this version can train the recipe in this layout, whatever layout the recipe has."""
-    ask = recipe.parallel.model_copy(update={axis: getattr(degrees, axis) for axis in BUILT})
+    ask = recipe.parallel.model_copy(update={axis: getattr(degrees, axis) for axis in SUPPORTED_AXES})
     model = recipe.model.model_copy(update={"activation_checkpointing": "none"})
     variant = recipe.model_copy(update={"parallel": ask, "model": model})
     try:
@@ -245,7 +245,7 @@ def is_trainable(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> bool:
         require_fitting(variant, degrees, shape)
     except RecipeError:
         return False
-    return all(getattr(degrees, axis) == 1 for axis in AXES if axis not in BUILT)
+    return all(getattr(degrees, axis) == 1 for axis in AXES if axis not in SUPPORTED_AXES)
 
 
 def _degrees(ranks: int, models: Mapping[int, RankModel], axes: Sequence[str]) -> Iterator[Degrees]:
@@ -330,7 +330,7 @@ def choice_notes(best: Placement, options: Sequence[Placement], device: Device) 
     )
 
 
-def _kept_bytes(scaled: Scaled, micro: int) -> int:
+def _kept_per_micro_batch(scaled: Scaled, micro: int) -> int:
     """Return the bytes that a micro-batch keeps for its backward pass."""
     small, large = (sum(trace.kept.values()) for trace in (scaled.small, scaled.large))
     each = (large - small) / (scaled.sizes[1] - scaled.sizes[0])

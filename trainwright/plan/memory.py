@@ -34,19 +34,18 @@ def memory_bytes(
     full gradients. The weights of one block that are gathered while it computes are not counted.
 
     An ``offloaded`` optimizer keeps nothing on the device. A custom optimizer counts as AdamW. Temporaries of kernels
-    and
-    of the framework are not counted.
+    and of the framework are not counted.
     """
     state = 0 if offloaded else optimizer_row(optimizer).values_per_weight(args)
     return {
-        "weights": _held(parameters * BYTES_PER_VALUE, shard, whole=zero < 3) + average,
-        "gradients": _held(trainable * BYTES_PER_VALUE, shard, whole=zero < 2),
-        "optimizer": _held(round(trainable * BYTES_PER_VALUE * state), shard),
+        "weights": _rank_bytes(parameters * BYTES_PER_VALUE, shard, whole=zero < 3) + average,
+        "gradients": _rank_bytes(trainable * BYTES_PER_VALUE, shard, whole=zero < 2),
+        "optimizer": _rank_bytes(round(trainable * BYTES_PER_VALUE * state), shard),
         "activations": activations,
     } | {kind: size for kind, size in (("buffers", buffers), ("inputs", inputs)) if size}
 
 
-def _held(num_bytes: int, ranks: int, *, whole: bool = False) -> int:
+def _rank_bytes(num_bytes: int, ranks: int, *, whole: bool = False) -> int:
     return -(-num_bytes // ranks) + (num_bytes if whole and ranks > 1 else 0)
 
 

@@ -30,8 +30,7 @@ class Node:
     """One autograd node. ``inputs`` are the nodes that it passes gradients to, in the order of its inputs.
 
     ``leaf`` is the name of the parameter whose gradient the node accumulates. ``hidden`` counts saved tensors that
-    hooks
-    replaced, as activation checkpointing does: they are not kept, and are not in ``saved``.
+    hooks replaced, as activation checkpointing does: they are not kept, and are not in ``saved``.
     """
 
     op: str

@@ -117,8 +117,7 @@ def compare_recipes(before: RecipeJson, after: RecipeJson, *, step: int) -> list
     """Return the differences between two recipes, each as ``recipe.model_dump(mode="json")`` gives it.
 
     A key that only one of them has counts as its default in the other. A checkpoint of an earlier version therefore
-    does
-    not differ in keys that were added since.
+    does not differ in keys that were added since.
     """
     return [
         Change(

@@ -151,8 +151,8 @@ def _unsupported(path: str, got: str, axis: str, remedy: str) -> Problem:
     return Problem(path, f"does not work with parallel.{axis}", got=got, remedy=remedy)
 
 
-def nearest_divisor(sizes: Sequence[int], asked: int) -> int:
-    """Return the number nearest to ``asked``, by ratio, that divides all of ``sizes``; the smaller one of two."""
+def nearest_divisor(sizes: Sequence[int], wanted: int) -> int:
+    """Return the number nearest to ``wanted``, by ratio, that divides all of ``sizes``; the smaller one of two."""
     common = math.gcd(*sizes)
     divisors = [number for number in range(1, common + 1) if common % number == 0]
-    return min(divisors, key=lambda number: (abs(math.log(number / asked)), number))
+    return min(divisors, key=lambda number: (abs(math.log(number / wanted)), number))

@@ -55,11 +55,9 @@ class Activations:
     """Bytes per sample of the activations that ranks exchange.
 
     ``stream`` is what a block hands to the next. ``tensor_`` are the tensors that tensor parallel layers all-reduce in
-    a
-    block, ``once_`` outside of the blocks: in forward, in backward, and when activation checkpointing recomputes a
-    block
-    (``again``). ``once_gathered`` are gathered. ``context_`` are the keys and values of full sequences, which the ranks
-    with parts of them gather in a block.
+    a block, ``once_`` outside of the blocks: in forward, in backward, and when activation checkpointing recomputes a
+    block (``again``). ``once_gathered`` are gathered. ``context_`` are the keys and values of full sequences, which the
+    ranks with parts of them gather in a block.
     """
 
     stream: int = 0
@@ -104,8 +102,7 @@ class StepTraffic:
     """The inputs that decide the traffic of a step.
 
     ``weights`` are those of one rank's stage and tensor part, before sharding. A step has ``accumulation``
-    micro-batches
-    of ``micro`` samples. ``compress`` is the compression of gradients between copies.
+    micro-batches of ``micro`` samples. ``compress`` is the compression of gradients between copies.
     """
 
     degrees: Degrees

@@ -21,18 +21,18 @@ class UserBatches:
     ready: bool = False
 
 
-def require_fits(recipe: Recipe, own: UserBatches, ranks: int) -> None:
+def require_fits(recipe: Recipe, batches: UserBatches, ranks: int) -> None:
     """Raise RecipeError with every setting that such data cannot satisfy."""
-    if problems := list(_problems(recipe, own, ranks)):
+    if problems := list(_problems(recipe, batches, ranks)):
         raise RecipeError(problems)
 
 
-def _problems(recipe: Recipe, own: UserBatches, ranks: int) -> Iterator[Problem]:
+def _problems(recipe: Recipe, batches: UserBatches, ranks: int) -> Iterator[Problem]:
     batch, rule = recipe.batch, recipe.optimizer.lr_rule
-    if rule.rule != "none" and own.size is None:
+    if rule.rule != "none" and batches.size is None:
         why = "needs a batch size, and how many samples a batch of these data has is not known"
         yield Problem("optimizer.lr_rule", why, got=rule.rule, remedy="set optimizer.lr to what suits their batches")
-    if not own.ready:
+    if not batches.ready:
         return
     if recipe.parallel.exact:
         why = "cannot be true for ready batches: there is no size of a slice that is the same on any number of ranks"

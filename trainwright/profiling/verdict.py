@@ -44,8 +44,7 @@ class BoundVerdict:
     """The bottleneck of the loop, the evidence, and what to try, in this order.
 
     ``roofline`` are seconds per step at the device's rates, by arithmetic, memory and launches. ``mfu`` is the fraction
-    of
-    the device's peak rate that the arithmetic reached, if known.
+    of the device's peak rate that the arithmetic reached, if known.
     """
 
     bound: Bound

@@ -27,10 +27,14 @@ _SUFFIXES = (".yaml", ".yml")
 class Loaded:
     """A validated recipe, and the place where each of its values was written.
 
-    ``stated`` has the paths that the recipe or an override states, and ``by_preset`` those that its preset has set; all
-    others have their defaults. ``by_plan`` has the paths that were left open (``auto``) and that the plan has decided
-    for this run. ``within_s`` is the limit in wall-clock seconds from the first step of the run to its end, everything
-    included; None if there is no limit.
+    Args:
+        recipe: The recipe.
+        source: The place of each value.
+        within_s: Limit in wall-clock seconds from the first step of the run to its end, everything included; None if
+            there is no limit.
+        stated: The paths that the recipe or an override states.
+        by_preset: The paths that the preset has set. All other paths have their defaults.
+        by_plan: The paths that were left open (``auto``) and that the plan has decided for this run.
     """
 
     recipe: Recipe
@@ -49,10 +53,16 @@ class Loaded:
 def load(path: str | Path, *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Loaded:
     """Read the recipe in a YAML file.
 
-    A value in ``overrides`` (``path=value``) replaces one in the environment (``TRAINWRIGHT_PATH=value``), which
-    replaces
-    one in the file. A name without a suffix, such as ``gpt-tiny``, is a built-in recipe unless a file has that name.
-    ``environ`` is `os.environ` unless given. Raises RecipeError with every problem at once.
+    Args:
+        path: The file. A name without a suffix, such as ``gpt-tiny``, is a built-in recipe unless a file has that name.
+        overrides: Values as ``path=value``. They replace values in the environment and in the file.
+        environ: The environment, `os.environ` by default. ``TRAINWRIGHT_PATH=value`` replaces a value in the file.
+
+    Returns:
+        The validated recipe, with the place where each of its values was written.
+
+    Raises:
+        RecipeError: With every problem of the recipe at once.
     """
     path = _builtin_path(Path(path))
     name = readable(str(path))
@@ -69,10 +79,18 @@ def load(path: str | Path, *, overrides: Sequence[str] = (), environ: Mapping[st
 
 
 def from_mapping(mapping: Mapping[str, object], *, overrides: Sequence[Setting] = (), name: str = "<python>") -> Loaded:
-    """Read the recipe in a mapping, which is not changed; messages show ``name`` instead of a file.
+    """Read the recipe in a mapping, which is not changed.
 
-    An override is ``path=value`` in YAML, or a pair of path and value; a later one replaces an earlier one.
-    Raises RecipeError with every problem at once. The environment is not read.
+    Args:
+        mapping: The recipe as nested mappings.
+        overrides: ``path=value`` in YAML, or pairs of path and value; a later one replaces an earlier one.
+        name: The name in messages, instead of a file.
+
+    Returns:
+        The validated recipe. The environment is not read.
+
+    Raises:
+        RecipeError: With every problem of the recipe at once.
     """
     if not isinstance(mapping, Mapping):
         raise _cannot_read(name, "must be a mapping of keys to values", "pass a dict", format_value(mapping))

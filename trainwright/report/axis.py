@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_LARGEST = 1e250  # beyond this (or, on a log axis, below its inverse) a range plus its margin may overflow
+_MAX_ABS = 1e250  # beyond this (or, on a log axis, below its inverse) a range plus its margin may overflow
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Axis:
             decades = math.log10(high) - math.log10(low)
             room = decades * margin if decades > 1e-3 else 0.5
             return cls(low * 10**-room, high * 10**room, True)
-        if high - low > max(1e-9 * max(abs(low), abs(high)), 1 / _LARGEST):
+        if high - low > max(1e-9 * max(abs(low), abs(high)), 1 / _MAX_ABS):
             room = (high - low) * margin
         else:  # flat: the line runs through the middle
             room = abs(high) * 0.1 if abs(high) > 1e-240 else 1.0
@@ -66,7 +66,7 @@ class Axis:
 
 
 def _can_be_shown(value: float, log: bool) -> bool:
-    return abs(value) < _LARGEST and (value > 1 / _LARGEST or not log)  # NaN compares as false
+    return abs(value) < _MAX_ABS and (value > 1 / _MAX_ABS or not log)  # NaN compares as false
 
 
 def _round_numbers(low: float, high: float, about: int) -> list[float]:

@@ -11,7 +11,11 @@ from trainwright.report.axis import Axis
 from trainwright.report.svg import INK, PALETTE, TITLE, root, text
 
 _WIDTH, _HEIGHT = 720, 400
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 704, 44, 340  # plot area, in SVG units
+# plot area, in SVG units
+_LEFT = 76
+_RIGHT = 704
+_TOP = 44
+_BOTTOM = 340
 _DASHES = ("", "7 3", "2 3")  # a seventh series gets the first colour again, dashed
 
 

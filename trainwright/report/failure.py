@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainwright.errors import TrainwrightError, text_of
 
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 
 
 def describe(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
@@ -16,7 +16,7 @@ def describe(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
     if isinstance(error, TrainwrightError):
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted; what was committed before is intact", INTERRUPTED
+        return "interrupted; what was committed before is intact", EXIT_INTERRUPTED
     return _describe_user_error(error), 1
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from trainwright.runs.records import Evidence, Found, Where
 
-CRITICAL = 3
+EXIT_CRITICAL = 3
 """The exit code of a command, or of an otherwise successful run, with a critical finding."""
 
 
 def exit_code(findings: Iterable[Found]) -> int:
-    """Return CRITICAL if one of the findings is critical, else 0."""
-    return CRITICAL if any(found.severity == "critical" for found in findings) else 0
+    """Return EXIT_CRITICAL if one of the findings is critical, else 0."""
+    return EXIT_CRITICAL if any(found.severity == "critical" for found in findings) else 0
 
 
 MAX_EVIDENCE_PRINTED = 3

@@ -34,7 +34,10 @@ OUTSIDE_MODULES = "the loss or the model's own code"
 MIN_PASS_WIDTH = 0.1
 """The minimum width of a pass in a chart, as a fraction of the chart's width."""
 _WIDTH, _HEIGHT = 860, 430
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 700, 44, 370
+_LEFT = 70
+_RIGHT = 700
+_TOP = 44
+_BOTTOM = 370
 
 
 def layout_lines(option: Option, device: Device, title: str) -> list[str]:

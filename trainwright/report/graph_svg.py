@@ -22,8 +22,15 @@ CHARACTER = 0.602 * SIZE + 0.05
 """The width of a character in SVG units: all text is in a monospaced font, so that nothing can overlap."""
 MONO = "ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace"
 _BOLD = 'font-weight="600"'
-_LINE, _GAP, _EDGE, _LANE, _BAR = 20, 18, 20, 10, 150
-_KEPT, _FREED, _FLOW, _BOX = PALETTE[0], PALETTE[2], PALETTE[1], PALETTE[3]
+_LINE = 20
+_GAP = 18
+_EDGE = 20
+_LANE = 10
+_BAR = 150
+_KEPT = PALETTE[0]
+_FREED = PALETTE[2]
+_FLOW = PALETTE[1]
+_BOX = PALETTE[3]
 
 
 @dataclass(frozen=True)
@@ -137,7 +144,9 @@ def _edge(edge: _Edge, x: float, ys: Sequence[float]) -> str:
     lane = x - _LANE * edge.lane
     y1, y2, turn = (y1 + 2, y2 - 2, 4) if edge.end > edge.start else (y1 - 2, y2 + 2, -4)
     if edge.start == edge.end:
-        y1, y2, turn = ys[edge.start] - 7, ys[edge.start] - 1, 2
+        y1 = ys[edge.start] - 7
+        y2 = ys[edge.start] - 1
+        turn = 2
     path = f"M{x - 3} {y1:.1f}H{lane + 4}Q{lane} {y1:.1f} {lane} {y1 + turn:.1f}V{y2 - turn:.1f}"
     path += f"Q{lane} {y2:.1f} {lane + 4} {y2:.1f}H{x - 4}m-3 -2.5l3 2.5l-3 2.5"
     dashes = ' stroke-dasharray="4 2"' if edge.end <= edge.start else ""

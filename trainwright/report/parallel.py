@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from trainwright.report.axis import Axis
 from trainwright.report.svg import INK, TITLE, root, text
 
-_APART, _TOP, _BOTTOM, _LEFT = 170, 60, 340, 90
+_APART = 170
+_TOP = 60
+_BOTTOM = 340
+_LEFT = 90
 _BEST, _WORST = (31, 143, 78), (208, 69, 95)
 MAX_LINES = 1000
 

@@ -54,7 +54,14 @@ class RunTable:
 
 
 def list_runs(folder: Path) -> RunTable:
-    """Read the end of the log of each run in ``folder``; a run without a log is listed, too."""
+    """Read the end of the log of each run in ``folder``.
+
+    Args:
+        folder: The folder of the runs. A run without a log is listed, too.
+
+    Returns:
+        One row for each run, the oldest first. If a run cannot be read, its state is the reason.
+    """
     rows = [_row_or_reason(RunFolder(path)) for path in runs_in(folder)]
     return RunTable(folder, tuple(sorted(rows, key=lambda row: row.began_s)))
 

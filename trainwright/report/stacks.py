@@ -30,8 +30,7 @@ class Stack:
     """Pinned versions of an image. ``name`` is the build argument, and the folder of the index of torch wheels.
 
     ``cuda`` is the CUDA version of the torch wheel, None for the CPU. ``nccl`` is the version that the wheel requires.
-    If
-    it is None (unknown), the loaded version must only be the installed one.
+    If it is None (unknown), the loaded version must only be the installed one.
     """
 
     name: str

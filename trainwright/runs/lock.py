@@ -50,8 +50,7 @@ class Holder:
     ``step`` is in progress (None: no step was begun, or all ended well). ``excused``: the process was asked to stop
     during it. ``starting``: it has finished few steps and raised no error. ``died_in_step`` is the step in which the
     processes ``dead`` (pids) died before in a row, and ``sure`` counts those of them, after the first, whose death
-    there
-    cannot be chance; all are reset when a later step begins.
+    there cannot be chance; all are reset when a later step begins.
     """
 
     pid: int
@@ -78,9 +77,8 @@ class RunLock:
 
     ``died_in_step`` is the step in which the previous holder died (or failed), None when it ended well; ``dead`` are
     the pids of the processes that died in it in a row, the last one last (at most 8). ``is_loop``: that they died in
-    the
-    same step cannot be chance. ``exclusive`` is False if the file system has no locks: then nothing prevents a second
-    process.
+    the same step cannot be chance. ``exclusive`` is False if the file system has no locks: then nothing prevents a
+    second process.
     """
 
     def __init__(self, fd: int, before: Holder | None, *, exclusive: bool) -> None:

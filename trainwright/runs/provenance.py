@@ -213,8 +213,7 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
     """Return git's output, or None when it fails. Takes no lock, so it does not disturb other work in that tree.
 
     It runs no hook and no monitor of the repository, and fetches nothing. Variables that select a repository (a git
-    hook
-    that starts a training run has them) are removed: it is always the one around ``folder``.
+    hook that starts a training run has them) are removed: it is always the one around ``folder``.
     """
     answer = subprocess.run(
         ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", *arguments],

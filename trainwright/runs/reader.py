@@ -73,10 +73,8 @@ def read_newest(path: Path | str, kinds: tuple[type[Record], ...]) -> LogContent
     """Read the records of these ``kinds`` of the newest process of the run. In long runs not every step is kept.
 
     A log of any length is read in memory for about ``MAX_LINES_KEPT`` lines: lines of other kinds are left out, steps
-    are
-    thinned as they come, and the rest is decoded at the end. Lines that hold no record, or an unknown one, are counted
-    in
-    the complete log. Raises UsageError when there is no such log.
+    are thinned as they come, and the rest is decoded at the end. Lines that hold no record, or an unknown one, are
+    counted in the complete log. Raises UsageError when there is no such log.
     """
     wanted = tuple(_beginning(kind) for kind in (*kinds, Started))
     others = tuple(_beginning(kind) for kind in KINDS.values() if kind not in (*kinds, Started))
@@ -127,8 +125,7 @@ def read_course(path: Path | str) -> tuple[Record, ...]:
     """Read the course of a run over all its processes, without telemetry and without the facts of the doctor.
 
     Steps that a resume went back over are left out. In long runs not every step is read. Raises UsageError when there
-    is
-    no such log.
+    is no such log.
     """
     kinds = tuple(map(_beginning, (Started, Ended, Evaluated, Found, Withdrawn, Logged, Skipped, Step, Watched)))
     of_steps = tuple(map(_beginning, (Step, Watched)))

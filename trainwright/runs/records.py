@@ -66,10 +66,8 @@ class Step(Record):
     """One optimizer step. ``samples``, ``tokens`` and ``skipped`` (steps) count from the start of the run.
 
     ``loss`` is the mean over ``weight`` counted units. ``ids_hash`` hashes the step's sample ids, in order. If the run
-    is
-    limited in seconds, ``fractions`` are the fractions of the run that were used at the start of each step since the
-    last
-    record; the learning rates are computed from them.
+    is limited in seconds, ``fractions`` are the fractions of the run that were used at the start of each step since the
+    last record; the learning rates are computed from them.
     """
 
     step: int
@@ -308,8 +306,7 @@ class Ended(Record):
 @dataclass(frozen=True, kw_only=True)
 class Telemetry(Record):
     """Readings by name: of the host (``host/...``), of a GPU by its NVML index (``gpu0/...``), of torch's allocator by
-    its
-    torch index (``cuda0/...``). Units are in the names.
+    its torch index (``cuda0/...``). Units are in the names.
     """
 
     step: int
@@ -321,9 +318,8 @@ class Layers(Record):
     """Statistics by layer of one step, in the order of ``layers``, which only the first record of a process names.
 
     ``grad_norm`` is before clipping; ``update_ratio`` is the norm of the update divided by that of the weights.
-    ``act_*``
-    are over some elements of the layer's output; ``act_log2`` has for each layer the index of its first bin and then
-    the percentage of elements by power of two, where bin 0 is 2**-24 and less.
+    ``act_*`` are over some elements of the layer's output; ``act_log2`` has for each layer the index of its first bin
+    and then the percentage of elements by power of two, where bin 0 is 2**-24 and less.
     """
 
     step: int

@@ -45,8 +45,7 @@ def open_for_writing(path: Path, flags: int) -> int:
     """Open or create a file of a run folder for writing, and return its descriptor. No link is followed.
 
     Raises OSError. Raises StorageError for what is not a file (a device such as /dev/null is allowed) or has another
-    hard
-    link, because writes would reach a file elsewhere.
+    hard link, because writes would reach a file elsewhere.
     """
     flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK for a pipe that nobody reads
     fd = os.open(path, flags, 0o644)

@@ -231,10 +231,25 @@ def run_trial(
     limit_s: float = math.inf,
     environ: Mapping[str, str] | None = None,
 ) -> Trial:
-    """Train a recipe with ``settings`` in a separate process, and return the result from its run folder.
+    """Train a recipe with ``settings`` in a separate process.
 
-    A finished run in ``folder`` is only read; an unfinished one is resumed. After ``limit_s`` seconds the run saves and
-    stops. An exception here, such as KeyboardInterrupt, stops it too. Arguments are those of `TrialProcess`.
+    A finished run in ``folder`` is only read; an unfinished one is resumed. An exception here, such as
+    KeyboardInterrupt,
+    stops the run, too.
+
+    Args:
+        recipe: The recipe.
+        settings: Overrides, as ``path=value``.
+        folder: The run folder to create.
+        threads: CPU threads. The number changes the last bits of sums.
+        limit_s: Seconds after which the run saves and stops.
+        environ: The environment; None: that of this process.
+
+    Returns:
+        The result, read from the run folder.
+
+    Raises:
+        StorageError: If the parent folder cannot be written.
     """
     before = read_trial(folder) if _can_resume(folder) else None
     if before is not None and before.is_over:

@@ -40,8 +40,7 @@ class BlockProfile:
     """The forward pass of one block.
 
     ``whole`` are the bytes by storage that backward needs without activation checkpointing. With checkpointing that
-    keeps
-    no output, backward recomputes the first ``needed`` of ``ops``; the rest is not needed. ``num_calls`` includes
+    keeps no output, backward recomputes the first ``needed`` of ``ops``; the rest is not needed. ``num_calls`` includes
     views.
     """
 

@@ -88,8 +88,7 @@ class _ModuleApply:
     """``Module._apply`` for fake tensors, which ``Module.to`` and the like call.
 
     torch's version swaps the contents of two tensors, which it refuses for fake ones. Here parameters are replaced;
-    tied
-    parameters stay tied within one call.
+    tied parameters stay tied within one call.
     """
 
     def __init__(self) -> None:

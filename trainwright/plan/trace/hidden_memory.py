@@ -25,8 +25,7 @@ class HiddenMemory(NamedTuple):
     """Bytes of one call that its outputs do not show.
 
     ``scratch`` lives only inside the call; ``workspace`` is held by its last output beyond the visible size. If these
-    are
-    not exact, ``why`` gives the reason and ``bound`` the largest possible size, None if unknown.
+    are not exact, ``why`` gives the reason and ``bound`` the largest possible size, None if unknown.
     """
 
     scratch: int = 0

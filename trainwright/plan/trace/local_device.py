@@ -11,8 +11,8 @@ import torch
 from trainwright.plan.devices import Device, find_device, known_devices
 from trainwright.plan.machine import Machine, read_machine
 
-_SIDE = 1024
-_COPIED = 1 << 24
+_MATRIX_SIDE = 1024
+_COPY_VALUES = 1 << 24
 _PROBE_S = 0.05
 
 
@@ -35,8 +35,8 @@ def measured_cpu(machine: Machine) -> Device:
     flops = {"fp32": _matmul_flops(torch.float32)}
     if {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_flags):
         flops["bf16"] = _matmul_flops(torch.bfloat16)
-    one, other = torch.ones(_COPIED, device="cpu"), torch.empty(_COPIED, device="cpu")
-    bandwidth = 2 * 4 * _COPIED / _seconds(lambda: other.copy_(one))
+    one, other = torch.ones(_COPY_VALUES, device="cpu"), torch.empty(_COPY_VALUES, device="cpu")
+    bandwidth = 2 * 4 * _COPY_VALUES / _seconds(lambda: other.copy_(one))
     few = torch.ones(8, device="cpu")
     launch_s = _seconds(lambda: few.add(1.0))
     return Device(
@@ -109,8 +109,8 @@ def named_device(name: str | None, table: dict[str, Device], memory_bytes: int |
 
 
 def _matmul_flops(dtype: torch.dtype) -> float:
-    one = torch.ones(_SIDE, _SIDE, dtype=dtype, device="cpu")
-    return 2 * _SIDE**3 / _seconds(lambda: one @ one)
+    one = torch.ones(_MATRIX_SIDE, _MATRIX_SIDE, dtype=dtype, device="cpu")
+    return 2 * _MATRIX_SIDE**3 / _seconds(lambda: one @ one)
 
 
 def _seconds(action: Callable[[], object]) -> float:

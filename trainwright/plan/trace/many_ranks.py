@@ -128,9 +128,9 @@ def survey_ranks(loaded: Loaded, device: Device, *, parts: Parts | None = None, 
     return ManyRanks(copies, models, device, size, survey.precision, shape, in_parts, sent)
 
 
-def _traced_degrees(asked: int | str, powers: Sequence[int], decides: bool) -> list[int]:
+def _traced_degrees(setting: int | str, powers: Sequence[int], decides: bool) -> list[int]:
     """Return the degrees of an axis that are traced."""
-    written = {asked} if isinstance(asked, int) else set[int]()
+    written = {setting} if isinstance(setting, int) else set[int]()
     return sorted((written if decides and written else {*powers, *written}) - {1})
 
 
@@ -189,7 +189,7 @@ def rank_model(
     With ``context``, it is the model of the rank with the last part of each sequence. Costs two traces for each policy.
     """
     blueprint, exchanged = survey.blueprint, ExchangeLog()
-    divided = partial(_divide_layers, tensor=tensor, asked=blueprint.loaded.recipe.parallel.plan, exchanged=exchanged)
+    divided = partial(_divide_layers, tensor=tensor, styles=blueprint.loaded.recipe.parallel.plan, exchanged=exchanged)
     if context > 1:
         part = _LastPart(context, exchanged.parts)
         divided = partial(_divide_sequences, divided, part)
@@ -255,13 +255,13 @@ def _shorten(model: nn.Module) -> bool:
     return True
 
 
-def _divide_layers(model: nn.Module, *, tensor: int, asked: Mapping[str, TensorStyle], exchanged: ExchangeLog) -> None:
+def _divide_layers(model: nn.Module, *, tensor: int, styles: Mapping[str, TensorStyle], exchanged: ExchangeLog) -> None:
     """Reduce the layers to the part of one of ``tensor`` ranks, and record what ranks exchange in a new trace."""
     exchanged.clear()
     for path in _equal_blocks(model):
         model.get_submodule(path).register_forward_hook(partial(_record_output, path, exchanged.stream))
     if tensor > 1:
-        _divide(model, split_plan(model, asked), tensor, exchanged)
+        _divide(model, split_plan(model, styles), tensor, exchanged)
 
 
 def _divide_sequences(divided: Callable[[nn.Module], None], part: _LastPart, model: Any) -> None:

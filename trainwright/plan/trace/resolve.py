@@ -43,8 +43,8 @@ class Resolved:
     """The recipe without ``auto`` in ``batch.micro``, ``optimizer.offload`` and ``parallel``.
 
     ``planned`` is the activation checkpointing for ``build_parts``, None if the recipe names a fixed policy.
-    ``degrees``
-    are the axes of several ranks, and ``chunked`` is True if the loss is computed in chunks; None if not decided here.
+    ``degrees`` are the axes of several ranks, and ``chunked`` is True if the loss is computed in chunks; None if not
+    decided here.
     """
 
     loaded: Loaded
@@ -84,8 +84,7 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
     """Decide what the recipe leaves open, for the free memory of ``device``. Costs nothing if nothing is open.
 
     Each of ``ranks``, which may divide the weights, has such a device. ``by_plan`` of the returned recipe names what
-    was
-    decided.
+    was decided.
 
     Raises RecipeError for what cannot be built, UsageError when no choice fits the memory.
     """

@@ -90,7 +90,7 @@ def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> F
         written=written,
         choice=choice,
         trace=shown.layout.scaled.at(shown.micro, shown.accumulation),
-        remedies=() if choice.fits else remedies(_held(blueprint, choice.best, device), device),
+        remedies=() if choice.fits else remedies(_peak_memory(blueprint, choice.best, device), device),
         settings=settings(recipe, choice.best, chunked=blueprint.chunked(choice.best.micro, device))
         if choice.fits
         else (),
@@ -209,7 +209,7 @@ def with_budget(device: Device, budget_bytes: int) -> Device:
     return device.with_memory(min(device.memory_bytes, int(budget_bytes / share)))
 
 
-def _held(blueprint: Blueprint, option: Option, device: Device) -> PeakMemory:
+def _peak_memory(blueprint: Blueprint, option: Option, device: Device) -> PeakMemory:
     trace = option.layout.scaled.at(option.micro, option.accumulation)
     parameters, trainable = blueprint.counts
     recipe = blueprint.loaded.recipe

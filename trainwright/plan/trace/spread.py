@@ -13,7 +13,7 @@ from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
 from trainwright.plan.make import Note
 from trainwright.plan.many_ranks import (
-    BUILT,
+    SUPPORTED_AXES,
     ManyRanks,
     Placement,
     best_of,
@@ -79,7 +79,7 @@ def _degrees(many: ManyRanks, recipe: Recipe, ranks: int) -> list[Degrees]:
         return [degrees]
     candidates = [
         each
-        for each in layouts_of(ranks, many, BUILT)
+        for each in layouts_of(ranks, many, SUPPORTED_AXES)
         if all(getattr(ask, axis) in ("auto", getattr(each, axis)) for axis in AXES)
     ]
     return [each for each in candidates if is_trainable(recipe, each, many.shape)] or [solve_layout(recipe, ranks)]

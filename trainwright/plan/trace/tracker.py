@@ -106,8 +106,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode above FakeTensorMode. Operators that depend on values always get a result from it.
 
     Events are recorded between ``record`` and ``end``. The caller marks the start of each micro-batch and of the
-    update;
-    the tracker detects the backward pass, and the forward passes that activation checkpointing repeats in it.
+    update; the tracker detects the backward pass, and the forward passes that activation checkpointing repeats in it.
     """
 
     def __init__(self, model: nn.Module, device: DeviceName) -> None:

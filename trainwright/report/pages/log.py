@@ -84,15 +84,13 @@ class IncrementalLog:
     """The part of a log read so far: its steps as rows, thinned, and the records of other kinds that a page shows.
 
     ``advance`` reads on; a log that was replaced or truncated is read again from its start, under another ``name``.
-    Steps
-    that a resume went back over are dropped, as in ``runs.reader.steps``. ``sessions`` are the beginning and the last
-    record of each process that wrote, in Unix time; ``newest_process`` is the newest start or end of one.
+    Steps that a resume went back over are dropped, as in ``runs.reader.steps``. ``sessions`` are the beginning and the
+    last record of each process that wrote, in Unix time; ``newest_process`` is the newest start or end of one.
 
     ``means`` are over all steps, ``readings`` are those of the machine, ``layers`` the statistics by layer,
     ``output_grads`` the gradients of outputs by module, ``figures`` the metrics and the user's logged values.
     ``findings`` are those of the newest process, each in its latest wording. ``is_examined``: the doctor recorded
-    steps,
-    or found something. ``unreadable`` is the reason why the log cannot be read, or "".
+    steps, or found something. ``unreadable`` is the reason why the log cannot be read, or "".
     """
 
     def __init__(self, path: Path) -> None:

@@ -34,9 +34,19 @@ class WrittenReport:
 
 
 def write_report(runs: Sequence[Path], out: Path | None = None) -> WrittenReport:
-    """Write the report of these runs. The report of one run goes into its folder, unless ``out`` names a file.
+    """Write the report of these runs.
 
-    Raises UsageError for what is not a run, StorageError if it cannot be written.
+    Args:
+        runs: The run folders.
+        out: The file to write. By default the report of one run goes into its folder, that of several into the current
+            one.
+
+    Returns:
+        The path and size of the report.
+
+    Raises:
+        UsageError: If a path is not a run.
+        StorageError: If the report cannot be written.
     """
     from trainwright.report.pages.render import runs_page  # loads jinja2: when a run is over, not when it starts
 

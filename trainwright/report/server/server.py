@@ -238,8 +238,7 @@ class Guard:
 
     A page of another site cannot make a browser request the runs: it does not have the token, the browser does not send
     the cookie from there, and a foreign host name that resolves to this machine is not allowed. ``used_s`` is the time
-    of
-    the last answer to a request with the token, by ``time.monotonic``.
+    of the last answer to a request with the token, by ``time.monotonic``.
     """
 
     def __init__(self, app: ASGIApp, token: str, hosts: Sequence[str], cookie: str) -> None:
