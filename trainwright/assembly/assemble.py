@@ -169,7 +169,9 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
     ``planned`` is the activation checkpointing of the plan, if the recipe leaves it to the plan. Raises RecipeError,
     also for a quarantine beyond the training set.
     """
-    recipe, model, notes = loaded.recipe, parts.model, list(parts.notes)
+    recipe = loaded.recipe
+    model = parts.model
+    notes = list(parts.notes)
     require_in_set(parts.train, loaded)
     with at_recipe(loaded, "model.use"):
         require_ready(model)
@@ -403,7 +405,9 @@ def validation_batches(parts: Parts, recipe: Recipe, loading: Loading) -> Evalua
     """Return the batches of the validation set, read in this process; None without one."""
     if parts.val is None:
         return None
-    size, ranks, limit = _evaluation_size(parts, recipe, loading), loading.ranks, recipe.evaluation.batches
+    size = _evaluation_size(parts, recipe, loading)
+    ranks = loading.ranks
+    limit = recipe.evaluation.batches
     how = replace(
         loading,
         batch_size=size * ranks,

@@ -46,7 +46,10 @@ class Stages:
         device: torch.device,
         by_table: StagedModel | None = None,
     ) -> None:
-        self._group, self._schedule, self._device, self._by_table = group, schedule, device, by_table
+        self._group = group
+        self._schedule = schedule
+        self._device = device
+        self._by_table = by_table
         ranks, rank = group.size(), group.rank()
         self._count, self._ranks = ranks * stages_per_rank(schedule), ranks
         shares = stage_blocks(len(by_table.plan.blocks if by_table else model.blocks), self._count)
@@ -94,7 +97,9 @@ class _Stage(nn.Module):
     def __init__(self, model: Any, blocks: Sequence[int], *, is_first: bool, is_last: bool) -> None:
         super().__init__()
         self.model = model
-        self._mine, self._is_first, self._is_last = blocks, is_first, is_last
+        self._mine = blocks
+        self._is_first = is_first
+        self._is_last = is_last
 
     def forward(self, x: Tensor) -> Tensor:
         if self._is_first:

@@ -72,7 +72,9 @@ class Cursor:
     @classmethod
     def from_state_dict(cls, saved: Mapping[str, Tree]) -> Cursor:
         """Invert ``state_dict``. Older versions have no digest, stream or start, or only parts of them."""
-        stream, start, digest = saved.get("stream"), saved.get("start"), saved.get("digest", "")
+        stream = saved.get("stream")
+        start = saved.get("start")
+        digest = saved.get("digest", "")
         begun = EpochStart(RngBag.from_state_dict(start["rng"]), tuple(start["held"])) if start else None
         if not stream:
             return cls(saved["epoch"], saved["position"], digest, start=begun)

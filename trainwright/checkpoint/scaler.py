@@ -27,7 +27,9 @@ class LossScaler:
     ) -> None:
         self.scale = torch.tensor(initial, dtype=torch.float32, device=device)
         self.clean_steps = torch.tensor(0, dtype=torch.int32, device=device)
-        self.growth, self.backoff, self.interval = growth, backoff, interval
+        self.growth = growth
+        self.backoff = backoff
+        self.interval = interval
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale, whose gradients fit the range of fp16."""

@@ -56,7 +56,9 @@ class LiveObjects:
     def __init__(
         self, roots: Sequence[nn.Module], optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]
     ) -> None:
-        self.roots, self.optimizers, self.parameters = list(roots), list(optimizers), list(parameters)
+        self.roots = list(roots)
+        self.optimizers = list(optimizers)
+        self.parameters = list(parameters)
         self.modules = list({id(m): m for root in roots for m in root.modules()}.values())
         self.further: dict[int, object] = {}
         self.is_replay_compared = False

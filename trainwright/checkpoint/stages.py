@@ -29,7 +29,9 @@ def gather_stages(part: StagePart, stages: World) -> StagePart:
     Values that several stages have, such as counters, are those of the first.
     """
     outlines = stages.collect((_outline(part.tensors), part.values, part.trained))
-    tensors, values, trained = dict(part.tensors), part.values, part.trained
+    tensors = dict(part.tensors)
+    values = part.values
+    trained = part.trained
     taken = set(outlines[0][0])
     for source, (outline, other_values, other_trained) in enumerate(outlines[1:], start=1):
         for name, (shape, dtype) in outline.items():

@@ -194,7 +194,9 @@ class OwnedItems:
     """The items of a dict, in order: attributes of an object, or a container."""
 
     def __init__(self, owner: dict[Any, Any]) -> None:
-        self.owner, self.saved, self._has_left = owner, _items(owner), False
+        self.owner = owner
+        self.saved = _items(owner)
+        self._has_left = False
 
     @property
     def key(self) -> Hashable:
@@ -289,7 +291,9 @@ class Sequenced:
         return not self.saved
 
     def put_back(self) -> bool:
-        owner, kind, saved = self.owner, self._kind, self.saved
+        owner = self.owner
+        kind = self._kind
+        saved = self.saved
         if len(owner) != len(saved) or not all(map(is_, kind.__iter__(owner), saved)):
             kind.clear(owner)
             kind.extend(owner, saved)
@@ -439,7 +443,9 @@ class TensorData:
     is_empty = False
 
     def __init__(self, owner: Tensor) -> None:
-        self.owner, self._version, self._is_leaf = owner, owner._version, owner.is_leaf
+        self.owner = owner
+        self._version = owner._version
+        self._is_leaf = owner.is_leaf
         self._wants_gradient = owner.requires_grad
         self.saved = memory_of(owner).detach().clone()
 

@@ -221,7 +221,9 @@ def _as_best(read: object) -> Best | None:
     with suppress(KeyError, OverflowError):
         if not isinstance(read, dict):
             return None
-        step, metric, value = read["step"], read["metric"], read["value"]
+        step = read["step"]
+        metric = read["metric"]
+        value = read["value"]
         if type(step) is int and type(metric) is str and type(value) in (int, float) and math.isfinite(value):
             batches = read.get("batches")
             return Best(step, metric, float(value), batches if type(batches) is int else None)

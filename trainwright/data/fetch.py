@@ -118,7 +118,10 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
         collate: Collate = default_collate,
         on_bad_sample: OnBadSample = "stop",
     ) -> None:
-        self.dataset, self.seed, self.collate, self.on_bad_sample = dataset, seed, collate, on_bad_sample
+        self.dataset = dataset
+        self.seed = seed
+        self.collate = collate
+        self.on_bad_sample = on_bad_sample
         self.in_progress = InProgress(0)
         inner = _inside_subsets(dataset)
         self.samples_draw = not (isinstance(inner, TensorDataset) or getattr(inner, "deterministic", False))
@@ -271,7 +274,9 @@ class FetchStream(IterableDataset["Fetched | Failed"]):
     """
 
     def __init__(self, dataset: AnyDataset, *, start: Cursor, settings: Reading) -> None:
-        self.dataset, self.start, self.settings = dataset, start, settings
+        self.dataset = dataset
+        self.start = start
+        self.settings = settings
         self.in_progress = InProgress(0)
 
     def __iter__(self) -> Iterator[Fetched | Failed]:
@@ -288,7 +293,9 @@ class FetchStream(IterableDataset["Fetched | Failed"]):
                 return
 
     def _epoch(self, epoch: int, skip: int) -> Iterator[Fetched | Failed]:
-        settings, position, own = self.settings, 0, EpochGenerators(batch_seed(self.settings.seed, epoch, -1))
+        settings = self.settings
+        position = 0
+        own = EpochGenerators(batch_seed(self.settings.seed, epoch, -1))
         with own.in_use():
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)

@@ -73,7 +73,9 @@ class OwnGenerators:
 
         The result converts them to the format of a checkpoint (50 us).
         """
-        python, numpy, of_torch = self._python, TwisterState.of(self._numpy), self._torch
+        python = self._python
+        numpy = TwisterState.of(self._numpy)
+        of_torch = self._torch
         return lambda: RngBag(python.as_tuple(), numpy.as_dict(), of_torch)
 
     def continue_here(self) -> None:

@@ -23,7 +23,9 @@ class Interactions(Dataset[tuple[Tensor, Tensor]]):
     deterministic = True
 
     def __init__(self, users_S: Tensor, items_S: Tensor, chance_UI: Tensor) -> None:
-        self.users, self.items, self.chance_UI = users_S, items_S, chance_UI
+        self.users = users_S
+        self.items = items_S
+        self.chance_UI = chance_UI
         self.classes = chance_UI.shape[1]
 
     def __len__(self) -> int:

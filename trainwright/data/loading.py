@@ -104,7 +104,10 @@ class StepBatches:
     def __init__(
         self, dataset: AnyDataset, loading: Loading, *, cursor: Cursor | None = None, say: Say = silent
     ) -> None:
-        self.dataset, self.loading, self.cursor, self.say = dataset, loading, cursor or Cursor(), say
+        self.dataset = dataset
+        self.loading = loading
+        self.cursor = cursor or Cursor()
+        self.say = say
         self.resumed = ""
         self._start = self.cursor.start if self.cursor.position else None
         self._has_steps = False  # True if the last planned epoch has any
@@ -138,7 +141,10 @@ class StepBatches:
     def _ready(self) -> Iterator[StepBatch | None]:
         """Yield the steps, and None after the last one of an epoch."""
         loading = self.loading
-        seed, epochs, shared = loading.seed, loading.epochs, loading.ranks > 1  # each step is compared between ranks
+        # each step is compared between ranks
+        seed = loading.seed
+        epochs = loading.epochs
+        shared = loading.ranks > 1
         stream = ReadyStream(
             self.dataset, self.cursor, seed=seed, epochs=epochs, say=self.say, covers_all=shared, live=loading.live
         )
@@ -176,7 +182,9 @@ class StepBatches:
             if fetched.key.closes and window:
                 cursor = self._with_start(fetched.key.cursor)
                 yield StepBatch(tuple(window), cursor, tuple(bad), fetched.key.of_all, read_s)
-                window, bad, read_s = [], [], 0.0
+                window = []
+                bad = []
+                read_s = 0.0
         if bad and self.loading.epochs is None:
             raise _none_left(bad)
 
@@ -273,7 +281,9 @@ class StepBatches:
         return epoch_order(len(self.dataset), seed=seed, epoch=epoch, shuffle=shuffle)
 
     def _in_own_order(self, epoch: int, begin: int, left_out: Ids) -> Iterator[_Planned]:
-        loading, digest, start = self.loading, hashlib.blake2b(digest_size=8), begin
+        loading = self.loading
+        digest = hashlib.blake2b(digest_size=8)
+        start = begin
         order, drawn = self._drawn(epoch, begin)
         if begin:
             drawn = self._passed_over(drawn, begin, digest)
@@ -313,7 +323,9 @@ class StepBatches:
 
     def _cut(self, epoch: int, planned: _Planned) -> Iterator[Key]:
         """Yield the keys of a step, or of this rank's part of it."""
-        loading, start, end = self.loading, planned.start, planned.end
+        loading = self.loading
+        start = planned.start
+        end = planned.end
         after = Cursor(epoch, end, planned.digest)
         if loading.ranks > 1 or loading.exact:
             of_all = np.concatenate([_used_ids(*part) for part in planned.parts])
@@ -507,7 +519,9 @@ class EvaluationBatches:
 
     @property
     def _whole(self) -> int | None:
-        dataset, order, batch_size = self.steps.dataset, self.steps.loading.order, self.steps.loading.batch_size
+        dataset = self.steps.dataset
+        order = self.steps.loading.order
+        batch_size = self.steps.loading.batch_size
         if isinstance(dataset, ReadyBatches):
             return dataset.size
         if order is not None and order.in_batches:

@@ -24,7 +24,9 @@ class MixtureOrder(Sampler[int]):
     """
 
     def __init__(self, sizes: Sequence[int], shares: Sequence[float], length: int, seed: int) -> None:
-        self.sizes, self.seed, self.epoch = [*sizes], seed, 0
+        self.sizes = [*sizes]
+        self.seed = seed
+        self.epoch = 0
         whole = np.floor(np.array(shares) * length).astype(np.int64)
         rest = np.argsort(whole - np.array(shares) * length, kind="stable")[: length - int(whole.sum())]
         whole[rest] += 1  # the largest remainders

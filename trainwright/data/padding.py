@@ -31,7 +31,9 @@ class Padding:
     """
 
     def __init__(self, value: float = 0, target: int = IGNORE, multiple_of: int = 1) -> None:
-        self.value, self.target, self.multiple_of = value, target, multiple_of
+        self.value = value
+        self.target = target
+        self.multiple_of = multiple_of
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         first = samples[0]

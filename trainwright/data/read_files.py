@@ -133,7 +133,9 @@ class _OpenFile:
     """A file that has been read up to a position."""
 
     def __init__(self, files: Files, number: int, epoch: int) -> None:
-        self.number, self.epoch, self.position = number, epoch, 0
+        self.number = number
+        self.epoch = epoch
+        self.position = 0
         self._path, self._size = files.paths[number], files.sizes[number]
         self._generators = OwnGenerators(seed_of(f"{epoch}:{number}:file"))
         with self._generators:

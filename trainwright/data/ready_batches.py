@@ -152,7 +152,10 @@ class Pass:
         start: EpochStart | None = None,
     ) -> None:
         self._say = say
-        self.epoch, self.position, self.digest, self.number = epoch, 0, "", 0
+        self.epoch = epoch
+        self.position = 0
+        self.digest = ""
+        self.number = 0
         self._generators = generators or OwnGenerators(0)
         self.start, held = start, HeldGenerators([source.source])
         if start is not None:
@@ -196,7 +199,9 @@ class Pass:
             return None
         data = _as_tensors(data)
         rows = count_rows(data) or 1
-        begin, self.number, self.position = self.position, self.number + 1, self.position + rows
+        begin = self.position
+        self.number = self.number + 1
+        self.position = self.position + rows
         if self.position > self._ids_end:
             self._ids_begin, self._ids_end = begin, begin + rows * BATCHES_PER_IDS
             self._ids = np.arange(begin, self._ids_end)
@@ -293,8 +298,14 @@ class ReadyStream:
         covers_all: bool = False,
         live: bool = False,
     ) -> None:
-        self.source, self.start, self.seed, self.epochs, self.say = source, start, seed, epochs, say
-        self._live, self._covers_all, self._generators = live, covers_all, OwnGenerators(seed)
+        self.source = source
+        self.start = start
+        self.seed = seed
+        self.epochs = epochs
+        self.say = say
+        self._live = live
+        self._covers_all = covers_all
+        self._generators = OwnGenerators(seed)
         self.resumed = ""
         self._messages: set[str] = set()
 
@@ -322,7 +333,9 @@ class ReadyStream:
         if start.stream is not None:
             one = self._pass(epoch, start.stream)
             if one.is_stateful:
-                one.number, one.position, one.digest = start.stream.number, start.position, start.digest
+                one.number = start.stream.number
+                one.position = start.position
+                one.digest = start.digest
                 self.resumed = "the loader goes on from its own state, as exactly as that says where it was"
                 return one
         one = self._pass(epoch)

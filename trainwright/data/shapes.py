@@ -48,7 +48,10 @@ class Shapes(Dataset[tuple[Tensor, Tensor]]):
     deterministic = True
 
     def __init__(self, images: Tensor, targets: Tensor, labels: tuple[str, ...]) -> None:
-        self.images, self.targets, self.labels, self.classes = images, targets, labels, len(labels)
+        self.images = images
+        self.targets = targets
+        self.labels = labels
+        self.classes = len(labels)
 
     def __len__(self) -> int:
         return len(self.images)

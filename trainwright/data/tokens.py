@@ -59,7 +59,9 @@ class Tokens(Dataset[object]):
         if block_size < 1 or stride < 0:
             raise UsageError(f"block_size={block_size} and stride={stride} are counts", remedy="try block_size=1024")
         self._ids = _mapped(Path(path).expanduser(), dtype)
-        self.sample_tokens, self.stride, self.end = block_size, stride or block_size, end
+        self.sample_tokens = block_size
+        self.stride = stride or block_size
+        self.end = end
         if len(self._ids) <= block_size:
             raise UsageError(
                 f"{path} has {len(self._ids)} ids, a window needs {block_size + 1}",

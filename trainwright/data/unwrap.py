@@ -203,10 +203,14 @@ def _from_numpy(array: np.ndarray) -> Tensor:
 def _unwrap_loader(loader: DataLoader[Sample]) -> Unwrapped:
     if _must_run_unchanged(loader):
         return Unwrapped(ReadyBatches(loader))
-    sampler, batch_size, drop_last = loader.sampler, loader.batch_size, loader.drop_last
+    sampler = loader.sampler
+    batch_size = loader.batch_size
+    drop_last = loader.drop_last
     if type(loader.batch_sampler) is BatchSampler:  # also a BatchSampler that the user made
         inside = loader.batch_sampler
-        sampler, batch_size, drop_last = inside.sampler, inside.batch_size, inside.drop_last
+        sampler = inside.sampler
+        batch_size = inside.batch_size
+        drop_last = inside.drop_last
     order = None
     if batch_size is None:
         order = OwnOrder(loader.batch_sampler, in_batches=True)  # type: ignore[arg-type]

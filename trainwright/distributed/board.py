@@ -16,7 +16,9 @@ class Board:
     """Keys and texts that every rank may read and write. Raises RuntimeError if the store is lost."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store, self.rank, self.size = store, rank, size
+        self._store = store
+        self.rank = rank
+        self.size = size
 
     def post(self, key: str, text: str) -> None:
         """Store ``text`` under ``key``, replacing an earlier text."""

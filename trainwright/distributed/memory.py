@@ -16,7 +16,9 @@ import torch
 from trainwright.distributed.threads import torch_library
 from trainwright.plan.machine import read_machine
 
-_STATM, _STATUS, _CLEAR = Path("/proc/self/statm"), Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATM = Path("/proc/self/statm")
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
 _M_MMAP_THRESHOLD, _MIN_MAPPED_BYTES = -3, 32 * 1024  # mallopt(3); setting it stops its automatic growth
 _M_MMAP_MAX, _MAX_MAPPED_BLOCKS = (
     -4,

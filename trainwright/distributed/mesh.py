@@ -45,7 +45,9 @@ class RankMesh:
         Ranks with copies of the same activations use the same dropout; those with parts draw separately.
         ``divides_sequence``: tensor ranks divide the sequence between the layers that they divide.
         """
-        degrees, place, number = self.degrees, self.place, self.data.rank
+        degrees = self.degrees
+        place = self.place
+        number = self.data.rank
         divides_sequence = divides_sequence and degrees.tensor > 1
         if degrees.pipeline == degrees.context == 1 and not divides_sequence:
             return None

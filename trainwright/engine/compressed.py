@@ -51,7 +51,9 @@ class PowerSgd:
     def __init__(self, world: Ranks, *, rank: int, after: int) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-        self._world, self._rank, self._after = world, rank, after
+        self._world = world
+        self._rank = rank
+        self._after = after
         self._compressed: list[int] = []  # numbers of the parameters
         self._memory = PowerSGDState(world.group, rank, start_powerSGD_iter=2)
         self._memory.iter = 2  # this class decides which steps are compressed

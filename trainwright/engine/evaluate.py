@@ -105,7 +105,9 @@ def evaluate(
             make the same calls.
         UsageError: The model or the loss cannot process a batch.
     """
-    loss_fn, keeper, logged = as_loss_fn(loss), metrics.keeper, LoggedMeans()
+    loss_fn = as_loss_fn(loss)
+    keeper = metrics.keeper
+    logged = LoggedMeans()
     if metrics:
         loss_fn = keeper.around(loss_fn)
         metrics.reset()

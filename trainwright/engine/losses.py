@@ -68,12 +68,10 @@ def language_model(
 ) -> Loss:
     """Next-token prediction: batch ``(ids_BT, target_BT)``, logits_BTV; per token that is not -100.
 
-    In training, the numbers that ``model.training_metrics()`` returns are logged, if the model has that method.
-
-    Args:
-        chunked: True: compute the logits in chunks, never all at once. The model must support it (see ``engine.head``).
-            "auto": chunk if the model supports it and the logits would take more than ``max_logits_bytes``.
-        max_logits_bytes: Limit for "auto", set by the plan of a run; None: never chunk.
+    With ``chunked=True`` the logits are computed in chunks, never all at once; the model must support it (see
+    ``engine.head``). ``"auto"`` does so if the model supports it and the logits would take more than
+    ``max_logits_bytes``, which the plan of a run sets; None: never. In training, the numbers that
+    ``model.training_metrics()`` returns are logged, if the model has that method.
 
     Raises:
         UsageError: ``chunked`` is True and the model does not support it.

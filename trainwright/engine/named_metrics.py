@@ -128,7 +128,10 @@ class NamedMetric:
     ) -> None:
         if task is not None:
             require_choice(f"the task of the metric {name!r}", task, TASKS)
-        self._name, self._make, self._is_regression, self._stated = name, make, is_regression, task
+        self._name = name
+        self._make = make
+        self._is_regression = is_regression
+        self._stated = task
         self._ignored, self._from_logits = IGNORE if ignore_index is None else ignore_index, from_logits
         self._device = torch.device("cpu")
         self._task: Task | None = None

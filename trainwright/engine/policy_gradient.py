@@ -201,7 +201,9 @@ class PPO:
         self.player = EpisodePlayer(env)
         self.discount, self.gae_lambda = discount, gae_lambda
         self.epochs, self.minibatch = epochs, minibatch
-        self.clip_ratio, self.entropy_weight, self.max_grad_norm = clip_ratio, entropy_weight, max_grad_norm
+        self.clip_ratio = clip_ratio
+        self.entropy_weight = entropy_weight
+        self.max_grad_norm = max_grad_norm
 
     def __call__(self, state: TrainState, batch: StepBatch) -> Loss:
         (seeds_B,) = batch.data

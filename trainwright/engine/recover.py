@@ -48,7 +48,9 @@ class Recovery:
     def __init__(
         self, forget: Callable[[TrainState], None], world: World = SOLO, witness: StepWitness = SILENT
     ) -> None:
-        self._forget, self._world, self._witness = forget, world, witness
+        self._forget = forget
+        self._world = world
+        self._witness = witness
         self._ran_out = False
         self.buffers = BufferGuard()
         self._generators = _Generators()

@@ -42,7 +42,10 @@ class ShardedPasses:
     def __init__(
         self, world: World, zero: int, witness: StepWitness = SILENT, norms: SyncedNorms = LOCAL_STATISTICS
     ) -> None:
-        self._world, self._zero, self._witness, self._norms = world, zero, witness, norms
+        self._world = world
+        self._zero = zero
+        self._witness = witness
+        self._norms = norms
         self._used = _Used()
 
     def __call__(self, state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision) -> Accumulated:

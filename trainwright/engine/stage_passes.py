@@ -55,7 +55,9 @@ class StagedPasses:
     """
 
     def __init__(self, stages: PipelineStages, world: World, rows: int) -> None:
-        self._stages, self._world, self._rows = stages, world, rows
+        self._stages = stages
+        self._world = world
+        self._rows = rows
         self._schedules: dict[int, StageSchedule] = {}
         self._work = _NO_WORK
 
@@ -155,7 +157,9 @@ class _ModelStandIn(nn.Module):
 
     def __init__(self, inputs: Tensor, output: object) -> None:
         super().__init__()
-        self._inputs, self._output, self._calls = inputs, output, 0
+        self._inputs = inputs
+        self._output = output
+        self._calls = 0
 
     def forward(self, *inputs: object, **named: object) -> object:
         self._calls += 1

@@ -146,7 +146,9 @@ def make_step(
     """
     _require_made(schedule, precision, clip)
     own = loss if isinstance(loss, nn.Module) else None
-    world, data, stream = ranks.sums, ranks.data or ranks.sums, ranks.stream
+    world = ranks.sums
+    data = ranks.data or ranks.sums
+    stream = ranks.stream
     sharded = ShardedPasses(world, ranks.zero, witness, ranks.norms)
     loss_fn = as_loss_fn(loss) if keeper is None else keeper.around(as_loss_fn(loss))
     parts = _Parts(loss_fn, precision, clip, probes, ranks, seed, sharded, witness, keeper)
@@ -271,7 +273,10 @@ def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumul
     """
     parts.witness.gradients_are_cleared(state.optimizer)
     clear_grads(state.optimizer)
-    number, loss_fn, precision, ranks = len(batch.global_ids), parts.loss_fn, parts.precision, parts.ranks
+    number = len(batch.global_ids)
+    loss_fn = parts.loss_fn
+    precision = parts.precision
+    ranks = parts.ranks
     if not (is_sharded(state.model) or ranks.norms.exchange):
         number *= max(1, batch.tokens // max(1, batch.size))
     if ranks.stages is not None:
@@ -279,7 +284,9 @@ def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumul
         return combine(done, ranks.sums, device_of(state.optimizer)) if is_sharded(state.model) else done
     if is_sharded(state.model):
         return parts.sharded(state, batch, loss_fn, precision)
-    step, witness, norms = state.step + 1, parts.witness, ranks.norms
+    step = state.step + 1
+    witness = parts.witness
+    norms = ranks.norms
     outputs = [
         run_divided(state, micro, loss_fn, precision, number, f"micro-batch {index} of step {step}", witness, norms)
         for index, micro in enumerate(batch.micro)
@@ -289,7 +296,9 @@ def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumul
 
 def _finish(state: TrainState, done: Accumulated, parts: _Parts) -> _Gradients:
     """Return the gradients as they will be applied, the same on every rank."""
-    clip, ranks, witness = parts.clip, parts.ranks, parts.witness
+    clip = parts.clip
+    ranks = parts.ranks
+    witness = parts.witness
     world = ranks.sums
     is_to_sum = world.size > 1 and not ranks.exact and not is_sharded(state.model)
     if ranks.divided:

@@ -45,7 +45,9 @@ class BatchStatistics(torch.autograd.Function):
         total = counts_r1.sum()
         mean = (counts_r1 * means_rc).sum(0) / total
         squares = (squares_rc + counts_r1 * (means_rc - mean).square()).sum(0)
-        mean, variance, total = mean.to(x.dtype), (squares / total).to(x.dtype), total.to(x.dtype)
+        mean = mean.to(x.dtype)
+        variance = (squares / total).to(x.dtype)
+        total = total.to(x.dtype)
         ctx.save_for_backward(x, mean, total)
         ctx.counts, ctx.world = counts, world
         ctx.mark_non_differentiable(total)

@@ -71,8 +71,12 @@ class Experts(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        count, width, hidden = config.experts, config.d_model, config.width_of_expert
-        self.active, self.activation, self.bias_rate = config.active, config.activation, config.bias_rate
+        count = config.experts
+        width = config.d_model
+        hidden = config.width_of_expert
+        self.active = config.active
+        self.activation = config.activation
+        self.bias_rate = config.bias_rate
         self.router = nn.Linear(width, count, bias=False)
         self.gate = nn.Parameter(torch.empty(count, width, hidden)) if config.activation == "swiglu" else None
         self.up = nn.Parameter(torch.empty(count, width, hidden))

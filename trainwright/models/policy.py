@@ -16,7 +16,9 @@ class ActorCritic(nn.Module):
 
     def __init__(self, observations: int, actions: int, hidden: int) -> None:
         super().__init__()
-        self.observations, self.actions, self.hidden = observations, actions, hidden
+        self.observations = observations
+        self.actions = actions
+        self.hidden = hidden
         require_counts(self, dict.fromkeys(("observations", "actions", "hidden"), 1))
         self.actor = mlp(sizes=[observations, hidden, hidden, actions], activation="tanh")
         self.critic = mlp(sizes=[observations, hidden, hidden, 1], activation="tanh")

@@ -31,7 +31,9 @@ class Tower(nn.Module):
     def __init__(self, count: int, width: int, hidden: int) -> None:
         super().__init__()
         self.ids = nn.Embedding(count, width)
-        self.up, self.activation, self.down = nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width)
+        self.up = nn.Linear(width, hidden)
+        self.activation = nn.ReLU()
+        self.down = nn.Linear(hidden, width)
         nn.init.normal_(self.ids.weight, std=width**-0.5)
 
     def forward(self, ids_N: Tensor | None = None) -> Tensor:

@@ -146,7 +146,9 @@ class ZClip(AdaptiveClip):
         _require_positive(z=z)
         _require_averages(decay, warmup)
         super().__init__(torch.zeros(3, dtype=torch.float64, device="cpu"))  # steps, mu, sigma^2
-        self._z, self._decay, self._warmup = z, decay, max(2, warmup)
+        self._z = z
+        self._decay = decay
+        self._warmup = max(2, warmup)
 
     @torch.no_grad()
     def _decide(self, parameters: Sequence[Tensor], total_norm: Tensor, statistics: Tensor) -> tuple[ClipFn, Tensor]:
@@ -197,7 +199,10 @@ class AdaGC(AdaptiveClip):
         super().__init__(torch.cat([torch.zeros(1, dtype=torch.float64, device="cpu"), norms]))  # steps, gammas
         self._names = [name for name, _ in parameters]
         self._places = {id(parameter): place for place, (_, parameter) in enumerate(parameters)}
-        self._at, self._ratio, self._decay, self._warmup = at, ratio, decay, warmup
+        self._at = at
+        self._ratio = ratio
+        self._decay = decay
+        self._warmup = warmup
 
     @torch.no_grad()
     def _decide(self, parameters: Sequence[Tensor], total_norm: Tensor, statistics: Tensor) -> tuple[ClipFn, Tensor]:

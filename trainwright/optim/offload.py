@@ -238,7 +238,9 @@ class _Host:
         return (parameter._version, parameter.data_ptr()) != (self.version, self.pointer)
 
     def _record(self, parameter: Tensor) -> None:
-        self.version, self.pointer, self.bits = parameter._version, parameter.data_ptr(), _bits(parameter)
+        self.version = parameter._version
+        self.pointer = parameter.data_ptr()
+        self.bits = _bits(parameter)
 
 
 class _Pieces:

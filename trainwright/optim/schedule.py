@@ -158,7 +158,9 @@ class Restarts(ConstantSchedule):
         else:
             count = 0
             while past >= length:
-                past, length, count = past - length, length * self.mult, count + 1
+                past = past - length
+                length = length * self.mult
+                count = count + 1
         return _half_wave(past / length, max(self.floor, self.decay**count), self.floor)
 
 

@@ -31,7 +31,10 @@ class SwaSchedule(SteppedSchedule):
         anneal_by: Literal["cos", "linear"],
     ) -> None:
         super().__init__(optimizer, [], plan.every)
-        self.base, self._plan, self._lr, self._anneal_by = base, plan, lr, anneal_by
+        self.base = base
+        self._plan = plan
+        self._lr = lr
+        self._anneal_by = anneal_by
 
     @property
     def name(self) -> str:
