@@ -17,7 +17,7 @@ from trainwright.doctor.measure.evaluations import Evaluations
 from trainwright.doctor.measure.first_step import first_loss_rescaled, symmetry
 from trainwright.doctor.measure.function import function, unused_inputs
 from trainwright.doctor.measure.growth import Growth
-from trainwright.doctor.measure.layers import LayerProbe, depth_in_fp32, dropout_gap
+from trainwright.doctor.measure.layers import LayerMeasurement, depth_in_fp32, dropout_gap
 from trainwright.doctor.measure.loaders import Loaders
 from trainwright.doctor.measure.loading import ResumeProbe
 from trainwright.doctor.measure.memory import Memory
@@ -44,7 +44,7 @@ LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Memory,
     NonfiniteListener,
     Calls,
-    LayerProbe,
+    LayerMeasurement,
     Modes,
     Modules,
     MovingWeights,

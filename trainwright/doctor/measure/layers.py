@@ -69,7 +69,7 @@ class _Functions(PausableMode):
         return result
 
 
-class LayerProbe(ModuleProbe):
+class LayerMeasurement(ModuleProbe):
     """Collects measurements of each layer in one training pass."""
 
     name = LayersFacts.experiment
