@@ -327,14 +327,14 @@ def prepared(ask: str, planned: Checkpointing | None = None) -> Parts:
 
 def test_what_a_recipe_asks_for_is_applied_and_noted() -> None:
     assert prepared("none").notes == ()
-    for ask, words in (("block", "3 blocks whole"), ("selective", "3 blocks but for matmul, convolution, attention")):
+    for ask, words in (("block", "3 blocks whole"), ("selective", "3 blocks except matmul, convolution, attention")):
         (note,) = prepared(ask).notes
         assert (note.topic, note.choice) == ("activation checkpointing", "3 blocks")
         assert words in note.why
     planned = Checkpointing((None, (), ("matmul:0", "matmul:2", "gelu")))
     (note,) = prepared("12GiB", planned).notes
     assert note.choice == "2 blocks"
-    assert note.why.endswith("1 block not at all; 1 block whole; 1 block but for matmul 0 2, gelu") == (
+    assert note.why.endswith("1 block not at all; 1 block whole; 1 block except matmul 0 2, gelu") == (
         describe(planned) == note.why
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import trainwright as tw
+from trainwright.profiling import stack
 from trainwright.profiling.stack import HostPlace, place_of
 
 SEEN: dict[str, HostPlace] = {}
@@ -85,3 +87,11 @@ def test_of_our_own_loop(tmp_path: Any) -> None:
     assert SEEN["looking"].label == "looks"
     del phases["forward"], phases["backward"], phases["data"]  # the first of each was in the dry run
     assert phases == {"update": "update"}
+
+
+def test_every_file_of_the_table_exists() -> None:
+    """Otherwise a renamed module would lose its phase without an error."""
+    for key in stack._FILES:
+        name, _, function = key.partition(":")
+        assert Path(name).exists(), name
+        assert f"def {function}" in Path(name).read_text() if function else True, key

@@ -35,17 +35,20 @@ class Checkpointing:
 
 
 def describe(checkpointing: Checkpointing) -> str:
-    """Return one line, such as ``4 blocks whole; 6 but for matmul 0, 1 and gelu; 2 not at all``."""
-    alike = Counter(checkpointing.blocks)
-    parts = [f"{count} {'block' if count == 1 else 'blocks'} {_but_for(keep)}" for keep, count in alike.items()]
-    return "computed again in the backward pass: " + "; ".join(parts)
+    """Return one line: what of each group of equal blocks the backward pass recomputes.
+
+    Such as ``recomputed in the backward pass: 4 blocks whole; 6 blocks except matmul 0 1, gelu; 2 blocks not at all``.
+    """
+    counts = Counter(checkpointing.blocks)
+    parts = [f"{count} {'block' if count == 1 else 'blocks'} {_extent(keep)}" for keep, count in counts.items()]
+    return "recomputed in the backward pass: " + "; ".join(parts)
 
 
-def _but_for(keep: tuple[str, ...] | None) -> str:
+def _extent(keep: tuple[str, ...] | None) -> str:
     if not keep:
         return "not at all" if keep is None else "whole"
     calls: dict[str, list[str]] = {}
     for site in keep:
         family, _, index = site.partition(":")
         calls.setdefault(family, []).extend([index] if index else [])
-    return "but for " + ", ".join(" ".join([family, *indices]) for family, indices in calls.items())
+    return "except " + ", ".join(" ".join([family, *indices]) for family, indices in calls.items())

@@ -206,7 +206,7 @@ def _checkpointing_note(best: Option, options: Sequence[Option]) -> Note:
     same = _comparable(options, best)
     others = list(dict.fromkeys(option.layout.checkpointing for option in same if option.layout.checkpointing != name))
     share = best.time.checkpointing_flops / best.time.flops if best.time.flops else 0.0
-    reasons = [f"{share:.0%} of the arithmetic is computed again" if share else "nothing is computed twice"]
+    reasons = [f"{share:.0%} of the arithmetic is recomputed" if share else "nothing is recomputed"]
     reasons += [f"{other} would be {_best_where(same, best, checkpointing=other)}" for other in others]
     return Note("checkpointing", name, "; ".join(reasons))
 

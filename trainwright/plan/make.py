@@ -84,7 +84,7 @@ class SwaPlan:
 class ResumedValues:
     """Values that a resumed run takes from its earlier plan, even if its length or batch changed.
 
-    None: planned again.
+    A value of None is planned again.
     """
 
     warmup: int | float | None = None

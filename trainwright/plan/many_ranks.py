@@ -326,7 +326,7 @@ def choice_notes(best: Placement, options: Sequence[Placement], device: Device) 
     return (
         Note("parallel", str(best.degrees), "; ".join([*reasons, *waits])),
         Note("micro-batch", f"{best.micro} x {best.accumulation}", f"{human_seconds(best.step_s)} a step"),
-        Note("checkpointing", best.policy, again or "the model has no blocks to compute again"),
+        Note("checkpointing", best.policy, again or "the model has no blocks to recompute"),
     )
 
 

@@ -46,7 +46,7 @@ def _until(found: RecipeDifference) -> Verdict:
         return "maths", "counted in another unit: the run ends, and its learning rate decays, elsewhere"
     if now.value < was.value:
         return "maths", "the run ends, and its learning rate decays, earlier"
-    return "safe", "the run goes on from where it is; the warm-up stays, and a decay of the learning rate ends later"
+    return "safe", "the run continues from its step; the warm-up stays, and a decay of the learning rate ends later"
 
 
 def _batch(found: RecipeDifference) -> Verdict:
@@ -116,7 +116,7 @@ _UPDATE: Verdict = "maths", "from here on the weights are updated differently"
 _ORDER = "the rest of this epoch comes in another order: some samples twice, some not at all"
 _READING: Verdict = "safe", "how samples are read, not which"
 _FOLDER: Verdict = "safe", "the run stays in its folder"
-_OBSERVERS: Verdict = ("safe", "observers only read, and may end the run; those in the same place go on counting")
+_OBSERVERS: Verdict = ("safe", "observers only read, and may end the run; those at the same position keep their state")
 _METRICS: Verdict = ("safe", "metrics only read")
 _KERNELS = "other kernels: last bits"
 
@@ -138,7 +138,7 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "model.use": ("maths", "another model, though the weights fit it"),
     "model.args": ("maths", "the model computes something else, though the weights fit it"),
     "model.freeze": ("maths", "other weights are trained; newly trained ones begin without moments"),
-    "model.activation_checkpointing": ("safe", "activations are kept or computed again, and are the same"),
+    "model.activation_checkpointing": ("safe", "activations are kept or recomputed, and are the same"),
     "model.compile": ("safe", f"{_KERNELS}; dropout draws other numbers"),
     "model.ema": _ema,
     "model.swa": _swa,
@@ -183,7 +183,7 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "parallel.timeout": ("safe", "it changes no result"),
     "optimizer.use": ("fatal", f"the moments of one optimizer mean nothing to another: put it back, or {EXPORT}"),
     "optimizer.args": _argument,
-    "optimizer.lr": ("maths", "steps of another size; the schedule goes on where it is"),
+    "optimizer.lr": ("maths", "steps of another size; the schedule continues at its step"),
     "optimizer.weight_decay": _UPDATE,
     "optimizer.decay_norms_and_biases": _UPDATE,
     "optimizer.groups": _UPDATE,

@@ -67,7 +67,7 @@ def _of_tensor(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterator[
             "parallel.sequence",
             f"needs a plan that says where the sequence is cut, and that of {shape.name} does not",
             got="true",
-            remedy="leave it out: weights and heads are divided all the same",
+            remedy="leave it out: weights and heads are divided without it",
         )
     if recipe.optimizer.use in NEEDS_WHOLE:
         yield _unsupported("optimizer.use", recipe.optimizer.use, "tensor", "use adamw, adam or sgd")

@@ -32,8 +32,10 @@ from trainwright.runs.secrets import masked
 from trainwright.version import __version__
 
 PARTS = ("head", "findings", "records")
-SCRIPTS, STYLES = ("uplot", "charts", "page"), ("uplot", "page")
 """The parts of a run's page that change while it runs; each has its own template and element."""
+SCRIPTS = ("uplot", "charts", "page")
+STYLES = ("uplot", "page")
+"""Names of the static files that are embedded in every page."""
 MIN_BUCKETS = 60
 DAY_S = 24 * 3600.0
 
