@@ -87,7 +87,7 @@ def test_a_sample_that_ends_the_process_is_named(befalls: Callable[[], object], 
     came = []
     with pytest.raises(DataError) as caught:
         came.extend(read_in_fork(numbers(befalls), limit_s=60))
-    assert caught.value.message == f"a process that looks at the data {how} while it read sample 3"
+    assert caught.value.message == f"a process that reads the data {how} while it read sample 3"
     assert caught.value.sample_ids == (3,)
 
 

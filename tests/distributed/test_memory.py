@@ -83,12 +83,12 @@ GIVEN_BACK = """
 import resource
 from pathlib import Path
 import torch
-from trainwright.distributed.memory import give_back, keep_no_blocks
+from trainwright.distributed.memory import give_back, return_large_blocks
 def reserved():
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() // 1024
 torch.set_num_threads(1)
 give_back(torch.device("cpu"))
-keep_no_blocks()
+return_large_blocks()
 blocks, between = [], []
 for _ in range(400):  # 64 KiB each, as activations of one sample are
     blocks.append(torch.empty(2**14))

@@ -247,6 +247,6 @@ def test_numbers_out_of_range_are_refused(name: Any, settings: dict[str, Any], s
 
 
 def test_adagc_asks_for_the_parameters() -> None:
-    with pytest.raises(UsageError, match="was given none") as caught:
+    with pytest.raises(UsageError, match="got none") as caught:
         make_clip("adagc")
     assert "parameters=model.named_parameters()" in caught.value.remedy

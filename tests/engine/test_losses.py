@@ -1,4 +1,4 @@
-"""The losses in the box, and the two forms that a loss function may have."""
+"""The built-in losses, and the two forms that a loss function may have."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from tests import forked
 from trainwright.checkpoint.rng import seed_all
 from trainwright.data.loading import Loading, StepBatches
 from trainwright.data.ready_batches import ReadyBatches
-from trainwright.data.sample_order import OwnOrder
+from trainwright.data.sample_order import UserOrder
 from trainwright.engine.loop import StopRequest
 from trainwright.errors import UsageError
 from trainwright.monitoring.signals import Signals, _default_for_late, grace_s
@@ -348,7 +348,7 @@ def interrupted(dataset: object, loading: Loading, line: int) -> bool:
         (Drawing(), Loading(2, 2, collate=drawn_together)),
         (Endless(), Loading(2, 2, collate=drawn_together)),
         (ReadyBatches(in_batches), Loading(2, 2)),
-        (Drawing(), Loading(2, 2, order=OwnOrder(RandomSampler(Drawing())))),
+        (Drawing(), Loading(2, 2, order=UserOrder(RandomSampler(Drawing())))),
     ],
     ids=["samples", "stream", "ready", "sampler"],
 )

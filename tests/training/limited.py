@@ -28,7 +28,7 @@ import trainwright as tw
 from trainwright.checkpoint.rng import RngBag
 from trainwright.checkpoint.store import newest_valid
 from trainwright.distributed import SOLO, Ranks, World
-from trainwright.distributed.memory import give_back, mind_limits
+from trainwright.distributed.memory import adapt_to_limits, give_back
 from trainwright.engine.loop import run
 from trainwright.engine.rank_layout import RankLayout
 from trainwright.engine.run_length import for_steps
@@ -112,7 +112,7 @@ def limit_memory(mib: int) -> None:
     """
     give_back(torch.device("cpu"))
     set_limit(SLACK_MIB)
-    mind_limits()  # as every job under a limit does
+    adapt_to_limits()  # as every job under a limit does
     for size_mib in (64, 16, 4, SLACK_MIB // 2):
         with suppress(RuntimeError):
             while True:

@@ -152,12 +152,12 @@ from torch import nn
 import torch.nn.functional as F
 import trainwright as tw
 from trainwright.watching import experiments
-from trainwright.distributed.memory import held_bytes, keep_no_blocks, peak_bytes, start_peak
+from trainwright.distributed.memory import held_bytes, return_large_blocks, peak_bytes, start_peak
 
 from trainwright.doctor.measure import REPLAYS
 EXPERIMENTS = {each.name: each for each in REPLAYS}
 
-keep_no_blocks()
+return_large_blocks()
 torch.set_num_threads(1)
 cpu = torch.device("cpu")
 

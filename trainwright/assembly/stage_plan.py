@@ -116,7 +116,7 @@ class _Elsewhere(nn.Module):
         if x.is_floating_point():
             return x
         if self.width is None:
-            raise ValueError(f"a module of another stage is called with {x.dtype}, not with what the stage was given")
+            raise ValueError(f"a module of another stage is called with {x.dtype}, not with the input of the stage")
         return torch.zeros(*x.shape, self.width, device=x.device)
 
 

@@ -71,7 +71,7 @@ def _piece_of(data: object, size: int, path: str) -> Piece | None:
         pieces = {key: _piece_of(value, size, f"{path}[{key!r}]") for key, value in data.items()}
         if not any(pieces.values()):
             return None
-        return lambda rows: _as_class_of(data, {k: _some(pieces[k], v, rows) for k, v in data.items()})
+        return lambda rows: _as_class_of(data, {k: _slice_part(pieces[k], v, rows) for k, v in data.items()})
     if isinstance(data, tuple | list):
         return _piece_of_several(data, size, path)
     if isinstance(data, _PLAIN):
@@ -103,7 +103,7 @@ def _piece_of_several(data: tuple[object, ...] | list[object], size: int, path: 
     if not has_rows:
         return None
     make: Callable[[Iterable[object]], object] = getattr(type(data), "_make", type(data))
-    return lambda rows: make(_some(piece, value, rows) for piece, value in zip(pieces, data, strict=True))
+    return lambda rows: make(_slice_part(piece, value, rows) for piece, value in zip(pieces, data, strict=True))
 
 
 def _as_class_of(data: Mapping[object, object], made: dict[object, object]) -> object:
@@ -118,7 +118,7 @@ def _takes_samples(piece: Piece | None) -> bool:
     return isinstance(getattr(piece, "__self__", None), tuple | list)
 
 
-def _some(piece: Piece | None, value: object, rows: slice) -> object:
+def _slice_part(piece: Piece | None, value: object, rows: slice) -> object:
     return value if piece is None else piece(rows)
 
 

@@ -87,7 +87,7 @@ def tensors_of(state: TrainState) -> dict[tuple[str, str], Tensor]:
 def take_part(state: TrainState, stages: World) -> None:
     """Send this rank's parts of the state to the rank that captures it at the same time.
 
-    ``stages`` are the ranks of the pipeline that rank 0 belongs to. All other ranks only send their parts of tensors.
+    ``stages`` are those of the capturing rank. Ranks outside of them only contribute their parts of tensors.
     """
     if stages.size > 1:
         gather_stages(_part_of(state), stages)

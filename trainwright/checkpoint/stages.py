@@ -41,7 +41,7 @@ def gather_stages(part: StagePart, stages: World) -> StagePart:
             if stages.rank == 0:
                 tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
             if stages.rank in (0, source):
-                stages.bring(tensors[name], source)
+                stages.send_to_first(tensors[name], source)
         values, trained = _merged(values, other_values), trained | other_trained
     return StagePart(tensors, values, trained)
 

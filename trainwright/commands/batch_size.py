@@ -16,10 +16,10 @@ from trainwright.checkpoint.staging import Staging
 from trainwright.data.ready_batches import ReadyBatches
 from trainwright.data.unwrap import length_of
 from trainwright.distributed.memory import (
+    adapt_to_limits,
     capacity_bytes,
     give_back,
-    kept_free,
-    mind_limits,
+    lowered_limits,
     peak_bytes,
     rlimits,
     start_peak,
@@ -137,7 +137,7 @@ def find_batch_size(
     batch = _global_batch(loaded.recipe)
     small = loaded.recipe.batch.model_copy(update={"size": batch, "micro": min(2, batch), "accumulation": None})
     job = prepare(in_one_process(replace(loaded, recipe=loaded.recipe.model_copy(update={"batch": small}))), parts)
-    mind_limits()  # a run with the resulting size is short of memory, even if this job is not
+    adapt_to_limits()  # a run with the resulting size is short of memory, even if this job is not
     capacity = min(capacity_bytes(job.device), memory_bytes or sys.maxsize)
     search = _Search(job, capacity, margin, time.perf_counter() + budget_s, say)
     found = search.run(min(most or sys.maxsize, _samples(job)))
@@ -197,7 +197,7 @@ class _Search:
 
     def _fits(self, size: int) -> bool:
         begin_s = time.perf_counter()
-        with kept_free(self._capacity - self.allowed):
+        with lowered_limits(self._capacity - self.allowed):
             tried = self._trial(size)
         self._last_s = (time.perf_counter() - begin_s) / size
         self.tried.append(tried)

@@ -253,7 +253,7 @@ class Reading(Protocol):
     def exact(self) -> bool: ...
 
 
-def shared(step: Key, settings: Reading) -> Iterator[Key]:
+def keys_of_rank(step: Key, settings: Reading) -> Iterator[Key]:
     """Yield the keys of a rank's micro-batches of the step ``step``; none for an empty step."""
     if not len(step.ids):
         return
@@ -344,7 +344,7 @@ class FetchStream(IterableDataset["Fetched | Failed"]):
         settings, end = self.settings, Cursor(epoch, position + count)
         if settings.ranks > 1 or settings.exact:
             full_key = Key(epoch, position, np.arange(position, position + count), True, end)
-            yield from shared(full_key.without(settings.quarantine), settings)
+            yield from keys_of_rank(full_key.without(settings.quarantine), settings)
             return
         for first in range(0, count, settings.micro_size):
             start, stop = position + first, position + min(first + settings.micro_size, count)

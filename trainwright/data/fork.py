@@ -72,7 +72,7 @@ def read_in_fork(read: Callable[[Begin], Iterator[T]], *, limit_s: float) -> Ite
                     kind, value = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     _, status = os.waitpid(pid, 0)
-                    raise _died(status, _read_position(place)) from None
+                    raise _death_error(status, _read_position(place)) from None
                 if kind == "done":
                     return
                 if kind == "raised":
@@ -174,7 +174,7 @@ def _read_position(place: mmap.mmap) -> int:
     return position
 
 
-def _died(status: int, position: int) -> DataError:
+def _death_error(status: int, position: int) -> DataError:
     code = os.waitstatus_to_exitcode(status)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     if position == _NO_POSITION:

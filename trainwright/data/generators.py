@@ -28,7 +28,7 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-class OwnGenerators:
+class UserGenerators:
     """The global generators as one pass of the user's iterator sees them; each entry continues from the last draw.
 
     A context, entered for each batch: inside, the global generators have these states. Python's state is copied from
@@ -89,7 +89,7 @@ class OwnGenerators:
 
 
 class EpochGenerators:
-    """Global generators as OwnGenerators, but complete: includes NumPy's spare normal.
+    """Global generators as UserGenerators, but complete: includes NumPy's spare normal.
 
     Entering and leaving takes 180 us, once per step.
     """

@@ -18,12 +18,22 @@ from torch.utils.data import IterableDataset, default_collate
 from trainwright.checkpoint.batch_cut import rows_of_rank
 from trainwright.checkpoint.cursor import BadSample, Cursor, Ids, MicroBatch, StepBatch
 from trainwright.data.collation import Batch, Collate
-from trainwright.data.fetch import AnyDataset, Failed, Fetch, Fetched, FetchStream, Key, OnBadSample, is_sliced, shared
+from trainwright.data.fetch import (
+    AnyDataset,
+    Failed,
+    Fetch,
+    Fetched,
+    FetchStream,
+    Key,
+    OnBadSample,
+    is_sliced,
+    keys_of_rank,
+)
 from trainwright.data.files import FilesOrder
 from trainwright.data.order import epoch_order
 from trainwright.data.read_files import OpenFiles
-from trainwright.data.ready_batches import ReadyBatches, ReadyStream, Say, compared, silent
-from trainwright.data.sample_order import LoaderOrder, OwnOrder, regrouped
+from trainwright.data.ready_batches import ReadyBatches, ReadyStream, Say, comparison_message, silent
+from trainwright.data.sample_order import LoaderOrder, UserOrder, regrouped
 from trainwright.data.unwrap import length_of
 from trainwright.data.workers import WorkerInit, Workers, read_in_workers
 from trainwright.errors import DataError, UsageError
@@ -75,7 +85,7 @@ class Loading:
     quarantine: frozenset[int] = frozenset()
     on_bad_sample: OnBadSample = "stop"
     every: int = 1
-    order: OwnOrder | None = None
+    order: UserOrder | None = None
     live: bool = False
     loader: LoaderOrder | None = None
     joined: int = 1
@@ -114,7 +124,7 @@ class StepBatches:
 
     def __iter__(self) -> Iterator[StepBatch]:
         steps = self._ready() if isinstance(self.dataset, ReadyBatches) else self._read()
-        return _ahead(steps, self.at_once)
+        return _read_ahead(steps, self.at_once)
 
     @property
     def reads_in_workers(self) -> bool:
@@ -244,22 +254,22 @@ class StepBatches:
                 return
 
     def _epoch(self, epoch: int, found: Collection[int]) -> Iterator[Key]:
-        loading, steps = self.loading, self._in_our_order
+        loading, steps = self.loading, self._in_default_order
         begin = self.cursor.position if epoch == self.cursor.epoch else 0
         left_out = np.array([*loading.quarantine, *found])
         self._has_steps = begin > 0
         if loading.order is not None or self._draws_live(begin):
-            steps = self._in_own_order
+            steps = self._in_user_order
         for planned in islice(steps(epoch, begin, left_out), 0, None, loading.every):
             for key in self._cut(epoch, planned):
-                self._has_steps = self._has_steps or len(key.ids) > 0 or steps == self._in_our_order
+                self._has_steps = self._has_steps or len(key.ids) > 0 or steps == self._in_default_order
                 yield key
 
     def _draws_live(self, begin: int) -> bool:
         """Return True if the order of an epoch is that of the loader. An epoch that began otherwise continues so."""
         return self.loading.loader is not None and (begin == 0 or self._start is not None)
 
-    def _in_our_order(self, epoch: int, begin: int, left_out: Ids) -> Iterator[_Planned]:
+    def _in_default_order(self, epoch: int, begin: int, left_out: Ids) -> Iterator[_Planned]:
         loading, size = self.loading, len(self.dataset)
         if not size or (loading.drop_last and size < loading.batch_size):
             return
@@ -280,13 +290,13 @@ class StepBatches:
             return self.dataset.files.order(seed=seed, epoch=epoch, shuffle=shuffle)
         return epoch_order(len(self.dataset), seed=seed, epoch=epoch, shuffle=shuffle)
 
-    def _in_own_order(self, epoch: int, begin: int, left_out: Ids) -> Iterator[_Planned]:
+    def _in_user_order(self, epoch: int, begin: int, left_out: Ids) -> Iterator[_Planned]:
         loading = self.loading
         digest = hashlib.blake2b(digest_size=8)
         start = begin
-        order, drawn = self._drawn(epoch, begin)
+        order, drawn = self._draw_order(epoch, begin)
         if begin:
-            drawn = self._passed_over(drawn, begin, digest)
+            drawn = self._skip_consumed(drawn, begin, digest)
         batches = drawn if order.in_batches else regrouped(drawn, loading.batch_size)
         while window := list(islice(batches, loading.joined if order.in_batches else 1)):
             if loading.drop_last and not order.in_batches and len(window[0]) < loading.batch_size:
@@ -297,7 +307,7 @@ class StepBatches:
             yield _Planned(start, parts, digest.hexdigest())
             start += sum(map(len, window))
 
-    def _drawn(self, epoch: int, begin: int) -> tuple[OwnOrder, Iterator[Ids]]:
+    def _draw_order(self, epoch: int, begin: int) -> tuple[UserOrder, Iterator[Ids]]:
         """Return the order of an epoch and its positions, from the first one on."""
         loader, order = self.loading.loader, self.loading.order
         if loader is None or not self._draws_live(begin):
@@ -308,7 +318,7 @@ class StepBatches:
         self._start, drawn = loader.begin(epoch)
         return loader, drawn
 
-    def _passed_over(self, drawn: Iterator[Ids], begin: int, digest: hashlib.blake2b) -> Iterator[Ids]:
+    def _skip_consumed(self, drawn: Iterator[Ids], begin: int, digest: hashlib.blake2b) -> Iterator[Ids]:
         """Yield what follows the first ``begin`` positions, which are drawn but not read."""
         number, rest = 0, np.zeros(0, dtype=np.int64)
         while number < begin and (ids := next(drawn, None)) is not None:
@@ -316,7 +326,7 @@ class StepBatches:
             digest.update(mine.tobytes())
             number += len(mine)
         what = f"the first {number:,} positions of epoch {self.cursor.epoch} were drawn again"
-        self.resumed = compared(what, number, digest.hexdigest() == self.cursor.digest, self.cursor)
+        self.resumed = comparison_message(what, number, digest.hexdigest() == self.cursor.digest, self.cursor)
         if len(rest):
             yield rest
         yield from drawn
@@ -329,7 +339,7 @@ class StepBatches:
         after = Cursor(epoch, end, planned.digest)
         if loading.ranks > 1 or loading.exact:
             of_all = np.concatenate([_used_ids(*part) for part in planned.parts])
-            yield from shared(Key(epoch, start, of_all, True, after), loading)
+            yield from keys_of_rank(Key(epoch, start, of_all, True, after), loading)
             return
         for ids, kept in planned.parts:
             for first in range(0, len(ids), loading.micro_size):
@@ -402,7 +412,7 @@ def _none_left(bad: list[BadSample]) -> DataError:
     )
 
 
-def _ahead(steps: Iterator[StepBatch | None], at_once: int) -> Iterator[StepBatch]:
+def _read_ahead(steps: Iterator[StepBatch | None], at_once: int) -> Iterator[StepBatch]:
     """Yield the same steps, reading ``at_once`` of them together, but not beyond a None: later ones depend on earlier
     ones.
 

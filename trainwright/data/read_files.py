@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from trainwright.checkpoint.rng import seed_of
 from trainwright.data.files import SIZES_REMEDY, Files, Read, count_samples
-from trainwright.data.generators import OwnGenerators
+from trainwright.data.generators import UserGenerators
 from trainwright.errors import DataError, UsageError
 
 MAX_DEFAULT_READERS = 64
@@ -137,7 +137,7 @@ class _OpenFile:
         self.epoch = epoch
         self.position = 0
         self._path, self._size = files.paths[number], files.sizes[number]
-        self._generators = OwnGenerators(seed_of(f"{epoch}:{number}:file"))
+        self._generators = UserGenerators(seed_of(f"{epoch}:{number}:file"))
         with self._generators:
             self._samples = iter(files.read(self._path))
 

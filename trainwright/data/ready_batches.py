@@ -19,7 +19,7 @@ from trainwright.checkpoint.cursor import Cursor, EpochStart, MicroBatch, Stream
 from trainwright.checkpoint.rng import RngBag, seed_of
 from trainwright.data.batch_digest import digest_with
 from trainwright.data.collation import Batch
-from trainwright.data.generators import HeldGenerators, OwnGenerators, prepare_epoch, set_epoch
+from trainwright.data.generators import HeldGenerators, UserGenerators, prepare_epoch, set_epoch
 from trainwright.data.workers import preserved_sigchld
 from trainwright.errors import DataError, text_of
 
@@ -147,7 +147,7 @@ class Pass:
         state: StreamState | None = None,
         *,
         covers_all: bool = False,
-        generators: OwnGenerators | None = None,
+        generators: UserGenerators | None = None,
         live: bool = False,
         start: EpochStart | None = None,
     ) -> None:
@@ -156,7 +156,7 @@ class Pass:
         self.position = 0
         self.digest = ""
         self.number = 0
-        self._generators = generators or OwnGenerators(0)
+        self._generators = generators or UserGenerators(0)
         self.start, held = start, HeldGenerators([source.source])
         if start is not None:
             self._generators.restore(start.rng)
@@ -305,7 +305,7 @@ class ReadyStream:
         self.say = say
         self._live = live
         self._covers_all = covers_all
-        self._generators = OwnGenerators(seed)
+        self._generators = UserGenerators(seed)
         self.resumed = ""
         self._messages: set[str] = set()
 
@@ -370,10 +370,10 @@ class ReadyStream:
                 reported_s = time.monotonic()
                 self.say(f"reading the data again: {one.position:,} of {start.position:,} samples")
         what = f"the first {one.number:,} batches of epoch {start.epoch} were read again and not trained on"
-        self.resumed = compared(what, one.position, one.digest == start.digest, start)
+        self.resumed = comparison_message(what, one.position, one.digest == start.digest, start)
 
 
-def compared(what: str, reached: int, is_same: bool, start: Cursor) -> str:
+def comparison_message(what: str, reached: int, is_same: bool, start: Cursor) -> str:
     """Return a message on the comparison after reading the start of an epoch again, up to ``reached`` samples."""
     if is_same:
         return f"{what}, and they are the same as before"

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from trainwright.checkpoint.cursor import EpochStart, Ids
 from trainwright.checkpoint.rng import RngBag, seed_of
-from trainwright.data.generators import HeldGenerators, OwnGenerators, prepare_epoch, set_epoch
+from trainwright.data.generators import HeldGenerators, UserGenerators, prepare_epoch, set_epoch
 
 AT_ONCE, AT_ONCE_IMPURE = 1024, 16
 """Number of positions drawn from a sampler together, because exchanging the random generators costs as much as 50 of
@@ -39,7 +39,7 @@ _PURE = (list, tuple, range, BatchSampler, RandomSampler, SequentialSampler, Sub
 _Sampler: TypeAlias = Iterable[int] | Iterable[Iterable[int]]
 
 
-class OwnOrder:
+class UserOrder:
     """The order of a sampler, or with ``in_batches`` of a batch sampler, each of whose batches is a micro-batch.
 
     Before each epoch, ``set_epoch`` is called, and the global random generators and those of the sampler are seeded
@@ -74,19 +74,19 @@ class OwnOrder:
     def batches(self, seed: int, epoch: int) -> Iterator[Ids]:
         """Yield the batches of an epoch, or pieces of the order of a sampler without batches."""
         while not self.is_pure and self._num_drawn < epoch:
-            for _ in self._drawn(seed, self._num_drawn):
+            for _ in self._draw(seed, self._num_drawn):
                 pass
-        yield from self._drawn(seed, epoch)
+        yield from self._draw(seed, epoch)
 
-    def _drawn(self, seed: int, epoch: int) -> Iterator[Ids]:
+    def _draw(self, seed: int, epoch: int) -> Iterator[Ids]:
         self._num_drawn = epoch + 1
-        generators = OwnGenerators(seed_of(f"{seed}:{epoch}:order"))
+        generators = UserGenerators(seed_of(f"{seed}:{epoch}:order"))
         with generators:
             prepare_epoch(self.sampler, seed, epoch)
             positions = iter(self.sampler)
         yield from self._rest(positions, generators)
 
-    def _rest(self, positions: Iterator[object], generators: OwnGenerators) -> Iterator[Ids]:
+    def _rest(self, positions: Iterator[object], generators: UserGenerators) -> Iterator[Ids]:
         """Yield the rest of an epoch, drawn with these generators."""
         several, one = (BATCHES_AT_ONCE, 1) if self.in_batches else (AT_ONCE, AT_ONCE_IMPURE)
         at_once = several if self.is_pure else one
@@ -110,14 +110,14 @@ class OwnOrder:
         items are not positions.
         """
         with HeldGenerators([self.sampler]).preserved():
-            orders = [OwnOrder(_copied(self.sampler), in_batches=self.in_batches) for _ in range(2)]
+            orders = [UserOrder(_copied(self.sampler), in_batches=self.in_batches) for _ in range(2)]
             first, second = (
-                [each.tolist() for each in islice(each._drawn(0, 0), POSITIONS_DRAWN_TWICE)] for each in orders
+                [each.tolist() for each in islice(each._draw(0, 0), POSITIONS_DRAWN_TWICE)] for each in orders
             )
         self.repeats = first == second
 
 
-class LoaderOrder(OwnOrder):
+class LoaderOrder(UserOrder):
     """The order of a loop over a DataLoader, one pass per epoch.
 
     ``iter(loader)`` and the first item are drawn from the random generators of the process, which training also uses,
@@ -140,17 +140,17 @@ class LoaderOrder(OwnOrder):
         """Start an epoch; return the random state before, from which ``again`` draws the same positions."""
         start = EpochStart(RngBag.capture(), self._held.read())
         first, positions = self._first(epoch)
-        generators = OwnGenerators(0)
+        generators = UserGenerators(0)
         generators.continue_here()
         return start, self._all(first, positions, generators)
 
     def again(self, epoch: int, start: EpochStart) -> Iterator[Ids]:
         """Draw an epoch of an earlier process again, without changing the generators of this one."""
-        generators = OwnGenerators(0)
+        generators = UserGenerators(0)
         generators.restore(start.rng)
         if not self.is_pure:
             for earlier in range(epoch):  # it may count its epochs itself
-                for _ in self._drawn(0, earlier):
+                for _ in self._draw(0, earlier):
                     pass
         self._held.restore(start.held)
         with generators:
@@ -170,7 +170,7 @@ class LoaderOrder(OwnOrder):
         if not (keeps_workers and epoch):  # persistent workers keep their seed
             torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
 
-    def _all(self, first: list[object], positions: Iterator[object], generators: OwnGenerators) -> Iterator[Ids]:
+    def _all(self, first: list[object], positions: Iterator[object], generators: UserGenerators) -> Iterator[Ids]:
         yield from self._as_ids(first) if first else ()
         yield from self._rest(positions, generators)
 

@@ -25,7 +25,7 @@ _DTYPES = ("uint8", "uint16", "uint32", "int16", "int32", "int64")
 
 
 class Tokens(Dataset[object]):
-    """Windows of ``block_size`` ids over a file of raw numbers, or a .npy file, which is never read whole into memory.
+    """Windows of ``block_size`` ids over a file of raw numbers, or a .npy file, which is never loaded completely.
 
     With ``end``, the id that ends a document, a sample does not predict the first id of a document from the one before.
     It is then a dict with the names that models of ``transformers`` take: ``input_ids``, ``labels`` (-100: not counted;

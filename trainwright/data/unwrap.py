@@ -27,7 +27,7 @@ from trainwright.data.fetch import AnyDataset
 from trainwright.data.mixture import Mixture
 from trainwright.data.read_files import OpenFiles
 from trainwright.data.ready_batches import ReadyBatches
-from trainwright.data.sample_order import LoaderOrder, OwnOrder
+from trainwright.data.sample_order import LoaderOrder, UserOrder
 from trainwright.data.workers import WorkerInit
 from trainwright.errors import UsageError, text_of
 from trainwright.plan.user_batches import UserBatches
@@ -52,7 +52,7 @@ class Unwrapped:
     timeout_s: float | None = None
     worker_init: WorkerInit | None = None
     start_method: str | None = None
-    order: OwnOrder | None = None
+    order: UserOrder | None = None
     loader: LoaderOrder | None = None
     not_used: Mapping[str, str] = field(default_factory=dict)
 
@@ -79,7 +79,7 @@ class Unwrapped:
 
 
 def unwrap(data: object) -> Unwrapped:
-    """Returns the dataset of ``data``, which has one of these forms:
+    """Return the dataset of ``data``, which has one of these forms:
 
     - a dataset with ``__getitem__`` and ``__len__``, or an IterableDataset of samples; one of Hugging Face without a
       format gives tensors, as with ``with_format("torch")``;
@@ -94,7 +94,7 @@ def unwrap(data: object) -> Unwrapped:
     if isinstance(data, DataLoader):
         unwrapped = _unwrap_loader(data)
     elif isinstance(data, Mixture):
-        unwrapped = Unwrapped(data, order=OwnOrder(data.order))
+        unwrapped = Unwrapped(data, order=UserOrder(data.order))
     else:
         unwrapped = Unwrapped(_with_tensors(_dataset(data)))
     _require_length(unwrapped)
@@ -213,9 +213,9 @@ def _unwrap_loader(loader: DataLoader[Sample]) -> Unwrapped:
         drop_last = inside.drop_last
     order = None
     if batch_size is None:
-        order = OwnOrder(loader.batch_sampler, in_batches=True)  # type: ignore[arg-type]
+        order = UserOrder(loader.batch_sampler, in_batches=True)  # type: ignore[arg-type]
     elif not (_shuffles_all(sampler) or _is_plain(sampler) or isinstance(loader.dataset, IterableDataset)):
-        order = OwnOrder(sampler)
+        order = UserOrder(sampler)
     if order is not None and not _gives_positions(order):
         return Unwrapped(ReadyBatches(loader))
     in_batches = order is not None and order.in_batches
@@ -247,7 +247,7 @@ def _must_run_unchanged(loader: DataLoader[Sample]) -> bool:
     return is_subclass or several or (loader.batch_size is None and loader.batch_sampler is None)
 
 
-def _gives_positions(order: OwnOrder) -> bool:
+def _gives_positions(order: UserOrder) -> bool:
     try:
         order.try_twice()
     except TypeError:

@@ -182,7 +182,7 @@ def _next(fetched: Iterator[Fetched | Failed], watch: _Watch, timeout_s: float |
             return next(fetched, None)
         except Exception as error:  # an error of torch's machinery: errors of a dataset are returned as values
             if dead := watch.dead(wait=isinstance(error, OSError | EOFError)):
-                raise _died(dead, watch) from None
+                raise _death_error(dead, watch) from None
             if not str(error).startswith("DataLoader timed out"):
                 raise DataError(
                     f"worker processes cannot be used: {text_of(error)}", remedy="data.workers: 0"
@@ -196,12 +196,12 @@ def _next(fetched: Iterator[Fetched | Failed], watch: _Watch, timeout_s: float |
             )
 
 
-def _died(worker: BaseProcess, watch: _Watch) -> DataError:
+def _death_error(worker: BaseProcess, watch: _Watch) -> DataError:
     code, ids = worker.exitcode or 0, watch.samples(worker)
     if code == -signal.SIGTERM:
         time.sleep(
             2 * POLL_S
-        )  # who ends a whole job sends it to the trainer too, which stops for that and not for this
+        )  # if the job is terminated, the trainer gets the signal too and should stop for that reason
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
     remedy = {
         -signal.SIGKILL: "most often memory ran out (see dmesg): take fewer data.workers or a smaller data.prefetch",

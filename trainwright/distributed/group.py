@@ -59,7 +59,7 @@ class World(Protocol):
         """Replace each tensor by that of rank 0, in place."""
         ...
 
-    def bring(self, tensor: Tensor, source: int) -> None:
+    def send_to_first(self, tensor: Tensor, source: int) -> None:
         """Replace ``tensor`` on rank 0 by that of rank ``source``, in place. The other ranks need not call this."""
         ...
 
@@ -87,7 +87,7 @@ class Solo:
 
     def sum_(self, tensors: Sequence[Tensor]) -> None: ...
     def copy_first_(self, tensors: Sequence[Tensor]) -> None: ...
-    def bring(self, tensor: Tensor, source: int) -> None: ...
+    def send_to_first(self, tensor: Tensor, source: int) -> None: ...
 
 
 SOLO = Solo()
@@ -198,8 +198,8 @@ class Ranks:
                 distributed.broadcast(flat, group=self._group, group_src=0)
             _spread(flat, bucket)
 
-    def bring(self, tensor: Tensor, source: int) -> None:
-        with _raising_rank_error("bring a tensor to rank 0"):
+    def send_to_first(self, tensor: Tensor, source: int) -> None:
+        with _raising_rank_error("send a tensor to rank 0"):
             if self.rank == source:
                 distributed.send(tensor, group=self._group, group_dst=0)
             elif self.rank == 0:

@@ -135,7 +135,7 @@ def rlimits() -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def kept_free(num_bytes: int) -> Iterator[None]:
+def lowered_limits(num_bytes: int) -> Iterator[None]:
     """Context in which the active limits are lower by ``num_bytes``."""
     if not (limited := rlimits()):
         yield
@@ -188,7 +188,7 @@ def give_back(device: torch.device) -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def keep_no_blocks() -> None:
+def return_large_blocks() -> None:
     """Make glibc return every block of 32 KiB or more when it is freed, if it is the allocator.
 
     Otherwise its heap would soon be fragmented, without large blocks. This costs page faults (steps take 1.5 to 2 times
@@ -198,15 +198,15 @@ def keep_no_blocks() -> None:
     _mallopt(_M_MMAP_THRESHOLD, _MIN_MAPPED_BYTES)
 
 
-def mind_limits() -> None:
+def adapt_to_limits() -> None:
     """Under a limit on reserved memory, retain no large blocks, and give new threads no heap of 64 MiB."""
     if rlimits():
         _mallopt(_M_ARENA_MAX, 1)
-        keep_no_blocks()
+        return_large_blocks()
 
 
-def keep_blocks() -> None:
-    """Reverse ``keep_no_blocks``."""
+def retain_blocks() -> None:
+    """Reverse ``return_large_blocks``."""
     _mallopt(_M_MMAP_THRESHOLD, _DEFAULT_MAX_THRESHOLD_BYTES)
 
 

@@ -208,7 +208,7 @@ class _Inputs(NamedTuple):
 
 
 def _pass(inputs: _Inputs, config: _Config, *, scale: Tensor | None = None) -> tuple[Tensor, list[Tensor | None]]:
-    """Returns the summed loss, and its gradients (times ``scale``) for hidden, weight and bias; None if not wanted."""
+    """Return the summed loss, and its gradients (times ``scale``) for hidden, weight and bias; None if not wanted."""
     hidden, weight, bias, of_classes, target = inputs
     with torch.autocast(hidden.device.type, enabled=False):
         compute, wide = config.compute, config.accumulate
@@ -245,7 +245,7 @@ def _pass(inputs: _Inputs, config: _Config, *, scale: Tensor | None = None) -> t
 def _to_gradient(
     logits: Tensor, target: Tensor, of_classes: Tensor | None, config: _Config, scale: Tensor | None
 ) -> Tensor:
-    """Returns the summed loss of a chunk. If any gradient is wanted, ``logits`` (C, V) becomes its gradient, in place.
+    """Return the summed loss of a chunk. If any gradient is wanted, ``logits`` (C, V) becomes its gradient, in place.
 
     With class weights w, smoothing e and label y the loss of a row is (1 - e) w_y (-log p_y)
     + e / V sum_v w_v (-log p_v). The factor of the log-denominator in it is (1 - e) w_y + e / V sum_v w_v.

@@ -32,14 +32,14 @@ from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet
 from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
 from trainwright.engine.precision import Precision, PrecisionName
-from trainwright.engine.recover import ONE_SAMPLE_DOES_NOT_FIT, given_up, make_room
+from trainwright.engine.recover import ONE_SAMPLE_DOES_NOT_FIT, make_room, out_of_memory_error
 from trainwright.engine.step import clear_grads
 from trainwright.errors import OomReport
 from trainwright.optim.clip import global_norm
 
-MAX_COPIED_BYTES = 64 * 2**20  # of weights; gradients and moments take as much again, each
+MAX_COPIED_BYTES = 64 * 2**20  # size of weights; gradients and moments take as much again, each
 LONG_DRY_RUN_S = 2.0  # for all modes together; beyond it, more rounds cost more time than they are worth
-RUNS_PER_ROUND = 2  # of one of several modes: the first run after a change of the thread count is slower
+RUNS_PER_ROUND = 2  # with several modes: the first run after a change of the thread count is slower
 MAX_ROUNDS = 8  # the median hardly changes after this many
 _PARTS = {  # tensors inside a sparse tensor, by layout
     torch.sparse_coo: ("_indices", "_values"),
@@ -164,7 +164,7 @@ def dry_run(
         modes = modes[:1]
         reports.append(make_room(snapshot, part, part.size // 2 or None, state, device))
         if part.size <= 1 or world.size > 1:
-            raise given_up(
+            raise out_of_memory_error(
                 reports, ONE_SAMPLE_DOES_NOT_FIT if world.size == 1 else "the ranks cannot try again together"
             )
         part = replace(part, micro=tuple(cut_micro(part.micro[0], max(1, part.micro[0].size // 2))[:1]))

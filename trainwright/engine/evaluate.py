@@ -117,14 +117,14 @@ def evaluate(
     sums: dict[str, Tensor | float] = {}
     with evaluating(model, loss), explaining(model), collecting(logged):
         for output in _outputs(loss_fn, model, batches, precision):
-            metrics.update(keeper.taken()[-1:])  # earlier ones are from attempts that failed
+            metrics.update(keeper.pop()[-1:])  # earlier ones are from attempts that failed
             total = total + output.total.double()
             weight = weight + output.weight
             for name, metric in output.metrics.items():
                 sums[name] = sums.get(name, 0.0) + metric.double()
     mine = _Sums(float(total), float(weight), {name: float(summed) for name, summed in sums.items()})
     counted, means = _means(world.collect(mine))
-    means |= logged.taken(world)
+    means |= logged.pop(world)
     if metrics and counted:
         means |= metrics.compute(world)
     return EvaluationResult(means.pop(_LOSS), counted, means, time.perf_counter() - begin_s)

@@ -62,7 +62,7 @@ def accumulate_exactly(
         for parameter in parameters:
             parameter.grad = None
         reseed(seed_of(f"{seed}:step {state.step}:slice {index}"))
-        slices.append(_passed(state, micro, loss_fn, precision, parameters, number, index))
+        slices.append(_run_slice(state, micro, loss_fn, precision, parameters, number, index))
     has_grad = _anywhere(slices, parameters, world)
     for at, parameter in enumerate(parameters):
         parameter.grad = (
@@ -71,7 +71,7 @@ def accumulate_exactly(
     return _combined(slices, batch, counts, world, parameters[0])
 
 
-def _passed(
+def _run_slice(
     state: TrainState,
     micro: MicroBatch,
     loss_fn: LossFn,

@@ -127,7 +127,7 @@ def _ids(call: _Call) -> str:
         return ""
     return (
         f"the ids reach from {int(ids.min())} to {int(ids.max())}, and the embedding has rows 0 to {rows - 1}: give it "
-        "more (num_embeddings), or look at how ids are made"
+        "more (num_embeddings), or check how ids are made"
     )
 
 

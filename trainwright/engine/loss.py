@@ -160,10 +160,10 @@ def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) 
             ) from None
         raise
     count_for(1)
-    return checked(output, "the loss function gave")
+    return validated_output(output, "the loss function gave")
 
 
-def checked(output: object, gave: str) -> Loss | Tensor:
+def validated_output(output: object, gave: str) -> Loss | Tensor:
     """Validate the result of a loss function and return it as ``call_loss`` does. ``gave`` begins the error message."""
     total = output.total if isinstance(output, Loss) else output
     if not isinstance(total, Tensor) or total.dim() != 0:

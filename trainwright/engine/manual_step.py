@@ -20,7 +20,7 @@ from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.rng import TorchGenerators
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.guard import APPLIED, SKIPPED, BufferGuard
-from trainwright.engine.loss import Loss, checked
+from trainwright.engine.loss import Loss, validated_output
 from trainwright.engine.metrics import OutputKeeper
 from trainwright.engine.rank_sums import Counted, of_all_ranks
 from trainwright.engine.step import (
@@ -113,7 +113,7 @@ def make_own_step(
 
 def _read(output: object, batch: StepBatch, step: int) -> tuple[Tensor, Tensor | float, dict[str, Tensor]]:
     """Return loss, weight and metrics as they are logged."""
-    known = checked(output, f"step {step}: the step function gave")
+    known = validated_output(output, f"step {step}: the step function gave")
     if isinstance(known, Tensor):
         return known.detach(), float(batch.size), {}
     metrics = {name: value.detach() / known.weight for name, value in known.metrics.items()}

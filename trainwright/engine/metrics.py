@@ -59,7 +59,7 @@ class ForwardOutputs(NamedTuple):
 
 
 class OutputKeeper:
-    """Collects the results of the forward passes of a step or an evaluation, until ``taken`` is called.
+    """Collects the results of the forward passes of a step or an evaluation, until ``pop`` is called.
 
     ``needs_outputs``: raise an error if the loss does not return the outputs of the model.
     """
@@ -90,7 +90,7 @@ class OutputKeeper:
         """Drop the results of an attempt that starts again."""
         self._kept.clear()
 
-    def taken(self) -> list[ForwardOutputs]:
+    def pop(self) -> list[ForwardOutputs]:
         """Return the stored results, and clear them."""
         kept, self._kept = self._kept, []
         return kept
@@ -263,9 +263,7 @@ def synchronized(metric: object, world: World) -> Iterator[None]:
 
     def gather(state: Tensor, group: object = None) -> list[Tensor]:
         everywhere = [each.to(state.device) for each in world.collect(state.cpu())]
-        return [
-            each for each in everywhere if each.numel()
-        ] or everywhere  # of a rank without samples no dtype is known
+        return [each for each in everywhere if each.numel()] or everywhere  # a rank without samples has no dtype
 
     parts = _of_torchmetrics(metric)
     before = [(each, each.dist_sync_fn, each.distributed_available_fn) for each in parts]

@@ -113,7 +113,7 @@ def holdings(state: TrainState, batch: StepBatch) -> dict[str, int]:
         "buffers": state.model.buffers(),
         "gradients": [p.grad for p in parameters],
         "optimizer": [
-            each for own in state.optimizer.state.values() for each in own.values() if _beside(each, parameters)
+            each for own in state.optimizer.state.values() for each in own.values() if _on_device_of(each, parameters)
         ],
         "average": shadow.values(),
         "batch": batch.tensors,
@@ -121,7 +121,7 @@ def holdings(state: TrainState, batch: StepBatch) -> dict[str, int]:
     return {kind: _bytes(tensors) for kind, tensors in kinds.items()}
 
 
-def _beside(tensor: object, parameters: Sequence[Tensor]) -> bool:
+def _on_device_of(tensor: object, parameters: Sequence[Tensor]) -> bool:
     """Return True if the tensor is on the device of the weights. The state of an offloaded optimizer is not."""
     return isinstance(tensor, Tensor) and any(tensor.device.type == p.device.type for p in parameters[:1])
 

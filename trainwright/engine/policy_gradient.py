@@ -162,7 +162,7 @@ class Rollout(NamedTuple):
     value_targets: Tensor
 
     def minibatch(self, rows: Tensor) -> Rollout:
-        """Returns some of the steps."""
+        """Return some of the steps."""
         return Rollout(*(column[rows] for column in self))
 
 

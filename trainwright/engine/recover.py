@@ -20,7 +20,7 @@ from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.rng import TorchGenerators
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import SOLO, World
-from trainwright.distributed.memory import give_back, keep_no_blocks
+from trainwright.distributed.memory import give_back, return_large_blocks
 from trainwright.engine.guard import BufferGuard
 from trainwright.engine.oom_report import OomSnapshot, is_out_of_memory, oom_report, oom_snapshot
 from trainwright.engine.witness import SILENT, StepWitness
@@ -73,8 +73,8 @@ class Recovery:
         versions = batch.versions
         while True:
             pieces = cut(batch, state.micro_limit)
-            seen, done = self._tried(passes, state, pieces, device, again=bool(reports))
-            limit = self._world.least(self._wanted(seen, pieces))
+            seen, done = self._attempt(passes, state, pieces, device, again=bool(reports))
+            limit = self._world.least(self._requested_limit(seen, pieces))
             if limit == NO_LIMIT:
                 assert done is not None
                 return done[0], pieces, tuple(reports)
@@ -88,9 +88,9 @@ class Recovery:
             reports.append(make_room(seen or OomSnapshot(), pieces, following, state, device, notes))
             if trouble:
                 state.micro_limit = limit_before
-                raise given_up(reports, trouble + _fit_before_note(limit_before, limit))
+                raise out_of_memory_error(reports, trouble + _fit_before_note(limit_before, limit))
 
-    def _tried(
+    def _attempt(
         self, passes: Passes[T], state: TrainState, pieces: StepBatch, device: torch.device, *, again: bool
     ) -> tuple[OomSnapshot | None, tuple[T] | None]:
         """Run one attempt. On return the error is gone, and with it the frames that hold the tensors of the attempt.
@@ -108,7 +108,7 @@ class Recovery:
             seen = oom_snapshot(error, state, pieces, device)
             return replace(seen, otherwise=f"{type(error).__name__} in smaller micro-batches: {seen.error}"), None
 
-    def _wanted(self, seen: OomSnapshot | None, pieces: StepBatch) -> int:
+    def _requested_limit(self, seen: OomSnapshot | None, pieces: StepBatch) -> int:
         """Return the limit that this rank requests.
 
         NO_LIMIT, SAME_LIMIT, half of the size it tried, or 0 if nothing would help.
@@ -172,13 +172,13 @@ def make_room(
     notes: tuple[str, ...] = (),
 ) -> OomReport:
     """Free what the failed attempt held, and return its report."""
-    keep_no_blocks()
+    return_large_blocks()
     give_back(device)
     micro = _largest(pieces)
     return oom_report(seen, step=state.step + 1, micro=micro, next_micro=following, device=device, notes=notes)
 
 
-def given_up(reports: list[OomReport], trouble: str) -> OutOfMemoryError:
+def out_of_memory_error(reports: list[OomReport], trouble: str) -> OutOfMemoryError:
     """Return the error of a step that does not fit: where it was, what held the memory, what would help."""
     last = reports[-1]
     where = f" in {last.module}" if last.module else ""

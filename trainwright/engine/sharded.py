@@ -22,7 +22,7 @@ from trainwright.engine.loss import Loss, LossFn
 from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
 from trainwright.engine.precision import Precision
 from trainwright.engine.rank_sums import as_number
-from trainwright.engine.recover import given_up, make_room
+from trainwright.engine.recover import make_room, out_of_memory_error
 from trainwright.engine.synced_norms import LOCAL_STATISTICS, SyncedNorms
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OutOfMemoryError
@@ -172,5 +172,5 @@ def _short_of_memory(error: Exception, state: TrainState, batch: StepBatch) -> O
     device = state.optimizer.param_groups[0]["params"][0].device
     report = make_room(oom_snapshot(error, state, batch, device), batch, None, state, device)
     trouble = "ranks that divide the weights cannot begin a step again, so the run ends"
-    found = given_up([report], trouble)
+    found = out_of_memory_error([report], trouble)
     return OutOfMemoryError(found.message, reports=found.reports, whole=False, remedy=found.remedy)

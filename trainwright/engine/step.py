@@ -202,7 +202,7 @@ def make_step(
 def count_step(state: TrainState, batch: StepBatch, counted: Counted) -> None:
     """Count the step.
 
-    ``counted`` is that of the batch before any split; if samples were listed, the first count applies.
+    ``counted`` is that of the unsplit batch: the tokens of a list of samples depend on the split.
     """
     state.step += 1
     state.num_samples += counted.samples

@@ -81,7 +81,7 @@ class SyncedNorms(NamedTuple):
         for norm in norms:
             if type(norm).forward is not _BatchNorm.forward:
                 raise UsageError(
-                    f"parallel.sync_batchnorm: a {type(norm).__name__} has a forward pass of its own, and what it does "
+                    f"parallel.sync_batchnorm: a {type(norm).__name__} overrides the forward pass, and what it does "
                     "with the statistics of a batch is not known",
                     remedy="use nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d, or leave parallel.sync_batchnorm out",
                 )

@@ -35,7 +35,7 @@ class Update:
     def __init__(self, recovery: Recovery, witness: StepWitness = SILENT) -> None:
         self._recovery, self._witness = recovery, witness
         self._num_made = 0  # parameters whose moments exist
-        self._written: _Written | None = None
+        self._written: _WriteTracker | None = None
 
     def __call__(self, skipped: Tensor, state: TrainState, batch: StepBatch) -> tuple[OomReport, ...]:
         """Run the update. Return a report of the failed attempt, if there was one."""
@@ -64,10 +64,10 @@ class Update:
                 if "foreach" in group and not group.get("fused"):  # its temporaries are as large as the weights
                     group["foreach"] = False
 
-    def _before(self, optimizer: Optimizer) -> _Written:
+    def _before(self, optimizer: Optimizer) -> _WriteTracker:
         """Record the versions now. The tensors are listed once: searching for them takes 2 % of a small step."""
         if self._written is None or not self._written.is_of(optimizer):
-            self._written = _Written(optimizer)
+            self._written = _WriteTracker(optimizer)
         self._written.begin()
         return self._written
 
@@ -96,7 +96,7 @@ def make_moments(optimizer: Optimizer) -> None:
             make(group, *([] for _ in range(lists)))
 
 
-class _Written:
+class _WriteTracker:
     """Tracks writes of an optimizer to weights and state: version counters of tensors, values of numbers."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -145,7 +145,7 @@ class _Written:
             for own, size in zip(part.state.values(), sizes, strict=True):
                 for name in list(own)[size:]:
                     del own[name]
-        now = _Written(self._optimizer)
+        now = _WriteTracker(self._optimizer)
         is_same = [*map(id, now._tensors)] == [*map(id, self._tensors)] and now._sizes == self._sizes
         return is_same and self._now() == self._before
 
@@ -158,8 +158,8 @@ def _writes_counted(optimizer: Optimizer) -> bool:
 
 def _does_not_fit(state: TrainState, reports: tuple[OomReport, ...]) -> OutOfMemoryError:
     return OutOfMemoryError(
-        f"out of memory in the update of step {state.step + 1}{_first(state)}: {reports[-1].error}. It has written "
-        "nothing: the state is that of the last good step",
+        f"out of memory in the update of step {state.step + 1}{_first_note(state)}: {reports[-1].error}. "
+        "It has written nothing: the state is that of the last good step",
         reports=reports,
         remedy="an optimizer with less state (sgd, adafactor) or with it on the host of a GPU (optimizer.offload: "
         "true), or a device with more memory",
@@ -169,7 +169,7 @@ def _does_not_fit(state: TrainState, reports: tuple[OomReport, ...]) -> OutOfMem
 def _torn_error(state: TrainState, error: str) -> OutOfMemoryError:
     """Return the error for a state in which some weights may be updated and others not."""
     return OutOfMemoryError(
-        f"out of memory in the update of step {state.step + 1}{_first(state)}: {error}. "
+        f"out of memory in the update of step {state.step + 1}{_first_note(state)}: {error}. "
         "Weights and moments may be updated in part, so this state is not saved",
         whole=False,
         remedy="go on from the last checkpoint with an optimizer that needs less (optimizer.args.foreach: false has no "
@@ -183,5 +183,5 @@ def raise_if_torn(state: TrainState, error: Exception) -> None:
         raise _torn_error(state, str(error).splitlines()[0][:200]) from None
 
 
-def _first(state: TrainState) -> str:
+def _first_note(state: TrainState) -> str:
     return "" if state.optimizer.state and state.step else " (the first one makes the optimizer's state)"

@@ -87,7 +87,7 @@ def log(**figures: float | Tensor) -> None:
 
 
 class LoggedMeans:
-    """The means of figures by name. Tensors stay on their device until ``taken`` is called.
+    """The means of figures by name. Tensors stay on their device until ``pop`` is called.
 
     ``weight`` applies to figures that are added from now on.
     """
@@ -105,7 +105,7 @@ class LoggedMeans:
             total, weight = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = total + value * self.weight, weight + self.weight
 
-    def taken(self, world: World = SOLO) -> dict[str, float]:
+    def pop(self, world: World = SOLO) -> dict[str, float]:
         """Return the means over all ranks and clear them. Waits for the device."""
         mine = {name: (float(total), weight) for name, (total, weight) in self._sums.items()}
         self._sums = {}

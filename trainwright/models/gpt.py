@@ -135,7 +135,7 @@ def _norm(config: GPTConfig) -> nn.Module:
 class Rope(nn.Module):
     """Rotary positions, https://arxiv.org/abs/2104.09864, pairing channel i with i + K/2 as Llama does.
 
-    The angles are computed in fp32: in bf16, positions above 256 would fall together.
+    Angles are computed in fp32: in bf16, positions above 256 would coincide.
     """
 
     cos: Tensor  # (block_size, K / 2), as is sin

@@ -43,7 +43,7 @@ class LogWindow:
 
     def _update(self, result: StepResult) -> None:
         assert self.keeper is not None
-        seen, micro = self.keeper.taken(), result.batch.micro
+        seen, micro = self.keeper.pop(), result.batch.micro
         if len(seen) == len(micro):  # a rank without samples left repeats others, which do not count
             seen = [each for each, of in zip(seen, micro) if of.size]
         if seen and not (
@@ -58,7 +58,7 @@ class LogWindow:
         return self._taken() if self._every is None else joined
 
     def _taken(self) -> dict[str, float]:
-        values = self._logged.taken(self._world)
+        values = self._logged.pop(self._world)
         if self.keeper is not None and (self._has_seen or self._world.size > 1):
             self._has_seen = False
             values |= self._metrics.compute(self._world)

@@ -192,7 +192,7 @@ class AdaGC(AdaptiveClip):
         _require_averages(decay, warmup)
         if not parameters:
             raise UsageError(
-                "adagc clips each tensor by itself and was given none",
+                "adagc clips each tensor separately and got none",
                 remedy="make_clip('adagc', parameters=model.named_parameters())",
             )
         norms = torch.full((len(parameters),), math.inf, dtype=torch.float64, device="cpu")

@@ -24,7 +24,7 @@ class Lamb(GuardedOptimizer):
         u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * w
         w = w - lr * (||w|| / ||u||) * u        ratio 1 when either norm is 0; phi is the identity
 
-    The group option ``adapt`` says whether the ratio is used. ``None`` means: for parameters with at least
+    The group option ``adapt`` turns the ratio on or off. ``None`` means: on for parameters with at least
     two dimensions, so that norms and biases get plain AdamW steps, as in the authors' code.
     """
 

@@ -131,7 +131,7 @@ class Offloaded(Optimizer):
                 if parameter.grad is not None:
                     host.fetch_grad(parameter.grad)
                     due.append((parameter, host))
-        stale = _written(due)
+        stale = _changed_weights(due)
         for parameter, host in stale:
             host.fetch_weight(parameter)
         for device in _gpus(due):
@@ -279,7 +279,7 @@ def _as_groups(params: ParamsT) -> list[Group]:
     return listed
 
 
-def _written(due: list[tuple[Tensor, _Host]]) -> list[tuple[Tensor, _Host]]:
+def _changed_weights(due: list[tuple[Tensor, _Host]]) -> list[tuple[Tensor, _Host]]:
     """Return the parameters that were written to since the last step. Synchronizes with the devices."""
     found = [(parameter, host) for parameter, host in due if host.was_moved(parameter)]
     rest: dict[torch.device, list[tuple[Tensor, _Host]]] = {}

@@ -31,7 +31,7 @@ from trainwright.checkpoint.spikes import SpikeDetector
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.epoch_length import with_epoch_counted
 from trainwright.distributed import ALONE, SOLO, Launch, RankMesh, World, choose_device, make_mesh, usable_threads
-from trainwright.distributed.memory import free_bytes, keep_blocks, mind_limits, rlimits
+from trainwright.distributed.memory import adapt_to_limits, free_bytes, retain_blocks, rlimits
 from trainwright.engine.precision import MatmulMode, Precision
 from trainwright.engine.stage_passes import PipelineStages
 from trainwright.errors import DataError, UsageError
@@ -151,7 +151,7 @@ def prepare(
 def find_hardware(loaded: Loaded, request: Request) -> Hardware:
     """Return the machine, the device of this rank, and its memory before the model is built."""
     machine = read_machine()
-    mind_limits()
+    adapt_to_limits()
     with at_recipe(loaded, "device"):
         device = choose_device(loaded.recipe.device, request.launch.local_rank)
     if loaded.recipe.deterministic:
@@ -291,7 +291,7 @@ def try_out(
     if rlimits() and free_bytes(torch.device("cpu")) > MIN_MEMORY_HEADROOM_RATIO * sum(
         (agreed.plan.memory_bytes or {}).values()
     ):
-        keep_blocks()
+        retain_blocks()
     if not earlier:
         state.scaler = agreed.precision.scaler(hardware.device)
     ends_in_s = agreed.plan.ends_in_s if loaded.within_s is None else loaded.within_s

@@ -18,7 +18,7 @@ from trainwright.checkpoint.rng import preserved_rng
 from trainwright.checkpoint.store import Retention
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed import SOLO, Launch, World, joined
-from trainwright.distributed.memory import mind_limits
+from trainwright.distributed.memory import adapt_to_limits
 from trainwright.engine.loop import Outcome, run
 from trainwright.engine.observer import Observer
 from trainwright.engine.periodic import NEVER
@@ -128,7 +128,7 @@ def train(
         progress = Progress(console or Console(), quiet=quiet or world.rank > 0)
         signals = Signals(progress.say, loaded.recipe.checkpoint.signals, grace_s(os.environ), repeated=world.size > 1)
         with ExitStack() as closing_down:
-            mind_limits()
+            adapt_to_limits()
             closing_down.callback(progress.close)
             listening.callback(signals.close)
             signals.listen()
