@@ -54,7 +54,7 @@ def scores_for_probabilities(session: ReplaySession) -> str:
 
     for change in losses:
         session.train(NUM_UPDATES, Intervention(ops=handler(change)), repeat=True)
-    what = "with the scores in place of the probabilities"
+    what = "with scores instead of probabilities"
     return compared_measure(what, "-log p of the targets", losses[False], losses[True])
 
 

@@ -22,7 +22,7 @@ from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, course
 
 
-def compared(session: ReplaySession, intervention: Intervention, most: int = MIN_UPDATES) -> str:
+def compare_losses(session: ReplaySession, intervention: Intervention, most: int = MIN_UPDATES) -> str:
     """Returns text on the loss over updates on this batch, unchanged and changed."""
     try:
         was, now = on_one_batch(session, intervention, most)
@@ -49,7 +49,7 @@ def once(change: Callable[[], None]) -> Callable[[], AbstractContextManager[None
 
 def activation_between(session: ReplaySession, *, weights: Sequence[str]) -> str:
     """Tries a ReLU after each of these linear layers."""
-    return compared(session, activated(session, weights), MAX_UPDATES)
+    return compare_losses(session, activated(session, weights), MAX_UPDATES)
 
 
 def _trained_too(session: ReplaySession, extra: list[Tensor]) -> str:
@@ -125,7 +125,7 @@ def keep_graph(session: ReplaySession) -> str:
                 return output
             return inputs[0] if output.shape == inputs[0].shape else output
 
-    return compared(session, Intervention(ops=change))
+    return compare_losses(session, Intervention(ops=change))
 
 
 def random_weights(session: ReplaySession, *, weights: Sequence[str]) -> str:
@@ -136,7 +136,7 @@ def random_weights(session: ReplaySession, *, weights: Sequence[str]) -> str:
         for name in weights:
             kaiming_(parameters[name])
 
-    return compared(session, Intervention(model=once(draw)))
+    return compare_losses(session, Intervention(model=once(draw)))
 
 
 def kaiming_(weight: Tensor) -> None:
@@ -154,7 +154,7 @@ def smaller_weights(session: ReplaySession, *, gains: Mapping[str, float]) -> st
         with smaller(session, gains):
             pass
 
-    return compared(session, Intervention(model=once(change)))
+    return compare_losses(session, Intervention(model=once(change)))
 
 
 def group_norm(session: ReplaySession) -> str:
@@ -168,7 +168,7 @@ def group_norm(session: ReplaySession) -> str:
         arguments = inspect.signature(F.batch_norm).bind(*args, **kwargs).arguments
         return F.group_norm(args[0], groups, arguments.get("weight"), arguments.get("bias"))
 
-    return compared(session, Intervention(ops=change))
+    return compare_losses(session, Intervention(ops=change))
 
 
 def less_dropout(session: ReplaySession) -> str:
