@@ -29,7 +29,7 @@ def compare_losses(session: ReplaySession, intervention: Intervention, most: int
     except NotReplayable as refused:
         raise NotTried(str(refused)) from None
     better = "" if now[-1] < was[-1] - 1e-4 * abs(was[-1]) else "no better: "
-    return f"{better}loss {course(now)} in {len(was)} updates on this batch; as it was: {course(was)}"
+    return f"{better}loss {course(now)} in {len(was)} updates on this batch; unchanged: {course(was)}"
 
 
 def once(change: Callable[[], None]) -> Callable[[], AbstractContextManager[None]]:
@@ -93,7 +93,7 @@ def _trained_too(session: ReplaySession, extra: list[Tensor]) -> str:
             p.requires_grad_(requires_grad)
             p.grad = grad
     better = "" if now[-1] < was[-1] else "no better: "
-    return f"{better}loss {course(now)} with them trained; as it was: {course(was)}"
+    return f"{better}loss {course(now)} with them trained; unchanged: {course(was)}"
 
 
 def _take(grads: dict[Tensor, Tensor], parameter: Tensor) -> None:
@@ -184,4 +184,4 @@ def less_dropout(session: ReplaySession) -> str:
     ends = [sum(losses[-4:]) / 4 for losses in (was, now)]
     better = "" if ends[1] < ends[0] else "no better: "
     courses = [f"{losses[0]:.4g} -> {end:.4g}" for losses, end in zip((was, now), ends)]
-    return f"{better}loss {courses[1]} in 16 updates on this batch; as it was: {courses[0]}"
+    return f"{better}loss {courses[1]} in 16 updates on this batch; unchanged: {courses[0]}"

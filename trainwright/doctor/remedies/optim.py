@@ -21,7 +21,7 @@ MAX_STEPS = 32
 def compare_losses(what: str, was: list[float], now: list[float]) -> str:
     """Returns text on the losses, unchanged and with a change; "no better" if they are not lower."""
     better = "" if math.isfinite(now[-1]) and not now[-1] >= was[-1] else "no better "  # also if ``was`` is NaN
-    return f"{better}{what}: loss {course(now)} in {len(now)} steps; as it was: {course(was)} in {len(was)} steps"
+    return f"{better}{what}: loss {course(now)} in {len(now)} steps; unchanged: {course(was)} in {len(was)} steps"
 
 
 def other_lr(session: ReplaySession, factor: float) -> str:
