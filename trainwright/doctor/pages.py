@@ -33,7 +33,9 @@ def page(code: str) -> str:
         UsageError: There is no page for ``code``. The error suggests the nearest codes.
     """
     if code.startswith(USER_CHECK_PREFIX):
-        raise UsageError(f"{code} has no page: it is a check of your own", remedy="see the docstring of its function")
+        raise UsageError(
+            f"{code} has no page: it is one of your own checks", remedy="see the docstring of its function"
+        )
     if (found := _page_of(code)) is not None:
         return found.markdown(code)
     topic = code.removesuffix("*").removesuffix(".")

@@ -71,7 +71,7 @@ def _thinned(steps: Sequence[Watched]) -> Sequence[Watched]:
     return steps[:: max(1, math.ceil(len(steps) / MAX_POINTS))]
 
 
-def compared(run: RunContext) -> tuple[ReferenceFacts, Traits] | None:
+def reference_and_traits(run: RunContext) -> tuple[ReferenceFacts, Traits] | None:
     """Returns the reference and the traits of this run; None while there are too few steps."""
     reference, here = run.latest(ReferenceFacts), traits_of(run)
     return (reference, here) if reference is not None and here.steps >= MIN_STEPS else None
@@ -83,7 +83,7 @@ def differing(rows: Sequence[tuple[str, JsonValue, JsonValue]]) -> list[Measured
     return [each for each in rows if each[1] not in unknown and each[2] not in unknown and each[1] != each[2]]
 
 
-def apart(here: float | None, there: float | None, by: float = MIN_SPREAD) -> bool:
+def differ(here: float | None, there: float | None, by: float = MIN_SPREAD) -> bool:
     """Returns True if two numbers differ by more than the fraction ``by`` of the larger one."""
     return here is not None and there is not None and abs(here - there) > by * max(abs(here), abs(there))
 

@@ -1,1 +1,1 @@
-"""The flight recorder of any loop: what it did, written down so that it can run again."""
+"""The flight recorder of any loop: records its steps as programs that can be replayed."""

@@ -1,4 +1,4 @@
-"""What a forward call depends on besides its arguments: modes, ``requires_grad``, random state."""
+"""State that a forward call depends on besides its arguments: modes, ``requires_grad``, random state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TRAINING, _REQUIRES_GRAD = operator.attrgetter("training"), operator.attrgetter
 
 
 class CallState:
-    """Reads that state before each call. Equal values of the calls of a step are one object, which saves memory."""
+    """Reads this state before each call. Equal values in one step share one object, which saves memory."""
 
     def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[Tensor], device: torch.device) -> None:
         self.modules, self._parameters, self._device = modules, parameters, device
@@ -21,7 +21,7 @@ class CallState:
         self._last_rng, self._step = torch.empty(0, device="cpu"), -1
 
     def modes_and_wanted(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """``training`` of every module, ``requires_grad`` of every parameter."""
+        """Returns ``training`` of every module, and ``requires_grad`` of every parameter."""
         modes, wanted = tuple(map(_TRAINING, self.modules)), tuple(map(_REQUIRES_GRAD, self._parameters))
         if modes != self._last_modes:
             self._last_modes = modes
@@ -30,9 +30,9 @@ class CallState:
         return self._last_modes, self._last_wanted
 
     def rng(self, step: int) -> tuple[Tensor, Tensor | None]:
-        """The states of the CPU's default generator and of the GPU's, None without a GPU.
+        """Returns the states of the default CPU generator and of the GPU generator (None without a GPU).
 
-        They are not compared before the first call of a step: that takes longer than to read them.
+        They are not compared before the first call of a step, because a comparison takes longer than reading them.
         """
         now = torch.default_generator.get_state()
         if step != self._step or not torch.equal(now, self._last_rng):

@@ -1,4 +1,4 @@
-"""Where in the user's source a call was made: the first frame outside of torch and of this package."""
+"""Finds the user's source line of a call: the first frame outside of torch and of this package."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import torch
 
 _ROOMS = ("recorder", "replay", "watching", "adapters", "doctor")
 _OURS = tuple(f"{Path(__file__).parents[1]}/{room}/" for room in _ROOMS)
-"""What stands between a loop and its recorder. The loop may be one of ours, of ``demo --break``."""
+"""Folders between a loop and its recorder. The loop may be one of ours, as in ``demo --break``."""
 _PACKAGES = (f"{Path(torch.__file__).parent}/", *_OURS)
 _STANDARD = f"{Path(contextlib.__file__).parent}/"
 _LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate")
-"""Training libraries whose loop is not the user's either."""
+"""Training libraries. Their loops are not the user's code either."""
 
 Line: TypeAlias = int | None
-"""Of a file; None where there is none."""
+"""A line number; None if there is none."""
 FrameLine: TypeAlias = tuple[int, CodeType, int]
-"""A frame of a stack by its id, which one that comes later may have again; its function; its line."""
+"""A frame of a stack: its id, which a later frame may reuse, its function and its line."""
 
 
 def caller() -> str | None:
-    """``train.py:44``; None where no frame of the stack is the user's. About 2 us a call."""
+    """Returns the user's line, such as ``train.py:44``; None without a user frame. About 2 us a call."""
     return line_of(calling_frame())
 
 
 def line_of(frame: FrameType | None) -> str | None:
-    """``train.py:44``, where a frame is; None for none."""
+    """Returns the line of a frame, such as ``train.py:44``; None for None."""
     return None if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def calling_frame() -> FrameType | None:
-    """The innermost frame of this stack that is the user's; None where there is none."""
+    """Returns the innermost user frame of this stack; None without one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_users(frame):
@@ -45,14 +45,14 @@ def calling_frame() -> FrameType | None:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Whether a frame is neither of torch, of a training library, of Python's own library nor of this package."""
+    """Returns True if a frame belongs neither to torch, a training library, Python's library nor this package."""
     name = frame.f_code.co_filename
     root = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return not name.startswith((*_PACKAGES, "<")) and root not in _LIBRARIES and not _is_standard(name)
 
 
 def line_within(code: CodeType | None) -> Line:
-    """The line at which the function ``code`` stands on this stack; None where it does not."""
+    """Returns the current line of the function ``code`` on this stack; None if it is not on it."""
     frame: FrameType | None = sys._getframe(1) if code is not None else None
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
@@ -60,7 +60,7 @@ def line_within(code: CodeType | None) -> Line:
 
 
 def lines_of_stack() -> list[FrameLine]:
-    """All frames of this stack, outermost first."""
+    """Returns all frames of this stack, outermost first."""
     frame: FrameType | None = sys._getframe(1)
     lines: list[FrameLine] = []
     while frame is not None:
@@ -70,5 +70,5 @@ def lines_of_stack() -> list[FrameLine]:
 
 
 def _is_standard(name: str) -> bool:
-    """Whether a file is of Python's standard library: contextlib and functools stand between a call and its caller."""
+    """Returns True for a file of Python's standard library, such as contextlib between a call and its caller."""
     return name.startswith(_STANDARD) and "site-packages" not in name

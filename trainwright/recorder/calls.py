@@ -1,4 +1,4 @@
-"""Hooks on the forward calls of a module, which a copy or a pickle of the module does not contain."""
+"""Hooks on the forward calls of a module. Copies and pickles of the module do not contain them."""
 
 from __future__ import annotations
 
@@ -17,31 +17,30 @@ _Heard: TypeAlias = tuple[nn.Module, _Before, _After]
 
 
 class Hook:
-    """A hook on one module. It does nothing while the module is being compiled: the graph must not contain it."""
+    """A hook on one module. It does nothing during compilation, because the graph must not contain it."""
 
-    is_recorders = True  # not one of the loop's own hooks
+    is_recorders = True  # not a hook of the user's loop
 
     def __init__(self, root: nn.Module, call: Callable[..., None]) -> None:
         self._root, self._call = root, call
 
     def __call__(self, module: nn.Module, *arguments: object) -> None:
-        if not torch.compiler.is_compiling() and module is self._root:  # a replica of DataParallel has our hook too
+        # a replica of DataParallel has the recorder's hook, too
+        if not torch.compiler.is_compiling() and module is self._root:
             self._call(module, *arguments)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        """For classes with a way of their own to be copied: a function of Python, which takes any arguments and does
-        nothing.
-        """
+        """Supports classes with custom copying: returns a Python function that takes any arguments and does nothing."""
         return getattr, (nullcontext(), "__exit__")
 
 
 def leave_out_of_pickles() -> Callable[[], None]:
-    """Leaves the recorder's hooks out of what is pickled or copied of a module. Returns what ends that."""
+    """Removes the recorder's hooks from pickles and copies of modules. Returns a function that ends this."""
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         return _without_hooks(super(nn.Module, self).__reduce_ex__(protocol))
 
-    if "__reduce_ex__" in vars(nn.Module):  # somebody else's
+    if "__reduce_ex__" in vars(nn.Module):  # defined by the user
         return lambda: None
     nn.Module.__reduce_ex__ = reduce_ex  # type: ignore[method-assign, assignment]
 
@@ -53,7 +52,7 @@ def leave_out_of_pickles() -> Callable[[], None]:
 
 
 def _without_hooks(reduced: Any) -> Any:
-    """What a module is made of again, by its state: a dict of attributes, or such a dict and slots."""
+    """Returns the state that a module is rebuilt from without hooks: a dict of attributes, or such a dict and slots."""
     if not isinstance(reduced, tuple) or len(reduced) < 3:
         return reduced
     state = reduced[2]
@@ -73,7 +72,7 @@ def _without_hooks(reduced: Any) -> Any:
 
 
 def _recorders(hooks: Any) -> set[int]:
-    """The keys of the recorder's own hooks."""
+    """Returns the keys of the recorder's hooks."""
     if not isinstance(hooks, dict):
         return set()
     return {key for key, hook in hooks.items() if getattr(hook, "is_recorders", False)}
@@ -85,15 +84,15 @@ def call_hooks(
     before: _Before,
     after: _After,
 ) -> Iterator[None]:
-    """Calls ``before(root, args, kwargs)`` and ``after(root, args, output)`` around every forward call.
+    """Context that calls ``before(root, args, kwargs)`` and ``after(root, args, output)`` around every forward call.
 
-    Where a call raises, ``output`` is None.
+    If a call raises, ``output`` is None.
     """
-    if root._compiled_call_impl is not None:  # by module.compile(): hooks of its own would be a part of the graph
+    if root._compiled_call_impl is not None:  # after module.compile() a hook would become part of the graph
         with _around_compiled(root, before, after):
             yield
         return
-    if _has_own_call(root):  # which runs no hooks of torch, as that of keras
+    if _has_own_call(root):  # such classes, as in keras, run no hooks of torch
         with _OWN_CALLS.heard(root, before, after):
             yield
         return
@@ -112,7 +111,7 @@ def call_hooks(
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether it is one by ``torch.compile(module)``, or was compiled in place by ``module.compile()``."""
+    """Returns True if the module was compiled by ``torch.compile(module)`` or ``module.compile()``."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
@@ -145,17 +144,17 @@ def _around_compiled(
 
 
 def _has_own_call(root: nn.Module) -> bool:
-    """Whether the class of a module replaces ``__call__``, and so all that torch does around ``forward``."""
+    """Returns True if the class of a module replaces ``__call__``, and so torch's code around ``forward``."""
     call = type(root).__call__
     return call is not nn.Module.__call__ and not str(getattr(call, "__module__", "torch")).startswith("torch.")
 
 
 class _OwnCalls:
-    """Wraps ``__call__`` of classes as long as calls of one of their modules are heard."""
+    """Wraps ``__call__`` of classes while calls of one of their modules are observed."""
 
     def __init__(self) -> None:
         self._heard: dict[type[nn.Module], list[_Heard]] = {}
-        self._own: dict[type[nn.Module], object] = {}  # what the class itself defines
+        self._own: dict[type[nn.Module], object] = {}  # the class's original attribute
 
     @contextmanager
     def heard(self, root: nn.Module, before: _Before, after: _After) -> Iterator[None]:
@@ -199,7 +198,9 @@ _OWN_CALLS = _OwnCalls()
 
 
 def parts_of(root: nn.Module) -> list[nn.Module]:
-    """The children of ``root`` that own parameters and can be called; of a ModuleList or ModuleDict its children."""
+    """Returns the children of ``root`` that have parameters and can be called. Of a ModuleList or ModuleDict, its
+    children.
+    """
     found = []
     for child in root.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):

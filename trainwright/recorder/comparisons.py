@@ -1,6 +1,6 @@
-"""Finds which passes without gradients are evaluations: those whose outputs are compared with targets.
+"""Finds evaluations: passes without gradients whose outputs are compared with targets.
 
-A rollout, a sampled sequence, a teacher or a target network also runs without gradients, and nothing compares its
+A rollout, a sampled sequence, a teacher or a target network also runs without gradients, but nothing compares its
 outputs with targets.
 """
 
@@ -24,36 +24,36 @@ from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
 Site: TypeAlias = tuple[Line, CodeType | None, Line]
-"""Where a loop calls a model: its line in the function of the loop, and the innermost line of the user's source."""
+"""The call site of a model: the line in the loop's function, and the innermost line of the user's source."""
 
 LEAVES = frozenset({"item", "__float__", "__int__", "__format__", "tolist", "numpy", "__array__"})
-"""Functions with which the value of a tensor leaves torch."""
+"""Functions that convert the value of a tensor to Python or NumPy."""
 EQUALITY = frozenset({"eq", "ne", "isclose"})
 JOINS = frozenset(
     {"sub", "rsub", "mul", "rmul", "gather", "take_along_dim", "getitem", "dist", "cdist"}
     | {"pairwise_distance", "cosine_similarity", "logical_and", "bitwise_and", "and"}
 )
-"""Functions that a metric written by hand uses to compare outputs with targets."""
+"""Functions with which a metric written by hand compares outputs with targets."""
 MAX_LOSSES = 512
-"""Losses of one evaluation that are kept."""
+"""Maximum number of losses that are kept of one evaluation."""
 
 
 @cache
 def loss_functions() -> frozenset[str]:
-    """The names of torch's loss functions: those with a reduction."""
+    """Returns the names of torch's loss functions: those with a reduction."""
     functions = inspect.getmembers(nn.functional, inspect.isfunction)
     return frozenset(name for name, each in functions if "reduction" in inspect.signature(each).parameters)
 
 
 def plain_name(function: TorchFunction) -> str:
-    """The name of a torch function, the same for ``a - b``, ``a.sub(b)`` and ``a.sub_(b)``."""
+    """Returns the name of a torch function, which is the same for ``a - b``, ``a.sub(b)`` and ``a.sub_(b)``."""
     return str(getattr(function, "__name__", "?")).strip("_")
 
 
 class EvaluationSites(Listener):
-    """The sites of a loop that are known to evaluate. ``loop_code`` returns the function that holds the loop.
+    """The call sites of a loop that are known to evaluate. ``loop_code`` returns the function that holds the loop.
 
-    Must be told of a call before those that ask for its site.
+    It must receive a call before the listeners that use the call's site.
     """
 
     def __init__(self, loop_code: Callable[[], CodeType | None] = lambda: None) -> None:
@@ -69,17 +69,17 @@ class EvaluationSites(Listener):
         self.current = self.here()
 
     def here(self) -> Site:
-        """The site of the call that is being made. Takes about 5 us."""
+        """Returns the site of the current call. Takes about 5 us."""
         frame = calling_frame()
         inner = (None, None) if frame is None else (frame.f_code, frame.f_lineno)
         return line_within(self._loop_code()), *inner
 
     def add(self, sites: Iterable[Site]) -> None:
-        """Outputs of calls at these sites were compared with targets."""
+        """Marks sites whose outputs were compared with targets."""
         self._compared.update(sites)
 
     def exclude(self, sites: Iterable[Site]) -> None:
-        """Training uses what these sites make, so they do not evaluate."""
+        """Marks sites whose outputs training uses, so that they are no evaluations."""
         self._trained_on.update(sites)
 
     def __contains__(self, site: object) -> bool:
@@ -88,7 +88,7 @@ class EvaluationSites(Listener):
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """How a tensor was made of outputs of a model.
+    """The derivation of a tensor from outputs of a model.
 
     ``sites`` called the model. ``is_joined``: a function of JOINS has combined it with other data.
     """
@@ -98,37 +98,38 @@ class Made:
 
 
 class ComparedOutputs(PausableMode):
-    """Follows what is made of the outputs of a model while it runs. Holds no tensor but 0-d losses.
+    """Tracks tensors computed from outputs of a model while it runs. Holds no tensors except 0-d losses.
 
-    ``losses`` are the means over a batch that torch's loss functions, or the model, returned.
+    ``losses`` are means over a batch that torch's loss functions, or the model, returned.
     """
 
     def __init__(self, sites: EvaluationSites) -> None:
         super().__init__()
         self._sites = sites
         self._outputs: dict[int, tuple[weakref.ref[Tensor], Made]] = {}
-        self._own: dict[int, weakref.ref[Tensor]] = {}  # made of no data: noise, zeros, constants of the loop
+        # tensors that are computed from no data: noise, zeros, constants of the loop
+        self._own: dict[int, weakref.ref[Tensor]] = {}
         self.forget()
 
     def forget(self) -> None:
         """Begins a new pass."""
         self._outputs.clear()
         self._own.clear()
-        self._generating: set[Site] = set()  # whose outputs are inputs again, as of a sampler
+        self._generating: set[Site] = set()  # sites whose outputs become inputs again, as in a sampler
         self.losses: list[Tensor] = []
 
     @property
     def are_there(self) -> bool:
-        """Whether anything that was made of outputs is still there."""
+        """True if any tensor that was computed from outputs is alive."""
         return bool(self._outputs)
 
     def trained_on(self, tensors: Iterable[Tensor]) -> None:
-        """A model is trained with these inputs. What made them is a part of the training: a rollout, a teacher."""
+        """Records training inputs. The sites that made them are part of the training: a rollout, a teacher."""
         if self._outputs:
             self._sites.exclude(site for each in tensors if (made := self._made(each)) for site in made.sites)
 
     def returned(self, output: object, inputs: object, site: Site) -> None:
-        """A model has returned ``output``. With several inputs a 0-d output is a loss: targets are among the inputs."""
+        """Records an output. With several inputs a 0-d output is a loss, because targets are among the inputs."""
         tensors, given = tensors_of(output), tensors_of(inputs, 3)
         if any(self._made(each) for each in given):
             self._generating.add(site)
@@ -158,7 +159,7 @@ class ComparedOutputs(PausableMode):
         sites = frozenset().union(*(each.sites for each in made))
         is_joined = any(each.is_joined for each in made)
         if any(each.requires_grad for each in tensors_of(result, 2)):
-            self._sites.exclude(sites)  # what these sites make has a part in a loss that is trained on
+            self._sites.exclude(sites)  # their outputs are part of a loss that is trained on
         if getattr(function, "__name__", "") in LEAVES:
             if is_joined and inputs[0].numel() == 1 and self._generating.isdisjoint(sites):
                 self._sites.add(sites)
@@ -197,7 +198,7 @@ class ComparedOutputs(PausableMode):
 
 
 def _leaves(value: object, depth: int = 3) -> list[Tensor]:
-    """The tensors in the arguments of a function."""
+    """Returns the tensors in the arguments of a function."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):

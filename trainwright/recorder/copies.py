@@ -1,4 +1,4 @@
-"""Copies of a model: what a loop evaluates, or keeps as an average, beside what it trains."""
+"""Copies of a model that a loop evaluates, or keeps as an average, besides the trained model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def is_a_copy(module: nn.Module, roots: Sequence[nn.Module]) -> bool:
-    """Whether it has the shapes of a root, and none of the parameters of any."""
+    """Returns True if a module has the shapes of a root and shares no parameters with any root."""
     ours = {id(p) for root in roots for p in root.parameters()}
     theirs = list(module.parameters())
     shapes = [[p.shape for p in root.parameters()] for root in roots]

@@ -1,4 +1,4 @@
-"""Reads samples of a data set without changing it: from a copy of it, or in workers like its own."""
+"""Reads samples of a dataset without changing it: from a copy, or in workers like those of its loader."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from trainwright.recorder.user_types import Loader
 from trainwright.runs.json_values import Facts
 
 COPY_BYTES, COPY_OBJECTS = 64 * 2**20, 20_000
-"""A data set that holds more than this is not copied."""
+"""A larger dataset is not copied."""
 PEEK_S, TIMEOUT_S = 0.25, 20.0
 _Generators = np.random.Generator | np.random.RandomState | random.Random | torch.Generator
 
 
 def length_of(value: object) -> int | None:
-    """Its length; None for what has none, as a loader of an iterable data set."""
+    """Returns the length; None if there is none, as for a loader of an iterable dataset."""
     try:
         return len(value) if isinstance(value, Sized) else None
     except TypeError:
@@ -36,7 +36,7 @@ def length_of(value: object) -> int | None:
 
 
 def base_of(dataset: object) -> tuple[object, Sequence[int] | None]:
-    """The data set under all Subsets, and the positions in it that they keep; None for all of them."""
+    """Returns the dataset under all Subsets, and the positions in it that they keep; None for all positions."""
     positions: Sequence[int] | None = None
     while isinstance(dataset, Subset):
         own = dataset.indices
@@ -46,7 +46,9 @@ def base_of(dataset: object) -> tuple[object, Sequence[int] | None]:
 
 
 def peek(dataset: Dataset[object], positions: Sequence[int]) -> list[list[Tensor]]:
-    """The tensors of some samples, read from a copy of the data set; [] where it is too large, or cannot be copied."""
+    """Returns the tensors of some samples, read from a copy of the dataset; [] if
+    it is too large or cannot be copied.
+    """
     if not _is_small(dataset):
         return []
     with muted(), preserved_rng():
@@ -58,12 +60,12 @@ def peek(dataset: Dataset[object], positions: Sequence[int]) -> list[list[Tensor
                 if time.perf_counter() > end_s:
                     break
             return samples
-        except Exception:  # the user's data set: what cannot be copied is not read
+        except Exception:  # a dataset of the user that cannot be copied is not read
             return []
 
 
 def leaves_of(sample: object) -> list[Tensor]:
-    """The tensors of a sample. A plain number counts as one: collating makes a tensor of it."""
+    """Returns the tensors of a sample. A plain number counts as one, because collation makes a tensor of it."""
     if isinstance(sample, bool | int | float | np.generic | np.ndarray):
         return [torch.as_tensor(sample)]
     if isinstance(sample, Mapping):
@@ -83,7 +85,7 @@ def _is_small(dataset: object) -> bool:
 
 
 def _walk(value: object, depth: int = 6) -> Iterator[object]:
-    """An object and all those that it holds in attributes and containers, down to a depth."""
+    """Yields an object and all objects in its attributes and containers, down to a depth."""
     yield value
     if depth == 0 or isinstance(value, Tensor | np.ndarray | str | bytes | int | float | type):
         return
@@ -98,11 +100,13 @@ def _walk(value: object, depth: int = 6) -> Iterator[object]:
 
 
 def draws(loader: Loader, position: int) -> Facts:
-    """Whether workers of ``loader`` draw equal random numbers: two of them read one sample twice, in two epochs.
+    """Measures whether workers of ``loader`` draw equal random numbers: two workers read one sample twice, in two
+    epochs.
 
-    ``random``: two reads of it by one worker differ. ``equal_workers``, ``equal_epochs``: the reads are the same in
-    both workers, in both epochs. ``with_seeds``: whether they still are when each worker seeds the generators that the
-    data set holds from ``torch.initial_seed()``. Only for workers that are forked: others take seconds to start.
+    Returns:
+        ``random``: two reads by one worker differ. ``equal_workers`` and ``equal_epochs``: the reads are equal in both
+        workers, in both epochs. ``with_seeds``: they stay equal if each worker seeds the generators in the dataset from
+        ``torch.initial_seed()``. Only for forked workers, because others take seconds to start.
     """
     context = loader.multiprocessing_context
     method = torch.multiprocessing.get_start_method() if context is None else context.get_start_method()
@@ -116,7 +120,7 @@ def draws(loader: Loader, position: int) -> Facts:
                 after = _compared(_epochs(loader, position, _seeding(loader.worker_init_fn)), persistent=False)
                 facts["with_seeds"] = after["equal_workers"] or after["equal_epochs"]
             return facts
-        except Exception as error:  # in the user's data set
+        except Exception as error:  # in the user's dataset
             return {"blind": text_of(error)}
 
 
@@ -130,7 +134,7 @@ def _compared(epochs: list[list[tuple[int, ...]]], *, persistent: bool) -> Facts
 
 
 def _epochs(loader: Loader, position: int, init: Callable[[int], None] | None) -> list[list[tuple[int, ...]]]:
-    """For each of two epochs and two workers: digests of what it read."""
+    """Returns the digests that each of two workers read in each of two epochs."""
     twin = DataLoader(
         loader.dataset,
         batch_sampler=[[position, position], [position, position]],
@@ -149,7 +153,7 @@ def _digests(samples: list[object]) -> tuple[int, ...]:
 
 
 def digest_of(leaves: Iterable[Tensor]) -> int:
-    """A number that is the same for the same tensors."""
+    """Returns a number that is equal for equal tensors."""
     return hash(tuple([_bytes(leaf) for leaf in plain(leaves)]))
 
 
@@ -158,7 +162,7 @@ def _bytes(leaf: Tensor) -> bytes:
 
 
 def _seeding(before: Callable[[int], None] | None) -> Callable[[int], None]:
-    """A worker_init_fn that calls ``before`` and then seeds every generator that the data set holds."""
+    """Returns a worker_init_fn that calls ``before`` and then seeds every generator in the dataset."""
 
     def init(worker: int) -> None:
         if before is not None:

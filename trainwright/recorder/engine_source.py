@@ -1,4 +1,4 @@
-"""The steps of the engine as a source of the events that hooks report of any other loop."""
+"""Reports the steps of the engine as the events that hooks report for any other loop."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from trainwright.recorder.veto import Veto
 
 
 def called_roots(state: TrainState) -> list[nn.Module]:
-    """The modules that a step calls, and the loss where it has state."""
+    """Returns the modules that a step calls, and the loss if it has state."""
     loss = state.loss
     return [*called_parts(state.model), *([loss] if loss is not None and has_state(loss) else [])]
 
 
 def has_state(module: nn.Module) -> bool:
-    """Whether it has parameters or buffers; a loss without any is a function as any other."""
+    """Returns True for parameters or buffers. A loss without any is treated as a function."""
     return any(True for _ in chain(module.parameters(), module.buffers()))
 
 
 def called_parts(module: nn.Module) -> list[nn.Module]:
-    """The modules that a step calls: of one without a ``forward``, such as the players of a GAN, those inside."""
+    """Returns the modules that a step calls. Of a module without ``forward``, such as a GAN, those inside it."""
     has_own = any(True for _ in chain(module.parameters(recurse=False), module.buffers(recurse=False)))
     if type(module).forward is not nn.Module.forward or has_own or is_compiled(module):
         return [module]
@@ -60,7 +60,7 @@ def engine_recorder(state: TrainState, closed: Callable[[RecordedStep], None], f
 
 @dataclass(eq=False)
 class EngineLoader:
-    """Stands for the loader of a data set in the events of the engine."""
+    """Represents the loader of a dataset in the events of the engine."""
 
     dataset: object
     batch_size: int | None = None
@@ -74,7 +74,7 @@ class EngineLoader:
 
 
 class _Pass:
-    """The iterator of one pass over a data set."""
+    """The iterator of one pass over a dataset."""
 
 
 @dataclass(eq=False)
@@ -93,9 +93,9 @@ class ReportedBatches:
 
 
 class EngineSource:
-    """A StepWitness that reports what hooks do not see in a step of the engine, and where the step ends.
+    """A StepWitness that reports what hooks cannot observe in a step of the engine, and the end of the step.
 
-    ``recorder`` records with ``closes_itself=False``. ``dataset`` is what the engine trains on.
+    ``recorder`` records with ``closes_itself=False``. ``dataset`` is the training dataset.
     """
 
     def __init__(self, recorder: LoopRecorder, dataset: object = None) -> None:
@@ -120,7 +120,7 @@ class EngineSource:
 
     def gradients_are_cleared(self, optimizer: Optimizer) -> None:
         self._tries += 1
-        if self._tries > 1:  # memory ran out in the first try
+        if self._tries > 1:  # memory ran out in the first attempt
             tell("on_begun_again")
         for part in parts_of(optimizer):
             tell("on_zero_grad", part)
@@ -138,11 +138,11 @@ class EngineSource:
         tell("on_clip", by, at, list(parameters), total_norm, clip if by == "custom" else None)
 
     def end_step(self, result: StepResult) -> None:
-        """Close the recorded step with the numbers of the engine."""
+        """Closes the recorded step with the numbers of the engine."""
         recorder, step = self._recorder, self._recorder.current
         step.loss, step.lr = result.loss, result.lr
         step.ids = [tuple(micro.ids.tolist()) for micro in result.batch.micro]
-        if step.grad_norm is None:  # the update was left out
+        if step.grad_norm is None:  # the update was skipped
             step.grad_norm = result.grad_norm
         micro = 0
         for each in step.program:
@@ -154,5 +154,5 @@ class EngineSource:
             spike = result.spike.spike
             step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, result.spike.action]
             if result.spike.action == "rollback":
-                step.values["edited"] = True  # the state after it is another
+                step.values["edited"] = True  # the state after it is different
         recorder.close()

@@ -1,4 +1,4 @@
-"""The epochs of all data loaders: which samples each returned, in which order, for training or for evaluation."""
+"""Records the epochs of all data loaders: their samples, order, and use in training or evaluation."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from trainwright.recorder.user_types import Loader
 from trainwright.runs.json_values import Facts
 
 MARKS = 4096
-"""Batches of an epoch whose order is remembered."""
+"""Maximum number of batches per epoch whose order is recorded."""
 SPREAD = 1 << 16
-"""Samples of a data set that are remembered."""
+"""Maximum number of recorded samples of a dataset."""
 _AT_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @dataclass
 class EpochSource:
-    """A loader, and the data set under all its Subsets: ``base`` is its number, ``positions`` the samples used.
+    """A loader, and the dataset under all its Subsets.
 
-    ``epochs`` were begun; ``empty`` of them returned no batch.
+    ``base`` is the number of the dataset, ``positions`` the samples used. ``epochs`` were begun; ``empty`` of them
+    returned no batch.
     """
 
     number: int
@@ -47,7 +48,7 @@ class EpochSource:
 
 @dataclass
 class Epoch:
-    """What one iterator returned. ``ids`` are positions in the base; of a large one only every ``stride``-th.
+    """The batches of one iterator. ``ids`` are positions in the base; in a large base only every ``stride``-th.
 
     Of its ``batches``, ``trained`` were followed by a backward pass, ``evaluating`` came in eval mode or without
     gradients. ``marks`` are hashes of the ids of each batch, ``first`` the ids of the first one.
@@ -71,7 +72,7 @@ class Epoch:
         return "evaluation" if 2 * self.evaluating > self.batches else "unknown"
 
     def add_batch(self, ids: object, *, evaluating: bool) -> None:
-        """Counts a batch. ``ids`` are what the sampler returned for it: a list of positions, or anything else."""
+        """Counts a batch. ``ids`` are the sampler's value for it: a list of positions, or anything else."""
         self.batches += 1
         self.evaluating += evaluating
         self.source.empty -= self.batches == 1
@@ -92,7 +93,7 @@ class Epoch:
 
 @dataclass
 class PendingBatch:
-    """A batch that no backward pass has followed yet. ``leaves`` are its tensors, where its labels are wanted."""
+    """A batch without a backward pass so far. ``leaves`` are its tensors, if its labels are needed."""
 
     epoch: Epoch
     leaves: list[Tensor]
@@ -101,7 +102,7 @@ class PendingBatch:
 
 
 class EpochSources:
-    """All loaders of the process, each with the data set that it reads."""
+    """All loaders of the process, each with its dataset."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, EpochSource] = {}
@@ -109,7 +110,7 @@ class EpochSources:
         self._num_loaders = 0
 
     def of(self, loader: Loader) -> EpochSource:
-        """The source of a loader; a new one for a loader that was not seen before."""
+        """Returns the source of a loader; a new one for a new loader."""
         known = self._by_id.get(id(loader))
         if known is not None and known.loader() is loader:
             return known
@@ -125,7 +126,7 @@ class EpochSources:
         return source
 
     def empty(self) -> list[Facts]:
-        """The loaders that never returned a batch."""
+        """Returns the loaders that never returned a batch."""
         return [
             each.facts | {"epochs": each.epochs}
             for each in self._by_id.values()
@@ -138,7 +139,7 @@ class EpochSources:
 
 
 class EpochHistory:
-    """Which samples were trained on, which were used for evaluation, and which epochs repeated an order."""
+    """Samples used in training and in evaluation, and epochs that repeated an order."""
 
     def __init__(self) -> None:
         self.evaluated: dict[int, tuple[EpochSource, set[int]]] = {}
@@ -147,7 +148,7 @@ class EpochHistory:
         self._last: dict[int, Epoch] = {}
 
     def add(self, epoch: Epoch, step: int, *, whole: bool) -> None:
-        """Adds an epoch that is over (``whole``), or the begin of one that is not."""
+        """Adds a finished epoch (``whole``), or the begin of an unfinished one."""
         self.compare(epoch, step, whole=whole)
         if epoch.role == "training":
             self._trained.setdefault(epoch.source.base, set()).update(epoch.ids)
@@ -156,15 +157,15 @@ class EpochHistory:
         elif epoch.role == "evaluation":
             _, ids = self.evaluated.setdefault(epoch.source.number, (epoch.source, set()))
             ids.update(epoch.ids)
-            if len(self.evaluated) > 8:  # a loader made anew for each evaluation
+            if len(self.evaluated) > 8:  # a new loader for each evaluation
                 del self.evaluated[min(self.evaluated)]
 
     def follows_another(self, epoch: Epoch) -> bool:
-        """Whether an earlier epoch trained on the same data."""
+        """Returns True if an earlier epoch trained on the same data."""
         return epoch.source.base in self._last
 
     def compare(self, epoch: Epoch, step: int, *, whole: bool) -> None:
-        """Notes how many batches of an epoch are those of the epoch before it on the same data, in the same order."""
+        """Records how many batches equal those of the previous epoch on the same data, in the same order."""
         before = self._last.get(epoch.source.base)
         if before is None or epoch.role != "training" or not epoch.marks:
             return
@@ -176,7 +177,7 @@ class EpochHistory:
         self.repeats = [*[each for each in self.repeats if each["whole"]][-7:], facts]
 
     def overlaps(self) -> list[Facts]:
-        """Of each loader that was used for evaluation: how many of its samples were trained on."""
+        """Returns, for each loader of an evaluation, how many of its samples were trained on."""
         rows: list[Facts] = []
         trained_by = {each.source.number for each in self._last.values()}
         for number, (source, ids) in self.evaluated.items():
@@ -198,7 +199,7 @@ def _reference(value: object) -> Callable[[], object]:
 
 
 def _order_of(loader: Loader) -> Facts:
-    """What decides the order. ``random``: a sampler that draws another one each epoch."""
+    """Returns the properties that determine the order. ``random``: the sampler draws another one in each epoch."""
     sampler: object = getattr(loader, "sampler", None)
     own = getattr(loader, "batch_sampler", None)
     if own is not None and type(own) is not BatchSampler:
@@ -213,7 +214,7 @@ def _order_of(loader: Loader) -> Facts:
 
 
 def shuffles(loader: Loader) -> bool:
-    """Whether its sampler draws another order in each epoch."""
+    """Returns True if the sampler draws another order in each epoch."""
     return bool(_order_of(loader)["random"])
 
 

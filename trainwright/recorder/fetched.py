@@ -1,4 +1,4 @@
-"""The batches that data loaders returned and that no forward call has read yet."""
+"""Batches that data loaders returned and that no forward call has read yet."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import Ids, tensors_of
 
 REMEMBERED = 16
-"""Fetched batches that are remembered: a trainer that prefetches is a few ahead."""
+"""Maximum number of recorded batches. A prefetching trainer is a few ahead."""
 
 
 class FetchedBatches:
-    """Finds the batch that a call reads by the memory of its tensors. ``waited_s`` is the time spent on fetching."""
+    """Finds the batch of a call by the memory of its tensors. ``waited_s`` is the time spent fetching."""
 
     def __init__(self) -> None:
         self.batches: deque[tuple[Ids, set[int]]] = deque(maxlen=REMEMBERED)
         self.waited_s = 0.0
 
     def add(self, ids: object, batch: object, wait_s: float) -> None:
-        """A loader has returned ``batch``, made of the samples ``ids``, after ``wait_s`` seconds."""
+        """Records ``batch``, made of the samples ``ids``, which took ``wait_s`` seconds."""
         self.waited_s += wait_s
         self.batches.append((_as_ids(ids), _addresses(batch)))
 
     def take(self, arguments: object) -> Ids:
-        """The ids of the batch that shares memory with ``arguments``; of the newest one where none does.
+        """Returns the ids of the batch that shares memory with ``arguments``; else those of the newest batch.
 
         That batch and all older ones are dropped: many trainers fetch the next batch before they use this one.
         """
@@ -36,7 +36,7 @@ class FetchedBatches:
 
 
 def _addresses(value: object) -> set[int]:
-    """Addresses of the storages of all tensors in a batch: a slice of a tensor has the storage of the whole."""
+    """Returns the storage addresses of all tensors in a batch. A slice has the storage of the full tensor."""
     return {tensor.untyped_storage().data_ptr() for tensor in plain(tensors_of(value, 3))}
 
 

@@ -1,4 +1,4 @@
-"""Optimizers that torch knows nothing of, such as those of keras: an update is a call that they make on the weights."""
+"""Optimizers that are not torch's, such as those of keras: an update is a call that they make on the weights."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 from trainwright.recorder.listener import has_listeners, tell
 
 UPDATING = ("step", "apply")
-"""Methods that make an update: the first that an object has."""
+"""Methods that make an update. The first one that an object has is used."""
 RATES = ("learning_rate", "lr")
 
 
 class ForeignOptimizer(Optimizer):
-    """Stands for an optimizer that is not one of torch's. Holds the trained parameters and makes no update itself."""
+    """Represents an optimizer that is not torch's. Holds the trained parameters and makes no update itself."""
 
     def __init__(self, foreign: object, parameters: Sequence[Tensor]) -> None:
         super().__init__(parameters, {"lr": _rate_of(foreign)})
@@ -25,17 +25,17 @@ class ForeignOptimizer(Optimizer):
 
     @staticmethod
     def can_stand_for(given: object) -> bool:
-        """Whether ``given`` has a method that may make an update."""
+        """Returns True if ``given`` has a method that may make an update."""
         return not isinstance(given, nn.Module) and _updating(given) is not None
 
     @property
     def reason(self) -> str:
-        """Why no step can be replayed."""
+        """The reason why no step can be replayed."""
         return f"the optimizer is a {self.kind}, which is not one of torch's"
 
     @property
     def limits(self) -> str:
-        """What the watch does not do with it."""
+        """The limits of watching this optimizer."""
         return (
             f"{self.reason}: no step is replayed, its state is not examined, and an update that is not finite is "
             "reported and not left out"
@@ -43,7 +43,7 @@ class ForeignOptimizer(Optimizer):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within it each update is announced as that of this optimizer."""
+        """Context in which each update is reported as one of this optimizer."""
         name = _updating(self.foreign)
         assert name is not None
         setattr(self.foreign, name, self._announced(getattr(self.foreign, name)))
@@ -70,7 +70,7 @@ def _updating(given: object) -> str | None:
 
 
 def _rate_of(foreign: object) -> float:
-    """Its learning rate; 1 where it tells none, which says only that it is above 0."""
+    """Returns the learning rate; 1 if it is unknown, which only means that it is above 0."""
     for name in RATES:
         try:
             return float(getattr(foreign, name))

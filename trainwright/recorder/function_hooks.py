@@ -1,4 +1,4 @@
-"""Hears the calls of autograd Functions that the loop defines."""
+"""Reports calls of autograd Functions that the user's code defines."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainwright.recorder.listener import has_listeners, inside, tell
 
 
 def hear_functions() -> Callable[[], None]:
-    """Calls the listeners around each call of a custom Function; returns what ends that.
+    """Calls the listeners around each call of a custom Function. Returns a function that ends this.
 
-    ``Function.apply`` may be bound to a name long before a loop is watched. What it calls in turn is looked up each
-    time: the same method of the class below it.
+    ``Function.apply`` may be bound to a name long before a loop is watched. It looks up the method of its base class at
+    each call, and that method is replaced.
     """
     ours = classmethod(_apply)
     setattr(_SingleLevelFunction, "apply", ours)  # noqa: B010  it has none of its own

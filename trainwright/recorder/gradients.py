@@ -1,4 +1,4 @@
-"""Records how the gradients of a step come about: loss scale, backward, unscale, clipping, zero_grad."""
+"""Records the calls that make and change gradients: loss scale, backward, unscale, clipping, zero_grad."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ class ScaledLosses:
         self.by_id: dict[int, tuple[Tensor, Tensor, float | Tensor]] = {}
 
     def add(self, scaler: object, loss: object, scaled: object) -> None:
-        """``scaled`` is ``loss`` times the scale of ``scaler``, a GradScaler or our own."""
+        """Records that ``scaled`` is ``loss`` times the scale of ``scaler``, a GradScaler or Trainwright's."""
         if isinstance(loss, Tensor) and isinstance(scaled, Tensor) and scaled is not loss:
             scale = getattr(scaler, "_scale" if isinstance(scaler, GradScaler) else "scale")
             on_gpu = isinstance(scale, Tensor) and scale.device.type != "cpu"
-            scale_at = scale.detach().clone() if on_gpu else float(scale)  # a GPU is not waited for
+            scale_at = scale.detach().clone() if on_gpu else float(scale)  # does not wait for a GPU
             self.by_id[id(scaled)] = (scaled, loss.detach(), scale_at)
 
     def unscaled(self, loss: Tensor) -> tuple[Tensor, float | Tensor]:
-        """The loss without its scale, and the scale; 1.0 for a loss that was not scaled."""
+        """Returns the loss without its scale, and the scale; 1.0 for an unscaled loss."""
         _, value, scale = self.by_id.get(id(loss)) or (loss, loss.detach(), 1.0)
         return value, scale
 
 
 class GradientRecorder(Listener):
-    """Writes all that makes or changes gradients into ``current``, the RecordedStep that is being made.
+    """Writes all calls that make or change gradients into ``current``, the current RecordedStep.
 
-    ``parameters`` are those of the roots first, then those that only an optimizer has. ``careful`` turns on what costs
-    time: which line of the user's source makes each call. While ``is_light``, only losses and updates are recorded.
+    ``parameters`` are those of the roots first, then those that only an optimizer has. ``careful`` also records the
+    user's source line of each call, which costs time. While ``is_light``, only losses and updates are recorded.
     """
 
     def __init__(self, roots: Sequence[nn.Module], optimizers: Sequence[Optimizer], first_step: int) -> None:
@@ -56,7 +56,7 @@ class GradientRecorder(Listener):
         self.current = RecordedStep(first_step)
         self._is_careful = False
         self.is_light = False
-        self.misses_calls = False  # a loss depends on our parameters, and no call of a root was recorded
+        self.misses_calls = False  # a loss depends on watched parameters, and no call of a root was recorded
         self._scaled_losses = ScaledLosses()
         self._versions: Versions | None = None
         self._is_foreign = self._retains = False
@@ -64,7 +64,7 @@ class GradientRecorder(Listener):
         self._edits = False  # the loop changes gradients by hand
         self._unused = UnusedGradients()
         self._carried = CarriedGradients()
-        self._is_clipped = self._was_clipped = False  # the gradients of this step, of the last one
+        self._is_clipped = self._was_clipped = False  # the gradients of this step, and of the last one
         self._clipped: list[int] = []
         self._clipped_numbers: list[int] = []
         self._has_others = has_others()
@@ -79,7 +79,7 @@ class GradientRecorder(Listener):
         self._is_careful = self.tape.is_careful = value
 
     def stop_modes(self) -> None:
-        """Torch functions are looked at no more."""
+        """Stops observing torch functions."""
         self.tape.stop()
         self._unused.forget()
 
@@ -134,7 +134,7 @@ class GradientRecorder(Listener):
         if slot is None and self.current.blind is None:
             self.current.blind = "the loss is not made of what the watched model returned"
             self.misses_calls |= loss.grad_fn is not None and not self.current.calls
-        if value.numel() == 1:  # else it is a part of the way back: hidden.backward(its_gradient)
+        if value.numel() == 1:  # else it continues a backward pass: hidden.backward(its_gradient)
             self.current.losses.append(value)
         backward = Backward(slot, value, scale, None if gradient is None else self.tape.write(gradient))
         backward.retain = bool(options.get("retain_graph") or options.get("create_graph"))
@@ -145,7 +145,7 @@ class GradientRecorder(Listener):
         self.current.program.append(backward)
 
     def _is_ours(self, loss: Tensor) -> bool:
-        """Whether a loss depends on our parameters, also where its path from our outputs was not recorded."""
+        """Returns True if a loss depends on watched parameters, even through unrecorded operations."""
         is_known = self.tape.slot_of(loss) is not None and not self.tape.leaves
         if is_known or loss.grad_fn is None:
             return True
@@ -153,7 +153,7 @@ class GradientRecorder(Listener):
         return not leaves or any(id(leaf) in self._numbers for leaf in leaves)
 
     def on_autograd_grad(self, outputs: object, inputs: object, options: Kwargs) -> None:
-        """Training without backward. With ``create_graph`` the gradients are a part of a loss instead."""
+        """Records training without backward. With ``create_graph`` the gradients are part of a loss instead."""
         variables = _as_list(inputs)
         if options.get("create_graph") or not any(id(each) in self._numbers for each in variables):
             return
@@ -168,11 +168,11 @@ class GradientRecorder(Listener):
         if self.is_light:
             return
         if self._is_foreign or self._retains:
-            self.tape.start()  # there is more to come
+            self.tape.start()  # more operations follow
         if self._is_foreign:
             return
         if self._was_clipped:
-            self._versions = None  # they will be those that the clip leaves: to read them takes 1 % of a small step
+            self._versions = None  # the clip will change them, and reading them takes 1 % of a small step
         else:
             self.on_gradients_changed()
         if self._edits and "carried" in self.current.values:
@@ -186,13 +186,13 @@ class GradientRecorder(Listener):
             self.tape.grafted = False
 
     def on_gradients_changed(self) -> None:
-        """Remembers the versions of the gradients: other ones at the update mean that the loop has changed them."""
+        """Records the versions of the gradients. Other versions at the update mean that the loop has changed them."""
         if self.is_light:
             return
         self._versions = versions_of_gradients(self.parameters)
 
     def _are_edited(self) -> bool:
-        """Whether the loop itself has written to a gradient, or replaced one, since the last call that is recorded."""
+        """Returns True if the loop has written to or replaced a gradient since the last recorded call."""
         return self._versions is not None and self._versions != versions_of_gradients(self.parameters)
 
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
@@ -235,13 +235,13 @@ class GradientRecorder(Listener):
         self._happened("clip", {"by": by, "at": at, "norm": found, "parameters": len(parameters)})
 
     def _clipped_by(self, parameters: list[Tensor]) -> list[int]:
-        """The numbers of what is clipped."""
-        if (clipped := list(map(id, parameters))) != self._clipped:  # else they are those of the last clip
+        """Returns the numbers of the clipped parameters."""
+        if (clipped := list(map(id, parameters))) != self._clipped:  # else they are unchanged since the last clip
             self._clipped, self._clipped_numbers = clipped, self._numbers_of(parameters)
         return self._clipped_numbers
 
     def _norm_left_by_clip(self) -> float | None:
-        """The norm of the gradients after a clip that nothing has followed; None where the host does not know it."""
+        """Returns the norm of the gradients after a clip that nothing followed; None if the host does not know it."""
         if self._edits or self._versions is None:
             return None
         kind, clip = self.current.events[-1] if self.current.events else ("", {})
@@ -251,13 +251,13 @@ class GradientRecorder(Listener):
         return norm * min(1.0, at / (norm + 1e-6))  # as torch clips
 
     def _numbers_of(self, parameters: Iterable[Tensor]) -> list[int]:
-        """The numbers of those parameters that are ours."""
+        """Returns the numbers of those parameters that are watched."""
         numbers = self._numbers
         return [numbers[id(p)] for p in parameters if id(p) in numbers]
 
 
 def owned_by(optimizer: Optimizer) -> list[Tensor]:
-    """All parameters of all groups."""
+    """Returns all parameters of all groups."""
     owned: list[Tensor] = []
     for group in optimizer.param_groups:
         owned += group["params"]
@@ -265,7 +265,7 @@ def owned_by(optimizer: Optimizer) -> list[Tensor]:
 
 
 def parameters_of(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """Those of the roots first, then those that only an optimizer has; each once."""
+    """Returns the parameters of the roots, then those that only an optimizer has; each once."""
     owned: list[Tensor] = [p for root in roots for p in root.parameters()]
     owned += [p for optimizer in optimizers for p in owned_by(optimizer)]
     return list({id(p): p for p in owned}.values())
@@ -283,7 +283,7 @@ def _copies_of_gradients(parameters: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _as_list(tensors: object) -> list[Tensor]:
-    """The tensors that torch.autograd.grad was called with: one, or a sequence."""
+    """Returns the tensors that torch.autograd.grad was called with: one, or a sequence."""
     if isinstance(tensors, Tensor):
         return [tensors]
     return list(tensors) if isinstance(tensors, Iterable) else []

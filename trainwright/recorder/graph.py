@@ -7,9 +7,9 @@ from torch.autograd.graph import Node
 
 
 def leaves_of(tensor: Tensor, limit: int = 100_000) -> list[Tensor] | None:
-    """The leaves behind ``tensor``; None for a graph of more than ``limit`` nodes.
+    """Returns the leaves behind ``tensor``; None for a graph of more than ``limit`` nodes.
 
-    What lies behind a reentrant checkpoint is not seen.
+    Leaves behind a reentrant checkpoint are not found.
     """
     if tensor.grad_fn is None:
         return [tensor] if tensor.requires_grad else []

@@ -1,4 +1,4 @@
-"""Hooks and patches on the calls that every training loop makes: each calls the methods of the listeners."""
+"""Hooks and patches of the calls of every training loop. Each calls the methods of the listeners."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ After: TypeAlias = Callable[[nn.Module, Args, object], None]
 
 
 class CallHooks:
-    """Hooks on the forward calls of some modules, which can be taken off and put on again."""
+    """Hooks on the forward calls of some modules, which can be removed and added again."""
 
     def __init__(self, modules: Sequence[nn.Module], before: Before, after: After) -> None:
         self._modules, self._before, self._after = modules, before, after
@@ -66,8 +66,8 @@ class CallHooks:
 def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator[CallHooks]:
     """Registers listeners for every forward call of ``roots``, and every backward, step, ... of this thread.
 
-    Torch's classes are patched while any listener is registered, and unpatched after the last. A process that is forked
-    meanwhile has none. Returns the hooks of the forward calls.
+    Torch's classes are patched while any listener is registered. A forked process has no listeners. Returns the hooks
+    of the forward calls.
     """
     _forget_in_forks()
     mine = [(listener, threading.get_ident()) for listener in group]
@@ -91,8 +91,8 @@ def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator
 def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) -> Iterator[CallHooks]:
     """Registers listeners for every forward call of ``modules`` in this thread.
 
-    Calls inside of another one of them are left out: they are not the loop's. So are calls inside of backward, where
-    activation checkpointing calls the model, and those of torch.func (vmap, grad), whose tensors have no memory.
+    Nested calls are left out, because the loop does not make them. So are calls inside backward, where activation
+    checkpointing calls the model, and those of torch.func (vmap, grad), whose tensors have no memory.
     """
     thread, first = threading.get_ident(), group[0]
     begins, ends = methods_of(group, "on_forward"), methods_of(group, "on_output")
@@ -124,17 +124,17 @@ def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) 
 
 
 class _LoaderIterator(Protocol):
-    """An iterator of a DataLoader, with the attribute that is put on it."""
+    """An iterator of a DataLoader, with the attribute that the recorder adds."""
 
     _trainwright_ids: list[object]
 
 
 class _Patches:
-    """Replaces functions and methods of torch, and puts them back where nobody else has replaced them since."""
+    """Replaces functions and methods of torch, and restores them unless other code has replaced them since."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
-        self._left: dict[tuple[int, str], object] = {}  # ours, which somebody has put a function of his own around
+        self._left: dict[tuple[int, str], object] = {}  # our functions that other code has wrapped
 
     def enter(self) -> None:
         for owner, name, wrap in _WRAPPERS:
@@ -165,7 +165,7 @@ class _Patches:
 
 
 def is_within(inner: object, outer: object, depth: int = 4) -> bool:
-    """Whether a function is another one, or calls it as a variable of an enclosing function."""
+    """Returns True if a function is another one, or calls it through a variable of an enclosing function."""
     if inner is None or depth == 0:
         return False
     cells = [cell.cell_contents for cell in getattr(outer, "__closure__", None) or () if _is_filled(cell)]
@@ -181,7 +181,7 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _deepen() -> Callable[[], None]:
-    """Lets the stack be deeper: hooks add a frame to each call of a module that calls itself."""
+    """Raises the recursion limit, because hooks add a frame to each call of a recursive module."""
     before = sys.getrecursionlimit()
     ours = before + before // 2 + 200
     sys.setrecursionlimit(ours)
@@ -198,7 +198,7 @@ _changing = threading.Lock()
 
 
 def stop_all() -> None:
-    """Removes all listeners, as in a process that is forked, and unpatches torch's classes."""
+    """Removes all listeners, as in a forked process, and restores torch's classes."""
     for listener, _ in listeners:
         listener.on_forked()
     listeners.clear()
@@ -208,7 +208,7 @@ def stop_all() -> None:
 
 @functools.cache
 def _forget_in_forks() -> None:
-    if hasattr(os, "register_at_fork"):  # no other system forks
+    if hasattr(os, "register_at_fork"):  # other systems do not fork
         os.register_at_fork(after_in_child=stop_all)
 
 
@@ -219,7 +219,7 @@ def _on_step(stepping: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
     optimizer = same_optimizer(stepping)
     if not has_listeners() or not _updates.begins(optimizer, stepping):
         return None
-    if len(args) == 1 and not kwargs:  # nearly always, and it is asked in every step
+    if len(args) == 1 and not kwargs:  # the usual case, checked in every step
         tell("on_step", optimizer, ())
         return None
     values = (*args[1:], *kwargs.values())
@@ -252,11 +252,11 @@ def _on_stepped(stepping: Optimizer, args: Args, kwargs: Kwargs) -> None:
 
 
 def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Where the step of an optimizer is compiled, torch would compile the recorder with it."""
+    """Wraps a hook so that torch.compile of an optimizer's step does not compile the recorder."""
     compiled_apart: list[Callable[..., Any]] = []
 
     def call(*args: object) -> object:
-        if get_eval_frame_callback() is None:  # no compiled code runs, and to import torch._dynamo takes a second
+        if get_eval_frame_callback() is None:  # no compiled code runs, and importing torch._dynamo takes a second
             return hook(*args)
         if not compiled_apart:
             compiled_apart.append(torch._dynamo.disable(hook))  # type: ignore[no-untyped-call]
@@ -288,7 +288,7 @@ def _wrap_backward(original: TorchFunction) -> TorchFunction:
 
 
 def _wrap_tensor_backward(original: TorchFunction) -> TorchFunction:
-    """Tensor.backward is a torch function: the tape must stop before the call reaches it."""
+    """Wraps Tensor.backward, a torch function: the tape must stop before the call reaches it."""
 
     def backward(self: Tensor, *args: object, **kwargs: object) -> object:
         tell("on_backward_called")
@@ -298,7 +298,7 @@ def _wrap_tensor_backward(original: TorchFunction) -> TorchFunction:
 
 
 def _wrap_grad(original: TorchFunction) -> TorchFunction:
-    """Through a mode for torch functions it calls itself again: that counts as one call."""
+    """Wraps torch.autograd.grad. With a mode for torch functions it calls itself again, which counts as one call."""
 
     def grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> object:
         names = ("grad_outputs", "retain_graph", "create_graph")
@@ -413,7 +413,7 @@ def _wrap_schedule(original: TorchFunction) -> TorchFunction:
 
 def _wrap_iter_init(original: TorchFunction) -> TorchFunction:
     def init(self: _LoaderIterator, loader: object, *args: object, **kwargs: object) -> None:
-        self._trainwright_ids = []  # from the sampler, of batches that were not returned yet
+        self._trainwright_ids = []  # sampler values of batches that were not returned yet
         original(self, loader, *args, **kwargs)
         tell("on_epoch", loader, self)
 
@@ -421,7 +421,7 @@ def _wrap_iter_init(original: TorchFunction) -> TorchFunction:
 
 
 def _wrap_reset(original: TorchFunction) -> TorchFunction:
-    """Persistent workers reset an iterator instead of making one. Iterators of several workers call it when made."""
+    """Wraps the reset of an iterator: persistent workers reset it instead of making one. Others call it once."""
 
     def reset(self: _LoaderIterator, loader: object, first_iter: bool = False) -> None:
         self._trainwright_ids = []
@@ -466,7 +466,7 @@ _WRAPPERS: tuple[tuple[object, str, Callable[[TorchFunction], TorchFunction]], .
     (GradScaler, "unscale_", _wrap_unscale),
     (GradScaler, "step", _wrap_scaler_step),
     (GradScaler, "update", _wrap_update),
-    (clip_grad, "_clip_grads_with_norm_", _wrap_clip_norm),  # what clip_grad_norm_ calls, however it was imported
+    (clip_grad, "_clip_grads_with_norm_", _wrap_clip_norm),  # clip_grad_norm_ calls it, however it was imported
     (nn.utils, "clip_grads_with_norm_", _wrap_clip_norm),
     (nn.utils, "clip_grad_value_", _wrap_clip_value),
     (lr_scheduler.LRScheduler, "step", _wrap_schedule),

@@ -1,4 +1,4 @@
-"""The labels in the batches: how often each value came, compared with batches drawn at random."""
+"""Counts the labels in the batches, and compares them with batches drawn at random."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trainwright.recorder.program import Call, Operation, RecordedStep, constant
 from trainwright.runs.json_values import Facts
 
 LABELLED = 64
-"""Batches whose labels are counted."""
+"""Maximum number of batches whose labels are counted."""
 PEEKED = 64
-"""Samples that are read from a data set to estimate how often each label occurs in all of it."""
+"""Samples that are read from a dataset to estimate the frequency of each label."""
 DRAWS = 16
 
 
 class LabelCounts:
-    """Counts of each value of the labels: in each batch, and in samples from all over the data set.
+    """Counts of each label value: in each batch, and in samples from all over the dataset.
 
     The labels are the column of a batch that the loss reads as its target.
     """
@@ -33,7 +33,7 @@ class LabelCounts:
         self._everywhere: Counter[float] | None = None
 
     def wants(self, num_steps: int) -> bool:
-        """Whether the tensors of the next batch are needed, after so many steps."""
+        """Returns True if the tensors of the next batch are needed after ``num_steps`` steps."""
         return (self._column is None or len(self._batches) < LABELLED) and num_steps < 4 * LABELLED
 
     def add(self, step: RecordedStep, batches: Sequence[PendingBatch], num_steps: int) -> None:
@@ -48,7 +48,7 @@ class LabelCounts:
                     self._batches.append(Counter(values.tolist()))
 
     def look_everywhere(self, epoch: Epoch | None) -> None:
-        """Reads labels from all over the data set, once, if it is read in its order and batches hold few of them."""
+        """Reads labels from all over the dataset, once, if it is read in its order and batches contain few of them."""
         if self._everywhere is not None or epoch is None or not epoch.ascending or not self._batches:
             return
         if sum(_entropy(each) for each in self._batches) > 1.5 * len(self._batches):
@@ -62,14 +62,14 @@ class LabelCounts:
                 self._everywhere[leaves[column].item()] += 1
 
     def facts(self) -> Facts:
-        """Entropies in nats: of the labels of each batch, and of batches drawn at random."""
+        """Returns entropies in nats: of the labels of each batch, and of batches drawn at random."""
         return {
             "entropies": [_entropy(each) for each in self._batches],
             "mixed": self._mixed(),
         }
 
     def _mixed(self) -> list[float]:
-        """The lowest and the mean entropy of as many batches when their samples are drawn at random.
+        """Returns the lowest and the mean entropy of equally many batches of randomly drawn samples.
 
         Each is the mean over the batches of one of DRAWS.
         """
@@ -84,7 +84,7 @@ class LabelCounts:
 
 
 def _column_of_labels(step: RecordedStep, batch: PendingBatch) -> int | None:
-    """The column of a batch that the loss reads as its target; sample ids and features are not."""
+    """Returns the column of a batch that the loss reads as its target. Sample ids and features are excluded."""
     targets = [t.flatten() for t in _targets(step)]
     ids = list(batch.ids) if isinstance(batch.ids, list | tuple) else []
     for column, leaf in enumerate(batch.leaves):
@@ -97,7 +97,7 @@ def _column_of_labels(step: RecordedStep, batch: PendingBatch) -> int | None:
 
 
 def _targets(step: RecordedStep) -> list[Tensor]:
-    """Tensors that reach the loss, or a model beside its input, from outside."""
+    """Returns tensors from outside that reach the loss, or a model besides its input."""
     found = []
     for each in step.program:
         if isinstance(each, Operation | Call):
@@ -106,13 +106,13 @@ def _targets(step: RecordedStep) -> list[Tensor]:
 
 
 def _entropy(counts: Counter[float]) -> float:
-    """In nats."""
+    """Returns the entropy in nats."""
     total = sum(counts.values())
     return max(0.0, -sum(n / total * math.log(n / total) for n in counts.values())) if total else 0.0
 
 
 def _drawn_entropies(shares: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """The entropies (DRAWS,) of batches of so many labels that are drawn by their shares."""
+    """Returns the entropies (DRAWS,) of batches of ``size`` labels, drawn by their frequencies."""
     drawn = torch.multinomial(shares, DRAWS * size, replacement=True, generator=generator).view(DRAWS, size)
     counts = shares.new_zeros(DRAWS, len(shares)).scatter_add_(1, drawn, shares.new_ones(DRAWS, size))
     entropies: Tensor = torch.special.entr(counts / size).sum(1)

@@ -1,4 +1,4 @@
-"""Which steps are recorded in full where a loop calls its model many times a step."""
+"""Decides which steps are recorded in full if a loop calls its model many times per step."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.recording import LoopRecorder
 
 MIN_CALLS = 8
-"""Forward calls in a step, with and without gradients, from which on it is recorded in full only now and then ..."""
+"""Forward calls per step, with and without gradients, from which on most steps are light ..."""
 SMALL_CALL_S = 0.002
-"""... where the step takes less for each: then hooks and tape take more than a tenth of it."""
+"""... if the step takes less time per call: then hooks and tape take more than a tenth of it."""
 FIRST = 8
-"""Until this step all are recorded in full."""
+"""All steps until this one are recorded in full."""
 COUNTED = 64
-"""Steps whose forward calls are counted. Later only those are that such a loop records in full."""
+"""Steps whose forward calls are counted. Later only steps that are recorded in full are counted."""
 AFTER_INCIDENT = 64
-"""Steps that are recorded in full after one that was not finite: the next of its kind can be replayed."""
+"""Steps that are recorded in full after a non-finite one, so that the next one can be replayed."""
 
 
 class LightSteps:
-    """Takes the hooks off the model in most steps of a loop that calls it many times, as in generation or rollouts.
+    """Removes the hooks from the model in most steps of a loop that calls it often, as in generation or rollouts.
 
-    ``is_off``: never.
+    ``is_off``: never removes them.
     """
 
     def __init__(self, recording: LoopRecorder, *, is_off: bool) -> None:
@@ -34,22 +34,22 @@ class LightSteps:
         self._hooks.append(hooks)
 
     def had_incident(self, step: int) -> None:
-        """``step`` was not finite."""
+        """Records that ``step`` was not finite."""
         self._full_until = step + AFTER_INCIDENT
 
     def closed(self, step: RecordedStep, step_s: float) -> None:
-        """``step`` is over, where a step takes ``step_s``."""
+        """Called at the end of ``step``. A step takes ``step_s`` seconds."""
         is_counted = self.is_wanted or step.step <= COUNTED
         if is_counted and not self._is_off and not step.is_light:
             calls = step.kinds.count("forward")
             self.is_wanted = calls >= MIN_CALLS and step_s < SMALL_CALL_S * calls
 
     def may_be_light(self, step: int) -> bool:
-        """Whether the step after ``step`` is light, unless it may be replayed."""
+        """Returns True if the step after ``step`` is light unless it may be replayed."""
         return self.is_wanted and step >= self._full_until and not self._recording.saw_others
 
     def prepare_next(self, *, is_light: bool) -> None:
-        """Must be called when a step is over. ``is_light``: the next one is."""
+        """Must be called at the end of a step. ``is_light``: the next step is light."""
         if is_light == self.is_light:
             return
         self.is_light = is_light
@@ -58,6 +58,6 @@ class LightSteps:
         self._recording.set_light(is_light)
 
     def end(self) -> None:
-        """Put the hooks on for good."""
+        """Adds the hooks permanently."""
         self._is_off, self.is_wanted = True, False
         self.prepare_next(is_light=False)

@@ -1,4 +1,4 @@
-"""The events of a training loop, and which listeners of a thread receive them."""
+"""The events of a training loop, and the listeners of each thread."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from trainwright.recorder.user_warnings import without_warnings
 
 
 class Listener:
-    """Receives the events of a loop. Each method is called at its event; by default it does nothing.
+    """Receives the events of a loop. Each method is called at its event and does nothing by default.
 
-    A listener receives the events of the thread in which it was registered. One that raises receives no more events;
-    ``failed`` is what it raised.
+    A listener receives the events of the thread in which it was registered. A listener that raises receives no more
+    events; ``failed`` is its exception.
     """
 
     failed: Exception | None = None
     depth = 0
-    """Of the first listener of a group: forward calls that the thread is in."""
+    """For the first listener of a group: depth of nested forward calls in this thread."""
 
     def fail(self, error: Exception) -> None:
-        """Called with what a method has raised; after it no method is called.
+        """Called with the exception of a method. Afterwards no method is called.
 
-        The traceback is dropped: its frames hold the tensors of the call, of which the activations are the largest.
+        The traceback is dropped, because its frames hold the tensors of the call, including large activations.
         """
         self.failed = error.with_traceback(None)
 
     def on_epoch(self, loader: Loader, iterator: object) -> None: ...
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None: ...
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """A forward call that is not inside of another one."""
+        """Called before a forward call that is not nested in another one."""
 
     def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """Where autograd is off: right before ``on_forward`` of the same call."""
+        """Called without autograd, right before ``on_forward`` of the same call."""
 
     def on_output(self, root: nn.Module, output: object) -> None:
-        """The same call is over. ``output`` is None where it raised."""
+        """Called after the same call. ``output`` is None if it raised."""
 
     def on_backward_called(self) -> None: ...
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None: ...
     def on_gradients(self) -> None: ...
     def on_gradients_changed(self) -> None:
-        """The gradients were clipped, unscaled, ... by a function that is recorded."""
+        """Called after a recorded function clipped, unscaled or otherwise changed the gradients."""
 
     def on_apply(self) -> None:
-        """The loop calls a custom autograd Function."""
+        """Called before a custom autograd Function."""
 
     def on_applied(self, apply: TorchFunction, args: Args, kwargs: Kwargs, result: object) -> None:
-        """The same call is over. ``result`` is None where it raised."""
+        """Called after the same call. ``result`` is None if it raised."""
 
     def on_autograd_grad(self, outputs: object, inputs: object, options: Kwargs) -> None: ...
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None: ...
@@ -69,61 +69,61 @@ class Listener:
     def on_clip(
         self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
     ) -> None:
-        """``by`` is norm, value, agc, or custom: then ``function`` is what clips."""
+        """Called after a clip. ``by`` is norm, value, agc, or custom; then ``function`` clips."""
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
-        """Right before the update: where a closure makes the gradients, when it has made them."""
+        """Called right before the update; with a closure, after it has made the gradients."""
 
     def on_closure_again(self, optimizer: Optimizer) -> None: ...
     def on_stepped(self, optimizer: Optimizer) -> None: ...
     def on_schedule(self, scheduler: object) -> None: ...
     def on_metric(self, scheduler: object, metric: object) -> None: ...
     def on_wrapped_call(self, wrapper: nn.Module, is_synced: bool) -> None:
-        """A forward call through DistributedDataParallel; ``is_synced``: outside of ``no_sync``."""
+        """Called for a forward call through DistributedDataParallel. ``is_synced``: outside of ``no_sync``."""
 
     def on_waited(self, seconds: float) -> None:
-        """The ranks exchanged something before a forward pass, and this one took so long for it."""
+        """Called after ranks communicated before a forward pass, which took ``seconds``."""
 
     def on_reduce(self, tensor: Tensor, operation: object) -> None:
-        """The loop calls ``all_reduce``."""
+        """Called before the loop's call of ``all_reduce``."""
 
     def on_reduced(self, tensor: Tensor, seconds: float) -> None:
-        """``all_reduce`` has returned; if asynchronous, the result is not there."""
+        """Called after ``all_reduce`` has returned. An asynchronous result may be pending."""
 
     def on_mode(self, module: nn.Module, training: bool) -> None:
-        """The loop calls ``train`` or ``eval`` of a module, one of the watched or not."""
+        """Called when the loop calls ``train`` or ``eval`` of any module."""
 
     def on_state_dict(self, module: nn.Module, state: object) -> None:
-        """The loop has got ``state`` from ``state_dict`` of a module."""
+        """Called when the loop has received ``state`` from ``state_dict`` of a module."""
 
     def on_loaded(self, module: nn.Module, state: object) -> None: ...
     def on_saved(self, value: object) -> None:
-        """The loop has called ``torch.save``."""
+        """Called after ``torch.save``."""
 
     def on_copied(self, tensor: Tensor) -> None:
-        """A tensor is deep-copied."""
+        """Called when a tensor is deep-copied."""
 
     def on_warning(self, kind: str, text: str, source: str) -> None:
-        """A warning is shown; ``source`` is the line of the user's code that it came from."""
+        """Called when a warning is shown. ``source`` is the line of the user's code that caused it."""
 
     def on_begun_again(self) -> None:
-        """The step begins again because it ran out of memory. What was reported of its first try does not count."""
+        """Called when the step begins again after running out of memory. Earlier reports of the step do not count."""
 
     def on_forked(self) -> None:
-        """In a process that was forked: there nothing is heard any more."""
+        """Called in a forked process, in which there are no further events."""
 
 
 Methods: TypeAlias = list[tuple[Listener, Callable[..., None]]]
-"""Methods to call, each with the listener that it belongs to."""
+"""Methods to call, each with its listener."""
 listeners: list[tuple[Listener, int]] = []
-"""Each with the thread whose events it receives."""
+"""Each with the thread of its events."""
 _methods: dict[tuple[int, str], Methods] = {}
-"""By thread and event: what to call. With "" for the event: an entry for each thread that has listeners."""
+"""Methods by thread and event. The event "" marks a thread with listeners."""
 _muted: set[int] = set()
 
 
 def tell(event: str, *arguments: object) -> None:
-    """Calls the methods of this thread's listeners that hear ``event``."""
+    """Calls the methods of this thread's listeners for ``event``."""
     thread = threading.get_ident()
     methods = _methods.get((thread, event))
     if methods is not None and thread not in _muted:
@@ -131,10 +131,9 @@ def tell(event: str, *arguments: object) -> None:
 
 
 def call_each(methods: Methods, *arguments: object) -> None:
-    """Calls methods of listeners: an exception in one calls ``fail`` of its listener and does not reach the loop.
+    """Calls methods of listeners. An exception in one calls ``fail`` of its listener and does not reach the loop.
 
-    A TrainwrightError is raised on purpose and passes. Neither modes of the user's nor the tape see what the methods
-    compute.
+    A TrainwrightError is intended and passes. Neither the user's modes nor the tape observe operations of the methods.
     """
     if (_len_torch_function_stack() or _len_torch_dispatch_stack()) and has_users_modes():
         with without_users_modes():
@@ -155,14 +154,14 @@ def call_each(methods: Methods, *arguments: object) -> None:
 
 
 def has_listeners() -> bool:
-    """Whether this thread has listeners and is not muted."""
+    """Returns True if this thread has listeners and is not muted."""
     thread = threading.get_ident()
     return thread not in _muted and (thread, "") in _methods
 
 
 def sort_listeners() -> None:
-    """Builds the table of methods anew. Must be called after each change to ``listeners``."""
-    global _methods  # replaced at once: other threads may be reading it
+    """Rebuilds the table of methods. Must be called after each change to ``listeners``."""
+    global _methods  # replaced at once because other threads may be reading it
     table: dict[tuple[int, str], Methods] = {}
     for listener, thread in listeners:
         table[thread, ""] = []
@@ -172,14 +171,14 @@ def sort_listeners() -> None:
 
 
 def methods_of(group: Iterable[Listener], name: str, base: type[Listener] = Listener) -> Methods:
-    """Returns the method ``name`` of each listener that does not leave it as ``base`` has it."""
+    """Returns the method ``name`` of each listener that overrides it."""
     heard = [each for each in group if getattr(type(each), name) is not getattr(base, name)]
     return [(each, getattr(each, name)) for each in heard]
 
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """A context in which this thread has no events and shows no warnings: a replay is not the loop."""
+    """Context in which this thread has no events and shows no warnings, because a replay is not the loop."""
     thread = threading.get_ident()
     if thread in _muted:
         yield
@@ -194,7 +193,7 @@ def muted() -> Iterator[None]:
 
 @contextmanager
 def unmuted() -> Iterator[None]:
-    """A context inside of ``muted`` in which this thread has events again."""
+    """Context inside of ``muted`` in which this thread has events again."""
     thread = threading.get_ident()
     was_muted = thread in _muted
     _muted.discard(thread)
@@ -206,8 +205,9 @@ def unmuted() -> Iterator[None]:
 
 
 class CallDepth(threading.local):
-    """How many calls of backward, of autograd.grad, of a scheduler's step and of those in ``object_hooks`` this thread
-    is in: they may be nested. ``listeners``: it is in a method of a listener.
+    """Depth of nested calls in this thread: backward, autograd.grad, a scheduler's step, and those in ``object_hooks``.
+
+    ``listeners``: a method of a listener is running.
     """
 
     backward = grad = schedule = objects = 0

@@ -1,4 +1,4 @@
-"""What an update that is looked at found and left, as sums: a replay that differs shows that something was not seen."""
+"""Sums of an examined update's inputs and results. A replay with other sums shows that something was not recorded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainwright.recorder.ranks import own_part
 
 @torch.no_grad()
 def sums_of(tensors: Sequence[Tensor | None]) -> Tensor:
-    """The norm and a weighted sum of each tensor, shape (n, 2), float64 on the device of the first; of None NaN.
+    """Returns norm and weighted sum of each tensor, shape (n, 2), float64 on the device of the first; NaN for None.
 
-    The weights rise from 0 to 1: a change of sign or of order gives other sums, also of gradients that add up to 0.
+    The weights rise from 0 to 1, so that a change of sign or order changes the sum, also of gradients that add up to 0.
     """
     there = [own_part(t.detach()) for t in tensors if t is not None]
     dense = [_real(t.to_dense() if t.layout != torch.strided else t) for t in there]
@@ -28,7 +28,7 @@ def sums_of(tensors: Sequence[Tensor | None]) -> Tensor:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers."""
+    """Returns a complex tensor as pairs of real numbers."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 

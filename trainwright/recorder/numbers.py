@@ -1,4 +1,4 @@
-"""The numbers of a step as floats: from a GPU they are copied asynchronously and read some steps later."""
+"""Reads the numbers of a step as floats. From a GPU they are copied asynchronously and read some steps later."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from trainwright.runs.records import Watched
 
 _IS_CUDA = operator.attrgetter("is_cuda")
 LATE = 2
-"""Steps after which a GPU has usually computed the numbers of a step, so that reading them does not wait."""
+"""Steps after which a GPU has usually computed the numbers of a step, so that reading does not wait."""
 
 
 def lateness(device: torch.device) -> int:
-    """After how many further steps the numbers of a step are read."""
+    """Returns the number of further steps after which the numbers of a step are read."""
     return LATE if device.type == "cuda" else 0
 
 
 class Numbers(NamedTuple):
-    """Of one step. ``loss`` is NaN where it is not known; ``clips`` are the norms that clipping has found.
+    """The numbers of one step. ``loss`` is NaN if unknown; ``clips`` are the norms that clipping computed.
 
-    ``are_finite``: a loss that is not known is not bad.
+    ``are_finite``: an unknown loss does not count as non-finite.
     """
 
     losses: tuple[float, ...]
@@ -39,13 +39,13 @@ class Numbers(NamedTuple):
 
     @staticmethod
     def of(losses: tuple[float, ...], loss: float, norm: float, clips: tuple[float, ...] = ()) -> Numbers:
-        """Asks once whether all of them are finite: several listeners want to know."""
+        """Makes Numbers and tests once whether all are finite, because several listeners use the result."""
         finite = math.isfinite(norm) and not math.isinf(loss) and all(map(math.isfinite, losses))
         return Numbers(losses, loss, norm, clips, finite)
 
 
 def begin_reading(step: RecordedStep) -> Callable[[], Numbers]:
-    """Starts to copy the numbers of a step to the host; the function that it returns waits for them."""
+    """Starts to copy the numbers of a step to the host. Returns a function that waits for them."""
     if (there := _read_at_once(step)) is not None:
         return lambda: there
     losses = step.losses
@@ -69,7 +69,7 @@ def begin_reading(step: RecordedStep) -> Callable[[], Numbers]:
 
 
 def _read_at_once(step: RecordedStep) -> Numbers | None:
-    """The numbers of nearly all steps on a CPU, in a fraction of the calls. None: they are not these."""
+    """Returns the numbers in the common case on a CPU, with few calls; None in any other case."""
     losses: list[float] = []
     norm = step.grad_norm.item() if type(step.grad_norm) is Tensor and step.grad_norm.is_cpu else step.grad_norm
     for each in step.losses:
@@ -89,7 +89,7 @@ def _read_at_once(step: RecordedStep) -> Numbers | None:
 
 
 def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
-    """Starts to copy 0-d tensors to the host; on the CPU they are read at once, for the loop may write to them."""
+    """Starts to copy 0-d tensors to the host. On the CPU they are read at once, because the loop may write to them."""
     tensors = [v for v in values if isinstance(v, Tensor)]
     if not any(map(_IS_CUDA, tensors)):
         known = [
@@ -100,7 +100,7 @@ def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
     device = next(t.device for t in tensors if t.is_cuda)
     with torch.no_grad():
         parts = [own_part(v).detach() if isinstance(v, Tensor) else torch.tensor(v, device="cpu") for v in values]
-        if any(not v.is_cuda or v.shape or v.dtype != torch.float32 for v in parts):  # of few steps: each takes 10 us
+        if any(not v.is_cuda or v.shape or v.dtype != torch.float32 for v in parts):  # rare, and takes 10 us for each
             parts = [v.to(device, torch.float64).reshape(()) for v in parts]
         there = torch.stack(parts)
         here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True, device="cpu")
@@ -117,7 +117,7 @@ def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
 
 
 def as_record(step: RecordedStep, numbers: Numbers | None = None) -> Watched:
-    """The record of a step for the log. Without ``numbers`` they are read, which waits for a GPU."""
+    """Returns the record of a step for the log. Without ``numbers`` they are read, which waits for a GPU."""
     numbers = numbers or begin_reading(step)()
     ids = [None if ids is None else len(ids) for ids in step.ids]
     values: Facts = {"losses": list(numbers.losses), "ids": ids, **step.values}

@@ -1,4 +1,4 @@
-"""Wrappers of the calls that set modes and that take, keep and give back states: each calls the listeners."""
+"""Wrappers of calls that set modes and get, save or load states. Each calls the listeners."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trainwright.recorder.user_warnings import is_of_the_recorder
 
 
 def _outermost(event: str, arguments: Callable[..., tuple[object, ...]]) -> Callable[[TorchFunction], TorchFunction]:
-    """Makes a wrapper that calls ``event`` with what ``arguments`` makes of the result and the arguments.
+    """Makes a wrapper that calls ``event`` with the result of ``arguments``.
 
-    Only for the call of the loop: a module calls the same method of its children.
+    Only for the call of the loop, because a module calls the same method of its children.
     """
 
     def wrap(original: TorchFunction) -> TorchFunction:
@@ -86,4 +86,4 @@ OBJECT_WRAPPERS: tuple[tuple[object, str, Callable[[TorchFunction], TorchFunctio
     (Tensor, "__deepcopy__", _wrap_deepcopy),
     (warnings, "showwarning", _wrap_showwarning),
 )
-"""What is replaced, as in ``hooks``."""
+"""Replaced functions, as in ``hooks``."""

@@ -17,17 +17,17 @@ from torch.utils.data import DataLoader
 
 T = TypeVar("T")
 DEPTH = 3
-"""Objects within objects that are searched."""
+"""Depth of nested objects that are searched."""
 
 _watched: dict[int, Optimizer] = {}
-"""Those that a watch of this process was called with, by identity."""
+"""Optimizers that a watch of this process was called with, by identity."""
 _known: dict[int, tuple[weakref.ref[object], Optimizer]] = {}
-"""Wrappers of these that were seen, by identity."""
+"""Known wrappers of these, by identity."""
 
 
 @contextmanager
 def watching(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Within it ``same_optimizer`` returns these for their wrappers."""
+    """Context in which ``same_optimizer`` returns these for their wrappers."""
     mine = {id(each): each for each in optimizers}
     _watched.update(mine)
     try:
@@ -39,7 +39,7 @@ def watching(optimizers: Sequence[Optimizer]) -> Iterator[None]:
 
 
 def same_optimizer(optimizer: object) -> object:
-    """The watched optimizer that shares a parameter group with ``optimizer``; else ``optimizer`` itself."""
+    """Returns the watched optimizer that shares a parameter group with ``optimizer``; else ``optimizer`` itself."""
     key = id(optimizer)
     if key in _watched:
         return optimizer
@@ -55,7 +55,7 @@ def same_optimizer(optimizer: object) -> object:
 
 
 def share_groups(one: object, other: object) -> bool:
-    """Whether two objects hold the same parameter group: what one writes there, the other uses."""
+    """Returns True if two objects hold the same parameter group, so that one uses what the other writes."""
     return one is other or bool(_groups_of(one) & _groups_of(other))
 
 
@@ -65,18 +65,18 @@ def _groups_of(optimizer: object) -> set[int]:
 
 
 class Updates(threading.local):
-    """The updates that are being made in this thread. A wrapper that steps and the optimizer in it make one update."""
+    """The current updates in this thread. A wrapper that steps and the optimizer in it make one update."""
 
     def __init__(self) -> None:
-        self._by: dict[int, int] = {}  # by optimizer: the object whose step is the outermost
+        self._by: dict[int, int] = {}  # by optimizer: the object with the outermost step
 
     def begins(self, optimizer: object, stepping: object) -> bool:
-        """Whether an update begins with this call of ``stepping.step``."""
+        """Returns True if an update begins with this call of ``stepping.step``."""
         by = self._by.setdefault(id(optimizer), id(stepping))
         return by == id(stepping)
 
     def ends(self, optimizer: object, stepping: object) -> bool:
-        """Whether the update ends with this call."""
+        """Returns True if the update ends with this call."""
         is_outermost = self._by.get(id(optimizer)) == id(stepping)
         if is_outermost:
             del self._by[id(optimizer)]
@@ -84,14 +84,14 @@ class Updates(threading.local):
 
 
 def optimizers_in(given: object) -> list[Optimizer]:
-    """The optimizers whose ``step`` torch announces: ``given`` itself, or those that it wraps."""
+    """Returns the optimizers whose ``step`` torch reports: ``given`` itself, or those that it wraps."""
     if isinstance(given, Optimizer) and getattr(type(given).step, "hooked", False):
         return [given]
     return [each for each in held_in(given, Optimizer) if getattr(type(each).step, "hooked", False)]
 
 
 def held_in(given: object, kind: type[T], depth: int = DEPTH) -> list[T]:
-    """The objects of a kind that are attributes of ``given``, or of its attributes: the nearest ones."""
+    """Returns the nearest objects of a kind among the attributes of ``given``, or their attributes."""
     values = [each for each in getattr(given, "__dict__", {}).values() if each is not given]
     values += [item for each in values if isinstance(each, list | tuple) for item in each]
     found = {id(each): each for each in values if isinstance(each, kind)}
@@ -105,9 +105,9 @@ _SCHEDULERS = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
 
 
 def unwrapped(given: object) -> object:
-    """The DataLoader or scheduler that a wrapper was made from; anything else as it is.
+    """Returns the DataLoader or scheduler that a wrapper was made from; any other object unchanged.
 
-    A loader that wraps another over the same data set reads its batches from it.
+    A loader that wraps another over the same dataset reads its batches from it.
     """
     if isinstance(given, _SCHEDULERS):
         return given

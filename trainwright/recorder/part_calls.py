@@ -1,4 +1,4 @@
-"""Hears the direct calls of a model's parts, such as ``model.decoder(z)``: those that are not inside of the model's."""
+"""Reports direct calls of a model's parts, such as ``model.decoder(z)``, outside of calls of the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainwright.recorder.user_types import Args, Kwargs
 
 
 class PartCalls(Listener):
-    """Hooks stay on the parts from ``open`` to ``close``, and on none of a model that is compiled."""
+    """Reports direct calls. Hooks stay on the parts from ``open`` to ``close``. A compiled model has none."""
 
     def __init__(
         self, begins: Callable[[nn.Module, Args, Kwargs], None], ends: Callable[[nn.Module, object], None]
@@ -26,7 +26,7 @@ class PartCalls(Listener):
         """The model itself is being called."""
 
     def open(self, root: nn.Module) -> None:
-        """Hears the parts of one model more."""
+        """Also observes the parts of this model."""
         if id(root) not in self._known:
             self._known.add(id(root))
             if not any(map(is_compiled, root.modules())):

@@ -1,4 +1,4 @@
-"""Modes for torch functions: one that can be started and stopped from anywhere, and how to be without the user's."""
+"""A mode for torch functions that can be started and stopped anywhere, and contexts without the user's modes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 
 class PausableMode(TorchFunctionMode):
-    """Off until ``start``. ``running``: torch functions are to be looked at; a subclass passes them on where not.
+    """Off until ``start``. ``running``: torch functions are observed; otherwise a subclass passes them on.
 
-    ``pushed``: it is in torch's stack of modes. Where it is not, ``stop`` has nothing to do. It is always below the
-    user's modes: one of these removes the mode on top of the stack when it ends, whichever that is.
+    ``pushed``: it is on torch's stack of modes; otherwise ``stop`` has nothing to do. It is always below the user's
+    modes, because each of these removes the top mode of the stack when it ends.
     """
 
     def __init__(self) -> None:
@@ -39,17 +39,17 @@ class PausableMode(TorchFunctionMode):
                 _push(above)
 
     def stop(self) -> None:
-        """Removes this mode from torch's stack of modes, wherever it is in it."""
+        """Removes this mode from torch's stack of modes, at any position."""
         self.running = False
         if not self.pushed:
             return
         num_modes = torch._C._len_torch_function_stack()
-        if num_modes and torch._C._get_function_stack_at(num_modes - 1) is self:  # nearly always
+        if num_modes and torch._C._get_function_stack_at(num_modes - 1) is self:  # the usual case
             _pop_torch_function_stack()
             self.pushed = False
             return
         if self not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-            return  # it is around the function that this is called from: the next stop will find it
+            return  # it is active around the calling function: the next stop will find it
         above = []
         while (top := _pop_torch_function_stack()) is not self:
             above.append(top)
@@ -58,12 +58,12 @@ class PausableMode(TorchFunctionMode):
 
 
 def _is_users(mode: object) -> bool:
-    """Whether a mode is neither the recorder's nor the default device, which is at the bottom of the stack."""
+    """Returns True if a mode is neither the recorder's nor the default device at the bottom of the stack."""
     return not isinstance(mode, PausableMode | DeviceContext)
 
 
 def _pop_users_modes() -> list[TorchFunctionMode]:
-    """Removes the user's modes, which are on top of the stack. Returns them, the top one first."""
+    """Removes the user's modes, which are on top of the stack. Returns them, top first."""
     return _pop_while(_is_users)
 
 
@@ -80,7 +80,7 @@ def _push(modes: list[TorchFunctionMode]) -> None:
 
 
 def has_users_modes() -> bool:
-    """Whether a mode of the user's handles torch functions or operators now. Takes 0.1 us."""
+    """Returns True if a user's mode currently handles torch functions or operators. Takes 0.1 us."""
     count = _len_torch_function_stack()
     if count > 0 and _is_users(_get_function_stack_at(count - 1)):
         return True
@@ -91,7 +91,7 @@ def has_users_modes() -> bool:
 
 @contextmanager
 def without_users_modes() -> Iterator[None]:
-    """Inside, the user's modes do not see what the recorder computes."""
+    """Context in which the user's modes do not observe the recorder's operations."""
     if not has_users_modes():
         yield
         return
@@ -105,7 +105,9 @@ def without_users_modes() -> Iterator[None]:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Inside, neither the user's modes nor the recorder's see what is computed. No PausableMode may start or stop."""
+    """Context in which neither the user's modes nor the recorder's observe operations. No PausableMode may start or
+    stop.
+    """
     modes = _pop_while(lambda mode: not isinstance(mode, DeviceContext)) if _len_torch_function_stack() else []
     try:
         with _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext():

@@ -1,4 +1,4 @@
-"""Tensors of any kind: which of them lie in memory row by row, and what all of them can be asked."""
+"""Tensors of any kind: tests whether they have dense memory, and properties that all of them have."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch import Tensor
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether it has a shape, and an element at each place: it is not sparse, nested or quantised."""
+    """Returns True if a tensor has an element at each position: it is not sparse, nested or quantized."""
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether its elements can be read: it has a memory, is dense, and no class of its own computes with it."""
+    """Returns True if the elements can be read: it has memory, is dense, and has no custom dispatch."""
     return is_dense(tensor) and not tensor.is_meta and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def plain(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those that can be measured."""
+    """Returns the tensors that can be measured."""
     return [each for each in tensors if is_plain(each)]
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Of its elements; of a sparse tensor those of its indices and values."""
+    """Returns the bytes of the elements; for a sparse tensor, of indices and values."""
     try:
         return tensor.nbytes
     except RuntimeError:
@@ -36,10 +36,10 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written to; 0 for one that was made in inference mode, which nothing writes to outside of it."""
+    """Returns the version counter; 0 for an inference tensor, which nothing writes to outside of inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def rows_of(tensor: Tensor) -> int:
-    """Its rows; 1 of one without dimensions."""
+    """Returns the number of rows; 1 without dimensions."""
     return tensor.size(0) if tensor.dim() else 1

@@ -1,4 +1,4 @@
-"""Probes: listeners that measure what only the live loop shows. They cost next to nothing and report at checkups."""
+"""Probes: listeners that measure the live loop. They cost next to nothing and report at examinations."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from trainwright.runs.records import Record
 
 @dataclass(frozen=True, kw_only=True)
 class LoopObjects:
-    """The objects of a loop that the watch was called with, and the micro-batches of a step (None: not declared).
+    """The objects of a loop that the watch was called with, and the number of micro-batches (None: not declared).
 
-    ``patience_s``: a rank that makes no progress for so long is reported to the others. ``code`` returns the function
-    that holds the loop, ``values`` the values of its variables, ``modules`` the modules among them. ``sites`` are the
-    places that are known to evaluate. ``probes`` are further ones.
+    A rank without progress for ``patience_s`` is reported to the others. ``code`` returns the function that holds the
+    loop, ``values`` the values of its variables, ``modules`` the modules among them. ``sites`` are the call sites that
+    are known to evaluate. ``probes`` are additional ones.
     """
 
     loaders: tuple[object, ...] = ()
@@ -42,9 +42,9 @@ class LoopObjects:
 
 @dataclass(frozen=True)
 class WatchSite:
-    """The run folder of a watch (None: there is none), and how a probe writes and says something outside of a look.
+    """The run folder of a watch (None: none), and how a probe writes records and prints outside of an examination.
 
-    ``examines_all``: a probe may take as long as it needs.
+    ``examines_all``: a probe has no time limit.
     """
 
     folder: Path | None
@@ -55,7 +55,7 @@ class WatchSite:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedObjects(LoopObjects):
-    """These, and the live models and optimizers."""
+    """These objects, and the live models and optimizers."""
 
     subject: LiveObjects
 
@@ -68,27 +68,27 @@ class Probe(Listener):
     """Set by a probe whose facts should not wait for the next checkup. Unset by ``values``."""
 
     def begin(self, site: WatchSite) -> None:
-        """The watch begins."""
+        """Called when the watch begins."""
 
     def end(self, error: BaseException | None) -> None:
-        """The loop is over, by ``error`` if there is one; the last look comes after this."""
+        """Called when the loop is over, with its ``error`` if there is one. The last examination comes afterwards."""
 
     def on_closed(self, step: RecordedStep) -> None:
-        """A step is over; on a GPU its numbers may not be there yet."""
+        """Called at the end of a step. On a GPU its numbers may be pending."""
 
     def on_read(self, step: RecordedStep, numbers: Numbers) -> None:
-        """The numbers of a step are known: at once, or some steps later on a GPU."""
+        """Called when the numbers of a step are known: at once, or some steps later on a GPU."""
 
     def values(self) -> Facts | None:
-        """The facts so far, as JSON values; None if there is nothing new."""
+        """Returns the facts so far, as JSON values; None if there is nothing new."""
         return None
 
 
 def begin_all(probes: Sequence[Probe], site: WatchSite) -> None:
-    """Tells the probes that the watch begins; one that raises is stopped."""
+    """Calls ``begin`` of the probes. One that raises is stopped."""
     call_each([(each, each.begin) for each in probes], site)
 
 
 def end_all(probes: Sequence[Probe], error: BaseException | None) -> None:
-    """Tells the probes that the loop is over."""
+    """Calls ``end`` of the probes."""
     call_each([(each, each.end) for each in probes], error)

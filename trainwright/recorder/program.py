@@ -1,4 +1,4 @@
-"""The program of a step: what a loop did, as instructions that can be read and run again."""
+"""The program of a step: the calls of a loop, as instructions that can be read and replayed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.runs.json_values import Event, Facts
 
 Ids = tuple[int, ...] | None
-"""Dataset positions of one batch; None where they are not known."""
+"""Dataset positions of one batch; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor that the program itself makes: an output of a forward call, or of an operation on one."""
+    """A tensor that the program makes: an output of a forward call, or of an operation on one."""
 
     number: int
 
 
-@dataclass(slots=True, eq=False)  # not frozen: it would take three times as long to make, in every step
+@dataclass(slots=True, eq=False)  # not frozen, which would triple the time of creation in every step
 class Constant:
     """A tensor from outside of the program: an input, a target, a mask; with its version when it was recorded.
 
-    ``was_cut``: it had a graph that the program does not know, so a model has made it.
+    ``was_cut``: it had a graph that the program does not contain, so a model has made it.
     """
 
     tensor: Tensor
@@ -44,7 +44,7 @@ class Constant:
 
 
 Autocast = tuple[bool, torch.dtype, bool]
-"""Whether it is on, its dtype, whether it caches weights."""
+"""Enabled, dtype, and caching of weights."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Call:
 
 @dataclass(slots=True)
 class Operation:
-    """A torch function between the outputs and the loss. ``with_grad``: autograd was on."""
+    """A torch function between the outputs and the loss. ``with_grad``: autograd was enabled."""
 
     name: str
     function: TorchFunction
@@ -85,7 +85,7 @@ class Operation:
 
 @dataclass(slots=True)
 class Backward:
-    """``loss.backward()``. ``slot`` is None for a loss that the program does not know how to make."""
+    """``loss.backward()``. ``slot`` is None for a loss that the program cannot compute."""
 
     slot: int | None
     value: Tensor
@@ -117,7 +117,7 @@ class Multiply:
 
 @dataclass(slots=True)
 class ClipGradients:
-    """By norm, by value or adaptively ("agc"), at a threshold; or by a ``function`` of the user's ("custom")."""
+    """A clip by norm, by value or adaptively ("agc") at a threshold; or by a ``function`` of the user ("custom")."""
 
     by: str
     at: float
@@ -129,7 +129,7 @@ class ClipGradients:
 class OptimizerStep:
     """The update. ``groups`` are the hyperparameters that may change between two steps.
 
-    Of a step that is looked at: the sums of all weights and all gradients as it found them, and of what it left.
+    For an examined step: sums of all weights and gradients before the update, and of the weights after it.
     """
 
     optimizer: int
@@ -149,13 +149,13 @@ NOT_RECORDED = "the loop calls the model many times a step, so that most of its 
 
 @dataclass(slots=True)
 class RecordedStep:
-    """One optimizer step as it was recorded. ``ids`` are the sample ids of each batch that it read.
+    """One recorded optimizer step. ``ids`` are the sample ids of each batch that it read.
 
-    ``losses`` are those that backward was called on, without a loss scale; ``loss`` is their mean, where it is known.
+    ``losses`` are the roots of backward passes without a loss scale; ``loss`` is their mean, if known.
 
-    ``blind`` says why it cannot be run again; None if it can. ``num_bytes`` is the memory that its tensors keep.
-    ``trained`` is of what ``grad_norm`` is: a key of the optimizer, and the number of its gradients.
-    ``is_light``: only its losses and its update were recorded.
+    ``blind`` is the reason why the step cannot be replayed; None if it can. ``num_bytes`` is the memory that its
+    tensors keep. ``trained`` identifies the trained part for ``grad_norm``: a key of the optimizer, and the number of
+    its gradients. ``is_light``: only its losses and its update were recorded.
     """
 
     step: int
@@ -175,7 +175,7 @@ class RecordedStep:
 
     @property
     def not_replayable(self) -> str | None:
-        """Why it cannot be replayed; None if it can."""
+        """The reason why it cannot be replayed; None if it can."""
         return self.blind or (NOT_RECORDED if self.is_light else None)
 
     @property
@@ -188,12 +188,12 @@ class RecordedStep:
 
     @property
     def kinds(self) -> list[str]:
-        """Of the events, in their order."""
+        """The kinds of the events, in order."""
         return [kind for kind, _ in self.events]
 
 
 def alive(program: list[Instruction], slots: Iterable[int] = ()) -> list[Instruction]:
-    """The program without operations that neither a loss nor one of these ``slots`` is made of: accuracies, logs."""
+    """Returns the program without operations that no loss and none of these ``slots`` depend on: accuracies, logs."""
     needed = set(slots)
     kept: list[Instruction] = []
 
@@ -216,7 +216,7 @@ def alive(program: list[Instruction], slots: Iterable[int] = ()) -> list[Instruc
 
 
 def constants_of(value: object) -> list[Constant]:
-    """All Constants in nested containers, in order."""
+    """Returns all Constants in nested containers, in order."""
     found: list[Constant] = []
     waiting = [value]
     while waiting:
@@ -231,12 +231,12 @@ def constants_of(value: object) -> list[Constant]:
 
 
 def mapped(value: object, change: Callable[[Any], object]) -> Any:
-    """``value`` with every leaf replaced; containers are rebuilt, objects of other classes are leaves."""
+    """Returns ``value`` with every leaf replaced. Containers are rebuilt; objects of other classes are leaves."""
     if type(value) is tuple:
         return tuple([mapped(item, change) for item in value])
     if isinstance(value, tuple):
         items = [mapped(item, change) for item in value]
-        return tuple(items) if (make := getattr(value, "_make", None)) is None else make(items)  # __new__ may look
+        return tuple(items) if (make := getattr(value, "_make", None)) is None else make(items)  # __new__ may differ
     if isinstance(value, list):
         return [mapped(item, change) for item in value]
     if type(value) is dict:
@@ -247,7 +247,7 @@ def mapped(value: object, change: Callable[[Any], object]) -> Any:
 
 
 def others_in(value: object) -> list[tuple[str, object]]:
-    """The leaves of nested containers that are neither tensors nor plain values, with the names of their classes."""
+    """Returns the leaves of nested containers that are neither tensors nor plain values, with their class names."""
     found: list[tuple[str, object]] = []
     waiting = [value]
     while waiting:
@@ -264,7 +264,7 @@ def others_in(value: object) -> list[tuple[str, object]]:
 
 
 def others_of(program: Iterable[Instruction]) -> list[tuple[str, object]]:
-    """The user's functions in a program, and arguments of functions that may hold state."""
+    """Returns the user's functions in a program, and arguments of functions that may hold state."""
     found: list[tuple[str, object]] = []
     for each in program:
         if isinstance(each, Operation):
@@ -275,7 +275,7 @@ def others_of(program: Iterable[Instruction]) -> list[tuple[str, object]]:
 
 
 def _is_users(function: object) -> bool:
-    """Whether it is neither of torch nor one that an experiment has put there."""
+    """Returns True if a function belongs neither to torch nor to an experiment."""
     if isinstance(function, types.MethodType):  # ``apply`` of an autograd Function
         function = function.__self__ if isinstance(function.__self__, type) else type(function.__self__)
     is_written = isinstance(function, types.FunctionType | type)
@@ -293,9 +293,10 @@ def tensors_of(value: object, depth: int = 6) -> list[Tensor]:
 
 
 def _find_tensors(value: object, depth: int, found: list[Tensor], walked: dict[int, tuple[object, int]]) -> None:
-    """Append the tensors. ``walked`` holds each object, so that its id stays its own, and the depth it was read to.
+    """Appends the tensors. ``walked`` holds each object, so that its id is not reused, and the depth of its reading.
 
-    No function inside of ``tensors_of``: one that calls itself is a cycle, which would hold the tensors.
+    This is no nested function of ``tensors_of``: a recursive closure is a reference cycle, which would hold the
+    tensors.
     """
     if isinstance(value, Tensor):
         found.append(value)
@@ -304,13 +305,13 @@ def _find_tensors(value: object, depth: int, found: list[Tensor], walked: dict[i
         if reached >= depth:
             return
         walked[id(value)] = value, depth
-        for item in _items_of(value):  # a shorter path may lead further; the tensors here were found before
+        for item in _items_of(value):  # a shorter path may reach further; the tensors here were already found
             if not (reached and isinstance(item, Tensor)):
                 _find_tensors(item, depth - 1, found, walked)
 
 
 def _items_of(value: object) -> Iterable[object]:
-    """What a container or an object holds."""
+    """Returns the contents of a container or an object."""
     if isinstance(value, Mapping):
         return [value[key] for key in value]
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Hears whether a loop does something else than before: another program is a reason to look at a step."""
+"""Detects changes of the program of a loop, which are a reason to examine a step."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from trainwright.recorder.program import (
 from trainwright.recorder.user_types import Kwargs
 
 MOST = 16
-"""Programs: a loop with more of them chooses its program by chance or by its data."""
+"""Maximum number of programs. A loop with more of them chooses its program at random or by its data."""
 _LARGEST_DIMENSION = 8
-"""Integers up to here may be dimensions, and belong to the program; larger ones are sizes, and differ by batch."""
+"""Integers up to this one may be dimensions and belong to the program. Larger ones are sizes that vary by batch."""
 _MOST_NODES = 20_000
 EARLY, EVERY = 64, 16
-"""Every step is compared until the first number, then every so many-th."""
+"""Every step is compared until the first number, then one step in each interval of the second number."""
 
 
 class ProgramChanges(Probe):
-    """Compares what a loop does with what it did.
+    """Compares the program of each step with those of earlier steps.
 
-    A program is made of the operations of the tape, of the nodes of the autograd graph behind the losses, of the calls
-    that make and change gradients, of how often the loop writes to each parameter, of the modes of the modules, and of
-    whether the learning rate is 0. A step with another program than all before gets the value ``changed``.
+    A program consists of the operations of the tape, the nodes of the autograd graph behind the losses, the calls that
+    make and change gradients, the number of writes to each parameter, the modes of the modules, and whether the
+    learning rate is 0. A step with a new program gets the value ``changed``.
     """
 
     name = "program_changes"
@@ -56,7 +56,7 @@ class ProgramChanges(Probe):
         self._nodes = []
 
     def prepare_next(self, step: int) -> None:
-        """Must be called when all that a watch does after ``step`` is done: replays write to the parameters, too."""
+        """Must be called after all work of the watch on ``step``, because replays write to the parameters, too."""
         self._is_due = len(self._known) <= MOST and (step < EARLY or step % EVERY == 0)
         self._nodes = []
         self._versions = [p._version for p in self._parameters] if self._is_due else []
@@ -68,13 +68,14 @@ class ProgramChanges(Probe):
         called = tuple(map(_key_of, step.program))
         key = hash((tuple(self._nodes), writes, step.lr == 0, "edited" in step.values, called))
         self._closed += 1
-        if key not in self._known and self._known and self._closed > 2:  # the state of an optimizer is made in step 1
+        # the state of an optimizer is created in step 1
+        if key not in self._known and self._known and self._closed > 2:
             step.values["changed"] = True
         self._known.add(key)
 
 
 def names_of_nodes(first: Node | None) -> list[str]:
-    """The kinds of nodes behind a loss, in the order in which they are met."""
+    """Returns the kinds of nodes behind a loss, in traversal order."""
     names: list[str] = []
     waiting = [] if first is None else [first]
     seen = set(waiting)
@@ -89,7 +90,7 @@ def names_of_nodes(first: Node | None) -> list[str]:
 
 
 def _key_of(instruction: Instruction) -> Hashable:
-    """What two steps of the same program have in common of an instruction."""
+    """Returns the part of an instruction that steps of the same program share."""
     if isinstance(instruction, Operation):
         plain = [_plain(value) for value in (*instruction.args, *instruction.kwargs.items())]
         return instruction.name, instruction.with_grad, *plain
@@ -98,12 +99,14 @@ def _key_of(instruction: Instruction) -> Hashable:
     if isinstance(instruction, Backward):
         return instruction.slot is None, instruction.retain, instruction.gradient is None
     if isinstance(instruction, ClipGradients):
-        return instruction.by  # at what threshold may change with the step
+        return instruction.by  # the threshold may change with the step
     return type(instruction).__name__, instruction.optimizer if isinstance(instruction, OptimizerStep) else None
 
 
 def _plain(value: object) -> Hashable:
-    """What of an argument belongs to the program: no sizes, and no numbers that a schedule may change."""
+    """Returns the part of an argument that belongs to the program: no sizes, and
+    no numbers that a schedule may change.
+    """
     if isinstance(value, tuple | list):
         return tuple(map(_plain, value))
     if isinstance(value, slice):

@@ -1,4 +1,4 @@
-"""Wrappers of the calls by which a loop of several ranks exchanges gradients: each calls the listeners."""
+"""Wrappers of the calls by which a loop of several ranks exchanges gradients. Each calls the listeners."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _wrap_wrapped_call(original: TorchFunction) -> TorchFunction:
 
 
 def _wrap_pre_forward(original: TorchFunction) -> TorchFunction:
-    """Where DistributedDataParallel gives all ranks the buffers of the first one."""
+    """Wraps the synchronization of buffers by DistributedDataParallel before a forward pass."""
 
     def pre_forward(self: object, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling() or not has_listeners():
@@ -54,4 +54,4 @@ RANK_WRAPPERS: tuple[tuple[object, str, Callable[[TorchFunction], TorchFunction]
     (DistributedDataParallel, "_pre_forward", _wrap_pre_forward),
     (distributed, "all_reduce", _wrap_all_reduce),
 )
-"""What is replaced, as in ``hooks``."""
+"""Replaced functions, as in ``hooks``."""

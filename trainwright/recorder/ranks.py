@@ -1,4 +1,4 @@
-"""A loop that is one of several processes: what it shares with the others, and a replay must not touch."""
+"""Properties of a loop in one of several processes, and shared state that a replay must not touch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ COMMUNICATES = "it communicates with other processes, which a replay must not"
 
 
 def has_others() -> bool:
-    """Whether this process trains together with others."""
+    """Returns True if this process trains together with others."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def num_collectives() -> int:
-    """How many collectives this process has begun, in all of its groups."""
+    """Returns the number of collectives that this process has started, in all of its groups."""
     if not has_others():
         return 0
     groups = distributed.distributed_c10d._world.pg_map  # torch has no public list of its groups
@@ -24,10 +24,10 @@ def num_collectives() -> int:
 
 
 def what_is_shared(roots: Iterable[nn.Module], parameters: Iterable[Tensor]) -> str | None:
-    """Why no step can be run again in this process alone; None where nothing of the models says so.
+    """Returns the reason why no step can be replayed in this process alone; None if the models give no reason.
 
-    A module that holds a process group communicates when it likes, and could not go on after a replay that was
-    interrupted there (DistributedDataParallel). A parameter that lies in several processes is never whole in this one.
+    A module that holds a process group may communicate at any time, and could not continue after an interrupted replay
+    (DistributedDataParallel). A sharded parameter is never complete in this process.
     """
     if not has_others():
         return None
@@ -40,7 +40,7 @@ def what_is_shared(roots: Iterable[nn.Module], parameters: Iterable[Tensor]) -> 
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """Of a tensor that lies in several processes (a DTensor) the part that lies in this one; else the tensor."""
+    """Returns this process's part of a DTensor; any other tensor unchanged."""
     if type(tensor) in _WHOLE or not hasattr(tensor, "to_local"):
         return tensor
     part: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Records the program of every step while the loop runs it; reads, and changes nothing."""
+"""Records the program of every step of a running loop without changing anything."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from trainwright.recorder.tape import autocast_now
 from trainwright.recorder.user_types import Args, Kwargs
 
 LONGEST = 4096
-"""Calls, operations, events, ... that one step may have."""
+"""Maximum number of calls, operations, events, ... per step."""
 
 
 class LoopRecorder(GradientRecorder):
-    """Makes one RecordedStep of each optimizer step. ``closed`` is called with each when it is over.
+    """Makes one RecordedStep of each optimizer step. ``closed`` is called with each finished step.
 
-    ``before_update`` also gets the norm of the gradients, where a clip has just measured it.
+    ``before_update`` also gets the norm of the gradients if a clip has just measured it.
 
-    A step of several optimizers that take turns (a GAN) is over when each of them has stepped. With
-    ``closes_itself=False`` a step is over when the caller calls ``close``: the engine says where its steps end.
+    A step of several alternating optimizers (a GAN) ends when each of them has stepped. With ``closes_itself=False`` a
+    step ends when ``close`` is called, as the engine does.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LoopRecorder(GradientRecorder):
         super().__init__(roots, optimizers, first_step)
         self._closes_itself = closes_itself
         self._closed, self._before_update, self._after_update = closed, before_update, after_update
-        self.budget_bytes = math.inf  # of what one step may hold
+        self.budget_bytes = math.inf  # for one step
         self._root_of = {id(m): number for number, root in enumerate(roots) for m in root.modules()}
         self._paths = {id(m): path for root in roots for path, m in root.named_modules()}
         self._paths |= {id(root): "" for root in roots}
@@ -60,11 +60,11 @@ class LoopRecorder(GradientRecorder):
         self._call: Call | None = None
         self._begin_step(first_step)
         self._stepped: set[int] = set()
-        self._was_taping = False  # when an optimizer that is not ours began its update
+        self._was_taping = False  # when an unwatched optimizer began its update
         self._last_lines: list[list[str]] | None = None
         self._ended_s = time.perf_counter()
 
-    # the forward calls
+    # forward calls
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
         self._fetched.add(ids, batch, wait_s)
@@ -75,7 +75,7 @@ class LoopRecorder(GradientRecorder):
         self._happened("forward", (index, root.training, grad))
         if not grad:
             return
-        if self.tape.pushed:  # what the model does is not the loop's doing, and the mode would be compiled in
+        if self.tape.pushed:  # operations inside the model are not the loop's, and the mode would be compiled in
             self.tape.stop()
         if self._unused.reads.pushed:
             self._unused.reads.stop()
@@ -96,14 +96,14 @@ class LoopRecorder(GradientRecorder):
         step.program.append(call)
 
     def _held_by(self, args: Args, kwargs: Kwargs) -> ReachableState | None:
-        """The state of arguments that are neither tensors nor plain values, as the call finds it."""
+        """Returns the state of arguments that are neither tensors nor plain values, before the call."""
         others = others_in((args, kwargs))
         if not others:
             return None
         return ReachableState(others, [*self._state.modules, *self.parameters], is_brief=True, copies=False)
 
     def _shorten(self) -> None:
-        """A loop that calls the model again and again and never makes an update would fill the memory."""
+        """Bounds the memory of a loop that calls the model repeatedly without an update."""
         step = self.current
         if len(step.events) > LONGEST:
             del step.events[: LONGEST // 2]
@@ -124,10 +124,10 @@ class LoopRecorder(GradientRecorder):
         self._call = None
         self.tape.start()
 
-    # the update
+    # updates
 
     def set_light(self, is_light: bool) -> None:
-        """Set whether the step that begins now, and those after it, are light."""
+        """Sets whether the step that begins now, and later ones, are light."""
         self.is_light = is_light
         self.tape.stop()
         self._begin_step(self.current.step)
@@ -143,7 +143,7 @@ class LoopRecorder(GradientRecorder):
             return
         index = self.optimizers.index(optimizer)
         self._edits = self._edits or self._are_edited()
-        if self._edits:  # seen once: from then on in every step
+        if self._edits:  # seen once, so checked in every later step
             self.current.values["edited"] = True
         has_backward = self._has_backward()
         may_differ = self._carried.left or not has_backward
@@ -209,13 +209,13 @@ class LoopRecorder(GradientRecorder):
             return
         self._happened("schedule", type(scheduler).__name__)
 
-    # the end of a step
+    # end of a step
 
     def _begin_step(self, number: int) -> None:
         self.current = RecordedStep(number, is_light=self.is_light)
 
     def close(self) -> None:
-        """The step is over; what comes now belongs to the next."""
+        """Ends the step. Later events belong to the next one."""
         done, now_s = self.current, time.perf_counter()
         if self.tape.pushed:
             self.tape.stop()
@@ -234,7 +234,7 @@ class LoopRecorder(GradientRecorder):
         done.num_bytes, self.tape.num_bytes = self.tape.num_bytes, 0
         done.values["step_s"], done.values["wait_s"] = now_s - self._ended_s, self._fetched.waited_s
         if (lines := done.values.get("lines")) is not None:
-            if lines == self._last_lines:  # a repetition is not written
+            if lines == self._last_lines:  # repeated lines are not written
                 del done.values["lines"]
             self._last_lines = lines
         self._begin_step(done.step + 1)
@@ -260,7 +260,7 @@ class LoopRecorder(GradientRecorder):
 
 
 def hyperparameters(group: Kwargs) -> Kwargs:
-    """A copy: the learning rate may be a tensor that its scheduler writes to."""
+    """Returns a copy, because the learning rate may be a tensor that its scheduler writes to."""
     copy = {**group, "params": None}
     if isinstance(copy.get("lr"), Tensor):
         copy["lr"] = copy["lr"].detach().clone()

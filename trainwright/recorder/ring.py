@@ -14,13 +14,13 @@ from trainwright.distributed.memory import free_bytes
 from trainwright.recorder.program import RecordedStep
 
 KEEP, LEAST_BYTES = 32, 256 * 2**20
-"""Of the flight recorder: steps, and what they and their snapshots may hold where memory is not short."""
+"""Default number of steps, and minimum memory budget in bytes for steps and snapshots."""
 
 
 def enough_bytes(roots: Sequence[nn.Module]) -> int:
-    """Room for three states with two moments a weight (Adam), but at most a quarter of the free memory.
+    """Returns the memory of three states with two moments per weight (Adam), at most a quarter of the free memory.
 
-    The memory is that of the device of the first weight: snapshots lie where the state lies.
+    The memory is that of the first weight's device, because snapshots are on the device of the state.
     """
     parameters = [parameter for root in roots for parameter in root.parameters()]
     device = parameters[0].device if parameters else torch.device("cpu")
@@ -29,26 +29,26 @@ def enough_bytes(roots: Sequence[nn.Module]) -> int:
 
 
 SPARE = 16
-"""Steps that may be held beyond those that are kept: to look for what can go costs more than to hold it."""
+"""Additional steps that may be held, because searching for removable steps costs more than holding them."""
 
 
 class Ring:
-    """The last ``keep`` steps, and those between them and the snapshot that they are run again from.
+    """The last ``keep`` steps, and those between them and the snapshot that their replay starts from.
 
-    Holds at most ``budget_bytes``: the oldest are dropped first. A snapshot that alone is larger is not kept.
+    Holds at most ``budget_bytes``. The oldest steps are dropped first. A snapshot that alone is larger is not kept.
     """
 
     def __init__(self, *, keep: int, budget_bytes: float) -> None:
         self.keep, self.budget_bytes = keep, budget_bytes
-        self.refused_bytes = 0  # of a snapshot that was too large
+        self.refused_bytes = 0  # size of a snapshot that was too large
         self._held: deque[RecordedStep] = deque()
         self.snapshots: deque[Snapshot] = deque()
         self._step_bytes = self._snapshot_bytes = 0
-        self._most = keep + SPARE  # steps, before it is looked for what can go
+        self._most = keep + SPARE  # number of steps that triggers a search for removable ones
 
     @property
     def steps(self) -> Sequence[RecordedStep]:
-        """The steps that are held, oldest first."""
+        """The held steps, oldest first."""
         return self._held
 
     def add(self, step: RecordedStep) -> None:
@@ -67,7 +67,7 @@ class Ring:
         self._shrink()
 
     def keep_state(self, objects: LiveObjects, step: int) -> None:
-        """Keeps the state before ``step``. Nothing is copied where it is larger than the budget."""
+        """Keeps the state before ``step``. Nothing is copied if it is larger than the budget."""
         num_bytes = objects.num_bytes
         if num_bytes > self.budget_bytes:
             self.refused_bytes = num_bytes
@@ -75,7 +75,7 @@ class Ring:
             self.add_snapshot(objects.snapshot(step))
 
     def clear(self) -> bool:
-        """Drop all steps and states, and keep half as much from now on; return whether there were any."""
+        """Drops all steps and states, and halves the budget. Returns True if there were any."""
         was_full = bool(self._held or self.snapshots)
         self._held.clear()
         self.snapshots.clear()
@@ -97,21 +97,21 @@ class Ring:
         self._most = max(self.keep, len(held)) + SPARE
 
     def _is_spare(self) -> bool:
-        """Whether the last ``keep`` steps can all be run again from the second snapshot."""
+        """Returns True if the last ``keep`` steps can all be replayed from the second snapshot."""
         first = self._held[-self.keep].step if len(self._held) >= self.keep else -math.inf
         return self.snapshots[1].step <= first
 
     def before(self, step: int) -> Snapshot | None:
-        """The newest snapshot of a state at least one whole step before ``step``; the oldest where there is none."""
+        """Returns the newest snapshot at least one full step before ``step``; None without one."""
         older = [snapshot for snapshot in self.snapshots if snapshot.step < step]
         return older[-1] if older else None
 
     def recorded(self, step: int) -> list[RecordedStep]:
-        """The recorded steps up to ``step`` that are held, oldest first."""
+        """Returns the held steps up to ``step``, oldest first."""
         return [each for each in self.steps if each.step <= step]
 
     def steps_from(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
-        """All steps from that state up to ``step``; None when one is gone or cannot be run again."""
+        """Returns all steps from that state up to ``step``; None if one is missing or cannot be replayed."""
         return self._steps_between(snapshot, step)
 
     def _steps_between(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
@@ -120,7 +120,7 @@ class Ring:
         return steps if whole else None
 
     def steps_to(self, step: int) -> tuple[Snapshot, list[RecordedStep]] | None:
-        """A state and all steps from it up to ``step``; None when they are gone or one cannot be run again."""
+        """Returns a state and all steps from it up to ``step``; None if one is missing or cannot be replayed."""
         for snapshot in reversed(self.snapshots):
             if snapshot.step <= step:
                 steps = self._steps_between(snapshot, step)

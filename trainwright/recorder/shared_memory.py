@@ -1,4 +1,4 @@
-"""Copies tensors out of shared memory. The workers of a DataLoader make such, and each is an open file here."""
+"""Copies tensors out of shared memory. DataLoader workers create such tensors, each of which is an open file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from trainwright.recorder.plain_tensors import is_plain
 
 MUCH_LARGER = 4
-"""A view of a storage this many times its size is a part of a data set, all of whose views share one file."""
+"""A view of a storage this many times its size is a part of a dataset, whose views share one file."""
 
 
 def is_of_worker(tensor: Tensor) -> bool:
-    """Whether a plain tensor has a shared storage of about its own size."""
+    """Returns True if a plain tensor has a shared storage of about its own size."""
     if not tensor.is_cpu or not is_plain(tensor):
         return False
     storage = tensor.untyped_storage()
@@ -23,13 +23,13 @@ def is_of_worker(tensor: Tensor) -> bool:
 
 
 class PrivateCopies:
-    """Copies storages into the memory of this process, each once: tensors that share memory do so in the copy."""
+    """Copies storages into private memory, each once, so that tensors that share memory do so in the copy."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, int], tuple[StorageWeakRef, torch.UntypedStorage]] = {}
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns the copy of a tensor. Offset and strides stay, so that kernels sum in the same order."""
+        """Returns the copy of a tensor. Offset and strides are kept, so that kernels sum in the same order."""
         shared = tensor.untyped_storage()
         reference = StorageWeakRef(shared)  # type: ignore[no-untyped-call]  # its address is not used again meanwhile
         key = int(reference.cdata), tensor._version

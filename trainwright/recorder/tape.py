@@ -1,4 +1,4 @@
-"""Records the torch functions between a model's outputs and the loss, as they are called."""
+"""Records the torch functions between a model's outputs and the loss during their calls."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 _SIMPLE = frozenset({int, float, bool, str, type(None), torch.dtype})
 _LIKE = frozenset({"rand_like", "randn_like", "randint_like", "zeros_like", "ones_like", "full_like", "empty_like"})
 READS_GRADIENT = operator.attrgetter("grad.__get__")(Tensor)
-"""How the gradient of a DTensor is read, also by ``zero_grad`` between output and backward pass: no operation."""
+"""Reads the gradient of a DTensor, also in ``zero_grad`` between output and backward pass. Not an operation."""
 _WANTS_GRADIENT = operator.attrgetter("requires_grad")
 _NO_AUTOCAST: Autocast = (False, torch.float32, True)
-SMALL = 16  # elements: a copy of so little is cheaper than a check whether it was written to
+SMALL = 16  # elements; copying fewer is cheaper than detecting a write
 
 
 def autocast_now(device_type: str) -> Autocast:
-    """The present state of autocast for a type of device."""
+    """Returns the current state of autocast for a type of device."""
     if not torch.is_autocast_enabled(device_type):
         return _NO_AUTOCAST
     return (True, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled())
 
 
 _Begun: TypeAlias = tuple[list[Instruction], int, Tensor | None]
-"""The operations before a call of an autograd Function, how many they are, and the state of the CPU's generator."""
+"""The operations before a call of an autograd Function, their number, and the state of the CPU generator."""
 
 
 FunctionListener: TypeAlias = Callable[[str, Args, Kwargs, object], None]
-"""Is called with the name of a torch function, its arguments and what it returned. It must not raise."""
+"""Called with the name of a torch function, its arguments and its result. It must not raise."""
 
 
 class Tape(PausableMode):
     """While it runs, every torch function that the loop calls and that returns a tensor is added to ``operations``.
 
-    ``listener`` is called with every torch function, for what must be seen while the loop computes it.
+    ``listener`` is called with every torch function, for observations during the computation.
 
-    Tensors that the program made are known by identity, and are not kept alive: the graph behind them is the loop's.
+    Tensors of the program are known by identity and not kept alive, because their graph belongs to the loop.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -68,18 +68,18 @@ class Tape(PausableMode):
         self._slots: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._copies = PrivateCopies()
         self._next = self._reads = 0
-        self.num_bytes = 0  # of the tensors that were written down as constants
-        self.leaves = False  # a leaf that wants a gradient was used outside of the models
-        self.grafted = False  # a tensor with a graph that the program does not know was used
+        self.num_bytes = 0  # size of the tensors that were recorded as constants
+        self.leaves = False  # a leaf that requires a gradient was used outside of the models
+        self.grafted = False  # a tensor with an unknown graph was used
         self.operations: list[Instruction] = []
         self.failed: tuple[str, object, str | None] | None = None  # a function that raised, its arguments and its line
         self.is_careful = False
         self.listener: FunctionListener | None = None
         self._has_workers = False  # a batch of a worker was seen
-        self.lines: dict[tuple[str, str], None] = {}  # where operations were called, in careful mode
-        self._off: list[Operation] = []  # the last operations, where autograd was off
-        self._made_off: dict[int, list[Operation]] = {}  # by the number of the slot: what was made beside it
-        self._applied: list[_Begun] = []  # the calls of autograd Functions that have begun
+        self.lines: dict[tuple[str, str], None] = {}  # lines of operations, in careful mode
+        self._off: list[Operation] = []  # the last operations without autograd
+        self._made_off: dict[int, list[Operation]] = {}  # by slot number: operations besides the one that made it
+        self._applied: list[_Begun] = []  # running calls of autograd Functions
 
     def __torch_function__(
         self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
@@ -122,7 +122,7 @@ class Tape(PausableMode):
         positional, by_name = self.write(args), self.write(kwargs)
         is_free = self._reads == before or name in _LIKE
         if is_free and not any(map(_WANTS_GRADIENT, made)):
-            return  # what the loop makes of its data, or draws, is a constant where it is used
+            return  # values that the loop computes from data, or draws, become constants at their use
         if self.is_careful and (line := caller()) is not None:
             self.lines[name, line] = None
         autocast, with_grad = autocast_now(self._device_type), torch.is_grad_enabled()
@@ -136,14 +136,14 @@ class Tape(PausableMode):
             self._made_off.update(dict.fromkeys(operation.outputs, self._off))
 
     def begin_apply(self) -> None:
-        """A custom autograd Function is called."""
+        """Called before a custom autograd Function."""
         state = torch.default_generator.get_state() if self.running else None
         self._applied.append((self.operations, len(self.operations), state))
 
     def end_apply(self, apply: TorchFunction, args: Args, kwargs: Kwargs, result: object) -> None:
-        """The call is over: it is one operation, with a backward pass of its own, in place of those inside of it.
+        """Ends the call. It becomes one operation with its own backward pass, instead of the operations inside it.
 
-        One that has called a model, or drawn random numbers, stays what its operations are: its graph is not known.
+        A Function that called a model or drew random numbers keeps its operations, because its graph is not known.
         """
         if not self._applied:  # it began before the tape, or the step ended within it
             return
@@ -158,8 +158,8 @@ class Tape(PausableMode):
         self._note(apply, args, kwargs, made)
 
     def write(self, value: object) -> Any:
-        """``value`` with its tensors as Slots or Constants."""
-        if type(value) is tuple:  # by far the most frequent: cheaper without the walk
+        """Returns ``value`` with its tensors as Slots or Constants."""
+        if type(value) is tuple:  # by far the most frequent case, and cheaper without the traversal
             written: list[object] = []
             for each in value:
                 if type(each) in _SIMPLE:
@@ -184,7 +184,7 @@ class Tape(PausableMode):
         return Constant(copy, version_of(copy), leaf.grad_fn is not None)
 
     def _constant(self, leaf: Tensor) -> Constant:
-        """Of a tensor that nothing was computed from a weight for: it is held, not copied."""
+        """Returns the constant of a tensor that depends on no weight. The tensor is held, not copied."""
         if leaf.requires_grad:
             self.leaves = True
         else:
@@ -195,7 +195,7 @@ class Tape(PausableMode):
         return Constant(leaf, version_of(leaf))
 
     def slots(self, made: Iterable[Tensor]) -> list[int]:
-        """New slots for tensors that the program made."""
+        """Returns new slots for tensors that the program made."""
         numbers = []
         for tensor in made:
             self._slots[id(tensor)] = (weakref.ref(tensor), self._next)
@@ -204,17 +204,17 @@ class Tape(PausableMode):
         return numbers
 
     def outputs(self, output: object) -> list[int]:
-        """New slots for the tensors in the output of a model."""
+        """Returns new slots for the tensors in the output of a model."""
         return self.slots([output] if isinstance(output, Tensor) else tensors_of(output))
 
     def last_scalar(self) -> Tensor | None:
-        """The newest recorded tensor of one element with a graph: the loss, if backward was not called yet."""
+        """Returns the newest recorded scalar with a graph: the loss, if backward was not called yet."""
         made = [tensor for reference, _ in self._slots.values() if (tensor := reference()) is not None]
         return next((t for t in reversed(made) if t.numel() == 1 and t.grad_fn is not None), None)
 
     def slot_of(self, tensor: Tensor) -> int | None:
         known = self._slots.get(id(tensor))
-        if known is None or known[0]() is not tensor:  # an id that is used again
+        if known is None or known[0]() is not tensor:  # a reused id
             return None
         number = known[1]
         if tensor.requires_grad and number in self._made_off:  # it was made inside of an autograd Function
@@ -223,7 +223,7 @@ class Tape(PausableMode):
         return number
 
     def drop_dead(self) -> None:
-        """Drops the operations whose results are gone: no loss can be made of them any more."""
+        """Drops the operations whose results are freed, because no loss can depend on them any more."""
         self._slots = {key: known for key, known in self._slots.items() if known[0]() is not None}
         kept = alive(self.operations, {number for _, number in self._slots.values()})
         left = set(map(id, kept))

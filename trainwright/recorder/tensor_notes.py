@@ -1,4 +1,4 @@
-"""Notes about tensors, by identity, that keep no tensor alive."""
+"""Values attached to tensors by identity, which keep no tensor alive."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ T = TypeVar("T")
 
 
 class TensorNotes(Generic[T]):
-    """A note for each of some tensors. It is dropped when the tensor is freed, before its id is used again."""
+    """A value for each of some tensors. It is dropped when the tensor is freed, before its id is reused."""
 
     def __init__(self) -> None:
         self._notes: dict[int, tuple[weakref.ref[Tensor], T]] = {}
 
     def __setitem__(self, tensor: Tensor, note: T) -> None:
-        key, weak_self = id(tensor), weakref.ref(self)  # without a cycle, in which notes that are tensors would live on
+        # avoids a reference cycle, which would keep values that are tensors alive
+        key, weak_self = id(tensor), weakref.ref(self)
 
         def drop(_: weakref.ref[Tensor]) -> None:
             if (notes := weak_self()) is not None:
@@ -40,7 +41,7 @@ class TensorNotes(Generic[T]):
         return None if known is None else known[1]
 
     def tensors(self) -> Iterator[tuple[Tensor, T]]:
-        """The tensors that are alive, with their notes."""
+        """Yields the tensors that are alive, with their values."""
         alive = [(reference(), note) for reference, note in self._notes.values()]
         return ((tensor, note) for tensor, note in alive if tensor is not None)
 

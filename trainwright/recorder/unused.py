@@ -1,4 +1,4 @@
-"""Gradients that no optimizer has used when they are dropped: the loop may have used them by hand."""
+"""Tracks gradients that no optimizer has used before they are dropped: the loop may have used them by hand."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trainwright.recorder.tape import READS_GRADIENT
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
 NO_USERS = ("torch.nn.utils.clip_grad", "trainwright.")
-"""Modules that read gradients and make nothing of them: a clip, and the recorder after it."""
+"""Modules that read gradients without using them: a clip, and the recorder after it."""
 
 
 class _Reads(PausableMode):
-    """Notes whether ``.grad`` of a tensor is read while it runs, to be used."""
+    """Records whether ``.grad`` of a tensor is read for use while the mode runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,10 +34,10 @@ def _is_a_user(frame: FrameType) -> bool:
 
 
 class UnusedGradients:
-    """``are_there``: no update came after the last backward pass.
+    """Gradients since the last update. ``are_there``: no update followed the last backward pass.
 
-    Once a loop has dropped such gradients, it is heard whether it reads them before: for a step by hand, or a
-    projection. Where ``reads`` is pushed, it must be stopped before anything else happens.
+    Once a loop has dropped such gradients, later reads before a drop are recorded: the loop may step by hand, or
+    project gradients. If ``reads`` is pushed, it must be stopped before anything else happens.
     """
 
     def __init__(self) -> None:
@@ -51,13 +51,13 @@ class UnusedGradients:
             self.reads.start()
 
     def on_zero_grad(self) -> bool:
-        """They are dropped. Returns whether they were read."""
+        """Called when they are dropped. Returns True if they were read."""
         self.forget()
         self._are_dropped = True
         return self.reads.were_there
 
     def forget(self) -> None:
-        """An update uses them, or nobody will."""
+        """Called when an update uses them, or nothing will."""
         self.are_there = False
         if self.reads.pushed:
             self.reads.stop()

@@ -1,4 +1,4 @@
-"""Types of what the user's loop passes around: arguments of calls, functions of torch, data loaders."""
+"""Types of the values in the user's loop: arguments of calls, functions of torch, data loaders."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 from torch.utils.data import DataLoader
 
 Args: TypeAlias = tuple[Any, ...]
-"""The positional arguments of a torch function or a module; their types are those of the user's call."""
+"""The positional arguments of a torch function or a module, of any type."""
 
 Kwargs: TypeAlias = dict[str, Any]
-"""Its keyword arguments."""
+"""The keyword arguments."""
 
 TorchFunction: TypeAlias = Callable[..., Any]
 """A function or method of torch, with any signature."""

@@ -1,4 +1,4 @@
-"""The warnings of the user's code: a replay does not show them again, and none is of the recorder's own operations."""
+"""Handles warnings of the user's code: a replay does not repeat them, and the recorder's operations cause none."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ _ROOMS = frozenset({"recorder", "replay", "watching", "doctor"})
 _PASSING_ON = frozenset(
     {"hooks.py", "object_hooks.py", "function_hooks.py", "rank_hooks.py", "calls.py", "user_warnings.py"}
 )
-"""Files of the recorder with functions that call what they have replaced."""
+"""Files of the recorder with functions that call the functions they have replaced."""
 _TAPE, _OVERRIDES = str(Path(__file__).with_name("tape.py")), str(torch.overrides.__file__)
 ShowWarning = Callable[..., None]
 
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Inside, this thread shows no warnings. The filters stay: once they change, Python shows every warning again."""
+    """Context in which this thread shows no warnings. Filters stay, because Python
+    repeats all warnings after a change.
+    """
     thread, shown = threading.get_ident(), warnings.showwarning
 
     def show(*args: object, **kwargs: object) -> None:
@@ -37,12 +39,12 @@ def without_warnings() -> Iterator[None]:
     try:
         yield
     finally:
-        if warnings.showwarning is show:  # else somebody else has replaced it
+        if warnings.showwarning is show:  # else other code has replaced it
             warnings.showwarning = shown
 
 
 def is_of_the_recorder() -> bool:
-    """Whether the code that runs is this package's own, and not the user's that it passes a call on to."""
+    """Returns True if the running code is this package's, and not user code that it calls."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -58,10 +60,10 @@ def is_of_the_recorder() -> bool:
 
 
 def at_the_caller(original: ShowWarning) -> ShowWarning:
-    """Shows a warning of a function that the tape calls as one of the user's line that calls it.
+    """Shows a warning of a function that the tape calls at the user's line of the call.
 
-    Python shows a warning once for each place, and the tape is another place than the line that calls the function
-    without it. So the warning is issued again at that line: it is shown once, whether the tape runs or not.
+    Python shows a warning once for each location, and the tape is another location than the user's line. So the warning
+    is issued again at that line. It is shown once, with and without the tape.
     """
 
     def showwarning(message: Warning, category: type[Warning], filename: str, lineno: int, *rest: object) -> None:
@@ -87,7 +89,7 @@ def at_the_caller(original: ShowWarning) -> ShowWarning:
 
 
 def _without_tape(frame: FrameType | None) -> FrameType | None:
-    """The frame that calls the function which has warned, as if the tape did not stand between them."""
+    """Returns the frame that calls the warning function, skipping the tape."""
     function: FrameType | None = None
     while frame is not None and frame.f_code.co_filename != _TAPE:
         function, frame = frame, frame.f_back

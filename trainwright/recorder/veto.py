@@ -1,4 +1,4 @@
-"""Under ``tw.watch``: an update that is not finite does not reach the weights."""
+"""Keeps non-finite updates from the weights under ``tw.watch``."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from trainwright.recorder.ranks import has_others, own_part
 OnNonfinite = Literal["skip", "stop", "observe"]
 _LOW = (torch.float16, torch.bfloat16)
 ALWAYS, EVERY = 64, 16
-"""Until this step the norm of the gradients is measured in each, later in every so-manyth: those that are looked at."""
+"""The gradient norm is measured in every step until the first number, then in one step per interval of the second."""
 
 
 class Veto:
-    """Checks the gradients before each update and 16-bit weights after it.
+    """Checks the gradients before each update, and 16-bit weights after it.
 
-    A vetoed optimizer finds no gradients, so it changes nothing; afterwards they are restored. So are buffers that the
-    forward pass has changed. On a GPU, a fused optimizer takes the veto on the device (``found_inf``, the contract
-    of torch's GradScaler) unless spikes are skipped too; for any other the host waits for the device at the update.
-    The optimizers ``together`` step as one: the norm is that of the gradients of all of them.
-    Nothing is vetoed by what one process sees of parameters that lie in several: the others would go on.
+    A vetoed optimizer finds no gradients, so it changes nothing. Afterwards the gradients are restored, and so are
+    buffers that the forward pass has changed. On a GPU, a fused optimizer takes the veto on the device (``found_inf``,
+    the contract of torch's GradScaler) unless spikes are skipped too. For any other optimizer the host waits for the
+    device at the update. The optimizers ``together`` step as one: the norm is over the gradients of all of them.
+    Sharded parameters are never vetoed by one process, because the other processes would continue.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Veto:
         self._buffers = [BufferGuard() for _ in roots]
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
         self._before: tuple[list[Tensor], Callable[[], None]] | None = None
-        self._flag: Tensor | None = None  # the veto, where the device applies it
+        self._flag: Tensor | None = None  # the veto, if the device applies it
         self._trusted: dict[int, list[int]] = {}  # optimizers whose gradients have the norm that a clip leaves
         self.vetoed: int = 0
 
@@ -65,7 +65,9 @@ class Veto:
                 guard.keep(root)
 
     def before_update(self, step: RecordedStep, optimizer: Optimizer, left_by_clip: float | None = None) -> None:
-        """``left_by_clip`` is the norm that a clip right before has left, if it was of all gradients."""
+        """Decides on an update. ``left_by_clip`` is the norm after a clip just before it, if all gradients were
+        clipped.
+        """
         norm, counts = self._norm(step.step, optimizer, left_by_clip)
         step.values["grads"], trained = counts, (id(optimizer), counts[0])
         if step.grad_norm is None:
@@ -94,13 +96,13 @@ class Veto:
             self._before = _state_of(optimizer, owned_by(optimizer))
 
     def _norm(self, step: int, optimizer: Optimizer, by_clip: float | None) -> tuple[Tensor | float, list[int]]:
-        """With how many gradients there are, of how many parameters.
+        """Returns the norm, with the number of gradients and of parameters.
 
-        Measured in the first 64 steps and in every 16th, which a look may come after.
+        It is measured in the first 64 steps and in every 16th, which may be examined.
 
-        Between these what a clip has left is taken for it, if the last measurement has found just that, to half of the
-        digits of its type, and as many gradients: then the clip was of all of them, and by this norm. To measure takes
-        1 % of a step of a small GPT, 5 % of one of a small MLP.
+        In other steps the norm after a clip is used, if the last measurement agreed with it to half of the dtype's
+        digits and had as many gradients: then the clip covered all of them with this norm. A measurement takes 1 % of a
+        step of a small GPT, 5 % of a step of a small MLP.
         """
         known = by_clip if by_clip is not None and math.isfinite(by_clip) else None
         owned = self._together or owned_by(optimizer)
@@ -116,12 +118,12 @@ class Veto:
         return norm, counts
 
     def _spike(self, step: RecordedStep, trained: tuple[int, int], norm: float) -> tuple[Spike, SpikeAction] | None:
-        """The players of a GAN, and what is trained in stages, have norms of their own."""
+        """Detects a spike. Each player of a GAN, and each stage of training, has its own norms."""
         spike = self._detectors[trained].detect(step.step, _before_clipping(step, norm))
         if spike is None:
             return None
         action = action_for(self._on_spike, spike)
-        return spike, "skip" if action == "rollback" and has_others() else action  # each keeps other states
+        return spike, "skip" if action == "rollback" and has_others() else action  # each rank has other states
 
     def _takes_it_on_device(self, norm: Tensor, optimizer: Optimizer) -> bool:
         is_alone = not self._low and self._on_spike == "warn"
@@ -129,7 +131,9 @@ class Veto:
         return norm.device.type == self.device_type and is_alone and bool(can)
 
     def was_vetoed_on_device(self, step: RecordedStep, norm: float) -> bool:
-        """Whether the device has skipped the update, now that its norm is known; if so, marks the step as vetoed."""
+        """Returns True if the device has skipped the update, now that its norm is
+        known. Then marks the step as vetoed.
+        """
         if "on_device" not in step.values or math.isfinite(norm):
             return False
         step.values["vetoed"] = "gradients"
@@ -137,7 +141,7 @@ class Veto:
         return True
 
     def _hide(self, optimizer: Optimizer) -> None:
-        """Takes the gradients away: an optimizer that finds none changes nothing."""
+        """Hides the gradients: an optimizer without gradients changes nothing."""
         owned = owned_by(optimizer)
         self._hidden = [(p, p.grad) for p in owned]
         for p in owned:
@@ -170,10 +174,10 @@ class Veto:
 
 @torch.no_grad()
 def _norm(grads: list[Tensor]) -> Tensor:
-    """The norm of all gradients, which is finite if each of their elements is.
+    """Returns the norm of all gradients, which is finite if each of their elements is.
 
-    As ``get_total_norm``, without its grouping by device and type, which takes 20 us. Where squares overflow, it is
-    measured again in float64; on a device, which the host does not wait for, the largest element stands for it.
+    Like ``get_total_norm``, but without its grouping by device and dtype, which takes 20 us. If squares overflow, it is
+    measured again in float64. On a device, which the host does not wait for, the largest element is used instead.
     """
     grads = [g for g in grads if not g.is_sparse]
     if not grads:
@@ -199,14 +203,16 @@ def _norm_of_parts(grads: list[Tensor], dtype: torch.dtype | None, order: float 
 
 
 def _before_clipping(step: RecordedStep, norm: float) -> float:
-    """The norm that clipping found right before the update; else ``norm``. Only for the detection of spikes."""
+    """Returns the norm that clipping measured right before the update; else
+    ``norm``. Only for the detection of spikes.
+    """
     kind, clip = step.events[-2] if len(step.events) > 1 else ("", {})
     return float(clip["norm"]) if kind == "clip" and clip["norm"] is not None else norm
 
 
 @torch.no_grad()
 def _state_of(optimizer: Optimizer, owned: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-    """The weights, and a function that restores them and the optimizer's state to their present values."""
+    """Returns the weights, and a function that restores them and the optimizer's state to their current values."""
     weights = [p.detach() for p in owned]
     copies = [w.clone() for w in weights]
     states = {

@@ -1,1 +1,1 @@
-"""Watches a training loop: records its steps, runs experiments on some of them, and keeps the findings."""
+"""Watches a training loop: records its steps, runs experiments on some of them, and collects findings."""

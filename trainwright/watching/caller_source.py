@@ -1,4 +1,4 @@
-"""The function that holds the loop, and the objects in its variables."""
+"""The function that contains the user's loop, and the objects in its variables."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from types import CodeType, FrameType, FunctionType, ModuleType
 from torch import Tensor, nn
 
 MOST = 32
-"""Items of a container that are read."""
+"""Maximum number of items of a container that are read."""
 DEPTH = 3
-"""Containers within each other that are looked into: ``trainer.history["val_loss"][-1]``."""
+"""Depth of nested containers that are read: ``trainer.history["val_loss"][-1]``."""
 _CLOSED = (nn.Module, Tensor, ModuleType, FunctionType, type)
-"""Values that are not looked into."""
+"""Types of values whose contents are not read."""
 
 
 class CallerSource:
-    """The function or script that holds the loop, and its values."""
+    """The function or script that contains the loop, and its values."""
 
     def __init__(self) -> None:
         self._code: CodeType | None = None
         self._frame: FrameType | None = None
 
     def look_at(self, frame: FrameType) -> None:
-        """``frame`` is where the ``with`` stands."""
+        """Stores the frame of the ``with`` statement."""
         self._code, self._frame = frame.f_code, frame
 
     def code(self) -> CodeType | None:
-        """The function that holds the loop."""
+        """Returns the function that contains the loop."""
         return self._code
 
     def modules(self) -> list[nn.Module]:
-        """The modules in its variables, and in what these hold."""
+        """Returns the modules in its variables, and in their contents."""
         return [each for each in self.values() if isinstance(each, nn.Module)]
 
     def values(self) -> list[object]:
-        """What its variables stand for, and what these hold; not what a module holds."""
+        """Returns the values of its variables and their contents, except the contents of modules."""
         values: list[object] = []
         names = dict(self._frame.f_locals) if self._frame is not None else {}
         for name, value in list(names.items())[: 8 * MOST]:
@@ -45,12 +45,12 @@ class CallerSource:
         return values
 
     def forget(self) -> None:
-        """The loop is over: its function may go."""
+        """Releases the function of a finished loop."""
         self._frame = None
 
 
 def _held(value: object, depth: int = DEPTH) -> Iterator[object]:
-    """What a container or an object of the user's holds, and what containers in it hold."""
+    """Yields the contents of a container or a user object, and those of nested containers."""
     for item in islice(_items(value), MOST):
         yield item
         if depth > 1 and type(item) in (list, dict, tuple):
@@ -58,7 +58,7 @@ def _held(value: object, depth: int = DEPTH) -> Iterator[object]:
 
 
 def _items(value: object) -> Iterable[object]:
-    """The items of a container, of a list only the last; the attributes of an object of the user's."""
+    """Returns the items of a container (of a list only the last ones), or the attributes of a user object."""
     if type(value) is list:
         return value[-1:]
     if type(value) is dict:

@@ -1,4 +1,4 @@
-"""The session beside a run of the engine: an Observer that writes into the run folder and prints the findings."""
+"""The session that watches a run of the engine: an Observer that writes into the run folder and prints findings."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from trainwright.watching.session import WatchOptions, WatchSession
 class EngineSession(WatchSession):
     """Watches the engine. Pass ``witness`` to the step function, and train with ``around(step_function)``.
 
-    ``accumulation`` is the declared number of micro-batches; ``finds_spikes`` is true where the step function has no
-    SpikeGuard. ``dataset`` is that of training, where known.
+    ``accumulation`` is the declared number of micro-batches. ``finds_spikes`` is True if the step function has no
+    SpikeGuard. ``dataset`` is the training dataset, if known.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class EngineSession(WatchSession):
 
     @property
     def failed(self) -> Exception | None:
-        """What ended the session before the run; None: nothing."""
+        """The exception that ended the session before the run; None without one."""
         return self._failed
 
     def around(self, advance: StepFn) -> StepFn:
@@ -86,13 +86,13 @@ class EngineSession(WatchSession):
         return recorded
 
     def begin(self) -> None:
-        """Start to listen; the second time it does nothing."""
+        """Starts listening. Further calls do nothing."""
         if not self._has_begun:
             self._has_begun = True
             self._guarded(super().begin)
 
     def note(self, result: StepResult) -> None:
-        """Examine what is due after a step, when the engine has evaluated."""
+        """Runs due examinations after a step of the engine."""
         if self._failed is None and self._pending:
             values = self._pending[-1][0].values
             values["step_s"], values["wait_s"] = result.step_s or values["step_s"], result.wait_s
@@ -106,7 +106,9 @@ class EngineSession(WatchSession):
         self.leave()
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Where the session raises, the run goes on without it; where memory runs out, it holds less from then on."""
+        """Runs an action. If it raises, the run continues without the session. If memory runs out, the session holds
+        less.
+        """
         try:
             action()
         except TrainwrightError:
@@ -119,7 +121,7 @@ class EngineSession(WatchSession):
 
 
 class _Witness(EngineSource):
-    """Also frees what the session holds, where memory runs out in a step."""
+    """Also frees memory of the session if memory runs out in a step."""
 
     def __init__(self, session: WatchSession, dataset: object = None) -> None:
         super().__init__(session.recording, dataset)
@@ -130,7 +132,7 @@ class _Witness(EngineSource):
 
 
 class EngineObserver:
-    """An Observer that keeps an EngineSession, logs into the folder of the run, and prints the findings at the end."""
+    """An Observer with an EngineSession. It logs into the run folder and prints the findings at the end."""
 
     def __init__(
         self,
@@ -148,7 +150,7 @@ class EngineObserver:
         self._journal = Journal(LogWriter(folder.log), say)
         self._is_closed = False
         self.seconds = 0.0
-        """What examinations have taken so far, by the clock."""
+        """Seconds of examinations so far."""
         self.session = EngineSession(
             state,
             write=self._journal.write,
@@ -171,7 +173,7 @@ class EngineObserver:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """A context around the run, in which the session listens. Without it, it begins with the first step."""
+        """Context around the run in which the session listens. Without it, listening starts with the first step."""
         self.session.begin()
         try:
             yield
@@ -179,17 +181,17 @@ class EngineObserver:
             self.session.leave()
 
     def observe(self, result: StepResult, state: TrainState) -> None:
-        """Examine what is due after a step. Where that raises, the run goes on and is not watched any more."""
+        """Runs due examinations after a step. If one raises, the run continues and is no longer watched."""
         begin_s = time.perf_counter()
         self.session.note(result)
         self.seconds += time.perf_counter() - begin_s
 
     def findings(self) -> list[Found]:
-        """The findings so far, the first cause first."""
+        """Returns the findings so far, root causes first."""
         return self.session.findings()
 
     def close(self) -> None:
-        """Examine the last step and print the findings; the second time it does nothing."""
+        """Examines the last step and prints the findings. Further calls do nothing."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -36,29 +36,30 @@ from trainwright.runs.records import Tried
 from trainwright.watching.budget import ExaminationBudget
 
 OwnCheck: TypeAlias = Callable[[ReplaySession], str | None]
-"""A check of the user's own: returns what is wrong with a step, or None. Its docstring says what must hold."""
+"""A user-defined check: returns what is wrong with a step, or None. Its docstring states the expectation."""
 LEAST_S = 0.002
-"""Seconds that an experiment takes beside its replays: measured on a small MLP, most take 1 to 5 ms more."""
+"""Seconds of an experiment besides its replays. On a small MLP most take 1 to 5 ms."""
 MEASURING_STEPS = 0.5
-"""Training steps that it takes as long as to measure what memory a replay needs: once for each size of the inputs."""
+"""Duration of measuring the memory of a replay, in training steps. Done once for each input size."""
 NEAR = 0.2
-"""Of the time of an examination: what the replays of the steps before the examined one may take."""
+"""Fraction of an examination's time that replays of earlier steps may take."""
 FOR_REQUESTS = 0.5
-"""Of the time of an examination: what is kept for experiments that checks request and for remedies, unless the next
-experiment needs it.
+"""Fraction of an examination's time that is reserved for requested experiments and remedies.
+
+The next experiment may use it.
 """
 ANNOUNCED_S = 1.0
-"""Seconds: a longer examination is announced."""
+"""Examinations that are expected to take more seconds are announced."""
 
 
 class ExperimentRunner:
-    """Runs experiments on the steps that a ring holds, each once per step, within the time of a budget.
+    """Runs experiments on the steps in a ring, each once per step, within the time of a budget.
 
-    ``own`` are checks of the user's own, made in every checkup. ``replays``: whether any step is run again. ``say``
-    announces an examination that takes more than a second.
+    ``own`` are user-defined checks, made in every examination. ``replays``: steps may be replayed. ``say`` announces an
+    examination of more than a second.
 
-    An experiment is not begun where it is predicted to take longer than is left, and stopped where it does. It runs in
-    a later examination.
+    An experiment is not started if its predicted time exceeds the remaining time, and is stopped if its actual time
+    does. It runs in a later examination.
     """
 
     def __init__(
@@ -80,16 +81,16 @@ class ExperimentRunner:
         self.replayer.deadline = Deadline(budget.clock)
         self._memory = ReplayMemory()
         self._done: set[tuple[str, int]] = set()
-        self._stopped: set[str] = set()  # experiments whose time was over
+        self._stopped: set[str] = set()  # experiments that were stopped by the time limit
         self._runs: Counter[str] = Counter()
-        self._cost_s: dict[str, float] = {}  # of the last time
-        self._begin_s = self.now_s()  # of the examination
+        self._cost_s: dict[str, float] = {}  # at the last run
+        self._begin_s = self.now_s()  # start of the examination
         self._until_s = math.inf
-        self.replayed_s = 0.0  # in this examination, on experiments and trials
+        self.replayed_s = 0.0  # on experiments and trials of this examination
         self._is_announced = False
-        self._step = 0  # that was examined last
-        self._left_out: dict[str, None] = {}  # what a check had requested, and what found no time
-        self._standing: dict[str, None] = {}  # what a check had requested for no step of its own
+        self._step = 0  # the last examined step
+        self._left_out: dict[str, None] = {}  # requested experiments that found no time
+        self._standing: dict[str, None] = {}  # experiments requested without a specific step
         self._trials: set[str] = set()  # remedies that found no time
         self._session: ReplaySession | None = None
 
@@ -99,12 +100,12 @@ class ExperimentRunner:
         return self._session
 
     def forget(self) -> bool:
-        """Drops what is kept of the step that was examined last; returns whether there was anything."""
+        """Drops the replays of the last examined step. Returns True if there were any."""
         session, self._session = self._session, None
         return session is not None
 
     def allow(self, seconds: float) -> None:
-        """Begin an examination that may take ``seconds`` from now on."""
+        """Begins an examination that may take ``seconds`` from now on."""
         self._begin_s = self.now_s()
         self._until_s, self.replayed_s, self._is_announced = self._begin_s + seconds, 0.0, False
 
@@ -113,7 +114,7 @@ class ExperimentRunner:
         return self._until_s - self.now_s()
 
     def nearest(self, step: int) -> int:
-        """The step to examine instead of ``step``: the one after the newest state, where it is far from there."""
+        """Returns the step to examine instead of ``step``: the one after the newest state if that is far away."""
         snapshot = next((each for each in reversed(self._ring.snapshots) if each.step <= step), None)
         if snapshot is None:
             return step
@@ -123,9 +124,9 @@ class ExperimentRunner:
         return snapshot.step
 
     def look(self, step: int, why: str, *, repeats: bool = True) -> Facts:
-        """Run the experiments that are due for the reason ``why``; return their facts by name.
+        """Runs the experiments that are due for the reason ``why``. Returns their facts by name.
 
-        ``repeats``: experiments that are run again and again are due, too.
+        ``repeats``: repeated experiments are due, too.
         """
         if not self._replays:
             return {}
@@ -142,28 +143,28 @@ class ExperimentRunner:
             self._until_s = until_s
 
     def is_measured(self, name: str, step: int) -> None:
-        """A probe has measured at ``step`` what the experiment ``name`` measures."""
+        """Records that a probe has measured at ``step`` what the experiment ``name`` measures."""
         if name in self._experiments:
             self._done.add((name, step))
             self._runs[name] += 1
 
     def begin_again(self) -> None:
-        """The loop does something else now: what was run once is due again, also what a check had requested."""
+        """Makes experiments due again after the program of the loop changed, including requested ones."""
         first = [e.name for e in self._experiments.values() if e.when == "first" and self._runs[e.name]]
         self._left_out |= dict.fromkeys(first)
         self._left_out |= dict.fromkeys(self._standing)
 
     def _due(self, repeats: bool) -> list[str]:
-        """What has not run yet and what was left out, in the order of ``_waiting``; then what was run least often."""
+        """Returns pending experiments in the order of ``_waiting``, then those that ran least often."""
         waiting = self._waiting()
         checkups = [e.name for e in self._experiments.values() if e.when == "checkup" and e.name not in waiting]
         again = sorted(checkups, key=self._runs.__getitem__) if repeats else []
         return [*waiting, *again]
 
     def _waiting(self) -> list[str]:
-        """What has not run, by itself or as a check requested it, and still may: the cheapest first.
+        """Returns pending experiments that may still run, including requested ones, cheapest first.
 
-        What was stopped comes last: the others do not wait until it has the time that it did not end in.
+        Experiments that were stopped come last, so that the others do not wait for them.
         """
         waiting = [name for name in self._left() if self._experiments[name].latest >= self._step]
         return sorted(waiting, key=lambda name: (name in self._stopped, self._experiments[name].rank))
@@ -175,26 +176,26 @@ class ExperimentRunner:
         return list(dict.fromkeys([*of_itself, *self._left_out])) if self._replays else []
 
     def wanted_s(self) -> float:
-        """What the next experiment takes that waits for its time; infinite where none does."""
+        """Returns the predicted seconds of the next pending experiment; infinity without one."""
         following = next(iter(self._waiting()), None)
         return math.inf if following is None else self._predicted_s(following)
 
     def repeated_s(self) -> float:
-        """What the experiments take that are repeated."""
+        """Returns the predicted seconds of the repeated experiments."""
         return sum(
             self._predicted_s(e.name) for e in self._experiments.values() if e.when == "checkup" and self._runs[e.name]
         )
 
     def not_run(self, *, is_later: bool = False) -> list[str]:
-        """Names of experiments that found no time in the whole run, and of remedies that were not tried for it.
+        """Returns the names of experiments that found no time in the full run, and of remedies that were not tried.
 
-        ``is_later``: without those that tell something of its first steps alone, where these are over.
+        ``is_later``: without experiments that only concern the first steps, if these are over.
         """
         left = self._waiting() if is_later else self._left()
         return [name for name in left if not self._runs[name]] + sorted(self._trials)
 
     def _look_at_own(self, step: int) -> Facts:
-        """What the checks of the user's own say of a step."""
+        """Returns the results of the user-defined checks for a step."""
         facts: Facts = {}
         for own in self._own if step else ():
             name = USER_CHECK_PREFIX + name_of_check(own)
@@ -203,10 +204,9 @@ class ExperimentRunner:
         return facts
 
     def run_requested(self, step: int, requests: Iterable[ExperimentRequest]) -> Facts:
-        """Run what checks request, unless it was run on that step before; return the facts by name.
+        """Runs requested experiments unless they ran on that step before. Returns the facts by name.
 
-        What is requested for a step that was examined comes first: something was seen there. The rest waits for its
-        time with all others.
+        Requests for an examined step come first. The others wait for their time with all other experiments.
         """
         facts: Facts = {}
         known = [each for each in requests if each.experiment in self._experiments] if self._replays else []
@@ -222,7 +222,7 @@ class ExperimentRunner:
         return facts | self._run(self._due(repeats=False), step)
 
     def _run(self, names: Iterable[str], step: int) -> Facts:
-        """The facts of experiments, up to the first that finds no time."""
+        """Returns the facts of experiments, up to the first that finds no time."""
         facts: Facts = {}
         for name in names:
             if step == 0 or (name, step) in self._done or name not in self._experiments:
@@ -235,7 +235,7 @@ class ExperimentRunner:
         return facts
 
     def _measured(self, name: str, step: int, run: Callable[[ReplaySession], Facts]) -> Facts:
-        """The facts of one experiment by its name; none where its time was over."""
+        """Returns the facts of one experiment by its name; nothing if it exceeded its time."""
         begin_s, facts, is_whole = self.now_s(), Facts(), True
         try:
             with self.replayer.deadline.within(self._left_s):
@@ -244,7 +244,7 @@ class ExperimentRunner:
             is_whole = False
         except NotReplayable as error:
             facts[name] = {"blind": str(error), "step": step}
-        except Exception as error:  # an experiment on a stranger's model must never end his run
+        except Exception as error:  # an experiment must never end the user's run
             facts[name] = {"blind": self._without_what_it_held(error), "step": step}
         took_s = self.now_s() - begin_s
         self.replayed_s += took_s
@@ -259,7 +259,7 @@ class ExperimentRunner:
         return facts
 
     def _predicted_s(self, name: str) -> float:
-        """By what it took the last time; before that, by the training steps that it takes as long as."""
+        """Returns the predicted seconds: those of the last run, or before one the declared number of training steps."""
         if name in self._cost_s:
             return self._cost_s[name]
         steps = self._experiments[name].steps if name in self._experiments else DEFAULT_STEPS
@@ -293,14 +293,14 @@ class ExperimentRunner:
             return experiment.run(session)
 
     def _without_what_it_held(self, error: Exception) -> str:
-        """Frees the tensors of an experiment that raised; returns why it did."""
+        """Frees the tensors of an experiment that raised. Returns the reason."""
         has_run_out = free_what_it_holds(error, self.replayer.device)
         return f"{NOT_ENOUGH_MEMORY}: {text_of(error)[:160]}" if has_run_out else text_of(error)[:200]
 
     def try_remedy(self, step: int, trial: RemedyTrial | None) -> tuple[Tried, ...] | None:
-        """Try the remedy of a finding on the replay; return the result, or nothing if it cannot be tried.
+        """Tries the remedy of a finding in a replay. Returns the result, or () if it cannot be tried.
 
-        None, where there is no time for it now.
+        Returns None if there is no time for it now.
         """
         if trial is None or step == 0 or trial.name not in self._remedies:
             return ()
@@ -312,7 +312,7 @@ class ExperimentRunner:
         return (Tried(remedy=trial.name.replace("_", " "), result=result),) if result else ()
 
     def _tried(self, step: int, trial: RemedyTrial) -> str | None:
-        """The outcome in words, "" where the remedy cannot be tried; None where there is no time for it."""
+        """Returns the outcome as text, "" if the remedy cannot be tried; None if there is no time for it."""
         predicted_s, begin_s = LEAST_S + self._remedies[trial.name].steps * self._budget.step_s, self.now_s()
         if predicted_s > self._left_s:
             return None
@@ -331,7 +331,7 @@ class ExperimentRunner:
 
     @contextmanager
     def _spending_on_evidence(self, is_evidence: bool) -> Iterator[None]:
-        """A context in which more time may be spent, where something was seen."""
+        """Context with additional time if something was detected."""
         until_s, begin_s = self._until_s, self.now_s()
         if is_evidence:
             self._until_s = max(until_s, begin_s + self._budget.left_for_evidence_s)
@@ -343,13 +343,13 @@ class ExperimentRunner:
                 self._budget.spent_on_evidence_s += self.now_s() - begin_s
 
     def keep(self, folder: Path, step: int, about: Mapping[str, object]) -> Path | None:
-        """Writes a bundle of ``step``; None when the recorder does not hold it any more. Raises StorageError."""
+        """Writes a bundle of ``step``; None if the recorder does not hold it any more. Raises StorageError."""
         return bundle.keep(folder, self.replayer, self._ring, step, about)
 
     def keep_last(self, folder: Path, step: int, max_bytes: int) -> Path | None:
-        """Write a bundle of the newest steps up to ``step``, or of the one after the newest state.
+        """Writes a bundle of the newest steps up to ``step``, or of the one after the newest state.
 
-        None, where both are larger than ``max_bytes`` or would have to be replayed first. Raises StorageError.
+        Returns None if both are larger than ``max_bytes`` or would have to be replayed first. Raises StorageError.
         """
         ring = self._ring
         snapshot = next((each for each in reversed(ring.snapshots) if each.step <= step), None)
@@ -365,7 +365,7 @@ class ExperimentRunner:
         return None
 
     def unfinished(self, recorded: RecordedStep, tape: Tape, error: BaseException | None) -> Facts:
-        """Returns the facts of a step that did not end: it raised ``error``, or the loop was left."""
+        """Returns the facts of an unfinished step: it raised ``error``, or the loop was left."""
         facts: Facts = {
             "error": None if error is None else text_of(error),
             "events": [kind for kind, _ in recorded.events],
@@ -380,7 +380,7 @@ class ExperimentRunner:
         return facts
 
     def abandoned(self, recorded: RecordedStep, tape: Tape) -> Facts:
-        """Traces a loss that is not finite, where the loop was left before its backward pass."""
+        """Traces a non-finite loss if the loop was left before its backward pass."""
         loss = tape.last_scalar()
         if loss is None or math.isfinite(loss.detach()) or (slot := tape.slot_of(loss)) is None:
             return {}
@@ -396,12 +396,14 @@ def _own_facts(check: OwnCheck, session: ReplaySession) -> Facts:
 
 
 def name_of_check(check: OwnCheck) -> str:
-    """The name of its function."""
+    """Returns the name of the check's function."""
     return str(getattr(check, "__name__", type(check).__name__))
 
 
 def _described(value: object) -> object:
-    """A tensor as its shape, dtype and extremes, a short vector of integers whole; a plain value as it is."""
+    """Describes a tensor by shape, dtype and extremes (a short integer vector by
+    its values); other values unchanged.
+    """
     if not isinstance(value, Tensor):
         return value if isinstance(value, int | float | str | bool | None) else str(type(value).__name__)
     facts: Facts = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
@@ -414,7 +416,7 @@ def _described(value: object) -> object:
 
 
 def names_of(subject: LiveObjects) -> list[str]:
-    """Returns the name of each parameter: its path in its root, or that only an optimizer has it."""
+    """Returns the name of each parameter: its path in its root, or a placeholder if only an optimizer has it."""
     names: dict[int, str] = {}
     for name, parameter in named_parameters(subject.roots):
         names.setdefault(id(parameter), name)

@@ -1,4 +1,4 @@
-"""Keeps the records of a run: its steps, the facts of experiments, and the findings of the doctor."""
+"""Collects the records of a run: its steps, the facts of experiments, and the findings of the doctor."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ from trainwright.runs.records import Found, Record
 from trainwright.watching.experiments import ExperimentRunner
 
 EVERY_STEP, EVERY_EIGHTH = 64, 1024
-"""Until this step of a calm run every step becomes a record, until that one every eighth, then every 64th."""
+"""In the steady state, every step becomes a record until the first step number, every eighth until the second, then
+every 64th.
+"""
 KEPT_RECORDS, UNRECORDED = 1024, 16
 ORDINARY = {"grads", "step_s", "wait_s", "on_device", "lines"}
-"""Values that every step has. A step with others has something to tell."""
+"""Values that every step has. A step with other values always becomes a record."""
 ROUNDS = 4
-"""How often the doctor may ask for further experiments in one examination."""
+"""Maximum number of rounds in which the doctor may request further experiments in one examination."""
 TRIED = ("critical", "warning")
-"""Severities of findings whose remedy is tried."""
+"""Severities of findings whose remedies are tried."""
 
 
 class FindingsLog:
-    """Notes every step, looks at one when asked to, and keeps the findings.
+    """Records every step, examines a step on request, and collects the findings.
 
     ``write`` is called with every record that is kept. ``known`` are the records of an earlier process. ``checks`` are
-    those that run; None: all but the packs.
+    the checks to run; None: all but the packs.
     """
 
     def __init__(
@@ -58,20 +60,20 @@ class FindingsLog:
         self._unrecorded: deque[tuple[RecordedStep, Numbers]] = deque()
         self._findings = FindingsWriter(write)
         self._states: tuple[CheckState, ...] = ()
-        self._untried: set[str] = set()  # codes of findings whose remedy found no time to be tried
+        self._untried: set[str] = set()  # codes of findings whose remedy found no time
 
     @property
     def records(self) -> list[Record]:
-        """The records that are kept in memory: of a long run not every step."""
+        """The records in memory. A long run does not have one for every step."""
         self.record_all()
         return self._records
 
     def findings(self) -> list[Found]:
-        """The findings so far, the first cause first."""
+        """Returns the findings so far, root causes first."""
         return self._findings.findings
 
     def note(self, step: RecordedStep, numbers: Numbers) -> None:
-        """Takes a step that is over. It becomes a record at the next examination, or some steps later."""
+        """Adds a finished step. It becomes a record at the next examination, or some steps later."""
         self._unrecorded.append((step, numbers))
         if len(self._unrecorded) > UNRECORDED:
             self._record_oldest()
@@ -85,11 +87,11 @@ class FindingsLog:
         repeats: bool = True,
         finished: bool = False,
     ) -> float:
-        """Run the experiments of these ``reasons`` on ``step`` and ask the doctor, which may request more.
+        """Runs the experiments of these ``reasons`` on ``step``, then the doctor, which may request more.
 
-        ``reasons`` are "checkup", "incident" or "end"; ``limits`` say what the recorder could not do. Experiments that
-        do not fit into ``allowed_s`` are left to a later examination. ``repeats``: those are due, too, that run again
-        and again. What the probes have measured is evaluated whatever that takes. Returns the seconds of that.
+        ``reasons`` are "checkup", "incident" or "end". ``limits`` lists what the recorder could not do. Experiments
+        that do not fit into ``allowed_s`` are left to a later examination. ``repeats``: repeated experiments are due,
+        too. Measurements of the probes are always evaluated. Returns the seconds of that.
         """
         begin_s = self._runner.now_s()
         with muted():
@@ -110,7 +112,7 @@ class FindingsLog:
         return self._runner.now_s() - begin_s - self._runner.replayed_s
 
     def _probed(self) -> Facts:
-        """Returns the facts of each probe; one that raises is stopped."""
+        """Returns the facts of each probe. A probe that raises is stopped."""
         found: Facts = {}
         for probe in self._probes:
             try:
@@ -130,7 +132,7 @@ class FindingsLog:
             self.remember(records.Examined(time_s=time.time(), step=at, experiment=name, values=values))
 
     def _conclude(self, diagnosis: Diagnosis, step: int) -> None:
-        """Keeps the findings of this diagnosis. A known one keeps its time, step, trials and source line.
+        """Stores the findings of this diagnosis. A known one keeps its time, step, trials and source line.
 
         A remedy that found no time is tried at a later examination.
         """
@@ -153,11 +155,11 @@ class FindingsLog:
         self._states = diagnosis.checks
 
     def examination(self) -> Examination:
-        """What was examined so far, and what could not be."""
+        """Returns what was examined so far, and what could not be."""
         return Examination.of(self.records, self._states, self._runner.not_run())
 
     def _record_oldest(self) -> None:
-        """In the steady state few steps become records; those with unusual values always do."""
+        """Turns the oldest pending step into a record if it is due or has unusual values."""
         step, numbers = self._unrecorded.popleft()
         is_unusual = step.blind is not None or not step.values.keys() <= ORDINARY
         every = 1 if step.step <= EVERY_STEP else 8 if step.step <= EVERY_EIGHTH else 64
@@ -165,7 +167,7 @@ class FindingsLog:
             self.remember(as_record(step, numbers))
 
     def record_all(self) -> None:
-        """Makes all steps into records that still wait for it."""
+        """Turns all pending steps into records."""
         while self._unrecorded:
             self.remember(as_record(*self._unrecorded.popleft()))
 
@@ -178,7 +180,7 @@ class FindingsLog:
 
 
 def limits_of(ring: Ring, listeners: Mapping[str, Listener]) -> Facts:
-    """Returns what the recorder could not do: listeners that failed, a state too large to keep. Empty: nothing."""
+    """Returns the limits of the recorder: listeners that failed, a state that is too large. Empty without any."""
     failures = failures_of(listeners)
     if not failures and not ring.refused_bytes:
         return {}
@@ -188,6 +190,6 @@ def limits_of(ring: Ring, listeners: Mapping[str, Listener]) -> Facts:
 
 
 def failures_of(listeners: Mapping[str, Listener]) -> list[str]:
-    """Returns what each listener raised that had to stop."""
+    """Returns the exceptions of listeners that were stopped."""
     failed = {name: each.failed for name, each in listeners.items() if each.failed is not None}
     return [f"{name}: {text_of(error)[:200]}" for name, error in failed.items()]

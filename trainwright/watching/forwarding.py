@@ -18,13 +18,13 @@ from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import Layers, Logged, Record, Watched
 
 ANY_RECIPE = {"model": {"use": "mlp", "args": {"sizes": [1, 1]}}, "data": {"train": "digits"}}
-"""Makes a whole recipe of two sections, so that these are checked as those of a recipe are."""
+"""Completes the two sections to a recipe, so that they are validated like those of a recipe."""
 
 
 class ForwardingProbe(Probe):
-    """Passes records to sinks, and the number of each step to what sends alerts. Neither is waited for.
+    """Passes records to sinks, and step numbers to alerts, without waiting for either.
 
-    Raises what a recipe raises for names of sinks and a section ``alerts`` that cannot be used.
+    Raises the errors of a recipe for invalid names of sinks or an invalid section ``alerts``.
     """
 
     name = "forwarding"
@@ -41,11 +41,11 @@ class ForwardingProbe(Probe):
 
     @property
     def is_needed(self) -> bool:
-        """Whether there are sinks or alerts."""
+        """True if there are sinks or alerts."""
         return bool(self._factories) or self._alerts is not None
 
     def require_out(self, out: object) -> None:
-        """Raises UsageError where there are sinks or alerts, and no run folder."""
+        """Raises UsageError if there are sinks or alerts and no run folder."""
         if out is None and self.is_needed:
             raise UsageError(
                 "watch: sinks and alerts go by the run folder, and out is None", remedy="give out a folder"
@@ -53,7 +53,7 @@ class ForwardingProbe(Probe):
 
     @contextmanager
     def opened(self, folder: RunFolder, config: Mapping[str, object], say: Callable[[str], None]) -> Iterator[None]:
-        """A context in which records are forwarded. Leave it after the last record was written."""
+        """Context in which records are forwarded. Leave it after the last record was written."""
         process = os.getpid()
         with alerting(self._alerts, folder, say, watched=True) as watching:
             for each in watching:
@@ -69,7 +69,7 @@ class ForwardingProbe(Probe):
         self._note(step.step)
 
     def record(self, record: Record) -> None:
-        """Forward a record of the log."""
+        """Forwards a record of the log."""
         if self._sinks and isinstance(record, Watched | Logged | Layers):
             values = self._scalars(record)
             for sink in self._sinks:

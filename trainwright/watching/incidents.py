@@ -1,4 +1,4 @@
-"""Writes bundles of steps to replay them later: of incidents, and of the last steps where something found no time."""
+"""Writes bundles of steps for later replays: of incidents, and of the last steps if something found no time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Incidents:
             self._write(records.NotSaved(time_s=time.time(), step=step, reason=f"no bundle: {error}"))
 
     def note_veto(self, step: RecordedStep, ring: Ring, objects: LiveObjects) -> bool:
-        """Records an update that was left out; for a rollback, restores an earlier state and returns True."""
+        """Records a skipped update. For a rollback, restores an earlier state and returns True."""
         reason = str(step.values["vetoed"])
         to_undo = reason == "spike" and step.values["spike"][-1] == "rollback"
         snapshot = ring.before(step.step) if to_undo else None
@@ -50,7 +50,7 @@ class Incidents:
         return True
 
     def note_skipped(self, steps: Sequence[RecordedStep], reason: str) -> None:
-        """Writes a Skipped record for each update that was not made, or was undone."""
+        """Writes a Skipped record for each update that was skipped or undone."""
         for each in steps:
             self._write(
                 records.Skipped(
@@ -66,13 +66,13 @@ class Incidents:
 
 
 MAX_BUNDLE_BYTES = 64 * 2**20
-"""The last steps and the state before them are kept where they take no more: about 0.3 s of a slow disk."""
+"""Maximum size of the bundle of the last steps: about 0.3 s of a slow disk."""
 
 
 def keep_rest(
     runner: ExperimentRunner, budget: ExaminationBudget, step: int, folder: Path | None, write: Callable[[Record], None]
 ) -> None:
-    """Write an Unexamined record where experiments found no time, and a bundle of the last steps into ``folder``."""
+    """Writes an Unexamined record if experiments found no time, and a bundle of the last steps into ``folder``."""
     names = runner.not_run()
     if names and step:
         write(
@@ -90,6 +90,6 @@ def keep_rest(
 def _kept(runner: ExperimentRunner, step: int, folder: Path) -> str | None:
     try:
         path = runner.keep_last(folder, step, MAX_BUNDLE_BYTES)
-    except StorageError:  # a full disk: the record says that there is none
+    except StorageError:  # a full disk: the record lists no bundle
         return None
     return None if path is None else path.name

@@ -1,4 +1,4 @@
-"""Statistics by layer of a loop that is watched."""
+"""Statistics by layer of a watched loop."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class LayerProbe(Probe):
 
 
 def _is_of_the_loop() -> bool:
-    """Whether a forward pass is neither an evaluation nor one of a step that is run again."""
+    """Returns True if a forward pass belongs neither to an evaluation nor to a replay."""
     return torch.is_grad_enabled() and has_listeners()
 
 
 def layer_probes(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[LayerProbe]:
-    """One, or none: a rank's part of a weight is not the whole.
+    """Returns one probe, or none for sharded weights.
 
-    A compiled model is not hooked: it would be compiled again.
+    A compiled model is not hooked, because it would be compiled again.
     """
     modules = [module for root in roots for module in root.modules()]
     is_divided = any(is_traceable_wrapper_subclass(each) for root in roots for each in root.parameters())

@@ -1,4 +1,4 @@
-"""The profile of a loop that is watched: ``tw.watch(..., profile=True)``."""
+"""The profile of a watched loop: ``tw.watch(..., profile=True)``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ProfileProbe(Probe):
         self._session.close()
 
     def found(self) -> Profile | None:
-        """What came of it; None where the loop was over before any step was timed."""
+        """The profile; None if the loop ended before any step was timed."""
         workers = [each.num_workers for each in self._loaders if isinstance(each, DataLoader)]
         fused = [
             bool(group.get("fused")) for each in self._optimizers for group in each.param_groups if "fused" in group
@@ -64,7 +64,7 @@ class ProfileProbe(Probe):
 
 
 def begin_at(profile: bool | int) -> int | None:
-    """The steps before a profile begins; None: none was asked for."""
+    """Returns the number of steps before a profile begins; None if none is requested."""
     if profile is False:
         return None
     if not isinstance(profile, int) or profile < 1:
@@ -73,7 +73,7 @@ def begin_at(profile: bool | int) -> int | None:
 
 
 def leave_profile(probe: ProfileProbe, folder: RunFolder | None) -> list[str]:
-    """Writes ``profile.json`` and returns what a person is told."""
+    """Writes ``profile.json`` and returns the lines to print."""
     found = probe.found()
     if found is None:
         return ["no profile: the loop was over before any step was timed"]

@@ -1,4 +1,4 @@
-"""The doctor beside a run of several ranks: it compares them, and runs no step again."""
+"""Compares the ranks of a run without replays."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from trainwright.runs.records import Found, Record
 
 
 class RanksObserver:
-    """An Observer of one rank. The first one logs and prints what was found; ``write`` and ``say`` are its.
+    """An Observer of one rank. Rank 0 logs and prints the findings, with ``write`` and ``say``.
 
-    ``are_copies``: every rank holds the whole model. ``has_own_samples``: ranks share no samples. A rank that makes no
-    progress for ``patience_s`` is reported; an evaluation and a save are no progress. ``seconds`` is what the doctor
-    has taken: the exchange between ranks is not timed.
+    ``are_copies``: every rank holds the full model. ``has_own_samples``: ranks share no samples. A rank without
+    progress for ``patience_s`` is reported; an evaluation and a save are no progress. ``seconds`` is the time of the
+    doctor, without the exchange between ranks.
     """
 
     seconds = 0.0
@@ -66,7 +66,7 @@ class RanksObserver:
         return self._rows
 
     def observe(self, result: StepResult, state: TrainState) -> None:
-        """Tells of the step. Where that raises, the run goes on and its ranks are not compared any more."""
+        """Reports a step. If that raises, the run continues and its ranks are no longer compared."""
         if self._failed is None:
             try:
                 self._rows.note(result)
@@ -75,11 +75,11 @@ class RanksObserver:
                 self._failed = error
 
     def findings(self) -> list[Found]:
-        """The findings so far, the first cause first."""
+        """Returns the findings so far, root causes first."""
         return self._findings.findings
 
     def close(self) -> None:
-        """Waits a little for what the other ranks tell, and prints the findings; the second time it does nothing."""
+        """Waits briefly for reports of the other ranks, and prints the findings. Further calls do nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -98,7 +98,7 @@ class RanksObserver:
             self._say(f"the ranks were compared in {facts.compared} steps: nothing found")
 
     def _conclude(self, step: int) -> None:
-        """Asks the doctor where the comparison has news."""
+        """Runs the doctor if the comparison has news."""
         facts = self._exchange.facts
         if facts is None or facts is self._facts:
             return

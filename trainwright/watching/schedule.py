@@ -1,4 +1,4 @@
-"""Which steps are examined, and before which a state is kept."""
+"""Decides which steps are examined, and before which steps a state is kept."""
 
 from __future__ import annotations
 
@@ -8,41 +8,42 @@ from typing import Protocol
 from trainwright.watching.budget import REPEATED_FRACTION, ExaminationBudget
 
 CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48)
-"""Steps since the watch began, or since the program changed, that may be examined. Later every 16th step may be."""
+"""Steps that may be examined, since the watch began or the program changed. Later every 16th step may be."""
 EVERY = 16
 SHORT_S = 0.1
-"""Any step that takes longer may be examined."""
+"""Any longer step may be examined."""
 NOT_COMPARED = 4
-"""First losses that are not compared with those before them."""
+"""Number of first losses that are not compared with earlier ones."""
 MIN_STEPS_BETWEEN_JUMPS = 16
-"""A loss that jumps so few steps after an examination is not examined again."""
+"""A loss that jumps fewer steps after an examination is not examined again."""
 CHEAP_S = 0.05
-"""An examination without experiments that takes no longer is always made at the candidates: it shows the order of
-calls, modes, and what is shared, from records alone. Of a model of a million weights it takes 3 to 5 ms.
+"""Candidates are always examined if an examination without experiments takes no longer.
+
+It shows the order of calls, modes, and sharing from records alone. A model of a million weights takes 3 to 5 ms.
 """
 FIRST = 4
-"""Where steps are longer than SHORT_S, only the first of these candidates are."""
+"""If steps are longer than SHORT_S, only this many of the first candidates are examined."""
 LEAST_WORTH = 4
-"""An examination runs experiments that take so many times what it costs without any."""
+"""Minimum ratio between the cost of an examination's experiments and its cost without any."""
 
 
 class Costs(Protocol):
-    """What experiments take."""
+    """The cost of experiments."""
 
     def wanted_s(self) -> float:
-        """Seconds of the next experiment that waits for its time; infinite where none does."""
+        """Returns the seconds of the next pending experiment; infinity without one."""
         ...
 
     def repeated_s(self) -> float:
-        """Seconds of the experiments that are repeated."""
+        """Returns the seconds of the repeated experiments."""
         ...
 
 
 class ExaminationSchedule:
-    """Decides which steps are examined, for a watched loop and for the engine.
+    """Decides which steps are examined, for a user's loop and for the engine.
 
-    The candidates are examined where that is cheap without experiments, and so is a step that is not finite. Any other
-    is examined where the budget has what the next experiment costs (``plan_next``).
+    The candidates are examined if that is cheap without experiments, and so is a non-finite step. Any other step is
+    examined if the budget covers the next experiment (``plan_next``).
     """
 
     def __init__(self, first_step: int, budget: ExaminationBudget) -> None:
@@ -52,10 +53,10 @@ class ExaminationSchedule:
         self._examined_at = -MIN_STEPS_BETWEEN_JUMPS
         self._due: set[int] = set()
         self._bad_in_a_row, self._has_changed = 0, False
-        self._mean = self._deviation = 0.0  # of the loss, moving
+        self._mean = self._deviation = 0.0  # moving values of the loss
 
     def is_next_due(self, step: int) -> bool:
-        """Return whether the step after ``step`` will be examined."""
+        """Returns True if the step after ``step`` will be examined."""
         due = self._is_candidate(step) and (step == self._first_step or self._is_worth(step))
         if due:
             self._due.add(step + 1)
@@ -81,19 +82,19 @@ class ExaminationSchedule:
     def wants(
         self, step: int, loss: float, *, bad: bool, spiked: bool, urgent: bool = False, changed: bool = False
     ) -> bool:
-        """Return whether ``step``, which is over, is examined.
+        """Returns True if ``step``, which has ended, is examined.
 
-        It is due, or ``bad`` (not finite), or a probe is ``urgent``. Where the budget allows it, also where its loss
-        jumped, its gradient norm ``spiked`` or its program has ``changed``: then the candidates begin again from it.
+        It is due, or ``bad`` (not finite), or a probe is ``urgent``. Within the budget also if its loss jumped, its
+        gradient norm ``spiked`` or its program has ``changed``: then the candidates begin again from it.
         """
         if changed:
             self._has_changed, self._first_step = True, step - 1
         self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
-        is_news = bad and (self._bad_in_a_row <= 4 or self._bad_in_a_row % 4 == 0)  # each time the step is replayed
+        is_news = bad and (self._bad_in_a_row <= 4 or self._bad_in_a_row % 4 == 0)  # the step is replayed each time
         is_odd = (self._jumped(step, loss) or spiked) and step > self._examined_at + MIN_STEPS_BETWEEN_JUMPS
         wanted = is_news or urgent or step in self._due
         if not wanted and (is_odd or self._has_changed):
-            wanted = self._budget.left_s >= self._overhead_s  # it reads the clock, which takes long in a container
+            wanted = self._budget.left_s >= self._overhead_s  # it reads the clock, which is slow in a container
         if wanted:
             self._has_changed = False
             self._due.discard(step)
@@ -102,21 +103,21 @@ class ExaminationSchedule:
 
     @property
     def is_repeat_due(self) -> bool:
-        """Whether the experiments are due that run again and again."""
+        """Returns True if the repeated experiments are due."""
         return self._budget.is_lifted or self._budget.trained_s >= self._repeat_at_s
 
     def plan_next(self, overhead_s: float, runner: Costs) -> None:
-        """Set when the next examination is due, after one that took ``overhead_s`` beside its experiments."""
+        """Sets when the next examination is due, after one that took ``overhead_s`` besides its experiments."""
         if self.is_repeat_due:
             repeated_s = overhead_s + runner.repeated_s()
             self._repeat_at_s = self._budget.trained_s + repeated_s / REPEATED_FRACTION
         self._overhead_s = (
             min(overhead_s, 2 * self._overhead_s) if self._overhead_s else overhead_s
-        )  # once it may be slow
+        )  # it may be slow once
         self._wanted_s = max(runner.wanted_s(), LEAST_WORTH * self._overhead_s)
 
     def _jumped(self, step: int, loss: float) -> bool:
-        """Whether the loss is far above its moving average: by more than 6 times its mean deviation."""
+        """Returns True if the loss exceeds its moving average by more than 6 times its mean deviation."""
         mean, deviation = self._mean, self._deviation
         if not math.isfinite(loss):
             return False
@@ -128,26 +129,27 @@ class ExaminationSchedule:
 
 
 MAX_REPLAYED_S = 0.1
-"""Seconds that the steps between two snapshots may take, where that is more than ``keep`` steps: to replay them."""
+"""Maximum seconds between two snapshots that a replay may take, if that is more than ``keep`` steps."""
 SNAPSHOT_FRACTION = 0.004
-"""Of the training time: what snapshots may take."""
+"""Fraction of the training time for snapshots."""
 
 
 class SnapshotSchedule:
-    """Every so many steps, by what a snapshot costs: at least every ``keep`` steps, or every 0.1 s where that is more.
+    """Takes snapshots in intervals that depend on their cost: at least every ``keep`` steps, or 0.1 s if that is
+    longer.
 
-    At least every ``4 * keep`` steps, for the inputs of all of them are held.
+    The interval is at most ``4 * keep`` steps, because the inputs of all of them are held.
     """
 
     def __init__(self, keep: int) -> None:
         self._keep, self._every = keep, 4
 
     def is_due(self, step: int) -> bool:
-        """Return whether the state after ``step`` is kept."""
+        """Returns True if the state after ``step`` is kept."""
         return step % self._every == 0
 
     def paid(self, cost_s: float, step_s: float) -> None:
-        """A snapshot took ``cost_s``, where a step takes ``step_s``."""
+        """Adapts the interval to a snapshot that took ``cost_s``, with steps of ``step_s``."""
         step_s = max(step_s, 1e-6)
         most = max(self._keep, min(4 * self._keep, int(MAX_REPLAYED_S / step_s)))
         self._every = max(4, min(most, math.ceil(cost_s / (SNAPSHOT_FRACTION * step_s))))

@@ -1,7 +1,7 @@
-"""One session for every loop: records its steps, examines those that are due, and runs the checks.
+"""The session of every watched loop: records its steps, examines those that are due, and runs the checks.
 
-The events of a step come from hooks. In a loop of the user's a step ends with its update; the engine says where its
-steps end (``EngineSource``).
+The events of a step come from hooks. In a user's loop a step ends with its update. The engine reports the end of its
+steps (``EngineSource``).
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ from trainwright.watching.incidents import Incidents, keep_rest
 from trainwright.watching.schedule import ExaminationSchedule, SnapshotSchedule
 
 CHECKED_STEPS = 4
-"""Without a step among so many that can be replayed, the check of the first step is made without a replay."""
+"""If none of this many steps can be replayed, the first step is checked without a replay."""
 LIGHT_SNAPSHOTS = 32
-"""Steps between two snapshots where most steps are not recorded in full: the step after each of them is."""
+"""Interval of snapshots if most steps are light. The step after each snapshot is recorded in full."""
 _URGENT = operator.attrgetter("urgent")
 
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """What a session may do to a loop, what its recorder holds, and where bundles of incidents go (None: nowhere).
+    """Permitted effects of a session on a loop, the recorder's limits, and the folder of bundles (None: none).
 
-    ``skip`` are the samples of steps whose update is left out. ``checks`` and ``own_checks`` are those that run
-    (None: all but the packs). ``replays``: whether any step is replayed for them. ``examine``: what the budget
-    allows, or everything. ``keeps_last_steps``: they are written to ``bundles`` where something found no time.
-    ``is_engine``: the session watches the engine, which leaves updates out itself and says where a step ends.
-    ``finds_spikes``: spikes of the gradient norm are reported. ``check``: the first step that can be replayed is
-    examined without the limits of the budget, and the result is printed before the next step.
+    ``skip`` are the samples of steps whose update is skipped. ``checks`` and ``own_checks`` are the checks to run
+    (None: all but the packs). ``replays``: steps may be replayed. ``examine``: within the budget, or everything.
+    ``keeps_last_steps``: they are written to ``bundles`` if something found no time. ``is_engine``: the session watches
+    the engine, which skips updates itself and reports the end of steps. ``finds_spikes``: spikes of the gradient norm
+    are reported. ``check``: the first step that can be replayed is examined without the limits of the budget, and the
+    result is printed before the next step.
     """
 
     on_nonfinite: OnNonfinite = "skip"
@@ -91,8 +91,8 @@ class WatchOptions:
 class WatchSession:
     """Records the last steps of a loop, examines those that are due, and runs the checks.
 
-    ``write`` is called with every record, ``say`` with a line to print. ``first_step`` is the number of steps that were
-    made before the session.
+    ``write`` is called with every record, ``say`` with a line to print. ``first_step`` is the number of steps before
+    the session.
     """
 
     def __init__(
@@ -148,16 +148,16 @@ class WatchSession:
         self._schedule = ExaminationSchedule(first_step, self.budget)
         self._snapshots = SnapshotSchedule(options.keep)
         self._late = lateness(self.device)
-        self._pending: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()  # their numbers are not read yet
+        self._pending: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()  # their numbers are pending
         self._detectors: dict[tuple[int, int], SpikeDetector] = defaultdict(SpikeDetector)
         self._went_back, self._listens_to_children = -1, False
         self._is_check_due = options.check
         self._foreign = [each for each in optimizers if isinstance(each, ForeignOptimizer)]
         reasons = [what_is_shared(roots, parameters), self._objects.is_closed, *(each.reason for each in self._foreign)]
-        self._blind = next((each for each in reasons if each), None)  # why no step can be replayed
+        self._blind = next((each for each in reasons if each), None)  # the reason why no step can be replayed
 
     def begin(self) -> None:
-        """Start to listen to the loop."""
+        """Starts listening to the loop."""
         self._begin_s, self._pid = time.perf_counter(), os.getpid()
         self.budget.begin()
         with without_users_modes():
@@ -169,14 +169,14 @@ class WatchSession:
             self._prepare_next()
 
     def listen_to_children(self) -> None:
-        """Listen to the direct children of the roots too: a loop may call these and never the root."""
+        """Also listens to the direct children of the roots: a loop may call these and never the root."""
         if not self._listens_to_children:
             self._listens_to_children = True
             parts = [part for root in self._roots for part in parts_of(root)]
             self._light.add(self._open.enter_context(listening_to_calls(self._group, parts)))
 
     def _closed(self, step: RecordedStep) -> None:
-        """A step is over."""
+        """Handles the end of a step."""
         self.step = step.step
         self.budget.train()
         self._light.closed(step, self.budget.step_s)
@@ -188,11 +188,11 @@ class WatchSession:
             self.settle()
 
     def settle(self) -> None:
-        """Examine what is due after the newest step, and prepare for the next one."""
+        """Runs due examinations after the newest step, and prepares for the next one."""
         if not self._pending:
             return
         newest = self._pending[-1][0]
-        is_vetoed = "vetoed" in newest.values  # the host knows it, so it has waited already
+        is_vetoed = "vetoed" in newest.values  # the host already knows, so it has waited
         is_bad = self._judge_all_but(0 if is_vetoed or self._is_check_due else self._late)
         if self.recording.misses_calls:
             self.listen_to_children()
@@ -205,7 +205,7 @@ class WatchSession:
             raise NonFiniteStep(f"step {newest.step} is not finite", remedy="\n".join(lines_of(self.findings())))
 
     def _judge_all_but(self, newest: int) -> bool:
-        """Read and judge all steps but the newest ones. Returns whether one is bad."""
+        """Evaluates all pending steps except the newest ones. Returns True if one is bad."""
         is_bad = False
         while len(self._pending) > newest:
             step, read = self._pending.popleft()
@@ -213,7 +213,7 @@ class WatchSession:
         return is_bad
 
     def _judge(self, step: RecordedStep, numbers: Numbers) -> bool:
-        """Returns whether the step is bad. Examines it where that is due or there is a reason to."""
+        """Returns True if the step is bad. Examines it if that is due or there is a reason to."""
         if self._veto.was_vetoed_on_device(step, numbers.norm):
             self._note_veto(step)
         call_each(self._on_read, step, numbers)
@@ -242,7 +242,7 @@ class WatchSession:
         return is_bad
 
     def _find_spike(self, step: RecordedStep, numbers: Numbers) -> None:
-        """By the norm before clipping. The players of a GAN have norms of their own."""
+        """Detects a spike of the norm before clipping. Each player of a GAN has its own norms."""
         norm = numbers.clips[-1] if numbers.clips else numbers.norm
         if isfinite(norm) and (spike := self._detectors[step.trained].detect(step.step, norm)) is not None:
             step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, "warn"]
@@ -257,12 +257,12 @@ class WatchSession:
         self._end_replays(self._objects.is_closed)
 
     def _can_be_checked(self, step: RecordedStep) -> bool:
-        """Whether the step can be replayed, or there is no use in waiting for one that can."""
+        """Returns True if the step can be replayed, or waiting for such a step is useless."""
         is_last = step.step - self._first_step >= CHECKED_STEPS
         return step.not_replayable is None or self._blind is not None or is_last
 
     def _check(self, step: RecordedStep, why: str) -> None:
-        """Examine the step without the limits of the budget, and print the result before the next step."""
+        """Examines the step without the limits of the budget, and prints the result before the next step."""
         self._is_check_due = False
         begin_s = time.perf_counter()
         with self.budget.lifted():
@@ -283,7 +283,7 @@ class WatchSession:
             self._went_back = step.step
 
     def _prepare_next(self) -> None:
-        """Take a snapshot before a step that will be examined, after a rollback, and every few steps."""
+        """Takes a snapshot before a step that will be examined, after a rollback, and every few steps."""
         step = self.step
         self._veto.begin()
         self.recording.careful = is_examined = self._schedule.is_next_due(step) or self._is_check_due
@@ -302,10 +302,10 @@ class WatchSession:
         self._changes.prepare_next(step - self._first_step)
 
     def _why_not_kept(self, step: int) -> str | None:
-        """Keep the state before ``step``. Returns why that is impossible: then no step is replayed."""
+        """Keeps the state before ``step``. Returns the reason if that is impossible; then no step is replayed."""
         try:
             self.ring.keep_state(self._objects, step)
-        except Exception as error:  # a kind of tensor that torch cannot copy so
+        except Exception as error:  # a kind of tensor that torch cannot copy
             if self._options.is_engine and is_out_of_memory(error):
                 self.let_go()
                 return None
@@ -313,19 +313,19 @@ class WatchSession:
         return self._objects.is_closed
 
     def _end_replays(self, why: str | None) -> None:
-        """From here on no step is replayed. ``why`` is None where nothing speaks against it."""
+        """Ends replays. ``why`` is None if there is no reason to end them."""
         if why is not None and self._blind is None:
             self._blind = why
             self._say(f"watch: no step of this run is replayed: {why}")
 
     def let_go(self) -> bool:
-        """Free what is held for replays; returns whether there was anything. Later half as much is held."""
+        """Frees memory that is held for replays. Returns True if there was any. Later half as much is held."""
         self.findings_log.record_all()
         has_session, has_steps = self.runner.forget(), self.ring.clear()
         return has_session or has_steps
 
     def end(self, error: BaseException | None) -> None:
-        """Examine the last step, and one that was not finished; then stop to listen."""
+        """Examines the last step, and an unfinished one, then stops listening."""
         with without_users_modes():
             self._end(error)
 
@@ -336,7 +336,7 @@ class WatchSession:
         try:
             if error is None or isinstance(error, Exception):
                 self._examine_end(error)
-        except Exception as failure:  # the loop is over, well or by an exception of its own: that is what comes out
+        except Exception as failure:  # the loop has ended, and its own exception must not be replaced
             self.recording.fail(failure)
         finally:
             self._open.close()
@@ -365,16 +365,16 @@ class WatchSession:
 
     @property
     def limits(self) -> list[str]:
-        """What of this loop is not watched."""
+        """Returns the parts of this loop that are not watched."""
         return [each.limits for each in self._foreign]
 
     @property
     def is_forked(self) -> bool:
-        """Whether the watch began in another process, of which this one is a fork."""
+        """True if this process is a fork of the one in which the watch began."""
         return os.getpid() != self._pid
 
     def leave(self) -> None:
-        """Stop to listen, and examine nothing."""
+        """Stops listening without an examination."""
         self._open.close()
 
     @property
@@ -384,12 +384,12 @@ class WatchSession:
 
     @property
     def num_vetoed(self) -> int:
-        """Updates that were left out."""
+        """Number of skipped updates."""
         return self._veto.vetoed
 
     @property
     def failures(self) -> list[str]:
-        """Which listeners raised and were stopped, and what they raised."""
+        """Returns the listeners that were stopped, with their exceptions."""
         return failures_of(self._listeners)
 
     def _limits(self) -> Facts:
@@ -397,16 +397,16 @@ class WatchSession:
 
     @property
     def held_bytes(self) -> int:
-        """What the flight recorder holds of its byte budget."""
+        """Bytes that the flight recorder holds."""
         return self.ring.num_bytes
 
     def findings(self) -> list[Found]:
-        """The findings so far, the first cause first."""
+        """Returns the findings so far, root causes first."""
         return self.findings_log.findings()
 
 
 def _is_bad(step: RecordedStep, numbers: Numbers) -> bool:
-    """Whether a step is not finite, or its update was left out for another reason than a list of samples to skip."""
+    """Returns True if a step is not finite, or its update was skipped for another reason than the list of samples."""
     values = step.values
     return not numbers.are_finite or "nonfinite" in values or values.get("vetoed", "skip list") != "skip list"
 

@@ -1,4 +1,4 @@
-"""``tw.watch``: the context manager that is put around a loop that somebody else owns."""
+"""``tw.watch``: the context manager around a user's loop."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from trainwright.watching.session import WatchOptions, WatchSession
 
 
 class Watch:
-    """A context manager around a training loop; made by ``tw.watch``."""
+    """A context manager around a training loop, made by ``tw.watch``."""
 
     def __init__(
         self,
@@ -98,11 +98,11 @@ class Watch:
         )
 
     def _is_lazy(self) -> bool:
-        """Whether parameters have no shape before the first forward pass (torch.nn.LazyLinear)."""
+        """Returns True if parameters have no shape before the first forward pass (torch.nn.LazyLinear)."""
         return any(is_lazy(p) for root in self._roots for p in root.parameters())
 
     def _begin(self, *step: object) -> None:
-        """Begins the session, with lazy parameters at the end of the first ``step`` of an optimizer."""
+        """Begins the session; with lazy parameters at the end of the first ``step`` of an optimizer."""
         if not self._has_begun and not self._is_lazy():
             self._has_begun = True
             self.session.begin()
@@ -114,7 +114,7 @@ class Watch:
                 self.session.listen_to_children()
 
     def listen_to_children(self) -> None:
-        """Also records calls of the children of the models: a loop may call these and never the model."""
+        """Also records calls of the children of the models. Use it if the loop calls these and never the model."""
         self._listens_to_children = True
         if self._has_begun:
             self.session.listen_to_children()
@@ -123,7 +123,7 @@ class Watch:
         self._source.look_at(sys._getframe(1))
         if self.folder is not None:
             self._open.enter_context(self._forwarding.opened(self.folder, self._config, self._say))
-            with suppress(StorageError):  # without a lock nobody can tell a loop that runs from one that was killed
+            with suppress(StorageError):  # without a lock, a running loop cannot be distinguished from a killed one
                 self._open.callback(RunLock.acquire(self.folder.path).release, True)
             self._log = self._open.enter_context(closing(Journal(LogWriter(self.folder.log), self._say)))
         self._write(records.Started(time_s=time.time(), step=0, version=__version__, pid=os.getpid()))
@@ -154,7 +154,7 @@ class Watch:
                 self._say(line)
 
     def _closing_lines(self, ended: records.Ended) -> Iterator[str]:
-        """What was found, what was examined, the verdict, and where to read more."""
+        """Yields the closing lines: findings, examinations, verdict, and where to read more."""
         yield from lines_of(self.findings(), self.folder.path if self.folder else None)
         yield from self.session.findings_log.examination().lines(self.folder.path if self.folder else None)
         if ended.verdict is not None:
@@ -190,7 +190,9 @@ class Watch:
         )
 
     def _verdict_on(self, facts: VerdictFacts) -> records.RunVerdict | None:
-        """None where judging fails: it must neither end the loop nor hide its exception."""
+        """Returns the verdict; None if its computation fails, which must neither
+        end the loop nor hide its exception.
+        """
         try:
             return judge(facts)
         except Exception as failure:
@@ -198,16 +200,16 @@ class Watch:
             return None
 
     def log(self, step: int | None = None, **figures: float | Tensor) -> None:
-        """Records figures of the loop and shows them on the page: ``watch.log(val_loss=loss, val_accuracy=accuracy)``.
+        """Records metrics of the loop and shows them on the page: ``watch.log(val_loss=loss, val_accuracy=accuracy)``.
 
-        A tensor on a GPU is waited for.
+        Reading a tensor on a GPU waits for the device.
 
         Args:
-            step: Optimizer steps so far. Default: those that were seen.
+            step: Number of optimizer steps. Default: the steps observed so far.
             **figures: Numbers, or tensors of one element.
 
         Raises:
-            UsageError: For what is no number.
+            UsageError: A value is not a number.
         """
         numbers = {name: _figure(name, value) for name, value in figures.items()}
         at = self.step if step is None else step
@@ -216,21 +218,21 @@ class Watch:
 
     @property
     def step(self) -> int:
-        """Optimizer steps that were seen."""
+        """Number of optimizer steps observed so far."""
         return self.session.step if self._has_begun else 0
 
     @property
     def records(self) -> list[Record]:
-        """The records that are kept in memory: of a long run not every step."""
+        """The records in memory. A long run does not have one for every step."""
         return self.session.findings_log.records if self._has_begun else []
 
     @property
     def held_bytes(self) -> int:
-        """What the flight recorder holds of its byte budget."""
+        """Bytes that the flight recorder holds."""
         return self.session.held_bytes if self._has_begun else 0
 
     def findings(self) -> list[Found]:
-        """The findings so far, the first cause first."""
+        """Returns the findings so far, root causes first."""
         return self.session.findings() if self._has_begun else []
 
     def _write(self, record: Record) -> None:
@@ -242,7 +244,7 @@ class Watch:
         if self._console is not None:
             with suppress(
                 OSError, ValueError
-            ):  # stderr was closed: no reason to end the loop, or to hide its exception
+            ):  # stderr was closed, which must neither end the loop nor hide its exception
                 self._console.print(printable(masked(line)), highlight=False, markup=False, soft_wrap=True)
 
 
@@ -272,53 +274,56 @@ def watch(
     alerts: Mapping[str, object] | None = None,
     quiet: bool = False,
 ) -> Watch:
-    """Watches a loop that somebody else owns: ``with tw.watch(model, optimizer, loader=loader):`` around it.
+    """Watch your training loop: put ``with tw.watch(model, optimizer, loader=loader):`` around it.
 
-    The watch reads only: the training is the same bits with and without it, except for an update that is not finite.
+    The watch only reads. Training has the same bits with and without it, except that a non-finite update is skipped.
 
     Args:
-        model: The module that is trained, or a sequence of several (a GAN).
-        optimizer: Its optimizer, or a sequence of several.
-        loader: DataLoader, or a sequence of them. Others are recorded as well.
-        loss: The loss, where it is a module with parameters.
+        model: The trained module, or a sequence of modules (a GAN).
+        optimizer: Its optimizer, or a sequence of optimizers.
+        loader: A DataLoader, or a sequence of DataLoaders. Other loaders are recorded as well.
+        loss: The loss, if it is a module with parameters.
         scaler: The GradScaler.
-        scheduler: Learning rate scheduler, or a sequence of them.
-        accumulation: Number of micro-batches in a step, where that is on purpose.
+        scheduler: A learning rate scheduler, or a sequence of schedulers.
+        accumulation: Number of micro-batches per step, if you accumulate gradients.
         out: Run folder; a number is added if it exists. None writes nothing.
-        on_nonfinite: What happens to an update that is not finite: ``"skip"`` leaves it out, ``"stop"`` ends the loop
-            with an exception, ``"observe"`` lets it through.
-        on_spike: What happens when the gradient norm is 8 times its median: ``"warn"`` reports it, ``"skip"`` leaves
-            the update out, ``"rollback"`` also goes back to the last snapshot. A function of your own takes a ``Spike``
-            (step, grad_norm, usual, initial) and returns one of these words.
-        skip: Updates that are left out: the folder of an earlier watch of this training, whose skipped updates are
-            skipped again, or the sample ids of each such step.
+        on_nonfinite: Treatment of a non-finite update: ``"skip"`` skips it, ``"stop"`` ends the loop with an exception,
+            ``"observe"`` applies it.
+        on_spike: Treatment of a gradient norm of 8 times its median: ``"warn"`` reports it, ``"skip"`` skips the
+            update, ``"rollback"`` also restores the last snapshot. A function takes a ``Spike`` (step, grad_norm,
+            usual, initial) and returns one of these words.
+        skip: Updates to skip: the folder of an earlier watch of this training, whose skipped updates are skipped
+            again, or the sample ids of each such step.
         keep: Number of steps that the flight recorder holds.
-        memory_bytes: What the flight recorder may hold. Default: three states of the model with its optimizer, at most
-            a quarter of what is free on its device.
-        patience_s: Of several processes: one that makes no progress for so long is reported, with where it stands.
-        checks: The checks that are made: ``"default"``, or a list of topics, packs, codes (``trainwright checks`` lists
-            them) and functions of your own: ``["default", "rl", my_check]``. Such a function is called at every
-            checkup with a ``ReplaySession`` of the step, and returns what is wrong with it, or None.
-        examine: How much of the loop is examined. ``"budget"``: examinations take at most 3 % of the training time so
-            far, at most 5 % of the run or 3 s at the end; what found no time is said. ``"all"``: everything is examined
-            at steps 1, 2, 3, 4, 6, 8, 12, ..., 48, however long that takes, and with all memory that is free.
-            ``"listen"``: no step is replayed.
-        check: Examine the first step in full, however long that takes, and print the result before the second step
+        memory_bytes: Memory of the flight recorder. Default: three states of the model with its optimizer, at most
+            a quarter of the free memory of its device.
+        patience_s: With several processes, one without progress for this time (in seconds) is reported with its
+            current line.
+        checks: The checks to make: ``"default"``, or a list of topics, packs, codes (``trainwright checks`` lists
+            them) and your functions: ``["default", "rl", my_check]``. A function is called at every examination with a
+            ``ReplaySession`` of the step, and returns what is wrong with it, or None.
+        examine: Extent of the examinations. ``"budget"``: they take at most 3 % of the training time so far, and at
+            most 5 % of the run or 3 s at the end; the watch reports what found no time. ``"all"``: everything is
+            examined at steps 1, 2, 3, 4, 6, 8, 12, ..., 48 without limits of time and memory. ``"listen"``: no step is
+            replayed.
+        check: Examine the first step in full, without a time limit, and print the result before the second step
             (docs/watch.md). ``tw.check`` examines data and loss as objects, and needs no loop.
-        like: Folder of a healthy run of the same or a similar program. What held there and does not hold here is a
-            finding with both values: order of calls, modes, shapes, which weights change, losses
-            (docs/concepts/doctor.md).
-        profile: Says at the end what bounds a step, and writes profile.json and a trace: True measures some steps after
-            the fiftieth, a number those after that step.
-        layers: Records statistics by layer now and then, in at most 0.5 % of the time (docs/how-to/see-a-run.md),
-            where this process holds the weights whole.
-        sinks: Other programs that get the figures, by name: ``["tensorboard", "csv"]`` (docs/how-to/trackers.md).
-        alerts: Whom to tell what happens, as the section of a recipe: ``{"command": ["./notify.sh"]}``
+        like: Folder of a healthy run of the same or a similar program. Differences become findings with both values:
+            order of calls, modes, shapes, weights that change, losses (docs/concepts/doctor.md).
+        profile: Report at the end what bounds a step, and write profile.json and a trace. True measures some steps
+            after the fiftieth, a number those after that step.
+        layers: Record statistics by layer from time to time, in at most 0.5 % of the time
+            (docs/how-to/see-a-run.md). Not supported for sharded weights.
+        sinks: Trackers that get the metrics, by name: ``["tensorboard", "csv"]`` (docs/how-to/trackers.md).
+        alerts: Receivers of alerts, as in the section of a recipe: ``{"command": ["./notify.sh"]}``
             (docs/how-to/alerts.md).
         quiet: Print nothing.
 
+    Returns:
+        A context manager that records and examines the steps made inside it.
+
     Raises:
-        UsageError: For what cannot be watched.
+        UsageError: An argument is invalid, or the objects cannot be watched.
 
     Example:
         >>> with tw.watch(model, optimizer, loader=loader, check=True):
@@ -367,7 +372,7 @@ def watch(
 
     def options() -> WatchOptions:
         held_bytes = memory_bytes or enough_bytes(roots)
-        nonfinite = "observe" if are_foreign else on_nonfinite  # no update of theirs can be left out
+        nonfinite = "observe" if are_foreign else on_nonfinite  # their updates cannot be skipped
         return WatchOptions(
             nonfinite, on_spike, keep, held_bytes, bundles, to_skip, *chosen, examine != "listen", examine, check=check
         )
@@ -408,7 +413,9 @@ def _several(value: object, kind: type[T], what: str) -> list[T]:
 
 
 def _optimizers(value: object, roots: Sequence[nn.Module]) -> list[Optimizer]:
-    """The optimizers that update the weights: those given, those inside of what is given, or what stands for them."""
+    """Returns the optimizers that update the weights: those given, those inside given objects, or their
+    representatives.
+    """
     several = value if isinstance(value, Iterable) and not hasattr(value, "step") else [value]
     found: list[Optimizer] = []
     for given in several:
@@ -424,7 +431,7 @@ def _optimizers(value: object, roots: Sequence[nn.Module]) -> list[Optimizer]:
 
 
 def _to_skip(value: str | Path | Iterable[Iterable[int]]) -> frozenset[frozenset[int]]:
-    """Sample ids of each step whose update is left out."""
+    """Returns the sample ids of each step whose update is skipped."""
     if isinstance(value, str | Path):
         log = read(RunFolder.open(value).log).records
         value = [each.sample_ids for each in log if isinstance(each, records.Skipped)]
@@ -434,7 +441,7 @@ def _to_skip(value: str | Path | Iterable[Iterable[int]]) -> frozenset[frozenset
 def _chosen(
     checks: str | OwnCheck | Sequence[str | OwnCheck],
 ) -> tuple[tuple[Check, ...], tuple[OwnCheck, ...]]:
-    """The checks that are chosen by name, and those of the user's own."""
+    """Returns the checks that are selected by name, and the user-defined ones."""
     every = list(checks) if isinstance(checks, list | tuple) else [checks]
     names = [each for each in every if isinstance(each, str)]
     own = tuple(each for each in every if callable(each))

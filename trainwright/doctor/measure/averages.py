@@ -279,7 +279,7 @@ def _paired(holder: object, kind: str, original: _Original) -> _Copy:
     weights = original.weights
     names = list(weights)
     chosen = sorted({round(n * (len(names) - 1) / (TENSORS_PER_COPY - 1)) for n in range(TENSORS_PER_COPY)})
-    pairs = [_Pair(names[n], _looked_up(holder, n), _live(original.module, names[n])) for n in chosen]
+    pairs = [_Pair(names[n], _lookup(holder, n), _live(original.module, names[n])) for n in chosen]
     buffers: list[_Pair] = []
     if isinstance(holder, nn.Module):
         theirs = {name: each for name, each in holder.named_buffers() if is_dense(each)}
@@ -290,7 +290,7 @@ def _paired(holder: object, kind: str, original: _Original) -> _Copy:
     return _Copy(kind, original.path or type(original.module).__name__, pairs, buffers, module=module)
 
 
-def _looked_up(holder: object, place: int) -> Callable[[], Tensor | None]:
+def _lookup(holder: object, place: int) -> Callable[[], Tensor | None]:
     def tensor() -> Tensor | None:
         if isinstance(holder, nn.Module):
             tensors: list[object] = list(holder.parameters())

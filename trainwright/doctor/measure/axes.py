@@ -50,7 +50,7 @@ class Axes:
         elif name in ("softmax", "log_softmax") and self._size and is_over_first(args, kwargs, self._size):
             self._add("over_samples", path, tuple(args[0].shape))
         elif name.strip("_") in ("add", "iadd", "radd") and self._rows:
-            self._note_sum(path, [each for each in args if isinstance(each, Tensor)])
+            self._record_sum(path, [each for each in args if isinstance(each, Tensor)])
         if self._padding is not None and (hidden := hidden_keys(name, args, kwargs)) is not None:
             self._record_mask(path, self._padding, hidden)
 
@@ -80,7 +80,7 @@ class Axes:
         if is_numbered:
             self._rows[result] = None
 
-    def _note_sum(self, path: str, pair: Sequence[Tensor]) -> None:
+    def _record_sum(self, path: str, pair: Sequence[Tensor]) -> None:
         rows = next((each for each in pair if each in self._rows), None)
         others = [each for each in pair if each is not rows]
         if rows is not None and others and others[0].dim() == 3 and rows.dim() == 3:

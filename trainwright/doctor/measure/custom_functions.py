@@ -78,7 +78,7 @@ def check_functions(session: ReplaySession) -> CustomFunctionsFacts:
                 undo.enter_context(replaced(each, "forward", _recording(each, calls, inspector)))
             inspector.run(upto="forward")
         for each, (path, args) in calls.items():
-            functions.append({"function": each.__name__, "module": path, **_tested(each, args)})
+            functions.append({"function": each.__name__, "module": path, **_comparison(each, args)})
     return CustomFunctionsFacts(tuple(functions))
 
 
@@ -96,7 +96,7 @@ def _recording(function: type[Function], calls: _Calls, inspector: StepInspector
     return forward
 
 
-def _tested(function: type[Function], args: Args) -> Facts:
+def _comparison(function: type[Function], args: Args) -> Facts:
     """Returns the comparison in float64, or in float32 if the forward pass does not support float64."""
     if sum(a.numel() for a in args if isinstance(a, Tensor)) > MAX_ELEMENTS:
         return {"error": None}
@@ -216,8 +216,8 @@ class _FiniteDifferences:
         if not moved or not bool(moved[0].any()):
             return 1.0
         direction = self.draw(x) * size * moved[0]
-        foretold, seen = float((grad.double() * direction.double()).sum()), self._slope(n, direction, width, weights)
-        return abs(foretold - seen) / max(abs(foretold), abs(seen), 1e-300)
+        predicted, seen = float((grad.double() * direction.double()).sum()), self._slope(n, direction, width, weights)
+        return abs(predicted - seen) / max(abs(predicted), abs(seen), 1e-300)
 
     @torch.no_grad()
     def _slope(self, n: int, direction: Tensor, width: float, weights: list[Tensor]) -> float:

@@ -40,7 +40,7 @@ class EvalPasses:
         self.session, self._dtype = session, dtype
         self.base = self.run()
         moved = self.run(Intervention(model=self._jittered))
-        self.limit = NOISE_MULTIPLE * (apart(self.base, moved) + self._eps())
+        self.limit = NOISE_MULTIPLE * (max_distance(self.base, moved) + self._eps())
 
     def run(self, change: Intervention = UNCHANGED) -> Outputs:
         """Returns the outputs of all models. Raises the error of the model."""
@@ -82,7 +82,7 @@ class EvalPasses:
 
     def deviation(self, changed: Outputs, compare: Compare | None = None) -> Deviation:
         """Returns the distance of ``changed`` from the base."""
-        return Deviation(apart(self.base, changed, compare), self.limit)
+        return Deviation(max_distance(self.base, changed, compare), self.limit)
 
     def located(self, deviation: Deviation, change: Intervention, compare: Compare | None = None) -> Deviation:
         """Adds the first module that differs, found by two more passes, to a deviation above the limit."""
@@ -101,7 +101,7 @@ def numbers_of(value: object) -> list[Tensor]:
     return [t for t in tensors if t.is_floating_point()]
 
 
-def apart(ones: Outputs, others: Outputs, compare: Compare | None = None) -> float:
+def max_distance(ones: Outputs, others: Outputs, compare: Compare | None = None) -> float:
     """Returns the largest distance between two lists of outputs."""
     pairs = [(a, b) for a, b in zip(ones, others)]
     return max(((compare or distance)(a, b) for a, b in pairs), default=0.0)

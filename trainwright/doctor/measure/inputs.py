@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.facts.function import InputsFacts
-from trainwright.doctor.measure.eval_passes import EvalPasses, apart, replacing_input
+from trainwright.doctor.measure.eval_passes import EvalPasses, max_distance, replacing_input
 from trainwright.replay.replayer import UNCHANGED, Intervention
 
 MAX_INPUTS = 8
@@ -40,7 +40,7 @@ def _has_effect(passes: EvalPasses, x: Tensor, other: Tensor) -> bool:
     now = passes.run(Intervention(inputs=replacing_input(x, other)))
     if not now or len(now) != len(passes.base) or any(a.shape != b.shape for a, b in zip(passes.base, now)):
         return True
-    return apart(passes.base, now) > 0.0 or _loss(passes, UNCHANGED) != _loss(passes, _everywhere(x, other))
+    return max_distance(passes.base, now) > 0.0 or _loss(passes, UNCHANGED) != _loss(passes, _everywhere(x, other))
 
 
 def _loss(passes: EvalPasses, change: Intervention) -> tuple[float, str]:

@@ -201,11 +201,11 @@ class LayerMeasurement(ModuleProbe):
         if self.failed is None and self.stack:
             try:
                 with without_modes(), torch.no_grad():
-                    self._note(name, args, kwargs, result)
+                    self._record_function(name, args, kwargs, result)
             except Exception as error:
                 self.fail(error)
 
-    def _note(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
+    def _record_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
         if not all(map(is_plain, tensors_of((args, kwargs, result), 3))):
             return
         self._axes.note(self.stack[-1], name, args, kwargs, result)
@@ -217,20 +217,20 @@ class LayerMeasurement(ModuleProbe):
         if name in RELUS and args[0].is_floating_point() and not name.endswith("_"):
             self._record_relu(args[0])
         elif name in DROPOUTS:
-            self._note_dropout(args, kwargs)
+            self._record_dropout(args, kwargs)
         elif name == "softmax" and args[0].dim() >= 2 and isinstance(result, Tensor):
             self._gates[result] = None
             self._scores[result] = self.stack[-1], args[0].detach(), result.detach()
         elif name == "scaled_dot_product_attention":
-            self._note_fused(args, kwargs)
+            self._record_fused(args, kwargs)
         elif name == "multi_head_attention_forward":
             self._record_module(args, kwargs)
         if name in _PRODUCTS:
-            self._note_product(name, args)
+            self._record_product(name, args)
         elif name in _KEEPS and args and args[0] in self._scores and isinstance(result, Tensor):
             self._scores[result] = self._scores[args[0]]
         if name in _CHOICES and args and isinstance(args[0], Tensor):
-            self._note_choice(name, args[0], result)
+            self._record_choice(name, args[0], result)
 
     def _record_relu(self, x: Tensor) -> None:
         """Finds dead units: no sample will make their input positive.
@@ -260,14 +260,14 @@ class LayerMeasurement(ModuleProbe):
         if known is None or facts.dead > known.dead:
             self._relus[self.stack[-1]] = facts
 
-    def _note_dropout(self, args: Args, kwargs: Kwargs) -> None:
+    def _record_dropout(self, args: Args, kwargs: Kwargs) -> None:
         p = argument(args, kwargs, 1, "p", 0.5)
         if argument(args, kwargs, 2, "training", True) and isinstance(p, float) and p >= STRONG_DROPOUT:
             self._dropout[self.stack[-1]] = max(p, self._dropout.get(self.stack[-1], 0.0))
 
     # attention: a softmax whose result is multiplied by values
 
-    def _note_product(self, name: str, args: Args) -> None:
+    def _record_product(self, name: str, args: Args) -> None:
         for place, weights in [(n, t) for n, t in enumerate(tensors_of(args, 2)) if t in self._scores]:
             path, scores, spread = self._scores[weights]
             if scores.dim() >= 3 and scores.shape[-1] > 1:
@@ -297,7 +297,7 @@ class LayerMeasurement(ModuleProbe):
         if known is None or facts.highest > known.highest:
             self._attention[path] = facts
 
-    def _note_fused(self, args: Args, kwargs: Kwargs) -> None:
+    def _record_fused(self, args: Args, kwargs: Kwargs) -> None:
         q, k = (t.detach().float() for t in args[:2])
         scale = kwargs.get("scale") or q.shape[-1] ** -0.5
         num_heads = max(1, (1 << 22) // max(1, q.shape[-2] * k.shape[-2]))  # this many scores are enough
@@ -321,11 +321,11 @@ class LayerMeasurement(ModuleProbe):
         q = nn.functional.linear(q.detach(), weight[:d].detach(), parts[0])
         k = nn.functional.linear(k.detach(), weight[d : 2 * d].detach(), parts[1])
         q, k = (x.reshape(*x.shape[:2], arguments[names[4]], -1).permute(1, 2, 0, 3) for x in (q, k))  # from (T, B, D)
-        self._note_fused((q, k), {"is_causal": False})
+        self._record_fused((q, k), {"is_causal": False})
 
     # routers: a softmax whose largest values choose experts and weight their outputs
 
-    def _note_choice(self, name: str, gates: Tensor, result: object) -> None:
+    def _record_choice(self, name: str, gates: Tensor, result: object) -> None:
         indices = [t for t in tensors_of(result, 2) if not t.is_floating_point()]
         if not indices or gates.dim() < 2 or not 2 <= gates.shape[-1] <= 512 or gates.numel() < 8 * gates.shape[-1]:
             return

@@ -127,7 +127,7 @@ class ComparedLoss:
         return ((self.target != reference) & kept).any()
 
 
-def compared(name: str, function: TorchFunction, args: Args, kwargs: Kwargs) -> ComparedLoss | None:
+def compared_loss(name: str, function: TorchFunction, args: Args, kwargs: Kwargs) -> ComparedLoss | None:
     """Returns some rows of a call that compares predictions with targets; None for any other call."""
     if name in CLASSES:
         return _of_classes(name, function, args, kwargs)

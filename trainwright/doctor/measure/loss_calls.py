@@ -24,7 +24,7 @@ from trainwright.doctor.measure.loss_arguments import (
     SQUARED,
     ComparedLoss,
     class_dim,
-    compared,
+    compared_loss,
     is_simplex,
     made_by,
     room_within,
@@ -163,9 +163,9 @@ class LossCalls:
         if name in ("softmax", "sigmoid"):
             self._probabilities[result] = self.stack[-1] if self.stack else None
         if not self.stack:
-            self._note_operation(name, plain, args, kwargs, result)
+            self._record_operation(name, plain, args, kwargs, result)
         if name in BOUNDED_BELOW or name in SOFTMAXES:
-            self._note_loss(name, args, kwargs, result, function)
+            self._record_loss(name, args, kwargs, result, function)
 
     def _line(self) -> str | None:
         return caller() if self._is_live else None
@@ -187,7 +187,7 @@ class LossCalls:
 
     # operations of the loop
 
-    def _note_operation(self, name: str, plain: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
+    def _record_operation(self, name: str, plain: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
         first = args[0]
         if name in ADDS_DIMENSION:
             self._raised[result] = None
@@ -200,7 +200,7 @@ class LossCalls:
                 self._residuals[result] = (x, target)
         is_even = name != "pow" or (len(args) > 1 and args[1] == 2)
         if name in SIZES and is_even and first in self._residuals and result.requires_grad:
-            self._note_residual(SIZES[name], self._residuals[first], result)
+            self._record_residual(SIZES[name], self._residuals[first], result)
         if plain in ("mul", "rmul") and len(tensors) == 2:
             self._record_product(tensors[0], tensors[1], result)
         if self._slot_of is not None and torch.is_grad_enabled():
@@ -224,10 +224,10 @@ class LossCalls:
         elif not result.requires_grad:
             self._origins[result] = origins or frozenset({next(self._count)})
 
-    def _note_residual(self, op: str, pair: tuple[Tensor, Tensor], result: Tensor) -> None:
+    def _record_residual(self, op: str, pair: tuple[Tensor, Tensor], result: Tensor) -> None:
         site = self._site(op, shape=tuple(pair[0].shape))
         if site is not None:
-            if op == SQUARED and (loss := compared(SQUARED, torch.sub, pair, {})) is not None:
+            if op == SQUARED and (loss := compared_loss(SQUARED, torch.sub, pair, {})) is not None:
                 self._measure(site, loss, pair[0], pair[1])
             self._record_gradient(site, result)
 
@@ -290,7 +290,7 @@ class LossCalls:
 
     # loss functions
 
-    def _note_loss(self, name: str, args: Args, kwargs: Kwargs, result: Tensor, function: Any) -> None:
+    def _record_loss(self, name: str, args: Args, kwargs: Kwargs, result: Tensor, function: Any) -> None:
         arguments = dict(zip(("input", "target"), args)) | kwargs
         x, target = arguments.get("input"), arguments.get("target")
         if isinstance(target, Tensor) and isinstance(x, Tensor) and target.requires_grad and not x.requires_grad:
@@ -341,7 +341,7 @@ class LossCalls:
             return
         if name in CLASSES and not target.is_floating_point():
             self._record_ignored(site, name, args, kwargs, target)
-        loss = compared(name, function or getattr(nn.functional, name, torch.sub), args, kwargs)
+        loss = compared_loss(name, function or getattr(nn.functional, name, torch.sub), args, kwargs)
         if loss is not None:
             self._measure(site, loss, x, target)
 

@@ -101,7 +101,7 @@ class Modules(ModuleProbe):
         elif isinstance(module, _NormBase) and module.training and module.running_mean is not None:
             self._drifting[path] += module.weight is not None
         if path in self._tables and args and isinstance(args[0], Tensor) and not args[0].is_floating_point():
-            self._note_ids(self._tables[path], args[0].detach())
+            self._record_ids(self._tables[path], args[0].detach())
         given = plain(tensors_of((args, kwargs), 2))
         if given and not self._single and _normalises_one_value(module, given[0]):
             self._single = path
@@ -118,9 +118,9 @@ class Modules(ModuleProbe):
         super().on_output(root, output)
         if self.is_looking and self._given and output is not None:
             with without_modes():  # the operations of the loss are recorded from here on
-                self._note_output(output)
+                self._record_output(output)
 
-    def _note_output(self, output: object) -> None:
+    def _record_output(self, output: object) -> None:
         root_varies = _varies(output)
         if root_varies is not None and "" in self._given:
             self._varies[""] = self._given[""], root_varies
@@ -144,7 +144,7 @@ class Modules(ModuleProbe):
             self._flat = type(flat[0]).__name__.partition("Backward")[0].lower()
             self._behind = {self.names[id(p)] for p in _leaves(flat, None) - direct if id(p) in self.names}
 
-    def _note_ids(self, table: _Table, ids: Tensor) -> None:
+    def _record_ids(self, table: _Table, ids: Tensor) -> None:
         table.ids = torch.unique(ids.flatten()[:MAX_IDS])
         padding = getattr(table.module, "padding_idx", None)
         if padding is None or ids.dim() != 2 or ids.shape[1] < 3:
@@ -158,10 +158,10 @@ class Modules(ModuleProbe):
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
         if self.is_looking and self._tables:
-            self._note_gradients_of_tables()
+            self._record_table_gradients()
 
     @torch.no_grad()
-    def _note_gradients_of_tables(self) -> None:
+    def _record_table_gradients(self) -> None:
         for table in self._tables.values():
             weight = table.module.weight
             if table.ids is None or weight.grad is None or weight.grad.is_sparse or id(weight) not in self.owned:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainwright.doctor.facts.function import Deviation
-from trainwright.doctor.measure.eval_passes import EvalPasses, apart, at_rows, distance
+from trainwright.doctor.measure.eval_passes import EvalPasses, at_rows, distance, max_distance
 from trainwright.recorder.program import Operation, constants_of, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.functions import InputHandler, change_leaves
@@ -105,9 +105,9 @@ def _deviation_along(passes: EvalPasses, size: int, changed: int, dim: int) -> D
     others = at_rows(lambda n: torch.arange(n, device="cpu") != changed, size, dim)
     kept = [n for n, each in enumerate(passes.base) if each.dim() > dim and list(each.shape).count(size) == 1]
     base, now = [passes.base[n] for n in kept], [outputs[n] for n in kept]
-    if not kept or apart(base, now, own) <= passes.limit:
+    if not kept or max_distance(base, now, own) <= passes.limit:
         return None
-    return passes.located(Deviation(apart(base, now, others), passes.limit), change, others)
+    return passes.located(Deviation(max_distance(base, now, others), passes.limit), change, others)
 
 
 def _is_free_along_second(passes: EvalPasses) -> bool:
@@ -141,7 +141,7 @@ def place(passes: EvalPasses) -> Deviation | None:
         is_by_sample = one.shape == other.shape and one.dim() and one.shape[0] == size and size not in one.shape[1:]
         return distance(one, other.roll(-1, 0)) if is_by_sample else 0.0
 
-    found = Deviation(apart(passes.base, passes.run(change), moved_back), passes.limit)
+    found = Deviation(max_distance(passes.base, passes.run(change), moved_back), passes.limit)
     return passes.located(found, change, moved_back)
 
 

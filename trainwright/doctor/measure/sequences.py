@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.facts.function import Deviation
-from trainwright.doctor.measure.eval_passes import EvalPasses, apart
+from trainwright.doctor.measure.eval_passes import EvalPasses, max_distance
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import InputHandler, change_leaves, function_name
 from trainwright.replay.replayer import Intervention
@@ -31,7 +31,7 @@ def padding(passes: EvalPasses) -> tuple[Deviation | None, str]:
             continue  # the model requires this length
         pairs = [pair for a, b in zip(whole, cut) if (pair := _common(a, b, int(ids.shape[1]), length)) is not None]
         if pairs:
-            amount = apart([a for a, _ in pairs], [b for _, b in pairs])
+            amount = max_distance([a for a, _ in pairs], [b for _, b in pairs])
             return Deviation(amount, passes.limit), _declared(passes, ids, filler)
     return None, ""
 

@@ -77,14 +77,14 @@ class KeptStates(Probe):
     def _use(self, value: object, how: str, depth: int = 3) -> None:
         for each in self._taken:
             if each.state() is value:
-                self._note(each, how)
+                self._record_use(each, how)
                 each.is_done = True
                 return
         inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
         for one in list(inner)[:MAX_STATES] if depth else ():
             self._use(one, how, depth - 1)
 
-    def _note(self, taken: _Taken, how: str) -> None:
+    def _record_use(self, taken: _Taken, how: str) -> None:
         if taken.has_changed and not taken.is_done:
             self._changed.append(KeptState(taken.step, self._steps, how, taken.source))
             self.urgent = True
@@ -95,7 +95,7 @@ class KeptStates(Probe):
         usual = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else MIN_AGE_STEPS / 1.5
         for each in self._taken:
             if each.state() is not None and self._steps - each.step > 1.5 * max(usual, 1):
-                self._note(each, "")
+                self._record_use(each, "")
         self._taken = []
 
     def values(self) -> Facts | None:

@@ -97,7 +97,7 @@ class Steadiness(Probe):
         if now.has_drawn():  # else the next step may begin in the same state
             self._record_state(now)
         given = [each for call in step.calls for each in constants_of((call.args, call.kwargs))]
-        self._note_writes(given)
+        self._record_writes(given)
         for tensor, whole in ((each.tensor, each.tensor._base) for each in given[:4] if each.is_unchanged):
             if whole is not None and tensor.device.type == "cpu" and tensor.numel() < whole.numel():
                 self._compare((id(whole), int(tensor.storage_offset()), tensor.numel()), tensor, None)
@@ -115,7 +115,7 @@ class Steadiness(Probe):
         elif len(self._states) > MAX_STATES:
             del self._states[next(iter(self._states))]
 
-    def _note_writes(self, given: list[Constant]) -> None:
+    def _record_writes(self, given: list[Constant]) -> None:
         changed = [each for each in given if not each.is_unchanged]
         if changed:
             self._written += 1

@@ -74,9 +74,9 @@ class Targets(Probe):
         if len(self._waiting) >= EVERY_STEP_UNTIL:
             self._count()
         if step.step <= EVERY_STEP_UNTIL:
-            self._note_ids(inputs)
+            self._record_ids(inputs)
 
-    def _note_ids(self, inputs: Sequence[Tensor]) -> None:
+    def _record_ids(self, inputs: Sequence[Tensor]) -> None:
         for place, each in enumerate(each for each in inputs if is_plain(each) and each.dtype in INTEGERS):
             largest, key = each.max(), (place, each.device)
             self._ids[key] = torch.maximum(self._ids.get(key, largest), largest)

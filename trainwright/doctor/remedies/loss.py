@@ -23,9 +23,9 @@ NUM_UPDATES = 8
 def compared_measure(what: str, name: str, was: list[float], now: list[float]) -> str:
     """Returns text on one measure over the same updates, unchanged and changed; "no better" if it is not lower."""
     if len(was) < 2 or len(now) < 2:
-        raise NotTried("the step could not be run again")
+        raise NotTried("the step could not be replayed")
     better = "" if now[-1] < was[-1] - 1e-4 * abs(was[-1]) else "no better: "
-    return f"{better}{name} {course(now)} in {len(now)} updates on this batch {what}; as it was: {course(was)}"
+    return f"{better}{name} {course(now)} in {len(now)} updates on this batch {what}; unchanged: {course(was)}"
 
 
 def scores_for_probabilities(session: ReplaySession) -> str:
@@ -54,7 +54,7 @@ def scores_for_probabilities(session: ReplaySession) -> str:
 
     for change in losses:
         session.train(NUM_UPDATES, Intervention(ops=handler(change)), repeat=True)
-    what = "with the scores in place of the probabilities"
+    what = "with scores instead of probabilities"
     return compared_measure(what, "-log p of the targets", losses[False], losses[True])
 
 

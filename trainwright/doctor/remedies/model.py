@@ -22,14 +22,14 @@ from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, course
 
 
-def compared(session: ReplaySession, intervention: Intervention, most: int = MIN_UPDATES) -> str:
+def compare_losses(session: ReplaySession, intervention: Intervention, most: int = MIN_UPDATES) -> str:
     """Returns text on the loss over updates on this batch, unchanged and changed."""
     try:
         was, now = on_one_batch(session, intervention, most)
     except NotReplayable as refused:
         raise NotTried(str(refused)) from None
     better = "" if now[-1] < was[-1] - 1e-4 * abs(was[-1]) else "no better: "
-    return f"{better}loss {course(now)} in {len(was)} updates on this batch; as it was: {course(was)}"
+    return f"{better}loss {course(now)} in {len(was)} updates on this batch; unchanged: {course(was)}"
 
 
 def once(change: Callable[[], None]) -> Callable[[], AbstractContextManager[None]]:
@@ -49,7 +49,7 @@ def once(change: Callable[[], None]) -> Callable[[], AbstractContextManager[None
 
 def activation_between(session: ReplaySession, *, weights: Sequence[str]) -> str:
     """Tries a ReLU after each of these linear layers."""
-    return compared(session, activated(session, weights), MAX_UPDATES)
+    return compare_losses(session, activated(session, weights), MAX_UPDATES)
 
 
 def _trained_too(session: ReplaySession, extra: list[Tensor]) -> str:
@@ -93,7 +93,7 @@ def _trained_too(session: ReplaySession, extra: list[Tensor]) -> str:
             p.requires_grad_(requires_grad)
             p.grad = grad
     better = "" if now[-1] < was[-1] else "no better: "
-    return f"{better}loss {course(now)} with them trained; as it was: {course(was)}"
+    return f"{better}loss {course(now)} with them trained; unchanged: {course(was)}"
 
 
 def _take(grads: dict[Tensor, Tensor], parameter: Tensor) -> None:
@@ -125,7 +125,7 @@ def keep_graph(session: ReplaySession) -> str:
                 return output
             return inputs[0] if output.shape == inputs[0].shape else output
 
-    return compared(session, Intervention(ops=change))
+    return compare_losses(session, Intervention(ops=change))
 
 
 def random_weights(session: ReplaySession, *, weights: Sequence[str]) -> str:
@@ -136,7 +136,7 @@ def random_weights(session: ReplaySession, *, weights: Sequence[str]) -> str:
         for name in weights:
             kaiming_(parameters[name])
 
-    return compared(session, Intervention(model=once(draw)))
+    return compare_losses(session, Intervention(model=once(draw)))
 
 
 def kaiming_(weight: Tensor) -> None:
@@ -154,7 +154,7 @@ def smaller_weights(session: ReplaySession, *, gains: Mapping[str, float]) -> st
         with smaller(session, gains):
             pass
 
-    return compared(session, Intervention(model=once(change)))
+    return compare_losses(session, Intervention(model=once(change)))
 
 
 def group_norm(session: ReplaySession) -> str:
@@ -168,7 +168,7 @@ def group_norm(session: ReplaySession) -> str:
         arguments = inspect.signature(F.batch_norm).bind(*args, **kwargs).arguments
         return F.group_norm(args[0], groups, arguments.get("weight"), arguments.get("bias"))
 
-    return compared(session, Intervention(ops=change))
+    return compare_losses(session, Intervention(ops=change))
 
 
 def less_dropout(session: ReplaySession) -> str:
@@ -184,4 +184,4 @@ def less_dropout(session: ReplaySession) -> str:
     ends = [sum(losses[-4:]) / 4 for losses in (was, now)]
     better = "" if ends[1] < ends[0] else "no better: "
     courses = [f"{losses[0]:.4g} -> {end:.4g}" for losses, end in zip((was, now), ends)]
-    return f"{better}loss {courses[1]} in 16 updates on this batch; as it was: {courses[0]}"
+    return f"{better}loss {courses[1]} in 16 updates on this batch; unchanged: {courses[0]}"

@@ -18,16 +18,16 @@ MAX_STEPS = 32
 """Maximum number of recorded steps that are replayed."""
 
 
-def compared(what: str, was: list[float], now: list[float]) -> str:
+def compare_losses(what: str, was: list[float], now: list[float]) -> str:
     """Returns text on the losses, unchanged and with a change; "no better" if they are not lower."""
     better = "" if math.isfinite(now[-1]) and not now[-1] >= was[-1] else "no better "  # also if ``was`` is NaN
-    return f"{better}{what}: loss {course(now)} in {len(now)} steps; as it was: {course(was)} in {len(was)} steps"
+    return f"{better}{what}: loss {course(now)} in {len(now)} steps; unchanged: {course(was)} in {len(was)} steps"
 
 
 def other_lr(session: ReplaySession, factor: float) -> str:
     """Tries updates on this batch with the learning rate times ``factor``."""
     was, now = session.train(NUM_UPDATES, repeat=True), session.train(NUM_UPDATES, Intervention(lr=factor), repeat=True)
-    return compared(f"with the learning rate x {factor:g}", was, now)
+    return compare_losses(f"with the learning rate x {factor:g}", was, now)
 
 
 def another_rate(session: ReplaySession, lr: float) -> str:
@@ -36,20 +36,20 @@ def another_rate(session: ReplaySession, lr: float) -> str:
         raise NotTried("no other learning rate is known")
     changed = Intervention(group=lambda step, group: {"lr": lr})
     was, now = session.train(NUM_UPDATES, repeat=True), session.train(NUM_UPDATES, changed, repeat=True)
-    return compared(f"with a learning rate of {lr:.3g}", was, now)
+    return compare_losses(f"with a learning rate of {lr:.3g}", was, now)
 
 
 def weight_decay(session: ReplaySession, to: float) -> str:
     """Tries the recorded steps with another weight decay."""
     changed = Intervention(group=lambda step, group: {"weight_decay": to} if "weight_decay" in group else {})
-    return compared(f"with a weight decay of {to:g}", session.train(MAX_STEPS), session.train(MAX_STEPS, changed))
+    return compare_losses(f"with a weight decay of {to:g}", session.train(MAX_STEPS), session.train(MAX_STEPS, changed))
 
 
 def clip_at(session: ReplaySession, at: float) -> str:
     """Tries updates on this batch, clipped at ``at``. A loop without clipping gets a clip before its update."""
     with _clipped(session, at):
         now = session.train(NUM_UPDATES, Intervention(clip=at), repeat=True)
-    return compared(f"with gradients clipped at {at:g}", session.train(NUM_UPDATES, repeat=True), now)
+    return compare_losses(f"with gradients clipped at {at:g}", session.train(NUM_UPDATES, repeat=True), now)
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def group_lr(session: ReplaySession, optimizer: int, group: int, lr: float) -> s
         session.train(NUM_UPDATES, repeat=True),
         session.train(NUM_UPDATES, Intervention(group=change), repeat=True),
     )
-    return compared(f"with a learning rate of {lr:g} for group {group}", was, now)
+    return compare_losses(f"with a learning rate of {lr:g} for group {group}", was, now)
 
 
 def with_optimizer(session: ReplaySession, names: list[str]) -> str:
@@ -91,4 +91,4 @@ def with_optimizer(session: ReplaySession, names: list[str]) -> str:
         now = session.train(NUM_UPDATES, repeat=True)
     finally:
         owner["params"] = before
-    return compared(f"with {len(names)} more parameters in the optimizer", was, now)
+    return compare_losses(f"with {len(names)} more parameters in the optimizer", was, now)

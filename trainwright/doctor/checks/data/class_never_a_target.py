@@ -52,7 +52,7 @@ def class_never_a_target(run: RunContext) -> Iterator[Result]:
         yield NotApplicable("no loss over classes is called by the loop, or several with different numbers of them")
         return
     classes = numbers.pop()
-    seen = _seen(facts)
+    seen = _observed_classes(facts)
     missing = sorted(set(range(classes)) - seen - {call.ignored_class for call in losses})
     if classes > MOST_CLASSES:
         yield NotApplicable(f"of {classes} classes some are seldom all used")
@@ -68,7 +68,7 @@ def class_never_a_target(run: RunContext) -> Iterator[Result]:
         yield _finding(run, facts, losses[0], missing)
 
 
-def _seen(facts: TargetsFacts) -> set[int]:
+def _observed_classes(facts: TargetsFacts) -> set[int]:
     return {each for each, count in enumerate(facts.counts) if count}
 
 
@@ -80,11 +80,11 @@ def _rarest(facts: TargetsFacts, rows: RowsFacts) -> float:
 def _came_late(run: RunContext, facts: TargetsFacts) -> bool:
     """Returns True if a class first appeared in the second half, as in data sorted by class."""
     before = [each for _, each in run.every(TargetsFacts) if 2 * each.rows <= facts.rows]
-    return not before or _seen(before[-1]) != _seen(facts)
+    return not before or _observed_classes(before[-1]) != _observed_classes(facts)
 
 
 def _finding(run: RunContext, facts: TargetsFacts, loss: MeasuredLoss, missing: list[int]) -> Finding:
-    seen = _seen(facts)
+    seen = _observed_classes(facts)
     many = len(missing) > 1
     names = ", ".join(map(str, missing[:MAX_CLASSES_NAMED])) + (", ..." if len(missing) > MAX_CLASSES_NAMED else "")
     if missing == [0]:

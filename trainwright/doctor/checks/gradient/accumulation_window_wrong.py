@@ -33,19 +33,19 @@ def accumulation_window_wrong(run: RunContext) -> Iterator[Result]:
     counts = {each.step: n for each in seen if (n := len(kinds(each, "backward")))}
     if facts is None or len(counts) < MIN_STEPS:
         return
-    told, (usual, times) = facts.accumulation or 1, Counter(counts.values()).most_common(1)[0]
-    if told == usual == 1:
+    declared, (usual, times) = facts.accumulation or 1, Counter(counts.values()).most_common(1)[0]
+    if declared == usual == 1:
         yield NotApplicable("every step has one backward pass")
         return
-    other = [n for n in counts.values() if n < told]
+    other = [n for n in counts.values() if n < declared]
     later = [n for step, n in counts.items() if step > 1]
     if len(other) >= max(MIN_STEPS, MIN_FRACTION * len(counts)):
         yield run.finding(
             run.last_step,
-            symptom=f"the watch was told that a step has {told} micro-batches; {len(other)} of {len(counts)} steps "
+            symptom=f"{declared} micro-batches per step are declared; {len(other)} of {len(counts)} steps "
             f"have {other[-1]}",
             since_step=1,
-            evidence=[("backward passes of a step", other[-1], told)],
+            evidence=[("backward passes of a step", other[-1], declared)],
         )
     elif counts.get(1) == 1 and usual >= 2 and len(later) >= 3 and set(later[:3]) == {usual}:
         yield run.finding(

@@ -9,7 +9,11 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.shared_calls import kinds
 
-ACTION_TEXTS = {"warn": "the update was made", "skip": "the update was left out", "rollback": "the run went back"}
+ACTION_TEXTS = {
+    "warn": "the update was made",
+    "skip": "the update was skipped",
+    "rollback": "an earlier state was restored",
+}
 
 
 @check(names_cause=False, stage="backward", confidence=0.6)

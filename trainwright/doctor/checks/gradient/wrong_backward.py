@@ -31,17 +31,17 @@ def wrong_backward(run: RunContext) -> Iterator[Result]:
     Fix: `torch.autograd.gradcheck(F.apply, (x.double().requires_grad_(),))` in a test, or let autograd differentiate.
     """
     facts = run.latest(WiringFacts)
-    tested = _tested(run)
+    tested = _newest_test(run)
     if facts is None or not facts.custom:
         return
     if tested is None:
         yield ExperimentRequest("custom_functions", run.every(WiringFacts)[-1][0])
         return
-    found = [_judged(run, tested.step, each) for each in tested.values.get("functions", ()) if _deviates(each)]
+    found = [_finding(run, tested.step, each) for each in tested.values.get("functions", ()) if _deviates(each)]
     yield from sorted(found, key=lambda each: each.found.severity != "critical")[:1]
 
 
-def _tested(run: RunContext) -> Examined | None:
+def _newest_test(run: RunContext) -> Examined | None:
     """Returns the newest measurement of the custom Functions; None without one."""
     found = [each for each in run.records if isinstance(each, Examined) and each.experiment == "custom_functions"]
     return found[-1] if found else None
@@ -53,7 +53,7 @@ def _deviates(each: Facts) -> bool:
     return not (each["constant"] or each.get("own_way") or (each["identity"] and each["factor"] < 0))
 
 
-def _judged(run: RunContext, step: int, each: Facts) -> Finding:
+def _finding(run: RunContext, step: int, each: Facts) -> Finding:
     bias, noise = each.get("bias"), each.get("noise", 0.0)
     is_estimate = bias is not None and bias <= max(0.02, MIN_STANDARD_ERRORS * noise)
     is_meant = each["identity"] or is_estimate or each.get("moving", 1.0) < 0.02 or bool(each.get("straight"))

@@ -10,7 +10,7 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.reference import ReferenceFacts
 from trainwright.doctor.finding import Measured
-from trainwright.doctor.shared_reference import apart, compared, differences
+from trainwright.doctor.shared_reference import differ, differences, reference_and_traits
 
 NUM_POINTS = 8
 """Number of compared steps: the first ones, and the last common ones."""
@@ -31,18 +31,18 @@ def course_differs(run: RunContext) -> Iterator[Result]:
 
     Fix: begin with the first difference in the program; where there is none, with the learning rate.
     """
-    if (both := compared(run)) is None:
+    if (both := reference_and_traits(run)) is None:
         return
     reference, here = both
     theirs = {each.step: each for each in reference.traits.course}
     common = [(each, theirs[each.step]) for each in here.course if each.step in theirs]
     if len(common) < NUM_POINTS:
         return
-    rates = [(one, other) for one, other in common if apart(one.lr, other.lr, 0.01)]
+    rates = [(one, other) for one, other in common if differ(one.lr, other.lr, 0.01)]
     evidence: list[Measured] = [(f"learning rate at step {one.step}", one.lr, other.lr) for one, other in rates[:1]]
     for part, name in ((common[:NUM_POINTS], "first"), (common[-NUM_POINTS:], "last")):
-        losses = _apart([one.loss for one, _ in part], [other.loss for _, other in part])
-        norms = _apart([one.grad_norm for one, _ in part], [other.grad_norm for _, other in part])
+        losses = _differing_means([one.loss for one, _ in part], [other.loss for _, other in part])
+        norms = _differing_means([one.grad_norm for one, _ in part], [other.grad_norm for _, other in part])
         for what, means in (("loss", losses), ("gradient norm", norms)):
             if means is not None:
                 evidence.append((f"mean {what} of the {name} {NUM_POINTS} common steps", *means))
@@ -50,10 +50,10 @@ def course_differs(run: RunContext) -> Iterator[Result]:
         yield run.finding(run.last_step, symptom=differences(evidence), evidence=evidence)
 
 
-def _apart(here: Sequence[float], there: Sequence[float]) -> tuple[float, float] | None:
+def _differing_means(here: Sequence[float], there: Sequence[float]) -> tuple[float, float] | None:
     """Returns the two means if they differ by more than the spread of the reference; else None."""
     if not all(map(math.isfinite, (*here, *there))):
         return None
     ours, other = statistics.fmean(here), statistics.fmean(there)
     is_beyond = abs(ours - other) > MIN_DEVIATIONS * statistics.stdev(there)
-    return (ours, other) if is_beyond and apart(ours, other) else None
+    return (ours, other) if is_beyond and differ(ours, other) else None

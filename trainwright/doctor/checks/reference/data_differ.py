@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.reference import ReferenceFacts
-from trainwright.doctor.shared_reference import apart, compared, differences, differing
+from trainwright.doctor.shared_reference import differ, differences, differing, reference_and_traits
 
 MIN_SCALE = 0.5
 """Relative difference of the standard deviations of an input. Batches differ by less."""
@@ -24,7 +24,7 @@ def data_differ(run: RunContext) -> Iterator[Result]:
 
     Fix: look at the difference. Where it is meant, use another run as reference.
     """
-    if (both := compared(run)) is None:
+    if (both := reference_and_traits(run)) is None:
         return
     reference, here = both
     there = reference.traits
@@ -34,9 +34,9 @@ def data_differ(run: RunContext) -> Iterator[Result]:
             ("shapes of the inputs", list(here.shapes), list(there.shapes)),
         ]
     )
-    if apart(here.scale, there.scale, MIN_SCALE):
+    if differ(here.scale, there.scale, MIN_SCALE):
         evidence.append(("largest standard deviation of an input", here.scale, there.scale))
-    if apart(here.new_rows, there.new_rows) and here.steps == there.steps:
+    if differ(here.new_rows, there.new_rows) and here.steps == there.steps:
         evidence.append(("fraction of rows that are new", here.new_rows, there.new_rows))
     ours, theirs = here.largest_target, there.largest_target
     if ours is not None and theirs is not None and not theirs / 2 <= ours <= theirs:

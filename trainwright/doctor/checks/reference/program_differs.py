@@ -8,7 +8,7 @@ from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.reference import ReferenceFacts
 from trainwright.doctor.finding import listed
-from trainwright.doctor.shared_reference import compared, differences, differing
+from trainwright.doctor.shared_reference import differences, differing, reference_and_traits
 
 
 @check(stage="loop", confidence=0.8, needs=ReferenceFacts, names_cause=False)
@@ -22,7 +22,7 @@ def program_differs(run: RunContext) -> Iterator[Result]:
 
     Fix: look at the difference. Where it is meant, use another run as reference.
     """
-    if (both := compared(run)) is None:
+    if (both := reference_and_traits(run)) is None:
         return
     reference, here = both
     there = reference.traits

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainwright.doctor.check import Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.reference import ReferenceFacts
-from trainwright.doctor.shared_reference import compared
+from trainwright.doctor.shared_reference import reference_and_traits
 
 
 @check(stage="update", confidence=0.85, needs=ReferenceFacts, names_cause=False)
@@ -22,7 +22,7 @@ def weights_stand_still(run: RunContext) -> Iterator[Result]:
 
     Fix: compare the parameters of the optimizer and the forward pass with those of the reference run.
     """
-    if (both := compared(run)) is None:
+    if (both := reference_and_traits(run)) is None:
         return
     reference, here = both
     there = reference.traits

@@ -88,7 +88,7 @@ class Comparison:
         self._set(is_wrapped=facts.is_wrapped or any(row.exchange.wrapped_calls for row in rows))
         if facts.exchange is None and "gradients" in (self._suspected | self._differing):
             self._set(exchange=min((r.exchange for r in rows), key=lambda each: (each.last_synced, each.synced_calls)))
-        self._note_programs(rows)
+        self._record_programs(rows)
         factors = [row.factor for row in rows if row.factor is not None]
         if not facts.factors and len(factors) == len(rows) and max(factors) > (1 + SAME_FACTOR) * min(factors):
             self._set(factors=tuple(factors), factors_since=step)
@@ -97,9 +97,11 @@ class Comparison:
         if all(row.shrunk for row in rows):
             self._shrunk.append(step)
         if len(rows) == facts.size:  # a subset of the ranks does not show how the data are shared
-            self._note_alike("samples", {r.rank: frozenset(r.samples) if r.batch is None else r.batch for r in rows})
+            self._record_coincidence(
+                "samples", {r.rank: frozenset(r.samples) if r.batch is None else r.batch for r in rows}
+            )
             if not all(row.samples and row.samples == rows[0].samples for row in rows):  # else they divide the samples
-                self._note_alike("random numbers", {row.rank: row.rng if row.draws else None for row in rows})
+                self._record_coincidence("random numbers", {row.rank: row.rng if row.draws else None for row in rows})
         everywhere = set.intersection(*(set(row.without_gradient) for row in rows))
         for row in rows if not facts.missing else ():
             if own := tuple(name for name in row.without_gradient if name not in everywhere):
@@ -172,7 +174,7 @@ class Comparison:
         groups = [dict(row[indices[0]]) for row in values]
         return sorted(name for name in groups[0] if any(each.get(name) != groups[0][name] for each in groups))
 
-    def _note_programs(self, rows: Sequence[RankStep]) -> None:
+    def _record_programs(self, rows: Sequence[RankStep]) -> None:
         for what in rows[0].program:
             words = tuple(row.program.get(what, "") for row in rows)
             if all(words) and len(set(words)) > 1:
@@ -180,7 +182,7 @@ class Comparison:
                 since, count = (before.since, before.rows) if before else (rows[0].step, 0)
                 self._programs[what] = ProgramDifference(what=what, since=since, rows=count + 1, words=words)
 
-    def _note_alike(self, what: str, values: Mapping[int, Hashable]) -> None:
+    def _record_coincidence(self, what: str, values: Mapping[int, Hashable]) -> None:
         known = {rank: value for rank, value in values.items() if value}
         if len(known) < 2:
             return
