@@ -191,8 +191,7 @@ def test_a_step_that_outlasts_the_grace_is_told_before_the_kill() -> None:
     first, late = said_by_a_run(grace="0.5", wait_for="newest")
     assert first == f"{SAVING} (0.5 s are left); a second signal quits at once"
     assert late == (
-        "the step has not ended after 0.4 s of 0.5 s; "
-        "if the kill comes first, the newest checkpoint is step-00000002"
+        "the step has not ended after 0.4 s of 0.5 s; if the kill comes first, the newest checkpoint is step-00000002"
     )
 
 
