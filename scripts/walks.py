@@ -41,7 +41,7 @@ batch: {size: 64}
 
 
 class Walk:
-    """Traces calls and returns while ``is_on``, and keeps files with a local variable for which ``is_value`` is true."""
+    """Traces calls and returns while ``is_on``. Keeps the files with a local variable for which ``is_value`` is true."""
 
     def __init__(self, is_value: Callable[[object], bool]) -> None:
         self.is_value, self.is_on = is_value, False
@@ -74,9 +74,9 @@ class Walk:
 
     def report(self) -> None:
         for file in dict.fromkeys(self.files):
-            print(f"{file:36} {', '.join(self.names[file])}")
+            sys.stdout.write(f"{file:36} {', '.join(self.names[file])}\n")
         count = len(set(self.files))
-        print(f"{count} files, {len(self.files) - count} turns back")
+        sys.stdout.write(f"{count} files, {len(self.files) - count} turns back\n")
 
 
 def is_batch(value: object) -> bool:

@@ -169,7 +169,7 @@ def test_a_model_that_is_not_ready_is_no_puzzle_for_a_run(folder: Path, monkeypa
         (["graph", "--svg", "none/x.svg"], "cannot be written"),
         (["graph", "--depth", "0"], "--depth"),
         (["graph", "--nonsense"], "nonsense"),
-        (["batch-size", "--budget", "nan"], "no time"),
+        (["batch-size", "--budget", "nan"], "is not a time"),
         (["batch-size", "--margin", "nan"], "not a fraction"),
     ],
 )

@@ -119,6 +119,7 @@ def prove(**options: Any) -> tuple[Proof, str]:
     return proof, "\n".join([*spoken, *proof.lines()])
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_resumed_run_is_the_same_bits(folder: Path) -> None:
     """By the command line, in new processes, one of them killed."""

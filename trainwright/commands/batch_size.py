@@ -165,7 +165,10 @@ class _Search:
     """
 
     def __init__(self, job: Job, capacity: int, margin: float, deadline_s: float, say: Callable[[str], None]) -> None:
-        self.job, self._margin, self._deadline_s, self._say = job, margin, deadline_s, say
+        self.job = job
+        self._margin = margin
+        self._deadline_s = deadline_s
+        self._say = say
         self._capacity, self.allowed = capacity, int(capacity * (1 - margin))
         self.tried: list[SizeTried] = []
         self.bounded = ""

@@ -56,7 +56,10 @@ class Trials:
         *,
         block_s: float = BLOCK_S,
     ) -> None:
-        self._build, self._job, self._say, self._block_s = build, job, say, block_s
+        self._build = build
+        self._job = job
+        self._say = say
+        self._block_s = block_s
         self._budget_s, self._end_s = budget_s, time.perf_counter() + budget_s
 
     def of(self, advice: Sequence[Advice]) -> list[TriedAdvice]:
@@ -117,7 +120,9 @@ class _Variant:
     """A live run of a recipe that is advanced block by block."""
 
     def __init__(self, job: Job, threads: int, block_s: float) -> None:
-        self.job, self._threads, self._block_s = job, threads, block_s
+        self.job = job
+        self._threads = threads
+        self._block_s = block_s
         seed_all(job.recipe.seed)
         self._advance = make_advance(job)
         self._results = steps(job.state, job.batches, self._advance, until=for_steps(10**9))

@@ -28,7 +28,11 @@ class BestSoFar:
         warn: Callable[[str], None],
         run: str = "",
     ) -> None:
-        self._folder, self._metric, self._batches, self._warn, self._run = folder, metric, batches, warn, run
+        self._folder = folder
+        self._metric = metric
+        self._batches = batches
+        self._warn = warn
+        self._run = run
         self._sign = -1.0 if is_largest else 1.0
         self._pointed_to = repair_best(folder, run)
         self._hoped_for: Best | None = None

@@ -22,7 +22,9 @@ class Every:
         since: TrainState | None = None,
     ) -> None:
         assert sum(each is not None for each in (steps, seconds, fraction)) == 1
-        self.steps, self.seconds, self.fraction = steps, seconds, fraction
+        self.steps = steps
+        self.seconds = seconds
+        self.fraction = fraction
         self._passed = 0 if since is None or steps is not None else self._boundaries(since)
 
     def due(self, state: TrainState) -> bool:

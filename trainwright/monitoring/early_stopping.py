@@ -39,7 +39,9 @@ class EarlyStopping:
         if not 0 <= min_delta < math.inf:
             raise UsageError(f"min_delta is {min_delta!r}", remedy="pass a number of at least 0: min_delta=0.001")
         require_choice("mode", mode, ("min", "max"))
-        self.patience, self.metric, self.min_delta = patience, metric, min_delta
+        self.patience = patience
+        self.metric = metric
+        self.min_delta = min_delta
         self._sign = 1.0 if mode == "min" else -1.0
         self.best: float | None = None
         self.waited = 0

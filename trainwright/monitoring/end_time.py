@@ -27,7 +27,10 @@ class EndTime:
         say: Callable[[str], None],
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._left_over, self._line, self._say, self._wall_clock = seconds_left, line, say, wall_clock
+        self._left_over = seconds_left
+        self._line = line
+        self._say = say
+        self._wall_clock = wall_clock
         self._count, self._steps_s = 0, 0.0
 
     def observe(self, result: StepResult, state: TrainState) -> None:

@@ -54,7 +54,11 @@ class PeriodicEvaluation:
         world: World = SOLO,
         metrics: MetricSet = NO_METRICS,
     ) -> None:
-        self._sets, self._loss, self._every, self._world, self._metrics = sets, loss, every, world, metrics
+        self._sets = sets
+        self._loss = loss
+        self._every = every
+        self._world = world
+        self._metrics = metrics
         self._precision, self._listeners = precision, listeners
         self._seen = (-1, False)
         self.last: EvaluationResult | None = None

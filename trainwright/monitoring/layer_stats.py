@@ -165,7 +165,9 @@ class LayerStats(HookedStats):
         super().__init__()
         self.layers = layers_of(*models)
         self.paths = tuple(layer.path for layer in self.layers)
-        self._with_activations, self._is_live, self._put_together = activations, is_live, combine_shards
+        self._with_activations = activations
+        self._is_live = is_live
+        self._put_together = combine_shards
         self._measured: dict[int, tuple[Tensor, Tensor]] = {}
         self._stands_for: Tensor | None = None
         self._parameters = [p for layer in self.layers for p in layer.parameters]
@@ -331,11 +333,15 @@ class LayerLog(Generic[R]):
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._stats, self._to, self._record = stats, write, record
+        self._stats = stats
+        self._to = write
+        self._record = record
         self._clock, self._wall_clock = clock, wall_clock
         self._in_step = in_step
         self._next, self._measured = 0, 0
-        self._paid_s, self._steps_s, self._named = 0.0, 0.0, False
+        self._paid_s = 0.0
+        self._steps_s = 0.0
+        self._named = False
 
     def before_update(self, step: int, optimizer: Optimizer | None = None) -> None:
         """Measure the complete gradients of ``step``: those of ``optimizer``, or all."""

@@ -23,7 +23,9 @@ class LogWindow:
 
     def __init__(self, metrics: MetricSet, world: World = SOLO, every: Every | None = None) -> None:
         assert (world.size > 1) == (every is not None)
-        self._metrics, self._world, self._every = metrics, world, every
+        self._metrics = metrics
+        self._world = world
+        self._every = every
         self._logged = LoggedMeans()
         self._has_seen = False
         self._joined: dict[str, float] = {}

@@ -46,7 +46,9 @@ def model_facts(models: Sequence[nn.Module], references: Mapping[str, float] = M
 
 def _depth_of(model: nn.Module) -> int:
     """Return the number of levels with at most MAX_MODULES modules."""
-    level, depth, seen = [model], 0, 1
+    level = [model]
+    depth = 0
+    seen = 1
     while level and seen <= MAX_MODULES and depth < MAX_DEPTH:
         level = [child for module in level for child in module.children()]
         depth, seen = depth + 1, seen + len(level)

@@ -144,7 +144,9 @@ class LossMean:
             sums = [_summed([*self._newest])]
         else:
             sums = self._sums + ([_summed(self._pending)] if self._pending else [])
-        self._pending, self._sums, self._steps = [], [], 0
+        self._pending = []
+        self._sums = []
+        self._steps = 0
         total, number = (torch.stack(each).sum().item() for each in zip(*sums, strict=True))
         return total / number if number else math.nan
 
@@ -168,7 +170,9 @@ class Progress:
     """
 
     def __init__(self, console: Console, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock, self._quiet = console, clock, quiet
+        self._console = console
+        self._clock = clock
+        self._quiet = quiet
         self.references: Mapping[str, float] = {}
         self.findings: Callable[[], Sequence[Found]] = tuple
         self.peak_samples_s: float | None = None
@@ -226,7 +230,9 @@ class Progress:
         if now_s - self._shown_s < self._every_s:
             return
         line = self._line(result, state, now_s - self._shown_s)
-        self._shown_s, self._wait_s, self._work_s = now_s, 0.0, 0.0
+        self._shown_s = now_s
+        self._wait_s = 0.0
+        self._work_s = 0.0
         self._samples, self._tokens = state.num_samples, state.num_tokens
         if self._live:
             text = Text(line.text(self._console.width), no_wrap=True, overflow="ellipsis")

@@ -26,7 +26,9 @@ class TextSamples:
         say: Callable[[str], None],
         at: Sequence[float] = (0.25, 0.5),
     ) -> None:
-        self._write, self._folder, self._say = write, folder, say
+        self._write = write
+        self._folder = folder
+        self._say = say
         self._left = sorted(at)
 
     def observe(self, result: StepResult, state: TrainState) -> None:

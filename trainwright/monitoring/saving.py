@@ -99,8 +99,13 @@ class Saving:
         clock: Callable[[], float] = time.monotonic,
         free_memory: Callable[[], int] = _free_on_host,
     ) -> None:
-        self._folder, self._policy, self._listener, self._warn = folder, policy, listener, warn
-        self._run, self._run_metadata, self._folder_guard = run, run_metadata, folder_guard
+        self._folder = folder
+        self._policy = policy
+        self._listener = listener
+        self._warn = warn
+        self._run = run
+        self._run_metadata = run_metadata
+        self._folder_guard = folder_guard
         self._clock, self._free_memory = clock, free_memory
         self._started_thread = _started_thread()
         self._is_prepared = False

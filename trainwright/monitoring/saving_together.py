@@ -17,7 +17,9 @@ class SavingTogether:
     """
 
     def __init__(self, world: World, first: Saver = NEVER, stages: World = SOLO) -> None:
-        self._world, self._first, self._stages = world, first, stages
+        self._world = world
+        self._first = first
+        self._stages = stages
         self._saved = -1, False
 
     def due(self, state: TrainState) -> bool:

@@ -101,7 +101,9 @@ class Signals:
         *,
         repeated: bool = False,
     ) -> None:
-        self._say, self._grace_s, self._repeated = say, grace_s, repeated
+        self._say = say
+        self._grace_s = grace_s
+        self._repeated = repeated
         wanted = dict.fromkeys(("SIGINT", *names))
         self._numbers = [getattr(signal, name) for name in wanted if hasattr(signal, name)]
         self.newest: Callable[[], str] = lambda: "not written yet"

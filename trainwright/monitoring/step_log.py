@@ -49,11 +49,17 @@ class StepLog:
         by_the_clock: bool = False,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._journal, self._sinks, self._every, self._wall_clock = journal, sinks, every, wall_clock
+        self._journal = journal
+        self._sinks = sinks
+        self._every = every
+        self._wall_clock = wall_clock
         self._process = psutil.Process()
         self._memory, self._memory_due_s = 0, -math.inf
         self._by_the_clock = by_the_clock
-        self._all_steps_s, self._all_waits_s, self._all_reads_s, self._all_count = 0.0, 0.0, 0.0, 0
+        self._all_steps_s = 0.0
+        self._all_waits_s = 0.0
+        self._all_reads_s = 0.0
+        self._all_count = 0
         self.step = 0
         self.num_skipped = already_skipped
         self.last_evaluated: records.Evaluated | None = None
@@ -63,7 +69,9 @@ class StepLog:
 
     def _start_window(self) -> None:
         self._ids = hashlib.blake2b(digest_size=8)
-        self._count, self._step_s, self._wait_s = 0, 0.0, 0.0
+        self._count = 0
+        self._step_s = 0.0
+        self._wait_s = 0.0
         self._fractions: list[float] = []
         self._newest: list[_Brief] = []
         self._unrecorded: tuple[StepResult, TrainState] | None = None

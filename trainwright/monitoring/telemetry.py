@@ -42,8 +42,12 @@ class TelemetryReader:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._log, self._sinks, self._folder = log, sinks, folder
-        self._every_s, self._clock, self._wall_clock = every_s, clock, wall_clock
+        self._log = log
+        self._sinks = sinks
+        self._folder = folder
+        self._every_s = every_s
+        self._clock = clock
+        self._wall_clock = wall_clock
         self._process = psutil.Process()
         self._process.cpu_percent()  # the first call has nothing to compare with and returns 0
         self._gpus = Gpus(gpu_indices)

@@ -112,7 +112,9 @@ class _Header:
         return Setting(setting.name, shown, "asked", setting.why) if brings_its_own else setting
 
     def _schedule(self) -> Setting:
-        ask, plan, live = self.job.recipe.schedule, self.job.plan, self.job.built.schedule
+        ask = self.job.recipe.schedule
+        plan = self.job.plan
+        live = self.job.built.schedule
         live = live.base if isinstance(live, SwaSchedule) else live
         why = self._why("schedule")
         if isinstance(live, SteppedSchedule):

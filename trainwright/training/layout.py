@@ -108,7 +108,9 @@ def _exchange_notes(model: nn.Module, loss: object, ask: Parallel, mesh: RankMes
 
 
 def _divide_layers(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.device) -> PipelineStages | None:
-    ask, degrees, model = loaded.recipe.parallel, mesh.degrees, parts.model
+    ask = loaded.recipe.parallel
+    degrees = mesh.degrees
+    model = parts.model
     if degrees.ranks == degrees.data:
         return None
     from trainwright.assembly.pipeline import Stages, stage_blocks  # slow to import

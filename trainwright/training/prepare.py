@@ -178,7 +178,10 @@ def make_parts(resolved: Resolved, request: Request, hardware: Hardware) -> Part
 
 def plan_run(resolved: Resolved, parts: Parts, request: Request, hardware: Hardware) -> Planned:
     """Return the plan of the first rank, made by arithmetic."""
-    loaded, recipe, earlier, ranks = resolved.loaded, resolved.loaded.recipe, request.earlier, request.world.size
+    loaded = resolved.loaded
+    recipe = resolved.loaded.recipe
+    earlier = request.earlier
+    ranks = request.world.size
     quarantine = frozenset(recipe.data.quarantine)
     found = gather_facts(parts, hardware.device, hardware.machine, _threads(recipe, earlier, hardware), quarantine)
     with at_recipe(loaded, ""):
@@ -264,7 +267,10 @@ def try_out(
     loaded: Loaded, divided: Divided, made: MadeRun, planned: Planned, request: Request, hardware: Hardware
 ) -> Job:
     """Read the first batch and return the job with the measurements of its dry run and its header."""
-    recipe, world, earlier, state = loaded.recipe, request.world, request.earlier, made.live.state
+    recipe = loaded.recipe
+    world = request.world
+    earlier = request.earlier
+    state = made.live.state
     _require_steps_left(recipe, made.live.plan, state)
     if earlier:
         earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step

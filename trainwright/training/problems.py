@@ -91,7 +91,10 @@ class _Examination:
     """Builds one part of a recipe after the other and collects the errors."""
 
     def __init__(self, loaded: Loaded, parts: Parts | None, ranks: int, elsewhere: bool) -> None:
-        self.loaded, self.recipe, self.parts, self.ranks = loaded, loaded.recipe, parts, ranks
+        self.loaded = loaded
+        self.recipe = loaded.recipe
+        self.parts = parts
+        self.ranks = ranks
         self.elsewhere, self.problems = elsewhere, Problems()
 
     def run(self) -> list[Problem]:

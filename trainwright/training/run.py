@@ -225,7 +225,11 @@ def enable_faulthandler() -> None:
 
 
 def _run(job: Job, stage: Stage, extras: Sequence[Extra]) -> Result:
-    plan, state, folder, progress, signals = job.plan, job.state, stage.folder, stage.progress, stage.signals
+    plan = job.plan
+    state = job.state
+    folder = stage.folder
+    progress = stage.progress
+    signals = stage.signals
     logbook = Logbook(
         folder,
         every(plan.log_every, state),

@@ -40,7 +40,9 @@ class FoldedTraining:
     """
 
     def __init__(self, folder: RunFolder, folds: int, batch: int | None, say: Callable[[str], None]) -> None:
-        self._folder, self._folds, self._say = folder, folds, say
+        self._folder = folder
+        self._folds = folds
+        self._say = say
         loaded = load(folder.recipe, environ={})
         live = [part.use for part in (loaded.recipe.model, loaded.recipe.data.train, loaded.recipe.loss)]
         if named := [use for use in live if use.startswith(f"{LIVE}:")]:

@@ -156,8 +156,13 @@ class _Climb:
         budget_s: float,
         say: Callable[[str], None],
     ) -> None:
-        self._recipe, self._settings, self._loaded, self._steps = recipe, settings, loaded, steps
-        self._folder, self._threads, self._say = folder, threads, say
+        self._recipe = recipe
+        self._settings = settings
+        self._loaded = loaded
+        self._steps = steps
+        self._folder = folder
+        self._threads = threads
+        self._say = say
         self._batch = batch_size(loaded.recipe)
         self._end_s = time.monotonic() + budget_s
         self._limit_s = math.inf

@@ -15,7 +15,9 @@ from trainwright.runs.figures import figure
 from trainwright.runs.json_values import strict
 from trainwright.runs.records import Found
 
-BEST, REPORT, PAGE = "best.yaml", "ladder.json", "ladder.html"
+BEST = "best.yaml"
+REPORT = "ladder.json"
+PAGE = "ladder.html"
 BROKEN = 3
 HEAD = ("rung", "loss", "change", "a sample", "speed", "memory", "skipped", "verdict")
 

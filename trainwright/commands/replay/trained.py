@@ -207,7 +207,10 @@ class _Live:
 
     def __init__(self, job: Job, step: int, seconds: dict[int, float], fractions: dict[int, float]) -> None:
         state = job.state
-        self.job, self.step, self._seconds, self._fractions = job, step, seconds, fractions
+        self.job = job
+        self.step = step
+        self._seconds = seconds
+        self._fractions = fractions
         self.first = max(state.step + 1, step - HISTORY_STEPS)
         self.ring = Ring(keep=HISTORY_STEPS + 1, budget_bytes=UNBOUNDED)
         self._recorder = recorder = engine_recorder(state, self.ring.add, self.first)

@@ -106,7 +106,10 @@ class _Control:
     def __init__(
         self, sweep: Sweep, locks: Sequence[int], stop: threading.Event, say: Say, environ: Mapping[str, str]
     ) -> None:
-        self._sweep, self._locks, self._stop, self._say = sweep, locks, stop, say
+        self._sweep = sweep
+        self._locks = locks
+        self._stop = stop
+        self._say = say
         self._environ = without_overrides(environ)
         self._trials = StudyTrials(sweep)
         self._running: list[_Running] = []

@@ -17,7 +17,9 @@ from trainwright.runs.figures import figure
 from trainwright.runs.json_values import strict
 from trainwright.runs.storage import write_atomically
 
-TABLE, BEST, PAGE = "sweep.json", "best.yaml", "sweep.html"
+TABLE = "sweep.json"
+BEST = "best.yaml"
+PAGE = "sweep.html"
 INTERRUPTED = "interrupted"
 MAX_REASON_LENGTH = 160
 _ORDER = ("finished", "pruned", "diverged", "failed", "stopped")

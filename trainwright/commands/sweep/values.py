@@ -19,7 +19,10 @@ class ValueReader:
     """Reads the new records of a log at each call. A step that a resume repeats counts once."""
 
     def __init__(self, log: Path, metric: str) -> None:
-        self._log, self._metric, self._position, self._last_step = log, metric, 0, 0
+        self._log = log
+        self._metric = metric
+        self._position = 0
+        self._last_step = 0
         self._recent: deque[float] = deque(maxlen=AVERAGED_RECORDS)
         self.value: float | None = None
 

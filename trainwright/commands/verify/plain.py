@@ -399,7 +399,9 @@ def _require_comparable(loaded: Loaded) -> None:
 def _recipe_by_hand(loaded: Loaded, result: Result, seen: _Seen, planned: dict[str, Any]) -> PlainProof:
     job = prepare(loaded)
     torch.set_num_threads(planned["threads"])
-    model, optimizer, clip = job.state.model, job.state.optimizer, loaded.recipe.optimizer.clip
+    model = job.state.model
+    optimizer = job.state.optimizer
+    clip = loaded.recipe.optimizer.clip
     loss_fn, schedule = as_loss_fn(job.parts.loss), job.built.schedule
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     base = [group["lr"] for group in optimizer.param_groups]

@@ -77,7 +77,9 @@ class RuleState:
     def of_time(self, step: int, free_bytes: int | None, now_s: float) -> Iterator[Alert]:
         """Yield alerts that depend on time. ``step`` is the newest completed step; ``free_bytes`` None: unknown."""
         if step != self._step:
-            self._step, self._step_at_s, self._is_still = step, now_s, False
+            self._step = step
+            self._step_at_s = now_s
+            self._is_still = False
         still_s = now_s - self._step_at_s
         if self.rules.no_step_s is not None and still_s >= self.rules.no_step_s and not self._is_still:
             self._is_still = True

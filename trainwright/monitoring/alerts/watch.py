@@ -55,7 +55,9 @@ class AlertWatch:
         poll_s: float = POLL_S,
         retry_s: Sequence[float] = RETRY_S,
     ) -> None:
-        self._folder, self._channels, self._warn = folder, channels, warn
+        self._folder = folder
+        self._channels = channels
+        self._warn = warn
         self._poll_s, self._retry_s = poll_s, retry_s
         self._log = NewRecords(folder.log)
         self._rules = RuleState(rules, time.monotonic())

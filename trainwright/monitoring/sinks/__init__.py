@@ -52,7 +52,9 @@ class QueuedSink:
     """
 
     def __init__(self, name: str, sink: OpenableSink, warn: Callable[[str], None]) -> None:
-        self._name, self._sink, self._warn = name, sink, warn
+        self._name = name
+        self._sink = sink
+        self._warn = warn
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._left_out, self._exit_code = 0, 0
         self._is_done = Event()

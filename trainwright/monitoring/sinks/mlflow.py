@@ -41,8 +41,12 @@ class MLflow:
             from mlflow.entities import Metric, Param
         except ImportError as error:
             raise MissingExtra("mlflow", needed_for="the mlflow sink") from error
-        self._make, self._metric, self._param = MlflowClient, Metric, Param
-        self._folder, self._config, self._from_step = folder, config, from_step
+        self._make = MlflowClient
+        self._metric = Metric
+        self._param = Param
+        self._folder = folder
+        self._config = config
+        self._from_step = from_step
 
     def open(self) -> None:
         folder = self._folder

@@ -17,7 +17,10 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingExtra("tensorboard", needed_for="the tensorboard sink") from error
-        self._make, self._folder, self._config, self._from_step = SummaryWriter, folder, config, from_step
+        self._make = SummaryWriter
+        self._folder = folder
+        self._config = config
+        self._from_step = from_step
 
     def open(self) -> None:
         purge_step = self._from_step + 1 if self._from_step else None

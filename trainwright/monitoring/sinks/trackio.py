@@ -21,7 +21,10 @@ class Trackio:
             raise MissingExtra("trackio", needed_for="the trackio sink") from error
         for module in ("trackio", "trackio.run", "trackio.utils"):  # it prints, and the terminal has the progress line
             vars(importlib.import_module(module))["print"] = _silent
-        self._trackio, self._folder, self._config, self._from_step = trackio, folder, config, from_step
+        self._trackio = trackio
+        self._folder = folder
+        self._config = config
+        self._from_step = from_step
 
     def open(self) -> None:
         self._run = self._trackio.init(

@@ -21,10 +21,14 @@ class WeightsAndBiases:
             import wandb
         except ImportError as error:
             raise MissingExtra("wandb", needed_for="the wandb sink") from error
-        self._wandb, self._folder, self._config = wandb, folder, config
+        self._wandb = wandb
+        self._folder = folder
+        self._config = config
 
     def open(self) -> None:
-        wandb, folder, config = self._wandb, self._folder, self._config
+        wandb = self._wandb
+        folder = self._folder
+        config = self._config
         # Offline or not, wandb reports its errors to its makers unless that is disabled before its service starts
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         self._run = wandb.init(
