@@ -41,7 +41,7 @@ batch: {size: 64}
 
 
 class Walk:
-    """Traces calls and returns while ``is_on``. Keeps the files with a local variable for which ``is_value`` is true."""
+    """Traces calls and returns while ``is_on``. Keeps the files in which ``is_value`` is true of a local variable."""
 
     def __init__(self, is_value: Callable[[object], bool]) -> None:
         self.is_value, self.is_on = is_value, False
