@@ -40,7 +40,7 @@ NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm)
 
 @dataclass
 class _Table:
-    """Measurements of an embedding. ``ids`` are those of the examined step."""
+    """Measurements of an embedding. ``ids`` are those of the examined step, ``computed`` rows that backward reached."""
 
     module: nn.Embedding | nn.EmbeddingBag
     counts: list[Tensor] = field(default_factory=list)  # number of ids, of padding, and of padding between other tokens
@@ -49,6 +49,7 @@ class _Table:
     zeroed: Counter[int] = field(default_factory=Counter)
     alive: set[int] = field(default_factory=set)
     decayed: set[int] = field(default_factory=set)
+    computed: set[int] = field(default_factory=set)
 
 
 class Modules(ModuleProbe):
@@ -155,6 +156,14 @@ class Modules(ModuleProbe):
         table.counts.append(
             torch.stack([is_pad.new_ones(ids.shape).sum(), is_pad.sum(), (is_pad & later & earlier).sum()])
         )
+
+    @torch.no_grad()
+    def on_gradients(self) -> None:
+        """Records the rows with a gradient right after the backward pass, before the loop can set one to zero."""
+        for table in self._tables.values() if self.is_looking else ():
+            gradient = table.module.weight.grad
+            if table.ids is not None and gradient is not None and not gradient.is_sparse:
+                table.computed |= set(table.ids[gradient[table.ids].abs().amax(1) > 0].tolist())
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
         if self.is_looking and self._tables:
@@ -334,6 +343,8 @@ def _has_data(step: RecordedStep) -> bool:
 def _table_facts(path: str, table: _Table) -> TokenTable:
     ids, padding, inside = torch.stack(table.counts).sum(0).tolist() if table.counts else (0, 0, 0)
     always = {row for row, times in table.zeroed.items() if times >= 3} - table.alive
+    if not table.module.weight._backward_hooks:  # a hook sets gradients to zero during the backward pass
+        always &= table.computed
     return TokenTable(
         path=path,
         padding=padding / max(1, ids),

@@ -295,3 +295,17 @@ def test_a_loader_may_put_the_steps_first() -> None:
 )
 def test_views_in_another_order(old: tuple[int, ...], new: tuple[int, ...], found: bool) -> None:
     assert is_reordered(old, new) == found
+
+
+def test_rows_of_positions_that_only_padding_has() -> None:
+    torch.manual_seed(0)
+    positions, head = nn.Embedding(32, 16), nn.Linear(16, CLASSES)
+    model = nn.Sequential(positions, head)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for _ in range(16):
+            optimizer.zero_grad()
+            logits = model(torch.arange(32).expand(4, 32))
+            nn.functional.cross_entropy(logits[:, :16].flatten(0, 1), torch.randint(CLASSES, (64,))).backward()
+            optimizer.step()
+    assert "optim.frozen_rows_decay" not in [each.code for each in watch.findings()]

@@ -115,8 +115,19 @@ def test_healthy_ranks() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_faults(change: Change, code: str, rank: int | None) -> None:
-    found = findings(compared(change))[0]
+    found = findings(compared(change, steps=16))[0]
     assert (found.code, found.where.rank) == (code, rank)
+
+
+def test_ranks_that_train_apart_and_average_their_weights() -> None:
+    assert findings(compared(exchanged(BY_HAND))) == []  # step 6: they may average later
+    averages = {
+        f"rank{rank}": RankStatus(
+            rank=rank, step=16, changes=(WeightsChange(step=8, parameter="a.weight", one_bit=False),)
+        )
+        for rank in range(3)
+    }
+    assert findings(compared(exchanged(BY_HAND), steps=16, **averages)) == []
 
 
 def test_the_inner_module_is_called() -> None:

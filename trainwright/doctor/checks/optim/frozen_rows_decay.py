@@ -15,8 +15,11 @@ from trainwright.runs.records import Where
 def frozen_rows_decay(run: RunContext) -> Iterator[Result]:
     """Rows of an embedding whose gradient is set to zero still change.
 
-    How it is detected: in a few steps, the rows that the batch uses, their gradient right before the update, and their
-    values after it. 8 rows or more, and a quarter of those used, always had a gradient of 0 and changed.
+    How it is detected: in a few steps, the rows that the batch uses, their gradient after the backward pass and right
+    before the update, and their values after it. 8 rows or more, and a quarter of those used, changed with a gradient
+    of 0 that was not 0 after the backward pass. If the weight has a hook, the second condition is dropped.
+
+    Exceptions: rows that the loss does not reach, such as positions that only padding has.
 
     Usual cause: the gradients of frozen rows are zeroed, but weight decay (and momentum) of the optimizer still shrinks
     these rows.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
+from trainwright.doctor.check import NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.doctor.shared_ranks import one_rank, ranks_of, since
+from trainwright.doctor.shared_ranks import one_rank, ranks_of, since, trains_locally
 
 
 @check(
@@ -24,7 +24,8 @@ def gradients_differ(run: RunContext) -> Iterator[Result]:
     How it is detected: checksums of the gradients at the update and of the weights after it; of shards (FSDP) the
     number by which each rank multiplies its part.
 
-    Exceptions: models that are divided among the ranks, as in ranks.replicas_diverged.
+    Exceptions: models that are divided among the ranks, as in ranks.replicas_diverged; ranks that train apart and set
+    their weights equal between updates (local SGD). Ranks that never exchange gradients are reported from step 16 on.
 
     Usual cause: gradients are not combined over the ranks, or clipping, unscaling or a hook changes them on one rank
     alone.
@@ -35,6 +36,9 @@ def gradients_differ(run: RunContext) -> Iterator[Result]:
     the norm of all parts (`clip_grad_norm_`).
     """
     facts = ranks_of(run)
+    if reason := trains_locally(run, facts):
+        yield NotApplicable(reason)
+        return
     differing, factors = facts.disagreement("gradients"), facts.factors
     if differing is not None:
         yield run.finding(

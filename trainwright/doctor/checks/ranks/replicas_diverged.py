@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
+from trainwright.doctor.check import NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.ranks import RanksFacts
 from trainwright.doctor.finding import listed
-from trainwright.doctor.shared_ranks import in_ranks, one_rank, ranks_of, since
+from trainwright.doctor.shared_ranks import in_ranks, one_rank, ranks_of, since, trains_locally
 from trainwright.runs.records import Where
 
 CAUSES_FIRST = ("hyperparameters", "micro_batches", "buffers", "moments", "weights")
@@ -26,12 +26,12 @@ def replicas_diverged(run: RunContext) -> Iterator[Result]:
     a replica if it begins equal or its gradients are equal at the update, or if DistributedDataParallel wraps it.
 
     Exceptions: models that are divided among the ranks (tensor, sequence, expert and pipeline parallelism, FSDP);
-    moments that one rank keeps for all; running statistics of norms.
+    moments that one rank keeps for all; running statistics of norms; local SGD, as in ranks.gradients_differ.
 
     Usual cause: each rank made its own weights; a scheduler that each rank steps by its own validation loss; a load or
     a reset on one rank alone.
 
-    Looks like: ranks.gradients_differ, resources.silent_corruption. Local SGD diverges on purpose between two averages.
+    Looks like: ranks.gradients_differ, resources.silent_corruption.
 
     Fix: wrap the model in DistributedDataParallel, or broadcast the weights of rank 0; later, fix the cause (reduce the
     validation loss over the ranks before `scheduler.step(loss)`) and restore all ranks from one checkpoint.
@@ -43,6 +43,11 @@ def replicas_diverged(run: RunContext) -> Iterator[Result]:
     if not broken:
         return
     first = min(broken, key=lambda each: (each.step, CAUSES_FIRST.index(each.what)))
+    gradients = facts.disagreement("gradients")
+    is_after_gradients = gradients is not None and first.step >= gradients.step
+    if is_after_gradients and first.what in ("weights", "moments") and (reason := trains_locally(run, facts)):
+        yield NotApplicable(reason)
+        return
     what, writers = first.what.replace("_", "-"), sorted(facts.writers)
     at_begin = first.step == 0
     where, step = one_rank(first.ranks), max(1, first.step)
