@@ -64,8 +64,9 @@ def batch(step: int) -> StepBatch:
 def state_of(name: str, *, offload: bool, model: nn.Module | None = None, ema: bool = True) -> TrainState:
     model = net(torch.float32) if model is None else model
     use, args = BOX[name]
-    rules = RULES if isinstance(model, Net) else []
-    optimizer = make_optimizer(use, model, lr=LR, weight_decay=DECAY, rules=rules, args=args, offload=offload)
+    decay, rules = (0.0, RULES[:1]) if name == "rprop" else (DECAY, RULES)  # Rprop has no weight decay
+    rules = rules if isinstance(model, Net) else []
+    optimizer = make_optimizer(use, model, lr=LR, weight_decay=decay, rules=rules, args=args, offload=offload)
     return TrainState(model, optimizer, ema=Ema(model, 0.9) if ema else TrainState(model, optimizer).ema)
 
 
@@ -102,7 +103,7 @@ def test_twenty_steps_are_the_same_bits(name: str) -> None:
     plain, moved = (trained(state_of(name, offload=offload)) for offload in (False, True))
     assert type(moved.optimizer).__mro__[1] is room.Offloaded
     assert type(moved.optimizer).__name__ == type(plain.optimizer).__name__
-    assert len(moved.optimizer.param_groups) > 2
+    assert len(moved.optimizer.param_groups) > 1
     assert_same(plain, moved)
 
 
