@@ -13,6 +13,8 @@ MAX_SHARED_FRACTION = 0.01
 """Fraction of samples that may be in both sets."""
 MAX_NEW_FRACTION = 0.05
 """Fraction of new rows in a training that has read all of its data."""
+MIN_SHARED_ROWS = 4
+"""Equal rows from which on they are reported. Fewer may be equal by chance, as generated curves of few phases are."""
 CHANCE_MULTIPLE = 4.0
 """Multiple of the number of rows that are equal by chance."""
 
@@ -28,7 +30,7 @@ def train_val_overlap(run: RunContext) -> Iterator[Result]:
     model in training and in evaluations.
 
     Exceptions: the training set itself is evaluated, or another evaluation shares nothing (info). While training meets
-    new rows, rows are not compared.
+    new rows, rows are not compared; fewer than 4 equal rows are not reported.
 
     Usual cause: the data was not split, the training loader takes all of it, or samples were copied before the split.
 
@@ -48,7 +50,8 @@ def train_val_overlap(run: RunContext) -> Iterator[Result]:
         if rows.new_lately > MAX_NEW_FRACTION:
             yield NotApplicable("training still meets new rows")
             return
-        shared = last.shared if last.is_partial and last.shared > _by_chance(last, rows) else 0
+        is_too_many = last.shared >= MIN_SHARED_ROWS and last.shared > _by_chance(last, rows)
+        shared = last.shared if last.is_partial and is_too_many else 0
         yield _found(run, shared, last.distinct, "content", last.shared >= 0.95 * last.trained, last.source)
 
 
