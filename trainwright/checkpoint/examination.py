@@ -1,4 +1,4 @@
-"""Examines a checkpoint in more depth than its manifest allows, and finds differences in bits between two."""
+"""Examines a checkpoint in more depth than its manifest allows, and finds what differs between two of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CheckpointReport:
     warnings: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """Return one line for people, and one for each warning."""
+        """Return a readable line on the checkpoint, and one for each warning."""
         if self.problems:
             return [f"broken   {self.path}: {'; '.join(self.problems)}"]
         size = f"{self.num_bytes:,} bytes, {self.num_tensors} tensors"
@@ -48,7 +48,7 @@ class CheckpointReport:
 
 
 def examine(path: Path) -> CheckpointReport:
-    """Check manifest, sizes, hashes, unlisted files, every tensor and every reference to one. Executes nothing.
+    """Check manifest, sizes, hashes, unlisted files, every tensor, and every reference to a tensor. Executes nothing.
 
     Reads each file twice: for its hash, and to find non-finite values.
     """
@@ -78,9 +78,9 @@ def _unlisted(path: Path, files: Mapping[str, Tree]) -> list[Path]:
 
 
 def _not_finite(contents: Contents) -> Iterator[str]:
-    """Yield tensors with NaN, and with infinity in trained weights, averages and moments.
+    """Yield a line for each tensor with NaN, and for each trained weight, average or moment with infinity.
 
-    Mask buffers may be infinite.
+    Other tensors, such as the buffer of a mask, may have infinity.
     """
     trained = {name for group in contents.rest["optimizer"]["param_groups"] for name in group["params"]}
     for part, held in contents.tensors.items():
@@ -98,7 +98,7 @@ def _not_finite(contents: Contents) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class CheckpointDifference:
-    """A difference between two checkpoints, by name; ``largest`` is the largest absolute difference of two tensors."""
+    """A named tensor or value that differs; ``largest`` is the largest absolute difference between two tensors."""
 
     what: str
     how: str
@@ -109,7 +109,7 @@ class CheckpointDifference:
 
 
 def differences(one: Path, two: Path) -> Iterator[CheckpointDifference]:
-    """Yield every tensor and value in which two verified checkpoints differ by a bit, except the run metadata."""
+    """Yield every tensor and value whose bits differ in two verified checkpoints, except the run metadata."""
     for part in PARTS:
         ours, theirs = (load_file(each / f"{part}.safetensors") for each in (one, two))
         for name in sorted({*ours, *theirs}):
@@ -133,9 +133,7 @@ def _difference(one: Tensor | None, two: Tensor | None) -> tuple[str, float | No
 
 
 def _unequal(path: str, one: Tree, two: Tree) -> Iterator[CheckpointDifference]:
-    """Yield differing values of state.json, down to the leaves; compared by their text, which distinguishes 0.0 and
-    -0.0.
-    """
+    """Yield the leaves of state.json that differ. They are compared as text, which distinguishes 0.0 from -0.0."""
     if isinstance(one, dict) and isinstance(two, dict):
         for key in sorted({*one, *two}):
             yield from _unequal(f"{path}.{key}", one.get(key), two.get(key))

@@ -20,9 +20,10 @@ _SET_BY_RECIPE = ("lr", "weight_decay", "betas", "momentum", "eps", "nesterov", 
 def moments(model: nn.Module, optimizer: Optimizer) -> StateDict:
     """Return the optimizer's ``state`` and ``param_groups`` by parameter name, its class and its defaults.
 
-    A parameter that does not belong to the model is named by its position: ``#3``. For several optimizers, classes,
-    defaults and own state are stored in the order of the parts. The stored learning rate is the one before any
-    schedule: a scheduled rate follows from the step, and may already be that of the next step when the save happens.
+    A parameter that does not belong to the model is named by its position: ``#3``. Of several optimizers, the classes,
+    the defaults and the state that belongs to no parameter are stored in their order. The stored learning rate is the
+    one before any schedule: a scheduled rate follows from the step, and may already be that of the next step when the
+    save happens.
     """
     if isinstance(optimizer, ChainedOptimizer):
         return _joined([moments(model, part) for part in optimizer.parts])
@@ -82,7 +83,7 @@ def _parted(saved: Mapping[str, Tree]) -> Iterator[StateDict]:
 
 
 def _divided(saved: Tree, parameter: Tensor) -> Tree:
-    """Return this rank's part of tensors as large as their parameter, if ranks divide it."""
+    """Return the state. If ranks divide the parameter, tensors of its size are cut to the part of this rank."""
     if isinstance(saved, Tensor):
         return divided_like(saved, parameter)
     if isinstance(saved, Mapping):

@@ -1,4 +1,4 @@
-"""Weights under the names that the model's author used: of a live model, wrapped or not, or of a checkpoint."""
+"""Reads and loads weights by the names in the author's model: from a checkpoint, or a model that may be wrapped."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def read_weights(checkpoint: Path, *, average: bool = False) -> StateDict:
 def _with_average(weights: StateDict, shadow: Mapping[str, Tensor]) -> StateDict:
     """Insert the averages.
 
-    An average is stored under one name of its parameter, and replaces all uses of a tied one.
+    An average is stored under one name of its parameter. If the parameter is tied, it replaces the weight under each
+    of its names.
     """
     averages = {}
     for name, average in shadow.items():

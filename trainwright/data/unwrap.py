@@ -35,7 +35,7 @@ from trainwright.plan.user_batches import UserBatches
 
 @dataclass(frozen=True)
 class Unwrapped:
-    """A dataset, and the settings of the DataLoader that contained it; None without one.
+    """A dataset, and the settings of the DataLoader that contained it; if there was none, they are None.
 
     ``order`` is that of a custom sampler, and ``loader`` the order of a loop over the full DataLoader. If the data come
     in batches, ``dataset`` is a ReadyBatches, or ``order`` yields batches. ``not_used`` holds the settings of the
@@ -58,12 +58,12 @@ class Unwrapped:
 
     @property
     def origin(self) -> object:
-        """The object that identifies the data: the dataset that ready-made batches come from, as far as it is known."""
+        """The object that identifies the data; for ready-made batches the dataset that they come from, if known."""
         return self.dataset.origin if isinstance(self.dataset, ReadyBatches) else self.dataset
 
     @property
     def own_batches(self) -> UserBatches | None:
-        """Facts on the batches of the data; None if Trainwright makes the batches."""
+        """Size and number of the batches that the data determine; None if Trainwright makes the batches."""
         if isinstance(self.dataset, ReadyBatches):
             return UserBatches(self.dataset.batch_size, self.dataset.size, ready=True)
         if self.order is not None and self.order.in_batches:
@@ -125,13 +125,13 @@ def _dataset(data: object) -> AnyDataset:
 
 
 def _is_pipeline(data: object) -> bool:
-    """Return True if it is a loader that inherits from IterableDataset, as that of WebDataset, and yields batches."""
+    """Return True for an IterableDataset that contains a DataLoader, like that of WebDataset: it yields batches."""
     stages = getattr(data, "pipeline", ())
     return isinstance(stages, Sequence) and any(isinstance(stage, DataLoader) for stage in stages)
 
 
 def _with_tensors(dataset: AnyDataset) -> AnyDataset:
-    """Set the format of a Hugging Face dataset to torch if it has none: lists of numbers would become columns."""
+    """Set the format of a Hugging Face dataset to torch if it has none: else lists of numbers would become columns."""
     if not hasattr(dataset, "with_format"):
         return dataset
     has_format = dataset.format["type"] if hasattr(dataset, "format") else getattr(dataset, "_formatting", None)

@@ -1,4 +1,4 @@
-"""Background threads that must not slow down training, and a clock of a thread that excludes other programs."""
+"""Keeps background threads from slowing down training; a clock that leaves out the time of other programs."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def single_threaded() -> None:
     cores, and the threads of *training* sleep at every barrier instead of spinning: 526 voluntary context switches per
     step instead of none, and steps that take 1.2 times as long.
 
-    ``torch.set_num_threads(1)`` does not help: it also sets MKL, for the full process. Does nothing if torch was built
-    without OpenMP.
+    ``torch.set_num_threads(1)`` does not help: it also sets the threads of MKL, for the whole process. Does nothing if
+    torch was built without OpenMP.
     """
     torch.get_num_threads()  # torch sets up each thread at its first use, and would undo what follows
     set_num_threads = _omp_set_num_threads()
@@ -65,7 +65,7 @@ def torch_library() -> ctypes.CDLL | None:
 def undisturbed_s() -> float:
     """Return seconds of a clock that stops while this thread waits for a processor that another thread uses.
 
-    Reading from a disk or sleeping takes as long as on any clock, but a busy machine makes nothing slower. Only Linux
+    The clock counts reading from a disk and sleeping, but no time that is lost because the machine is busy. Only Linux
     reports the waiting time; on other systems it is the ordinary clock.
     """
     waited_ns = _waited_ns()

@@ -1,4 +1,4 @@
-"""Findings from the trace of a non-finite step, shared by the checks of the single mechanisms."""
+"""Findings from the trace of a non-finite step: shared by the checks, each of which knows some mechanisms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ traced_check = partial(check, stage="forward", severity="critical", confidence=0
 class Mechanism:
     """A mechanism by which an operation becomes non-finite. ``cause`` is formatted with the values of the trace.
 
-    ``guard`` is the trial of the remedy at the operation itself. ``fix`` replaces the fix of the docstring.
+    ``guard`` names the trial that applies the remedy to the operation itself. ``fix`` replaces the fix in the docstring
+    of the check.
     """
 
     cause: str
@@ -98,8 +99,8 @@ def traced_at(run: RunContext, step: int) -> TraceFacts | str | None:
 
 
 def skipped_by_scaler(run: RunContext, step: int) -> bool:
-    """Returns True if the loss was finite and the gradient scaler skipped the update, as while it searches for its
-    scale.
+    """Returns True if the loss was finite and the gradient scaler skipped the update, as it does while it
+    searches for its scale.
     """
     seen = next((each for each in run.steps if each.step == step), None)
     return seen is not None and math.isfinite(seen.loss) and any(kind == "scaler_skipped" for kind, _ in seen.events)
@@ -146,7 +147,7 @@ def without_samples(trace: TraceFacts, first: FirstNonfinite) -> RemedyTrial | N
 
 
 def is_harmless(run: RunContext, step: int, trace: TraceFacts) -> bool:
-    """Returns True if every gradient was finite, live and in the replay, and only the loss was not."""
+    """Returns True if only the loss was not finite: each gradient was, both in the step itself and in its replay."""
     live = next((seen for at, seen in run.every(SeenNonfinite) if at == step), None)
     first = trace.first
     return first is not None and first.phase != "update" and not trace.gradients and not (live and live.num_gradients)

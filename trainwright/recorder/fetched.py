@@ -8,11 +8,11 @@ from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import Ids, tensors_of
 
 REMEMBERED = 16
-"""Maximum number of recorded batches. A prefetching trainer is a few ahead."""
+"""Maximum number of recorded batches. A trainer that prefetches is a few batches ahead."""
 
 
 class FetchedBatches:
-    """Finds the batch of a call by the memory of its tensors. ``waited_s`` is the time spent fetching."""
+    """Finds the batch that a forward call reads, by memory that both share. ``waited_s`` is the time spent fetching."""
 
     def __init__(self) -> None:
         self.batches: deque[tuple[Ids, set[int]]] = deque(maxlen=REMEMBERED)
@@ -26,7 +26,8 @@ class FetchedBatches:
     def take(self, arguments: object) -> Ids:
         """Returns the ids of the batch that shares memory with ``arguments``; else those of the newest batch.
 
-        That batch and all older ones are dropped: many trainers fetch the next batch before they use this one.
+        That batch and all older ones are dropped. Newer ones are kept: many trainers fetch the next batch before they
+        use this one.
         """
         addresses = _addresses(arguments)
         found = next((each for each in self.batches if not addresses.isdisjoint(each[1])), self.batches[-1])

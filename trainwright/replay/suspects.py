@@ -1,4 +1,4 @@
-"""Finds the op that made a step non-finite: every op that makes a non-finite value is followed to what it reaches.
+"""Finds the op that made a step non-finite, by following each non-finite value from the op that made it.
 
 A non-finite value alone is no fault: causal masks are -inf, ``where`` discards values, statistics are not trained on.
 So an op that makes one is a *suspect*. Its result is followed from storage to storage, and the first suspect whose
@@ -24,12 +24,13 @@ _SUMS_OVER_BATCH = {"mm", "bmm", "addmm", "convolution_backward"}
 
 @dataclass(frozen=True)
 class Op:
-    """One ATen op. A backward op has ``module`` and ``source`` of its forward op, ``forward_op``.
+    """One ATen op. A backward op has the ``module`` and ``source`` of the forward op that it differentiates.
 
     ``phase`` is "forward", "backward" or "update". ``source`` is the innermost line of the user's code. ``inputs`` and
     ``output`` are the ranges of floating-point tensors (several outputs are pooled), ``shapes`` the shapes of all
-    inputs. ``micro_batch`` counts the backward passes before the last call of a root module, ``call`` counts these
-    calls. ``function`` is the torch function that called the op, if known.
+    inputs. ``forward_op`` is the index of that forward op. ``call`` counts the calls of root modules, and
+    ``micro_batch`` the backward passes before the last of these calls. ``function`` is the torch function that called
+    the op, if known.
     """
 
     index: int
@@ -51,11 +52,11 @@ class Op:
 class Bad:
     """The origin of non-finite values.
 
-    ``kind`` is "op", or the value that was non-finite before: "input", "target", "weight", "buffer", "gradient",
-    "constant" or "state". Then ``name`` is its name, and ``op`` the first op that read it. ``what`` is the mechanism.
-    ``rows`` are the samples with such values, if known. ``reached`` is "loss", "gradient", "weight", "buffer" or "end".
-    ``hidden_by`` is the op that discarded the values in the forward pass. ``fp32_finite``: this op is finite in float32
-    (for float16 only).
+    ``kind`` is "op", or what was non-finite before any op: "input", "target", "weight", "buffer", "gradient",
+    "constant" or "state". In the latter case, ``name`` is its name, and ``op`` the first op that read it. ``what`` is
+    the mechanism. ``rows`` are the samples with such values, if known. ``reached`` is "loss", "gradient", "weight",
+    "buffer" or "end". ``hidden_by`` is the op that discarded the values in the forward pass. ``fp32_finite``: this op
+    is finite in float32 (for float16 only).
     """
 
     kind: str
@@ -70,9 +71,9 @@ class Bad:
 
 @dataclass(frozen=True)
 class SuspectOp:
-    """An executed op, and its floating-point inputs with their ranges before it. ``exact`` runs it in float32.
+    """An executed op. ``exact`` runs it in float32.
 
-    ``args`` has ranges instead of floating-point tensors.
+    ``before`` are its floating-point inputs, with their ranges before it ran. In ``args``, ranges replace these inputs.
     """
 
     op: Op
@@ -110,7 +111,7 @@ class Suspects:
         self._hidden: dict[int, int] = {}
 
     def enter(self, tensor: Tensor) -> None:
-        """A tensor is passed to a model. If it was non-finite before, it counts as an input of this model."""
+        """Notes that a tensor is passed to a model. If it was non-finite, it counts as an input of this model."""
         key = self.storages.key(tensor) or 0
         taint = self._taints.get(key)
         if taint is not None and taint.bad.op.module is None and taint.bad.kind == "target":
@@ -135,7 +136,7 @@ class Suspects:
                 self.reach(kind, [tensor])
 
     def reach(self, reached: str, tensors: Sequence[Tensor]) -> None:
-        """These tensors are a loss, gradients or weights. If they are non-finite, the reason for that is the fault."""
+        """Notes that tensors are a loss, gradients or weights. What made one of them non-finite is the fault."""
         for tensor in tensors:
             if self.first_bad is not None or not is_float(tensor) or self.storages.range(tensor).finite:
                 continue
@@ -193,7 +194,7 @@ class Suspects:
         return self._carried(suspect, tainted[0])
 
     def _with_slope(self, suspect: SuspectOp, slope: _Taint) -> _Taint:
-        """Handles an infinite derivative times a gradient. If the gradient is 0 because of a ``where``, that is the
+        """Handles an infinite derivative times a gradient. If a ``where`` made the gradient 0, the ``where`` is the
         fault.
         """
         is_slope = suspect.op.phase == "backward" and slope.bad.op.forward_op == suspect.op.forward_op is not None
@@ -234,8 +235,9 @@ class Suspects:
         return _Taint(self._suspect(bad), masked=is_fill and not op.output.nan)
 
     def _hidden_by(self, suspect: SuspectOp) -> int | None:
-        """Returns the ``where`` that discarded the result of this op's forward op: a gradient of 0 meets an infinite
-        slope.
+        """Returns the ``where`` that discarded the result of the forward op of this backward op.
+
+        Such a ``where`` sends back a gradient of 0, which meets an infinite slope.
         """
         if suspect.op.forward_op in self._hidden:
             return self._hidden[suspect.op.forward_op]

@@ -26,9 +26,7 @@ from trainwright.runs.records import Found, Record
 from trainwright.watching.experiments import ExperimentRunner
 
 EVERY_STEP, EVERY_EIGHTH = 64, 1024
-"""In the steady state, every step becomes a record until the first step number, every eighth until the second, then
-every 64th.
-"""
+"""Ordinary steps become records: each up to the first number, every eighth up to the second, then every 64th."""
 KEPT_RECORDS, UNRECORDED = 1024, 16
 ORDINARY = {"grads", "step_s", "wait_s", "on_device", "lines"}
 """Values that every step has. A step with other values always becomes a record."""
@@ -60,7 +58,7 @@ class FindingsLog:
         self._unrecorded: deque[tuple[RecordedStep, Numbers]] = deque()
         self._findings = FindingsWriter(write)
         self._states: tuple[CheckState, ...] = ()
-        self._untried: set[str] = set()  # codes of findings whose remedy found no time
+        self._untried: set[str] = set()  # codes of findings whose remedy there was no time to try
 
     @property
     def records(self) -> list[Record]:
@@ -73,7 +71,7 @@ class FindingsLog:
         return self._findings.findings
 
     def note(self, step: RecordedStep, numbers: Numbers) -> None:
-        """Adds a finished step. It becomes a record at the next examination, or some steps later."""
+        """Adds a finished step. It becomes a record at the next examination, or earlier if enough steps follow."""
         self._unrecorded.append((step, numbers))
         if len(self._unrecorded) > UNRECORDED:
             self._record_oldest()
@@ -90,8 +88,9 @@ class FindingsLog:
         """Runs the experiments of these ``reasons`` on ``step``, then the doctor, which may request more.
 
         ``reasons`` are "checkup", "incident" or "end". ``limits`` lists what the recorder could not do. Experiments
-        that do not fit into ``allowed_s`` are left to a later examination. ``repeats``: repeated experiments are due,
-        too. Measurements of the probes are always evaluated. Returns the seconds of that.
+        that do not fit into ``allowed_s`` are left to a later examination. ``repeats``: experiments that
+        are repeated are due, too. The measurements of the probes are always evaluated. Returns the seconds that all
+        of this took, without replays.
         """
         begin_s = self._runner.now_s()
         with muted():
@@ -134,7 +133,7 @@ class FindingsLog:
     def _conclude(self, diagnosis: Diagnosis, step: int) -> None:
         """Stores the findings of this diagnosis. A known one keeps its time, step, trials and source line.
 
-        A remedy that found no time is tried at a later examination.
+        A remedy that there is no time to try is tried at a later examination.
         """
         now = []
         for each in diagnosis.findings:
@@ -180,7 +179,7 @@ class FindingsLog:
 
 
 def limits_of(ring: Ring, listeners: Mapping[str, Listener]) -> Facts:
-    """Returns the limits of the recorder: listeners that failed, a state that is too large. Empty without any."""
+    """Returns the limits of the recorder: listeners that failed, a state that is too large. Empty if there are none."""
     failures = failures_of(listeners)
     if not failures and not ring.refused_bytes:
         return {}

@@ -1,4 +1,4 @@
-"""Examines layers in the live loop: dead activations, gradients over depth, attention, routers, BatchNorm."""
+"""Examines layers in the live loop: dead activations, gradients by depth, attention, routers, BatchNorm."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class LayerMeasurement(ModuleProbe):
         self._facts: LayersFacts | None = None
         self._axes = Axes()
         self._running = RunningStatistics(self.modules, self.owned)
-        self._reported: LayersFacts | None = None  # the last report, if running statistics did not change
-        self._recomputes = False  # a pass that may recompute the statistics, without a step since
+        self._reported: LayersFacts | None = None  # the last report, if some running statistics in it did not change
+        self._recomputes = False  # since the last step, a pass may have recomputed the statistics
         self._clear()
 
     def _clear(self) -> None:
@@ -271,7 +271,7 @@ class LayerMeasurement(ModuleProbe):
         for place, weights in [(n, t) for n, t in enumerate(tensors_of(args, 2)) if t in self._scores]:
             path, scores, spread = self._scores[weights]
             if scores.dim() >= 3 and scores.shape[-1] > 1:
-                is_square = weights.shape[-1] == weights.shape[-2]  # else a pooling may weight its inputs
+                is_square = weights.shape[-1] == weights.shape[-2]  # else it may be a pooling with weights
                 of_a_product = name.strip("_") in ("matmul", "bmm") and weights.shape == spread.shape
                 of_a_product = of_a_product and (is_square or not place)
                 sums = spread.float().sum(-2 if place else -1) if of_a_product else torch.ones_like(spread)
@@ -367,7 +367,7 @@ def _is_table(module: nn.Module) -> bool:
 
 
 def _without_dropout(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-    """Calls a function, but strong dropout returns its input."""
+    """Calls a function; in place of strong dropout, returns its input."""
     p = argument(args, kwargs, 1, "p", 0.5) if function_name(function) in DROPOUTS else 0.0
     return args[0] if isinstance(p, float) and p >= STRONG_DROPOUT else function(*args, **kwargs)
 
@@ -398,7 +398,7 @@ class _Order(StepInspector):
 
 @replay(DepthFacts, when="requested", memory=2.5, steps=4.0)
 def depth_in_fp32(session: ReplaySession) -> DepthFacts:
-    """Returns the gradients over depth in a replay in float32."""
+    """Returns the size of the gradient in each layer, in the order of the calls, from a replay in float32."""
     inspector, sizes = _Order(session), []
     with session.live():
         result = inspector.run(dtype="fp32")

@@ -17,14 +17,16 @@ MIN_RELATIVE_DISTANCE = 0.5
 def average_not_restored(run: RunContext) -> Iterator[Result]:
     """After a resume the moving average starts far from the weights.
 
-    Why it matters: evaluations and saved models use the average, which is a fresh initialisation for many steps.
+    Why it matters: evaluations and saved models use the average, which stays near a fresh initialisation for many
+    steps.
 
-    How it is detected: the optimizer had a state when the watch began, and a copy that follows the weights was more
-    than half of their size away from them: its distance, divided by what its decay has left of it since.
+    How it is detected: the optimizer had a state when the watch began, and the distance of the average from the weights
+    was then more than half of their size. That distance is computed: the measured one, divided by the fraction of it
+    that the decay of the average has left since.
 
     Usual cause: the average (EMA) was not restored from the checkpoint, so it starts from the initialisation.
 
-    Looks like: optim.average_does_not_follow, where its factors are wrong.
+    Looks like: optim.average_does_not_follow, where the factors of the average are wrong.
 
     Fix: save and load the average with the model, or copy the loaded weights into it.
 

@@ -14,21 +14,21 @@ from trainwright.doctor.facts.gradient import AccumulationFacts
     explains=("gradient.clip_always_active", "optim.lr_too_high"),
 )  # fmt: skip
 def accumulation_not_normalised(run: RunContext) -> Iterator[Result]:
-    """The losses of accumulated micro-batches are not divided by their number, or by another number.
+    """The losses of accumulated micro-batches are not divided by their number, or are divided by a wrong one.
 
     Why it matters: the gradient is that many times too large, so each change of the accumulation changes the run. With
     clipping, every step is clipped.
 
-    How it is detected: the derivative of what `backward()` was called on with respect to its mean loss, for each
-    micro-batch of a replayed step. Their sum must be 1.
+    How it is detected: for each micro-batch of a replayed step, the derivative of the tensor that `backward()` was
+    called on, with respect to the mean loss of the micro-batch. The sum of these derivatives must be 1.
 
     Exceptions: losses that are sums, several losses on one batch, and gradients that the loop scales by hand. A short
     window at the end of an epoch is reported only with -v.
 
     Usual cause: `loss.backward()` without `/ accumulation`, or a short window divided by the full number.
 
-    Fix: `(loss / accumulation).backward()`; exact for unequal lengths: sums of losses divided by the number of targets
-    in the window.
+    Fix: `(loss / accumulation).backward()`. For micro-batches with unequal numbers of targets, only this is exact:
+    divide sums of losses by the number of targets in the window.
 
     Sources: guided-diffusion#111, verl#436, huggingface/transformers#34191.
     """

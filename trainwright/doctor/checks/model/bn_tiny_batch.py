@@ -15,8 +15,8 @@ from trainwright.runs.records import Where
 def bn_tiny_batch(run: RunContext) -> Iterator[Result]:
     """BatchNorm computes its statistics from too few values.
 
-    How it is detected: the inputs of every BatchNorm in train mode, in two examined steps: at most two
-    samples or four values for each channel.
+    How it is detected: in two examined steps, the input of a BatchNorm in train mode has at most two samples, or at
+    most four values for each channel.
 
     Exceptions: an image or two, with 32 or more values for each channel, are reported only with -v.
 

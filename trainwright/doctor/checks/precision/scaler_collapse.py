@@ -20,7 +20,7 @@ def scaler_collapse(run: RunContext) -> Iterator[Result]:
     Why it matters: the loop runs at full speed without an error. After 60 skips the scale is 5.7e-14.
 
     How it is detected: 20 skipped updates in a row, or two where the replay shows an operation that is not finite at
-    any scale. The first skips of a run, while the scale is found, end after some ten steps.
+    any scale. The skips at the beginning of a run, while the scaler searches for its scale, end after about ten steps.
 
     Usual cause: the gradients are not finite at any loss scale.
 

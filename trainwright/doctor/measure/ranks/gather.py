@@ -1,4 +1,4 @@
-"""The part of rank 0: reads rows and status of every rank from the board, and compares them."""
+"""What rank 0 does: it reads what every rank has written to the shared board, and compares the ranks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from trainwright.runs.json_values import strict
 from trainwright.runs.records import construct
 
 JOIN_TIMEOUT_S = 10.0
-"""Time to wait for ranks to join before those that have are compared."""
+"""Time to wait for ranks to join. After it, the ranks that have joined are compared."""
 SILENT_TIMEOUT_S = 15.0
 """Maximum time between two messages of a rank."""
 MAX_PENDING_ROWS = 64
-"""Rows of a rank on the board, and steps with missing rows."""
+"""Maximum number of rows of a rank on the board, and of steps that wait for missing rows."""
 
 
 class Gathering:
-    """The ranks that take part, and their reports. ``key`` is the key of the meeting, ``names`` of its checksums."""
+    """The ranks that take part, and their reports.
+
+    ``key`` is the prefix of all keys on the board, ``names`` are the names of the checksums.
+    """
 
     def __init__(self, board: Board, key: str, names: Sequence[str]) -> None:
         self._board, self._key = board, key
@@ -51,7 +54,7 @@ class Gathering:
     def is_complete(self, step: int) -> bool:
         """Returns True if a rank that ended after ``step`` has nothing to wait for.
 
-        All have ended, or one is stalled, or one is in a later step and may be waiting for this rank.
+        This is so if all have ended, if one is stalled, or if one is in a later step and may be waiting for this rank.
         """
         running = [each for each in self._statuses if not each.ended]
         if len(self._present) < 2 or any(each.stalled or each.begun > step for each in running):
@@ -74,7 +77,7 @@ class Gathering:
         return None if texts is None else [construct(RankStep, json.loads(text)) for text in texts]
 
     def _read_statuses(self, own: RankStatus) -> list[RankStatus]:
-        """Returns the newest status of each present rank, with the time of its silence if that is too long."""
+        """Returns the newest status of each present rank, and how long it has been silent, if too long."""
         others = [rank for rank in self._present if rank != own.rank]
         texts = self._board.read(*(f"{self._key}/status/{rank}" for rank in others)) if others else []
         now_s = time.monotonic()
