@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.figures import about, arguments, figure
 from benchmarks.startup import OUR_COMMAND, in_a_process
-from trainwright.monitoring.end_time import STEPS
+from trainwright.monitoring.end_time import STEPS_BEFORE_PREDICTION
 
 LENGTHS = {
     "demo": ("until=300steps", "until=12s"),
@@ -40,7 +40,7 @@ CORRECTED = re.compile(r"a step takes .* ends about [^,]+, in (?:(\d+) min )?([0
 
 @dataclass
 class Run:
-    """What a run said of its time, and what came. ``left_s`` is what it foretold at step ``STEPS``."""
+    """What a run said of its time, and what came. ``left_s`` was predicted at step ``STEPS_BEFORE_PREDICTION``."""
 
     plan: dict[str, Any]
     records: list[dict[str, Any]]
@@ -58,8 +58,8 @@ class Run:
 
     @property
     def after_that_s(self) -> float:
-        """From step ``STEPS`` to the end."""
-        said_s = next(record["time_s"] for record in self.steps if record["step"] >= STEPS)
+        """From step ``STEPS_BEFORE_PREDICTION`` to the end."""
+        said_s = next(record["time_s"] for record in self.steps if record["step"] >= STEPS_BEFORE_PREDICTION)
         return float(self.records[-1]["time_s"] - said_s)
 
 

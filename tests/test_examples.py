@@ -33,7 +33,9 @@ class Killed(BaseException):
 def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setattr("trainwright.training.run.SHARES_APART_S", 0.0)  # these runs take a fraction of a second
+    monkeypatch.setattr(
+        "trainwright.training.run.MIN_FRACTION_SAVE_INTERVAL_S", 0.0
+    )  # these runs take a fraction of a second
     threads = torch.get_num_threads()
     yield importlib.import_module(request.param)
     torch.set_num_threads(threads)

@@ -177,11 +177,11 @@ def test_what_is_not_there_is_said_in_words() -> None:
     wrong: list[tuple[Any, str]] = [
         (lambda: tw.evaluate(live, data()), r"cannot be built from its folder(.|\n)*model=your_model"),
         (lambda: tw.evaluate(live, data(), model=net()), "the loss CrossEntropyLoss of the run was passed in Python"),
-        (lambda: tw.evaluate(live, "val", nn.CrossEntropyLoss(), model=net()), "val set .* got it in Python"),
+        (lambda: tw.evaluate(live, "val", nn.CrossEntropyLoss(), model=net()), "val set .* received it from Python"),
         (lambda: tw.predict(live, data(), model=nn.Linear(4, 2)), "do not fit the model"),
         (lambda: tw.predict(live, data(), model=net(), which=77), "no checkpoint of step 77"),
         (lambda: tw.predict(model, "val"), "the data is the text 'val'"),
-        (lambda: tw.predict(model, data(), which="best"), "are of a run folder"),
+        (lambda: tw.predict(model, data(), which="best"), "need a run folder"),
         (lambda: tw.predict(7, data()), "a int cannot be evaluated"),
         (lambda: tw.evaluate(model, data()), "does not take this batch"),
         (lambda: tw.evaluate("nowhere", data()), "nowhere"),

@@ -98,7 +98,7 @@ def test_lr_range(objects: tuple[Any, ...]) -> None:
 def test_batch_size(objects: tuple[Any, ...]) -> None:
     model, data, loss, optimizer = objects
     assert tw.batch_size(model, data, loss, optimizer=optimizer, most=32, quiet=True).most == 32
-    with pytest.raises(UsageError, match="batches of their own"):
+    with pytest.raises(UsageError, match="already batched"):
         tw.batch_size(model, lambda: iter(data), loss, quiet=True)
 
 
@@ -203,7 +203,7 @@ def test_why_a_run_cannot_be_made_again(what: Any, more: dict[str, Any], reason:
     [
         ("tests.commands.made:number", "number returned a int(.|\n)*return .model, data, loss, optimizer"),
         ("tests.commands.made:nothing", "has no 'nothing'"),
-        ("made", "the model is 'made'(.|\n)*give an nn.Module, or a function"),
+        ("made", "the model is 'made'(.|\n)*pass an nn.Module, or a function"),
         (nn.Linear, "the model is <class"),
     ],
 )

@@ -197,7 +197,7 @@ def test_a_run_ends_though_its_sink_hangs(
     data, settings = (torch.randn(32, 4), torch.arange(32) % 2), {"log.sinks": ["stuck"], "log.every": "1steps"}
     result = tw.fit(nn.Linear(4, 2), data, nn.CrossEntropyLoss(), steps=5, settings=settings)
     assert (result.ending, result.step) == ("finished", 5)
-    assert "stuck did not take the end of this run in time" in " ".join(capsys.readouterr().out.split())
+    assert "stuck did not finish in time at the end of this run" in " ".join(capsys.readouterr().out.split())
     Stuck.freed.set()
 
 

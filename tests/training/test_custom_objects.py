@@ -376,8 +376,8 @@ def other() -> Any:
         (lambda m: {"schedule": lambda step: 1.0, "warmup": "2steps"}, "warmup has no effect"),
         (lambda m: {"schedule": lambda step: 1.0, "settings": {"schedule.floor": 0.1}}, "schedule was passed"),
         (lambda m: {"schedule": partial(StepLR, step_size=2), "settings": {"schedule.every": "3s"}}, "steps or epochs"),
-        (lambda m: {"schedule": ReduceLROnPlateau}, "goes by the validation"),
-        (lambda m: {"observers": [tw.EarlyStopping()]}, "goes by the validation"),
+        (lambda m: {"schedule": ReduceLROnPlateau}, "needs validation results"),
+        (lambda m: {"observers": [tw.EarlyStopping()]}, "needs validation results"),
     ],
 )
 def test_what_cannot_be_is_said_in_words(given: Objects, said: str) -> None:

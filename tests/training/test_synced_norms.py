@@ -151,7 +151,10 @@ def test_with_accumulation_a_statistic_is_of_the_micro_batches_that_ranks_comput
     ("change", "error"),
     [
         ("x, y = x[:25], y[:25]", "one value per channel from all ranks together"),
-        ("model.first = type('Odd', (nn.BatchNorm1d,), {'forward': lambda self, x: x})(4)", "a Odd has a forward pass"),
+        (
+            "model.first = type('Odd', (nn.BatchNorm1d,), {'forward': lambda self, x: x})(4)",
+            "a Odd overrides the forward pass",
+        ),
         ("model.first = nn.SyncBatchNorm(4)", "parallel.sync_batchnorm: true, which exchanges statistics"),
     ],
 )
