@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,8 @@ def test_every_recipe_in_the_box_passes(path: Path) -> None:
     }.get(path.stem, ()):
         pytest.importorskip(package)
     smaller = [*SMALL[path.name], *SMALLER.get(path.stem, ()), "device=cpu"]
-    found = check(load(path, overrides=smaller), budget=SHORT)
+    budget = replace(SHORT, smoke_s=2.0) if path.stem == "two-tower" else SHORT  # its loss begins above that of a guess
+    found = check(load(path, overrides=smaller), budget=budget)
     assert [v for v in found.verdicts if v.word in ("warn", "fail")] == []
     assert found.exit_code == 0
     (memory,) = (v for v in found.verdicts if v.what == "memory")

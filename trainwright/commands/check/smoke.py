@@ -98,12 +98,11 @@ class SmokeRun:
 
     @property
     def is_worse_than_a_guess(self) -> bool:
-        """True if the loss ended clearly above that of a guess, and not on the way down from its start."""
+        """True if the loss ended clearly above that of a guess."""
         return (
             len(self.losses) >= MIN_STEPS
             and self.guess is not None
             and not self.ends[1] <= MAX_GUESS_RATIO * self.guess
-            and not self.falls
         )
 
     @property
