@@ -32,7 +32,6 @@ SMALLER = {
     "gpt2-124m": (ONE_LAYER, "model.args.vocab_size=512"),
     "hf-lora": ("model.args.n_layer=1", "model.args.n_embd=48"),
     "llama-7b": (ONE_LAYER, "model.args.vocab_size=512"),
-    "two-tower": ("optimizer.lr=1e-3",),  # that of the recipe is for batches of 256, and too high for 32
 }
 """Half of a check is traces of the model, and the rest ends by its time: shorter steps are more of them."""
 RECIPE = """\

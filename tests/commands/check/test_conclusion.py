@@ -29,7 +29,7 @@ def run(*losses: float, peak_lr: float = 1.0, guess: float | None = GUESS, **mor
     return SmokeRun(guess, peak_lr, [first + (last - first) * n / 99 for n in range(100)], **more)
 
 
-LEARNS, ABOVE, UNKNOWN = run(0.7, 0.2), run(80.0, 0.9), SmokeRun(GUESS)
+LEARNS, ABOVE, UNKNOWN = run(0.7, 0.2), run(0.9, 0.9), SmokeRun(GUESS)
 
 
 def evidence(lr: float, smoke: SmokeRun = UNKNOWN, fits: Sequence[BatchFit] = (), **more: Any) -> RateEvidence:
@@ -105,7 +105,7 @@ def test_a_rate_that_cannot_be_raised_needs_more_steps() -> None:
     ("smoke", "word", "words"),
     [
         (LEARNS, "ok", ""),
-        (ABOVE, "cannot tell", "no better than a guess"),
+        (run(80.0, 0.9), "cannot tell", "no better than a guess"),
         (run(0.7, 0.7), "cannot tell", "does not fall"),
         (run(0.7, 2.0), "fail", "diverges"),
         (run(0.7, 2.0, skipped=1), "fail", "diverges"),

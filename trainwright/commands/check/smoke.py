@@ -98,11 +98,12 @@ class SmokeRun:
 
     @property
     def is_worse_than_a_guess(self) -> bool:
-        """True if the loss ended clearly above that of a guess."""
+        """True if the loss ended clearly above that of a guess, and is not on its way down from the start."""
         return (
             len(self.losses) >= MIN_STEPS
             and self.guess is not None
             and not self.ends[1] <= MAX_GUESS_RATIO * self.guess
+            and not self.falls
         )
 
     @property
