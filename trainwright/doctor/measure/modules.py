@@ -157,10 +157,14 @@ class Modules(ModuleProbe):
             torch.stack([is_pad.new_ones(ids.shape).sum(), is_pad.sum(), (is_pad & later & earlier).sum()])
         )
 
-    @torch.no_grad()
     def on_gradients(self) -> None:
+        if self.is_looking and self._tables:
+            self._record_computed_rows()
+
+    @torch.no_grad()
+    def _record_computed_rows(self) -> None:
         """Records the rows with a gradient right after the backward pass, before the loop can set one to zero."""
-        for table in self._tables.values() if self.is_looking else ():
+        for table in self._tables.values():
             gradient = table.module.weight.grad
             if table.ids is not None and gradient is not None and not gradient.is_sparse:
                 table.computed |= set(table.ids[gradient[table.ids].abs().amax(1) > 0].tolist())
