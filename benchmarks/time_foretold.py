@@ -1,11 +1,11 @@
-"""What a run says of its time before the first step, and after 50 steps, against what came; for the recipes in the box.
+"""Compares the times that a run predicts, before the first step and after 50 steps, with the measured ones.
 
     python -m benchmarks.time_foretold [--quick] [--only gpt-tiny,demo]
 
-Each recipe trains in a process of its own, as it stands but for its length. ``step`` is the time of a step that came,
-as a share of the one foretold, ``run`` that from the first step to the end, and ``left`` that of what was left after
-50 steps. ``demo_budget`` is the time of ``demo --budget 20s`` from its first step to its end, as a share of the 20 s,
-and ``demo_training`` the share of that time in which it trained.
+Each built-in recipe trains in a process of its own, unchanged except for its length. The figures are measured time /
+predicted time: ``step`` of a step, ``run`` from the first step to the end, and ``left`` from step 50 to the end.
+``demo_budget`` is the time of ``demo --budget 20s`` from its first step to its end, divided by 20 s, and
+``demo_training`` the fraction of that time in which it trained.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ CORRECTED = re.compile(r"a step takes .* ends about [^,]+, in (?:(\d+) min )?([0
 
 @dataclass
 class Run:
-    """What a run said of its time, and what came. ``left_s`` was predicted at step ``STEPS_BEFORE_PREDICTION``."""
+    """The predicted and the measured times of a run.
+
+    ``left_s`` is the remaining time that the run predicts at step ``STEPS_BEFORE_PREDICTION``.
+    """
 
     plan: dict[str, Any]
     records: list[dict[str, Any]]
@@ -86,7 +89,7 @@ def measured(recipe: str, until: str, threads: int, rounds: int, more: Sequence[
     }
     for what, values in came.items():
         case = f"{recipe}_{until.partition('=')[2]}_{what}"
-        figure("time_foretold", case, values, unit="ratio", against="foretold")
+        figure("time_foretold", case, values, unit="ratio", against="predicted")
 
 
 def demo_budget(threads: int, budget_s: float) -> tuple[float, float]:

@@ -103,7 +103,7 @@ def test_twenty_steps_are_the_same_bits(name: str) -> None:
     plain, moved = (trained(state_of(name, offload=offload)) for offload in (False, True))
     assert type(moved.optimizer).__mro__[1] is room.Offloaded
     assert type(moved.optimizer).__name__ == type(plain.optimizer).__name__
-    assert len(moved.optimizer.param_groups) > 1
+    assert len(moved.optimizer.param_groups) > (1 if name == "rprop" else 2)
     assert_same(plain, moved)
 
 

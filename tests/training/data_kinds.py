@@ -323,7 +323,7 @@ KINDS = [
     Kind("dict of tensors or arrays", lambda: {"x": X, "y": Y.numpy()}),
     Kind("list of samples", lambda: list(zip(X, Y, strict=True))),
     Kind("`Dataset`, augmented from the global generators", Rows),
-    Kind("`Dataset` of dicts that is asked for several rows at once", OfDicts),
+    Kind("`Dataset` of dicts with `__getitems__`", OfDicts),
     Kind("dict of datasets, `train` and `validation`", lambda: {"train": OfDicts(), "validation": OfDicts()}),
     Kind("token ids in a file (`tokens`)", token_file),
     Kind("table (`tw.table`)", rows_of_table),

@@ -26,7 +26,7 @@ from trainwright.training.prepare import prepare
 from trainwright.training.reading import MAX_MEASURED_STEPS, time_workers
 from trainwright.training.run import train
 
-MAX_READING_S = 2e-3
+READING_S = 2e-3
 
 
 class Rows(Dataset[Any]):
@@ -128,7 +128,7 @@ def test_no_number_of_workers_is_recommended_without_a_measurement(
 
 
 def test_the_verdict_on_a_run_recommends_only_what_it_measured(tmp_path: Path) -> None:
-    asked = recipe(tmp_path, MAX_READING_S) | {"until": "12steps", "log": {"doctor": False}}
+    asked = recipe(tmp_path, READING_S) | {"until": "12steps", "log": {"doctor": False}}
     verdict = train(from_mapping(asked), quiet=True).verdict
     assert "waiting for data (`trainwright profile` measures whether" in str(verdict)
 
@@ -136,7 +136,7 @@ def test_the_verdict_on_a_run_recommends_only_what_it_measured(tmp_path: Path) -
 def test_a_run_of_ready_batches_is_sent_to_its_loader(tmp_path: Path) -> None:
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for _ in range(6):
-            time.sleep(10 * MAX_READING_S)
+            time.sleep(10 * READING_S)
             yield torch.randn(8, 8), torch.zeros(8, dtype=torch.int64)
 
     settings: dict[str, object] = {"folder": str(tmp_path), "log.doctor": False}
@@ -151,15 +151,15 @@ def test_the_readme_recommends_no_number_of_workers() -> None:
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_plan_times_the_workers(tmp_path: Path) -> None:
-    job = prepare(from_mapping(recipe(tmp_path, MAX_READING_S, workers=1)))
-    assert job.measured.reading.steps and job.measured.reading.read_s >= 8 * MAX_READING_S
+    job = prepare(from_mapping(recipe(tmp_path, READING_S, workers=1)))
+    assert job.measured.reading.steps and job.measured.reading.read_s >= 8 * READING_S
     assert job.plan.step_s is not None and job.plan.wait_s == job.measured.reading.wait_s > 0
     assert job.plan.step_s > job.plan.wait_s
     lines = preflight(job.plan, 0.0)
     assert any(line.startswith("workers     1: measured in the dry run") for line in lines)
     assert any(line.startswith("time ") and "waiting for data" in line for line in lines)
     first = next(job.batches)
-    assert first.cursor.position == 8 and first.read_s >= 8 * MAX_READING_S
+    assert first.cursor.position == 8 and first.read_s >= 8 * READING_S
 
 
 def test_items_that_are_read_fast_need_no_workers() -> None:
