@@ -154,6 +154,9 @@ def make_step(
     parts = _Parts(loss_fn, precision, clip, probes, ranks, seed, sharded, witness, keeper)
     recovery = Recovery(lambda state: clear_grads(state.optimizer), world, witness)
     update = Update(recovery, witness)
+    if world.size == 1 and not (ranks.exact or ranks.divided or ranks.stages):
+        alone = as_loss_fn(loss)  # without the keeper, which would collect the outputs twice
+        witness.can_repeat(lambda state, batch: accumulate(state, batch, alone, precision))
 
     def advance(state: TrainState, batch: StepBatch) -> StepResult:
         device = device_of(state.optimizer)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -12,6 +12,10 @@ from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.rng import TorchGenerators
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.optim.clip import ClipFn
+
+
+Passes: TypeAlias = Callable[[TrainState, StepBatch], object]
+"""Forward and backward passes over a batch."""
 
 
 class StepWitness(Protocol):
@@ -26,6 +30,12 @@ class StepWitness(Protocol):
 
     def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
         """The step begins. ``batch`` is unsplit, as it came from the data."""
+
+    def can_repeat(self, passes: Passes) -> None:
+        """Called once, before the first step, if ``passes`` computes the gradients of a batch again.
+
+        It calls model, loss and backward as a step does, on the current weights and with the current generators.
+        """
 
     def gradients_are_cleared(self, optimizer: Optimizer) -> None:
         """The passes over the micro-batches begin. A second call in one step: the first attempt ran out of memory."""
@@ -47,6 +57,7 @@ class _Silent:
         return False
 
     def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None: ...
+    def can_repeat(self, passes: Passes) -> None: ...
     def gradients_are_cleared(self, optimizer: Optimizer) -> None: ...
     def loss_is_scaled(self, loss: Tensor, scaled: Tensor) -> None: ...
     def gradients_are_multiplied(self, factor: Tensor | float) -> None: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from torch import Tensor, nn
@@ -14,11 +14,13 @@ from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.rng import TorchGenerators
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.step import StepResult
+from trainwright.engine.witness import Passes
 from trainwright.optim.clip import AdaptiveClip, ClipFn, GradientClip
 from trainwright.recorder.calls import is_compiled
 from trainwright.recorder.datasets import length_of
 from trainwright.recorder.gradients import parameters_of
-from trainwright.recorder.listener import tell
+from trainwright.recorder.deferred import StepInputs, StepTemplate
+from trainwright.recorder.listener import mute, tell, unmute
 from trainwright.recorder.program import Backward, Call, RecordedStep
 from trainwright.recorder.recording import LoopRecorder
 from trainwright.recorder.veto import Veto
@@ -104,6 +106,10 @@ class EngineSource:
         self._epoch = -1
         self._scaler: object = None
         self._tries = 0
+        self.passes: Passes | None = None
+        self.template: StepTemplate | None = None
+        """Set: the next step is deferred. Its events are not reported, and it becomes a step like this one."""
+        self._inputs: StepInputs | None = None
 
     def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
         self._scaler, self._tries = state.scaler, 0
@@ -114,6 +120,20 @@ class EngineSource:
             tell("on_epoch", self._loader, self._pass)
         for micro in batch.micro:
             tell("on_batch", self._pass, micro.ids.tolist(), micro.data, 0.0)
+
+        if self.template is not None and len(batch.micro) == 1:
+            self._inputs = StepInputs(state, batch, generators)
+            mute()
+
+    def can_repeat(self, passes: Passes) -> None:
+        self.passes = passes
+
+    def take_inputs(self) -> StepInputs | None:
+        """Ends a deferred step: events are reported again. Returns its inputs; None for a step that was recorded."""
+        inputs, self._inputs = self._inputs, None
+        if inputs is not None:
+            unmute()
+        return inputs
 
     def memory_ran_out(self) -> bool:
         return False
@@ -139,7 +159,16 @@ class EngineSource:
 
     def end_step(self, result: StepResult) -> None:
         """Closes the recorded step with the numbers of the engine."""
-        recorder, step = self._recorder, self._recorder.current
+        recorder, inputs = self._recorder, self.take_inputs()
+        if inputs is not None and self.template is not None:
+            batch = replace(inputs, batch=result.batch)
+            step = self.template.step(batch, result, recorder)
+            if len(result.batch.micro) > 1:  # memory ran out, so it was trained in parts
+                step.inputs, step.blind = None, "it was trained in smaller micro-batches than the steps before it"
+            _add_spike(step, result)
+            recorder.close_deferred(step)
+            return
+        step = recorder.current
         step.loss, step.lr = result.loss, result.lr
         step.ids = [tuple(micro.ids.tolist()) for micro in result.batch.micro]
         if step.grad_norm is None:  # the update was skipped
@@ -150,9 +179,13 @@ class EngineSource:
                 each.batch = micro
             elif isinstance(each, Backward):
                 micro += 1
-        if result.spike is not None:
-            spike = result.spike.spike
-            step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, result.spike.action]
-            if result.spike.action == "rollback":
-                step.values["edited"] = True  # the state after it is different
+        _add_spike(step, result)
         recorder.close()
+
+
+def _add_spike(step: RecordedStep, result: StepResult) -> None:
+    if result.spike is not None:
+        spike = result.spike.spike
+        step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, result.spike.action]
+        if result.spike.action == "rollback":
+            step.values["edited"] = True  # the state after it is different

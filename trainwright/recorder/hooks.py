@@ -98,8 +98,11 @@ def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) 
     begins, ends = methods_of(group, "on_forward"), methods_of(group, "on_output")
     begins_without_grad = methods_of(group, "on_forward_without_grad")
 
+    def is_heard() -> bool:
+        return has_listeners() and (inside.only is None or inside.only is first)
+
     def before(root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        if thread != threading.get_ident() or inside.backward or innermost_transform() or not has_listeners():
+        if thread != threading.get_ident() or inside.backward or innermost_transform() or not is_heard():
             return
         first.depth += 1
         if first.depth > 1:
@@ -109,7 +112,7 @@ def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) 
         call_each(begins, root, args, kwargs)
 
     def after(root: nn.Module, args: Args, output: object) -> None:
-        if thread != threading.get_ident() or inside.backward or innermost_transform() or not has_listeners():
+        if thread != threading.get_ident() or inside.backward or innermost_transform() or not is_heard():
             return
         first.depth = max(0, first.depth - 1)
         if not first.depth:

@@ -120,6 +120,8 @@ listeners: list[tuple[Listener, int]] = []
 _methods: dict[tuple[int, str], Methods] = {}
 """Methods by thread and event. The event "" marks a thread with listeners."""
 _muted: set[int] = set()
+_only: dict[int, list[Listener]] = {}
+"""Listeners that receive all events of a thread instead of its others."""
 
 
 def tell(event: str, *arguments: object) -> None:
@@ -163,7 +165,9 @@ def sort_listeners() -> None:
     """Rebuilds the table of methods. Must be called after each change to ``listeners``."""
     global _methods  # replaced at once because other threads may be reading it
     table: dict[tuple[int, str], Methods] = {}
-    for listener, thread in listeners:
+    chosen = [each for each in listeners if each[1] not in _only]
+    chosen += [(listener, thread) for thread, group in _only.items() for listener in group]
+    for listener, thread in chosen:
         table[thread, ""] = []
         for method in (name for name in vars(Listener) if name.startswith("on_")):
             table.setdefault((thread, method), []).extend(methods_of([listener], method))
@@ -191,27 +195,43 @@ def muted() -> Iterator[None]:
         _muted.discard(thread)
 
 
+def mute() -> None:
+    """Ends the events of this thread until ``unmute``, as ``muted`` does, but warnings are shown."""
+    _muted.add(threading.get_ident())
+
+
+def unmute() -> None:
+    """Begins the events of this thread again."""
+    _muted.discard(threading.get_ident())
+
+
 @contextmanager
-def unmuted() -> Iterator[None]:
-    """Context inside of ``muted`` in which this thread has events again."""
+def only(group: list[Listener]) -> Iterator[None]:
+    """Context in which the events of this thread reach only ``group``, also inside of ``muted``."""
     thread = threading.get_ident()
-    was_muted = thread in _muted
+    was_muted, outer = thread in _muted, inside.only
+    _only[thread], inside.only = group, group[0]
     _muted.discard(thread)
+    sort_listeners()
     try:
         yield
     finally:
         if was_muted:
             _muted.add(thread)
+        del _only[thread]
+        inside.only = outer
+        sort_listeners()
 
 
 class CallDepth(threading.local):
     """Depth of nested calls in this thread: backward, autograd.grad, a scheduler's step, and those in ``object_hooks``.
 
-    ``listeners``: a method of a listener is running.
+    ``listeners``: a method of a listener is running. ``only``: the first listener of a group that alone has events.
     """
 
     backward = grad = schedule = objects = 0
     listeners = False
+    only: Listener | None = None
 
     def enter(self, name: str) -> None:
         setattr(self, name, getattr(self, name) + 1)

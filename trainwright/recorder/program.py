@@ -155,7 +155,8 @@ class RecordedStep:
 
     ``blind`` is the reason why the step cannot be replayed; None if it can. ``num_bytes`` is the memory that its
     tensors keep. ``trained`` identifies the trained part for ``grad_norm``: a key of the optimizer, and the number of
-    its gradients. ``is_light``: only its losses and its update were recorded.
+    its gradients. ``is_light``: only its losses and its update were recorded. ``inputs``: the engine can record its
+    program from them.
     """
 
     step: int
@@ -171,12 +172,13 @@ class RecordedStep:
     ended_s: float = 0.0
     blind: str | None = None
     is_light: bool = False
+    inputs: object = None
     values: Facts = field(default_factory=dict)
 
     @property
     def not_replayable(self) -> str | None:
         """The reason why it cannot be replayed; None if it can."""
-        return self.blind or (NOT_RECORDED if self.is_light else None)
+        return self.blind or (NOT_RECORDED if self.is_light and self.inputs is None else None)
 
     @property
     def calls(self) -> list[Call]:

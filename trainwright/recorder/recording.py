@@ -67,7 +67,8 @@ class LoopRecorder(GradientRecorder):
     # forward calls
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
-        self._fetched.add(ids, batch, wait_s)
+        if self._closes_itself:  # else the engine knows the ids of each batch
+            self._fetched.add(ids, batch, wait_s)
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         grad = torch.is_grad_enabled()
@@ -240,6 +241,15 @@ class LoopRecorder(GradientRecorder):
         self._begin_step(done.step + 1)
         self._closed(done)
         self._ended_s, self._fetched.waited_s = time.perf_counter(), 0.0
+
+    def close_deferred(self, done: RecordedStep) -> None:
+        """Ends the step with ``done``, which was not recorded by events."""
+        now_s = time.perf_counter()
+        done.ended_s = time.time()
+        done.values["step_s"], done.values["wait_s"] = now_s - self._ended_s, 0.0
+        self._begin_step(done.step + 1)
+        self._closed(done)
+        self._ended_s = time.perf_counter()
 
     def on_begun_again(self) -> None:
         self.tape.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -44,6 +44,8 @@ class Ring:
         self._held: deque[RecordedStep] = deque()
         self.snapshots: deque[Snapshot] = deque()
         self._step_bytes = self._snapshot_bytes = 0
+        self.record: Callable[[Snapshot, list[RecordedStep]], None] | None = None
+        """Records the programs of deferred steps, from a state before the first of them."""
         self._most = keep + SPARE  # number of steps that triggers a search for removable ones
 
     @property
@@ -116,8 +118,11 @@ class Ring:
 
     def _steps_between(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
         steps = [each for each in self.steps if snapshot.step <= each.step <= step]
-        whole = len(steps) == step - snapshot.step + 1 and not any(each.not_replayable for each in steps)
-        return steps if whole else None
+        if len(steps) < step - snapshot.step + 1 or any(each.not_replayable for each in steps):
+            return None
+        if self.record is not None and any(each.is_light for each in steps):
+            self.record(snapshot, steps)
+        return None if any(each.not_replayable for each in steps) else steps
 
     def steps_to(self, step: int) -> tuple[Snapshot, list[RecordedStep]] | None:
         """Returns a state and all steps from it up to ``step``; None if one is missing or cannot be replayed."""

@@ -9,13 +9,16 @@ from contextlib import contextmanager
 
 from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.snapshot import Snapshot
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.step import StepFn, StepResult
 from trainwright.engine.witness import StepWitness
 from trainwright.errors import TrainwrightError
 from trainwright.monitoring.journal import Journal
+from trainwright.recorder.deferred import DeferredRecorder, repeat
 from trainwright.recorder.engine_source import EngineSource, called_roots
 from trainwright.recorder.probes import LoopObjects
+from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ring import enough_bytes
 from trainwright.replay.memory import free_what_it_holds
 from trainwright.report.findings import lines_of
@@ -65,6 +68,8 @@ class EngineSession(WatchSession):
             first_step=state.step,
         )
         self.witness = _Witness(self, dataset)
+        self._deferred: DeferredRecorder | None = None
+        self.ring.record = self._record
         self._has_begun = False
         self._failed: Exception | None = None
 
@@ -78,12 +83,40 @@ class EngineSession(WatchSession):
 
         def recorded(state: TrainState, batch: StepBatch) -> StepResult:
             self.begin()
-            result = advance(state, batch)
+            self.witness.template = self._template if self.is_next_deferred and self.witness.passes else None
+            try:
+                result = advance(state, batch)
+            except Exception:
+                self._record_failed()
+                raise
+            finally:
+                if self._failed is not None or self.recording.failed is not None:
+                    self.witness.take_inputs()
             if self._failed is None and self.recording.failed is None:
                 self._guarded(lambda: self.witness.end_step(result))
             return result
 
         return recorded
+
+    def _record(self, snapshot: Snapshot, steps: list[RecordedStep]) -> None:
+        """Records the programs of deferred steps."""
+        if self.witness.passes is None:
+            return
+        if self._deferred is None:
+            self._deferred = DeferredRecorder(self._roots, self._objects.optimizers, self.witness.passes)
+        replayer = self.runner.replayer
+        with replayer.stage(snapshot):
+            self._deferred.record(steps, replayer.deadline.check)
+
+    def _record_failed(self) -> None:
+        """Repeats a deferred step that raised, so that its program up to the error is known."""
+        if (inputs := self.witness.take_inputs()) is None or self.witness.passes is None:
+            return
+        try:
+            with self.runner.replayer.stage(self._objects.snapshot(self.step)):
+                repeat(self.recording, self.witness.passes, inputs)
+        except Exception:
+            return  # the error of the step is raised
 
     def begin(self) -> None:
         """Starts listening. Further calls do nothing."""

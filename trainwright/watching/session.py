@@ -11,7 +11,7 @@ import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -29,11 +29,12 @@ from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.spikes import OnSpike
 from trainwright.errors import OutOfMemoryError, TrainwrightError
 from trainwright.recorder.calls import parts_of
+from trainwright.recorder.deferred import ORDINARY_VALUES, StepTemplate
 from trainwright.recorder.foreign import ForeignOptimizer
 from trainwright.recorder.gradients import parameters_of
 from trainwright.recorder.hooks import listening, listening_to_calls
 from trainwright.recorder.light import LightSteps
-from trainwright.recorder.listener import call_each, methods_of
+from trainwright.recorder.listener import call_each, methods_of, muted
 from trainwright.recorder.numbers import Numbers, begin_reading, lateness
 from trainwright.recorder.optimizers import watching
 from trainwright.recorder.pausable import without_users_modes
@@ -44,6 +45,7 @@ from trainwright.recorder.ranks import what_is_shared
 from trainwright.recorder.recording import LoopRecorder
 from trainwright.recorder.ring import KEEP, LEAST_BYTES, Ring
 from trainwright.recorder.veto import OnNonfinite, Veto
+from trainwright.replay.replayer import NotReplayable
 from trainwright.report.findings import lines_of
 from trainwright.runs.json_values import Facts
 from trainwright.runs.records import Found, Record
@@ -55,6 +57,12 @@ from trainwright.watching.schedule import ExaminationSchedule, SnapshotSchedule
 
 CHECKED_STEPS = 4
 """If none of this many steps can be replayed, the first step is checked without a replay."""
+CALM_AFTER = 64
+"""Steps of the engine that are recorded in full since the start, a change or an incident, before any is deferred."""
+FULL_EVERY = 16
+"""Every FULL_EVERY-th step and the one after it, which may be examined, are recorded in full."""
+LONG_STEP_S = 0.1
+"""Longer steps are never deferred: recording them takes next to nothing, and repeating them takes long."""
 LIGHT_SNAPSHOTS = 32
 """Interval of snapshots if most steps are light. The step after each snapshot is recorded in full."""
 _URGENT = operator.attrgetter("urgent")
@@ -140,6 +148,7 @@ class WatchSession:
         self._listeners = {"recording": self.recording, **{probe.name: probe for probe in self._probes}}
         self._group = [self.recording, objects.sites, *self._probes]
         self._on_closed = methods_of(self._probes, "on_closed", Probe)
+        self._on_deferred = [each for each in self._on_closed if getattr(each[0], "hears_deferred", False)]
         self._on_read = methods_of(self._probes, "on_read", Probe)
         self._light = LightSteps(self.recording, is_off=self.budget.is_lifted or options.is_engine)
         self.findings_log = FindingsLog(self.runner, self._probes, write, checks=options.checks)
@@ -151,10 +160,13 @@ class WatchSession:
         self._pending: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()  # their numbers are pending
         self._detectors: dict[tuple[int, int], SpikeDetector] = defaultdict(SpikeDetector)
         self._went_back, self._listens_to_children = -1, False
+        self.is_next_deferred = False
         self._is_check_due = options.check
         self._foreign = [each for each in optimizers if isinstance(each, ForeignOptimizer)]
         reasons = [what_is_shared(roots, parameters), self._objects.is_closed, *(each.reason for each in self._foreign)]
         self._blind = next((each for each in reasons if each), None)  # the reason why no step can be replayed
+        self._template: StepTemplate | None = None
+        self._calm_from = first_step + CALM_AFTER
 
     def begin(self) -> None:
         """Starts listening to the loop."""
@@ -178,10 +190,12 @@ class WatchSession:
     def _closed(self, step: RecordedStep) -> None:
         """Handles the end of a step."""
         self.step = step.step
+        if self._options.is_engine and step.inputs is None:
+            self._template = StepTemplate.of(step)
         self.budget.train()
         self._light.closed(step, self.budget.step_s)
         step.blind = self._blind or step.blind
-        call_each(self._on_closed, step)
+        call_each(self._on_deferred if step.inputs is not None else self._on_closed, step)
         self.ring.add(step)
         self._pending.append((step, begin_reading(step)))
         if not self._options.is_engine:
@@ -218,11 +232,15 @@ class WatchSession:
             self._note_veto(step)
         call_each(self._on_read, step, numbers)
         values, is_bad = step.values, _is_bad(step, numbers)
+        if is_bad and step.inputs is not None:
+            self._record_deferred(step)
         if not is_bad and self._options.finds_spikes and self._options.on_spike == "warn":
             self._find_spike(step, numbers)
         self.findings_log.note(step, numbers)
         is_urgent = self.step - step.step <= self._late and any(map(_URGENT, self._probes))
         has_spiked, has_changed = "spike" in values, "changed" in values
+        if is_bad or has_changed or not values.keys() <= ORDINARY_VALUES:
+            self._calm_from = self.step + CALM_AFTER
         if is_bad and self._light.is_wanted:
             self._light.had_incident(step.step)
             self._went_back = step.step  # the next steps can only be replayed from the state after this one
@@ -240,6 +258,17 @@ class WatchSession:
             with self.budget.spending():
                 self._incidents.keep_bundle(step.step, [found.code for found in self.findings()])
         return is_bad
+
+    def _record_deferred(self, step: RecordedStep) -> None:
+        """Records the program of a deferred step, because it is needed outside of a replay."""
+        with muted(), self.budget.spending(), suppress(NotReplayable):
+            self.ring.steps_to(step.step)
+
+    def _is_next_deferred(self, step: int, *, is_examined: bool) -> bool:
+        """Returns True if the step after ``step`` is recorded by its batch alone."""
+        is_calm = step >= self._calm_from and (step + 1) % FULL_EVERY > 1 and not is_examined
+        can_be = self._template is not None and self._blind is None and not self.budget.is_lifted
+        return is_calm and can_be and self._options.replays and 0 < self.budget.step_s < LONG_STEP_S
 
     def _find_spike(self, step: RecordedStep, numbers: Numbers) -> None:
         """Detects a spike of the norm before clipping. Each player of a GAN has its own norms."""
@@ -294,12 +323,15 @@ class WatchSession:
         if is_due and not self.ring.refused_bytes and self._blind is None:
             begin_s = time.perf_counter()
             newest = self.ring.steps[-1].program if self.ring.steps else []
+            if self._template is not None:
+                newest = self._template.program
             self._objects.further = {id(each): each for _, each in others_of(newest)}
             with self.budget.spending():
                 self._end_replays(self._why_not_kept(step + 1))
             step_s = self.budget.trained_s / max(1, step - self._first_step)
             self._snapshots.paid(time.perf_counter() - begin_s, step_s)
         self._changes.prepare_next(step - self._first_step)
+        self.is_next_deferred = self._is_next_deferred(step, is_examined=is_examined)
 
     def _why_not_kept(self, step: int) -> str | None:
         """Keeps the state before ``step``. Returns the reason if that is impossible; then no step is replayed."""

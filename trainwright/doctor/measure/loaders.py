@@ -32,6 +32,8 @@ from trainwright.runs.json_values import Facts, strict
 
 MIN_RESTARTS = 8
 """Number of iterators of a loader with workers after which restarts are reported at once."""
+CLOSE_UNTIL_STEP, CLOSE_BATCHES = 256, 2
+"""Urgent findings are looked for after each step until this one, later after the first batches of an epoch."""
 MIN_DRAWS_PER_SAMPLE = 32
 """Mean draws per drawn sample after which the others would have been drawn, too."""
 PLAIN_TYPES = (bool, int, float, str)
@@ -73,6 +75,7 @@ class Loaders(Probe):
     """
 
     name = LoadersFacts.experiment
+    hears_deferred = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots = watched.subject.roots
@@ -136,10 +139,13 @@ class Loaders(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps += 1
+        if step.inputs is not None:
+            self.on_backward((), {})  # it was not reported
         if self._epoch is not None:
             pending, self._pending = self._pending, []
-            self._labels.add(step, pending, self._steps)
-            self.urgent = bool(self._news() - self._reported)
+            if self._steps <= CLOSE_UNTIL_STEP or self._epoch.batches <= CLOSE_BATCHES:
+                self._labels.add(step, pending, self._steps)
+                self.urgent = bool(self._news() - self._reported)
 
     def _news(self) -> set[str]:
         """Returns the names of findings that are urgent when they become true."""

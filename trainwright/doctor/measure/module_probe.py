@@ -18,7 +18,7 @@ from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.modules import ModuleStack
 
 EARLY_STEPS = frozenset({1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64})
-"""Examined steps. After them, every INTERVAL_STEPS-th step is examined until FREQUENT_UNTIL_STEP."""
+"""Examined steps. Later, the step after every INTERVAL_STEPS-th one is examined, until FREQUENT_UNTIL_STEP."""
 INTERVAL_STEPS = 32
 FREQUENT_UNTIL_STEP = 512
 LATER_INTERVAL_STEPS = 128
@@ -44,7 +44,8 @@ class ModuleProbe(Probe):
         with_wrappers = (module for root in roots for module in root.modules())
         self._is_off = is_divided or "FullyShardedDataParallel" in kinds or any(map(is_compiled, with_wrappers))
         self.looks, self.is_looking, self.step = 0, not self._is_off, 0
-        self._closed, self._open, self._is_following = 0, ExitStack(), False
+        self._first: int | None = None  # the number of steps before the watch
+        self._open, self._is_following = ExitStack(), False
         self._passes, self.is_hooked = 0, False
         self._stack = ModuleStack({p: m for p, m in self.modules.items() if not isinstance(m, torch.jit.ScriptModule)})
         self.stack = self._stack.paths
@@ -95,15 +96,16 @@ class ModuleProbe(Probe):
                 self.fail(error)
 
     def on_closed(self, step: RecordedStep) -> None:
-        self._closed += 1
+        self._first = step.step - 1 if self._first is None else self._first
+        taken = step.step - self._first
         self._passes = 0
         if self.is_looking:
             self._stop_following()
             self.looks += 1
             self.step = step.step
             self.ended(step)
-        every = INTERVAL_STEPS if self._closed <= FREQUENT_UNTIL_STEP else LATER_INTERVAL_STEPS
-        is_due = self._closed + 1 in EARLY_STEPS or (self._closed >= 64 and self._closed % every == 0)
+        every = INTERVAL_STEPS if taken <= FREQUENT_UNTIL_STEP else LATER_INTERVAL_STEPS
+        is_due = taken + 1 in EARLY_STEPS or (taken >= 64 and step.step % every == 0)
         self.is_looking = not self._is_off and is_due
 
     def end(self, error: BaseException | None) -> None:

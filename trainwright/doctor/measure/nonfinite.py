@@ -50,6 +50,7 @@ class NonfiniteListener(Probe):
     """
 
     name = SeenNonfinite.experiment
+    hears_deferred = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         subject = watched.subject

@@ -28,7 +28,7 @@ from trainwright.runs.json_values import Facts, strict
 
 EVERY_STEP_UNTIL = 128
 """All steps until this one are read. Later, every INTERVAL_STEPS-th step and the step after it are."""
-INTERVAL_STEPS = 16
+INTERVAL_STEPS = 32
 STEPS_PER_COMPARISON = 8
 """Steps on a CPU that are compared together. Steps on a GPU wait for the next examination."""
 MAX_CALLS_PER_STEP = 8
@@ -74,6 +74,7 @@ class InputRows(Probe):
     """Reads the rows of calls, about 50 us per call. ``urgent``: batches repeat for the first time."""
 
     name = RowsFacts.experiment
+    hears_deferred = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._sites = watched.sites

@@ -31,8 +31,8 @@ MAX_FIT_ERROR = 1e-5
 MIN_CHANGE = 0.02
 """Minimum change of ``a`` from 1, and of ``b`` from 0 in standard deviations."""
 
-Key = tuple[int, int, int]
-"""A dataset sample or a slice of a larger tensor: identity, position, size."""
+Key = tuple[int, ...]
+"""A sample of a dataset (identity, position), or a slice of a larger tensor (identity, position, size)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +82,24 @@ class Steadiness(Probe):
         if iterator not in self._lines or not isinstance(ids, list) or not torch.is_grad_enabled():
             return
         dataset, line = self._lines[iterator]
+        is_full = len(self._known) >= MAX_SAMPLES
+        places = [(at, (dataset, sample)) for at, sample in enumerate(ids[:4]) if type(sample) is int]
+        if is_full:  # only samples that are known can be compared
+            places = [each for each in places if each[1] in self._known] if self._is_due(self._steps + 1) else []
+        if not places:
+            return
         x = next((each for each in leaves_of(batch) if each.is_floating_point() and each.dim() > 1), None)
         if x is None or x.is_cuda or len(x) != len(ids):
             return
-        for sample, row in zip(ids[:4], x):
-            if type(sample) is int:
-                self._compare((dataset, sample, row.numel()), row, line)
+        for at, key in places:
+            self._compare(key, x[at], line)
+
+    def _is_due(self, step: int) -> bool:
+        return step <= self._close_until or step % INTERVAL_STEPS == 0
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
-        if (step.step > self._close_until and step.step % INTERVAL_STEPS) or not step.calls:
+        if not self._is_due(step.step) or not step.calls:
             return
         now = _Begin(step.step, *step.calls[0].rng)
         if now.has_drawn():  # else the next step may begin in the same state

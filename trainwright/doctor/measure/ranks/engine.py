@@ -20,6 +20,7 @@ from trainwright.doctor.facts.ranks import NonfiniteFacts, RankStep
 from trainwright.doctor.measure.ranks.exchange import Exchange
 from trainwright.doctor.measure.ranks.replica import INTERVAL_STEPS, Replica, RowSums, is_due
 from trainwright.engine.step import StepResult
+from trainwright.engine.witness import Passes
 from trainwright.optim.clip import ClipFn
 from trainwright.recorder.numbers import late, lateness
 
@@ -54,6 +55,7 @@ class EngineRows:
         if not self._losses:  # the exact mode reports no loss, so the effect of its passes on the weights is unknown
             self._replica.before_update()
 
+    def can_repeat(self, passes: Passes) -> None: ...
     def gradients_are_cleared(self, optimizer: Optimizer) -> None:
         self._losses.clear()
 

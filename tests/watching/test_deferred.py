@@ -1,0 +1,178 @@
+"""Steps of the engine that are recorded by their batch alone, and whose programs are recorded when they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import trainwright as tw
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.engine.precision import Precision
+from trainwright.engine.step import StepFn
+from trainwright.optim.clip import make_clip
+from trainwright.recorder.program import Call
+from trainwright.replay.session import ReplaySession
+from trainwright.runs.records import Examined, Record, Watched
+from trainwright.watching.engine import EngineSession
+from trainwright.watching.session import CALM_AFTER, FULL_EVERY
+
+STEP = CALM_AFTER + FULL_EVERY // 2
+"""A step that is deferred."""
+LossFn = Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def not_lifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRAINWRIGHT_EXAMINE")
+
+
+class Net(nn.Module):
+    """Has dropout, running statistics and, for large inputs, a logarithm of a negative number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain: Tensor = (10.0 - x.amax()).log()
+        out: Tensor = self.body(x) * gain
+        return out
+
+
+def batch(step: int, *, label: int | None = None, largest: float = 0.0) -> StepBatch:
+    draw = torch.Generator().manual_seed(step)
+    x = torch.randn(8, 4, generator=draw)
+    x[0, 0] += largest
+    y = torch.randint(3, (8,), generator=draw) if label is None else torch.full((8,), label)
+    return StepBatch((MicroBatch((x, y), np.arange(8) + 8 * step),))
+
+
+def by_hand(model: nn.Module, both: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = both
+    return F.cross_entropy(model(x), y)
+
+
+class Run:
+    """A session over the engine, with the records that it wrote."""
+
+    def __init__(self, *, clip: float | None = None, precision: str = "fp32", loss: object = by_hand) -> None:
+        torch.manual_seed(0)
+        self.model = Net()
+        self.state = tw.TrainState(self.model, torch.optim.Adam(self.model.parameters(), 0.01))
+        self.written: list[Record] = []
+        self.session = EngineSession(self.state, write=self.written.append)
+        clips = make_clip("none") if clip is None else make_clip("norm", clip)
+        how = Precision(precision, "cpu")  # type: ignore[arg-type]
+        step = tw.make_step(loss, clip=clips, precision=how, witness=self.session.witness)  # type: ignore[arg-type]
+        self.advance: StepFn = self.session.around(step)
+        self.losses: list[float] = []
+
+    def train(self, last: int) -> None:
+        for step in range(len(self.losses) + 1, last + 1):
+            self.one(batch(step))
+
+    def one(self, of: StepBatch) -> None:
+        result = self.advance(self.state, of)
+        self.losses.append(float(result.loss))
+        self.session.note(result)
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run()
+
+
+def is_deferred(run: Run, step: int) -> bool:
+    return next(each for each in run.session.ring.steps if each.step == step).inputs is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("clip", "precision"), [(None, "fp32"), (0.1, "fp32"), (1.0, "bf16")])
+def test_a_deferred_step_is_replayed_with_the_same_bits(clip: float | None, precision: str) -> None:
+    run = Run(clip=clip, precision=precision)
+    run.train(STEP)
+    assert is_deferred(run, STEP) and is_deferred(run, STEP - 1)
+    before = [each.clone() for each in (*run.model.parameters(), *run.model.buffers())]
+    generator = torch.get_rng_state()
+    session = ReplaySession(run.session.runner.replayer, run.session.ring, STEP)
+    replayed = session.run(upto="step")
+    assert replayed.loss == run.losses[-1]
+    live = dict(zip(run.session.runner.replayer.names, run.session.runner.replayer.subject.parameters))
+    assert all(torch.equal(replayed.after[name], weight) for name, weight in live.items())
+    assert all(map(torch.equal, before, (*run.model.parameters(), *run.model.buffers())))
+    assert torch.equal(generator, torch.get_rng_state())
+    run.session.leave()
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_is_traced_to_its_operation(run: Run) -> None:
+    run.train(STEP - 1)
+    run.one(batch(STEP, largest=1000.0))
+    run.session.end(None)
+    (trace,) = [each for each in run.written if isinstance(each, Examined) and each.experiment == "trace"]
+    assert trace.step == STEP and "log" in str(trace.values)
+    assert trace.values.get("blind") is None
+
+
+@pytest.mark.slow
+def test_the_operation_of_a_step_that_raised_is_known(run: Run) -> None:
+    run.train(STEP - 1)
+    with pytest.raises(IndexError) as raised:
+        run.advance(run.state, batch(STEP, label=7))
+    weights = [each.clone() for each in run.model.parameters()]
+    run.session.end(raised.value)
+    (unfinished,) = [each for each in run.written if isinstance(each, Examined) and each.experiment == "unfinished"]
+    assert unfinished.step == STEP and "cross_entropy" in unfinished.values["failed"]["op"]
+    assert all(map(torch.equal, weights, run.model.parameters()))
+
+
+@pytest.mark.slow
+def test_after_an_incident_every_step_is_recorded_again(run: Run) -> None:
+    run.train(STEP - 1)
+    run.one(batch(STEP, largest=1000.0))
+    run.train(STEP + CALM_AFTER // 2)
+    assert not any(each.inputs for each in run.session.ring.steps if each.step > STEP)
+    run.session.leave()
+
+
+@pytest.mark.slow
+def test_records_of_deferred_steps_have_the_events_of_the_others(run: Run) -> None:
+    run.train(CALM_AFTER + 4 * FULL_EVERY)
+    run.session.end(None)
+    steps = [each for each in run.written if isinstance(each, Watched) and each.step > CALM_AFTER + 1]
+    assert any(each.step % FULL_EVERY > 1 for each in steps), "a deferred step is among them"
+    kinds = {tuple(kind for kind, _ in each.events) for each in steps}
+    assert kinds == {("forward", "backward", "step")} or kinds == {("zero_grad", "forward", "backward", "step")}
+    assert all(each.loss == pytest.approx(run.losses[each.step - 1], rel=1e-6) for each in steps)
+
+
+@pytest.mark.slow
+def test_a_loss_that_runs_the_model_twice_is_never_deferred() -> None:
+    def twice(model: nn.Module, both: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = both
+        return F.cross_entropy(model(x), y) + 0.1 * F.cross_entropy(model(x + 0.01), y)
+
+    run = Run(loss=twice)
+    run.train(STEP)
+    assert not any(each.inputs for each in run.session.ring.steps)
+    assert sum(isinstance(each, Call) for each in run.session.ring.steps[-1].program) == 2
+    run.session.leave()
+
+
+@pytest.mark.slow
+def test_training_has_the_same_bits_with_deferred_steps(run: Run) -> None:
+    run.train(STEP + 40)
+    run.session.end(None)
+    torch.manual_seed(0)
+    model = Net()
+    state = tw.TrainState(model, torch.optim.Adam(model.parameters(), 0.01))
+    advance = tw.make_step(by_hand)
+    for step in range(1, STEP + 41):
+        advance(state, batch(step))
+    assert all(map(torch.equal, run.model.parameters(), model.parameters()))
+    assert all(map(torch.equal, run.model.buffers(), model.buffers()))

@@ -1,0 +1,171 @@
+"""Records steps of the engine by their batch alone. Their programs are recorded when a replay needs them.
+
+A step whose program is like that of the step before it needs no hooks: the same passes over the same batch, with the
+same state of the generators, give the same program again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.rng import TorchGenerators
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.engine.step import StepResult
+from trainwright.engine.witness import Passes
+from trainwright.recorder.hooks import listening_to_calls
+from trainwright.recorder.listener import only
+from trainwright.recorder.program import (
+    Backward,
+    Call,
+    ClipGradients,
+    Instruction,
+    Operation,
+    OptimizerStep,
+    RecordedStep,
+    ZeroGrad,
+    constants_of,
+)
+from trainwright.recorder.recording import LoopRecorder, hyperparameters
+from trainwright.runs.json_values import Event
+
+ORDINARY_VALUES = {"grads", "step_s", "wait_s", "lines"}
+"""Values of a step in which nothing unusual happened."""
+ORDINARY_EVENTS = {"zero_grad", "forward", "backward", "clip", "step"}
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The inputs of a step: its batch, and the states of the generators at its begin."""
+
+    state: TrainState
+    batch: StepBatch
+    generators: TorchGenerators
+
+
+@dataclass(frozen=True)
+class StepTemplate:
+    """The parts of a recorded step that later steps share, unless their program changes.
+
+    ``clip`` is None for steps without clipping.
+    """
+
+    zeros: tuple[Instruction, ...]
+    clip: ClipGradients | None
+    events: tuple[Event, ...]
+    values: dict[str, object]
+    trained: tuple[int, int]
+    num_bytes: int
+    size: int
+    program: list[Instruction]
+
+    @classmethod
+    def of(cls, step: RecordedStep) -> StepTemplate | None:
+        """Returns the template of a step; None if a later step may differ in more than its numbers.
+
+        Such a step has one forward and one backward pass, no loss scale, and at most one clipping by norm.
+        """
+        events = [(kind, value) for kind, value in step.events if kind != "forward" or value[2]]
+        kinds = [kind for kind, _ in events]
+        calls, clips = step.calls, [each for each in step.program if isinstance(each, ClipGradients)]
+        is_ordinary = (
+            step.not_replayable is None
+            and step.values.keys() <= ORDINARY_VALUES
+            and set(kinds) <= ORDINARY_EVENTS
+            and (kinds.count("forward"), kinds.count("backward"), len(calls)) == (1, 1, 1)
+            and len(step.losses) == 1
+            and calls[0].held is None
+            and len(clips) <= 1
+            and all(each.by == "norm" and each.function is None for each in clips)
+        )
+        if not is_ordinary or not all(each.is_unchanged for each in constants_of((calls[0].args, calls[0].kwargs))):
+            return None
+        zeros = tuple(each for each in step.program if isinstance(each, ZeroGrad))
+        values = {"grads": step.values["grads"]} if "grads" in step.values else {}
+        size = 0 if not step.ids or step.ids[0] is None else len(step.ids[0])
+        clip = clips[0] if clips else None
+        return cls(zeros, clip, tuple(events), values, step.trained, step.num_bytes, size, step.program)
+
+    def step(self, inputs: StepInputs, result: StepResult, recorder: LoopRecorder) -> RecordedStep:
+        """Returns a step like this one. ``recorder`` has the events since the last step."""
+        clip, events, norm = self.clip, self.events, result.grad_norm
+        known: Tensor | float = norm
+        if clip is not None:
+            found = float(norm) if norm.is_cpu else norm
+            known = min(found, clip.at) if isinstance(found, float) else found.clamp(max=clip.at)
+            if isinstance(found, float) and found != found:
+                known = found
+            events = tuple((k, {**v, "norm": found} if k == "clip" else v) for k, v in events)
+        updates = [
+            OptimizerStep(n, [hyperparameters(group) for group in each.param_groups])
+            for n, each in enumerate(recorder.optimizers)
+        ]
+        ids = tuple(inputs.batch.micro[0].ids.tolist())
+        return RecordedStep(
+            result.step,
+            program=[*self.zeros, *([] if clip is None else [clip]), *updates],
+            events=[*recorder.current.events, *events],
+            ids=[ids],
+            losses=[result.loss],
+            loss=result.loss,
+            grad_norm=known,
+            lr=result.lr,
+            trained=self.trained,
+            num_bytes=self.num_bytes * max(1, len(ids)) // max(1, self.size),
+            is_light=True,
+            values=dict(self.values),
+            inputs=inputs,
+        )
+
+
+class DeferredRecorder:
+    """Records the programs of deferred steps. The live objects must have the state of an earlier step."""
+
+    def __init__(self, roots: Sequence[nn.Module], optimizers: Sequence[Optimizer], passes: Passes) -> None:
+        self._roots, self._passes = roots, passes
+        self._done: list[RecordedStep] = []
+        self._recorder = LoopRecorder(
+            roots,
+            optimizers,
+            self._done.append,
+            before_update=lambda step, optimizer, norm: None,
+            after_update=lambda step, optimizer: None,
+            closes_itself=False,
+        )
+
+    def record(self, steps: Sequence[RecordedStep], check: Callable[[], None]) -> None:
+        """Records the programs of deferred ``steps``. ``check`` is called before each."""
+        with only([self._recorder]), listening_to_calls([self._recorder], self._roots):
+            for step in steps:
+                check()
+                if step.is_light and isinstance(step.inputs, StepInputs):
+                    self._record(step, step.inputs)
+
+    def _record(self, step: RecordedStep, inputs: StepInputs) -> None:
+        inputs.generators.restore(self._recorder.device)
+        self._passes(inputs.state, inputs.batch)
+        for parameter in self._recorder.parameters:
+            parameter.grad = None
+        self._recorder.close()
+        recorded = self._done.pop()
+        computed = [each for each in recorded.program if isinstance(each, Call | Operation | Backward)]
+        zeros = sum(isinstance(each, ZeroGrad) for each in step.program)
+        step.program = [*step.program[:zeros], *computed, *step.program[zeros:]]
+        step.blind, step.is_light, step.inputs = recorded.blind, False, None
+        for each in step.calls:
+            each.batch = 0
+
+
+def repeat(recorder: LoopRecorder, passes: Passes, inputs: StepInputs) -> None:
+    """Repeats the passes of a step that raised, so that ``recorder`` has its program up to the error.
+
+    The exception is ignored: it is the one that ended the step.
+    """
+    inputs.generators.restore(recorder.device)
+    with only([recorder]), suppress(Exception):
+        passes(inputs.state, inputs.batch)
