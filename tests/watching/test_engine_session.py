@@ -60,7 +60,7 @@ def test_a_run_whose_steps_do_not_fit_into_the_recorder_ends_well(session: Sessi
     watched.ring.budget_bytes = 300
     train(watched, state, 6)
     watched.end(None)
-    assert len(watched.ring.steps) == 0 and not any(isinstance(each, Found) for each in written)
+    assert len(watched.ring.steps) == 0 and not [each for each in written if isinstance(each, Found)]
 
 
 def test_where_no_copy_of_the_state_fits_the_run_goes_on(session: Session) -> None:

@@ -26,6 +26,8 @@ class Listener:
     """
 
     failed: Exception | None = None
+    rests = False
+    """True: its methods are not called."""
     depth = 0
     """For the first listener of a group: depth of nested forward calls in this thread."""
 
@@ -144,7 +146,7 @@ def call_each(methods: Methods, *arguments: object) -> None:
     outer, inside.listeners = inside.listeners, True
     try:
         for listener, call in methods:
-            if listener.failed is None:
+            if listener.failed is None and not listener.rests:
                 try:
                     call(*arguments)
                 except TrainwrightError:

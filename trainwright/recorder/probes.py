@@ -64,8 +64,8 @@ class Probe(Listener):
     """A listener that reports facts. ``name`` is the experiment of its Examined records."""
 
     name = ""
-    hears_deferred = False
-    """Whether ``on_closed`` is called for deferred steps of the engine, in which there were no other events."""
+    hears_every_step = False
+    """Other probes rest in most calm steps. Of deferred steps of the engine, these probes only hear ``on_closed``."""
     urgent = False
     """Set by a probe whose facts should not wait for the next checkup. Unset by ``values``."""
 

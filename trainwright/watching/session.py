@@ -58,9 +58,9 @@ from trainwright.watching.schedule import ExaminationSchedule, SnapshotSchedule
 CHECKED_STEPS = 4
 """If none of this many steps can be replayed, the first step is checked without a replay."""
 CALM_AFTER = 64
-"""Steps of the engine that are recorded in full since the start, a change or an incident, before any is deferred."""
+"""Steps since the start, a change or an incident, after which steps are calm."""
 FULL_EVERY = 16
-"""Every FULL_EVERY-th step and the one after it, which may be examined, are recorded in full."""
+"""Every FULL_EVERY-th step, and the one after it, which may be examined, are not calm."""
 LONG_STEP_S = 0.1
 """Longer steps are never deferred: recording them takes next to nothing, and repeating them takes long."""
 LIGHT_SNAPSHOTS = 32
@@ -145,10 +145,10 @@ class WatchSession:
         made = [probe for make in (*LISTENERS, *LIVE_LOOP_LISTENERS) if (probe := make(watched)) is not None]
         loss_calls = LossListener(self.recording.tape, self._objects)
         self._probes: list[Probe] = [*objects.probes, *made, self._changes, loss_calls]
+        self._resting = [each for each in (*made, self._changes, loss_calls) if not each.hears_every_step]
         self._listeners = {"recording": self.recording, **{probe.name: probe for probe in self._probes}}
         self._group = [self.recording, objects.sites, *self._probes]
         self._on_closed = methods_of(self._probes, "on_closed", Probe)
-        self._on_deferred = [each for each in self._on_closed if getattr(each[0], "hears_deferred", False)]
         self._on_read = methods_of(self._probes, "on_read", Probe)
         self._light = LightSteps(self.recording, is_off=self.budget.is_lifted or options.is_engine)
         self.findings_log = FindingsLog(self.runner, self._probes, write, checks=options.checks)
@@ -160,7 +160,7 @@ class WatchSession:
         self._pending: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()  # their numbers are pending
         self._detectors: dict[tuple[int, int], SpikeDetector] = defaultdict(SpikeDetector)
         self._went_back, self._listens_to_children = -1, False
-        self.is_next_deferred = False
+        self.is_next_deferred = self._is_calm = False
         self._is_check_due = options.check
         self._foreign = [each for each in optimizers if isinstance(each, ForeignOptimizer)]
         reasons = [what_is_shared(roots, parameters), self._objects.is_closed, *(each.reason for each in self._foreign)]
@@ -195,7 +195,7 @@ class WatchSession:
         self.budget.train()
         self._light.closed(step, self.budget.step_s)
         step.blind = self._blind or step.blind
-        call_each(self._on_deferred if step.inputs is not None else self._on_closed, step)
+        call_each(self._on_closed, step)
         self.ring.add(step)
         self._pending.append((step, begin_reading(step)))
         if not self._options.is_engine:
@@ -264,11 +264,16 @@ class WatchSession:
         with muted(), self.budget.spending(), suppress(NotReplayable):
             self.ring.steps_to(step.step)
 
-    def _is_next_deferred(self, step: int, *, is_examined: bool) -> bool:
-        """Returns True if the step after ``step`` is recorded by its batch alone."""
+    def _rest(self, step: int, *, is_examined: bool) -> None:
+        """Decides how the step after ``step`` is observed. In a calm step most probes rest, or it is deferred."""
         is_calm = step >= self._calm_from and (step + 1) % FULL_EVERY > 1 and not is_examined
-        can_be = self._template is not None and self._blind is None and not self.budget.is_lifted
-        return is_calm and can_be and self._options.replays and 0 < self.budget.step_s < LONG_STEP_S
+        is_calm = is_calm and not self.budget.is_lifted
+        if is_calm != self._is_calm:
+            self._is_calm = is_calm
+            for each in self._resting:
+                each.rests = is_calm
+        can_be_deferred = self._template is not None and self._blind is None and self._options.replays
+        self.is_next_deferred = is_calm and can_be_deferred and 0 < self.budget.step_s < LONG_STEP_S
 
     def _find_spike(self, step: RecordedStep, numbers: Numbers) -> None:
         """Detects a spike of the norm before clipping. Each player of a GAN has its own norms."""
@@ -331,7 +336,7 @@ class WatchSession:
             step_s = self.budget.trained_s / max(1, step - self._first_step)
             self._snapshots.paid(time.perf_counter() - begin_s, step_s)
         self._changes.prepare_next(step - self._first_step)
-        self.is_next_deferred = self._is_next_deferred(step, is_examined=is_examined)
+        self._rest(step, is_examined=is_examined)
 
     def _why_not_kept(self, step: int) -> str | None:
         """Keeps the state before ``step``. Returns the reason if that is impossible; then no step is replayed."""
@@ -364,6 +369,8 @@ class WatchSession:
     def _end(self, error: BaseException | None) -> None:
         self.recording.stop_modes()
         self._light.end()
+        for each in self._resting:
+            each.rests = False
         end_all(self._probes, error)
         try:
             if error is None or isinstance(error, Exception):

@@ -35,7 +35,7 @@ class Evaluations(Probe):
     """Observes the outputs of passes without gradients between two steps. Costs nothing during a step."""
 
     name = EvaluationFacts.experiment
-    hears_deferred = True
+    hears_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._modules, self._roots, self._sites = watched.modules, watched.subject.roots, watched.sites

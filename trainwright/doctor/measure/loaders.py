@@ -75,7 +75,7 @@ class Loaders(Probe):
     """
 
     name = LoadersFacts.experiment
-    hears_deferred = True
+    hears_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots = watched.subject.roots

@@ -37,6 +37,7 @@ class Modes(Probe):
     """
 
     name = ModesFacts.experiment
+    hears_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots, self._modules, self._sites = watched.subject.roots, watched.subject.modules, watched.sites

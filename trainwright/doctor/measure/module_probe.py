@@ -44,7 +44,7 @@ class ModuleProbe(Probe):
         with_wrappers = (module for root in roots for module in root.modules())
         self._is_off = is_divided or "FullyShardedDataParallel" in kinds or any(map(is_compiled, with_wrappers))
         self.looks, self.is_looking, self.step = 0, not self._is_off, 0
-        self._first: int | None = None  # the number of steps before the watch
+        self._steps_before: int | None = None  # when the watch began
         self._open, self._is_following = ExitStack(), False
         self._passes, self.is_hooked = 0, False
         self._stack = ModuleStack({p: m for p, m in self.modules.items() if not isinstance(m, torch.jit.ScriptModule)})
@@ -96,8 +96,8 @@ class ModuleProbe(Probe):
                 self.fail(error)
 
     def on_closed(self, step: RecordedStep) -> None:
-        self._first = step.step - 1 if self._first is None else self._first
-        taken = step.step - self._first
+        self._steps_before = step.step - 1 if self._steps_before is None else self._steps_before
+        taken = step.step - self._steps_before
         self._passes = 0
         if self.is_looking:
             self._stop_following()

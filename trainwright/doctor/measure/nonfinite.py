@@ -50,7 +50,7 @@ class NonfiniteListener(Probe):
     """
 
     name = SeenNonfinite.experiment
-    hears_deferred = True
+    hears_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         subject = watched.subject

@@ -74,7 +74,7 @@ class InputRows(Probe):
     """Reads the rows of calls, about 50 us per call. ``urgent``: batches repeat for the first time."""
 
     name = RowsFacts.experiment
-    hears_deferred = True
+    hears_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._sites = watched.sites

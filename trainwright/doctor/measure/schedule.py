@@ -58,7 +58,7 @@ class Schedules(Probe):
     """
 
     name = LearningRateFacts.experiment
-    hears_deferred = True
+    hears_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._optimizers, self._roots = watched.subject.optimizers, watched.subject.roots

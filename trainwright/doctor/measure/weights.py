@@ -23,7 +23,7 @@ class MovingWeights(Probe):
     """Reads all weights at each examination in one pass over their memory. Counts updates in between."""
 
     name = WeightsFacts.experiment
-    hears_deferred = True
+    hears_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         subject = watched.subject

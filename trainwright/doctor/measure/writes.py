@@ -28,6 +28,7 @@ class Writes(Probe):
     """
 
     name = WritesFacts.experiment
+    hears_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         held = {id(p): p for o in watched.subject.optimizers for p in owned_by(o) if p.requires_grad}

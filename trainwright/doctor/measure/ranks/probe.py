@@ -76,6 +76,7 @@ class RanksProbe(Probe):
     """
 
     name = RanksFacts.experiment
+    hears_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._parameters, self._optimizers = watched.subject.parameters, watched.subject.optimizers
