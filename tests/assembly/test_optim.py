@@ -14,8 +14,11 @@ from torch.optim.optimizer import ParamsT
 
 from tests.assembly.optim_net import DECAY, LR, STEPS, assert_near, fill_grads, net, train
 from trainwright.errors import UsageError
-from trainwright.optim import GroupRule, Lamb, Lars, Muon, make_optimizer, muon_groups
-from trainwright.optim.muon import orthogonalize
+from trainwright.optim.choose import make_optimizer
+from trainwright.optim.groups import GroupRule
+from trainwright.optim.lamb import Lamb
+from trainwright.optim.lars import Lars
+from trainwright.optim.muon import Muon, muon_groups, orthogonalize
 from trainwright.recipe import OPTIMIZERS
 from trainwright.recipe.resolve import import_factory
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from trainwright.errors import UsageError
-from trainwright.optim import GroupRule, muon_groups, param_groups
+from trainwright.optim.groups import GroupRule, param_groups
+from trainwright.optim.muon import muon_groups
 
 
 class Net(nn.Module):

@@ -26,10 +26,11 @@ from trainwright.engine.step import make_step
 from trainwright.errors import UsageError
 from trainwright.models.gpt import gpt
 from trainwright.models.lora import add_lora
-from trainwright.optim import GroupRule, make_optimizer, offloaded
 from trainwright.optim import offload as room
+from trainwright.optim.choose import make_optimizer
 from trainwright.optim.clip import make_clip
-from trainwright.optim.offload import MASTER
+from trainwright.optim.groups import GroupRule
+from trainwright.optim.offload import MASTER, offloaded
 
 RULES = [GroupRule("head.*", lr_scale=0.3), GroupRule("conv.weight", weight_decay=0.5)]
 BOX: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -26,8 +26,8 @@ from trainwright.engine.loop import steps
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.run_length import for_steps
 from trainwright.engine.step import make_step
-from trainwright.optim import Muon, muon_groups
 from trainwright.optim.clip import make_clip
+from trainwright.optim.muon import Muon, muon_groups
 
 SAMPLES, BATCH, MICRO, STEPS = 29, 8, 3, 11  # 4 steps an epoch, the last of them short
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainwright.errors import RecipeError
+from trainwright.plan.degrees import Degrees
 from trainwright.plan.devices import known_devices, parse_devices
 from trainwright.plan.links import (
     HOP_LATENCY_S,
@@ -15,7 +16,6 @@ from trainwright.plan.links import (
     group_of,
     seconds,
 )
-from trainwright.plan.parallel import Degrees
 
 DGX = ClusterNode(8, link=450e9, network=400e9)
 GB = 10**9

@@ -22,12 +22,13 @@ from trainwright.data.unwrap import unwrap
 from trainwright.engine.losses import language_model
 from trainwright.errors import UsageError
 from trainwright.models.gpt import gpt
+from trainwright.plan.degrees import Degrees
 from trainwright.plan.devices import find_device, known_devices
 from trainwright.plan.grow import grow_layout
 from trainwright.plan.links import ClusterNode
 from trainwright.plan.machine import read_machine
 from trainwright.plan.many_ranks import best_of, choice_notes
-from trainwright.plan.parallel import Degrees, solve_layout
+from trainwright.plan.parallel import solve_layout
 from trainwright.plan.trace.blueprint import make_blueprint
 from trainwright.plan.trace.layouts import LayoutSurvey
 from trainwright.plan.trace.local_device import nominal_cpu

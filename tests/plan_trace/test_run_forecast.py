@@ -19,8 +19,7 @@ from trainwright.cli import app
 from trainwright.commands.plan import show_plan
 from trainwright.data.unwrap import unwrap
 from trainwright.errors import RecipeError, UsageError
-from trainwright.optim import offloaded
-from trainwright.optim.offload import Offloaded
+from trainwright.optim.offload import Offloaded, offloaded
 from trainwright.plan.devices import Device, find_device, known_devices
 from trainwright.plan.layout import Layout, offload_layouts
 from trainwright.plan.machine import read_machine

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.errors import UsageError
+from trainwright.plan.degrees import AXES
 from trainwright.plan.devices import Device, known_devices, load_devices
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.make import Note
@@ -20,7 +21,7 @@ from trainwright.plan.many_ranks import (
     layouts_of,
     runners_up,
 )
-from trainwright.plan.parallel import AXES, solve_layout
+from trainwright.plan.parallel import solve_layout
 from trainwright.plan.trace.local_device import named_device
 from trainwright.plan.trace.many_ranks import survey_ranks
 from trainwright.plan.trace.spread import options_of

@@ -13,7 +13,6 @@ from trainwright.checkpoint.rng import TorchGenerators
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.optim.clip import ClipFn
 
-
 Passes: TypeAlias = Callable[[TrainState, StepBatch], object]
 """Forward and backward passes over a batch."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainwright.plan.parallel import AXES, Degrees
+from trainwright.plan.degrees import AXES, Degrees
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "send/recv"]
 LINK_EFFICIENCY = 0.8

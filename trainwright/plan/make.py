@@ -9,10 +9,11 @@ from typing import Literal, cast
 
 from trainwright.errors import Problem, Problems, RecipeError
 from trainwright.plan.batch import BatchPlan, batch_of, scale_lr
+from trainwright.plan.degrees import ONE_RANK, Degrees
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.header import RunHeader
-from trainwright.plan.parallel import ONE_RANK, Degrees, solve_layout
+from trainwright.plan.parallel import solve_layout
 from trainwright.plan.user_batches import UserBatches, require_fits
 from trainwright.recipe import Duration, Recipe
 

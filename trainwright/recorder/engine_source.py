@@ -18,8 +18,8 @@ from trainwright.engine.witness import Passes
 from trainwright.optim.clip import AdaptiveClip, ClipFn, GradientClip
 from trainwright.recorder.calls import is_compiled
 from trainwright.recorder.datasets import length_of
-from trainwright.recorder.gradients import parameters_of
 from trainwright.recorder.deferred import StepInputs, StepTemplate
+from trainwright.recorder.gradients import parameters_of
 from trainwright.recorder.listener import mute, tell, unmute
 from trainwright.recorder.program import Backward, Call, RecordedStep
 from trainwright.recorder.recording import LoopRecorder

@@ -29,8 +29,9 @@ from trainwright.engine.stage_passes import PipelineStages, StagedPasses, inputs
 from trainwright.engine.synced_norms import LOCAL_STATISTICS, SyncedNorms
 from trainwright.errors import OutOfMemoryError, TrainwrightError, UsageError
 from trainwright.models.gpt import TENSOR_PLAN
+from trainwright.plan.degrees import Degrees
 from trainwright.plan.make import Note
-from trainwright.plan.parallel import Degrees, solve_layout
+from trainwright.plan.parallel import solve_layout
 from trainwright.plan.splits import require_fitting
 from trainwright.recipe import Loaded
 from trainwright.recipe.parallel import Parallel

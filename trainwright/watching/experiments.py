@@ -358,7 +358,11 @@ class ExperimentRunner:
         for last in (step, snapshot.step):
             steps = [each for each in ring.steps if snapshot.step <= each.step <= last]
             num_bytes = snapshot.num_bytes + sum(each.num_bytes for each in steps)
-            if steps and all(each.program and not (each.blind or each.is_light) for each in steps) and num_bytes <= max_bytes:
+            if (
+                steps
+                and all(each.program and not (each.blind or each.is_light) for each in steps)
+                and num_bytes <= max_bytes
+            ):
                 path = self.keep(folder, last, {"findings": []})
                 bundle.prune(folder)
                 return path

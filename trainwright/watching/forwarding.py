@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from trainwright.errors import UsageError
-from trainwright.monitoring.alerts.setup import alerting, require_channels
 from trainwright.monitoring.layer_stats import scalars_of
-from trainwright.monitoring.sinks import Sink, close_sinks, open_sinks
-from trainwright.monitoring.sinks.factories import sink_factories
-from trainwright.recipe import from_mapping
+from trainwright.monitoring.sinks import Sink, SinkFactory, close_sinks, open_sinks
 from trainwright.recorder.probes import Probe
 from trainwright.recorder.program import RecordedStep
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import Layers, Logged, Record, Watched
+
+if TYPE_CHECKING:
+    from trainwright.recipe.alerts import Alerts
 
 ANY_RECIPE = {"model": {"use": "mlp", "args": {"sizes": [1, 1]}}, "data": {"train": "digits"}}
 """Completes the two sections to a recipe, so that they are validated like those of a recipe."""
@@ -31,13 +32,23 @@ class ForwardingProbe(Probe):
 
     def __init__(self, sinks: object, alerts: object) -> None:
         names = list(sinks) if isinstance(sinks, tuple | set) else [sinks] if isinstance(sinks, str) else sinks
-        mapping = {**ANY_RECIPE, "log": {"sinks": names}, "alerts": alerts}
-        recipe = from_mapping(mapping, name="tw.watch").recipe
-        self._factories, self._alerts = sink_factories(recipe.log.sinks), recipe.alerts
-        require_channels(self._alerts)
+        self._factories: Mapping[str, SinkFactory] = {}
+        self._alerts: Alerts | None = None
+        if names or alerts is not None:
+            self._read({**ANY_RECIPE, "log": {"sinks": names}, "alerts": alerts})
         self._sinks: Sequence[Sink] = ()
         self._layers: tuple[str, ...] = ()
         self._note: Callable[[int], None] = lambda step: None
+
+    def _read(self, mapping: Mapping[str, object]) -> None:
+        """Reads the settings as a recipe would be read."""
+        from trainwright.monitoring.alerts.setup import require_channels
+        from trainwright.monitoring.sinks.factories import sink_factories
+        from trainwright.recipe import from_mapping  # takes 0.2 s
+
+        recipe = from_mapping(mapping, name="tw.watch").recipe
+        self._factories, self._alerts = sink_factories(recipe.log.sinks), recipe.alerts
+        require_channels(self._alerts)
 
     @property
     def is_needed(self) -> bool:
@@ -54,6 +65,11 @@ class ForwardingProbe(Probe):
     @contextmanager
     def opened(self, folder: RunFolder, config: Mapping[str, object], say: Callable[[str], None]) -> Iterator[None]:
         """Context in which records are forwarded. Leave it after the last record was written."""
+        if not self.is_needed:
+            yield
+            return
+        from trainwright.monitoring.alerts.setup import alerting
+
         process = os.getpid()
         with alerting(self._alerts, folder, say, watched=True) as watching:
             for each in watching:

@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainwright.errors import UsageError
 from trainwright.plan.trace.local_device import local_device
 from trainwright.profiling.session import ProfileSession
 from trainwright.profiling.verdict import judge
@@ -62,22 +61,12 @@ class ProfileProbe(Probe):
         )
         return None if facts is None else Profile(facts, judge(facts, local_device()))
 
-
-def begin_at(profile: bool | int) -> int | None:
-    """Returns the number of steps before a profile begins; None if none is requested."""
-    if profile is False:
-        return None
-    if not isinstance(profile, int) or profile < 1:
-        raise UsageError(f"profile is {profile!r}", remedy="give True, or the number of the step after which it begins")
-    return WARMUP_STEPS if profile is True else profile
-
-
-def leave_profile(probe: ProfileProbe, folder: RunFolder | None) -> list[str]:
-    """Writes ``profile.json`` and returns the lines to print."""
-    found = probe.found()
-    if found is None:
-        return ["no profile: the loop was over before any step was timed"]
-    if folder is not None:
-        with suppress(OSError):
-            folder.write_json(NAME, found.to_json())
-    return [f"profile   {line}" if number == 0 else line for number, line in enumerate(found.lines())]
+    def leave(self, folder: RunFolder | None) -> list[str]:
+        """Writes ``profile.json`` and returns the lines to print."""
+        found = self.found()
+        if found is None:
+            return ["no profile: the loop was over before any step was timed"]
+        if folder is not None:
+            with suppress(OSError):
+                folder.write_json(NAME, found.to_json())
+        return [f"profile   {line}" if number == 0 else line for number, line in enumerate(found.lines())]

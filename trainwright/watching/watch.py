@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -49,9 +49,11 @@ from trainwright.watching.caller_source import CallerSource
 from trainwright.watching.experiments import OwnCheck
 from trainwright.watching.forwarding import ForwardingProbe
 from trainwright.watching.layers import layer_probes
-from trainwright.watching.profiled import ProfileProbe, begin_at, leave_profile
 from trainwright.watching.reference import ReferenceProbe
 from trainwright.watching.session import WatchOptions, WatchSession
+
+if TYPE_CHECKING:
+    from trainwright.watching.profiled import ProfileProbe
 
 
 class Watch:
@@ -146,7 +148,7 @@ class Watch:
             self.session.end(error)
             ended = self._ended(error)
             self._write(ended)
-            for line in leave_profile(self._profile, self.folder) if self._profile else ():
+            for line in self._profile.leave(self.folder) if self._profile else ():
                 self._say(line)
             if self.folder is not None:
                 leave_report(self.folder, self._say)
@@ -342,14 +344,17 @@ def watch(
         require_python(root)
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         roots.append(loss)
-    chosen, after, forwarding = _chosen(checks), begin_at(profile), ForwardingProbe(sinks, alerts)
+    chosen = _chosen(checks)
+    if profile is not False and (not isinstance(profile, int) or profile < 1):
+        raise UsageError(f"profile is {profile!r}", remedy="give True, or the number of the step after which it begins")
+    forwarding = ForwardingProbe(sinks, alerts)
     forwarding.require_out(out)
     folder = None if out is None else RunFolder.create(Path(out).parent, Path(out).name)
     if folder is not None:
         folder.write_json("model.json", model_facts(roots))
     optimizers = _optimizers(optimizer, roots)
     reference = None if like is None else ReferenceProbe(like)
-    profiled = None if after is None else ProfileProbe(roots, optimizers, _listed(loader), folder, after)
+    profiled = None if profile is False else _profiling(profile, roots, optimizers, _listed(loader), folder)
     bundles, to_skip = folder.bundles if folder else None, _to_skip(skip)
     are_foreign = any(isinstance(each, ForeignOptimizer) for each in optimizers)
 
@@ -453,3 +458,15 @@ def _chosen(
 def _listed(value: object) -> tuple[object, ...]:
     items = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
     return tuple(unwrapped(item) for item in items)
+
+
+def _profiling(
+    profile: int,
+    roots: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    loaders: Sequence[object],
+    folder: RunFolder | None,
+) -> ProfileProbe:
+    from trainwright.watching.profiled import WARMUP_STEPS, ProfileProbe  # takes 0.1 s
+
+    return ProfileProbe(roots, optimizers, loaders, folder, WARMUP_STEPS if profile is True else profile)

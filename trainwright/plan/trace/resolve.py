@@ -15,11 +15,12 @@ from trainwright.assembly.assemble import Parts
 from trainwright.errors import RecipeError, UsageError
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.checkpointing import Checkpointing, describe
+from trainwright.plan.degrees import AXES
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
 from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offload_layouts
 from trainwright.plan.make import Note
-from trainwright.plan.parallel import AXES, solve_layout
+from trainwright.plan.parallel import solve_layout
 from trainwright.plan.trace.blueprint import Blueprint, make_blueprint
 from trainwright.plan.trace.layouts import POLICIES, LayoutSurvey
 from trainwright.plan.trace.run_forecast import (

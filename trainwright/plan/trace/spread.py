@@ -9,6 +9,7 @@ from torch import nn
 from trainwright.assembly.assemble import Parts
 from trainwright.errors import UsageError
 from trainwright.plan.batch import solve_batch
+from trainwright.plan.degrees import AXES, Degrees
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
 from trainwright.plan.make import Note
@@ -21,7 +22,7 @@ from trainwright.plan.many_ranks import (
     is_trainable,
     layouts_of,
 )
-from trainwright.plan.parallel import AXES, Degrees, solve_layout
+from trainwright.plan.parallel import solve_layout
 from trainwright.plan.splits import require_fitting
 from trainwright.plan.trace.many_ranks import survey_ranks
 from trainwright.recipe import Loaded, Recipe
