@@ -9,9 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
-from trainwright.recipe.yaml_core import UnreadableError
-from trainwright.recipe.yaml_core import read as read_yaml
-from trainwright.recipe.yaml_core import write as write_yaml
 from trainwright.report import bad_cases
 from trainwright.report.bad_cases import BadCases
 from trainwright.report.pages import profile
@@ -56,7 +53,11 @@ class RunDocuments:
         """The recipe as text without secrets; unchanged if it has none, and "" if it cannot be read."""
         if not self.recipe:
             return ""
-        return self._written if self.recipe == self._parsed else write_yaml(self.recipe)
+        if self.recipe == self._parsed:
+            return self._written
+        from trainwright.recipe.yaml_core import write
+
+        return write(self.recipe)
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
@@ -69,8 +70,12 @@ class RunDocuments:
 
     @cached_property
     def _parsed(self) -> dict[str, Any]:
+        if not self._written:  # a watched loop has no recipe, and reading one imports a lot
+            return {}
+        from trainwright.recipe.yaml_core import UnreadableError, read
+
         try:
-            value = read_yaml(self._written, "recipe.yaml").value
+            value = read(self._written, "recipe.yaml").value
         except UnreadableError as error:
             self._unreadable["recipe.yaml"] = str(error)
             return {}
