@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainwright.plan.explain import human_seconds
-from trainwright.plan.resume_changes import compare_provenance, recipe_differences
 from trainwright.report.pages.rows import column, seconds
 from trainwright.report.pages.view import RunView, flat, number
 from trainwright.runs.json_values import JsonValue, strict
@@ -135,12 +134,16 @@ def _summary(differences: Sequence[Difference] | None) -> str:
 def _of_recipes(views: Sequence[RunView]) -> tuple[Difference, ...] | None:
     if not all(view.recipe for view in views):
         return None
+    from trainwright.plan.resume_changes import recipe_differences  # imports recipes
+
     return _table([recipe_differences(views[0].recipe, view.recipe) for view in views[1:]])
 
 
 def _of_provenance(views: Sequence[RunView]) -> tuple[Difference, ...] | None:
     if not all(view.provenance for view in views):
         return None
+    from trainwright.plan.resume_changes import compare_provenance
+
     pairs = [compare_provenance(views[0].provenance, view.provenance) for view in views[1:]]
     return _table([{each.path: (each.before, each.after) for each in changes} for changes in pairs])
 
@@ -231,4 +234,6 @@ def _spreads(views: Sequence[RunView]) -> Iterator[Spread]:
 
 
 def _is_same(one: RunView, other: RunView) -> bool:
+    from trainwright.plan.resume_changes import recipe_differences
+
     return recipe_differences(one.recipe, other.recipe).keys() <= SEED_KEYS
