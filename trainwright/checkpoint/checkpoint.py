@@ -27,7 +27,6 @@ from trainwright.checkpoint.contents import read_contents
 from trainwright.checkpoint.cursor import Cursor
 from trainwright.checkpoint.manifest import (
     INVALID_CONTENT_ERRORS,
-    fsync,
     name_of,
     raising_checkpoint_error,
     read_state,
@@ -48,6 +47,7 @@ from trainwright.checkpoint.weights import load_plain_state_dict, plain_state_di
 from trainwright.distributed.group import World
 from trainwright.errors import CheckpointError, StorageError
 from trainwright.runs.files import STATE
+from trainwright.runs.system_calls import fsync
 
 _COUNTERS = ("step", "num_samples", "num_tokens", "elapsed_s", "fraction")
 _SPARE_BYTES = 2**14  # for the manifest, headers and the folder itself
@@ -187,7 +187,7 @@ def commit(snapshot: CheckpointData, folder: Path, best: Best | None = None, run
         aside.mkdir()
         write_tensors(snapshot.model, aside / "model.safetensors")
         write_tensors(snapshot.rest, aside / "rest.safetensors")
-        (aside / "state.json").write_text(values)
+        (aside / "state.json").write_text(values, "utf-8")
         written = write_manifest(aside, snapshot.step, asdict(best) if best else None, run)
         if target.exists():  # the same step again, after a resume
             delete(replaced, run)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainwright.assembly.assemble import at_recipe, build_model, is_live
 from trainwright.assembly.qat import SCALE_SUFFIX, integer_weights, round_linear_layers
 from trainwright.checkpoint.contents import require_whole
-from trainwright.checkpoint.manifest import fsync, name_of, step_of
+from trainwright.checkpoint.manifest import name_of, step_of
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.checkpoint.staging import on_host
 from trainwright.checkpoint.store import checkpoints, newest_valid, read_best
@@ -32,6 +32,7 @@ from trainwright.runs.drafts import draft_of, remove_leftovers
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.identity import identity_of
 from trainwright.runs.storage import make_subfolder, storage_error
+from trainwright.runs.system_calls import fsync
 from trainwright.training.resume import restart_command, resume_command
 from trainwright.training.subject import parts_of_run
 

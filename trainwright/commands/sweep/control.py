@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -34,6 +33,7 @@ from trainwright.errors import StorageError, UsageError
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.machine import read_machine
 from trainwright.recipe import load
+from trainwright.runs import system_calls
 from trainwright.runs.figures import figure
 from trainwright.runs.files import UnreadableFile, read_text
 from trainwright.runs.folder import RunFolder
@@ -318,7 +318,7 @@ def _keep_spec(sweep: Sweep) -> None:
 def _locked(path: Path, what: str, say: Say, *, shared: bool = False) -> Iterator[int]:
     """Hold the lock file ``path``. The trials inherit the lock, so it is free when the last of them has ended."""
     path.parent.mkdir(exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    descriptor = system_calls.open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         waited_s, has_said = 0.0, False
         while not _flock(descriptor, shared=shared):
@@ -334,7 +334,8 @@ def _locked(path: Path, what: str, say: Say, *, shared: bool = False) -> Iterato
             waited_s += POLL_S
         if not shared:
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+            holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
+            system_calls.write_at(descriptor, holder.encode(), 0)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -342,18 +343,15 @@ def _locked(path: Path, what: str, say: Say, *, shared: bool = False) -> Iterato
 
 def _flock(descriptor: int, *, shared: bool) -> bool:
     try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return system_calls.try_lock(descriptor, shared=shared)
     except OSError:  # a file system without locks
         return True
-    return True
 
 
 def _holder(descriptor: int) -> str | None:
     """Return the process that holds the lock; None if it has ended and its trials still save."""
     with suppress(ValueError, KeyError, psutil.Error, TypeError):
-        found = json.loads(os.pread(descriptor, 1000, 0))
+        found = json.loads(system_calls.read_at(descriptor, 1000, 0))
         if found["host"] != socket.gethostname():
             return f"process {found['pid']} on {found['host']}"
         if psutil.Process(found["pid"]).status() != psutil.STATUS_ZOMBIE:
@@ -374,7 +372,8 @@ def _stopping() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         stop.set()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    names = [name for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+    before = {number: signal.signal(number, handle) for number in (getattr(signal, name) for name in names)}
     try:
         yield stop
     finally:
