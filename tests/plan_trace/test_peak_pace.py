@@ -45,7 +45,7 @@ class OnTheHost(nn.Linear):
 
 def parts_of(model: nn.Module) -> Parts:
     x = torch.randn(SAMPLES, WIDTH)
-    return Parts(model, unwrap(TensorDataset(x, x)), None, nn.MSELoss())
+    return Parts(model, unwrap(TensorDataset(x, x)), {}, nn.MSELoss())
 
 
 MICRO = MicroBatch((torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)), np.arange(SAMPLES))

@@ -22,7 +22,7 @@ from trainwright.errors import DataError
 from trainwright.plan.explain import preflight
 from trainwright.plan.reading import ReadingPace
 from trainwright.recipe import from_mapping
-from trainwright.training.prepare import prepare
+from trainwright.training.job import prepare
 from trainwright.training.reading import MAX_MEASURED_STEPS, time_workers
 from trainwright.training.run import train
 
@@ -194,5 +194,5 @@ class Follows(Sampler[int]):
 def test_nothing_is_read_ahead_of_a_sampler_that_may_follow_the_training(tmp_path: Path) -> None:
     loader = DataLoader(Rows(), 8, sampler=Follows(), num_workers=1)
     asked = recipe(tmp_path, workers=1) | {"model": {"use": "live:mlp"}}
-    job = prepare(from_mapping(asked), Parts(nn.Linear(8, 3), unwrap(loader), None, nn.CrossEntropyLoss()))
+    job = prepare(from_mapping(asked), Parts(nn.Linear(8, 3), unwrap(loader), {}, nn.CrossEntropyLoss()))
     assert job.measured.reading.steps == 0 and job.plan.step_s is not None

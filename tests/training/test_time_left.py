@@ -9,8 +9,7 @@ import pytest
 from trainwright.engine.run_length import ByTheClock
 from trainwright.monitoring.remaining import Measured
 from trainwright.recipe import from_mapping
-from trainwright.training.job import ENDING_S, Job, until_of
-from trainwright.training.prepare import prepare
+from trainwright.training.job import ENDING_S, Job, prepare, until_of
 from trainwright.training.time_left import seconds_left
 from trainwright.watching.budget import predicted_end_s
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from trainwright.assembly.assemble import Parts, build_loading, training_batches, validation_batches
+from trainwright.assembly.assemble import Parts, build_loading, training_batches, validation_sets
 from trainwright.checkpoint.checkpoint import tensors_of
 from trainwright.checkpoint.cursor import Cursor
 from trainwright.checkpoint.staging import Staging
@@ -30,8 +30,7 @@ from trainwright.errors import OutOfMemoryError, UsageError
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import Loaded, Recipe
-from trainwright.training.job import Job, make_advance
-from trainwright.training.prepare import prepare
+from trainwright.training.job import Job, make_advance, prepare
 
 STEPS_PER_SIZE = 3
 """The first step allocates the optimizer state, the second uses it, the third starts from the memory after that."""
@@ -236,7 +235,7 @@ class _Search:
         start_peak(device)
         loading = replace(build_loading(job.parts, job.recipe, job.plan, device), workers=0)
         loading = replace(loading, batch_size=size, micro_size=size, drop_last=True, order=None)
-        validation = validation_batches(job.parts, job.recipe, loading)
+        validation = next(iter(validation_sets(job.parts, job.recipe, loading).values()), None)
         step_s = 0.0
         try:
             for number, batch in enumerate(islice(training_batches(job.parts, loading, Cursor()), STEPS_PER_SIZE)):

@@ -68,7 +68,7 @@ def evaluate(
 
 def _metrics_of(chosen: ChosenModel, loss: Callable[..., Loss | Tensor]) -> MetricSet:
     if chosen.loaded is not None:
-        own = {} if chosen.parts is None else chosen.parts.metrics
+        own = {} if chosen.parts is None else chosen.parts.custom.metrics
         return metric_set({**own, **named_metrics(chosen.loaded, loss)})
     return NO_METRICS if chosen.result is None else chosen.result.metric_set
 

@@ -22,7 +22,7 @@ from trainwright.recipe.byte_size import parse_bytes
 from trainwright.report.chart import Series, line_chart_text
 from trainwright.report.forecast import layout_lines, memory_lines, timeline_svg, timeline_text, usable_line
 from trainwright.training.custom_step import require_loss
-from trainwright.training.prepare import prepare
+from trainwright.training.job import prepare
 from trainwright.training.problems import all_problems_reported
 from trainwright.training.run import process_settings
 

@@ -57,10 +57,11 @@ def unlock(fd: int) -> None:
 
 def read_at(fd: int, num_bytes: int, position: int) -> bytes:
     """Read from a position of a file."""
-    if sys.platform != "win32":
+    if sys.platform == "win32":
+        os.lseek(fd, position, os.SEEK_SET)
+        return os.read(fd, num_bytes)
+    else:
         return os.pread(fd, num_bytes, position)
-    os.lseek(fd, position, os.SEEK_SET)
-    return os.read(fd, num_bytes)
 
 
 def write_at(fd: int, content: bytes, position: int) -> None:

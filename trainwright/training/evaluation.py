@@ -33,8 +33,7 @@ def periodic_evaluation(
     if not sets:
         return None
     if is_reported:
-        sources = {job.parts.val_name: job.parts.val, **job.parts.more_val}
-        sets = {name: _reported(each, sources[name]) for name, each in sets.items()}
+        sets = {name: _reported(each, job.parts.val_sets[name]) for name, each in sets.items()}
     return PeriodicEvaluation(
         sets,
         evaluation_loss(job.parts.loss, job.mesh, job.staged(rows)),

@@ -10,12 +10,12 @@ from torch import Tensor
 from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed import World
+from trainwright.distributed.group import from_first_rank
 from trainwright.distributed.memory import rlimits
 from trainwright.engine.dry_run import DryRun, Mode, dry_run
 from trainwright.engine.loss import Loss
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.plan.make import RunFacts, candidates, choose_mode
-from trainwright.training.rank_agreement import from_first_rank
 
 
 def try_batch(

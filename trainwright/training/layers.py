@@ -83,7 +83,7 @@ def _layer_observers(job: Job, logbook: Logbook | None) -> Iterator[LayerObserve
 
     if stats.layers:
         log = LayerLog(stats, write, Layers, in_step=in_parts)
-        yield LayerObserver(log) if job.parts.advance is None else CustomStepLayers(log, job.state)
+        yield LayerObserver(log) if job.parts.custom.advance is None else CustomStepLayers(log, job.state)
 
 
 def _summed(squares: Tensor, parameters: Sequence[Tensor]) -> None:

@@ -34,7 +34,7 @@ from trainwright.plan.parallel import Degrees, solve_layout
 from trainwright.plan.splits import require_fitting
 from trainwright.recipe import Loaded
 from trainwright.recipe.parallel import Parallel
-from trainwright.recipe.resolve import LIVE
+from trainwright.recipe.resolve import is_live
 from trainwright.training.custom_step import require_custom_step_fits
 from trainwright.training.split_check import divide_and_try
 
@@ -50,9 +50,9 @@ def require_layout(loaded: Loaded, parts: Parts | None, ranks: int) -> None:
     Needs no communication. The model of a recipe is built on the meta device; if that fails, it is checked after it is
     built.
     """
-    if parts is not None and parts.advance is not None:
+    if parts is not None and parts.custom.advance is not None:
         require_custom_step_fits(loaded, ranks)
-    with at_recipe(loaded, "parallel"):
+    with at_recipe(loaded.source, "parallel"):
         degrees = solve_layout(loaded.recipe, ranks)
     if (
         degrees.ranks == degrees.data or loaded.recipe.parallel.open_axes
@@ -64,7 +64,7 @@ def require_layout(loaded: Loaded, parts: Parts | None, ranks: int) -> None:
 
 def _require_shape(model: nn.Module, loaded: Loaded, degrees: Degrees) -> SplitPlan:
     """Return how the layers are divided. Raises RecipeError if the model does not fit the layout."""
-    with at_recipe(loaded, "parallel"):
+    with at_recipe(loaded.source, "parallel"):
         plan = split_plan(model, loaded.recipe.parallel.plan) if degrees.tensor > 1 else {}
         table = stage_plan(model, loaded.recipe.parallel.stages) if degrees.pipeline > 1 else None
         require_fitting(loaded.recipe, degrees, model_shape(model, plan, table.blocks if table else None))
@@ -178,7 +178,7 @@ def _shard(model: nn.Module, loaded: Loaded, mesh: RankMesh) -> tuple[Note, ...]
             remedy="make it 1-dimensional, torch.ones(1), or leave parallel.shard or parallel.pipeline out",
         )
     axes = ("replicate", "shard") if degrees.replicate > 1 else ("shard",)
-    with at_recipe(loaded, "parallel.shard"):
+    with at_recipe(loaded.source, "parallel.shard"):
         count = shard_model(model, mesh.along(*axes), zero=zero)
     return (Note("shard", f"{count} units over {degrees.shard} ranks", f"parallel.zero: {zero}"),)
 
@@ -269,7 +269,7 @@ def _together(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Loss | Tensor:
 
 def _model_on_meta(loaded: Loaded) -> nn.Module | None:
     """Return the model of a recipe on the meta device; None if its code needs values."""
-    if loaded.recipe.model.use.startswith(f"{LIVE}:"):
+    if is_live(loaded.recipe.model.use):
         return None
     sized = {"vocab_size", "classes"} & loaded.recipe.model.args.keys()
     train = None if sized else build_dataset(loaded, "train")  # not on the meta device: datasets need values

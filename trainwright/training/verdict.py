@@ -57,7 +57,7 @@ def _is_one_objective(job: Job) -> bool:
     """
     is_stream = isinstance(job.parts.train.dataset, IterableDataset | ReadyBatches)
     has_targets = job.recipe.loss.use in LOSSES or not takes_model(job.parts.loss)
-    return job.parts.advance is None and not is_stream and has_targets and measures_progress(job.parts.loss)
+    return job.parts.custom.advance is None and not is_stream and has_targets and measures_progress(job.parts.loss)
 
 
 def _troubles(job: Job, log: StepLog) -> Iterator[str]:

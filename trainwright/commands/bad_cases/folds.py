@@ -19,7 +19,7 @@ from trainwright.data.loading import EvaluationBatches, Loading
 from trainwright.data.unwrap import length_of
 from trainwright.errors import StoppedError, UsageError
 from trainwright.recipe import Loaded, load
-from trainwright.recipe.resolve import LIVE
+from trainwright.recipe.resolve import LIVE, is_live
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.runs.folder import RunFolder
 from trainwright.training.run import train
@@ -45,7 +45,7 @@ class FoldedTraining:
         self._say = say
         loaded = load(folder.recipe, environ={})
         live = [part.use for part in (loaded.recipe.model, loaded.recipe.data.train, loaded.recipe.loss)]
-        if named := [use for use in live if use.startswith(f"{LIVE}:")]:
+        if named := [use for use in live if is_live(use)]:
             raise UsageError(
                 f"{named[0].removeprefix(f'{LIVE}:')} of {folder.path} was passed in Python, so no recipe can train "
                 "it again",
@@ -79,7 +79,7 @@ class FoldedTraining:
             loaded = self._loaded(folder)
             rest = replace(self._train, dataset=Subset(self._train.dataset, others.tolist()))
             model, _ = build_model(loaded, self._train)
-            result = train(loaded, parts=Parts(model, rest, None, build_loss(loaded)), quiet=True)
+            result = train(loaded, parts=Parts(model, rest, {}, build_loss(loaded)), quiet=True)
         if result.state is None or result.ending == "stopped":
             raise StoppedError(f"fold {number + 1} was stopped: {result.reason}", remedy="run it again")
         how = replace(self._how, device=next(result.state.model.parameters()).device)

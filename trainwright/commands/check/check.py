@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from trainwright.assembly import assemble
-from trainwright.assembly.assemble import Parts, build_dataset, build_loss, build_model
-from trainwright.assembly.model import count_parameters
+from trainwright.assembly.assemble import Parts, build_dataset, build_loss, build_model, count_parameters
 from trainwright.checkpoint.rng import preserved_rng, seed_all
 from trainwright.commands.check import data, learning, resources
 from trainwright.commands.check.alignment import alignment, contradictions
@@ -43,8 +42,7 @@ from trainwright.plan.parallel import in_one_process
 from trainwright.plan.trace.resolve import resolve
 from trainwright.recipe import Loaded
 from trainwright.training.custom_step import require_loss
-from trainwright.training.job import Job
-from trainwright.training.prepare import prepare
+from trainwright.training.job import Job, prepare
 from trainwright.training.problems import all_problems_reported
 from trainwright.training.run import process_settings
 
@@ -189,7 +187,7 @@ def _named_parts(progress: _Progress, loaded: Loaded, available_bytes: int) -> P
     if progress.failed:
         raise _CannotContinue
     model, notes = build_model(loaded, train)
-    return Parts(model, train, val, build_loss(loaded), notes)
+    return Parts(model, train, {} if val is None else {"val": val}, build_loss(loaded), notes)
 
 
 def _check_data(progress: _Progress, parts: Parts) -> None:

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from trainwright.assembly.assemble import Parts, build_model
-from trainwright.assembly.model import count_parameters
+from trainwright.assembly.assemble import Parts, build_model, count_parameters
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.commands.check.sandbox import Sandbox
 from trainwright.commands.check.verdict import Verdict

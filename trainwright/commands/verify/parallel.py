@@ -33,7 +33,7 @@ from trainwright.recipe.parallel import Parallel
 from trainwright.runs.reader import read
 from trainwright.runs.records import Step
 from trainwright.runs.shapes import PlanFile, read_as
-from trainwright.training.prepare import prepare
+from trainwright.training.job import prepare
 
 EPS = {"fp32": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-8, "fp16": 2.0**-10, "fp8": 2.0**-4, "mxfp8": 2.0**-4}
 """Machine epsilon of the arithmetic of the forward pass."""
@@ -173,7 +173,7 @@ def verify_parallel(
         raise UsageError(f"--ranks {ranks} leaves nothing to compare", remedy="give at least 2")
     settings = (*settings, "parallel.replicate=auto", "parallel.compress=none")
     loaded = load(recipe, overrides=list(settings))
-    with at_recipe(loaded, "parallel"):
+    with at_recipe(loaded.source, "parallel"):
         solve_layout(loaded.recipe, ranks)
     folder = Path(tempfile.mkdtemp(prefix="trainwright-verify-"))
     try:

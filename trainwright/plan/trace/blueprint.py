@@ -15,8 +15,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset
 
-from trainwright.assembly.assemble import Parts, at_recipe, build_dataset, build_loss, build_model
-from trainwright.assembly.model import freeze, require_ready
+from trainwright.assembly.assemble import (
+    Parts,
+    at_recipe,
+    build_dataset,
+    build_loss,
+    build_model,
+    freeze,
+    require_ready,
+)
 from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.data.first_samples import first_samples
@@ -139,10 +146,10 @@ class Blueprint:
         """Return the model as it is trained, before activation checkpointing. Call it under fake tensors."""
         recipe, model = self.loaded.recipe, self.bare_model(device)
         if recipe.model.lora is not None:
-            with at_recipe(self.loaded, "model.lora"):
+            with at_recipe(self.loaded.source, "model.lora"):
                 model = add_lora(model, **recipe.model.lora.model_dump())
         if recipe.model.freeze:
-            with at_recipe(self.loaded, "model.freeze"):
+            with at_recipe(self.loaded.source, "model.freeze"):
                 freeze(model, recipe.model.freeze)
         self.part(model)
         return model if model.training else model.train()
@@ -160,7 +167,7 @@ class Blueprint:
                 raise
             why = error.problems[0].rule
             raise UsageError(f"the model cannot be made without its memory: {why}", remedy=NEEDS_MEMORY) from None
-        with at_recipe(self.loaded, "model.use"):
+        with at_recipe(self.loaded.source, "model.use"):
             require_ready(model)
         return model
 
@@ -176,7 +183,7 @@ class Blueprint:
         if optimizer_row(section.use).fused and not {"fused", "foreach", "dampening", "capturable"} & set(args):
             args["fused"] = True  # as on a GPU; make_optimizer does not recognize the simulated one
         register_missing_kernels()
-        with at_recipe(self.loaded, "optimizer"):
+        with at_recipe(self.loaded.source, "optimizer"):
             return make_optimizer(
                 factory,
                 model,
@@ -207,7 +214,7 @@ def make_blueprint(loaded: Loaded, parts: Parts | None = None) -> Blueprint:
     with preserved_rng():  # samples may be augmented
         sample = _largest_sample(train, loaded.recipe.data.quarantine)
     if parts is not None:
-        return Blueprint(loaded, train, parts.loss, sample, parts.model, parts.optimizer)
+        return Blueprint(loaded, train, parts.loss, sample, parts.model, parts.custom.optimizer)
     return Blueprint(loaded, train, build_loss(loaded), sample)
 
 
