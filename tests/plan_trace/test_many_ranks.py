@@ -23,10 +23,9 @@ from trainwright.engine.losses import language_model
 from trainwright.errors import UsageError
 from trainwright.models.gpt import gpt
 from trainwright.plan.devices import find_device, known_devices
-from trainwright.plan.grow import grow_layout
 from trainwright.plan.links import ClusterNode
 from trainwright.plan.machine import read_machine
-from trainwright.plan.many_ranks import best_of, choice_notes
+from trainwright.plan.many_ranks import best_of, choice_notes, grow_layout
 from trainwright.plan.parallel import Degrees, solve_layout
 from trainwright.plan.trace.blueprint import make_blueprint
 from trainwright.plan.trace.layouts import LayoutSurvey

@@ -20,10 +20,10 @@ from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.data.unwrap import unwrap
 from trainwright.errors import DataError
 from trainwright.plan.explain import preflight
-from trainwright.plan.reading import ReadingPace
+from trainwright.plan.run_time import ReadingPace
 from trainwright.recipe import from_mapping
+from trainwright.training.first_batch import MAX_MEASURED_STEPS, time_workers
 from trainwright.training.job import prepare
-from trainwright.training.reading import MAX_MEASURED_STEPS, time_workers
 from trainwright.training.run import train
 
 READING_S = 2e-3

@@ -19,8 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainwright.assembly.checkpointing import checkpointing_as_requested
-from trainwright.assembly.fp8 import convert_linear_layers, note_of
-from trainwright.assembly.qat import note_of_rounding, round_linear_layers
+from trainwright.assembly.linear_layers import convert_linear_layers, note_of, note_of_rounding, round_linear_layers
 from trainwright.assembly.retain_grad import retain_grad_problems
 from trainwright.checkpoint.average import Ema, NoAverage, Swa, WeightAverage
 from trainwright.checkpoint.cursor import Cursor, count_tokens

@@ -21,8 +21,8 @@ from trainwright.engine.loss import Batch, Loss, called_with
 from trainwright.engine.metrics import NO_METRICS, MetricSet, joined, metric_set, on_host
 from trainwright.errors import UsageError
 from trainwright.runs.storage import storage_error
+from trainwright.training.arguments import MetricsLike, resolve_metrics
 from trainwright.training.custom_objects import named_metrics
-from trainwright.training.metrics_argument import MetricsLike, resolve_metrics
 from trainwright.training.result import Result
 
 

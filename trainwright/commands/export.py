@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainwright.assembly.assemble import at_recipe, build_model
-from trainwright.assembly.qat import SCALE_SUFFIX, integer_weights, round_linear_layers
+from trainwright.assembly.linear_layers import SCALE_SUFFIX, integer_weights, round_linear_layers
 from trainwright.checkpoint.contents import require_whole
 from trainwright.checkpoint.manifest import name_of, step_of
 from trainwright.checkpoint.rng import preserved_rng

@@ -26,11 +26,17 @@ from trainwright.recipe import LOSSES, Loaded, from_mapping
 from trainwright.recipe.resolve import import_factory
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.runs.folder import RunFolder
-from trainwright.training.arguments import naming_remedies, require_known
+from trainwright.training.arguments import (
+    MetricsLike,
+    ObjectArguments,
+    live_name,
+    naming_remedies,
+    object_arguments,
+    ready_if_batches,
+    require_known,
+    split_metrics,
+)
 from trainwright.training.custom_step import no_loss, require_no_loss_needed
-from trainwright.training.metrics_argument import MetricsLike, split_metrics
-from trainwright.training.object_arguments import ObjectArguments, live_name, object_arguments
-from trainwright.training.ready_lists import ready_if_batches
 from trainwright.training.rebuild import NO_FUNCTION, Rebuild, call_function, seeded
 from trainwright.training.result import Result
 from trainwright.training.run import train

@@ -65,10 +65,10 @@ from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Note, Plan, ResumedValues, RunFacts, choose_precision, make_plan, with_dry_run
 from trainwright.plan.memory import memory_bytes, room_for_logits
 from trainwright.plan.parallel import solve_layout
-from trainwright.plan.reading import ReadingPace
 from trainwright.plan.run_time import (
     LAST_EVALUATION,
     EvaluationCost,
+    ReadingPace,
     affordable_batches,
     evaluation_note,
     evaluations,
@@ -76,20 +76,18 @@ from trainwright.plan.run_time import (
     skips_full_evaluation,
     training_time_s,
 )
-from trainwright.plan.trace.local_device import known_device, local_device, nominal_cpu
-from trainwright.plan.trace.peak_pace import peak_samples_s
+from trainwright.plan.trace.local_device import known_device, local_device, nominal_cpu, peak_samples_s
 from trainwright.plan.trace.resolve import Resolved, has_open_settings, is_for, read_resolved, resolve
 from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.catalog import SPIKE_POLICIES
 from trainwright.recipe.resolve import find, is_live, parameters_of
 from trainwright.training.custom_objects import Live, build_live, measured_state, memory_note
 from trainwright.training.custom_step import without_dry_run
-from trainwright.training.first_batch import try_batch
+from trainwright.training.first_batch import time_workers, try_batch
 from trainwright.training.header import run_header
 from trainwright.training.layout import PIPELINE_WITHOUT_DRY_RUN, keep_compression, lay_out, rank_layout, tensor_share
 from trainwright.training.problems import all_problems_reported
 from trainwright.training.rank_agreement import copy_first_weights, require_same_data
-from trainwright.training.reading import time_workers
 from trainwright.training.resume import Earlier, doubled_length
 from trainwright.training.run_metadata import describe_origin, notes_of_data
 from trainwright.watching.budget import predicted_end_s, predicted_from_start_s

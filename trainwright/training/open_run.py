@@ -22,16 +22,14 @@ from trainwright.engine.run_length import Until
 from trainwright.engine.step import StepFn
 from trainwright.engine.witness import SILENT
 from trainwright.monitoring.alerts.setup import alerting
-from trainwright.monitoring.end_time import EndTime
 from trainwright.monitoring.evaluation import PeriodicEvaluation
 from trainwright.monitoring.heartbeat import Heartbeat
 from trainwright.monitoring.layer_stats import LayerObserver
 from trainwright.monitoring.log_window import LogWindow, NotLogging
 from trainwright.monitoring.logbook import Logbook
 from trainwright.monitoring.progress import Progress
-from trainwright.monitoring.remaining import TimeSpent
-from trainwright.monitoring.saving import MIN_FRACTION_SAVE_INTERVAL_S, SavePolicy, Saving
-from trainwright.monitoring.saving_together import SavingTogether
+from trainwright.monitoring.remaining import EndTime, TimeSpent
+from trainwright.monitoring.saving import MIN_FRACTION_SAVE_INTERVAL_S, SavePolicy, Saving, SavingTogether
 from trainwright.monitoring.signals import Signals
 from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.plan.explain import describe_corrected_end

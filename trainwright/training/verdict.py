@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 from trainwright.data.ready_batches import ReadyBatches
 from trainwright.engine.loss import measures_progress, takes_model
 from trainwright.monitoring.step_log import StepLog
-from trainwright.plan.reading import ReadingPace
+from trainwright.plan.run_time import ReadingPace
 from trainwright.recipe.catalog import LOSSES
 from trainwright.report.pages.log import IncrementalLog
 from trainwright.report.verdict import VerdictFacts, evaluations_in, judge

@@ -18,8 +18,7 @@ from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.manifest import read_manifest, step_of, verify
 from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.checkpoint.store import checkpoints
-from trainwright.commands.replay.examine import examine_replay
-from trainwright.commands.replay.result import Compared, Rerun, Say
+from trainwright.commands.replay.result import Compared, Rerun, Say, examine_replay
 from trainwright.commands.replay.watched import UNBOUNDED, compared
 from trainwright.engine.step import StepResult
 from trainwright.errors import CheckpointError, UsageError, text_of

@@ -6,7 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import islice
 from typing import Any
 
@@ -40,7 +40,6 @@ from trainwright.optim.user_optimizers import as_one, require_optimizer
 from trainwright.plan.devices import Device
 from trainwright.plan.memory import memory_bytes, room_for_logits
 from trainwright.plan.trace.fake_tensors import UNTRACEABLE, fake_batch, fake_tensors
-from trainwright.plan.trace.missing_kernels import register_missing_kernels
 from trainwright.plan.trace.traced_step import TracedObjects
 from trainwright.recipe import OPTIMIZERS, Loaded, optimizer_row
 from trainwright.recipe.resolve import find, parameters_of
@@ -246,3 +245,18 @@ def _first_samples(dataset: Dataset[object] | ReadyBatches, left_out: Collection
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return islice(iter(dataset), 1)
     return first_samples(dataset, MAX_SAMPLES_READ, left_out)
+
+
+IN_PLACE = ("_fused_sgd_", "_fused_adagrad_")
+"""Operators that write to their arguments and return nothing, so there is no shape to compute. torch 2.13 lacks them.
+"""
+
+
+@cache
+def register_missing_kernels() -> torch.library.Library:
+    """Register them with torch at the first call, for the rest of the process."""
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for name in IN_PLACE:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            library.impl(name, lambda *args, **kwargs: None, "Meta")  # type: ignore[no-untyped-call]
+    return library

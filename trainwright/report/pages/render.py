@@ -13,6 +13,7 @@ from functools import cache
 from importlib.resources import files
 from itertools import zip_longest
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
@@ -23,8 +24,8 @@ from trainwright.report.findings import place
 from trainwright.report.graph import human_count
 from trainwright.report.pages.compare import RunComparison
 from trainwright.report.pages.curves import BUCKETS, curves_of, readings_of
+from trainwright.report.pages.means import SpanMeans
 from trainwright.report.pages.overview import Overview
-from trainwright.report.pages.sparkline import sparkline
 from trainwright.report.pages.view import RunView, flat, memory_parts, number
 from trainwright.runs.files import reason_of
 from trainwright.runs.printing import readable
@@ -209,3 +210,23 @@ def _since(time_s: float) -> str:
 
 def _value(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+WIDTH, HEIGHT = 96, 22
+
+
+def sparkline(means: SpanMeans) -> Markup:
+    """Return an <svg> of the mean losses, on a log axis if all are positive; "" if fewer than two are finite."""
+    columns = means.columns()
+    finite = np.isfinite(columns["loss"])
+    steps, losses = columns["step"][finite], columns["loss"][finite]
+    if len(losses) < 2:
+        return Markup("")
+    losses = np.log(losses) if (losses > 0).all() else losses
+    across = (steps - steps[0]) / (steps[-1] - steps[0]) * (WIDTH - 4)
+    down = (losses.max() - losses) / ((losses.max() - losses.min()) or 1.0) * (HEIGHT - 4)
+    points = " ".join(f"{2 + x:.0f},{2 + y:.1f}" for x, y in zip(across, down))
+    return Markup(
+        f'<svg class="spark" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" aria-hidden="true">'
+        f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="1.5"/></svg>'
+    )
