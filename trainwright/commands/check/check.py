@@ -37,7 +37,7 @@ from trainwright.distributed.memory import free_bytes
 from trainwright.engine.loss import measures_progress
 from trainwright.engine.lr_range import LrRange
 from trainwright.errors import DataError, MissingExtra, RecipeError, TrainwrightError, text_of
-from trainwright.plan.batch import solve_batch
+from trainwright.plan.batch import batch_of
 from trainwright.plan.parallel import in_one_process
 from trainwright.plan.trace.resolve import resolve
 from trainwright.recipe import Loaded
@@ -203,7 +203,7 @@ def _check_data(progress: _Progress, parts: Parts) -> None:
         progress.add(data.overlap(train, progress.val))
         raise _CannotContinue
     progress.add(data.finite(train))
-    batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
+    batch = batch_of(recipe.batch, None)
     has_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in parts.model.modules())
     progress.add(
         data.batch_fits(train, batch.size, batch.micro, drop_last=recipe.data.drop_last, has_batch_norm=has_norm)
@@ -223,7 +223,7 @@ def _check_data(progress: _Progress, parts: Parts) -> None:
 def _check_first_batch(progress: _Progress, parts: Parts) -> None:
     """Check one batch with the untrained model."""
     recipe = progress.loaded.recipe
-    batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
+    batch = batch_of(recipe.batch, None)
     micro = min(batch.micro, progress.train.size or batch.micro)
     loading = Loading(
         micro,

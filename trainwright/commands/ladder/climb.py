@@ -38,7 +38,6 @@ from trainwright.commands.ladder.rungs import (
     SECOND_SEED,
     Rung,
     batch_settings,
-    batch_size,
     length_settings,
     own_length,
     rungs_of,
@@ -46,6 +45,7 @@ from trainwright.commands.ladder.rungs import (
     words,
 )
 from trainwright.errors import UsageError
+from trainwright.plan.batch import batch_of
 from trainwright.recipe import Loaded, dump_masked, load
 from trainwright.report.chart import Mark, Series, line_chart_svg
 from trainwright.runs.files import UnreadableFile, parse_json, read_text
@@ -165,7 +165,7 @@ class _Climb:
         self._folder = folder
         self._threads = threads
         self._say = say
-        self._batch = batch_size(loaded.recipe)
+        self._batch = batch_of(loaded.recipe.batch, None).size
         self._end_s = time.monotonic() + budget_s
         self._limit_s = math.inf
         self._rows: list[RungResult] = []

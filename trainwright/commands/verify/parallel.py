@@ -26,7 +26,7 @@ from trainwright.checkpoint.manifest import name_of
 from trainwright.checkpoint.rng import preserved_rng, reseed
 from trainwright.engine.loss import as_loss_fn, call_loss
 from trainwright.errors import TrainwrightError, UsageError
-from trainwright.plan.batch import solve_batch
+from trainwright.plan.batch import batch_of
 from trainwright.plan.parallel import AXES, in_one_process, solve_layout
 from trainwright.recipe import Loaded, load
 from trainwright.recipe.parallel import Parallel
@@ -244,7 +244,7 @@ class _Layouts:
     def _smaller(self, parts: int) -> list[str]:
         """Return settings with ``parts`` times fewer samples per forward pass."""
         ask = self.loaded.recipe.batch
-        batch = solve_batch(ask.size, ask.micro, ask.accumulation)
+        batch = batch_of(ask, None)
         return [f"batch.size={batch.size}", f"batch.micro={math.ceil(batch.micro / parts)}", "batch.accumulation=null"]
 
     def _trained(self, what: str, ranks: int, *more: str) -> _Trained:

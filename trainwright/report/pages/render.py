@@ -20,7 +20,7 @@ from markupsafe import Markup, escape
 from trainwright.doctor.pages import page as page_of_code
 from trainwright.errors import UsageError
 from trainwright.plan.explain import human_bytes, human_seconds
-from trainwright.report.findings import place
+from trainwright.report.findings import place, value_in_words
 from trainwright.report.graph import human_count
 from trainwright.report.pages.compare import RunComparison
 from trainwright.report.pages.curves import BUCKETS, curves_of, readings_of
@@ -158,7 +158,7 @@ def templates() -> Environment:
         masked=masked,
         when=_when,
         since=_since,
-        value=_value,
+        value=value_in_words,
         explained=_explanation,
         count=human_count,
         image=_image,
@@ -206,10 +206,6 @@ def _when(time_s: float) -> str:
 def _since(time_s: float) -> str:
     passed_s = max(0.0, time.time() - time_s)
     return human_seconds(passed_s) if passed_s < 2 * DAY_S else f"{passed_s / DAY_S:.0f} days"
-
-
-def _value(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 WIDTH, HEIGHT = 96, 22
