@@ -153,8 +153,8 @@ def test_the_readme_recommends_no_number_of_workers() -> None:
 def test_the_plan_times_the_workers(tmp_path: Path) -> None:
     job = prepare(from_mapping(recipe(tmp_path, READING_S, workers=1)))
     assert job.measured.reading.steps and job.measured.reading.read_s >= 8 * READING_S
-    assert job.plan.step_s is not None and job.plan.wait_s == job.measured.reading.wait_s > 0
-    assert job.plan.step_s > job.plan.wait_s
+    assert job.plan.predicted.step_s is not None and job.plan.predicted.wait_s == job.measured.reading.wait_s > 0
+    assert job.plan.predicted.step_s > job.plan.predicted.wait_s
     lines = preflight(job.plan, 0.0)
     assert any(line.startswith("workers     1: measured in the dry run") for line in lines)
     assert any(line.startswith("time ") and "waiting for data" in line for line in lines)
@@ -195,4 +195,4 @@ def test_nothing_is_read_ahead_of_a_sampler_that_may_follow_the_training(tmp_pat
     loader = DataLoader(Rows(), 8, sampler=Follows(), num_workers=1)
     asked = recipe(tmp_path, workers=1) | {"model": {"use": "live:mlp"}}
     job = prepare(from_mapping(asked), Parts(nn.Linear(8, 3), unwrap(loader), {}, nn.CrossEntropyLoss()))
-    assert job.measured.reading.steps == 0 and job.plan.step_s is not None
+    assert job.measured.reading.steps == 0 and job.plan.predicted.step_s is not None

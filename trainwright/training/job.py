@@ -230,7 +230,7 @@ def until_of_job(job: Job) -> Until:
     """Return the completed fraction as ``until_of`` does, or by wall-clock time if the run has a time limit."""
     if job.loaded.within_s is None:
         return until_of(job.plan)
-    after_s = job.plan.seconds.get(LAST_EVALUATION, 0.0) + ENDING_S
+    after_s = job.plan.predicted.seconds.get(LAST_EVALUATION, 0.0) + ENDING_S
     if is_watched(job):
         after_s += predicted_end_s(training_time_s(job.plan) or 0.0)
     return ByTheClock(job.loaded.within_s, after_s)
@@ -515,14 +515,15 @@ def try_out(
     tried = measure(noted, opened.data, planned.facts, planned.kept, made.requested_precision)
     agreed = replace(tried, plan=from_first_rank(world, tried.plan))
     if rlimits() and free_bytes(torch.device("cpu")) > MIN_MEMORY_HEADROOM_RATIO * sum(
-        (agreed.plan.memory_bytes or {}).values()
+        (agreed.plan.predicted.memory_bytes or {}).values()
     ):
         retain_blocks()
     if not earlier:
         state.scaler = agreed.precision.scaler(hardware.device)
-    ends_in_s = agreed.plan.ends_in_s if loaded.within_s is None else loaded.within_s
+    ends_in_s = agreed.plan.predicted.ends_in_s if loaded.within_s is None else loaded.within_s
     header = run_header(agreed, opened.data.first, earlier)
-    return replace(agreed, plan=replace(agreed.plan, header=header, ends_in_s=ends_in_s))
+    predicted = replace(agreed.plan.predicted, ends_in_s=ends_in_s)
+    return replace(agreed, plan=replace(agreed.plan, header=header, predicted=predicted))
 
 
 def _generator_notes(job: Job) -> Iterator[Note]:
@@ -625,7 +626,9 @@ def measure(job: Job, data: OpenedData, facts: RunFacts, kept: ResumedValues, as
     reading, batches = _reading(job, data, tried.plan)
     timed = _with_times(replace(job, plan=tried.plan), reading, kept)
     if job.state.step:  # the dry run has measured the loss of a model that was trained
-        timed = Timed(replace(timed.plan, initial_loss=None), timed.evaluation_cost)
+        timed = Timed(
+            replace(timed.plan, predicted=replace(timed.plan.predicted, initial_loss=None)), timed.evaluation_cost
+        )
     measured = Measurements(reading, timed.evaluation_cost, tried.peak_samples_s)
     return replace(job, plan=timed.plan, batches=batches, measured=measured)
 
@@ -634,14 +637,14 @@ def _reading(job: Job, data: OpenedData, plan: Plan) -> tuple[ReadingPace, Itera
     """Return the wait for data per step, and the stream of batches including those read for the measurement."""
     if not data.reads_in_workers:
         return pace_of_first(data), job.batches
-    if data.depends_on_training or plan.step_s is None:
+    if data.depends_on_training or plan.predicted.step_s is None:
         return ReadingPace(), job.batches
     loading = data.loading
     return time_workers(
         job.batches,
         workers=loading.workers,
         prefetch=loading.prefetch,
-        compute_s=plan.step_s,
+        compute_s=plan.predicted.step_s,
         start_s=data.start_s,
         most=None if loading.loader is None else _left_of_epoch(plan, job.state, loading.batch_size) - 1,
     )
@@ -739,17 +742,18 @@ class Timed(NamedTuple):
 def _with_times(job: Job, reading: ReadingPace, kept: ResumedValues) -> Timed:
     """Return the plan with the predicted time of the run and the size of its evaluations."""
     plan = job.plan
-    if plan.step_s is None:
+    if plan.predicted.step_s is None:
         return Timed(plan)
     notes = (*plan.notes, *reading.notes())
-    paced = replace(plan, step_s=plan.step_s + reading.wait_s, wait_s=reading.wait_s, notes=notes)
+    step_s = plan.predicted.step_s + reading.wait_s
+    paced = replace(plan, predicted=replace(plan.predicted, step_s=step_s, wait_s=reading.wait_s), notes=notes)
     cost = _evaluation_cost(paced, job)
     evaluated = _with_evaluations(paced, job, cost, kept)
     seconds = {
         **predicted_seconds(evaluated, cost, used=until_of(evaluated)(job.state)),
         **_examination_seconds(evaluated, job),
     }
-    return Timed(replace(evaluated, seconds=seconds), cost)
+    return Timed(replace(evaluated, predicted=replace(evaluated.predicted, seconds=seconds)), cost)
 
 
 def _with_evaluations(plan: Plan, job: Job, cost: EvaluationCost | None, kept: ResumedValues) -> Plan:
@@ -757,10 +761,13 @@ def _with_evaluations(plan: Plan, job: Job, cost: EvaluationCost | None, kept: R
     if cost is None or job.recipe.evaluation.batches is not None or kept.evaluate_batches is not None:
         return plan
     within_s = job.loaded.within_s
-    limited = replace(plan, evaluate_batches=affordable_batches(plan, cost, within_s))
-    whole = plan.evaluates_whole and not (within_s is not None and skips_full_evaluation(limited, cost, within_s))
-    decided = replace(limited, evaluates_whole=whole)
-    notes = [evaluation_note(decided, cost)] if decided.evaluate_batches else []
+    batches = affordable_batches(plan, cost, within_s)
+    limited = replace(plan, cadence=replace(plan.cadence, evaluate_batches=batches))
+    whole = plan.cadence.evaluates_whole and not (
+        within_s is not None and skips_full_evaluation(limited, cost, within_s)
+    )
+    decided = replace(limited, cadence=replace(limited.cadence, evaluates_whole=whole))
+    notes = [evaluation_note(decided, cost)] if decided.cadence.evaluate_batches else []
     return replace(decided, notes=(*plan.notes, *notes))
 
 

@@ -161,7 +161,7 @@ def _open_on_first(job: Job, place: Place, process: Process, extras: Sequence[Ex
     assert isinstance(lock, RunLock)
     logbook = Logbook(
         folder,
-        every(plan.log_every, state),
+        every(plan.cadence.log_every, state),
         sinks=sink_factories(job.recipe.log.sinks),
         config=job.recipe.model_dump(mode="json"),
         state=state,
@@ -246,7 +246,7 @@ class _Instrumented:
 
 
 def _instrumented(job: Job, doctor: EngineObserver | RanksObserver | None, logbook: Logbook | None) -> _Instrumented:
-    every_record = every(job.plan.log_every, job.state) if job.mesh.sums.size > 1 else None
+    every_record = every(job.plan.cadence.log_every, job.state) if job.mesh.sums.size > 1 else None
     window = LogWindow(job.built.train_metrics, job.mesh.sums, every_record)
     if logbook is not None:
         logbook.recorder.window = window.values
@@ -302,7 +302,7 @@ def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]
 
 def _end_time(job: Job, progress: Progress) -> Iterator[EndTime]:
     """Yield the observer of the predicted end, if the run has no time limit and a step was timed."""
-    predicted_s = job.plan.step_s
+    predicted_s = job.plan.predicted.step_s
     if predicted_s is not None and job.loaded.within_s is None:
         yield EndTime(
             progress.left_s,
@@ -314,13 +314,13 @@ def _end_time(job: Job, progress: Progress) -> Iterator[EndTime]:
 def _saving(job: Job, place: Place, lock: RunLock, process: Process, logbook: Logbook) -> Saving:
     plan, ask = job.plan, job.recipe.checkpoint
     policy = SavePolicy(
-        every(plan.save_every, job.state) if plan.save_every else None,
+        every(plan.cadence.save_every, job.state) if plan.cadence.save_every else None,
         MIN_FRACTION_SAVE_INTERVAL_S if ask.every is not None and ask.every.unit == "run" else 0.0,
         ask.at_least_every.value if ask.at_least_every else None,
-        Retention(ask.keep, plan.keep_every),
+        Retention(ask.keep, plan.cadence.keep_every),
         ask.best,
         ask.best_mode == "max",
-        plan.evaluate_batches,
+        plan.cadence.evaluate_batches,
         ask.asynchronous,
     )
     return Saving(

@@ -37,7 +37,7 @@ def verdict_on(
             planned_steps=job.plan.extent.steps,
             losses=course.losses,
             is_one_objective=_is_one_objective(job),
-            chance=job.plan.expected_loss,
+            chance=job.plan.predicted.expected_loss,
             evaluations=evaluations_in(course.notes(Evaluated, Logged)),
             findings=findings,
             skipped=ended.skipped,

@@ -289,7 +289,7 @@ def _check_training(progress: _Progress, job: Job) -> None:
 
 def _step_s(job: Job) -> float:
     """Return the seconds of a step from the dry run: reading, forward and backward, which dominate it."""
-    return max(job.plan.step_s or 0.0, 1e-4 + job.measured.reading.wait_s)
+    return max(job.plan.predicted.step_s or 0.0, 1e-4 + job.measured.reading.wait_s)
 
 
 def _num_steps(job: Job, step_s: float) -> float:
