@@ -89,12 +89,12 @@ def predict(
     ``forward`` does not accept. The other arguments are those of ``tw.evaluate``.
     """
     chosen = chosen_model(of, model, str(which), average=average)
-    outputs = []
-    with evaluating(chosen.model), explaining(chosen.model):
-        for micro in batches_of(chosen, data, batch):
-            outputs.append(
-                tree_map_only(Tensor, on_host, _logits(called_with(chosen.model, _inputs(chosen.model, micro.data))))
-            )
+    found = chosen.model
+    with evaluating(found), explaining(found):
+        outputs = [
+            tree_map_only(Tensor, on_host, _logits(called_with(found, _inputs(found, micro.data))))
+            for micro in batches_of(chosen, data, batch)
+        ]
     return joined(outputs)
 
 

@@ -152,10 +152,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record(self, call: OperatorCall, module: str) -> None:
         phase = self._phase
-        made = []
-        for tensor in call.outputs():
-            if tensor.untyped_storage()._cdata not in self._live:
-                made.append(self._storage(tensor, phase, module))
+        made = [  # an output that shares the storage of one before it is in _live by then
+            self._storage(tensor, phase, module)
+            for tensor in call.outputs()
+            if tensor.untyped_storage()._cdata not in self._live
+        ]
         if made and self.micro < 0:  # the engine's copies of buffers, before the first forward pass
             self.set_kind("buffers", (call.result,))
         if made or call.is_mutable:
