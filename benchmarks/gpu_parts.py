@@ -58,7 +58,7 @@ class Gpt:
     """GPT-2 124M on the device with its step function and batches that lie there already; on a CPU a tiny one."""
 
     def __init__(self, device: torch.device, precision: str, *, compiled: bool = False, accumulation: int = 1) -> None:
-        from trainwright.assembly.fp8 import convert_linear_layers
+        from trainwright.assembly.linear_layers import convert_linear_layers
         from trainwright.checkpoint.train_state import TrainState
         from trainwright.engine.losses import language_model
         from trainwright.engine.precision import MatmulMode, Precision

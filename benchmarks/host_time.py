@@ -24,6 +24,8 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,7 +84,7 @@ class Clock:
     @property
     def step_us(self) -> float:
         counted = self.times_s[FIRST : self.steps - PROFILED]
-        return 1e6 * statistics.median(b - a for a, b in zip(counted, counted[1:]))
+        return 1e6 * statistics.median(b - a for a, b in pairwise(counted))
 
 
 def by_hand(tensors: int, clock: Clock, *, watched: bool = False) -> None:
@@ -131,7 +133,7 @@ def measured(variant: str, tensors: int, steps: int) -> Clock:
     """Trains in a folder of its own."""
     clock = Clock(steps)
     with tempfile.TemporaryDirectory(prefix="host-time-") as folder:
-        before = os.getcwd()
+        before = Path.cwd()
         os.chdir(folder)
         try:
             VARIANTS[variant](tensors, clock)

@@ -146,3 +146,16 @@ def test_extras_that_are_gone_are_gone() -> None:
 def test_the_readme_lists_the_extras() -> None:
     [said] = re.findall(r"The extras\s+are (.*?), as in", (ROOT / "README.md").read_text(), re.DOTALL)
     assert set(re.findall(r"`(\w+)`", said)) == set(PROJECT["optional-dependencies"]) - FOR_DEVELOPERS
+
+
+LIMITED_BY_MLFLOW = {"pillow", "pyarrow", "python-dateutil"}
+"""uv locks all extras at once, and the extra ``mlflow`` limits these. constraints.txt is without that extra."""
+
+
+def test_the_lock_of_uv_has_the_pinned_versions() -> None:
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    locked = {each["name"]: each.get("version") for each in tomllib.loads((ROOT / "uv.lock").read_text())["package"]}
+    names = {re.sub(r"[-_.]+", "-", name).lower(): version.split()[0] for name, version in pins.items()}
+    shared = names.keys() & locked.keys() - LIMITED_BY_MLFLOW
+    assert "torch" in shared and len(shared) > 100
+    assert {name: locked[name] for name in shared} == {name: names[name] for name in shared}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests.plan_trace.models import make_lstm
-from trainwright.assembly.fp8 import convert_linear_layers
+from trainwright.assembly.linear_layers import convert_linear_layers
 from trainwright.checkpoint.codec import same_bits
 from trainwright.distributed import low_precision
 from trainwright.distributed.memory import capacity_bytes, free_bytes, held_bytes

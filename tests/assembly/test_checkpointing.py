@@ -321,7 +321,7 @@ def test_a_plan_for_another_model_is_refused() -> None:
 
 def prepared(ask: str, planned: Checkpointing | None = None) -> Parts:
     loaded = from_mapping({"model": {"use": "gpt", "activation_checkpointing": ask}, "data": {"train": "digits"}})
-    parts = Parts(our_gpt(), unwrap([(IDS[0], IDS[0])]), None, F.cross_entropy)
+    parts = Parts(our_gpt(), unwrap([(IDS[0], IDS[0])]), {}, F.cross_entropy)
     return prepare(parts, loaded, torch.device("cpu"), planned)
 
 

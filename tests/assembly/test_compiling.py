@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from trainwright.assembly.compiling import compile_in_place
+from trainwright.assembly.assemble import compile_in_place
 
 pytestmark = [
     pytest.mark.slow,  # torch._dynamo is imported

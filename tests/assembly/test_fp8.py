@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainwright.assembly.fp8 import MxLinear, convert_linear_layers, note_of
+from trainwright.assembly.linear_layers import MxLinear, convert_linear_layers, note_of
 from trainwright.errors import RecipeError, UsageError
 from trainwright.plan.devices import find_device, known_devices
 from trainwright.plan.make import require_fp8

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainwright.assembly.model import count_parameters, freeze
+from trainwright.assembly.assemble import count_parameters, freeze
 from trainwright.errors import UsageError
 from trainwright.models.gpt import GPT, gpt
 from trainwright.models.mlp import mlp

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import trainwright as tw
-from trainwright.assembly.qat import integer_weights, note_of_rounding, round_linear_layers
+from trainwright.assembly.linear_layers import integer_weights, note_of_rounding, round_linear_layers
 from trainwright.commands.export import export
 from trainwright.errors import RecipeError, UsageError
 from trainwright.recipe import from_mapping

@@ -11,7 +11,7 @@ import pytest
 from trainwright.commands.plan import show_plan
 from trainwright.plan.explain import preflight
 from trainwright.recipe import Loaded, from_mapping
-from trainwright.training.prepare import prepare
+from trainwright.training.job import prepare
 from trainwright.training.run import process_settings
 
 PARTS = "tests.commands.check.parts"
@@ -46,7 +46,7 @@ def test_the_memory_is_the_same(tmp_path: Path, changes: dict[str, Any]) -> None
     loaded = recipe(tmp_path, **changes)
     shown = show_plan(loaded, recipe="r.yaml", device="cpu")
     with process_settings():
-        found = prepare(loaded).plan.memory_bytes
+        found = prepare(loaded).plan.predicted.memory_bytes
     assert found is not None
     held = {kind: size for kind, size in shown.forecast.trace.held.items() if size}
     assert held.keys() == {kind for kind, size in found.items() if size}

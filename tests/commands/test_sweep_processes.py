@@ -19,9 +19,9 @@ import pytest
 import trainwright as tw
 from benchmarks.sweep import command, killed, prepare, table
 from trainwright.commands.sweep import SweepResult, read_sweep, run_one, run_sweep
+from trainwright.commands.sweep.control import ValueReader
 from trainwright.commands.sweep.spec import SPEC, SweepBudget
 from trainwright.commands.sweep.study import StudyTrials, TrialRow, quiet_optuna, trial_folder
-from trainwright.commands.sweep.values import ValueReader
 from trainwright.errors import UsageError
 from trainwright.recipe import from_mapping
 from trainwright.recipe.yaml_core import read

@@ -343,10 +343,10 @@ def test_damage_is_named(trained: Path, tmp_path: Path, name: str) -> None:
 
 def earlier_of(run: Path) -> tuple[Earlier, list[str]]:
     """What ``resume`` begins with, and what it says."""
-    spoken: list[str] = []
     lock = RunLock.acquire(run)
     try:
-        return find_earlier(RunFolder.open(run), lock, (), spoken.append), spoken
+        earlier = find_earlier(RunFolder.open(run), lock, ())
+        return earlier, earlier.messages
     finally:
         lock.release(clean=True)
 

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from trainwright.data import fork
 from trainwright.data.fork import Begin, TooSlowError, read_in_fork, try_in_fork
 from trainwright.errors import DataError
 
@@ -133,3 +134,24 @@ def test_samples_are_tried_whatever_they_raise() -> None:
 
     assert try_in_fork(Some(), [0, 1], limit_s=60) == 2
     assert 2 in (try_in_fork(Some(), [0, 1, 2], limit_s=limit_s) for limit_s in LIMITS_S)
+
+
+def test_without_fork_samples_are_read_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork, "CAN_FORK", False)
+
+    def read(begin: Begin) -> Iterator[int]:
+        for position in range(3):
+            begin(position)
+            yield os.getpid()
+
+    def broken(begin: Begin) -> Iterator[int]:
+        begin(0)
+        raise ValueError("no such file")
+        yield
+
+    assert list(read_in_fork(read, limit_s=60.0)) == [os.getpid()] * 3
+    with pytest.raises(TooSlowError) as caught:
+        list(read_in_fork(read, limit_s=-1.0))
+    assert caught.value.position == 0
+    with pytest.raises(DataError, match="no such file"):
+        list(read_in_fork(broken, limit_s=60.0))

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.monitoring.notebook import MAX_POINTS, curve
-from trainwright.monitoring.progress import MIN_STEPS_LIVE
+from trainwright.monitoring.progress import MAX_POINTS, MIN_STEPS_LIVE, curve
 from trainwright.runs.reader import read
 from trainwright.runs.records import Step
 
@@ -21,13 +20,13 @@ FIT = """
 import warnings; warnings.simplefilter("error")
 import torch, trainwright as tw
 from torch import nn
-from trainwright.monitoring import notebook, progress
+from trainwright.monitoring import progress
 progress.LIVE_EVERY_S = 0.0
-lines, update = [], notebook.NotebookCell.update
+lines, update = [], progress.NotebookCell.update
 def noting(cell, line, step, loss):
     lines.append(line)
     update(cell, line, step, loss)
-notebook.NotebookCell.update = noting
+progress.NotebookCell.update = noting
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 y = (x[:, 0] > 0).long()
 model = nn.Linear(4, 2)

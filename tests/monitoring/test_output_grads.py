@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import trainwright as tw
 from trainwright.errors import RecipeError
-from trainwright.monitoring.output_grads import OutputGradStats
+from trainwright.monitoring.layer_stats import OutputGradStats
 from trainwright.report.pages.layers import POWERS
 from trainwright.report.pages.render import runs_page
 from trainwright.report.pages.view import RunView

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.plan.changed import with_predicted
 from tests.rows import each_row
 from trainwright.errors import RecipeError
 from trainwright.plan.batch import BatchPlan, scale_lr, solve_batch
@@ -150,9 +151,9 @@ def test_what_is_left_is_counted_in_the_new_batch(until: str, drop_last: bool, s
 
 def test_what_was_planned_is_kept() -> None:
     changed = recipe(until="1000steps", schedule={"warmup": "0.1run"}, checkpoint={"keep_every": "0.1run"})
-    assert (make_plan(changed, FACTS).warmup, make_plan(changed, FACTS).keep_every) == (100, 100)
+    assert (make_plan(changed, FACTS).warmup, make_plan(changed, FACTS).cadence.keep_every) == (100, 100)
     kept = make_plan(changed, FACTS, kept=ResumedValues(warmup=7, keep_every=30))
-    assert (kept.warmup, kept.keep_every) == (7, 30)
+    assert (kept.warmup, kept.cadence.keep_every) == (7, 30)
 
 
 @each_row(
@@ -209,7 +210,7 @@ def test_the_preflight_says_what_a_person_needs() -> None:
         thread_s={("fp32", 1): 0.03, ("bf16", 1): 0.015},
         memory_bytes=memory_bytes("adamw", {}, parameters=5000, trainable=5000, activations=1 << 20),
     )
-    assert plan.expected_loss == math.log(10)
+    assert plan.predicted.expected_loss == math.log(10)
     message = "\n".join(preflight(plan, 0.0))
     for fragment in (
         "5,000",
@@ -221,8 +222,8 @@ def test_the_preflight_says_what_a_person_needs() -> None:
         "1 MiB",
     ):
         assert fragment in message, message
-    assert "far above" in "\n".join(preflight(replace(plan, initial_loss=9.0), 0.0))
-    assert "NOT FINITE" in "\n".join(preflight(replace(plan, initial_loss=math.nan), 0.0))
+    assert "far above" in "\n".join(preflight(with_predicted(plan, initial_loss=9.0), 0.0))
+    assert "NOT FINITE" in "\n".join(preflight(with_predicted(plan, initial_loss=math.nan), 0.0))
 
 
 def test_threads_that_wait_for_each_other_are_not_used() -> None:
@@ -244,7 +245,7 @@ def test_a_busy_machine_chooses_no_other_precision(bf16_s: float, precision: str
         seconds.setdefault(mode, 0.123)
         plan = with_dry_run(make_plan(recipe(until="100steps"), facts), seconds=seconds, **planned)  # type: ignore[arg-type]
         assert (plan.precision, plan.threads) == mode and mode[0] == precision
-        assert plan.step_s == seconds[mode]
+        assert plan.predicted.step_s == seconds[mode]
 
 
 def test_memory_by_optimizer() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import pytest
 
+from tests.plan.changed import with_cadence, with_predicted
 from tests.rows import each_row
 from trainwright.plan.explain import preflight, time_of_day
 from trainwright.plan.make import Plan, RunFacts, make_plan
@@ -25,7 +25,7 @@ FACTS = RunFacts(1000, 100, tokens_per_sample=0, parameters=1, trainable=1, devi
 
 def planned(until: str, every: str, *, step_s: float | None = 0.1, **evaluation: int) -> Plan:
     keys = {"model": "gpt", "data": {"train": "digits"}, "until": until, "evaluation": {"every": every, **evaluation}}
-    return replace(make_plan(from_mapping(keys).recipe, FACTS), step_s=step_s)
+    return with_predicted(make_plan(from_mapping(keys).recipe, FACTS), step_s=step_s)
 
 
 @each_row(
@@ -87,17 +87,17 @@ def test_nothing_is_cut_where_no_step_was_timed() -> None:
     ],
 )
 def test_the_time_of_the_evaluations_that_are_left(part: int, used: float, batches: int) -> None:
-    plan = replace(planned("60s", "0.2run"), evaluate_batches=part)
+    plan = with_cadence(planned("60s", "0.2run"), evaluate_batches=part)
     seconds = predicted_seconds(plan, EvaluationCost(0.01, 100), used=used)
     assert seconds["training"] == pytest.approx(60 * (1 - used))
     assert seconds["evaluation"] + seconds["evaluation at the end"] == pytest.approx(0.01 * batches)
 
 
 def test_the_whole_set_is_left_out_where_there_is_no_time_for_it() -> None:
-    plan, cost = replace(planned("20s", "0.2run"), evaluate_batches=25), EvaluationCost(0.01, 1000)
+    plan, cost = with_cadence(planned("20s", "0.2run"), evaluate_batches=25), EvaluationCost(0.01, 1000)
     assert skips_full_evaluation(plan, cost, 900.0) and not skips_full_evaluation(plan, cost, 1100.0)
-    assert not skips_full_evaluation(replace(plan, evaluate_batches=0), cost, 900.0), "it is evaluated each time"
-    without = replace(plan, evaluates_whole=False)
+    assert not skips_full_evaluation(with_cadence(plan, evaluate_batches=0), cost, 900.0), "it is evaluated each time"
+    without = with_cadence(plan, evaluates_whole=False)
     assert predicted_seconds(without, cost, used=0.0)["evaluation at the end"] == pytest.approx(0.25)
     assert "whole set at the end" in evaluation_note(plan, cost).why
     assert "at the end" not in evaluation_note(without, cost).why
@@ -106,7 +106,7 @@ def test_the_whole_set_is_left_out_where_there_is_no_time_for_it() -> None:
 def test_the_preflight_says_what_until_counts_and_when_the_run_ends() -> None:
     now_s = time.mktime((2026, 11, 24, 14, 30, 0, 0, 0, -1))
     spent = {"training": 60.0, "evaluation": 5.0, "examinations": 2.7}
-    plan = replace(planned("60s", "0.2run"), seconds=spent, step_s=0.01)
+    plan = with_predicted(planned("60s", "0.2run"), seconds=spent, step_s=0.01)
     lines = preflight(plan, now_s)
     assert (
         "length      60 s of training: steps and waiting for data; "
@@ -117,7 +117,7 @@ def test_the_preflight_says_what_until_counts_and_when_the_run_ends() -> None:
     (timed,) = [line for line in lines if line.startswith("time ")]
     assert timed.startswith("time        about 10 ms a step, about 6,000 steps in 60 s: a dry run of forward")
     assert timed.endswith("log, doctor and other programs come on top")
-    assert not any(line.startswith("end ") for line in preflight(replace(plan, seconds={}), now_s))
+    assert not any(line.startswith("end ") for line in preflight(with_predicted(plan, seconds={}), now_s))
 
 
 def test_another_day_is_named() -> None:

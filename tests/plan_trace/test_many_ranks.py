@@ -24,10 +24,9 @@ from trainwright.errors import UsageError
 from trainwright.models.gpt import gpt
 from trainwright.plan.degrees import Degrees
 from trainwright.plan.devices import find_device, known_devices
-from trainwright.plan.grow import grow_layout
 from trainwright.plan.links import ClusterNode
 from trainwright.plan.machine import read_machine
-from trainwright.plan.many_ranks import best_of, choice_notes
+from trainwright.plan.many_ranks import best_of, choice_notes, grow_layout
 from trainwright.plan.parallel import solve_layout
 from trainwright.plan.trace.blueprint import make_blueprint
 from trainwright.plan.trace.layouts import LayoutSurvey
@@ -148,7 +147,7 @@ def survey_of(model: nn.Module) -> LayoutSurvey:
     """Of a model with ids for samples, in fp32 on a CPU."""
     ids = torch.zeros(64, GPT["block_size"], dtype=torch.int64)
     recipe = from_mapping({"model": "live:model", "data": {"train": "live:train"}, "batch": {"size": 16}})
-    parts = Parts(model, unwrap((ids, ids)), None, language_model)
+    parts = Parts(model, unwrap((ids, ids)), {}, language_model)
     return LayoutSurvey(make_blueprint(recipe, parts), nominal_cpu(read_machine()), "fp32")
 
 
@@ -203,7 +202,7 @@ def test_where_no_layout_fits_it_is_said() -> None:
     loaded = from_mapping({"model": "live:model", "data": {"train": "live:train"}, "parallel": "auto"})
     device = find_device("a100-40gb", known_devices()).with_memory(633 << 20)
     with pytest.raises(UsageError, match="no layout of 2 ranks fits"):
-        resolve(loaded, device, ranks=2, parts=Parts(nn.Linear(512, 512), data, None, nn.CrossEntropyLoss()))
+        resolve(loaded, device, ranks=2, parts=Parts(nn.Linear(512, 512), data, {}, nn.CrossEntropyLoss()))
 
 
 def test_a_decision_of_an_older_version_divides_no_sequences() -> None:
@@ -227,7 +226,7 @@ def of_sequences(positions: int, **sections: Any) -> tuple[Loaded, Parts]:
     ids = torch.zeros(8, positions, dtype=torch.int64)
     ask = {"parallel": "auto", "precision": "fp32", "batch": {"size": 2, "micro": "auto"}, **sections}
     loaded = from_mapping({"model": "live:model", "data": {"train": "live:train"}, **ask})
-    return loaded, Parts(model, unwrap((ids, ids)), None, language_model)
+    return loaded, Parts(model, unwrap((ids, ids)), {}, language_model)
 
 
 @pytest.mark.slow

@@ -14,8 +14,7 @@ from trainwright.checkpoint.cursor import MicroBatch
 from trainwright.data.unwrap import unwrap
 from trainwright.plan.checkpointing import Checkpointing
 from trainwright.plan.devices import find_device, known_devices
-from trainwright.plan.trace.local_device import known_device
-from trainwright.plan.trace.peak_pace import flops_of, peak_samples_s
+from trainwright.plan.trace.local_device import flops_of, known_device, peak_samples_s
 
 WIDTH, SAMPLES = 8, 6
 # Of a Linear: forward, gradient of the weights, and gradient of the input, which the first one does not need.
@@ -45,7 +44,7 @@ class OnTheHost(nn.Linear):
 
 def parts_of(model: nn.Module) -> Parts:
     x = torch.randn(SAMPLES, WIDTH)
-    return Parts(model, unwrap(TensorDataset(x, x)), None, nn.MSELoss())
+    return Parts(model, unwrap(TensorDataset(x, x)), {}, nn.MSELoss())
 
 
 MICRO = MicroBatch((torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)), np.arange(SAMPLES))

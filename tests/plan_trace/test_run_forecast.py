@@ -31,8 +31,7 @@ from trainwright.plan.trace.resolve import read_resolved, resolve
 from trainwright.plan.trace.run_forecast import forecast
 from trainwright.plan.trace.traced_step import TracedObjects, trace_step
 from trainwright.recipe import Loaded, from_mapping, load
-from trainwright.training.job import make_advance
-from trainwright.training.prepare import prepare
+from trainwright.training.job import make_advance, prepare
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MIB, GIB = 1 << 20, 1 << 30
@@ -204,7 +203,7 @@ def test_a_model_handed_over_in_python_is_planned_as_a_copy() -> None:
         assert [p.requires_grad for p in copied.parameters()] == [p.requires_grad for p in model.parameters()]
     data = unwrap((torch.zeros(64, 64), torch.zeros(64, dtype=torch.int64)))
     mapping = {"model": "live:model", "data": {"train": "live:train"}, "batch": {"size": 64, "micro": "auto"}}
-    resolved = resolve(from_mapping(mapping), cpu(GIB), parts=Parts(model, data, None, nn.CrossEntropyLoss()))
+    resolved = resolve(from_mapping(mapping), cpu(GIB), parts=Parts(model, data, {}, nn.CrossEntropyLoss()))
     assert resolved.loaded.recipe.batch.micro == 64
     assert type(model[0].weight) is nn.Parameter
 

@@ -14,8 +14,8 @@ from tests.report_pages.runs import BEGAN_S, ended, evaluated, found, make_run, 
 from trainwright.report.pages import log as log_module
 from trainwright.report.pages import readings as readings_module
 from trainwright.report.pages.log import IncrementalLog
+from trainwright.report.pages.render import sparkline
 from trainwright.report.pages.rows import COLUMNS, NOT_FINITE, as_json, column, fill_missing, seconds, thin_rows
-from trainwright.report.pages.sparkline import sparkline
 from trainwright.runs.records import Evaluated, Record, Started, Telemetry, Watched, to_json
 
 

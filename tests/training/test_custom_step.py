@@ -150,5 +150,5 @@ def test_an_optimizer_that_needs_a_closure_is_refused_without_one() -> None:
 def test_a_loss_with_tensors_of_its_own_is_moved_to_the_device_of_the_model() -> None:
     loaded = from_mapping({"model": "mlp", "data": {"train": "digits"}})
     loss = nn.CrossEntropyLoss(weight=torch.ones(3))
-    prepare(Parts(net(), unwrap(data()), None, loss), loaded, torch.device("meta"))
+    prepare(Parts(net(), unwrap(data()), {}, loss), loaded, torch.device("meta"))
     assert loss.weight is not None and loss.weight.device.type == "meta"

@@ -122,6 +122,6 @@ def test_a_generator_ends_the_run_after_its_pass() -> None:
 def test_a_plan_and_a_check_look_at_ready_batches() -> None:
     data = unwrap(batches)
     recipe = from_mapping({"model": "live:Linear", "data": {"train": "live:batches"}})
-    sample: Any = make_blueprint(recipe, Parts(nn.Linear(4, 2), data, None, nn.CrossEntropyLoss())).sample
+    sample: Any = make_blueprint(recipe, Parts(nn.Linear(4, 2), data, {}, nn.CrossEntropyLoss())).sample
     assert sample[0].shape == (4,) and sample[1].shape == ()
     assert read(data, most=8, budget_s=1.0).size is None

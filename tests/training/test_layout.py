@@ -50,7 +50,7 @@ def loss_of_first(model: nn.Module, degrees: Degrees, loss: LossFn = language_mo
     """What the first of so many ranks trains on, with its part of the model."""
     parallel = {name: getattr(degrees, name) for name in AXES}
     loaded = from_mapping({"model": "gpt", "data": {"train": "digits"}, "parallel": parallel})
-    parts = Parts(model, Unwrapped(TensorDataset(IDS, IDS)), None, loss)
+    parts = Parts(model, Unwrapped(TensorDataset(IDS, IDS)), {}, loss)
     return lay_out(parts, loaded, mesh_of(degrees), torch.device("cpu")).parts.loss
 
 

@@ -16,7 +16,7 @@ import trainwright as tw
 from trainwright.engine.metrics import ForwardOutputs
 from trainwright.errors import MissingExtra, RecipeError, UsageError
 from trainwright.recipe import from_mapping
-from trainwright.training.metrics_argument import resolve_metrics
+from trainwright.training.arguments import resolve_metrics
 
 sklearn_metrics = pytest.importorskip("sklearn.metrics")
 pytest.importorskip("torchmetrics")

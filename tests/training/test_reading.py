@@ -20,10 +20,10 @@ from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.data.unwrap import unwrap
 from trainwright.errors import DataError
 from trainwright.plan.explain import preflight
-from trainwright.plan.reading import ReadingPace
+from trainwright.plan.run_time import ReadingPace
 from trainwright.recipe import from_mapping
-from trainwright.training.prepare import prepare
-from trainwright.training.reading import MAX_MEASURED_STEPS, time_workers
+from trainwright.training.first_batch import MAX_MEASURED_STEPS, time_workers
+from trainwright.training.job import prepare
 from trainwright.training.run import train
 
 READING_S = 2e-3
@@ -153,8 +153,8 @@ def test_the_readme_recommends_no_number_of_workers() -> None:
 def test_the_plan_times_the_workers(tmp_path: Path) -> None:
     job = prepare(from_mapping(recipe(tmp_path, READING_S, workers=1)))
     assert job.measured.reading.steps and job.measured.reading.read_s >= 8 * READING_S
-    assert job.plan.step_s is not None and job.plan.wait_s == job.measured.reading.wait_s > 0
-    assert job.plan.step_s > job.plan.wait_s
+    assert job.plan.predicted.step_s is not None and job.plan.predicted.wait_s == job.measured.reading.wait_s > 0
+    assert job.plan.predicted.step_s > job.plan.predicted.wait_s
     lines = preflight(job.plan, 0.0)
     assert any(line.startswith("workers     1: measured in the dry run") for line in lines)
     assert any(line.startswith("time ") and "waiting for data" in line for line in lines)
@@ -194,5 +194,5 @@ class Follows(Sampler[int]):
 def test_nothing_is_read_ahead_of_a_sampler_that_may_follow_the_training(tmp_path: Path) -> None:
     loader = DataLoader(Rows(), 8, sampler=Follows(), num_workers=1)
     asked = recipe(tmp_path, workers=1) | {"model": {"use": "live:mlp"}}
-    job = prepare(from_mapping(asked), Parts(nn.Linear(8, 3), unwrap(loader), None, nn.CrossEntropyLoss()))
-    assert job.measured.reading.steps == 0 and job.plan.step_s is not None
+    job = prepare(from_mapping(asked), Parts(nn.Linear(8, 3), unwrap(loader), {}, nn.CrossEntropyLoss()))
+    assert job.measured.reading.steps == 0 and job.plan.predicted.step_s is not None

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 from trainwright.errors import UsageError
-from trainwright.training.ready_lists import ready_if_batches
+from trainwright.training.arguments import ready_if_batches
 
 ROWS, FEATURES = 16, 20
 

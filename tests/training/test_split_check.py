@@ -21,7 +21,7 @@ import trainwright as tw
 from trainwright.distributed.split_plan import split_plan
 from trainwright.distributed.tensor_parallel import apply_tensor_parallelism
 from trainwright.errors import UsageError
-from trainwright.training.split_check import divide_and_try
+from trainwright.training.layout import divide_and_try
 
 distributed.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,))

@@ -9,8 +9,7 @@ import pytest
 from trainwright.engine.run_length import ByTheClock
 from trainwright.monitoring.remaining import Measured
 from trainwright.recipe import from_mapping
-from trainwright.training.job import ENDING_S, Job, until_of
-from trainwright.training.prepare import prepare
+from trainwright.training.job import ENDING_S, Job, prepare, until_of
 from trainwright.training.time_left import seconds_left
 from trainwright.watching.budget import predicted_end_s
 
@@ -33,7 +32,7 @@ def left(job: Job, done: int, measured: Measured, save_s: float | None = 2.0) ->
 def whole_of(job: Job) -> float:
     """How many times as long as one in the course of the run the evaluations at its end take."""
     batches = job.measured.evaluation_cost.batches if job.measured.evaluation_cost else None
-    part = job.plan.evaluate_batches
+    part = job.plan.cadence.evaluate_batches
     return 1.0 if not part or not batches else 1.0 + batches / part
 
 

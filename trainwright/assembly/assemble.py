@@ -7,24 +7,26 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainwright.assembly.checkpointing import checkpointing_as_requested
-from trainwright.assembly.compiling import compile_in_place
-from trainwright.assembly.fp8 import convert_linear_layers, note_of
-from trainwright.assembly.model import count_parameters, freeze, require_ready
-from trainwright.assembly.qat import note_of_rounding, round_linear_layers
+from trainwright.assembly.linear_layers import convert_linear_layers, note_of, note_of_rounding, round_linear_layers
 from trainwright.assembly.retain_grad import retain_grad_problems
 from trainwright.checkpoint.average import Ema, NoAverage, Swa, WeightAverage
 from trainwright.checkpoint.cursor import Cursor, count_tokens
 from trainwright.checkpoint.optimizer_modes import names_with_modes, use_training_weights, with_modes
 from trainwright.checkpoint.rng import RngBag, seed_all
 from trainwright.checkpoint.train_state import TrainState
+from trainwright.checkpoint.weights import require_python
 from trainwright.data.first_samples import first_samples
 from trainwright.data.loading import EvaluationBatches, Loading, StepBatches
 from trainwright.data.ready_batches import ReadyBatches, Say, silent
@@ -49,55 +51,71 @@ from trainwright.plan.duration import Pace, interval
 from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Note, Plan, RunFacts, require_fp8
 from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, Dataset, Duration, Loaded, Recipe
-from trainwright.recipe.resolve import LIVE, find, make, parameters_of, require_arguments
+from trainwright.recipe.resolve import find, is_live, make, parameters_of, require_arguments
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE, Fp8
+from trainwright.recipe.source import Source
 
 MAX_SAMPLES_TRIED = 16  # number of samples tried until one can be read, to count its tokens
 
 
-@dataclass
+@dataclass(frozen=True)
+class CustomObjects:
+    """Objects that a caller passed in Python beside model, data and loss.
+
+    Attributes:
+        optimizer: One optimizer, several, or a factory; None: that of the recipe.
+        schedule: Any form that ``convert_schedule`` accepts; None: that of the recipe.
+        observers: Called before those of the recipe.
+        advance: A step function of the user, instead of one made from the loss.
+        metrics: Metrics besides those of the recipe.
+        generators: Random state at the start of training, if the run does not seed the generators itself.
+        rebuild: Record in the run folder of how to create the objects again.
+    """
+
+    optimizer: object = None
+    schedule: object = None
+    observers: Sequence[object] = ()
+    advance: Callable[..., Any] | None = None
+    metrics: Mapping[str, object] = field(default_factory=dict)
+    generators: RngBag | None = None
+    rebuild: Mapping[str, object] = field(default_factory=dict)
+
+
+NOTHING_CUSTOM = CustomObjects()
+
+
+@dataclass(frozen=True)
 class Parts:
     """The live objects of a run, named by a recipe or passed in Python.
 
     Attributes:
         model: The model.
         train: The training data.
-        val: The validation data.
+        val_sets: The validation sets by name. The first one determines the best checkpoint.
         loss: The loss.
         notes: Notes for the plan.
         prepared: True if ``prepare`` has applied the recipe to the model.
-        optimizer: One optimizer, several, or a factory; None: that of the recipe.
-        schedule: Any form that ``convert_schedule`` accepts; None: that of the recipe.
-        observers: Called before those of the recipe.
-        advance: A step function of the user, instead of one made from ``loss``.
-        metrics: Metrics besides those of the recipe.
-        more_val: Further validation sets by name.
-        val_name: Name of the first validation set.
-        generators: Random state at the start of training, if the run does not seed the generators itself.
-        rebuild: Record in the run folder of how to create the objects again.
+        custom: Further objects that were passed in Python.
     """
 
     model: nn.Module
     train: Unwrapped
-    val: Unwrapped | None
+    val_sets: Mapping[str, Unwrapped]
     loss: Callable[..., Any]
     notes: tuple[Note, ...] = ()
     prepared: bool = False
-    optimizer: object = None
-    schedule: object = None
-    observers: Sequence[object] = ()
-    advance: Callable[..., Any] | None = None
-    metrics: Mapping[str, object] = field(default_factory=dict)
-    more_val: Mapping[str, Unwrapped] = field(default_factory=dict)
-    val_name: str = "val"
-    generators: RngBag | None = None
-    rebuild: Mapping[str, object] = field(default_factory=dict)
+    custom: CustomObjects = NOTHING_CUSTOM
+
+    @property
+    def val(self) -> Unwrapped | None:
+        """The first validation set."""
+        return next(iter(self.val_sets.values()), None)
 
 
 @contextmanager
-def at_recipe(loaded: Loaded, path: str) -> Iterator[None]:
+def at_recipe(source: Source, path: str) -> Iterator[None]:
     """Context that adds the place in the recipe to errors."""
-    where = loaded.source.where
+    where = source.where
     try:
         yield
     except RecipeError as error:
@@ -109,31 +127,24 @@ def at_recipe(loaded: Loaded, path: str) -> Iterator[None]:
         raise RecipeError(Problem(path, error.message, remedy=error.remedy, where=where(path))) from None
 
 
-def is_live(recipe: Recipe) -> bool:
-    """Return True if the model was passed in Python, to ``tw.fit``, so that no file can build it."""
-    return recipe.model.use.startswith(f"{LIVE}:")
-
-
 def build_parts(loaded: Loaded, device: torch.device, planned: Checkpointing | None = None) -> Parts:
     """Build the objects that the recipe names; ``planned`` is as in ``prepare``.
 
     Raises RecipeError with file:line for objects that cannot be built.
     """
     recipe = loaded.recipe
-    if is_live(recipe):
+    if is_live(recipe.model.use):
         raise UsageError(
             f"the model {recipe.model.use} was passed in Python and cannot be built from a recipe",
             remedy="run the script again with tw.fit(..., resume=<run folder>)",
         )
     seed_all(recipe.seed)
     train = build_dataset(loaded, "train")
-    val = build_dataset(loaded, "val") if recipe.data.val else None
+    val_sets = {"val": build_dataset(loaded, "val")} if recipe.data.val else {}
     model, notes = build_model(loaded, train)
-    more_val = {
-        each.name: make_dataset(loaded, each, f"data.more_val.{i}") for i, each in enumerate(recipe.data.more_val)
-    }
-    parts = Parts(model, train, val, build_loss(loaded), notes, more_val=more_val)
-    return prepare(parts, loaded, device, planned)
+    for i, each in enumerate(recipe.data.more_val):
+        val_sets[each.name] = make_dataset(loaded, each, f"data.more_val.{i}")
+    return prepare(Parts(model, train, val_sets, build_loss(loaded), notes), loaded, device, planned)
 
 
 def build_loss(loaded: Loaded) -> Callable[..., Any]:
@@ -173,13 +184,13 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
     model = parts.model
     notes = list(parts.notes)
     require_in_set(parts.train, loaded)
-    with at_recipe(loaded, "model.use"):
+    with at_recipe(loaded.source, "model.use"):
         require_ready(model)
     if recipe.model.lora is not None:
-        with at_recipe(loaded, "model.lora"):
+        with at_recipe(loaded.source, "model.lora"):
             model = add_lora(model, **recipe.model.lora.model_dump())
     if recipe.model.qat is not None:
-        with at_recipe(loaded, "model.qat"):
+        with at_recipe(loaded.source, "model.qat"):
             if recipe.precision in ("fp8", "mxfp8"):
                 remedy = "use precision: bf16, or leave model.qat out"
                 raise UsageError("layers round to integers or to fp8, not to both", remedy=remedy)
@@ -189,25 +200,25 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
             rounded = round_linear_layers(model, recipe.model.qat)
         notes.append(note_of_rounding(rounded, recipe.model.qat))
     if recipe.model.freeze:
-        with at_recipe(loaded, "model.freeze"):
+        with at_recipe(loaded.source, "model.freeze"):
             frozen = freeze(model, recipe.model.freeze)
         notes.append(Note("freeze", f"{len(frozen)} parameters", ", ".join(recipe.model.freeze)))
     if recipe.log.retain_grad and (wrong := list(retain_grad_problems(model, recipe))):
         raise RecipeError([replace(each, where=loaded.source.where(each.path)) for each in wrong])
     if recipe.precision in ("fp8", "mxfp8"):
         machine = read_machine()
-        with at_recipe(loaded, "precision"):
+        with at_recipe(loaded.source, "precision"):
             require_fp8(recipe, device_name(device, machine), low_precision(device, machine))
         if recipe.parallel.tensor != 1:
             rule, remedy = "does not divide 8-bit layers among ranks", "use parallel.shard, or precision: bf16"
             where = loaded.source.where("parallel.tensor")
             raise RecipeError(Problem("parallel.tensor", rule, str(recipe.parallel.tensor), remedy, where))
         settings = recipe.fp8 or Fp8()
-        with at_recipe(loaded, "fp8"):
+        with at_recipe(loaded.source, "fp8"):
             converted = convert_linear_layers(model, recipe.precision, settings)
         notes.append(note_of(converted, recipe.precision, settings))
     if recipe.model.activation_checkpointing != "none":
-        with at_recipe(loaded, "model.activation_checkpointing"):
+        with at_recipe(loaded.source, "model.activation_checkpointing"):
             applied = checkpointing_as_requested(model, recipe.model.activation_checkpointing, planned)
         if applied.count:
             notes.append(Note("activation checkpointing", f"{applied.count} blocks", describe(applied)))
@@ -269,7 +280,7 @@ def _build_average(parts: Parts, loaded: Loaded, plan: Plan) -> WeightAverage | 
         (degrees.pipeline > 1, "parallel.pipeline", "leave parallel.pipeline out"),
         (degrees.tensor > 1, "parallel.tensor", "leave parallel.tensor out"),
         (degrees.context > 1, "parallel.context", "leave parallel.context out"),
-        (parts.advance is not None, "a step function", "leave model.swa out and average in the step function"),
+        (parts.custom.advance is not None, "a step function", "leave model.swa out and average in the step function"),
         (
             plan.steps_per_epoch is None and ask.swa.norm_batches is None,
             "training data without a length",
@@ -284,12 +295,12 @@ def _build_average(parts: Parts, loaded: Loaded, plan: Plan) -> WeightAverage | 
 
 def build_optimizer(parts: Parts, loaded: Loaded, plan: Plan) -> Optimizer:
     """Return the optimizer that was passed in Python, or that the recipe names."""
-    ask, factory = loaded.recipe.optimizer, parts.optimizer
+    ask, factory = loaded.recipe.optimizer, parts.custom.optimizer
     if factory is None:
         factory = ask.use if ask.use in OPTIMIZERS else find(ask.use, {}, "optimizer", loaded.source)
-    with at_recipe(loaded, "optimizer"):
+    with at_recipe(loaded.source, "optimizer"):
         if not isinstance(factory, str) and not callable(factory):
-            return as_one(factory, parts.model, parts.loss, closures=parts.advance is not None)
+            return as_one(factory, parts.model, parts.loss, closures=parts.custom.advance is not None)
         return make_optimizer(
             factory,
             parts.model,
@@ -310,14 +321,14 @@ def build_schedule(parts: Parts, loaded: Loaded, plan: Plan, optimizer: Optimize
     """
     ask, source = loaded.recipe.schedule, loaded.source
     shared: dict[str, Any] = {"total": plan.extent.steps, "warmup": plan.warmup, "floor": ask.floor}
-    with at_recipe(loaded, "schedule"):
+    with at_recipe(loaded.source, "schedule"):
         if ask.use == "constant" and not plan.warmup:
             return unchanged
         if ask.use in SCHEDULES:
             return make_schedule(ask.use, **shared, args=ask.args)
         every = _steps_between(ask.every, plan)
-        if parts.schedule is not None:
-            return convert_schedule(parts.schedule, optimizer, every)
+        if parts.custom.schedule is not None:
+            return convert_schedule(parts.custom.schedule, optimizer, every)
         named = find_schedule(loaded)
         if takes_first(named, "optimizer") or takes_first(named, "step"):
             return convert_schedule(partial(named, **ask.args) if ask.args else named, optimizer, every)
@@ -345,9 +356,9 @@ def _steps_between(every: Duration, plan: Plan) -> int:
     return interval(every, plan.extent, pace, "schedule.every").steps or 1
 
 
-def draws_as_a_loop(parts: Parts, recipe: Recipe, plan: Plan) -> bool:
+def draws_as_a_loop(parts: Parts, plan: Plan, *, exact: bool) -> bool:
     """Return True if the user's loader draws from the generators of the process, as in a loop, and not from a seed."""
-    return parts.generators is not None and plan.degrees.ranks == 1 and not recipe.parallel.exact
+    return parts.custom.generators is not None and plan.degrees.ranks == 1 and not exact
 
 
 def build_loading(
@@ -365,7 +376,7 @@ def build_loading(
     is requested, and on several ranks, which must all draw the same.
     """
     pin, own = recipe.data.pin_memory, parts.train.own_batches
-    live = draws_as_a_loop(parts, recipe, plan)
+    live = draws_as_a_loop(parts, plan, exact=recipe.parallel.exact)
     is_cut = own is None or isinstance(recipe.batch.micro, int)
     return Loading(
         batch_size=plan.batch.size,
@@ -401,41 +412,35 @@ def training_batches(parts: Parts, loading: Loading, cursor: Cursor, say: Say = 
     return StepBatches(parts.train.dataset, loading, cursor=cursor, say=say)
 
 
-def validation_batches(parts: Parts, recipe: Recipe, loading: Loading) -> EvaluationBatches | None:
-    """Return the batches of the validation set, read in this process; None without one."""
-    if parts.val is None:
-        return None
-    size = _evaluation_size(parts, recipe, loading)
-    ranks = loading.ranks
-    limit = recipe.evaluation.batches
+def validation_sets(parts: Parts, recipe: Recipe, loading: Loading) -> dict[str, EvaluationBatches]:
+    """Return the batches of each validation set by name, read in this process."""
+    return {name: validation_batches(parts, val, recipe, loading) for name, val in parts.val_sets.items()}
+
+
+def validation_batches(parts: Parts, val: Unwrapped, recipe: Recipe, loading: Loading) -> EvaluationBatches:
+    """Return the batches of one validation set, read in this process."""
+    size = _evaluation_size(parts, val, recipe, loading)
     how = replace(
         loading,
-        batch_size=size * ranks,
+        batch_size=size * loading.ranks,
         micro_size=size,
         workers=0,
-        collate=parts.val.collate,
+        collate=val.collate,
         exact=False,
-        order=parts.val.order,
+        order=val.order,
         live=False,
         loader=None,
         joined=1,
     )
-    if limit is not None and parts.val.own_batches is None:  # else ranks share each ready-made batch
-        limit = -(-limit // ranks)
-    return EvaluationBatches(parts.val.dataset, how, limit=limit)
+    limit = recipe.evaluation.batches
+    if limit is not None and val.own_batches is None:  # else ranks share each ready-made batch
+        limit = -(-limit // loading.ranks)
+    return EvaluationBatches(val.dataset, how, limit=limit)
 
 
-def validation_sets(parts: Parts, recipe: Recipe, loading: Loading) -> dict[str, EvaluationBatches]:
-    """Return the batches of each validation set by name; the first set determines the best checkpoint."""
-    sets = {parts.val_name: parts.val, **parts.more_val}
-    made = {name: validation_batches(replace(parts, val=each), recipe, loading) for name, each in sets.items()}
-    return {name: batches for name, batches in made.items() if batches is not None}
-
-
-def _evaluation_size(parts: Parts, recipe: Recipe, loading: Loading) -> int:
+def _evaluation_size(parts: Parts, val: Unwrapped, recipe: Recipe, loading: Loading) -> int:
     """Return the number of samples in a validation micro-batch. Ready-made batches are not cut."""
-    assert parts.val is not None
-    if parts.val.own_batches is not None:
+    if val.own_batches is not None:
         return sys.maxsize
     if loading.micro_size == sys.maxsize:  # the training set has ready-made batches
         return recipe.evaluation.batch or parts.train.batch_size or DEFAULT_BATCH_SIZE
@@ -466,7 +471,7 @@ def build_dataset(loaded: Loaded, which: str) -> Unwrapped:
 def make_dataset(loaded: Loaded, part: Dataset, path: str) -> Unwrapped:
     """Return a dataset that a recipe names at ``path``."""
     made = make(part.use, part.args, DATASETS, path, loaded.source)
-    with at_recipe(loaded, path):
+    with at_recipe(loaded.source, path):
         found = unwrap(made)
     if isinstance(found.dataset, ReadyBatches) and found.dataset.once:  # created again for each epoch
 
@@ -518,3 +523,70 @@ def _tokens_per_sample(data: Unwrapped, quarantine: Collection[int]) -> int:
             except Exception:
                 continue  # its batch raises the same error
     return 0
+
+
+def compile_in_place(model: nn.Module, backend: str = "inductor") -> None:
+    """Compile as ``model.compile()``, also if ``forward`` is torch's, as that of ``nn.Sequential``.
+
+    torch.compile skips the frames of torch.nn: for such a model ``compile()`` silently compiles nothing, or each of its
+    parts separately. Here the call comes from a frame outside torch.
+    """
+    if not type(model).forward.__module__.startswith("torch.nn"):
+        model.compile(backend=backend)
+        return
+
+    def call(*args: object, **kwargs: object) -> object:
+        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    model._compiled_call_impl = torch.compile(call, backend=backend)
+
+
+def require_ready(model: nn.Module) -> None:
+    """Raise UsageError for weights without shape or memory, and for a model made by torch.jit."""
+    require_python(model)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise UsageError(
+                f"{name} of the model has no shape yet (a lazy module)",
+                remedy="call the model once on one batch when it is made: model(x[:2])",
+            )
+        if tensor.is_meta:
+            raise UsageError(
+                f"{name} of the model is on the meta device and has no values",
+                remedy="build the model outside torch.device('meta'), or model.to_empty(device='cpu') and fill it",
+            )
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Disable gradients for every parameter whose name matches a glob pattern; return their names.
+
+    Raises UsageError for a pattern that matches nothing, and if nothing is left to train.
+    """
+    for found in unmatched_patterns(model, patterns):
+        raise UsageError(found.rule, remedy=found.remedy)
+    named = dict(model.named_parameters(remove_duplicate=False))  # a tied weight has two names, both valid
+    frozen = [name for pattern in patterns for name in named if fnmatchcase(name, pattern)]
+    for name in frozen:
+        named[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError("nothing is left to train: every parameter is frozen", remedy="freeze fewer parameters")
+    return list(dict.fromkeys(frozen))
+
+
+def unmatched_patterns(model: nn.Module, patterns: Sequence[str]) -> Iterator[Problem]:
+    """Yield the problems of patterns of ``model.freeze`` that match no parameter name."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for number, pattern in enumerate(patterns):
+        if any(fnmatchcase(name, pattern) for name in names):
+            continue
+        close = get_close_matches(pattern[:100], names, n=1, cutoff=0.3)
+        remedy = f"names are, for instance: {', '.join(names[:6])}"
+        if close:
+            remedy = f"patterns are globs such as 'blocks.0.*'; the nearest name is {close[0]!r}"
+        yield Problem(f"model.freeze.{number}", f"freeze: no parameter is named like {pattern!r}", remedy=remedy)
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Return the numbers of all and of trainable parameters; tied weights count once."""
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)

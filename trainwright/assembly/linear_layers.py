@@ -1,15 +1,20 @@
-"""Chooses the linear layers of a model that low precision applies to."""
+"""Linear layers in low precision: their choice, fp8 for training, and rounding for quantization-aware training."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from trainwright.errors import UsageError, suggest
+from trainwright.optim.torchao import torchao_module
+from trainwright.plan.make import Note
+from trainwright.recipe.schema import Fp8, Qat
 
 MAX_NAMES_SHOWN = 3
 
@@ -75,3 +80,147 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Replace the submodule ``name`` by ``module``."""
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, module)
+
+
+BLOCK_SIZE = {"fp8": 16, "mxfp8": 32}
+"""Both dimensions of a layer must be multiples of this: the tile of tensor cores, or the values per MX scale."""
+
+
+def convert_linear_layers(model: nn.Module, precision: Literal["fp8", "mxfp8"], settings: Fp8) -> ChosenLayers:
+    """Replace linear layers of ``model`` in place. Parameters keep their identity, their names and their dtype.
+
+    Without patterns these are all ``nn.Linear`` except the first and the last, whose rounding costs the most accuracy.
+
+    Raises:
+        UsageError: A pattern matches no linear layer, or no layer is left to convert.
+        MissingExtra: torchao is not installed.
+    """
+    multiples = (BLOCK_SIZE[precision], BLOCK_SIZE[precision])
+    found = choose_linear_layers(model, settings.layers, key="fp8.layers", multiples=multiples)
+    needed_for = f"precision {precision}"
+    if precision == "fp8":
+        _convert_fp8(model, frozenset(found.chosen), settings, needed_for)
+    else:
+        for name in found.chosen:
+            layer = model.get_submodule(name)
+            assert isinstance(layer, nn.Linear)
+            replace_module(model, name, MxLinear(layer, _MxProduct.of(settings, needed_for)))
+    return found
+
+
+def note_of(done: ChosenLayers, precision: str, settings: Fp8) -> Note:
+    """Describe the converted and the skipped layers, for the plan."""
+    scales = "a scale per 32 values" if precision == "mxfp8" else f"{settings.scales} scales"
+    how = f"{scales}, emulated" if settings.emulate else scales
+    left_out = "; ".join(["bf16 elsewhere", *done.reasons()])
+    return Note(precision, f"{len(done.chosen)} of {done.total} linear layers, {how}", left_out)
+
+
+def _convert_fp8(model: nn.Module, chosen: frozenset[str], settings: Fp8, needed_for: str) -> None:
+    float8 = torchao_module("float8", needed_for=needed_for)
+    config = replace(
+        float8.Float8LinearConfig.from_recipe_name(settings.scales),
+        emulate=settings.emulate,
+        pad_inner_dim=not settings.emulate,  # a last batch may have any number of samples
+    )
+    float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
+
+
+@dataclass(frozen=True)
+class _MxProduct:
+    """torchao's matrix product of two tensors, which are cast to MXFP8; on CPU by emulation."""
+
+    function: Any
+    options: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, settings: Fp8, needed_for: str) -> _MxProduct:
+        function = torchao_module("prototype.moe_training.mxfp8_linear", needed_for=needed_for).mx_mm
+        config = torchao_module("prototype.mx_formats.config", needed_for=needed_for)
+        kernels = torchao_module("quantization.quantize_.common.kernel_preference", needed_for=needed_for)
+        dim0, dim1, scale = (
+            getattr(config, name)
+            for name in ("MXFP8Dim0CastKernelChoice", "MXFP8Dim1CastKernelChoice", "ScaleCalculationMode")
+        )
+        if settings.emulate:
+            how = (kernels.KernelPreference.EMULATED, dim0.TORCH, dim1.TORCH)
+        else:
+            how = (kernels.KernelPreference.AUTO, dim0.TRITON, dim1.CUDA)
+        return cls(function, (*([torch.float8_e4m3fn] * 3), BLOCK_SIZE["mxfp8"], *how, scale.RCEIL, False))
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        product: Tensor = self.function.apply(x, weight, *self.options)
+        return product
+
+
+class MxLinear(nn.Linear):
+    """A linear layer that casts input, weight and gradient to MXFP8 (OCP Microscaling Formats specification, 2023).
+
+    The weight itself keeps its dtype.
+    """
+
+    def __init__(self, layer: nn.Linear, product: _MxProduct) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, layer.bias
+        self._product = product
+        self.train(layer.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        out = self._product(x.to(dtype), self.weight.to(dtype))
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+_NEEDED_FOR = "model.qat"
+SCALE_SUFFIX = "_scale"
+"""An exported weight ``NAME`` contains integers, and ``NAME_scale`` their multipliers."""
+
+
+def round_linear_layers(model: nn.Module, settings: Qat) -> ChosenLayers:
+    """Replace linear layers of ``model`` in place by layers that round in the forward pass (straight-through gradient).
+
+    Parameters keep their identity, their names and their dtype.
+
+    Raises:
+        UsageError: A pattern matches no linear layer, or no layer is left.
+        MissingExtra: torchao is not installed.
+    """
+    multiple = settings.group_size or 1
+    found = choose_linear_layers(model, settings.layers, key="model.qat.layers", multiples=(multiple, 1))
+    qat = torchao_module("quantization.qat", needed_for=_NEEDED_FOR)
+    granularity = "per_channel" if settings.group_size is None else None
+    weights = qat.IntxFakeQuantizeConfig(
+        getattr(torch, settings.weights), granularity, group_size=settings.group_size, is_symmetric=True
+    )
+    inputs = None
+    if settings.inputs == "int8":
+        inputs = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
+    for name in found.chosen:
+        layer = model.get_submodule(name)
+        replace_module(model, name, qat.FakeQuantizedLinear.from_linear(layer, inputs, weights).train(layer.training))
+    return found
+
+
+def note_of_rounding(done: ChosenLayers, settings: Qat) -> Note:
+    """Describe the replaced layers for the plan."""
+    scales = "a scale a row" if settings.group_size is None else f"a scale per {settings.group_size} values"
+    inputs = ", inputs int8" if settings.inputs == "int8" else ""
+    how = f"{len(done.chosen)} of {done.total} linear layers: weights {settings.weights}, {scales}{inputs}"
+    return Note("quantization-aware training", how, "; ".join(done.reasons()))
+
+
+@torch.no_grad()
+def integer_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the name, the integers (int8, as the weight) and the scales (rows, groups) of each rounded weight.
+
+    Integers times scales are the bits that the forward pass multiplied with.
+    """
+    fake_quantized = torchao_module("quantization.qat", needed_for=_NEEDED_FOR).FakeQuantizedLinear
+    for name, layer in model.named_modules():
+        if isinstance(layer, fake_quantized):
+            rounded = layer.weight_fake_quantizer(layer.weight)
+            scale = layer.weight_fake_quantizer.scale.view(rounded.shape[0], -1)
+            codes = (rounded.view(*scale.shape, -1) / scale[..., None]).round().to(torch.int8)
+            yield f"{name}.weight", codes.view(rounded.shape), scale

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,7 +28,6 @@ from trainwright.checkpoint.contents import read_contents
 from trainwright.checkpoint.cursor import Cursor
 from trainwright.checkpoint.manifest import (
     INVALID_CONTENT_ERRORS,
-    fsync,
     name_of,
     raising_checkpoint_error,
     read_state,
@@ -39,7 +39,6 @@ from trainwright.checkpoint.names import plain_name
 from trainwright.checkpoint.optimizer_modes import both_weights
 from trainwright.checkpoint.rng import RngBag
 from trainwright.checkpoint.shards import holds_parts, whole
-from trainwright.checkpoint.stages import StagePart, gather_stages
 from trainwright.checkpoint.staging import Staging, num_bytes, on_host
 from trainwright.checkpoint.store import Best, delete, draft_of_step, is_own, sweep
 from trainwright.checkpoint.tensor_file import write_tensors
@@ -48,6 +47,7 @@ from trainwright.checkpoint.weights import load_plain_state_dict, plain_state_di
 from trainwright.distributed.group import World
 from trainwright.errors import CheckpointError, StorageError
 from trainwright.runs.files import STATE
+from trainwright.runs.system_calls import fsync
 
 _COUNTERS = ("step", "num_samples", "num_tokens", "elapsed_s", "fraction")
 _SPARE_BYTES = 2**14  # for the manifest, headers and the folder itself
@@ -187,7 +187,7 @@ def commit(snapshot: CheckpointData, folder: Path, best: Best | None = None, run
         aside.mkdir()
         write_tensors(snapshot.model, aside / "model.safetensors")
         write_tensors(snapshot.rest, aside / "rest.safetensors")
-        (aside / "state.json").write_text(values)
+        (aside / "state.json").write_text(values, "utf-8")
         written = write_manifest(aside, snapshot.step, asdict(best) if best else None, run)
         if target.exists():  # the same step again, after a resume
             delete(replaced, run)
@@ -359,3 +359,52 @@ def _storage_errors(aside: Path) -> Iterator[None]:
 def _brief(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines)[:400] or type(error).__name__
+
+
+TensorName = tuple[str, str]
+"""The file and the name of a tensor of a checkpoint."""
+
+
+class StagePart(NamedTuple):
+    """The state of one stage: tensors on the host, values that are not tensors, and the names of trained weights."""
+
+    tensors: dict[TensorName, Tensor]
+    values: StateDict
+    trained: frozenset[str]
+
+
+def gather_stages(part: StagePart, stages: World) -> StagePart:
+    """Return the state of all ``stages`` on the first rank, sent one tensor at a time; on other ranks their part.
+
+    Values that several stages have, such as counters, are those of the first.
+    """
+    outlines = stages.collect((_outline(part.tensors), part.values, part.trained))
+    tensors = dict(part.tensors)
+    values = part.values
+    trained = part.trained
+    taken = set(outlines[0][0])
+    for source, (outline, other_values, other_trained) in enumerate(outlines[1:], start=1):
+        for name, (shape, dtype) in outline.items():
+            if name in taken:
+                continue
+            taken.add(name)
+            if stages.rank == 0:
+                tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
+            if stages.rank in (0, source):
+                stages.send_to_first(tensors[name], source)
+        values, trained = _merged(values, other_values), trained | other_trained
+    return StagePart(tensors, values, trained)
+
+
+def _outline(tensors: Mapping[TensorName, Tensor]) -> dict[TensorName, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def _merged(first: Tree, second: Tree) -> Tree:
+    """Merge mappings by key and concatenate parameter groups; otherwise return the first."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        shared = {key: _merged(first[key], second[key]) for key in first.keys() & second.keys()}
+        return {**first, **second, **shared}
+    if isinstance(first, list) and any(isinstance(each, Mapping) and "params" in each for each in first):
+        return [*first, *second]
+    return first

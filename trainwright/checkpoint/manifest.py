@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from trainwright.checkpoint.codec import StateDict, Tree
 from trainwright.errors import CheckpointError, text_of
 from trainwright.runs.files import STATE, UnreadableFile, open_file, read_json
+from trainwright.runs.system_calls import fsync
 
 NAME = "manifest.json"
 FORMAT = 2
@@ -41,7 +42,7 @@ def write_manifest(folder: Path, step: int, best: Mapping[str, Tree] | None = No
     files = {path.name: _entry(path) for path in sorted(folder.iterdir()) if path.name != NAME}
     body = {"format": FORMAT, "step": step, "run": run, "best": best, "files": files}
     text = json.dumps({**body, "sha256": _sum(body)}, indent=1)
-    (folder / NAME).write_text(text)  # no newline at its end, so that any truncation is detected
+    (folder / NAME).write_text(text, "utf-8")  # no newline at its end, so that any truncation is detected
     for name in (*files, NAME):
         fsync(folder / name)
     fsync(folder)
@@ -160,15 +161,6 @@ INVALID_CONTENT_ERRORS = (
 )
 """Errors that reading and loading invalid content raises."""
 _REMEDY = "resume from an older checkpoint of the run"
-
-
-def fsync(path: Path) -> None:
-    """Make a file or a folder's entries durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _entry(path: Path) -> dict[str, str | int]:

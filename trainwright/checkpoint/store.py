@@ -21,7 +21,6 @@ from pathlib import Path
 from trainwright.checkpoint.manifest import (
     NAME,
     NotReadableHere,
-    fsync,
     name_of,
     not_permitted,
     read_manifest,
@@ -32,6 +31,7 @@ from trainwright.checkpoint.manifest import (
 from trainwright.errors import CheckpointError
 from trainwright.runs.drafts import remove
 from trainwright.runs.files import UnreadableFile, read_json
+from trainwright.runs.system_calls import fsync
 
 BEST_FILE = "best.json"
 
@@ -174,7 +174,7 @@ def write_best(folder: Path, best: Best, run: str = "") -> None:
     """Write the pointer to the best checkpoint, which is committed already. The write is atomic."""
     draft = folder / f".{BEST_FILE}{_mark(run)}.tmp"
     draft.unlink(missing_ok=True)
-    with draft.open("x") as file:  # "x" does not follow links
+    with draft.open("x", encoding="utf-8") as file:  # "x" does not follow links
         file.write(json.dumps(asdict(best)) + "\n")
     fsync(draft)
     draft.replace(folder / BEST_FILE)

@@ -21,12 +21,12 @@ def leave_exit_code(code: object, environ: Mapping[str, str]) -> None:
     """Write the exit code of this rank for ``main``. Does nothing if ``main`` did not start it."""
     folder, rank = environ.get(EXIT_CODES), environ.get("LOCAL_RANK")
     if folder and rank and isinstance(code, int) and Path(folder).is_dir():
-        Path(folder, rank).write_text(str(code))
+        Path(folder, rank).write_text(str(code), "utf-8")
 
 
 def common_exit_code(folder: Path) -> int:
     """Return the code that every rank of this machine left, or 1."""
-    codes = {path.read_text() for path in folder.iterdir()}
+    codes = {path.read_text("utf-8") for path in folder.iterdir()}
     return int(codes.pop()) if len(codes) == 1 else 1
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from trainwright.assembly.assemble import Parts, build_loading, training_batches, validation_batches
+from trainwright.assembly.assemble import Parts, build_loading, training_batches, validation_sets
 from trainwright.checkpoint.checkpoint import tensors_of
 from trainwright.checkpoint.cursor import Cursor
 from trainwright.checkpoint.staging import Staging
@@ -27,11 +27,10 @@ from trainwright.distributed.memory import (
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.step import clear_grads
 from trainwright.errors import OutOfMemoryError, UsageError
-from trainwright.plan.batch import solve_batch
+from trainwright.plan.batch import batch_of
 from trainwright.plan.parallel import in_one_process
-from trainwright.recipe import Loaded, Recipe
-from trainwright.training.job import Job, make_advance
-from trainwright.training.prepare import prepare
+from trainwright.recipe import Loaded
+from trainwright.training.job import Job, make_advance, prepare
 
 STEPS_PER_SIZE = 3
 """The first step allocates the optimizer state, the second uses it, the third starts from the memory after that."""
@@ -134,7 +133,7 @@ def find_batch_size(
         raise UsageError(f"--margin {margin:g} is not a fraction of the memory", remedy="give 0.1 for a tenth")
     if not budget_s > 0:
         raise UsageError(f"--budget {budget_s:g} is not a time", remedy="give seconds, such as 60")
-    batch = _global_batch(loaded.recipe)
+    batch = batch_of(loaded.recipe.batch, None).size
     small = loaded.recipe.batch.model_copy(update={"size": batch, "micro": min(2, batch), "accumulation": None})
     job = prepare(in_one_process(replace(loaded, recipe=loaded.recipe.model_copy(update={"batch": small}))), parts)
     adapt_to_limits()  # a run with the resulting size is short of memory, even if this job is not
@@ -149,10 +148,6 @@ def find_batch_size(
         )
     micro = max(size for size in range(1, min(found, batch) + 1) if batch % size == 0)
     return LargestBatch(found, micro, batch, capacity, search.allowed, tuple(search.tried), search.bounded)
-
-
-def _global_batch(recipe: Recipe) -> int:
-    return solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation).size
 
 
 def _samples(job: Job) -> int:
@@ -236,7 +231,7 @@ class _Search:
         start_peak(device)
         loading = replace(build_loading(job.parts, job.recipe, job.plan, device), workers=0)
         loading = replace(loading, batch_size=size, micro_size=size, drop_last=True, order=None)
-        validation = validation_batches(job.parts, job.recipe, loading)
+        validation = next(iter(validation_sets(job.parts, job.recipe, loading).values()), None)
         step_s = 0.0
         try:
             for number, batch in enumerate(islice(training_batches(job.parts, loading, Cursor()), STEPS_PER_SIZE)):

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainwright.assembly.assemble import Parts, build_dataset, build_loss, is_live
+from trainwright.assembly.assemble import Parts, build_dataset, build_loss
 from trainwright.checkpoint.manifest import step_of
 from trainwright.checkpoint.store import read_best
 from trainwright.checkpoint.weights import load_plain_state_dict, read_weights
@@ -21,7 +21,7 @@ from trainwright.data.unwrap import Unwrapped, unwrap
 from trainwright.engine.loss import Loss, ModelLoss
 from trainwright.errors import UsageError, text_of
 from trainwright.recipe import DATASETS, Loaded, load
-from trainwright.recipe.resolve import LIVE, make
+from trainwright.recipe.resolve import LIVE, is_live, make
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.identity import identity_of
@@ -85,7 +85,7 @@ def chosen_model(of: object, model: nn.Module | None, which: str, *, average: bo
     if model is not None:
         with _fitting(folder):
             load_plain_state_dict(model, weights)
-    elif is_live(loaded.recipe):
+    elif is_live(loaded.recipe.model.use):
         parts = parts_of_run(
             folder, remedy=f"in Python: tw.evaluate({str(folder.path)!r}, data, loss, model=your_model)"
         )
@@ -115,7 +115,7 @@ def loss_of(chosen: ChosenModel, given: Callable[..., Loss | Tensor] | None) -> 
     if chosen.parts is not None:
         return chosen.parts.loss
     use = chosen.loaded.recipe.loss.use
-    if use.startswith(f"{LIVE}:"):
+    if is_live(use):
         raise UsageError(
             f"the loss {use.removeprefix(f'{LIVE}:')} of the run was passed in Python", remedy="pass it: loss=..."
         )
@@ -146,7 +146,7 @@ def _named(chosen: ChosenModel, name: str) -> Unwrapped:
     if parts is not None and (made := parts.train if name == "train" else parts.val) is not None:
         return made
     part = getattr(loaded.recipe.data, name)
-    if part is None or part.use.startswith(f"{LIVE}:"):
+    if part is None or is_live(part.use):
         why = "has none" if part is None else "received it from Python"
         raise UsageError(
             f"the {name} set of the run is not in its recipe, which {why}",

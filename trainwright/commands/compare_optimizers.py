@@ -13,6 +13,7 @@ from trainwright.checkpoint.rng import preserved_rng
 from trainwright.commands.lr_range import run_lr_range
 from trainwright.errors import UsageError
 from trainwright.recipe import OPTIMIZER_ALIASES, Loaded, load
+from trainwright.runs.printing import in_columns
 from trainwright.training.run import process_settings
 from trainwright.trials.trial import Trial, run_trial
 
@@ -77,9 +78,7 @@ class OptimizerComparison:
             )
             for each in self.rows
         ]
-        widths = [max(len(row[i]) for row in (head, *body)) for i in range(len(head))]
-        rows = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (head, *body)]
-        return [*rows, str(self.folder)]
+        return [*in_columns([head, *body]), str(self.folder)]
 
     def to_json(self) -> dict[str, object]:
         """Return the object that ``--json`` prints."""

@@ -21,8 +21,8 @@ from trainwright.engine.loss import Batch, Loss, called_with
 from trainwright.engine.metrics import NO_METRICS, MetricSet, joined, metric_set, on_host
 from trainwright.errors import UsageError
 from trainwright.runs.storage import storage_error
+from trainwright.training.arguments import MetricsLike, resolve_metrics
 from trainwright.training.custom_objects import named_metrics
-from trainwright.training.metrics_argument import MetricsLike, resolve_metrics
 from trainwright.training.result import Result
 
 
@@ -68,7 +68,7 @@ def evaluate(
 
 def _metrics_of(chosen: ChosenModel, loss: Callable[..., Loss | Tensor]) -> MetricSet:
     if chosen.loaded is not None:
-        own = {} if chosen.parts is None else chosen.parts.metrics
+        own = {} if chosen.parts is None else chosen.parts.custom.metrics
         return metric_set({**own, **named_metrics(chosen.loaded, loss)})
     return NO_METRICS if chosen.result is None else chosen.result.metric_set
 
@@ -89,12 +89,12 @@ def predict(
     ``forward`` does not accept. The other arguments are those of ``tw.evaluate``.
     """
     chosen = chosen_model(of, model, str(which), average=average)
-    outputs = []
-    with evaluating(chosen.model), explaining(chosen.model):
-        for micro in batches_of(chosen, data, batch):
-            outputs.append(
-                tree_map_only(Tensor, on_host, _logits(called_with(chosen.model, _inputs(chosen.model, micro.data))))
-            )
+    found = chosen.model
+    with evaluating(found), explaining(found):
+        outputs = [
+            tree_map_only(Tensor, on_host, _logits(called_with(found, _inputs(found, micro.data))))
+            for micro in batches_of(chosen, data, batch)
+        ]
     return joined(outputs)
 
 

@@ -16,10 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainwright.assembly.assemble import at_recipe, build_model, is_live
-from trainwright.assembly.qat import SCALE_SUFFIX, integer_weights, round_linear_layers
+from trainwright.assembly.assemble import at_recipe, build_model
+from trainwright.assembly.linear_layers import SCALE_SUFFIX, integer_weights, round_linear_layers
 from trainwright.checkpoint.contents import require_whole
-from trainwright.checkpoint.manifest import fsync, name_of, step_of
+from trainwright.checkpoint.manifest import name_of, step_of
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.checkpoint.staging import on_host
 from trainwright.checkpoint.store import checkpoints, newest_valid, read_best
@@ -27,11 +27,13 @@ from trainwright.checkpoint.weights import load_plain_state_dict, plain_state_di
 from trainwright.errors import CheckpointError, MissingExtra, StorageError, UsageError, require_choice
 from trainwright.models.lora import add_lora, merge_lora
 from trainwright.recipe import Loaded, Recipe, load
+from trainwright.recipe.resolve import is_live
 from trainwright.recipe.schema import Lora
 from trainwright.runs.drafts import draft_of, remove_leftovers
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.identity import identity_of
 from trainwright.runs.storage import make_subfolder, storage_error
+from trainwright.runs.system_calls import fsync
 from trainwright.training.resume import restart_command, resume_command
 from trainwright.training.subject import parts_of_run
 
@@ -96,7 +98,7 @@ def export(
     loaded = load(folder.recipe, environ={})
     _require_possible(loaded.recipe, format, adapter)
     needs_model = not adapter and (format in _MODEL_FORMATS or loaded.recipe.model.lora is not None)
-    made = _build_recorded_model(folder, loaded.recipe) if needs_model and is_live(loaded.recipe) else None
+    made = _build_recorded_model(folder, loaded.recipe) if needs_model and is_live(loaded.recipe.model.use) else None
     checkpoint, stepped_over = chosen_checkpoint(folder, which)
     step, kind = step_of(checkpoint), "adapter" if adapter else format
     assert step is not None, "a folder of another name is not listed as a checkpoint"
@@ -217,10 +219,10 @@ def rebuilt(loaded: Loaded, weights: Mapping[str, object], made: nn.Module | Non
     with preserved_rng():
         model = build_model(loaded)[0] if made is None else made
         if lora is not None:
-            with at_recipe(loaded, "model.lora"):
+            with at_recipe(loaded.source, "model.lora"):
                 model = add_lora(model, **lora.model_dump())
         if loaded.recipe.model.qat is not None:
-            with at_recipe(loaded, "model.qat"):
+            with at_recipe(loaded.source, "model.qat"):
                 round_linear_layers(model, loaded.recipe.model.qat)
     model = unwrapped(model).cpu()
     try:

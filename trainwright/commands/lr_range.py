@@ -15,7 +15,7 @@ from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import Loaded
 from trainwright.report.chart import Mark, Series, line_chart_svg, line_chart_text
 from trainwright.training.custom_step import require_loss
-from trainwright.training.prepare import prepare
+from trainwright.training.job import prepare
 
 
 def run_lr_range(

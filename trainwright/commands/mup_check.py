@@ -25,8 +25,7 @@ from trainwright.report.chart import Series, line_chart_svg
 from trainwright.report.svg import root
 from trainwright.training.custom_step import require_loss
 from trainwright.training.fit import fit_objects
-from trainwright.training.job import Job
-from trainwright.training.prepare import prepare
+from trainwright.training.job import Job, prepare
 from trainwright.training.rebuild import WHERE
 from trainwright.training.subject import Built, named
 

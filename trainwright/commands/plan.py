@@ -22,7 +22,7 @@ from trainwright.recipe.byte_size import parse_bytes
 from trainwright.report.chart import Series, line_chart_text
 from trainwright.report.forecast import layout_lines, memory_lines, timeline_svg, timeline_text, usable_line
 from trainwright.training.custom_step import require_loss
-from trainwright.training.prepare import prepare
+from trainwright.training.job import prepare
 from trainwright.training.problems import all_problems_reported
 from trainwright.training.run import process_settings
 
@@ -75,10 +75,12 @@ class ShownPlan:
         """
         beside = "evaluation, checkpoints, the doctor and logging come on top"
         plan = self.measured
-        if plan is None or plan.step_s is None:
+        if plan is None or plan.predicted.step_s is None:
             why = f"; not measured: {self.why_not_measured}" if self.why_not_measured else ""
             return [f"  without   reading data and the time of the interpreter{why}; {beside}"]
-        lines = [f"  measured  {step_in_words(plan.step_s, plan.wait_s)} in a dry run here; {beside}"]
+        lines = [
+            f"  measured  {step_in_words(plan.predicted.step_s, plan.predicted.wait_s)} in a dry run here; {beside}"
+        ]
         return lines + [
             f"  {note.topic:<9} {note.choice}: {note.why}"
             for note in plan.notes
@@ -182,10 +184,15 @@ def _option(option: Option) -> dict[str, object]:
 
 
 def _measured(plan: Plan | None) -> dict[str, object] | None:
-    if plan is None or plan.step_s is None:
+    if plan is None or plan.predicted.step_s is None:
         return None
-    held = dict(plan.memory_bytes or {})
-    return {"step_s": plan.step_s, "wait_s": plan.wait_s, "precision": plan.precision, "memory_bytes": held}
+    held = dict(plan.predicted.memory_bytes or {})
+    return {
+        "step_s": plan.predicted.step_s,
+        "wait_s": plan.predicted.wait_s,
+        "precision": plan.precision,
+        "memory_bytes": held,
+    }
 
 
 def _dry_run(loaded: Loaded, parts: Parts | None, made: Forecast) -> tuple[Plan | None, str]:

@@ -18,8 +18,7 @@ from trainwright.plan.parallel import in_one_process
 from trainwright.profiling.pairs import MIN_ROUNDS, ROUNDS, SpeedUp, compare_timings
 from trainwright.profiling.verdict import Advice
 from trainwright.profiling.words import TriedAdvice
-from trainwright.training.job import Job, make_advance
-from trainwright.training.prepare import prepare
+from trainwright.training.job import Job, make_advance, prepare
 from trainwright.training.subject import Build
 
 BLOCK_S = 0.1

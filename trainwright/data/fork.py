@@ -43,15 +43,23 @@ class TooSlowError(Exception):
         self.position = position
 
 
+CAN_FORK = sys.platform == "linux"
+"""macOS ends a forked process that uses its frameworks, and Windows cannot fork."""
+
+
 def read_in_fork(read: Callable[[Begin], Iterator[T]], *, limit_s: float) -> Iterator[T]:
     """Yield the items of ``read(begin)``, which runs in a forked process and pickles them.
 
-    The fork costs a few milliseconds. It has one thread, and cannot use a GPU that this process uses.
+    The fork costs a few milliseconds. It has one thread, and cannot use a GPU that this process uses. On macOS and
+    Windows ``read`` runs in this process, and the limit is checked between two items.
 
     Raises:
         DataError: The process ended early; names the sample.
         TooSlowError: It did not finish within ``limit_s``.
     """
+    if not CAN_FORK:
+        yield from _read_here(read, limit_s)
+        return
     place = mmap.mmap(-1, struct.calcsize("qq"))  # the position of the sample, and the id of the process
     _write_position(place, _NO_POSITION)
     here, there = os.pipe()
@@ -83,6 +91,23 @@ def read_in_fork(read: Callable[[Begin], Iterator[T]], *, limit_s: float) -> Ite
         if status is None:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def _read_here(read: Callable[[Begin], Iterator[T]], limit_s: float) -> Iterator[T]:
+    position, end_s = _NO_POSITION, time.monotonic() + limit_s
+
+    def begin(number: int) -> None:
+        nonlocal position
+        position = number
+        if time.monotonic() > end_s:
+            raise TooSlowError(position)
+
+    try:
+        yield from read(begin)
+    except (DataError, TooSlowError):
+        raise
+    except Exception as error:
+        raise DataError(f"the samples cannot be read: {text_of(error, lines=1)}", remedy=_OPEN_ONE_REMEDY) from None
 
 
 def _forked(place: mmap.mmap) -> int:

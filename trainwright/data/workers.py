@@ -127,7 +127,8 @@ def preserved_sigchld() -> Iterator[None]:
 
     A dead worker is detected while the trainer waits for it: the state is complete there.
     """
-    if threading.current_thread() is not threading.main_thread():  # torch sets no handler there
+    # torch sets no handler in another thread, nor on Windows
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
         yield
         return
     before = signal.getsignal(signal.SIGCHLD)
@@ -198,15 +199,14 @@ def _next(fetched: Iterator[Fetched | Failed], watch: _Watch, timeout_s: float |
 
 def _death_error(worker: BaseProcess, watch: _Watch) -> DataError:
     code, ids = worker.exitcode or 0, watch.samples(worker)
-    if code == -signal.SIGTERM:
-        time.sleep(
-            2 * POLL_S
-        )  # if the job is terminated, the trainer gets the signal too and should stop for that reason
-    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    name = signal.Signals(-code).name if code < 0 else ""
+    if name == "SIGTERM":  # if the job is terminated, the trainer gets the signal too and should stop for that reason
+        time.sleep(2 * POLL_S)
+    how = f"by {name}" if name else f"with exit code {code}"
     remedy = {
-        -signal.SIGKILL: "most often memory ran out (see dmesg): take fewer data.workers or a smaller data.prefetch",
-        -signal.SIGBUS: "most often shared memory is full: enlarge /dev/shm (docker run --shm-size=8g)",
-    }.get(code, LEAVE_OUT_REMEDY if ids else "try data.workers: 0, where the error is seen")
+        "SIGKILL": "most often memory ran out (see dmesg): take fewer data.workers or a smaller data.prefetch",
+        "SIGBUS": "most often shared memory is full: enlarge /dev/shm (docker run --shm-size=8g)",
+    }.get(name, LEAVE_OUT_REMEDY if ids else "try data.workers: 0, where the error is seen")
     what = "was killed" if code < 0 else "ended"
     return DataError(
         f"a process that loads data {what} {how} while it read {_named(ids)}", sample_ids=ids, remedy=remedy

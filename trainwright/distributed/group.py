@@ -267,3 +267,10 @@ def lost_rank(what: str, error: RuntimeError) -> RankError:
 def is_of_exchange(error: RuntimeError) -> bool:
     """Return True if the error comes from an exchange, such as one of torch in a forward or backward pass."""
     return isinstance(error, distributed.DistError) or "/gloo/" in text_of(error)
+
+
+def from_first_rank(world: World, mine: T) -> T:
+    """Return the value of the first rank, on every rank."""
+    agreed = world.agree(mine)
+    assert agreed is not None
+    return agreed

@@ -158,7 +158,7 @@ def start_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
     else:
         with contextlib.suppress(OSError):  # not supported on this system: the peak is that of the full process
-            _CLEAR.write_text(_RESET_PEAK_RSS)
+            _CLEAR.write_text(_RESET_PEAK_RSS, "utf-8")
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -170,7 +170,7 @@ def peak_bytes(device: torch.device) -> int:
 
 def _read_status(name: str) -> int | None:
     try:
-        lines = _STATUS.read_text().splitlines()
+        lines = _STATUS.read_text("utf-8").splitlines()
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)

@@ -79,5 +79,5 @@ def undisturbed_s() -> float:
 def _waited_ns() -> int:
     """Return the total time for which this thread has waited for a processor, in nanoseconds."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+        return int(Path("/proc/thread-self/schedstat").read_text("utf-8").split()[1])
     return 0

@@ -9,7 +9,12 @@ Shapes: N rows (tokens), D width, V vocabulary, C rows of a chunk.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
@@ -17,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from trainwright.engine.liger import liger_cross_entropy, usable_liger
 from trainwright.errors import UsageError
 
 IGNORE = -100
@@ -297,3 +301,53 @@ def _add(grads: list[Tensor | None], rows: slice, by_logits: Tensor, chunk: Tens
             part += columns.t() @ chunk
     if bias is not None:
         bias += by_logits.sum(0, dtype=bias.dtype)
+
+
+@cache
+def _is_installed() -> bool:
+    return find_spec("liger_kernel") is not None
+
+
+@cache
+def _parameters() -> frozenset[str]:
+    return frozenset(inspect.signature(_fused()).parameters)
+
+
+def _fused() -> Callable[..., Tensor]:
+    function: Callable[..., Tensor] = import_module(
+        "liger_kernel.transformers.functional"
+    ).liger_fused_linear_cross_entropy
+    return function
+
+
+def usable_liger(hidden: Tensor, compute: torch.dtype, *, is_weighed: bool) -> bool:
+    """Return True if the kernel can compute this loss. Not in fp16: it computes gradients before the loss scale is
+    known.
+
+    Class weights are supported since pull request 420; its z-loss is unweighted, as in ``chunked_cross_entropy``.
+    """
+    if not hidden.is_cuda or compute not in (torch.float32, torch.bfloat16) or not _is_installed():
+        return False
+    return not is_weighed or "ce_weight" in _parameters()
+
+
+def liger_cross_entropy(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    target_N: Tensor,
+    bias_V: Tensor | None,
+    weight_V: Tensor | None,
+    **options: float,
+) -> Tensor:
+    """Return the sum over all rows. ``options`` are those of ``chunked.Options``."""
+    options_of_liger: dict[str, Any] = {
+        "ignore_index": options.get("ignore_index", -100),
+        "label_smoothing": options.get("label_smoothing", 0.0),
+        "lse_square_scale": options.get("z_loss", 0.0),
+        "softcap": options.get("softcap") or None,
+    }
+    if weight_V is not None:
+        options_of_liger["ce_weight"] = weight_V.float()
+    if "accum_dtype" in _parameters():  # since 0.6
+        options_of_liger["accum_dtype"] = torch.float32
+    return _fused()(hidden_ND, weight_VD, target_N, bias=bias_V, reduction="sum", **options_of_liger).float()

@@ -24,11 +24,10 @@ from trainwright.checkpoint.rng import preserved_rng
 from trainwright.checkpoint.scaler import NoScaler
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import SOLO, World
-from trainwright.engine.accumulate import accumulate
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.head import head_of
 from trainwright.engine.input_errors import explaining
-from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
+from trainwright.engine.loss import Loss, LossFn, accumulate, as_loss_fn, call_loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet
 from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
 from trainwright.engine.precision import Precision, PrecisionName

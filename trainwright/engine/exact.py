@@ -18,8 +18,7 @@ from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.rng import reseed, seed_of
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import World
-from trainwright.engine.accumulate import Accumulated, run_divided
-from trainwright.engine.loss import LossFn
+from trainwright.engine.loss import Accumulated, LossFn, run_divided
 from trainwright.engine.precision import Precision
 from trainwright.engine.rank_sums import as_number
 from trainwright.errors import UsageError

@@ -31,9 +31,9 @@ from trainwright.engine.step import (
     constant_lr,
     count_step,
     device_of,
+    raise_if_torn,
     set_lr,
 )
-from trainwright.engine.update import raise_if_torn
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import UsageError
 from trainwright.optim.clip import norm_on_host

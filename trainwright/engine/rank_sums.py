@@ -13,7 +13,7 @@ from trainwright.checkpoint.rng import reseed, seed_of
 from trainwright.checkpoint.shards import is_divided
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import World
-from trainwright.engine.accumulate import Accumulated
+from trainwright.engine.loss import Accumulated
 from trainwright.errors import DataError
 
 

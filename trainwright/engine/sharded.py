@@ -17,8 +17,7 @@ from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.shards import is_divided, is_sharded, units
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import World
-from trainwright.engine.accumulate import Accumulated, run_divided
-from trainwright.engine.loss import Loss, LossFn
+from trainwright.engine.loss import Accumulated, Loss, LossFn, run_divided
 from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
 from trainwright.engine.precision import Precision
 from trainwright.engine.rank_sums import as_number

@@ -20,7 +20,7 @@ from trainwright.checkpoint.ledger import SkippedStep
 from trainwright.checkpoint.snapshot import LiveObjects, Snapshot, put_back
 from trainwright.checkpoint.spikes import Spike
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.engine.accumulate import Accumulated
+from trainwright.engine.loss import Accumulated
 from trainwright.errors import UsageError, require_choice
 
 SpikeAction = Literal["warn", "skip", "rollback"]

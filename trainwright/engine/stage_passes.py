@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import World
-from trainwright.engine.accumulate import with_zero_weight
-from trainwright.engine.loss import Batch, Loss, LossFn, call_loss
+from trainwright.engine.loss import Batch, Loss, LossFn, call_loss, with_zero_weight
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32, Precision
 from trainwright.errors import OutOfMemoryError, UsageError

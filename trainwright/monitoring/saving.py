@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
@@ -12,16 +13,17 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from trainwright.checkpoint.checkpoint import CheckpointData, capture, commit, tensors_of
+from trainwright.checkpoint.checkpoint import CheckpointData, capture, commit, take_part, tensors_of
 from trainwright.checkpoint.manifest import step_of
 from trainwright.checkpoint.staging import Staging, num_bytes
-from trainwright.checkpoint.store import Best, Retention, prune, write_best
+from trainwright.checkpoint.store import Best, Retention, prune, read_best, repair_best, write_best
 from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.group import SOLO, World
 from trainwright.distributed.memory import free_bytes
 from trainwright.distributed.threads import single_threaded, small_stacks
 from trainwright.engine.evaluate import EvaluationResult
-from trainwright.errors import CheckpointError, TrainwrightError, text_of
-from trainwright.monitoring.best import BestSoFar
+from trainwright.engine.periodic import NEVER, Saver
+from trainwright.errors import CheckpointError, TrainwrightError, suggest, text_of
 from trainwright.monitoring.cadence import Every
 from trainwright.runs.storage import storage_error
 
@@ -305,3 +307,96 @@ def _with_remedy(error: Exception, folder: Path) -> TrainwrightError:
 
 def _first_words(error: Exception) -> str:
     return " ".join(text_of(error).split())[:400]
+
+
+class BestSoFar:
+    """The best checkpoint of ``best.json`` in ``folder``, and a better result that is not on disk yet.
+
+    ``metric`` is "loss" or a metric of the validation; None disables it. Only evaluations of ``batches`` batches are
+    compared, 0 for the full set. ``run`` is the identity of the run.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        metric: str | None,
+        *,
+        is_largest: bool,
+        batches: int = 0,
+        warn: Callable[[str], None],
+        run: str = "",
+    ) -> None:
+        self._folder = folder
+        self._metric = metric
+        self._batches = batches
+        self._warn = warn
+        self._run = run
+        self._sign = -1.0 if is_largest else 1.0
+        self._pointed_to = repair_best(folder, run)
+        self._hoped_for: Best | None = None
+
+    def evaluated(self, step: int, seen: EvaluationResult) -> Best | None:
+        """Return the result after ``step`` if it is the best so far, so that a checkpoint should be saved."""
+        if self._metric is None or seen.batches != self._batches:
+            return None
+        values = seen.figures
+        if self._metric not in values:
+            remedy = suggest(self._metric, values)
+            self._warn(f"checkpoint.best: the validation has no metric {self._metric!r}: {remedy}")
+            return None
+        found = Best(step, self._metric, float(values[self._metric]), seen.batches)
+        known = self._hoped_for or self._pointed_to
+        if math.isfinite(found.value) and (known is None or self._beats(found, known)):
+            self._hoped_for = found
+            return found
+        return None
+
+    def _beats(self, found: Best, known: Best) -> bool:
+        if known.metric != found.metric or known.batches not in (found.batches, None):
+            return True
+        return self._sign * found.value < self._sign * known.value
+
+    def at(self, step: int) -> Best | None:
+        """Return the best result from ``step``, unless it is on disk already or could not be saved."""
+        return self._hoped_for if self._hoped_for and self._hoped_for.step == step else None
+
+    def update(self, step: int) -> None:
+        """Read which checkpoint on disk is the best. Must be called when the save of ``step`` has ended, successful or
+        not.
+        """
+        self._pointed_to = read_best(self._folder, self._run)
+        if self._hoped_for and self._hoped_for.step <= step:
+            self._hoped_for = None
+
+
+class SavingTogether:
+    """A Saver for each rank. ``first`` is the Saver of the first rank, which writes; the others have none.
+
+    ``stages`` are the pipeline stages of the first rank, if this rank has one of them.
+
+    There is no save after an exception, because ranks without the exception would not take part.
+    """
+
+    def __init__(self, world: World, first: Saver = NEVER, stages: World = SOLO) -> None:
+        self._world = world
+        self._first = first
+        self._stages = stages
+        self._saved = -1, False
+
+    def due(self, state: TrainState) -> bool:
+        """Return True if a save is due. Costs an exchange of eight bytes."""
+        mine = self._first.due(state)
+        return self._world.least(int(not mine)) == 0
+
+    def __call__(self, state: TrainState) -> None:
+        if self._saved == (state.step, state.ema.is_complete):
+            return
+        self._saved = state.step, state.ema.is_complete
+        if self._world.rank == 0:
+            self._first(state)
+        else:
+            take_part(state, self._stages)
+
+    def rescue(self, state: TrainState) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        self._first.__exit__(*error)

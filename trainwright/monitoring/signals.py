@@ -182,13 +182,13 @@ class Signals:
         """Handle a signal that ends the process by default while it is ending: only a later signal does so."""
         if time.monotonic() - self._quit_s >= IGNORE_SIGNALS_S:
             signal.signal(number, _default(number))
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
 
     def _in_child(self, number: int) -> None:
         """Ignore signals in a forked child that loads data, except SIGTERM, with which multiprocessing ends it."""
         if number == signal.SIGTERM:
             signal.signal(number, self._before[number])
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
 
     @contextmanager
     def at_once(self, what: str) -> Iterator[None]:
@@ -254,7 +254,10 @@ class Signals:
         while self._news.get() == "dropped" and self.received is not None:
             time.sleep(RESEND_AFTER_S)  # by then the finalizer or callback has ended
             self._is_sent_again = True
-            os.kill(os.getpid(), self.received)
+            if sys.platform == "win32":  # its os.kill ends the process
+                signal.raise_signal(self.received)
+            else:  # to the process, because a signal to this thread interrupts no system call of the main thread
+                os.kill(os.getpid(), self.received)
 
     def _kill_notice(self) -> str:
         return f"if the kill comes first, the newest checkpoint is {self.newest()}"

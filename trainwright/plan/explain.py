@@ -38,16 +38,18 @@ def preflight(plan: Plan, now_s: float) -> list[str]:
     reasons = {each.why for each in plan.header.settings}
     notes = [note for note in plan.notes if note.topic not in topics and note.why not in reasons]
     lines += [f"{note.topic:<11} {note.choice}: {note.why}" for note in notes]
-    if plan.memory_bytes is not None:
-        lines.append(f"memory      tensors {memory_in_words(plan.memory_bytes)}; the process comes on top")
-    if plan.step_s is not None:
-        lines.append(f"time        {step_in_words(plan.step_s, plan.wait_s)}{_steps_in_time(plan)}: {STEP_TIME_SCOPE}")
-    if plan.ends_in_s is not None:
-        lines.append(f"end         {_end_by_the_clock(plan.ends_in_s, now_s)}")
-    elif plan.seconds:
-        lines.append(f"end         {_end(plan.seconds, now_s)}")
-    if plan.initial_loss is not None:
-        lines.append(f"first loss  {_first_loss(plan.initial_loss, plan.expected_loss)}")
+    predicted = plan.predicted
+    if predicted.memory_bytes is not None:
+        lines.append(f"memory      tensors {memory_in_words(predicted.memory_bytes)}; the process comes on top")
+    if predicted.step_s is not None:
+        step = step_in_words(predicted.step_s, predicted.wait_s)
+        lines.append(f"time        {step}{_steps_in_time(plan)}: {STEP_TIME_SCOPE}")
+    if predicted.ends_in_s is not None:
+        lines.append(f"end         {_end_by_the_clock(predicted.ends_in_s, now_s)}")
+    elif predicted.seconds:
+        lines.append(f"end         {_end(predicted.seconds, now_s)}")
+    if predicted.initial_loss is not None:
+        lines.append(f"first loss  {_first_loss(predicted.initial_loss, predicted.expected_loss)}")
     return lines
 
 
@@ -58,7 +60,9 @@ def _share(trainable: int, parameters: int) -> str:
 def _length(plan: Plan) -> str:
     if plan.extent.steps is None:
         counted = (
-            f"of training: {TRAINING_TIME_SCOPE}" if plan.ends_in_s is None else f"by the clock: {WALL_TIME_SCOPE}"
+            f"of training: {TRAINING_TIME_SCOPE}"
+            if plan.predicted.ends_in_s is None
+            else f"by the clock: {WALL_TIME_SCOPE}"
         )
         return f"{plan.extent.seconds:g} s {counted}"
     if plan.steps_per_epoch is None or plan.spent.step:  # earlier epochs had another number of steps
@@ -81,9 +85,9 @@ def step_in_words(step_s: float, wait_s: float) -> str:
 
 
 def _steps_in_time(plan: Plan) -> str:
-    if plan.extent.seconds is None or plan.ends_in_s is not None or not plan.step_s:
+    if plan.extent.seconds is None or plan.predicted.ends_in_s is not None or not plan.predicted.step_s:
         return ""
-    return f", about {plan.extent.seconds / plan.step_s:,.0f} steps in {plan.extent.seconds:g} s"
+    return f", about {plan.extent.seconds / plan.predicted.step_s:,.0f} steps in {plan.extent.seconds:g} s"
 
 
 def _end(seconds: Mapping[str, float], now_s: float) -> str:

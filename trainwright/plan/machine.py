@@ -227,6 +227,6 @@ def _memory_of(group: Path, limit_name: str, usage_name: str) -> tuple[float, fl
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text()
+        return path.read_text("utf-8")
     except OSError:  # absent on this system, not mounted, or not readable
         return None

@@ -96,14 +96,51 @@ class ResumedValues:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All derived numbers. Bytes are estimates for one rank; ``step_s`` is a step including ``wait_s`` for its batch.
+class Cadence:
+    """When a run evaluates, saves and logs.
 
-    ``initial_loss`` is the loss of the untrained model, None in a resumed run. ``lr`` is None if the recipe gives none,
-    until an optimizer that is not built-in is made. An evaluation during the run takes ``evaluate_batches`` batches, 0
-    for the full set; if ``evaluates_whole``, the full set is evaluated at the end. ``seconds`` is the wall-clock time
-    that is left, by activity; ``ends_in_s`` is the deadline, if there is one. ``settled`` are values that the recipe
-    left open and that were resolved before the model was built. ``header`` names every setting and its origin.
+    An evaluation during the run takes ``evaluate_batches`` batches, 0 for the full set. If ``evaluates_whole``, the
+    full set is evaluated at the end.
+    """
+
+    evaluate_every: Interval
+    evaluate_batches: int
+    save_every: Interval | None
+    keep_every: int | None
+    log_every: Interval
+    evaluates_whole: bool = True
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Predictions and measurements from before the first step. Bytes are for one rank.
+
+    Attributes:
+        expected_loss: The loss of a classifier that guesses.
+        initial_loss: The loss of the untrained model; None in a resumed run.
+        memory_bytes: Bytes by kind.
+        step_s: A step, including ``wait_s`` for its batch.
+        wait_s: The wait for a batch.
+        seconds: The wall-clock time that is left, by activity.
+        ends_in_s: The deadline; None if there is none.
+    """
+
+    expected_loss: float | None = None
+    initial_loss: float | None = None
+    memory_bytes: Mapping[str, int] | None = None
+    step_s: float | None = None
+    wait_s: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    ends_in_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All derived numbers.
+
+    ``lr`` is None if the recipe gives none, until an optimizer that is not built-in is made. ``settled`` are values
+    that the recipe left open and that were resolved before the model was built. ``header`` names every setting and its
+    origin.
     """
 
     device: str
@@ -115,21 +152,10 @@ class Plan:
     steps_per_epoch: int | None
     lr: float | None
     warmup: int | float
-    evaluate_every: Interval
-    evaluate_batches: int
-    save_every: Interval | None
-    keep_every: int | None
-    log_every: Interval
+    cadence: Cadence
     parameters: int
     trainable: int
-    expected_loss: float | None = None
-    initial_loss: float | None = None
-    memory_bytes: Mapping[str, int] | None = None
-    step_s: float | None = None
-    wait_s: float = 0.0
-    evaluates_whole: bool = True
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    ends_in_s: float | None = None
+    predicted: Predicted = Predicted()
     degrees: Degrees = ONE_RANK
     spent: Spent = Spent()
     swa: SwaPlan | None = None
@@ -138,8 +164,10 @@ class Plan:
     header: RunHeader = field(default_factory=RunHeader)
 
     def to_json(self) -> dict[str, object]:
-        """Return the content of plan.json."""
-        return asdict(self)
+        """Return the content of plan.json, in which the fields of all groups are on one level."""
+        values = asdict(self)
+        groups = values.pop("cadence"), values.pop("predicted")
+        return {**values, **groups[0], **groups[1]}
 
 
 def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: ResumedValues = ResumedValues()) -> Plan:
@@ -180,11 +208,13 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: ResumedV
         steps_per_epoch=per_epoch,
         lr=lr,
         warmup=warmup,
-        evaluate_every=evaluate_every,
-        evaluate_batches=recipe.evaluation.batches or kept.evaluate_batches or 0,
-        save_every=save_every,
-        keep_every=keep_every,
-        log_every=log_every,
+        cadence=Cadence(
+            evaluate_every=evaluate_every,
+            evaluate_batches=recipe.evaluation.batches or kept.evaluate_batches or 0,
+            save_every=save_every,
+            keep_every=keep_every,
+            log_every=log_every,
+        ),
         parameters=facts.parameters,
         trainable=facts.trainable,
         spent=kept.spent,
@@ -302,11 +332,14 @@ def with_dry_run(
     return replace(
         plan,
         precision=chosen,
-        initial_loss=loss,
-        expected_loss=math.log(outputs) if facts.classes and outputs else None,
-        memory_bytes=dict(memory_bytes),
-        step_s=seconds[chosen, threads],
         threads=threads,
+        predicted=replace(
+            plan.predicted,
+            initial_loss=loss,
+            expected_loss=math.log(outputs) if facts.classes and outputs else None,
+            memory_bytes=dict(memory_bytes),
+            step_s=seconds[chosen, threads],
+        ),
         notes=(*plan.notes, *thread_notes, note),
     )
 

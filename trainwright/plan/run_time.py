@@ -52,7 +52,7 @@ def affordable_batches(plan: Plan, cost: EvaluationCost, within_s: float | None 
 def skips_full_evaluation(plan: Plan, cost: EvaluationCost, within_s: float) -> bool:
     """Return True if the full set at the end would take more than its fraction of the run."""
     return (
-        bool(plan.evaluate_batches)
+        bool(plan.cadence.evaluate_batches)
         and cost.batch_s * (cost.batches or 0) > DEADLINE_FULL_EVALUATION_FRACTION * within_s
     )
 
@@ -61,19 +61,19 @@ def evaluation_note(plan: Plan, cost: EvaluationCost) -> Note:
     """Return the note that explains why only a part of the validation set is evaluated during the run."""
     of = f" of {cost.batches}" if cost.batches else ""
     spent = f"the whole set would take {human_seconds(cost.batch_s * cost.batches)}" if cost.batches else "a stream"
-    at_end = "; the whole set at the end" if plan.evaluates_whole else ""
+    at_end = "; the whole set at the end" if plan.cadence.evaluates_whole else ""
     why = f"always the same ones, {spent} each time{at_end}"
-    return Note("evaluation", f"{plan.evaluate_batches}{of} batches", why)
+    return Note("evaluation", f"{plan.cadence.evaluate_batches}{of} batches", why)
 
 
 def evaluations(plan: Plan) -> float:
     """Return the number of evaluations in the run; 0 if its length in seconds is unknown."""
-    training_s, every = training_time_s(plan), plan.evaluate_every
+    training_s, every = training_time_s(plan), plan.cadence.evaluate_every
     if every.fraction is not None:
         return 1 / every.fraction
     if every.steps is not None and plan.extent.steps is not None:
         return plan.extent.steps / every.steps
-    every_s = every.seconds if every.steps is None else every.steps * (plan.step_s or 0.0)
+    every_s = every.seconds if every.steps is None else every.steps * (plan.predicted.step_s or 0.0)
     return training_s / every_s if training_s and every_s else 0.0
 
 
@@ -81,7 +81,7 @@ def training_time_s(plan: Plan) -> float | None:
     """Return the seconds of training of the complete run, or None if no step was timed."""
     if plan.extent.seconds is not None:
         return plan.extent.seconds
-    return None if plan.step_s is None else plan.step_s * (plan.extent.steps or 0)
+    return None if plan.predicted.step_s is None else plan.predicted.step_s * (plan.extent.steps or 0)
 
 
 def predicted_seconds(plan: Plan, cost: EvaluationCost | None, *, used: float) -> Mapping[str, float]:
@@ -94,9 +94,53 @@ def predicted_seconds(plan: Plan, cost: EvaluationCost | None, *, used: float) -
         return {}
     seconds = {"training": training_s * (1 - used)}
     if cost is not None:
-        whole = cost.batches or plan.evaluate_batches
-        each, count = plan.evaluate_batches or whole, evaluations(plan)
+        whole = cost.batches or plan.cadence.evaluate_batches
+        each, count = plan.cadence.evaluate_batches or whole, evaluations(plan)
         before_the_end = max(0, math.ceil(count - 1e-9) - 1 - math.floor(count * used + 1e-9))
         seconds["evaluation"] = cost.batch_s * each * before_the_end
-        seconds[LAST_EVALUATION] = cost.batch_s * (each if each == whole or not plan.evaluates_whole else each + whole)
+        seconds[LAST_EVALUATION] = cost.batch_s * (
+            each if each == whole or not plan.cadence.evaluates_whole else each + whole
+        )
     return seconds
+
+
+WORKERS_SLOWER_RATIO = 0.8
+"""Reading time / waiting time. Below this ratio, reading without workers is clearly faster than waiting for them."""
+
+
+@dataclass(frozen=True)
+class ReadingPace:
+    """Seconds per step spent on data, averaged over ``steps`` steps.
+
+    ``wait_s`` is the time that a step waits for its batch. ``read_s`` is the reading time summed over the reading
+    processes, which is about what the training process alone would need. ``start_s`` is the time until the first batch.
+    """
+
+    workers: int = 0
+    wait_s: float = 0.0
+    read_s: float = 0.0
+    start_s: float = 0.0
+    steps: int = 0
+
+    @property
+    def workers_cost_more(self) -> bool:
+        """True if a step waits longer for the workers than the training process would need to read."""
+        return self.workers > 0 and 0.0 < self.read_s < WORKERS_SLOWER_RATIO * self.wait_s
+
+    def advice(self) -> str:
+        """Return advice for steps that wait too long. Only measured settings are recommended."""
+        if self.workers_cost_more:
+            times = f"reading a batch takes {human_seconds(self.read_s)}, its transfer from a worker the rest"
+            return f"data.workers: 0 ({times})"
+        return "`trainwright profile` measures whether more or fewer data.workers help"
+
+    def notes(self) -> tuple[Note, ...]:
+        """Return the measurement of the workers, for the plan."""
+        if not self.workers or not self.steps:
+            return ()
+        seen = (
+            f"a step waits {human_seconds(self.wait_s)} for its batch, which takes {human_seconds(self.read_s)} to read"
+        )
+        seen += f"; the first one came after {human_seconds(self.start_s)}"
+        faster = "; data.workers: 0 is faster" if self.workers_cost_more else ""
+        return (Note("workers", str(self.workers), f"measured in the dry run: {seen}{faster}"),)

@@ -18,6 +18,13 @@ from trainwright.recipe import Row, require_unmasked
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 LIVE = "live"
+
+
+def is_live(use: str) -> bool:
+    """Return True for an object that was passed in Python, to ``tw.fit``, so that no file can build it."""
+    return use.startswith(f"{LIVE}:")
+
+
 """The module in ``use:`` of an object that was passed in Python and cannot be built from a file."""
 
 

@@ -7,12 +7,27 @@ keys raise a RecipeError with paths relative to their section; `check` makes the
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
 
 from trainwright.errors import Problem, RecipeError, UsageError
 from trainwright.recipe.alerts import Alerts
+from trainwright.recipe.byte_size import parse_bytes
 from trainwright.recipe.catalog import (
     CUSTOM_OPTIMIZER,
     LOSSES,
@@ -24,11 +39,9 @@ from trainwright.recipe.catalog import (
     SPIKE_POLICIES,
     optimizer_row,
 )
-from trainwright.recipe.checkpointing import ActivationCheckpointing
 from trainwright.recipe.data import Data, MetricPart, Watcher
 from trainwright.recipe.duration import Duration
 from trainwright.recipe.formatting import LARGEST_INT
-from trainwright.recipe.micro_size import MicroSize
 from trainwright.recipe.parallel import Parallel
 from trainwright.recipe.section import Count, Part, Section, Text, Texts, Warmup, require_time
 from trainwright.recipe.short_name import ShortName
@@ -565,3 +578,42 @@ class Recipe(Section):
             rule, remedy = f"must not be longer than until, {until}", "write for example 0.05run"
             raise RecipeError(Problem("warmup", rule, got=str(warmup), remedy=remedy))
         return schedule
+
+
+def _validate(value: object) -> object:
+    if value is None or value == "auto" or (type(value) is int and 0 < value <= LARGEST_INT):
+        return value
+    raise UsageError("must be a whole number above 0, or auto", remedy="write for example 8, or auto")
+
+
+MicroSize = Annotated[
+    int | Literal["auto"] | None,
+    PlainValidator(_validate),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}, {"type": "null"}]}),
+]
+
+
+NAMES = ("none", "block", "selective", "auto")
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing:
+    """Annotates a ``str``: one of ``NAMES``, or the peak memory of a step, such as ``12GiB``."""
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        budget = {"type": "string", "pattern": "^[0-9.]+ ?[KMGTkmgt]?i?[Bb]$", "examples": ["12GiB"]}
+        return {"anyOf": [{"enum": list(NAMES)}, budget]}
+
+    def check(self, text: str) -> str:
+        """Return ``text``. Raises UsageError with a remedy."""
+        if text in NAMES:
+            return text
+        if not any(each.isdigit() for each in text):
+            close = get_close_matches(text[:100].lower(), NAMES, n=1, cutoff=0.5)
+            remedy = f"did you mean {close[0]}?" if close else "block checkpoints each block"
+            raise UsageError(f"must be one of {', '.join(NAMES)}, or a peak such as 12GiB", remedy=remedy)
+        parse_bytes(text)
+        return text

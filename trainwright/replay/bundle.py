@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trainwright.checkpoint.codec import decode, encode
-from trainwright.checkpoint.manifest import INVALID_CONTENT_ERRORS, fsync, name_of, step_of, verify, write_manifest
+from trainwright.checkpoint.manifest import INVALID_CONTENT_ERRORS, name_of, step_of, verify, write_manifest
 from trainwright.checkpoint.rng import RngBag, preserved_rng
 from trainwright.checkpoint.snapshot import LiveObjects, Snapshot, is_plain
 from trainwright.checkpoint.staging import on_host
@@ -49,6 +49,7 @@ from trainwright.replay.structure import Structure, difference
 from trainwright.runs.files import BUNDLE, UnreadableFile, read_json
 from trainwright.runs.json_values import Facts, plain, strict
 from trainwright.runs.storage import make_subfolder, storage_error
+from trainwright.runs.system_calls import fsync
 
 KIND, CRASH_LOOP = "step", "crash-loop"
 FORMAT = 1

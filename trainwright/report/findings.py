@@ -56,8 +56,8 @@ def _one(number: int, found: Found) -> Iterator[str]:
 
 
 def _format_evidence(evidence: Evidence) -> str:
-    expected = "" if evidence.expected is None else f" (expected {_value(evidence.expected)})"
-    return f"{evidence.measure} {_value(evidence.seen)}{expected}"
+    expected = "" if evidence.expected is None else f" (expected {value_in_words(evidence.expected)})"
+    return f"{evidence.measure} {value_in_words(evidence.seen)}{expected}"
 
 
 def place(where: Where) -> str:
@@ -72,5 +72,6 @@ def place(where: Where) -> str:
     return (f" in {', '.join(parts)}" if parts else "") + at
 
 
-def _value(value: object) -> str:
+def value_in_words(value: object) -> str:
+    """Return a float with four digits, anything else as it is printed."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -14,6 +14,7 @@ from trainwright.runs.figures import figure
 from trainwright.runs.files import reason_of
 from trainwright.runs.folder import RunFolder, runs_in
 from trainwright.runs.json_values import strict
+from trainwright.runs.printing import in_columns
 from trainwright.runs.reader import read_begin_s, read_end
 from trainwright.runs.records import Ended, RunVerdict, Step, Watched
 
@@ -44,9 +45,7 @@ class RunTable:
         if not self.rows:
             return [f"{self.folder} holds no run"]
         head = ("run", "began (UTC)", "state", "verdict", "step", "loss", "val loss")
-        table = [head, *(_cells(row) for row in self.rows)]
-        widths = [max(len(cells[column]) for cells in table) for column in range(len(head))]
-        return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip() for cells in table]
+        return in_columns([head, *(_cells(row) for row in self.rows)])
 
     def to_json(self) -> dict[str, object]:
         """Return the output of ``--json``."""

@@ -19,6 +19,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from trainwright.errors import StorageError, text_of
 from trainwright.runs.printing import readable
+from trainwright.runs.system_calls import FOLLOW_LINKS_FLAGS
+from trainwright.runs.system_calls import open_file as open_descriptor
 
 MAX_LINE_BYTES = 2**24
 """The maximum line length of a log. The longest lines that a run writes have about 100 KiB: statistics of a few
@@ -62,9 +64,8 @@ def open_file(path: Path, *, follow_links: bool = False) -> BufferedReader:
     A symbolic link is refused unless ``follow_links``: in a foreign run folder it may lead to any file of this machine,
     whose content a report would show.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
     try:
-        fd = os.open(path, flags)
+        fd = os.open(path, os.O_RDONLY | FOLLOW_LINKS_FLAGS) if follow_links else open_descriptor(path, os.O_RDONLY)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         if not follow_links and path.is_symlink():
             raise UnreadableFile(path, "it is a symbolic link", remedy="replace it by a copy of the file") from error

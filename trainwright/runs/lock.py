@@ -4,17 +4,16 @@
     {"excused": false, "pid": 1234, "host": "node7", "since": "2026-05-01T12:00:00+00:00", "step":              417,
      "starting": false, "died_in_step": null, "dead": [], "sure": 0}
 
-The lock is an flock, which belongs to one open file description. The kernel releases it when the process ends for any
-reason. Unlike a POSIX record lock, it is not released when something else in the process reads and closes the file (a
-copy of the run folder, a tracker that uploads it). The price: a forked child (a data worker) inherits it and could
-outlive the process, so each child closes it first. The file is never deleted.
+The lock is an flock, which belongs to one open file description (on Windows it is a locked byte). The kernel releases
+it when the process ends for any reason. Unlike a POSIX record lock, it is not released when something else in the
+process reads and closes the file (a copy of the run folder, a tracker that uploads it). The price: a forked child (a
+data worker) inherits it and could outlive the process, so each child closes it first. The file is never deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -27,6 +26,7 @@ from typing import NamedTuple
 from trainwright.errors import StorageError, UsageError
 from trainwright.runs.files import UnreadableFile, open_file, parse_json
 from trainwright.runs.storage import open_for_writing, storage_error
+from trainwright.runs.system_calls import after_fork, read_at, try_lock, unlock, write_at
 
 LINE_BYTES = 512  # bytes: a host name has at most 255; less than one page, so a kill cannot tear it
 STEP_FIELD_BYTES = 16  # bytes of the step number, usually the only part of the line that changes
@@ -121,7 +121,7 @@ class RunLock:
                     raise UsageError(f"this process already trains in {path}", remedy=remedy)
                 exclusive = _lock(fd, path)
                 lock = cls(fd, _holder(fd), exclusive=exclusive)
-                os.pwrite(fd, _COUNTED + lock._line_after_flag(_pad_step(None), starting=False), 0)
+                write_at(fd, _COUNTED + lock._line_after_flag(_pad_step(None), starting=False), 0)
             except OSError as error:
                 raise storage_error(error, file, "write") from error
             _locks[lock._identity] = lock
@@ -142,7 +142,7 @@ class RunLock:
         A signal handler may call it at any time. Never raises.
         """
         with contextlib.suppress(OSError):
-            os.pwrite(self._fd, _EXCUSED, 0)
+            write_at(self._fd, _EXCUSED, 0)
 
     def forget_step(self) -> None:
         """Record that no step is in progress: if the process ends now, no step is at fault. Never raises."""
@@ -161,7 +161,7 @@ class RunLock:
         del _locks[self._identity]
         fd, self._fd = self._fd, -1  # before it is closed: a signal handler must not write to a reused descriptor
         with contextlib.suppress(OSError):  # the network mount is gone: the kernel releases the lock anyway
-            fcntl.flock(fd, fcntl.LOCK_UN)  # explicitly: a program that is being started has the descriptor too
+            unlock(fd)  # explicitly: a program that is being started has the descriptor too
         with contextlib.suppress(OSError):
             os.close(fd)
 
@@ -201,9 +201,9 @@ class RunLock:
         follows_from = self._row, starting
         try:
             if self._written == follows_from:
-                os.pwrite(self._fd, number, self._step_at)
+                write_at(self._fd, number, self._step_at)
                 return
-            os.pwrite(self._fd, self._line_after_flag(number, starting=starting), len(_COUNTED))
+            write_at(self._fd, self._line_after_flag(number, starting=starting), len(_COUNTED))
             self._written = follows_from
         except OSError:
             pass
@@ -234,10 +234,11 @@ def is_locked(path: Path) -> bool | None:
     try:
         if _identity(fd) in _locks:
             return True
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    except OSError as error:
-        return True if error.errno in (errno.EAGAIN, errno.EACCES) else None
+        if not try_lock(fd, shared=True):
+            return True
+        unlock(fd)
+    except OSError:
+        return None
     finally:
         file.close()
     return False
@@ -260,7 +261,7 @@ def _deaths_before(before: Holder | None) -> DeathsInStep:
 
 @cache
 def _close_in_forked_children() -> None:
-    os.register_at_fork(after_in_child=_close_inherited)
+    after_fork(_close_inherited)
 
 
 def _close_inherited() -> None:
@@ -284,12 +285,11 @@ def _identity(fd: int) -> tuple[int, int]:
 def _lock(fd: int, path: Path) -> bool:
     """Take the flock; False if the file system has no locks. Raises UsageError when another process holds it."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not try_lock(fd):
+            raise _busy(path, _holder(fd))
     except OSError as error:
         if error.errno in _NO_LOCKS_HERE:
             return False
-        if error.errno in (errno.EAGAIN, errno.EACCES):  # the second by some network mounts
-            raise _busy(path, _holder(fd)) from None
         raise
     return True
 
@@ -297,7 +297,7 @@ def _lock(fd: int, path: Path) -> bool:
 def _holder(fd: int) -> Holder | None:
     """Return the content of the file; None when it is new or not valid."""
     try:
-        fields = parse_json(os.pread(fd, LINE_BYTES, 0).decode())
+        fields = parse_json(read_at(fd, LINE_BYTES, 0).decode())
         holder = Holder(**{**fields, "dead": tuple(fields["dead"])})
     except (ValueError, TypeError, KeyError):
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 """Control characters except tab and newline, and characters that change the text direction."""
@@ -16,3 +17,9 @@ def readable(text: str) -> str:
 def printable(text: str) -> str:
     """Return ``text`` with control characters escaped: ``\\x1b[2J`` is shown instead of clearing the screen."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], readable(text))
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

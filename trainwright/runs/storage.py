@@ -10,13 +10,17 @@ from pathlib import Path
 
 from trainwright.errors import StorageError
 from trainwright.runs.drafts import draft_of
+from trainwright.runs.system_calls import fsync, open_file
 
 _MEANING = {
     errno.ENOSPC: (
         "the disk is full",
         "free space on that disk, or start the run in a folder on another one",
     ),
-    errno.EDQUOT: ("your disk quota is used up", "free space, or start the run in a folder on another disk"),
+    getattr(errno, "EDQUOT", -1): (
+        "your disk quota is used up",
+        "free space, or start the run in a folder on another disk",
+    ),
     errno.EFBIG: ("the file would exceed the size limit", "raise the limit (ulimit -f)"),
     errno.EACCES: ("permission denied", "choose a folder that you may write, or change its permissions"),
     errno.EPERM: ("permission denied", "choose a folder that you may write, or change its permissions"),
@@ -29,7 +33,7 @@ _MEANING = {
         "the disk reports a hardware or network error",
         "check the disk (dmesg) or the network mount",
     ),
-    errno.ESTALE: ("the network mount has gone stale", "mount it again"),
+    getattr(errno, "ESTALE", -2): ("the network mount has gone stale", "mount it again"),
     errno.ELOOP: ("it is a symbolic link", "remove that link: a run writes only to its own files"),
     errno.ENAMETOOLONG: ("the name is too long", "choose a shorter name"),
 }
@@ -47,8 +51,7 @@ def open_for_writing(path: Path, flags: int) -> int:
     Raises OSError. Raises StorageError for what is not a file (a device such as /dev/null is allowed) or has another
     hard link, because writes would reach a file elsewhere.
     """
-    flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK for a pipe that nobody reads
-    fd = os.open(path, flags, 0o644)
+    fd = open_file(path, flags | os.O_CREAT)
     seen = os.fstat(fd)
     is_file = stat.S_ISREG(seen.st_mode) or stat.S_ISCHR(seen.st_mode)
     if is_file and seen.st_nlink <= 1:
@@ -91,20 +94,11 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
                 os.fsync(file.fileno())
         draft.replace(path)
         if durable:
-            _sync_folder(path.parent)
+            fsync(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise storage_error(error, path, "write") from error
-
-
-def _sync_folder(path: Path) -> None:
-    """Make a rename in ``path`` survive a power failure."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def deleted_error(path: Path) -> StorageError:

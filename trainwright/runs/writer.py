@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainwright.runs.records import Record, to_json
 from trainwright.runs.storage import deleted_error, open_for_writing, storage_error
+from trainwright.runs.system_calls import read_at
 
 
 class LogWriter:
@@ -62,4 +63,4 @@ class LogWriter:
 
 def _last_byte(fd: int) -> bytes:
     size = os.fstat(fd).st_size
-    return os.pread(fd, 1, size - 1) if size else b""
+    return read_at(fd, 1, size - 1) if size else b""

@@ -47,7 +47,7 @@ def build_live(parts: Parts, loaded: Loaded, plan: Plan) -> Live:
     state = build_state(parts, loaded, plan)
     schedule = build_schedule(parts, loaded, plan, state.optimizer)
     plan = _with_custom_objects(plan, loaded.recipe, state, schedule)
-    metrics = metric_set({**named_metrics(loaded, parts.loss), **parts.metrics})
+    metrics = metric_set({**named_metrics(loaded, parts.loss), **parts.custom.metrics})
     if metrics and plan.degrees.ranks > 1:
         _require_whole_outputs(plan)
         metrics.require_ranked()
@@ -126,7 +126,7 @@ def _with_custom_objects(plan: Plan, recipe: Recipe, state: TrainState, schedule
 
 def _make_observers(parts: Parts, loaded: Loaded, state: TrainState) -> tuple[Observer, ...]:
     """Return the observers passed in Python, then those of the recipe. Those with a state join the state of the run."""
-    observers = [*map(as_observer, parts.observers), *_recipe_observers(loaded)]
+    observers = [*map(as_observer, parts.custom.observers), *_recipe_observers(loaded)]
     for number, each in enumerate(observers):
         _require_validation(each, loaded.recipe, type(each).__name__)
         if callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None)):
@@ -138,7 +138,7 @@ def _recipe_observers(loaded: Loaded) -> Iterator[Observer]:
     for number, ask in enumerate(loaded.recipe.observers):
         path = f"observers.{number}"
         found = _find_part(ask, OBSERVERS, path, loaded)
-        with at_recipe(loaded, f"{path}.use"):
+        with at_recipe(loaded.source, f"{path}.use"):
             yield as_observer(found)
 
 
@@ -191,15 +191,15 @@ def _schedule_notes(plan: Plan, recipe: Recipe, schedule: ScheduleFn | SteppedSc
         yield Note("schedule", f"{schedule.name}, by {metric} of the validation", "stepped after each evaluation")
 
 
-def measured_state(recipe: Recipe, measured: int | None) -> dict[str, int]:
+def measured_state(offload: bool | str | None, measured: int | None) -> dict[str, int]:
     """Return the measured memory of the optimizer state in bytes; empty if it was not measured."""
-    if measured is None or recipe.optimizer.offload is True:
+    if measured is None or offload is True:
         return {}
     return {"optimizer": measured}
 
 
-def memory_note(recipe: Recipe, measured: int | None) -> Iterator[Note]:
+def memory_note(optimizer: str, measured: int | None) -> Iterator[Note]:
     """Yield a note if the memory of an optimizer is neither known nor measured."""
-    if recipe.optimizer.use not in OPTIMIZERS and measured is None:
+    if optimizer not in OPTIMIZERS and measured is None:
         why = "its state was not measured: the weights are too large, or sharded, or it cannot be copied"
         yield Note("memory", "the optimizer counts as AdamW", why)

@@ -33,12 +33,11 @@ def periodic_evaluation(
     if not sets:
         return None
     if is_reported:
-        sources = {job.parts.val_name: job.parts.val, **job.parts.more_val}
-        sets = {name: _reported(each, sources[name]) for name, each in sets.items()}
+        sets = {name: _reported(each, job.parts.val_sets[name]) for name, each in sets.items()}
     return PeriodicEvaluation(
         sets,
         evaluation_loss(job.parts.loss, job.mesh, job.staged(rows)),
-        every(job.plan.evaluate_every, job.state),
+        every(job.plan.cadence.evaluate_every, job.state),
         precision=job.precision,
         listeners=[*listeners, *_schedules(job)],
         world=job.mesh.sums,
@@ -47,9 +46,9 @@ def periodic_evaluation(
 
 
 def _in_course(job: Job, whole: EvaluationBatches) -> ValidationSet:
-    count = job.plan.evaluate_batches
+    count = job.plan.cadence.evaluate_batches
     part = whole.part(count) if count and not job.recipe.evaluation.batches else whole
-    return ValidationSet(part, whole if job.plan.evaluates_whole else part, count)
+    return ValidationSet(part, whole if job.plan.cadence.evaluates_whole else part, count)
 
 
 def _reported(each: ValidationSet, source: Unwrapped | None) -> ValidationSet:
@@ -60,7 +59,7 @@ def _reported(each: ValidationSet, source: Unwrapped | None) -> ValidationSet:
 
 def _schedules(job: Job) -> Iterator[EvaluationListener]:
     if isinstance(job.built.schedule, SteppedSchedule) and job.built.schedule.needs_evaluation:
-        yield _ByMetric(job.built.schedule, job.recipe.checkpoint.best or "loss", job.plan.evaluate_batches)
+        yield _ByMetric(job.built.schedule, job.recipe.checkpoint.best or "loss", job.plan.cadence.evaluate_batches)
 
 
 class _ByMetric(NamedTuple):

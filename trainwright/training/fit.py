@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainwright.assembly.assemble import Parts, build_loss
-from trainwright.assembly.model import require_ready
+from trainwright.assembly.assemble import CustomObjects, Parts, build_loss, require_ready
 from trainwright.checkpoint.rng import RngBag
 from trainwright.data.ready_batches import REPEATABLE_REMEDY, ReadyBatches
 from trainwright.data.unwrap import Unwrapped, unwrap
@@ -27,11 +26,17 @@ from trainwright.recipe import LOSSES, Loaded, from_mapping
 from trainwright.recipe.resolve import import_factory
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.runs.folder import RunFolder
-from trainwright.training.arguments import naming_remedies, require_known
+from trainwright.training.arguments import (
+    MetricsLike,
+    ObjectArguments,
+    live_name,
+    naming_remedies,
+    object_arguments,
+    ready_if_batches,
+    require_known,
+    split_metrics,
+)
 from trainwright.training.custom_step import no_loss, require_no_loss_needed
-from trainwright.training.metrics_argument import MetricsLike, split_metrics
-from trainwright.training.object_arguments import ObjectArguments, live_name, object_arguments
-from trainwright.training.ready_lists import ready_if_batches
 from trainwright.training.rebuild import NO_FUNCTION, Rebuild, call_function, seeded
 from trainwright.training.result import Result
 from trainwright.training.run import train
@@ -307,7 +312,7 @@ def _fit_objects(
     take = partial(_unwrapped, model, judge)
     train_data = take(data, "data")
     sets = {name: take(each, f"val[{name!r}]" if name else "val") for name, each in _by_name(val).items()}
-    val_name, val_data = next(iter(sets.items()), ("val", None))
+    val_sets = {name or "val": each for name, each in sets.items()}
     _require_usable(train_data, sets.values(), batch)
     overrides = _overrides({} if settings is None else settings, by_path, objects)
     says_batch = {str(path) for path, _ in overrides if str(path).split(".")[0] == "batch"}
@@ -323,23 +328,18 @@ def _fit_objects(
     if judge is no_loss:
         require_no_loss_needed(loaded.recipe)
     is_seeded = "seed" in loaded.stated
-    parts = Parts(
-        model,
-        train_data,
-        val_data,
-        build_loss(loaded) if isinstance(judge, str) else judge,
-        tuple(_unused_notes(train_data, val_data)),
+    custom = CustomObjects(
         optimizer=objects.optimizer,
         schedule=objects.schedule,
         observers=[as_observer(each) for each in options.get("observers", ())],
         advance=advance,
         metrics=own_metrics,
-        more_val={name: each for name, each in sets.items() if name != val_name},
-        val_name=val_name or "val",
         generators=None if is_seeded else generators,
         rebuild=rebuild._replace(is_seeded=is_seeded)._asdict(),
     )
-    return FitObjects(loaded, parts)
+    notes = tuple(_unused_notes(train_data, next(iter(sets.values()), None)))
+    made = build_loss(loaded) if isinstance(judge, str) else judge
+    return FitObjects(loaded, Parts(model, train_data, val_sets, made, notes, custom=custom))
 
 
 def _by_name(val: object) -> dict[str, object]:

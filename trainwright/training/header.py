@@ -89,7 +89,7 @@ class _Header:
 
     def _optimizer(self) -> str:
         ask = self.job.recipe.optimizer
-        args = ask.args if self.job.parts.optimizer is None else {}
+        args = ask.args if self.job.parts.custom.optimizer is None else {}
         described = " + ".join(_described(part) for part in parts_of(self.job.state.optimizer))
         return ", ".join(
             [described, *(f"{name} {value}" for name, value in args.items() if name not in _MOMENTUM_KEYS)]
@@ -107,7 +107,7 @@ class _Header:
             "optimizer.lr_rule",
             why=self._why("learning rate"),
         )
-        given = self.job.parts.optimizer
+        given = self.job.parts.custom.optimizer
         brings_its_own = given is not None and (not callable(given) or makes_own_groups(given))
         return Setting(setting.name, shown, "asked", setting.why) if brings_its_own else setting
 
@@ -129,7 +129,7 @@ class _Header:
 
     def _clip(self) -> Setting:
         ask = self.job.recipe.optimizer.clip
-        if self.job.parts.advance is not None:
+        if self.job.parts.custom.advance is not None:
             return Setting("clip", "done by the custom step", "asked")
         shown = ask.by if ask.by in ("none", "zclip") else f"{ask.by} at {ask.at:g}"
         options = [f"{name} {value:g}" for name in ("z", "ratio", "decay", "warmup") if (value := getattr(ask, name))]
@@ -144,7 +144,7 @@ class _Header:
         value: str = job.plan.precision
         if job.device.type == "cuda" and value == "fp32" and tf32:
             value += f", TF32 in {' and '.join(tf32)}"
-        if job.parts.advance is not None:
+        if job.parts.custom.advance is not None:
             value += " outside of torch.autocast in the step function"
         elif ask == "auto":
             return Setting("precision", value, "planned", self._why("precision"))
@@ -177,7 +177,7 @@ class _Header:
         return self._setting("order", "that of the dataset", "data.shuffle")
 
     def _random(self) -> Setting:
-        if self.job.parts.generators is not None:
+        if self.job.parts.custom.generators is not None:
             return Setting("random", "the generators of the process, not seeded", "default")
         return self._setting("random", f"seed {self.job.recipe.seed}", "seed")
 

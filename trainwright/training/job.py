@@ -1,17 +1,54 @@
-"""A run before its first step, and its step function. prepare.py makes the job and run.py trains it."""
+"""Prepares a run: from a recipe to a Job, which holds everything before the first step. Nothing is trained here.
+
+``prepare`` goes through these stages. Each is a function of values that returns a new one:
+
+    find_hardware    the machine and the device of this rank
+    decide           the recipe with all open settings decided
+    make_parts       model, data sets and loss
+    plan_run         the plan, by arithmetic
+    divide           the part of the model on this rank
+    make_state       optimizer, schedule and state; in a resumed run loaded from the checkpoint
+    try_out          the stream of batches, and the plan with measurements of a dry run of the first one
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from trainwright.assembly.assemble import Parts, draws_as_a_loop, is_live
+from trainwright.assembly.assemble import (
+    Parts,
+    at_recipe,
+    build_loading,
+    build_parts,
+    draws_as_a_loop,
+    gather_facts,
+    training_batches,
+    validation_sets,
+)
+from trainwright.assembly.assemble import prepare as prepare_parts
+from trainwright.checkpoint.average import WeightAverage
 from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.isolation import NotIsolated
+from trainwright.checkpoint.rng import seed_all, set_deterministic
+from trainwright.checkpoint.shards import locals_of
+from trainwright.checkpoint.spikes import SpikeDetector
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.distributed import ONE, RankMesh, World
+from trainwright.data.epoch_length import with_epoch_counted
+from trainwright.data.loading import Loading
+from trainwright.distributed import ALONE, ONE, SOLO, Launch, RankMesh, World, choose_device, make_mesh, usable_threads
+from trainwright.distributed.group import from_first_rank
+from trainwright.distributed.memory import adapt_to_limits, free_bytes, retain_blocks, rlimits
+from trainwright.engine.dry_run import Mode, time_evaluation
+from trainwright.engine.guard import MAX_COPIED_TABLE_BYTES
 from trainwright.engine.manual_step import make_own_step
 from trainwright.engine.metrics import OutputKeeper
 from trainwright.engine.precision import MatmulMode, Precision, PrecisionName
@@ -20,17 +57,40 @@ from trainwright.engine.spikes import NO_SPIKES, SpikeGuard, SpikeHandler
 from trainwright.engine.stage_passes import PipelineStages, StagedPasses
 from trainwright.engine.step import Probe, StepFn, make_step
 from trainwright.engine.witness import SILENT, StepWitness
+from trainwright.errors import DataError, UsageError
+from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.plan.devices import Device
-from trainwright.plan.machine import Machine
-from trainwright.plan.make import Plan
-from trainwright.plan.reading import ReadingPace
-from trainwright.plan.run_time import LAST_EVALUATION, EvaluationCost, training_time_s
+from trainwright.plan.explain import EXAMINATIONS
+from trainwright.plan.machine import Machine, read_machine
+from trainwright.plan.make import Note, Plan, ResumedValues, RunFacts, choose_precision, make_plan, with_dry_run
+from trainwright.plan.memory import memory_bytes, room_for_logits
+from trainwright.plan.parallel import solve_layout
+from trainwright.plan.run_time import (
+    LAST_EVALUATION,
+    EvaluationCost,
+    ReadingPace,
+    affordable_batches,
+    evaluation_note,
+    evaluations,
+    predicted_seconds,
+    skips_full_evaluation,
+    training_time_s,
+)
+from trainwright.plan.trace.local_device import known_device, local_device, nominal_cpu, peak_samples_s
+from trainwright.plan.trace.resolve import Resolved, has_open_settings, is_for, read_resolved, resolve
 from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.catalog import SPIKE_POLICIES
-from trainwright.recipe.resolve import find
-from trainwright.training.custom_objects import Live
-from trainwright.training.layout import rank_layout
-from trainwright.watching.budget import predicted_end_s
+from trainwright.recipe.resolve import find, is_live, parameters_of
+from trainwright.training.custom_objects import Live, build_live, measured_state, memory_note
+from trainwright.training.custom_step import without_dry_run
+from trainwright.training.first_batch import time_workers, try_batch
+from trainwright.training.header import run_header
+from trainwright.training.layout import PIPELINE_WITHOUT_DRY_RUN, keep_compression, lay_out, rank_layout, tensor_share
+from trainwright.training.problems import all_problems_reported
+from trainwright.training.rank_agreement import copy_first_weights, require_same_data
+from trainwright.training.resume import Earlier, doubled_length
+from trainwright.training.run_metadata import describe_origin, notes_of_data
+from trainwright.watching.budget import predicted_end_s, predicted_from_start_s
 
 ENDING_S = 0.5
 """Estimated seconds for the last save and the end of the process."""
@@ -115,6 +175,11 @@ class Job:
         degrees = self.plan.degrees
         return degrees.ranks > degrees.replicate
 
+    @property
+    def saves_together(self) -> bool:
+        """True if all ranks must take part in a save."""
+        return self.divides_weights or self.state.saves_together
+
     def staged(self, rows: int) -> StagedPasses | None:
         """Return the passes through the stages of a pipeline for at most ``rows`` samples; None without a pipeline."""
         return None if self.stages is None else StagedPasses(self.stages, self.mesh.stages, rows)
@@ -122,17 +187,17 @@ class Job:
     @property
     def live(self) -> bool:
         """True if the model was passed in Python, so that no file can build it."""
-        return is_live(self.recipe)
+        return is_live(self.recipe.model.use)
 
     @property
     def is_only_in_python(self) -> bool:
         """True for live objects that no recorded function makes. Only the original script can resume such a run."""
-        return self.live and not self.parts.rebuild.get("function")
+        return self.live and not self.parts.custom.rebuild.get("function")
 
     @property
     def draws_as_a_loop(self) -> bool:
         """True if the user's DataLoader draws from the generators of the process, as in a plain loop over it."""
-        return draws_as_a_loop(self.parts, self.recipe, self.plan)
+        return draws_as_a_loop(self.parts, self.plan, exact=self.loaded.recipe.parallel.exact)
 
     @property
     def lr(self) -> float:
@@ -165,7 +230,7 @@ def until_of_job(job: Job) -> Until:
     """Return the completed fraction as ``until_of`` does, or by wall-clock time if the run has a time limit."""
     if job.loaded.within_s is None:
         return until_of(job.plan)
-    after_s = job.plan.seconds.get(LAST_EVALUATION, 0.0) + ENDING_S
+    after_s = job.plan.predicted.seconds.get(LAST_EVALUATION, 0.0) + ENDING_S
     if is_watched(job):
         after_s += predicted_end_s(training_time_s(job.plan) or 0.0)
     return ByTheClock(job.loaded.within_s, after_s)
@@ -194,8 +259,8 @@ def make_advance(
     """Return the step function of a job. Also sets the process-wide matmul precision and number of threads."""
     job.matmul.set()
     torch.set_num_threads(job.plan.threads)
-    if job.parts.advance is not None:
-        return make_own_step(job.parts.advance, schedule=job.built.schedule, witness=witness, keeper=keeper)
+    if job.parts.custom.advance is not None:
+        return make_own_step(job.parts.custom.advance, schedule=job.built.schedule, witness=witness, keeper=keeper)
     return make_step(
         job.parts.loss,
         schedule=job.built.schedule,
@@ -208,3 +273,521 @@ def make_advance(
         witness=witness,
         keeper=keeper,
     )
+
+
+MIN_MEMORY_HEADROOM_RATIO = 16
+"""Memory limit / planned memory above which a fragmented heap does not reach the limit."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The request for a run, as its caller passes it.
+
+    Attributes:
+        parts: Live objects instead of those that the recipe names.
+        earlier: The earlier part of a resumed run.
+        world: All ranks.
+        launch: How this process was started.
+        say: Receives messages about the data, also later during training.
+    """
+
+    parts: Parts | None
+    earlier: Earlier | None
+    world: World
+    launch: Launch
+    say: Say
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan made by arithmetic, and its inputs: facts, and values that a resumed run keeps from its earlier plan."""
+
+    plan: Plan
+    facts: RunFacts
+    kept: ResumedValues
+
+
+@dataclass(frozen=True)
+class Divided:
+    """The part of the model on this rank. ``loss_module`` is the original loss if it is a module."""
+
+    parts: Parts
+    plan: Plan
+    mesh: RankMesh
+    stages: PipelineStages | None
+    loss_module: nn.Module | None
+
+
+@dataclass(frozen=True)
+class MadeRun:
+    """The live objects of a run. ``requested_precision`` is from the recipe, or from the earlier part of the run."""
+
+    live: Live
+    parts: Parts
+    provenance: dict[str, Any]
+    requested_precision: str | None
+    accepted: list[str]
+
+
+def prepare(
+    loaded: Loaded,
+    parts: Parts | None = None,
+    *,
+    earlier: Earlier | None = None,
+    world: World = SOLO,
+    launch: Launch = ALONE,
+    say: Say = lambda line: None,
+) -> Job:
+    """Build and plan a run and do a dry run. Nothing is trained, and the random generators are unchanged.
+
+    With several ranks, the first one decides. The batch of the dry run is the first one to be trained on, because a
+    stream is read only once. Measurements and choices of an ``earlier`` part of the run are kept, because other ones
+    would change the last bits of the results.
+
+    Args:
+        loaded: The recipe.
+        parts: Live objects instead of those that the recipe names.
+        earlier: The earlier part of a resumed run.
+        world: All ranks.
+        launch: How this process was started.
+        say: Receives messages about the data, also later during training.
+
+    Raises:
+        RecipeError: With all problems of the recipe.
+    """
+    request = Request(parts, earlier, world, launch, say)
+    with all_problems_reported(loaded, parts, world.size):
+        hardware = find_hardware(loaded, request)
+        resolved = decide(loaded, request, hardware)
+        whole = make_parts(resolved, request, hardware)
+        planned = plan_run(resolved, whole, request, hardware)
+        divided = divide(resolved, whole, planned, request, hardware)
+        made = make_state(resolved.loaded, divided, planned.facts, request, hardware)
+        return try_out(resolved.loaded, divided, made, planned, request, hardware)
+
+
+def find_hardware(loaded: Loaded, request: Request) -> Hardware:
+    """Return the machine, the device of this rank, and its memory before the model is built."""
+    machine = read_machine()
+    adapt_to_limits()
+    with at_recipe(loaded.source, "device"):
+        device = choose_device(loaded.recipe.device, request.launch.local_rank)
+    if loaded.recipe.deterministic:
+        set_deterministic()
+    share = nominal_cpu(machine).of_ranks(request.world.size) if device.type == "cpu" else None
+    return Hardware(machine, device, share or local_device(probe=False))
+
+
+def decide(loaded: Loaded, request: Request, hardware: Hardware) -> Resolved:
+    """Return the recipe with all open settings decided by the first rank."""
+    return from_first_rank(
+        request.world, _resolve(loaded, request.parts, request.earlier, hardware.memory, request.world.size)
+    )
+
+
+def make_parts(resolved: Resolved, request: Request, hardware: Hardware) -> Parts:
+    """Return model, data sets and loss: the passed objects, or those that the recipe names."""
+    if request.parts is None:
+        return build_parts(resolved.loaded, hardware.device, resolved.planned)
+    if request.parts.prepared:
+        return request.parts
+    return prepare_parts(request.parts, resolved.loaded, hardware.device, resolved.planned)
+
+
+def plan_run(resolved: Resolved, parts: Parts, request: Request, hardware: Hardware) -> Planned:
+    """Return the plan of the first rank, made by arithmetic."""
+    loaded = resolved.loaded
+    recipe = resolved.loaded.recipe
+    earlier = request.earlier
+    ranks = request.world.size
+    quarantine = frozenset(recipe.data.quarantine)
+    found = gather_facts(parts, hardware.device, hardware.machine, _threads(recipe, earlier, hardware), quarantine)
+    with at_recipe(loaded.source, ""):
+        facts = with_epoch_counted(found, parts.train, recipe, request.say)
+        kept = earlier.kept_from_plan(recipe, facts, solve_layout(recipe, ranks).data) if earlier else ResumedValues()
+        plan = from_first_rank(request.world, make_plan(recipe, facts, ranks=ranks, kept=kept))
+    return Planned(plan, facts, kept)
+
+
+def _threads(recipe: Recipe, earlier: Earlier | None, hardware: Hardware) -> tuple[int, ...]:
+    """Return the numbers of threads that the dry run may choose from."""
+    if earlier:
+        return (earlier.threads,)
+    return (1,) if recipe.parallel.exact else usable_threads(hardware.device)
+
+
+def divide(resolved: Resolved, parts: Parts, planned: Planned, request: Request, hardware: Hardware) -> Divided:
+    """Divide the model among the ranks, in place, and return the part of this rank."""
+    mesh = make_mesh(planned.plan.degrees, request.world, hardware.device)
+    copy_first_weights(parts.model, parts.loss, request.world)
+    laid_out = lay_out(parts, resolved.loaded, mesh, hardware.device)
+    logits = from_first_rank(
+        request.world, _logits_limit(laid_out.parts, resolved, planned.facts, hardware.memory, request.earlier)
+    )
+    settled, notes = {**resolved.to_json(), **logits}, (*resolved.notes, *planned.plan.notes, *laid_out.notes)
+    plan = replace(planned.plan, settled=settled, notes=notes)
+    loss_module = parts.loss if isinstance(parts.loss, nn.Module) else None
+    return Divided(laid_out.parts, plan, mesh, laid_out.stages, loss_module)
+
+
+def make_state(loaded: Loaded, divided: Divided, facts: RunFacts, request: Request, hardware: Hardware) -> MadeRun:
+    """Make optimizer, schedule and state, seed the generators, and load the state of the earlier part of the run."""
+    recipe, earlier = loaded.recipe, request.earlier
+    live = build_live(divided.parts, loaded, divided.plan)
+    state = live.state
+    state.spikes, state.stages = SpikeDetector(recipe.spikes.factor), divided.mesh.stages
+    state.loss = divided.loss_module
+    keep_compression(state, recipe.parallel, divided.mesh.sums)
+    sink_factories(recipe.log.sinks)  # reports a missing package before the first step
+    launch = {"job": request.launch.job, "call": request.launch.call, "ranks": request.world.size}
+    provenance = describe_origin(recipe, divided.parts) | {"launch": launch}
+    if divided.parts.custom.generators is None:
+        seed_all(recipe.seed)  # training draws the same numbers whatever preceded it
+    else:
+        divided.parts.custom.generators.restore()
+    parts = _with_loss_of_logits(divided.parts, live.plan)
+    if earlier is None:
+        return MadeRun(live, parts, provenance, recipe.precision, [])
+    precision = earlier.precision(recipe.precision, facts)
+    state.scaler = Precision(precision, hardware.device.type).scaler(hardware.device)
+    accepted = from_first_rank(request.world, earlier.load(state, recipe, precision, provenance))
+    return MadeRun(live, parts, provenance, precision, accepted)
+
+
+def _with_loss_of_logits(parts: Parts, plan: Plan) -> Parts:
+    settled = plan.settled or {}
+    if "max_logits_bytes" not in settled:
+        return parts
+    return replace(parts, loss=partial(parts.loss, max_logits_bytes=settled["max_logits_bytes"]))
+
+
+def open_data(made: MadeRun, recipe: Recipe, mesh: RankMesh, request: Request, hardware: Hardware) -> _Opened:
+    """Read the first batch. Raises DataError if there is none."""
+    state, plan = made.live.state, made.live.plan
+    loading = build_loading(made.parts, recipe, plan, hardware.device, quarantine=state.quarantine, world=mesh.data)
+    data, begin_s = training_batches(made.parts, loading, state.data, request.say), time.perf_counter()
+    first = next(batches := iter(data), None)
+    start_s = time.perf_counter() - begin_s
+    if first is None:
+        raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
+    opened = OpenedData(first, loading, start_s, data.at_once, data.reads_in_workers, data.depends_on_training)
+    return _Opened(opened, chain([first], batches), data.resumed)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    data: OpenedData
+    batches: Iterator[StepBatch]
+    resumed: str
+
+
+def try_out(
+    loaded: Loaded, divided: Divided, made: MadeRun, planned: Planned, request: Request, hardware: Hardware
+) -> Job:
+    """Read the first batch and return the job with the measurements of its dry run and its header."""
+    recipe = loaded.recipe
+    world = request.world
+    earlier = request.earlier
+    state = made.live.state
+    _require_steps_left(recipe, made.live.plan, state)
+    if earlier:
+        earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step
+    opened = open_data(made, recipe, divided.mesh, request, hardware)
+    notes = (*made.live.plan.notes, *notes_of_data(made.provenance, opened.resumed))
+    job = Job(
+        loaded,
+        made.parts,
+        replace(made.live.plan, notes=notes),
+        made.live,
+        hardware,
+        opened.batches,
+        made.provenance,
+        MatmulMode.for_precision(recipe.precision),
+        made.accepted,
+        divided.mesh,
+        divided.stages,
+        Measurements() if opened.data.reads_in_workers else Measurements(pace_of_first(opened.data)),
+    )
+    noted = replace(job, plan=replace(job.plan, notes=(*job.plan.notes, *_generator_notes(job))))
+    require_same_data(world, made.provenance["data"])
+    tried = measure(noted, opened.data, planned.facts, planned.kept, made.requested_precision)
+    agreed = replace(tried, plan=from_first_rank(world, tried.plan))
+    if rlimits() and free_bytes(torch.device("cpu")) > MIN_MEMORY_HEADROOM_RATIO * sum(
+        (agreed.plan.predicted.memory_bytes or {}).values()
+    ):
+        retain_blocks()
+    if not earlier:
+        state.scaler = agreed.precision.scaler(hardware.device)
+    ends_in_s = agreed.plan.predicted.ends_in_s if loaded.within_s is None else loaded.within_s
+    header = run_header(agreed, opened.data.first, earlier)
+    predicted = replace(agreed.plan.predicted, ends_in_s=ends_in_s)
+    return replace(agreed, plan=replace(agreed.plan, header=header, predicted=predicted))
+
+
+def _generator_notes(job: Job) -> Iterator[Note]:
+    """Yield a note if the order of the user's loader does not come from its generator."""
+    loader = job.parts.train.loader if job.parts.train.order is None and not job.draws_as_a_loop else None
+    if loader is not None and loader.has_generator:
+        why = "the order follows from the seed of the run, on any number of processes"
+        yield Note("not used", "generator of the DataLoader", why)
+
+
+def _require_steps_left(recipe: Recipe, plan: Plan, state: TrainState) -> None:
+    """Raise UsageError if a resumed run has already reached its end."""
+    if until_of(plan)(state) >= 1.0:
+        done = f"{state.step:,} steps in {state.elapsed_s:.4g} s, until: {recipe.until}"
+        raise UsageError(f"the run has already reached its end ({done})", remedy=f"add {doubled_length(recipe.until)}")
+
+
+def _logits_limit(
+    parts: Parts, resolved: Resolved, facts: RunFacts, memory: Device, earlier: Earlier | None
+) -> dict[str, int | None]:
+    """Return the maximum size of logits in bytes before their loss is computed in chunks; empty for other losses.
+
+    The decision of an earlier part of the run is kept, because chunks change the last bits of the loss.
+    """
+    if resolved.loaded.recipe.loss.chunked != "auto" or "max_logits_bytes" not in parameters_of(parts.loss):
+        return {}
+    if earlier and "max_logits_bytes" in earlier.resolved:
+        return {"max_logits_bytes": earlier.resolved["max_logits_bytes"]}
+    if resolved.chunked is not None:
+        return {"max_logits_bytes": 0 if resolved.chunked else None}
+    recipe = resolved.loaded.recipe
+    held = memory_bytes(
+        recipe.optimizer.use,
+        recipe.optimizer.args,
+        parameters=facts.parameters,
+        trainable=facts.trainable,
+        activations=0,
+        offloaded=recipe.optimizer.offload is True and facts.device != "cpu",
+    )
+    return {"max_logits_bytes": room_for_logits(memory.usable_bytes, sum(held.values()))}
+
+
+def _resolve(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, memory: Device, ranks: int) -> Resolved:
+    """Return the recipe with all open settings decided, as in the earlier part of the run if there is one."""
+    if not has_open_settings(loaded.recipe, ranks):
+        return Resolved(loaded)
+    if earlier and (kept := earlier.resolved) and is_for(kept, loaded.recipe, ranks):
+        return read_resolved(loaded, kept)
+    with at_recipe(loaded.source, "model"):
+        return resolve(loaded, memory, parts=parts, ranks=ranks)
+
+
+PLAIN_MEAN_NOTE = (
+    "the loss returns a plain mean; tw.Loss(total, weight) counts exactly where padding or targets are ignored"
+)
+
+
+class OpenedData(NamedTuple):
+    """The training data after their first batch was read.
+
+    Attributes:
+        first: The first batch to train on.
+        loading: The settings for reading the data.
+        start_s: Seconds until the first batch was available.
+        read_at_once: Batches that were read in this time.
+        reads_in_workers: True if other processes read the batches.
+        looks_at_training: True if the loader depends on the training, so that nothing may be read ahead.
+    """
+
+    first: StepBatch
+    loading: Loading
+    start_s: float
+    read_at_once: int
+    reads_in_workers: bool
+    depends_on_training: bool
+
+
+class DryRunPlan(NamedTuple):
+    """The plan after the dry run, and samples per second of all ranks at the peak rate of their devices."""
+
+    plan: Plan
+    peak_samples_s: float | None = None
+
+
+def measure(job: Job, data: OpenedData, facts: RunFacts, kept: ResumedValues, asked: str | None) -> Job:
+    """Return the job with the measurements of a dry run of its first batch. Its state is unchanged.
+
+    All ranks that compute together must call it. If ranks compute independently, only the first one measures.
+
+    Args:
+        job: The planned job.
+        data: The opened training data.
+        facts: Facts about model, data and machine that the plan was made from.
+        kept: The values that a resumed run keeps from its earlier plan.
+        asked: The precision in the recipe; None if it is not set.
+    """
+    if job.world.rank > 0 and not job.divides_weights:
+        return job
+    tried = _with_dry_run(job, facts, data.first, asked)
+    reading, batches = _reading(job, data, tried.plan)
+    timed = _with_times(replace(job, plan=tried.plan), reading, kept)
+    if job.state.step:  # the dry run has measured the loss of a model that was trained
+        timed = Timed(
+            replace(timed.plan, predicted=replace(timed.plan.predicted, initial_loss=None)), timed.evaluation_cost
+        )
+    measured = Measurements(reading, timed.evaluation_cost, tried.peak_samples_s)
+    return replace(job, plan=timed.plan, batches=batches, measured=measured)
+
+
+def _reading(job: Job, data: OpenedData, plan: Plan) -> tuple[ReadingPace, Iterator[StepBatch]]:
+    """Return the wait for data per step, and the stream of batches including those read for the measurement."""
+    if not data.reads_in_workers:
+        return pace_of_first(data), job.batches
+    if data.depends_on_training or plan.predicted.step_s is None:
+        return ReadingPace(), job.batches
+    loading = data.loading
+    return time_workers(
+        job.batches,
+        workers=loading.workers,
+        prefetch=loading.prefetch,
+        compute_s=plan.predicted.step_s,
+        start_s=data.start_s,
+        most=None if loading.loader is None else _left_of_epoch(plan, job.state, loading.batch_size) - 1,
+    )
+
+
+def pace_of_first(data: OpenedData) -> ReadingPace:
+    """Return the pace of reading in this process, from the time of the first batch."""
+    read_s = data.start_s / data.read_at_once
+    return ReadingPace(wait_s=read_s, read_s=read_s, start_s=data.start_s)
+
+
+def _with_first_batch(job: Job, facts: RunFacts, first: StepBatch, asked: str | None) -> Plan:
+    """Return the plan with measurements of the first micro-batch: loss, time per precision and threads, memory."""
+    one = replace(first, micro=(copy.deepcopy(first.micro[0]),))  # a model may write into its input
+    together = job.world if job.divides_weights else SOLO
+    seen = try_batch(job.state, one, job.parts.loss, job.precision_of, facts, asked, together)
+    notes = [Note("loss", "weighted by batch size", PLAIN_MEAN_NOTE)] if seen.mean else []
+    notes.extend(memory_note(job.recipe.optimizer.use, seen.optimizer_bytes))
+    degrees, share = job.plan.degrees, tensor_share(job.parts.model, job.plan.degrees)
+    average_bytes, buffer_bytes = _average_and_buffers_bytes(job.state)
+    return with_dry_run(
+        replace(job.plan, notes=(*job.plan.notes, *notes)),
+        precision=asked,
+        facts=facts,
+        loss=seen.loss,
+        outputs=seen.outputs,
+        seconds={mode: seconds * len(first.micro) + seen.update_s for mode, seconds in seen.seconds.items()},
+        thread_s={mode: seconds * len(first.micro) for mode, seconds in seen.thread_s.items()},
+        memory_bytes=memory_bytes(
+            job.recipe.optimizer.use,
+            job.recipe.optimizer.args,
+            parameters=round(facts.parameters * share),
+            trainable=round(facts.trainable * share),
+            activations=seen.activation_bytes,
+            average=average_bytes,
+            buffers=buffer_bytes,
+            inputs=sum(tensor.nbytes for tensor in first.tensors),
+            offloaded=job.recipe.optimizer.offload is True and job.device.type != "cpu",
+            shard=degrees.shard,
+            zero=job.recipe.parallel.zero,
+        )
+        | measured_state(job.recipe.optimizer.offload, seen.optimizer_bytes),
+    )
+
+
+def _left_of_epoch(plan: Plan, state: TrainState, batch_size: int) -> int:
+    """Return the steps left in this epoch. The order of the next one must not be drawn before its last step."""
+    return (plan.steps_per_epoch or 0) - state.data.position // batch_size
+
+
+def _average_and_buffers_bytes(state: TrainState) -> tuple[int, int]:
+    """Return the bytes of averaged weights, and of buffers with the copies that undo a failed step."""
+    average = locals_of(state.ema.shadow.values()) if isinstance(state.ema, WeightAverage) else []
+    modules = [state.model, *([state.loss] if state.loss is not None else [])]
+    sizes = {id(buffer): buffer.nbytes for module in modules for buffer in module.buffers()}.values()
+    return sum(each.nbytes for each in average), sum(
+        size * (2 if size <= MAX_COPIED_TABLE_BYTES else 1) for size in sizes
+    )
+
+
+def _with_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str | None) -> DryRunPlan:
+    """Do a dry run of the first batch. ``step_s`` of the returned plan is the time of a step without its data."""
+    if job.parts.custom.advance is not None:
+        return DryRunPlan(without_dry_run(job.plan, job.recipe))
+    if job.stages is not None:
+        return DryRunPlan(_without_dry_run(job.plan, facts, asked, PIPELINE_WITHOUT_DRY_RUN))
+    together = job.world if job.divides_weights else SOLO
+    tried, why = job.plan, ""
+    try:
+        tried = _with_first_batch(job, facts, first, asked)
+    except NotIsolated as error:
+        why = f"the dry run would leave a trace: {error}"
+    if not together.least(int(not why)):
+        none = f"{why or 'another rank makes none'}; no times, no first loss"
+        return DryRunPlan(_without_dry_run(job.plan, facts, asked, Note("dry run", "none", none)))
+    plan = from_first_rank(together, tried)  # the times of ranks that compute together differ
+    if job.divides_weights:
+        return DryRunPlan(plan)
+    pace = peak_samples_s(job.parts, first.micro[0], known_device(job.device), plan.precision)
+    return DryRunPlan(plan, pace and pace * job.world.size)
+
+
+def _without_dry_run(plan: Plan, facts: RunFacts, asked: str | None, why: Note) -> Plan:
+    chosen, note = choose_precision(asked, facts.device, facts.low_precision, {})
+    return replace(plan, precision=chosen, notes=(*plan.notes, note, why))
+
+
+class Timed(NamedTuple):
+    """A plan with times, and the cost of an evaluation."""
+
+    plan: Plan
+    evaluation_cost: EvaluationCost | None = None
+
+
+def _with_times(job: Job, reading: ReadingPace, kept: ResumedValues) -> Timed:
+    """Return the plan with the predicted time of the run and the size of its evaluations."""
+    plan = job.plan
+    if plan.predicted.step_s is None:
+        return Timed(plan)
+    notes = (*plan.notes, *reading.notes())
+    step_s = plan.predicted.step_s + reading.wait_s
+    paced = replace(plan, predicted=replace(plan.predicted, step_s=step_s, wait_s=reading.wait_s), notes=notes)
+    cost = _evaluation_cost(paced, job)
+    evaluated = _with_evaluations(paced, job, cost, kept)
+    seconds = {
+        **predicted_seconds(evaluated, cost, used=until_of(evaluated)(job.state)),
+        **_examination_seconds(evaluated, job),
+    }
+    return Timed(replace(evaluated, predicted=replace(evaluated.predicted, seconds=seconds)), cost)
+
+
+def _with_evaluations(plan: Plan, job: Job, cost: EvaluationCost | None, kept: ResumedValues) -> Plan:
+    """Return the plan with the affordable number of batches for each evaluation during training."""
+    if cost is None or job.recipe.evaluation.batches is not None or kept.evaluate_batches is not None:
+        return plan
+    within_s = job.loaded.within_s
+    batches = affordable_batches(plan, cost, within_s)
+    limited = replace(plan, cadence=replace(plan.cadence, evaluate_batches=batches))
+    whole = plan.cadence.evaluates_whole and not (
+        within_s is not None and skips_full_evaluation(limited, cost, within_s)
+    )
+    decided = replace(limited, cadence=replace(limited.cadence, evaluates_whole=whole))
+    notes = [evaluation_note(decided, cost)] if decided.cadence.evaluate_batches else []
+    return replace(decided, notes=(*plan.notes, *notes))
+
+
+def _evaluation_cost(plan: Plan, job: Job) -> EvaluationCost | None:
+    loading = build_loading(job.parts, job.recipe, plan, job.device, world=job.mesh.data)
+    sets = validation_sets(job.parts, job.recipe, loading)
+    batches = next(iter(sets.values()), None)
+    if batches is None or (batches.count is None and evaluations(plan) <= 1):  # a stream may be readable only once
+        return None
+    mode = Mode(job.precision_of(plan.precision), plan.threads)
+    together = job.world if job.divides_weights else SOLO
+    try:
+        batch_s = time_evaluation(job.state, batches, job.parts.loss, mode, together, job.built.metrics) or 0.0
+    except NotIsolated:
+        return None
+    return EvaluationCost(batch_s * (len(sets) + isinstance(job.state.ema, WeightAverage)), batches.count)
+
+
+def _examination_seconds(plan: Plan, job: Job) -> dict[str, float]:
+    training_s = training_time_s(plan)
+    if not is_watched(job) or not training_s or job.recipe.log.examine == "all":
+        return {}
+    return {EXAMINATIONS: predicted_from_start_s(training_s * (1 - until_of(plan)(job.state)))}

@@ -11,9 +11,15 @@ from trainwright.assembly.retain_grad import retained_modules
 from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.shards import is_divided
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.monitoring.layer_stats import LayerLog, LayerObserver, LayerStats, scalars_of
+from trainwright.monitoring.layer_stats import (
+    LayerLog,
+    LayerObserver,
+    LayerStats,
+    OutputGradObserver,
+    OutputGradStats,
+    scalars_of,
+)
 from trainwright.monitoring.logbook import Logbook
-from trainwright.monitoring.output_grads import OutputGradObserver, OutputGradStats
 from trainwright.optim.clip import summed_over_parts
 from trainwright.runs.records import Layers, OutputGrads
 from trainwright.training.job import Job
@@ -83,7 +89,7 @@ def _layer_observers(job: Job, logbook: Logbook | None) -> Iterator[LayerObserve
 
     if stats.layers:
         log = LayerLog(stats, write, Layers, in_step=in_parts)
-        yield LayerObserver(log) if job.parts.advance is None else CustomStepLayers(log, job.state)
+        yield LayerObserver(log) if job.parts.custom.advance is None else CustomStepLayers(log, job.state)
 
 
 def _summed(squares: Tensor, parameters: Sequence[Tensor]) -> None:

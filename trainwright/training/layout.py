@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainwright.assembly.assemble import Parts, at_recipe, build_dataset, build_model
 from trainwright.assembly.stage_plan import StagedModel, stage_plan
-from trainwright.checkpoint.shards import local
+from trainwright.checkpoint.rng import reseed
+from trainwright.checkpoint.shards import is_divided, local
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.first_samples import first_samples
 from trainwright.data.loading import to_device
@@ -21,13 +25,14 @@ from trainwright.distributed import RankMesh, World
 from trainwright.distributed.group import Ranks
 from trainwright.distributed.split_plan import SplitPlan, model_shape, split_plan
 from trainwright.engine.compressed import GradientSum, PowerSgd, sum_in_bf16, sum_whole
+from trainwright.engine.evaluate import evaluating
 from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.rank_layout import RankLayout
 from trainwright.engine.sequence_part import loss_of_part
 from trainwright.engine.stage_passes import PipelineStages, StagedPasses, inputs_of
 from trainwright.engine.synced_norms import LOCAL_STATISTICS, SyncedNorms
-from trainwright.errors import OutOfMemoryError, TrainwrightError, UsageError
+from trainwright.errors import OutOfMemoryError, TrainwrightError, UsageError, text_of
 from trainwright.models.gpt import TENSOR_PLAN
 from trainwright.plan.degrees import Degrees
 from trainwright.plan.make import Note
@@ -35,9 +40,8 @@ from trainwright.plan.parallel import solve_layout
 from trainwright.plan.splits import require_fitting
 from trainwright.recipe import Loaded
 from trainwright.recipe.parallel import Parallel
-from trainwright.recipe.resolve import LIVE
+from trainwright.recipe.resolve import is_live
 from trainwright.training.custom_step import require_custom_step_fits
-from trainwright.training.split_check import divide_and_try
 
 POWERSGD = "powersgd"
 PIPELINE_WITHOUT_DRY_RUN = Note(
@@ -51,9 +55,9 @@ def require_layout(loaded: Loaded, parts: Parts | None, ranks: int) -> None:
     Needs no communication. The model of a recipe is built on the meta device; if that fails, it is checked after it is
     built.
     """
-    if parts is not None and parts.advance is not None:
+    if parts is not None and parts.custom.advance is not None:
         require_custom_step_fits(loaded, ranks)
-    with at_recipe(loaded, "parallel"):
+    with at_recipe(loaded.source, "parallel"):
         degrees = solve_layout(loaded.recipe, ranks)
     if (
         degrees.ranks == degrees.data or loaded.recipe.parallel.open_axes
@@ -65,7 +69,7 @@ def require_layout(loaded: Loaded, parts: Parts | None, ranks: int) -> None:
 
 def _require_shape(model: nn.Module, loaded: Loaded, degrees: Degrees) -> SplitPlan:
     """Return how the layers are divided. Raises RecipeError if the model does not fit the layout."""
-    with at_recipe(loaded, "parallel"):
+    with at_recipe(loaded.source, "parallel"):
         plan = split_plan(model, loaded.recipe.parallel.plan) if degrees.tensor > 1 else {}
         table = stage_plan(model, loaded.recipe.parallel.stages) if degrees.pipeline > 1 else None
         require_fitting(loaded.recipe, degrees, model_shape(model, plan, table.blocks if table else None))
@@ -179,7 +183,7 @@ def _shard(model: nn.Module, loaded: Loaded, mesh: RankMesh) -> tuple[Note, ...]
             remedy="make it 1-dimensional, torch.ones(1), or leave parallel.shard or parallel.pipeline out",
         )
     axes = ("replicate", "shard") if degrees.replicate > 1 else ("shard",)
-    with at_recipe(loaded, "parallel.shard"):
+    with at_recipe(loaded.source, "parallel.shard"):
         count = shard_model(model, mesh.along(*axes), zero=zero)
     return (Note("shard", f"{count} units over {degrees.shard} ranks", f"parallel.zero: {zero}"),)
 
@@ -270,7 +274,7 @@ def _together(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Loss | Tensor:
 
 def _model_on_meta(loaded: Loaded) -> nn.Module | None:
     """Return the model of a recipe on the meta device; None if its code needs values."""
-    if loaded.recipe.model.use.startswith(f"{LIVE}:"):
+    if is_live(loaded.recipe.model.use):
         return None
     sized = {"vocab_size", "classes"} & loaded.recipe.model.args.keys()
     train = None if sized else build_dataset(loaded, "train")  # not on the meta device: datasets need values
@@ -281,3 +285,106 @@ def _model_on_meta(loaded: Loaded) -> nn.Module | None:
         raise
     except Exception:
         return None
+
+
+CHECKED_POSITIONS = 16
+MAX_DIFFERENCE_EPS = 1000
+"""Maximum relative difference of norms, in units of the machine epsilon. Sums are computed in a different order."""
+NOISE_RATIO = 1e-4
+"""Gradients smaller than this fraction of the largest one are rounding errors."""
+
+
+class LossAndNorms(NamedTuple):
+    """The loss, and the norm of the gradient of each parameter by name."""
+
+    loss: float
+    norms: Mapping[str, float]
+
+
+def divide_and_try(model: nn.Module, divide: Callable[[], None], loss_fn: LossFn, batch: Any, ranks: int) -> None:
+    """Divide the model and check it. All ranks must call it. Raises UsageError if loss or gradients change."""
+    batch = _shortened(batch, ranks)
+    with _without_zeros(model):
+        whole = _try(model, loss_fn, batch)
+        divide()
+        try:
+            divided = _try(model, loss_fn, batch)
+        except UsageError:
+            raise
+        except Exception as error:
+            raise _rejection(f"the divided layers raise an error: {text_of(error, lines=1)}") from error
+    _require_same(whole, divided, max(torch.finfo(each.dtype).eps for each in model.parameters()))
+
+
+def _try(model: nn.Module, loss_fn: LossFn, batch: Any) -> LossAndNorms:
+    norms: dict[str, Tensor] = {}
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    def note(parameter: Tensor) -> None:
+        """Record the norm and free the gradient at once, so that not all gradients of the full model are in memory."""
+        gradient = parameter.grad
+        if gradient is not None and not is_divided(gradient):
+            norms[names[parameter]] = gradient.norm()  # type: ignore[index]
+            parameter.grad = None
+
+    handles = [each.register_post_accumulate_grad_hook(note) for each in names]  # type: ignore[no-untyped-call]
+    try:
+        with evaluating(model, loss_fn), torch.enable_grad():
+            made = loss_fn(model, batch)
+            total = made.total if isinstance(made, Loss) else made
+            total.backward()  # type: ignore[no-untyped-call]
+    finally:
+        for handle in handles:
+            handle.remove()
+    for parameter, name in names.items():
+        gradient = parameter.grad
+        if gradient is not None and is_divided(gradient):
+            norms[name] = gradient.full_tensor().norm()
+        parameter.grad = None
+    return LossAndNorms(float(total), {name: float(norm) for name, norm in norms.items()})
+
+
+def _require_same(whole: LossAndNorms, divided: LossAndNorms, eps: float) -> None:
+    if not math.isfinite(whole.loss):
+        return
+    limit = MAX_DIFFERENCE_EPS * eps
+    if not abs(divided.loss - whole.loss) <= limit * max(abs(whole.loss), NOISE_RATIO):
+        raise _rejection(f"the loss of two samples is {divided.loss:.6g}, and {whole.loss:.6g} in the full model")
+    least = NOISE_RATIO * max(whole.norms.values(), default=0.0)
+    for name, norm in whole.norms.items():
+        found = divided.norms.get(name, 0.0)
+        if not abs(found - norm) <= limit * max(norm, least):
+            raise _rejection(f"the gradient of {name} has the norm {found:.4g}, and {norm:.4g} in the full model")
+
+
+def _rejection(why: str) -> UsageError:
+    return UsageError(
+        f"parallel.plan would change the training: {why}",
+        remedy="include the modules between divided layers: a row layer behind each column layer, per_head for norms "
+        "of heads; or leave those modules out, or use parallel.shard",
+    )
+
+
+def _shortened(batch: Any, ranks: int) -> Any:
+    """Return the batch with fewer positions, if it consists of token ids of equal length."""
+    widths = {each.shape[1] if each.dim() > 1 else 0 for each in tree_leaves(batch) if isinstance(each, Tensor)}
+    width = widths.pop() if len(widths) == 1 else 0
+    count = min(width, max(CHECKED_POSITIONS, ranks)) // ranks * ranks
+    is_of_ids = not any(each.is_floating_point() for each in tree_leaves(batch) if isinstance(each, Tensor))
+    return tree_map_only(Tensor, lambda each: each[:, :count], batch) if count and is_of_ids else batch
+
+
+@contextmanager
+def _without_zeros(model: nn.Module) -> Iterator[None]:
+    """Replace zero weights by random ones, equal on all ranks, since zeros would hide errors in what they scale."""
+    zeros = [name for name, each in model.named_parameters() if each.numel() and not each.any()]
+    with torch.no_grad(), evaluating(model):
+        reseed(0)
+        for name in zeros:
+            model.get_parameter(name).normal_(std=0.02)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name in zeros:
+                model.get_parameter(name).zero_()

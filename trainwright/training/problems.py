@@ -20,12 +20,14 @@ from trainwright.assembly.assemble import (
     build_dataset,
     build_loss,
     find_schedule,
+    freeze,
     gather_facts,
     make_dataset,
     require_in_set,
+    require_ready,
+    unmatched_patterns,
 )
 from trainwright.assembly.checkpointing import find_blocks
-from trainwright.assembly.model import freeze, require_ready, unmatched_patterns
 from trainwright.assembly.retain_grad import retain_grad_problems
 from trainwright.checkpoint.rng import preserved_rng, seed_all
 from trainwright.data.unwrap import Unwrapped
@@ -43,7 +45,7 @@ from trainwright.plan.trace.blueprint import Blueprint
 from trainwright.plan.trace.fake_tensors import fake_tensors
 from trainwright.recipe import DATASETS, LOSSES, METRICS, MODELS, OBSERVERS, OPTIMIZERS, SCHEDULES, Loaded, Part, Row
 from trainwright.recipe.catalog import SPIKE_POLICIES
-from trainwright.recipe.resolve import LIVE, find, parameters_of, require_arguments, search_beside
+from trainwright.recipe.resolve import find, is_live, parameters_of, require_arguments, search_beside
 from trainwright.training.custom_step import no_loss
 from trainwright.training.layout import require_layout
 
@@ -122,7 +124,7 @@ class _Examination:
 
     def _is_here(self, use: str, names: Mapping[str, Row]) -> bool:
         """Return True if ``use`` can be found on this machine, or must be."""
-        if use.startswith(f"{LIVE}:"):
+        if is_live(use):
             return False
         if not self.elsewhere or use in names:
             return True
@@ -260,7 +262,8 @@ class _Examination:
         facts = None
         with suppress(TrainwrightError):
             left_out = frozenset(self.recipe.data.quarantine)
-            facts = gather_facts(Parts(nn.Module(), train, val, no_loss), CPU, read_machine(), (1,), left_out)
+            parts = Parts(nn.Module(), train, {} if val is None else {"val": val}, no_loss)
+            facts = gather_facts(parts, CPU, read_machine(), (1,), left_out)
         if facts is not None:
             with self._at(""):
                 make_plan(self.recipe, facts, ranks=self.ranks)

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainwright.distributed import World
 from trainwright.errors import DataError, UsageError
-
-T = TypeVar("T")
-
-
-def from_first_rank(world: World, mine: T) -> T:
-    """Return the value of the first rank, on every rank."""
-    agreed = world.agree(mine)
-    assert agreed is not None
-    return agreed
 
 
 def copy_first_weights(model: nn.Module, loss: object, world: World) -> None:

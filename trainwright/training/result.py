@@ -1,4 +1,4 @@
-"""The result of a run."""
+"""The result of a run, and the end of a run: its closing lines, and the weights that its model has then."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ from typing import Any
 
 from torch import Tensor
 
+from trainwright.checkpoint.manifest import name_of
+from trainwright.checkpoint.store import read_best
 from trainwright.checkpoint.train_state import TrainState
+from trainwright.checkpoint.weights import load_plain_state_dict, read_weights
+from trainwright.engine.loop import Outcome
 from trainwright.engine.loss import Loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet
+from trainwright.report.findings import exit_code
+from trainwright.report.text import Ending, closing
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.identity import identity_of
 from trainwright.runs.json_values import strict
-from trainwright.runs.records import Found, RunVerdict
-from trainwright.training.follow import Followed
+from trainwright.runs.records import Ended, Found, RunVerdict
+from trainwright.training.job import Job
+from trainwright.training.open_run import OpenRun, Place, Process, Reports, is_saved
+from trainwright.training.resume import doubled_length, resume_command
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,30 +85,77 @@ class Result:
         lines += [f"{found.severity}: {found.symptom} ({found.code})" for found in self.findings]
         return "\n".join([*lines, f"run folder: {self.run}"])
 
-    @classmethod
-    def of_follower(cls, seen: Followed) -> Result:
-        """Return the result on a rank that wrote nothing. Only the first rank reports findings."""
-        outcome, evaluated = seen.outcome, seen.evaluation.last if seen.evaluation else None
-        return cls(
-            seen.folder.path,
-            outcome.ending,
-            outcome.stop.reason if outcome.stop else "",
-            outcome.step,
-            float(outcome.last.loss) if outcome.last else None,
-            evaluated.loss if evaluated else None,
-            seen.job.state.ledger.total,
-            outcome.stop.exit_code if outcome.stop else 0,
-            dict(evaluated.metrics) if evaluated else {},
-            seen.job.state,
-            is_first=False,
-            interrupted_by=outcome.stop.reason if outcome.stop and outcome.stop.by_signal else "",
-            loss_fn=seen.job.parts.loss,
-            metric_set=seen.job.built.metrics,
-        )
-
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``--json`` prints."""
         names = ("ending", "step", "loss", "val_loss", "skipped")
         findings = [strict(found) for found in self.findings]
         figures = {name: getattr(self, name) for name in names}
         return {"run": str(self.run), **figures, "verdict": strict(self.verdict), "findings": findings}
+
+
+def finish(job: Job, place: Place, run: OpenRun, outcome: Outcome, process: Process) -> Result:
+    """Print how the run ended, restore the best weights if requested, and return the result.
+
+    On a rank that wrote nothing, the result has no findings and no verdict.
+    """
+    stop, reports = outcome.stop, run.reports
+    evaluated = run.evaluation.last if run.evaluation else None
+    common: dict[str, Any] = {
+        "run": place.folder.path,
+        "ending": outcome.ending,
+        "reason": stop.reason if stop else "",
+        "step": outcome.step,
+        "loss": float(outcome.last.loss) if outcome.last else None,
+        "val_loss": evaluated.loss if evaluated else None,
+        "state": job.state,
+        "interrupted_by": process.signals.received_name or (stop.reason if stop and stop.by_signal else ""),
+        "loss_fn": job.parts.loss,
+        "metric_set": job.built.metrics,
+    }
+    code = stop.exit_code if stop else 0
+    if reports is None:
+        metrics = dict(evaluated.metrics) if evaluated else {}
+        return Result(skipped=job.state.ledger.total, exit_code=code, metrics=metrics, is_first=False, **common)
+    findings, ended = reports.findings, reports.logbook.ended
+    assert ended is not None
+    is_whole = is_saved(reports.newest, outcome.step)
+    ending = _print_ending(job, place, reports, ended, process, is_whole=is_whole)
+    return Result(
+        skipped=ended.skipped,
+        exit_code=(code or exit_code(findings)) if is_whole else 1,
+        metrics=dict(ending.evaluated.metrics) if ending.evaluated else {},
+        findings=findings,
+        verdict=ended.verdict,
+        restored=restore_best(job, place.folder, process.progress.say),
+        **common,
+    )
+
+
+def _print_ending(
+    job: Job, place: Place, reports: Reports, ended: Ended, process: Process, *, is_whole: bool
+) -> Ending:
+    process.progress.close()
+    ending = Ending(
+        ended,
+        place.folder.path,
+        reports.logbook.recorder.last_evaluated,
+        saved=is_whole,
+        again=resume_command(place.folder, live=job.is_only_in_python),
+        longer="" if job.is_only_in_python else doubled_length(job.recipe.until),
+    )
+    for line in closing(ending):
+        process.progress.say(line)
+    return ending
+
+
+def restore_best(job: Job, folder: RunFolder, say: Callable[[str], None]) -> int | None:
+    """Load the weights of the best checkpoint into the model, if the recipe requests it, and return its step."""
+    if not job.recipe.checkpoint.restore_best:
+        return None
+    best = read_best(folder.checkpoints, identity_of(folder))
+    if best is None:
+        say("no best weights to restore: no evaluation gave a finite value")
+        return None
+    load_plain_state_dict(job.state.model, read_weights(folder.checkpoints / name_of(best.step)))
+    say(f"the model has the weights of step {best.step:,}, the best: {best.metric} {best.value:.6g}")
+    return best.step

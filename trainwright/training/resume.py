@@ -6,9 +6,9 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -26,7 +26,7 @@ from trainwright.plan.batch import batch_of
 from trainwright.plan.make import ResumedValues, RunFacts, Spent, SwaPlan, choose_precision
 from trainwright.plan.resume_changes import Change, CommandWith, compare, on_command_line, require_accepted
 from trainwright.recipe import Duration, Recipe, load
-from trainwright.recipe.resolve import LIVE
+from trainwright.recipe.resolve import is_live
 from trainwright.runs.deaths import CRASH_LOOP, require_no_crash_loop
 from trainwright.runs.files import UnreadableFile
 from trainwright.runs.folder import RunFolder
@@ -73,8 +73,8 @@ class Earlier:
             choices.
         run_metadata: Recipe, plan and provenance of the earlier part.
         accept: Recipe paths of accepted differences.
-        say: Receives messages.
         again: Returns the command that accepts given differences.
+        messages: What the user must know, for the output before the first step.
     """
 
     folder: RunFolder
@@ -82,8 +82,8 @@ class Earlier:
     checkpoint: Path | None
     run_metadata: Mapping[str, Any]
     accept: tuple[str, ...]
-    say: Callable[[str], None]
     again: CommandWith
+    messages: list[str] = field(default_factory=list)
 
     @property
     def threads(self) -> int:
@@ -154,14 +154,14 @@ class Earlier:
         also = [CRASH_LOOP] if CRASH_LOOP in self.accept else []
         accepted = require_accepted(changes, accept, command=lambda paths, undo=(): self.again([*also, *paths], undo))
         for change in changes:
-            self.say(str(change))
+            self.messages.append(str(change))
         if self.checkpoint is not None:
             load_checkpoint(state, self.checkpoint, verified=True)
         if state.micro_limit and any(change.path.startswith("batch.") for change in changes):
             state.micro_limit = None  # the micro-batch size of the new recipe is tried first
         if self.checkpoint is not None and not isinstance(self.lock, NoLock):
             for path in set_aside_newer(self.folder.checkpoints, self.checkpoint, identity_of(self.folder)):
-                self.say(f"set aside: {path}")
+                self.messages.append(f"set aside: {path}")
         if any(change.path.startswith("data.train") for change in accepted):
             state.data, state.quarantine = Cursor(state.data.epoch + 1, 0), set()
         return [change.path for change in accepted]
@@ -192,26 +192,24 @@ def _spent(checkpoint: Path | None) -> Spent:
         return Spent(counters["step"], counters["num_samples"], counters["num_tokens"], data["epoch"], data["position"])
 
 
-def find_earlier(folder: RunFolder, lock: RunLock, accept: Sequence[str], say: Callable[[str], None]) -> Earlier:
+def find_earlier(folder: RunFolder, lock: RunLock, accept: Sequence[str]) -> Earlier:
     """Return the earlier part of a run at its newest intact checkpoint. Reports each newer checkpoint that is damaged.
 
     A run without checkpoints starts at step 0. Raises CheckpointError if all of its checkpoints are damaged, UsageError
     if the run dies in the same step repeatedly.
     """
     path, broken = newest_valid(folder.checkpoints, _require_resumable, identity_of(folder))
-    for message in broken:
-        say(f"checkpoint skipped: {message}")
     if path is None and (broken or not _has_metadata(folder)):
         lines = [*broken, f"{folder.path} has no checkpoint that verifies"]
         raise CheckpointError("\n".join(lines), remedy=f"start it again from step 0: {restart_command(folder)}")
-    found = _earlier_at(folder, lock, path, accept, say)
+    found = _earlier_at(folder, lock, path, accept, [f"checkpoint skipped: {message}" for message in broken])
     require_no_crash_loop(folder, lock, path, accept, found.again)
     return found
 
 
 def follow_earlier(folder: RunFolder, checkpoint: Path | None, accept: Sequence[str]) -> Earlier:
     """Return, on another rank, the earlier part that the first rank has found. Reports nothing."""
-    return _earlier_at(folder, NoLock(), checkpoint, accept, lambda line: None)
+    return _earlier_at(folder, NoLock(), checkpoint, accept, [])
 
 
 def _earlier_at(
@@ -219,13 +217,13 @@ def _earlier_at(
     lock: RunLock | NoLock,
     checkpoint: Path | None,
     accept: Sequence[str],
-    say: Callable[[str], None],
+    messages: list[str],
 ) -> Earlier:
     metadata = _metadata_of_folder(folder) if checkpoint is None else read_run_metadata(checkpoint)
-    live = str(metadata["recipe"]["model"]["use"]).startswith(f"{LIVE}:")
+    live = is_live(str(metadata["recipe"]["model"]["use"]))
     is_made_by_function = bool(metadata["provenance"].get("objects", {}).get("function"))
     call = python_command(folder) if live and not is_made_by_function else on_command_line(this_command(folder))
-    return Earlier(folder, lock, checkpoint, metadata, tuple(accept), say, call)
+    return Earlier(folder, lock, checkpoint, metadata, tuple(accept), call, messages)
 
 
 def interrupted_run(root: Path, name: str, launch: Launch) -> RunFolder | None:

@@ -40,7 +40,7 @@ def describe_origin(recipe: Recipe, parts: Parts) -> dict[str, Any]:
         live=[*modules, *roots, parts.train.collate, *filter(None, [parts.train.worker_init])],
         command=sys.argv,
     )
-    return found | {"objects": dict(parts.rebuild)} if parts.rebuild else found
+    return found | {"objects": dict(parts.custom.rebuild)} if parts.custom.rebuild else found
 
 
 def notes_of_data(provenance: Mapping[str, Any], resumed: str) -> Iterator[Note]:

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from trainwright.assembly.assemble import Parts, is_live
+from trainwright.assembly.assemble import Parts
 from trainwright.checkpoint.rng import RngBag
 from trainwright.errors import UsageError, text_of
 from trainwright.recipe import Loaded, load
+from trainwright.recipe.resolve import is_live
 from trainwright.runs.files import UnreadableFile
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.shapes import ProvenanceFile, read_as
@@ -49,7 +50,7 @@ def named(what: str | Path, settings: Sequence[str] = (), environ: Mapping[str, 
 
     def build(more: Sequence[str]) -> Built:
         loaded = load(what, overrides=[*settings, *more], environ=environ)
-        return Built(loaded, parts_of_run(RunFolder(Path(what).parent)) if is_live(loaded.recipe) else None)
+        return Built(loaded, parts_of_run(RunFolder(Path(what).parent)) if is_live(loaded.recipe.model.use) else None)
 
     return Subject(build, text)
 
@@ -131,7 +132,7 @@ def resumed_parts(folder: RunFolder, loaded: Loaded, allowed: Sequence[str] | No
     ``allowed`` lists the packages whose functions may be called; None allows all. Raises UsageError for another
     package.
     """
-    if not is_live(loaded.recipe):
+    if not is_live(loaded.recipe.model.use):
         return None
     module = (_recorded_objects(folder)[0].function or "").partition(":")[0]
     if module and allowed is not None and not any(f"{module}.".startswith(f"{each}.") for each in allowed):

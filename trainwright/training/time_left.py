@@ -19,7 +19,7 @@ def seconds_left(job: Job, measured: Measured, state: TrainState, until: Until, 
     """
     if isinstance(until, ByTheClock):
         return until.left_s
-    plan = replace(job.plan, step_s=max(measured.step_s, 1e-9))
+    plan = replace(job.plan, predicted=replace(job.plan.predicted, step_s=max(measured.step_s, 1e-9)))
     left = predicted_seconds(plan, _evaluation_cost(job, measured), used=until_of(plan)(state))
     steps_left = left["training"] / max(measured.step_s, 1e-9)
     beside_s = steps_left * measured.beside_s + (ENDING_S if save_s is None else save_s)
@@ -33,12 +33,12 @@ def _evaluation_cost(job: Job, measured: Measured) -> EvaluationCost | None:
     if seconds is None:
         return cost
     batches = None if cost is None else cost.batches
-    return EvaluationCost(seconds / (job.plan.evaluate_batches or batches or 1), batches or 1)
+    return EvaluationCost(seconds / (job.plan.cadence.evaluate_batches or batches or 1), batches or 1)
 
 
 def _examinations_s(job: Job, measured: Measured, steps_left: float) -> float:
     """Return the seconds for the remaining examinations, within the budget of the full run."""
-    total_s = training_time_s(replace(job.plan, step_s=measured.step_s)) or 0.0
+    total_s = training_time_s(replace(job.plan, predicted=replace(job.plan.predicted, step_s=measured.step_s))) or 0.0
     end_s = predicted_end_s(total_s)
     left_s = max(0.0, predicted_s(total_s) - measured.examined_s)
     return min(left_s, end_s + steps_left * measured.examination_s)

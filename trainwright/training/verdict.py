@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 from trainwright.data.ready_batches import ReadyBatches
 from trainwright.engine.loss import measures_progress, takes_model
 from trainwright.monitoring.step_log import StepLog
-from trainwright.plan.reading import ReadingPace
+from trainwright.plan.run_time import ReadingPace
 from trainwright.recipe.catalog import LOSSES
 from trainwright.report.pages.log import IncrementalLog
 from trainwright.report.verdict import VerdictFacts, evaluations_in, judge
@@ -37,7 +37,7 @@ def verdict_on(
             planned_steps=job.plan.extent.steps,
             losses=course.losses,
             is_one_objective=_is_one_objective(job),
-            chance=job.plan.expected_loss,
+            chance=job.plan.predicted.expected_loss,
             evaluations=evaluations_in(course.notes(Evaluated, Logged)),
             findings=findings,
             skipped=ended.skipped,
@@ -57,7 +57,7 @@ def _is_one_objective(job: Job) -> bool:
     """
     is_stream = isinstance(job.parts.train.dataset, IterableDataset | ReadyBatches)
     has_targets = job.recipe.loss.use in LOSSES or not takes_model(job.parts.loss)
-    return job.parts.advance is None and not is_stream and has_targets and measures_progress(job.parts.loss)
+    return job.parts.custom.advance is None and not is_stream and has_targets and measures_progress(job.parts.loss)
 
 
 def _troubles(job: Job, log: StepLog) -> Iterator[str]:

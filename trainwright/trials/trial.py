@@ -124,6 +124,12 @@ def read_trial(folder: Path) -> Trial:
     )
 
 
+def require_signals() -> None:
+    """Raise UsageError on Windows: a trial is stopped by SIGTERM, and inherits the lock of its sweep."""
+    if sys.platform == "win32":
+        raise UsageError("trials need the signals of Linux or macOS", remedy="run this command in WSL 2")
+
+
 class TrialProcess:
     """The process of a trial. It has its own session, so Ctrl-C does not reach it, and it ends with its parent."""
 
@@ -147,8 +153,9 @@ class TrialProcess:
             environ: The environment; None: that of this process.
             keep_open: File descriptors that the child inherits.
 
-        Raises StorageError if the parent folder cannot be written.
+        Raises StorageError if the parent folder cannot be written, and UsageError on Windows.
         """
+        require_signals()
         self.folder, self._stop_requested_s = folder, math.inf
         words = ["train", str(recipe)]
         is_resumed = _can_resume(folder)

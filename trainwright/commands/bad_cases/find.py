@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
-from trainwright.commands.bad_cases.folds import FoldedTraining
-from trainwright.commands.bad_cases.labels import label_order
+from trainwright.assembly.assemble import Parts, build_dataset, build_loss, build_model
+from trainwright.checkpoint.cursor import MicroBatch
 from trainwright.commands.bad_cases.samples import class_names, known_of, samples_of, shown_sample
-from trainwright.commands.bad_cases.scores import Scores, score
+from trainwright.commands.bad_cases.scores import CollectedScores, Scores, score
 from trainwright.commands.bad_cases.slices import Grouping, Groups, slices_of
 from trainwright.commands.chosen_model import batches_of, chosen_model, loss_of
-from trainwright.data.loading import EvaluationBatches
+from trainwright.data.loading import EvaluationBatches, Loading
+from trainwright.data.unwrap import length_of
 from trainwright.engine.loss import Loss
-from trainwright.errors import RecipeError, UsageError
-from trainwright.recipe import load
-from trainwright.recipe.resolve import find
+from trainwright.errors import RecipeError, StoppedError, UsageError
+from trainwright.recipe import Loaded, load
+from trainwright.recipe.resolve import LIVE, find, is_live
+from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.report.bad_cases import NAME, BadCase, BadCases, LossSlice, SamplePreview
 from trainwright.report.pages.report import write_report
 from trainwright.runs.folder import RunFolder
 from trainwright.training.result import Result
+from trainwright.training.run import train
 
 PIXELS_BY_COUNT = ((80, 48), (300, 24))
 """Maximum number of pictures and pixels per side: ``errors.json`` stays below one megabyte."""
@@ -218,3 +225,110 @@ def _shown(batches: EvaluationBatches, ids: Sequence[int]) -> dict[int, SamplePr
     found = samples_of(batches, ids)
     side = next((side for most, side in PIXELS_BY_COUNT if len(found) <= most), PIXELS_BY_COUNT[-1][1])
     return {each: shown_sample(found[each], batches.steps.dataset, side=side) for each in ids if each in found}
+
+
+class LabelOrder(NamedTuple):
+    """Positions of samples, the most likely wrong label first, and for each True if it is likely wrong."""
+
+    order: NDArray[np.int64]
+    likely: NDArray[np.bool_]
+
+
+def label_order(
+    label: NDArray[np.int64], own: NDArray[np.float64], top: NDArray[np.int64], chances: NDArray[np.float64]
+) -> LabelOrder:
+    """Rank labels by how likely they are wrong. Labels below 0 are left out.
+
+    The threshold of a class is the mean probability of this class over the samples with its label (equation 2 of the
+    paper). A label is likely wrong if the most probable of the classes that reach their threshold is another one, that
+    is, an off-diagonal entry of the confident joint (equation 1). These labels come first. Within both groups, labels
+    are ordered by the normalized margin: the probability of the label minus the largest of another class (section 3.2).
+
+    Args:
+        label: Labels (N,).
+        own: The probability (N,) that a model gives to each label.
+        top: The most probable classes (N, K), in descending order.
+        chances: The probabilities (N, K) of these classes.
+    """
+    known = np.flatnonzero(label >= 0)
+    label, own, top, chances = label[known], own[known], top[known], chances[known]
+    classes = int(max(label.max(initial=0), top.max(initial=0))) + 1
+    counts = np.bincount(label, minlength=classes)
+    sums = np.bincount(label, weights=own, minlength=classes)
+    thresholds = np.where(counts > 0, sums / np.maximum(counts, 1), np.inf)
+    reached = np.where(chances >= thresholds[top], chances, -1.0)
+    best = reached.argmax(1)
+    rows = np.arange(len(label))
+    guess = np.where(reached[rows, best] >= 0, top[rows, best], label)
+    other = np.where(top == label[:, None], -1.0, chances).max(1)
+    likely = guess != label
+    order = np.lexsort((own - other, ~likely))
+    return LabelOrder(known[order], likely[order])
+
+
+FOLD_SETTINGS = (
+    *("data.val=null", "data.more_val=[]", "observers=[]", "metrics=[]"),
+    *("log.sinks=[]", "log.doctor=false", "alerts=null"),
+    *("checkpoint.every=null", "checkpoint.best=null", "checkpoint.restore_best=false"),
+)
+"""Settings that reduce the run of a fold to its training."""
+
+
+class FoldedTraining:
+    """Trains the recipe of a run once for each of ``folds`` parts of its training set, without that part.
+
+    ``batches`` are the full training set in its order. Raises UsageError for a run of live objects, and for data that
+    cannot be read by position.
+    """
+
+    def __init__(self, folder: RunFolder, folds: int, batch: int | None, say: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._folds = folds
+        self._say = say
+        loaded = load(folder.recipe, environ={})
+        live = [part.use for part in (loaded.recipe.model, loaded.recipe.data.train, loaded.recipe.loss)]
+        if named := [use for use in live if is_live(use)]:
+            raise UsageError(
+                f"{named[0].removeprefix(f'{LIVE}:')} of {folder.path} was passed in Python, so no recipe can train "
+                "it again",
+                remedy="leave --folds out, or train in folds yourself and give tw.bad_cases each model and its part",
+            )
+        self._train = build_dataset(loaded, "train")
+        size = length_of(self._train.dataset)
+        if size is None or self._train.own_batches is not None or self._train.order is not None or size < 2 * folds:
+            raise UsageError(
+                f"the training set of {folder.path} cannot be divided into {folds} folds",
+                remedy="leave --folds out; it takes a dataset with a length whose samples are read by position",
+            )
+        self._size, rows = size, batch or DEFAULT_BATCH_SIZE
+        self._how = Loading(rows, rows, collate=self._train.collate)
+        self.batches = EvaluationBatches(self._train.dataset, self._how)
+
+    def scores(self, groups: Groups) -> Scores:
+        """Return the scores of each sample by the model that was not trained on it."""
+        part = np.random.default_rng(0).permutation(self._size) % self._folds
+        found = CollectedScores()
+        for number in range(self._folds):
+            self._fold(number, part, found)
+        for _ in groups.watching(self.batches):
+            """The values of the groupings, in the order of the data."""
+        return found.scores(by_id=True)
+
+    def _fold(self, number: int, part: NDArray[np.int64], found: CollectedScores) -> None:
+        self._say(f"fold {number + 1} of {self._folds}: training on {int((part != number).sum()):,} samples")
+        mine, others = np.flatnonzero(part == number), np.flatnonzero(part != number)
+        with tempfile.TemporaryDirectory(prefix="trainwright-fold-") as folder:
+            loaded = self._loaded(folder)
+            rest = replace(self._train, dataset=Subset(self._train.dataset, others.tolist()))
+            model, _ = build_model(loaded, self._train)
+            result = train(loaded, parts=Parts(model, rest, {}, build_loss(loaded)), quiet=True)
+        if result.state is None or result.ending == "stopped":
+            raise StoppedError(f"fold {number + 1} was stopped: {result.reason}", remedy="run it again")
+        how = replace(self._how, device=next(result.state.model.parameters()).device)
+        left_out = EvaluationBatches(Subset(self._train.dataset, mine.tolist()), how)
+        found.collect(
+            result.state.model, build_loss(loaded), (MicroBatch(micro.data, mine[micro.ids]) for micro in left_out)
+        )
+
+    def _loaded(self, folder: str) -> Loaded:
+        return load(self._folder.recipe, overrides=[*FOLD_SETTINGS, f"folder={Path(folder).as_posix()}"], environ={})

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from trainwright.assembly import assemble
-from trainwright.assembly.assemble import Parts, build_dataset, build_loss, build_model
-from trainwright.assembly.model import count_parameters
+from trainwright.assembly.assemble import Parts, build_dataset, build_loss, build_model, count_parameters
 from trainwright.checkpoint.rng import preserved_rng, seed_all
 from trainwright.commands.check import data, learning, resources
 from trainwright.commands.check.alignment import alignment, contradictions
@@ -38,13 +37,12 @@ from trainwright.distributed.memory import free_bytes
 from trainwright.engine.loss import measures_progress
 from trainwright.engine.lr_range import LrRange
 from trainwright.errors import DataError, MissingExtra, RecipeError, TrainwrightError, text_of
-from trainwright.plan.batch import solve_batch
+from trainwright.plan.batch import batch_of
 from trainwright.plan.parallel import in_one_process
 from trainwright.plan.trace.resolve import resolve
 from trainwright.recipe import Loaded
 from trainwright.training.custom_step import require_loss
-from trainwright.training.job import Job
-from trainwright.training.prepare import prepare
+from trainwright.training.job import Job, prepare
 from trainwright.training.problems import all_problems_reported
 from trainwright.training.run import process_settings
 
@@ -189,7 +187,7 @@ def _named_parts(progress: _Progress, loaded: Loaded, available_bytes: int) -> P
     if progress.failed:
         raise _CannotContinue
     model, notes = build_model(loaded, train)
-    return Parts(model, train, val, build_loss(loaded), notes)
+    return Parts(model, train, {} if val is None else {"val": val}, build_loss(loaded), notes)
 
 
 def _check_data(progress: _Progress, parts: Parts) -> None:
@@ -205,7 +203,7 @@ def _check_data(progress: _Progress, parts: Parts) -> None:
         progress.add(data.overlap(train, progress.val))
         raise _CannotContinue
     progress.add(data.finite(train))
-    batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
+    batch = batch_of(recipe.batch, None)
     has_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in parts.model.modules())
     progress.add(
         data.batch_fits(train, batch.size, batch.micro, drop_last=recipe.data.drop_last, has_batch_norm=has_norm)
@@ -225,7 +223,7 @@ def _check_data(progress: _Progress, parts: Parts) -> None:
 def _check_first_batch(progress: _Progress, parts: Parts) -> None:
     """Check one batch with the untrained model."""
     recipe = progress.loaded.recipe
-    batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
+    batch = batch_of(recipe.batch, None)
     micro = min(batch.micro, progress.train.size or batch.micro)
     loading = Loading(
         micro,
@@ -291,7 +289,7 @@ def _check_training(progress: _Progress, job: Job) -> None:
 
 def _step_s(job: Job) -> float:
     """Return the seconds of a step from the dry run: reading, forward and backward, which dominate it."""
-    return max(job.plan.step_s or 0.0, 1e-4 + job.measured.reading.wait_s)
+    return max(job.plan.predicted.step_s or 0.0, 1e-4 + job.measured.reading.wait_s)
 
 
 def _num_steps(job: Job, step_s: float) -> float:

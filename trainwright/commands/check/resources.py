@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from trainwright.assembly.assemble import Parts, build_model
-from trainwright.assembly.model import count_parameters
+from trainwright.assembly.assemble import Parts, build_model, count_parameters
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.commands.check.sandbox import Sandbox
 from trainwright.commands.check.verdict import Verdict
@@ -80,7 +79,7 @@ def predicted(loaded: Loaded, parts: Parts, device: torch.device) -> Iterator[Ve
 
 def memory(job: Job, available_bytes: int) -> Iterator[Verdict]:
     """Compare the peak of a step in the plan with the bytes that were available before the model was built."""
-    sizes = job.plan.memory_bytes
+    sizes = job.plan.predicted.memory_bytes
     if sizes is None:
         yield Verdict("cannot tell", "memory", "the plan has no memory figures")
         return

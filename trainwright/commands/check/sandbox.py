@@ -101,8 +101,9 @@ class Sandbox:
 def _with_new_optimizer(parts: Parts) -> Parts:
     """Return the same model with copies of an optimizer and a schedule that are objects, so neither has trained."""
     kept = {id(parameter): parameter for parameter in parts.model.parameters()}
-    optimizer, schedule = copy.deepcopy((parts.optimizer, parts.schedule), kept)
-    return replace(parts, optimizer=optimizer, schedule=schedule, observers=())
+    optimizer, schedule = copy.deepcopy((parts.custom.optimizer, parts.custom.schedule), kept)
+    custom = replace(parts.custom, optimizer=optimizer, schedule=schedule, observers=())
+    return replace(parts, custom=custom)
 
 
 def _bytes(data: object) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
 
-from trainwright.assembly.assemble import build_loading, validation_batches
+from trainwright.assembly.assemble import build_loading, validation_sets
 from trainwright.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.train_state import TrainState
@@ -28,7 +28,7 @@ from trainwright.monitoring.terminal import Console
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import Found
 from trainwright.training.job import make_advance, until_of
-from trainwright.training.run import make_engine_observer
+from trainwright.training.open_run import make_engine_observer
 
 STEPS = 100
 EXAMINATION_STEPS = 40
@@ -169,7 +169,7 @@ def _message_and_remedy(error: Exception) -> tuple[str, str]:
 def _evaluate(sandbox: Sandbox, state: TrainState, run: SmokeRun, budget_s: float) -> None:
     job = sandbox.job
     loading = build_loading(job.parts, job.recipe, job.plan, job.device)
-    batches = validation_batches(job.parts, job.recipe, loading)
+    batches = next(iter(validation_sets(job.parts, job.recipe, loading).values()), None)
     if batches is None:
         return
     in_time = within(iter(islice(batches, 32)), budget_s)

@@ -18,7 +18,7 @@ from trainwright.commands.convert.draft import (
     span,
     switch,
 )
-from trainwright.commands.convert.trainer import RANKS, REPORTED, decimal
+from trainwright.commands.convert.trainer import RANKS, REPORTED, clipping
 from trainwright.recipe.catalog import OPTIMIZERS
 
 NAME = "LightningCLI"
@@ -176,13 +176,6 @@ def clip_algorithm(draft: Draft, key: str, value: object) -> None:
         draft.take(key, value, {"optimizer.clip.by": value})
 
 
-def clip_value(draft: Draft, key: str, value: object) -> None:
-    if not number(value):
-        draft.skip(key, value, "off")
-    else:
-        draft.take(key, value, {"optimizer.clip.by": "norm", "optimizer.clip.at": decimal(value)})
-
-
 def logger(draft: Draft, key: str, value: object) -> None:
     found: list[str] = []
     for each in value if isinstance(value, list) else [value]:
@@ -268,7 +261,7 @@ TRAINER: Mapping[str, Rule] = {
     "max_epochs": max_epochs,
     "max_time": max_time,
     "accumulate_grad_batches": at("batch.accumulation"),
-    "gradient_clip_val": clip_value,
+    "gradient_clip_val": clipping,
     "gradient_clip_algorithm": clip_algorithm,
     "precision": precision,
     "accelerator": accelerator,

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainwright.commands.ladder.judge import (
+    BAND_FACTOR,
+    MIN_BAND,
     Band,
     MeasuredRung,
     RungVerdict,
@@ -30,14 +32,12 @@ from trainwright.commands.ladder.judge import (
     new_finding,
     unhealthy,
 )
-from trainwright.commands.ladder.page import write_page
-from trainwright.commands.ladder.result import BEST, PAGE, REPORT, Ladder, RungResult, commented, notes_of
+from trainwright.commands.ladder.result import BEST, HEAD, PAGE, REPORT, Ladder, RungResult, commented, notes_of
 from trainwright.commands.ladder.rungs import (
     BASELINE,
     SECOND_SEED,
     Rung,
     batch_settings,
-    batch_size,
     length_settings,
     own_length,
     rungs_of,
@@ -45,7 +45,9 @@ from trainwright.commands.ladder.rungs import (
     words,
 )
 from trainwright.errors import UsageError
+from trainwright.plan.batch import batch_of
 from trainwright.recipe import Loaded, dump_masked, load
+from trainwright.report.chart import Mark, Series, line_chart_svg
 from trainwright.runs.files import UnreadableFile, parse_json, read_text
 from trainwright.runs.lock import is_locked
 from trainwright.runs.provenance import modules_of
@@ -163,7 +165,7 @@ class _Climb:
         self._folder = folder
         self._threads = threads
         self._say = say
-        self._batch = batch_size(loaded.recipe)
+        self._batch = batch_of(loaded.recipe.batch, None).size
         self._end_s = time.monotonic() + budget_s
         self._limit_s = math.inf
         self._rows: list[RungResult] = []
@@ -393,3 +395,41 @@ def _in_one_line(text: str) -> str:
     """Return an error message without the count of its problems, the place and the remedy, which concern the child."""
     line = re.sub(r"^(the recipe has \d+ problems?: )?(--set [\w.]+: )?", "", " ".join(text.split()))
     return line.partition(" remedy: ")[0][:MAX_REASON_CHARS] or "it did not start"
+
+
+def write_page(path: Path, found: Ladder) -> None:
+    """Write the page. Raises StorageError if it cannot be written."""
+    from trainwright.report.pages.render import ladder_page  # imports jinja2
+
+    page = ladder_page(
+        found, head=HEAD, pictures=pictures(found), best=BEST, differences=BAND_FACTOR, least=f"{MIN_BAND:.0%}"
+    )
+    write_atomically(path, page, durable=False)
+
+
+def pictures(found: Ladder) -> list[tuple[str, str]]:
+    """Return names and SVGs: the training loss of each rung by samples, and the final losses with the band."""
+    trained = [rung for rung in found.rungs if rung.measured]
+    drawn = [("Training loss", _curves(found, trained))]
+    finals = [(index, rung.measured.loss) for index, rung in enumerate(trained) if rung.measured]
+    if found.band and finals:
+        base = finals[0][1]
+        marks = [
+            Mark("y", base + found.band.loss, "baseline + band"),
+            Mark("y", base - found.band.loss, "baseline - band"),
+        ]
+        line = Series("final loss", [index for index, _ in finals], [loss for _, loss in finals])
+        label = "rung: " + ", ".join(f"{index} {rung.name}" for index, rung in enumerate(trained))
+        svg = line_chart_svg([line], title="Final loss", x_label=label, y_label="loss", marks=marks)
+        drawn.append(("Final loss", svg))
+    return drawn
+
+
+def _curves(found: Ladder, trained: list[RungResult]) -> str:
+    series = []
+    for rung in trained:
+        assert rung.measured
+        count, samples = len(rung.measured.curve), found.steps * found.batch
+        x = [samples * (index + 1) / count for index in range(count)]
+        series.append(Series(rung.name, x, rung.measured.curve))
+    return line_chart_svg(series, title="Training loss, mean of each window", x_label="samples", y_label="loss")

@@ -13,6 +13,7 @@ from trainwright.commands.ladder.judge import BAND_FACTOR, MIN_BAND, Band, Measu
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.runs.figures import figure
 from trainwright.runs.json_values import strict
+from trainwright.runs.printing import in_columns
 from trainwright.runs.records import Found
 
 BEST = "best.yaml"
@@ -141,11 +142,7 @@ class Ladder:
 
     def table(self) -> list[str]:
         """Return the rows as text in columns."""
-        table = [HEAD, *(rung.cells() for rung in self.rungs)]
-        widths = [max(len(cells[column]) for cells in table) for column in range(len(HEAD))]
-        return [
-            "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in table
-        ]
+        return in_columns([HEAD, *(rung.cells() for rung in self.rungs)])
 
     def _band_line(self) -> Iterator[str]:
         if self.band:

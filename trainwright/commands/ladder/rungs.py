@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from trainwright.errors import UsageError, require_choice
-from trainwright.plan.batch import solve_batch
+from trainwright.plan.batch import batch_of
 from trainwright.recipe import Recipe
 from trainwright.recipe.duration import Duration
 
@@ -88,7 +88,7 @@ def batch_settings(recipe: Recipe, factor: int, optimizer: str) -> Settings:
     """Return the settings of a batch ``factor`` times that of the recipe. The learning rate was found at the recipe's
     size.
     """
-    batch = batch_size(recipe)
+    batch = batch_of(recipe.batch, None).size
     settings = {"batch.size": str(batch * factor), "batch.accumulation": "null"}
     if recipe.optimizer.lr_rule.rule == "none":
         settings["optimizer.lr_rule.rule"] = "linear" if optimizer in LINEAR_RULE else "sqrt"
@@ -96,11 +96,6 @@ def batch_settings(recipe: Recipe, factor: int, optimizer: str) -> Settings:
     if not recipe.schedule.warmup.value:
         settings["schedule.warmup"] = WARMUP
     return settings
-
-
-def batch_size(recipe: Recipe) -> int:
-    """Return the samples in a step of the recipe."""
-    return solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation).size
 
 
 def steps_of(recipe: Recipe, steps: int | None, samples: int | None) -> int:
@@ -111,7 +106,7 @@ def steps_of(recipe: Recipe, steps: int | None, samples: int | None) -> int:
     if steps is not None and samples is not None:
         raise UsageError("--steps and --samples both set the length of a rung", remedy="give one of them")
     if samples is not None:
-        steps = samples // batch_size(recipe)
+        steps = samples // batch_of(recipe.batch, None).size
     elif steps is None:
         own = int(recipe.until.value) if recipe.until.unit == "steps" else DEFAULT_STEPS
         steps = max(MIN_STEPS, min(own, DEFAULT_STEPS))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainwright.assembly.assemble import Parts, is_live
+from trainwright.assembly.assemble import Parts
 from trainwright.commands.replay.result import Rerun, Say
 from trainwright.commands.replay.trained import Origin, rerun_trained
 from trainwright.commands.replay.watched import rerun_watched
 from trainwright.errors import UsageError
 from trainwright.recipe import load
+from trainwright.recipe.resolve import is_live
 from trainwright.replay import bundle as bundles
 from trainwright.replay.bundle import kind_of, read_bundle
 from trainwright.runs.folder import RunFolder
@@ -75,7 +76,7 @@ def _bundles(folder: RunFolder) -> list[Path]:
 
 
 def _is_live(folder: RunFolder) -> bool:
-    return is_live(load(folder.recipe, environ={}).recipe)
+    return is_live(load(folder.recipe, environ={}).recipe.model.use)
 
 
 def _bundle_of(folder: RunFolder, step: int | None) -> Path:

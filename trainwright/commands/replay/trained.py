@@ -18,8 +18,7 @@ from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.manifest import read_manifest, step_of, verify
 from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.checkpoint.store import checkpoints
-from trainwright.commands.replay.examine import examine_replay
-from trainwright.commands.replay.result import Compared, Rerun, Say
+from trainwright.commands.replay.result import Compared, Rerun, Say, examine_replay
 from trainwright.commands.replay.watched import UNBOUNDED, compared
 from trainwright.engine.step import StepResult
 from trainwright.errors import CheckpointError, UsageError, text_of
@@ -41,8 +40,7 @@ from trainwright.runs.lock import RunLock
 from trainwright.runs.reader import read
 from trainwright.runs.records import Ended, Examined, Record, Started, Step, Watched
 from trainwright.runs.shapes import CrashLoopFile, PlanFile, read_as, read_object
-from trainwright.training.job import Job, make_advance, spike_handler, until_of
-from trainwright.training.prepare import prepare
+from trainwright.training.job import Job, make_advance, prepare, spike_handler, until_of
 from trainwright.training.resume import Earlier
 from trainwright.training.run import process_settings
 from trainwright.watching.budget import ExaminationBudget
@@ -148,7 +146,7 @@ def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun, parts: P
     planned = _plan(origin.plan)
     if origin.checkpoint is None:
         kept = [f"precision={planned['precision']}"] if "precision" in planned else []
-        if parts is not None and parts.generators is not None:
+        if parts is not None and parts.custom.generators is not None:
             done.inexact = True
             done.notes.append(
                 "the run did not seed the random generators, their state is not recorded, and no checkpoint precedes "
@@ -163,9 +161,7 @@ def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun, parts: P
     for file in origin.checkpoint.iterdir():
         _link(file, held / file.name)
     again = f"trainwright replay {origin.source}"
-    earlier = Earlier(
-        folder, lock, held, read_run_metadata(held), ("all",), done.notes.append, lambda paths, undo=(): again
-    )
+    earlier = Earlier(folder, lock, held, read_run_metadata(held), ("all",), lambda paths, undo=(): again, done.notes)
     return prepare(in_one_process(load(origin.recipe, overrides=quiet, environ={})), parts, earlier=earlier)
 
 

@@ -15,8 +15,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.snapshot import LiveObjects
-from trainwright.commands.replay.examine import examine_replay
-from trainwright.commands.replay.result import Compared, Rerun, Say
+from trainwright.commands.replay.result import Compared, Rerun, Say, examine_replay
 from trainwright.errors import UsageError, text_of
 from trainwright.recorder.numbers import as_record
 from trainwright.recorder.program import RecordedStep

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -19,7 +18,15 @@ from pathlib import Path
 import psutil
 
 from trainwright.commands.sweep.result import INTERRUPTED, SweepResult, ranked, shown, train_best, write_results
-from trainwright.commands.sweep.spec import SPEC, Sweep, differences, spec_of, without_overrides
+from trainwright.commands.sweep.spec import (
+    SPEC,
+    TRAIN_LOSS,
+    VALIDATION_LOSS,
+    Sweep,
+    differences,
+    spec_of,
+    without_overrides,
+)
 from trainwright.commands.sweep.study import (
     JOURNAL,
     StudyTrials,
@@ -29,14 +36,16 @@ from trainwright.commands.sweep.study import (
     require_optuna,
     trial_folder,
 )
-from trainwright.commands.sweep.values import ValueReader
 from trainwright.errors import StorageError, UsageError
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.machine import read_machine
 from trainwright.recipe import load
+from trainwright.runs import system_calls
 from trainwright.runs.figures import figure
-from trainwright.runs.files import UnreadableFile, read_text
+from trainwright.runs.files import UnreadableFile, open_file, read_text
 from trainwright.runs.folder import RunFolder
+from trainwright.runs.reader import decode_lines
+from trainwright.runs.records import Evaluated, Record, Step
 from trainwright.runs.shapes import PlanFile, read_as
 from trainwright.runs.storage import write_atomically
 from trainwright.trials import Trial, TrialProcess, read_trial
@@ -318,7 +327,7 @@ def _keep_spec(sweep: Sweep) -> None:
 def _locked(path: Path, what: str, say: Say, *, shared: bool = False) -> Iterator[int]:
     """Hold the lock file ``path``. The trials inherit the lock, so it is free when the last of them has ended."""
     path.parent.mkdir(exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    descriptor = system_calls.open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         waited_s, has_said = 0.0, False
         while not _flock(descriptor, shared=shared):
@@ -334,7 +343,8 @@ def _locked(path: Path, what: str, say: Say, *, shared: bool = False) -> Iterato
             waited_s += POLL_S
         if not shared:
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+            holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
+            system_calls.write_at(descriptor, holder.encode(), 0)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -342,18 +352,15 @@ def _locked(path: Path, what: str, say: Say, *, shared: bool = False) -> Iterato
 
 def _flock(descriptor: int, *, shared: bool) -> bool:
     try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return system_calls.try_lock(descriptor, shared=shared)
     except OSError:  # a file system without locks
         return True
-    return True
 
 
 def _holder(descriptor: int) -> str | None:
     """Return the process that holds the lock; None if it has ended and its trials still save."""
     with suppress(ValueError, KeyError, psutil.Error, TypeError):
-        found = json.loads(os.pread(descriptor, 1000, 0))
+        found = json.loads(system_calls.read_at(descriptor, 1000, 0))
         if found["host"] != socket.gethostname():
             return f"process {found['pid']} on {found['host']}"
         if psutil.Process(found["pid"]).status() != psutil.STATUS_ZOMBIE:
@@ -374,7 +381,8 @@ def _stopping() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         stop.set()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    names = [name for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+    before = {number: signal.signal(number, handle) for number in (getattr(signal, name) for name in names)}
     try:
         yield stop
     finally:
@@ -411,3 +419,49 @@ def _jobs_by_plan(plan: Path, threads: int) -> int:
     by_cores = machine.cores // threads
     by_memory = 1 + machine.available_bytes // (PROCESS_BYTES + sum(held.values()))
     return max(1, min(by_cores, by_memory))
+
+
+AVERAGED_RECORDS = 10
+"""Number of records over which the training loss of a trial is averaged, because that of one batch is noisy."""
+
+
+class ValueReader:
+    """Reads the new records of a log at each call. A step that a resume repeats counts once."""
+
+    def __init__(self, log: Path, metric: str) -> None:
+        self._log = log
+        self._metric = metric
+        self._position = 0
+        self._last_step = 0
+        self._recent: deque[float] = deque(maxlen=AVERAGED_RECORDS)
+        self.value: float | None = None
+
+    def read(self) -> list[tuple[int, float]]:
+        """Return new values by step. Raises UsageError for a metric that the run does not measure."""
+        if not self._log.is_file():
+            return []
+        with open_file(self._log) as file:
+            file.seek(self._position)
+            text = file.read()
+        text = text[: text.rfind(b"\n") + 1]
+        self._position += len(text)
+        found = [self._of(each) for each in decode_lines(text.splitlines(keepends=True)).records]
+        return [each for each in found if each is not None]
+
+    def _of(self, record: Record) -> tuple[int, float] | None:
+        if self._metric == TRAIN_LOSS:
+            if not isinstance(record, Step) or record.step <= self._last_step:
+                return None
+            self._recent.append(record.loss)
+            value = sum(self._recent) / len(self._recent)
+        elif isinstance(record, Evaluated) and record.step > self._last_step:
+            known = {VALIDATION_LOSS: record.loss, **record.metrics}
+            if self._metric not in known:
+                raise UsageError(
+                    f"the validation has no metric {self._metric!r}", remedy=f"choose one of {', '.join(known)}"
+                )
+            value = known[self._metric]
+        else:
+            return None
+        self._last_step, self.value = record.step, value
+        return record.step, value

@@ -15,6 +15,7 @@ from trainwright.plan.explain import human_seconds
 from trainwright.recipe import dump_masked, load
 from trainwright.runs.figures import figure
 from trainwright.runs.json_values import strict
+from trainwright.runs.printing import in_columns
 from trainwright.runs.storage import write_atomically
 
 TABLE = "sweep.json"
@@ -68,9 +69,7 @@ class SweepResult:
         """Return the table as text, the files, and the commands to run next."""
         paths = list(self.rows[0].params) if self.rows else []
         head = ("trial", *paths, self.metric, "steps", "time", "ended", "findings")
-        table = [head, *(_cells(row) for row in self.rows)]
-        widths = [max(len(cells[column]) for cells in table) for column in range(len(head))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip() for cells in table]
+        lines = in_columns([head, *(_cells(row) for row in self.rows)])
         if self.importance:
             parts = (f"{path} {part:.0%}" for path, part in self.importance.items())
             lines.append(f"importance  {', '.join(parts)}")

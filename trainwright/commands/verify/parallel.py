@@ -26,7 +26,7 @@ from trainwright.checkpoint.manifest import name_of
 from trainwright.checkpoint.rng import preserved_rng, reseed
 from trainwright.engine.loss import as_loss_fn, call_loss
 from trainwright.errors import TrainwrightError, UsageError
-from trainwright.plan.batch import solve_batch
+from trainwright.plan.batch import batch_of
 from trainwright.plan.degrees import AXES
 from trainwright.plan.parallel import in_one_process, solve_layout
 from trainwright.recipe import Loaded, load
@@ -34,7 +34,7 @@ from trainwright.recipe.parallel import Parallel
 from trainwright.runs.reader import read
 from trainwright.runs.records import Step
 from trainwright.runs.shapes import PlanFile, read_as
-from trainwright.training.prepare import prepare
+from trainwright.training.job import prepare
 
 EPS = {"fp32": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-8, "fp16": 2.0**-10, "fp8": 2.0**-4, "mxfp8": 2.0**-4}
 """Machine epsilon of the arithmetic of the forward pass."""
@@ -174,7 +174,7 @@ def verify_parallel(
         raise UsageError(f"--ranks {ranks} leaves nothing to compare", remedy="give at least 2")
     settings = (*settings, "parallel.replicate=auto", "parallel.compress=none")
     loaded = load(recipe, overrides=list(settings))
-    with at_recipe(loaded, "parallel"):
+    with at_recipe(loaded.source, "parallel"):
         solve_layout(loaded.recipe, ranks)
     folder = Path(tempfile.mkdtemp(prefix="trainwright-verify-"))
     try:
@@ -245,7 +245,7 @@ class _Layouts:
     def _smaller(self, parts: int) -> list[str]:
         """Return settings with ``parts`` times fewer samples per forward pass."""
         ask = self.loaded.recipe.batch
-        batch = solve_batch(ask.size, ask.micro, ask.accumulation)
+        batch = batch_of(ask, None)
         return [f"batch.size={batch.size}", f"batch.micro={math.ceil(batch.micro / parts)}", "batch.accumulation=null"]
 
     def _trained(self, what: str, ranks: int, *more: str) -> _Trained:

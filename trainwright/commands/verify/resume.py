@@ -28,6 +28,7 @@ from trainwright.runs.reader import read
 from trainwright.runs.records import Evaluated, Record, Started, Step
 from trainwright.runs.shapes import PlanFile, read_as
 from trainwright.training.subject import Build, named
+from trainwright.trials.trial import require_signals
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,7 @@ class _TrialRuns:
 
     def prove(self, keep: bool) -> Proof:
         """Run the straight and the interrupted run and compare them."""
+        require_signals()
         begin_s, trial, n = time.monotonic(), self.trial, self.trial.steps
         straight = self._straight("straight")
         precision = read_as(straight.plan, PlanFile).precision

@@ -90,7 +90,8 @@ def outcome_of(part: TrialPart, build: Build, console: Console) -> dict[str, obj
             loaded = load(folder.recipe, overrides=part.settings, environ={})
         result = train(
             loaded,
-            parts=None if parts is None else replace(parts, observers=()),  # one of them may end the trial
+            # one of the observers may end the trial
+            parts=None if parts is None else replace(parts, custom=replace(parts.custom, observers=())),
             resume=folder,
             console=console,
             extras=[lambda *_: _End(part)] if part.end_at else [],

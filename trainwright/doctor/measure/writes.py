@@ -59,12 +59,12 @@ class Writes(Probe):
 
     def _of_state(self) -> list[tuple[int, int]]:
         """Returns identity and version of the optimizer state. A loop that rolls back restores it, too."""
-        found = []
-        for optimizer in self._optimizers if self._weights else ():
-            for each in optimizer.state.get(self._weights[0], {}).values():
-                if isinstance(each, Tensor):
-                    found.append((id(each), 0 if each.is_inference() else each._version))
-        return found
+        return [
+            (id(each), 0 if each.is_inference() else each._version)
+            for optimizer in (self._optimizers if self._weights else ())
+            for each in optimizer.state.get(self._weights[0], {}).values()
+            if isinstance(each, Tensor)
+        ]
 
     def values(self) -> Facts | None:
         self.urgent = False

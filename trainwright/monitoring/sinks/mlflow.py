@@ -61,7 +61,7 @@ class MLflow:
             experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "trainwright"), artifacts)
             run = self._client.create_run(experiment, run_name=folder.name, tags={"trainwright.folder": str(folder)})
             self._run_id = run.info.run_id
-            (folder / RUN_ID).write_text(json.dumps({"run_id": self._run_id}) + "\n")
+            (folder / RUN_ID).write_text(json.dumps({"run_id": self._run_id}) + "\n", "utf-8")
             parameters = (self._param(name, value[:MAX_VALUE_CHARS]) for name, value in _flat(self._config))
             while some := list(islice(parameters, MAX_PARAMETERS_PER_CALL)):
                 self._client.log_batch(self._run_id, params=some)

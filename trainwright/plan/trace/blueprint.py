@@ -6,7 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import islice
 from typing import Any
 
@@ -15,8 +15,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset
 
-from trainwright.assembly.assemble import Parts, at_recipe, build_dataset, build_loss, build_model
-from trainwright.assembly.model import freeze, require_ready
+from trainwright.assembly.assemble import (
+    Parts,
+    at_recipe,
+    build_dataset,
+    build_loss,
+    build_model,
+    freeze,
+    require_ready,
+)
 from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.data.first_samples import first_samples
@@ -33,7 +40,6 @@ from trainwright.optim.user_optimizers import as_one, require_optimizer
 from trainwright.plan.devices import Device
 from trainwright.plan.memory import memory_bytes, room_for_logits
 from trainwright.plan.trace.fake_tensors import UNTRACEABLE, fake_batch, fake_tensors
-from trainwright.plan.trace.missing_kernels import register_missing_kernels
 from trainwright.plan.trace.traced_step import TracedObjects
 from trainwright.recipe import OPTIMIZERS, Loaded, optimizer_row
 from trainwright.recipe.resolve import find, parameters_of
@@ -139,10 +145,10 @@ class Blueprint:
         """Return the model as it is trained, before activation checkpointing. Call it under fake tensors."""
         recipe, model = self.loaded.recipe, self.bare_model(device)
         if recipe.model.lora is not None:
-            with at_recipe(self.loaded, "model.lora"):
+            with at_recipe(self.loaded.source, "model.lora"):
                 model = add_lora(model, **recipe.model.lora.model_dump())
         if recipe.model.freeze:
-            with at_recipe(self.loaded, "model.freeze"):
+            with at_recipe(self.loaded.source, "model.freeze"):
                 freeze(model, recipe.model.freeze)
         self.part(model)
         return model if model.training else model.train()
@@ -160,7 +166,7 @@ class Blueprint:
                 raise
             why = error.problems[0].rule
             raise UsageError(f"the model cannot be made without its memory: {why}", remedy=NEEDS_MEMORY) from None
-        with at_recipe(self.loaded, "model.use"):
+        with at_recipe(self.loaded.source, "model.use"):
             require_ready(model)
         return model
 
@@ -176,7 +182,7 @@ class Blueprint:
         if optimizer_row(section.use).fused and not {"fused", "foreach", "dampening", "capturable"} & set(args):
             args["fused"] = True  # as on a GPU; make_optimizer does not recognize the simulated one
         register_missing_kernels()
-        with at_recipe(self.loaded, "optimizer"):
+        with at_recipe(self.loaded.source, "optimizer"):
             return make_optimizer(
                 factory,
                 model,
@@ -207,7 +213,7 @@ def make_blueprint(loaded: Loaded, parts: Parts | None = None) -> Blueprint:
     with preserved_rng():  # samples may be augmented
         sample = _largest_sample(train, loaded.recipe.data.quarantine)
     if parts is not None:
-        return Blueprint(loaded, train, parts.loss, sample, parts.model, parts.optimizer)
+        return Blueprint(loaded, train, parts.loss, sample, parts.model, parts.custom.optimizer)
     return Blueprint(loaded, train, build_loss(loaded), sample)
 
 
@@ -239,3 +245,18 @@ def _first_samples(dataset: Dataset[object] | ReadyBatches, left_out: Collection
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return islice(iter(dataset), 1)
     return first_samples(dataset, MAX_SAMPLES_READ, left_out)
+
+
+IN_PLACE = ("_fused_sgd_", "_fused_adagrad_")
+"""Operators that write to their arguments and return nothing, so there is no shape to compute. torch 2.13 lacks them.
+"""
+
+
+@cache
+def register_missing_kernels() -> torch.library.Library:
+    """Register them with torch at the first call, for the rest of the process."""
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for name in IN_PLACE:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            library.impl(name, lambda *args, **kwargs: None, "Meta")  # type: ignore[no-untyped-call]
+    return library

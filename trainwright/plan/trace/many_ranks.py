@@ -26,8 +26,7 @@ from trainwright.engine.sequence_part import loss_of_part
 from trainwright.errors import UsageError
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.devices import Device
-from trainwright.plan.grow import Blocks
-from trainwright.plan.many_ranks import DIVIDED_POLICIES, ManyRanks, RankModel
+from trainwright.plan.many_ranks import DIVIDED_POLICIES, Blocks, ManyRanks, RankModel
 from trainwright.plan.splits import ModelShape
 from trainwright.plan.trace.blueprint import Blueprint, make_blueprint
 from trainwright.plan.trace.fake_tensors import fake_tensors

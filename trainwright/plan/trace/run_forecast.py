@@ -118,7 +118,7 @@ def can_offload(loaded: Loaded, device: Device) -> bool:
     section = loaded.recipe.optimizer
     why = why_not_offloaded(section.use, section.args)
     if why and section.offload is True:
-        with at_recipe(loaded, "optimizer.offload"):
+        with at_recipe(loaded.source, "optimizer.offload"):
             raise UsageError(f"{section.use} cannot be offloaded: {why}", remedy="set it to false, or choose adamw")
     return not why and device.kind != "cpu"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,12 @@ from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.step import StepFn, make_step
 from trainwright.errors import UsageError
 from trainwright.optim.clip import make_clip
-from trainwright.plan.call_trace import HiddenBytes, Trace
+from trainwright.plan.call_trace import KINDS, HiddenBytes, Kind, Moment, Trace
 from trainwright.plan.checkpointing import Checkpointing
+from trainwright.plan.trace.caching_allocator import reserved_bytes
 from trainwright.plan.trace.fake_tensors import DeviceName, fake_tensors, forget_casts, simulated_device, use_foreach
 from trainwright.plan.trace.hidden_memory import hidden_in_every_step
-from trainwright.plan.trace.moments import kept_for_backward, moments, reserved
-from trainwright.plan.trace.tracker import Tracker
+from trainwright.plan.trace.tracker import MemoryEvent, TrackedStorage, Tracker
 
 WHY_RESERVED = "simulated gaps in the caching allocator's segments; it frees most of them when memory is short"
 
@@ -197,3 +198,43 @@ class _NoUpdate(Optimizer):
         super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": 0.0})
 
     def step(self, closure: object = None) -> None: ...  # type: ignore[override]
+
+
+def kind_of(storage: TrackedStorage) -> Kind:
+    """Return the kind of a storage. If none is set: activations if forward made it and backward freed it."""
+    if storage.kind is not None:
+        return storage.kind
+    of_forward = storage.made_in in ("forward", "checkpointing")
+    return "activations" if of_forward and storage.freed_in not in ("forward", "checkpointing") else "temporaries"
+
+
+def moments(before: Sequence[TrackedStorage], events: Sequence[MemoryEvent]) -> tuple[Moment, ...]:
+    """Return the bytes held after each event. ``before`` are the storages held at the start of the step."""
+    held: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+    for storage in before:
+        held[kind_of(storage)] += storage.num_bytes
+    found = []
+    for event in events:
+        for storage in event.freed:
+            held[kind_of(storage)] -= storage.num_bytes
+        for storage in event.made:
+            held[kind_of(storage)] += storage.num_bytes
+        found.append(Moment(event.phase, event.micro, event.module, event.op, dict(held)))
+    return tuple(found)
+
+
+def reserved(before: Sequence[TrackedStorage], events: Sequence[MemoryEvent]) -> int:
+    """Return the bytes that CUDA's caching allocator reserves for these events, including gaps."""
+    changes = (([id(one) for one in event.freed], [(id(one), one.num_bytes) for one in event.made]) for event in events)
+    return reserved_bytes(((id(storage), storage.num_bytes) for storage in before), changes)
+
+
+def kept_for_backward(events: Sequence[MemoryEvent]) -> Mapping[str, int]:
+    """Return the bytes that the first micro-batch's forward pass keeps for backward, by the module that made them."""
+    sums: Counter[str] = Counter()
+    for event in events:
+        if event.phase == "forward" and event.micro == 0:
+            for storage in event.made:
+                if kind_of(storage) == "activations":
+                    sums[event.module] += storage.num_bytes
+    return dict(sums)

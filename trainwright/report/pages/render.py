@@ -13,18 +13,19 @@ from functools import cache
 from importlib.resources import files
 from itertools import zip_longest
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from trainwright.doctor.pages import page as page_of_code
 from trainwright.errors import UsageError
 from trainwright.plan.explain import human_bytes, human_seconds
-from trainwright.report.findings import place
+from trainwright.report.findings import place, value_in_words
 from trainwright.report.graph import human_count
 from trainwright.report.pages.compare import RunComparison
 from trainwright.report.pages.curves import BUCKETS, curves_of, readings_of
+from trainwright.report.pages.means import SpanMeans
 from trainwright.report.pages.overview import Overview
-from trainwright.report.pages.sparkline import sparkline
 from trainwright.report.pages.view import RunView, flat, memory_parts, number
 from trainwright.runs.files import reason_of
 from trainwright.runs.printing import readable
@@ -157,7 +158,7 @@ def templates() -> Environment:
         masked=masked,
         when=_when,
         since=_since,
-        value=_value,
+        value=value_in_words,
         explained=_explanation,
         count=human_count,
         image=_image,
@@ -207,5 +208,21 @@ def _since(time_s: float) -> str:
     return human_seconds(passed_s) if passed_s < 2 * DAY_S else f"{passed_s / DAY_S:.0f} days"
 
 
-def _value(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+WIDTH, HEIGHT = 96, 22
+
+
+def sparkline(means: SpanMeans) -> Markup:
+    """Return an <svg> of the mean losses, on a log axis if all are positive; "" if fewer than two are finite."""
+    columns = means.columns()
+    finite = np.isfinite(columns["loss"])
+    steps, losses = columns["step"][finite], columns["loss"][finite]
+    if len(losses) < 2:
+        return Markup("")
+    losses = np.log(losses) if (losses > 0).all() else losses
+    across = (steps - steps[0]) / (steps[-1] - steps[0]) * (WIDTH - 4)
+    down = (losses.max() - losses) / ((losses.max() - losses.min()) or 1.0) * (HEIGHT - 4)
+    points = " ".join(f"{2 + x:.0f},{2 + y:.1f}" for x, y in zip(across, down))
+    return Markup(
+        f'<svg class="spark" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" aria-hidden="true">'
+        f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="1.5"/></svg>'
+    )

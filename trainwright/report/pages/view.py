@@ -167,9 +167,8 @@ class RunView(RunDocuments):
     def pins(self) -> list[Pin]:
         """Findings, resumes and out-of-memory attempts, by step."""
         pins = [Pin(_since(each), each.severity, each.code, number) for number, each in enumerate(self.findings)]
-        for each in self.log.notes(Started)[1:]:
-            if isinstance(each, Started):
-                pins.append(Pin(each.step, "resume", f"resumed at step {each.step}"))
+        starts = [each for each in self.log.notes(Started)[1:] if isinstance(each, Started)]
+        pins += [Pin(each.step, "resume", f"resumed at step {each.step}") for each in starts]
         out_of_memory = {each.step for each in self.log.notes(OutOfMemory) if isinstance(each, OutOfMemory)}
         pins += [Pin(step, "memory", f"out of memory in step {step}") for step in sorted(out_of_memory)[-50:]]
         return sorted(pins, key=lambda pin: pin.step)

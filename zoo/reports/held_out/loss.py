@@ -272,10 +272,9 @@ def eos_is_padding(watch: Watch, seed: int, faulty: bool) -> Outcome:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    ends = []
     with torch.no_grad():
-        for example in examples[:100]:
-            ends.append(model(torch.tensor([example[:-1]]))[0, -1].softmax(-1)[eos_token_id].item())
+        prompts = [torch.tensor([example[:-1]]) for example in examples[:100]]
+        ends = [model(prompt)[0, -1].softmax(-1)[eos_token_id].item() for prompt in prompts]
     return Outcome(losses, mean(ends) < 0.1, {"probability_of_the_end": mean(ends), "last_loss": mean(losses[-20:])})
 
 
