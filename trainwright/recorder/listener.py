@@ -191,19 +191,6 @@ def muted() -> Iterator[None]:
         _muted.discard(thread)
 
 
-@contextmanager
-def unmuted() -> Iterator[None]:
-    """Context inside of ``muted`` in which this thread has events again."""
-    thread = threading.get_ident()
-    was_muted = thread in _muted
-    _muted.discard(thread)
-    try:
-        yield
-    finally:
-        if was_muted:
-            _muted.add(thread)
-
-
 class CallDepth(threading.local):
     """Depth of nested calls in this thread: backward, autograd.grad, a scheduler's step, and those in ``object_hooks``.
 
