@@ -1,15 +1,6 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Finding, NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.data import MOST_CLASSES, RowsFacts, TargetsFacts
-from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
-from trainwright.doctor.finding import Finding
-from trainwright.doctor.shared_loss import calls, where_of
+from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss, calls, where_of
 
 MIN_SAMPLES_OF_RAREST = 32
 """Distinct samples of the rarest other class. A class 10 times as rare would have appeared 3 times."""
@@ -18,7 +9,7 @@ MAX_CLASSES_NAMED = 8
 
 
 @check(stage="label", confidence=0.75, needs=(TargetsFacts, LossFacts, RowsFacts))
-def class_never_a_target(run: RunContext) -> Iterator[Result]:
+def class_never_a_target(run: RunContext) -> Results:
     """The model has an output for a class that is never a target in training.
 
     Why it matters: the output learns only to be small. If labels are shifted, every prediction names a wrong class; if

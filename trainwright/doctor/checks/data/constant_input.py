@@ -1,12 +1,6 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Passed, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts
 
 MIN_SAMPLES = 4
@@ -19,7 +13,7 @@ CONSEQUENCES = (
 
 
 @check(stage="input", severity="critical", confidence=0.95, needs=BatchFacts, explains=CONSEQUENCES)
-def constant_input(run: RunContext) -> Iterator[Result]:
+def constant_input(run: RunContext) -> Results:
     """All samples of the batch are equal, and their targets differ.
 
     Why it matters: the outputs are the same for all samples, so the model can learn nothing but the average target.

@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.data import LoadersFacts
 
 
 @check(stage="input", confidence=1.0, needs=LoadersFacts, explains=("optim.step_never_called",))
-def empty_loader(run: RunContext) -> Iterator[Result]:
+def empty_loader(run: RunContext) -> Results:
     """The loader gives no batch, so an epoch has no steps.
 
     Why it matters: every line of the loop runs, no error is raised, and nothing is trained.

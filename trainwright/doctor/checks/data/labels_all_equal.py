@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts, TargetsFacts
-from trainwright.runs.records import Where
 
 MIN_BATCHES = 16
 """Minimum number of batches whose labels are equal."""
@@ -15,7 +7,7 @@ MIN_TARGETS = 128
 
 
 @check(stage="label", severity="critical", confidence=0.9, needs=(LoadersFacts, TargetsFacts))
-def labels_all_equal(run: RunContext) -> Iterator[Result]:
+def labels_all_equal(run: RunContext) -> Results:
     """All labels that the loader has given are the same.
 
     Why it matters: the loss falls to 0 at once, because the model learns to give one answer whatever the input is.

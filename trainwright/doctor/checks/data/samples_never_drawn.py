@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts
-from trainwright.runs.records import Where
 
 MIN_DRAWS_PER_SAMPLE = 32
 """Mean draws of each drawn sample after which the others would have been drawn, too."""
@@ -17,7 +9,7 @@ MAX_UNUSED_FRACTION = 0.05
 
 
 @check(stage="input", confidence=0.85, needs=LoadersFacts)
-def samples_never_drawn(run: RunContext) -> Iterator[Result]:
+def samples_never_drawn(run: RunContext) -> Results:
     """Only a few samples of the data set are drawn, again and again, and the others never.
 
     Why it matters: the model overfits the few samples that it sees.

@@ -1,19 +1,11 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts
-from trainwright.runs.records import Where
 
 MIN_BATCHES = 16
 
 
 @check(stage="input", severity="critical", needs=LoadersFacts)
-def unshuffled(run: RunContext) -> Iterator[Result]:
+def unshuffled(run: RunContext) -> Results:
     """The data is sorted by class and read in its order, so each batch holds hardly more than one class.
 
     Why it matters: the model forgets the classes that it does not see, and the end of an epoch decides what it

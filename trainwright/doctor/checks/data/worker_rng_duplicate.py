@@ -1,18 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts
-from trainwright.runs.records import Tried, Where
+from trainwright.runs.records import Tried
 
 
 @check(stage="input", confidence=0.95, needs=LoadersFacts)
-def worker_rng_duplicate(run: RunContext) -> Iterator[Result]:
+def worker_rng_duplicate(run: RunContext) -> Results:
     """The workers of a loader draw the same random numbers.
 
     Why it matters: augmentation is repeated by each worker, or in each epoch. Nothing fails; the final score is worse.

@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.averages import AveragesFacts
 
 
 @check(stage="update", confidence=0.9, needs=AveragesFacts)
-def average_never_moves(run: RunContext) -> Iterator[Result]:
+def average_never_moves(run: RunContext) -> Results:
     """A copy of the weights is evaluated instead of the model, and it never changes.
 
     How it is detected: a copy that is called without gradients twice or more, where the model is not, and whose weights

@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.function import FunctionFacts
-from trainwright.doctor.finding import listed
-from trainwright.runs.records import Where
 
 
 @check(stage="buffers", confidence=0.9, needs=FunctionFacts)
-def changes_statistics(run: RunContext) -> Iterator[Result]:
+def changes_statistics(run: RunContext) -> Results:
     """An evaluation changes the running statistics of the model.
 
     How it is detected: two passes in eval mode on a replay; the buffers that they write to.

@@ -1,14 +1,7 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.evaluation import EvaluationFacts
-from trainwright.runs.records import Where
 
 MIN_MEAN_SHIFT = 1.0
 """Distance between the means in standard deviations. Augmentation shifts them by less."""
@@ -22,7 +15,7 @@ MIN_TRAINING_LOSSES = 8
 
 
 @check(stage="input", confidence=0.75, needs=EvaluationFacts)
-def inputs_differ(run: RunContext) -> Iterator[Result]:
+def inputs_differ(run: RunContext) -> Results:
     """The inputs of the evaluation are prepared differently from those of training.
 
     Why it matters: the validation loss is that of other data, and the best checkpoint is chosen by it.

@@ -1,18 +1,11 @@
-"""See the function."""
-
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.calls import CallsFacts
-from trainwright.doctor.shared_calls import kinds
+from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor.facts.calls import CallsFacts, kinds
 
 
 @check(points_at="step", stage="backward", confidence=0.95, needs=CallsFacts)
-def accumulation_leftover(run: RunContext) -> Iterator[Result]:
+def accumulation_leftover(run: RunContext) -> Results:
     """The last, short window of an epoch is added to the first window of the next one.
 
     Why it matters: one update in each epoch mixes gradients of old weights with new ones, and is too large.

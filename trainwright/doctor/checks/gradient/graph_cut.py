@@ -1,19 +1,10 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check, listed
+from trainwright.doctor.facts.weights import is_left_as_it_is, standing
 from trainwright.doctor.facts.wiring import WiringFacts
-from trainwright.doctor.finding import RemedyTrial, listed
-from trainwright.doctor.shared_standing import is_left_as_it_is, standing
-from trainwright.runs.records import Where
 
 
 @check(stage="backward", confidence=0.95, needs=WiringFacts, explains=("optim.weights_never_move",))
-def graph_cut(run: RunContext) -> Iterator[Result]:
+def graph_cut(run: RunContext) -> Results:
     """The autograd graph is cut inside the model, so weights that the optimizer holds get no gradient.
 
     How it is detected: a replay notes each function that returns a tensor without a graph from tensors with one, and

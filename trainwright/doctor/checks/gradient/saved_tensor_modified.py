@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.wiring import SavedFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 
 @check(stage="backward", severity="critical", confidence=0.98, needs=SavedFacts)
-def saved_tensor_modified(run: RunContext) -> Iterator[Result]:
+def saved_tensor_modified(run: RunContext) -> Results:
     """A tensor that backward needs was changed after forward had saved it.
 
     Why it matters: the gradient is wrong and there is no error.

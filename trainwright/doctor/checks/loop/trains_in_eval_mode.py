@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.modes import EvalModule, ModesFacts
-from trainwright.doctor.finding import listed
-from trainwright.runs.records import Where
 
 
 @check(stage="loop", severity="critical", confidence=0.95, needs=ModesFacts, explains=("model.excess_dropout",))
-def trains_in_eval_mode(run: RunContext) -> Iterator[Result]:
+def trains_in_eval_mode(run: RunContext) -> Results:
     """The model, or a part of it, trains in eval mode.
 
     Why it matters: dropout is off, and batch normalization uses running statistics of long ago without updating them.

@@ -1,13 +1,7 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 from itertools import takewhile
 
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.weights import WeightsFacts
 
 MIN_STEPS = 16
@@ -29,7 +23,7 @@ LN_2 = math.log(2)
         "optim.weights_never_move",
     ),
 )
-def never_changes(run: RunContext) -> Iterator[Result]:
+def never_changes(run: RunContext) -> Results:
     """The loss has the same value in step after step, whatever the batch is and although weights change.
 
     How it is detected: the losses of the last 16 recorded steps or more are equal up to rounding of float32.

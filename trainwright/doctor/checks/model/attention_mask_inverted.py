@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 
 @check(
@@ -18,7 +9,7 @@ from trainwright.runs.records import Where
     needs=LayersFacts,
     explains=("loss.no_better_than_constant", "model.padding_changes_output", "model.input_unused"),
 )
-def attention_mask_inverted(run: RunContext) -> Iterator[Result]:
+def attention_mask_inverted(run: RunContext) -> Results:
     """The attention mask is inverted: attention hides the tokens and sees only the padding.
 
     Why it matters: the layer sees nothing of the sequence. The loss falls all the same, by what other layers see.

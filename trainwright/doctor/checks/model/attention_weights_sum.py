@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 
 @check(stage="forward", confidence=0.85, needs=LayersFacts)
-def attention_weights_sum(run: RunContext) -> Iterator[Result]:
+def attention_weights_sum(run: RunContext) -> Results:
     """The weights of attention do not add up to 1 over the values that they weigh.
 
     How it is detected: the result of a softmax that is multiplied with values, in the examined steps: in half

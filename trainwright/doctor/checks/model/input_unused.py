@@ -1,17 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import ExperimentRequest, NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.function import FunctionFacts, InputsFacts
-from trainwright.doctor.finding import ExperimentRequest
 
 
 @check(names_cause=False, stage="forward", confidence=0.8, needs=FunctionFacts)
-def input_unused(run: RunContext) -> Iterator[Result]:
+def input_unused(run: RunContext) -> Results:
     """An input that varies from sample to sample has no effect on any output or on the loss.
 
     How it is detected: a replay gives all samples the input of the first one, and neither outputs nor loss change to

@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.modules import ModulesFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 
 @check(
@@ -19,7 +10,7 @@ from trainwright.runs.records import Where
     needs=ModulesFacts,
     explains=("loss.never_changes", "loss.no_better_than_constant", "model.input_unused", "optim.weights_never_move"),
 )
-def output_same_for_all_samples(run: RunContext) -> Iterator[Result]:
+def output_same_for_all_samples(run: RunContext) -> Results:
     """The output of the model is the same for every sample, though the inputs differ.
 
     Why it matters: nothing that the model learns can depend on the input.

@@ -1,20 +1,11 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.weights import WeightsFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 MIN_UPDATES = 8
 
 
 @check(stage="forward", confidence=0.9, needs=WeightsFacts, explains=("optim.weights_never_move",))
-def recurrence_unused(run: RunContext) -> Iterator[Result]:
+def recurrence_unused(run: RunContext) -> Results:
     """The recurrent weights of an RNN get no gradient: the loss depends on a state after one step only.
 
     Why it matters: the layer, or its reverse direction, remembers nothing of the sequence.

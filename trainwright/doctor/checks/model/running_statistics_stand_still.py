@@ -1,22 +1,13 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check, in_words, listed
 from trainwright.doctor.facts.layers import LayersFacts, StandingNorm
 from trainwright.doctor.facts.modes import ModesFacts
-from trainwright.doctor.finding import in_words, listed
-from trainwright.runs.records import Where
 
 MIN_EXAMINATIONS = 3
 """Examinations with other inputs than the first one."""
 
 
 @check(stage="buffers", confidence=0.9, needs=(LayersFacts, ModesFacts))
-def running_statistics_stand_still(run: RunContext) -> Iterator[Result]:
+def running_statistics_stand_still(run: RunContext) -> Results:
     """The running statistics of a normalization never move, although it normalises by the batch in training.
 
     Why it matters: training does not read them, so the loss shows nothing; an evaluation normalises by the statistics

@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 
 @check(
@@ -18,7 +9,7 @@ from trainwright.runs.records import Where
     needs=LayersFacts,
     explains=("model.mixes_samples", "model.attention_weights_sum", "loss.no_better_than_constant"),
 )
-def softmax_over_samples(run: RunContext) -> Iterator[Result]:
+def softmax_over_samples(run: RunContext) -> Results:
     """A softmax in the model runs over the samples of the batch instead of the classes or keys of each sample.
 
     Why it matters: the outputs of a sample do not sum to 1 and depend on what else is in the batch.

@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.weights import TiesFacts
-from trainwright.doctor.finding import listed
-from trainwright.runs.records import Where
 
 
 @check(stage="update", confidence=0.95, needs=TiesFacts)
-def tied_weights_separated(run: RunContext) -> Iterator[Result]:
+def tied_weights_separated(run: RunContext) -> Results:
     """Tied weights are no longer one parameter, or were never one.
 
     How it is detected: the identity and the memory of every parameter, at the start and at each examination.

@@ -1,15 +1,7 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.weights import Neighbours, ScalesFacts
-from trainwright.doctor.finding import listed
-from trainwright.runs.records import Where
 
 MIN_SCALE_RATIO = 10.0
 """Ratio to the scale of the nearest neighbour."""
@@ -24,7 +16,7 @@ MAX_ZERO_SCALE = 0.01
     needs=ScalesFacts,
     explains=("model.init_too_large", "gradient.exploding", "gradient.vanishing"),
 )
-def weight_scale_differs(run: RunContext) -> Iterator[Result]:
+def weight_scale_differs(run: RunContext) -> Results:
     """A weight matrix is larger or smaller than the same matrix of the neighbouring layers by orders of magnitude.
 
     Why it matters: a layer whose weights are far too large drowns the others or saturates what follows; one whose

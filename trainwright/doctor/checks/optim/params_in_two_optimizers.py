@@ -1,11 +1,4 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts
 
 
@@ -13,7 +6,7 @@ from trainwright.doctor.facts.calls import CallsFacts
     stage="update", severity="critical", confidence=0.97, needs=CallsFacts,
     explains=("optim.lr_too_high", "optim.stepped_twice"),
 )  # fmt: skip
-def params_in_two_optimizers(run: RunContext) -> Iterator[Result]:
+def params_in_two_optimizers(run: RunContext) -> Results:
     """Two optimizers hold the same parameters, and both step.
 
     Why it matters: each gradient is applied twice, and each optimizer has moments of updates that the other one

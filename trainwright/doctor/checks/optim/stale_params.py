@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts
-from trainwright.doctor.finding import RemedyTrial
 
 
 @check(
@@ -17,7 +9,7 @@ from trainwright.doctor.finding import RemedyTrial
         "optim.zero_grad_before_step",
     ),
 )  # fmt: skip
-def stale_params(run: RunContext) -> Iterator[Result]:
+def stale_params(run: RunContext) -> Results:
     """The optimizer holds tensors that are no longer in the model.
 
     Why it matters: `step()` updates the old tensors, and no weight of the model changes.

@@ -1,11 +1,4 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts
 
 
@@ -13,7 +6,7 @@ from trainwright.doctor.facts.calls import CallsFacts
     points_at="step", stage="update", severity="critical", confidence=0.95, needs=CallsFacts,
     explains=("optim.lr_too_high",),
 )  # fmt: skip
-def stepped_twice(run: RunContext) -> Iterator[Result]:
+def stepped_twice(run: RunContext) -> Results:
     """An optimizer makes two updates for one backward pass.
 
     Why it matters: with SGD the learning rate is doubled; with Adam the moments count every gradient twice.

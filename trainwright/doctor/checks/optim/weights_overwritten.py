@@ -1,14 +1,8 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
 import statistics
-from collections.abc import Iterator
 from itertools import pairwise
 
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.updates import WritesFacts
 
 MIN_EVALUATIONS = 2
@@ -17,7 +11,7 @@ LOSS_RISE_RATIO = 3
 
 
 @check(stage="loop", confidence=0.85, needs=WritesFacts)
-def weights_overwritten(run: RunContext) -> Iterator[Result]:
+def weights_overwritten(run: RunContext) -> Results:
     """After an evaluation the training goes on with other weights than before it.
 
     How it is detected: a sample of the weights is compared after an update and before the next one. It differs after

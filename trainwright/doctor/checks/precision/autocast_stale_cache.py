@@ -1,11 +1,4 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.precision import MixedPrecisionFacts
 
 
@@ -16,7 +9,7 @@ from trainwright.doctor.facts.precision import MixedPrecisionFacts
     needs=MixedPrecisionFacts,
     explains=("gradient.*", "optim.*", "resources.not_reproducible"),
 )
-def autocast_stale_cache(run: RunContext) -> Iterator[Result]:
+def autocast_stale_cache(run: RunContext) -> Results:
     """One autocast block spans several steps, and its cache still holds the weights of the first.
 
     Why it matters: the float32 weights move, and the forward pass goes on with the old 16-bit copies.

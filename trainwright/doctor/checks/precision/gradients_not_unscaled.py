@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.calls import ScalerFacts
 
 
 @check(stage="update", severity="critical", confidence=0.95, needs=ScalerFacts, explains=("optim.lr_too_high",))
-def gradients_not_unscaled(run: RunContext) -> Iterator[Result]:
+def gradients_not_unscaled(run: RunContext) -> Results:
     """Updates are made with gradients that still contain the loss scale.
 
     Why it matters: they are up to 65536 times too large. Adam hides it, but not against eps, weight decay and clipping.

@@ -1,11 +1,4 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts
 
 BACKWARD_PASSES = 8
@@ -13,7 +6,7 @@ BACKWARD_PASSES = 8
 
 
 @check(points_at="backward", stage="loop", confidence=0.95, needs=CallsFacts)
-def scaler_unused(run: RunContext) -> Iterator[Result]:
+def scaler_unused(run: RunContext) -> Results:
     """A GradScaler is given to the watch, and no loss is scaled by it.
 
     Why it matters: in float16, gradients below 6e-8 are 0 without a scale.

@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.doctor.shared_ranks import one_rank, ranks_of, since, trains_locally
+from trainwright.doctor import NotApplicable, Results, RunContext, check
+from trainwright.doctor.facts.ranks import RanksFacts, one_rank, ranks_of, since, trains_locally
 
 
 @check(
@@ -18,7 +10,7 @@ from trainwright.doctor.shared_ranks import one_rank, ranks_of, since, trains_lo
     explains=("ranks.replicas_diverged",),
     points_at="backward",
 )
-def gradients_differ(run: RunContext) -> Iterator[Result]:
+def gradients_differ(run: RunContext) -> Results:
     """The ranks update their weights with different gradients, so the replicas drift apart.
 
     How it is detected: checksums of the gradients at the update and of the weights after it; of shards (FSDP) the

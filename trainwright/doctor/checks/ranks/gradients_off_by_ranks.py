@@ -1,17 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.doctor.shared_ranks import ranks_of
+from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor.facts.ranks import RanksFacts, ranks_of
 
 
 @check(stage="backward", confidence=0.85, needs=RanksFacts, points_at="backward")
-def gradients_off_by_ranks(run: RunContext) -> Iterator[Result]:
+def gradients_off_by_ranks(run: RunContext) -> Results:
     """The gradients are the number of ranks times too large or too small: nothing divides their sum, or two things do.
 
     Why it matters: the learning rate is in effect multiplied or divided by the number of ranks.

@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.doctor.shared_ranks import ranks_of
-from trainwright.runs.records import Where
+from trainwright.doctor import Results, RunContext, Where, check
+from trainwright.doctor.facts.ranks import RanksFacts, ranks_of
 
 
 @check(
@@ -18,7 +9,7 @@ from trainwright.runs.records import Where
     needs=RanksFacts,
     explains=("precision.nonfinite_step", "ranks.replicas_diverged", "ranks.gradients_differ"),
 )
-def nonfinite_loss(run: RunContext) -> Iterator[Result]:
+def nonfinite_loss(run: RunContext) -> Results:
     """The loss of one rank was not finite before any exchange, while that of another was.
 
     Why it matters: the reduction makes the gradients of all ranks NaN, so every rank looks like the cause; this one is.

@@ -1,20 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.resources import GrowthFacts
-from trainwright.doctor.shared_growth import MIN_RISING_READINGS, has_grown
+from trainwright.doctor import Passed, Results, RunContext, check
+from trainwright.doctor.facts.resources import MIN_RISING_READINGS, GrowthFacts, has_grown
 
 MIN_FILES = 16
 MIN_THREADS = 4
 
 
 @check(names_cause=False, stage="loop", confidence=0.85, needs=GrowthFacts)
-def files_or_threads_grow(run: RunContext) -> Iterator[Result]:
+def files_or_threads_grow(run: RunContext) -> Results:
     """Open files or threads grow from step to step, until the process may have no more.
 
     How it is detected: they are counted every 16 steps, later less often; four readings in a row rise, by 16 files or

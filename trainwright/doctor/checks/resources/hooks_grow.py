@@ -1,20 +1,11 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.resources import GrowthFacts
-from trainwright.doctor.shared_growth import MIN_RISING_READINGS, has_grown
-from trainwright.runs.records import Where
+from trainwright.doctor import Passed, Results, RunContext, Where, check
+from trainwright.doctor.facts.resources import MIN_RISING_READINGS, GrowthFacts, has_grown
 
 MIN_HOOKS = 4
 
 
 @check(stage="loop", confidence=0.95, needs=GrowthFacts)
-def hooks_grow(run: RunContext) -> Iterator[Result]:
+def hooks_grow(run: RunContext) -> Results:
     """Hooks are registered in the loop and not removed: each call runs all of them.
 
     How it is detected: the hooks of modules and parameters are counted every 16 steps, later less often; four readings

@@ -1,17 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts
-from trainwright.doctor.finding import RemedyTrial
 
 
 @check(points_at="schedule", stage="loop", confidence=0.95, needs=LearningRateFacts)
-def cosine_climbs(run: RunContext) -> Iterator[Result]:
+def cosine_climbs(run: RunContext) -> Results:
     """A cosine schedule is stepped beyond its end, and the learning rate climbs back.
 
     Why it matters: after twice `T_max` it is at its peak again; the run ends with a high rate and does not converge.

@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts
-from trainwright.doctor.finding import RemedyTrial
 
 MIN_STEPS = 48
 """Shorter runs may be trials."""
@@ -23,7 +15,7 @@ SEVERE_WASTED_FRACTION = 0.9
     needs=LearningRateFacts,
     explains=("schedule.learning_rate_zero",),
 )
-def ends_too_early(run: RunContext) -> Iterator[Result]:
+def ends_too_early(run: RunContext) -> Results:
     """The learning rate is next to nothing long before the end of the run.
 
     Why it matters: the rest of the run learns nothing; it is an answer to why a longer run was no better.

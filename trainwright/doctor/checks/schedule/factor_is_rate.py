@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts
-from trainwright.doctor.finding import RemedyTrial
 
 MIN_CALLS = 4
 MAX_RATIO = 2.0
@@ -20,7 +12,7 @@ MAX_BASE_LR = 0.05
     points_at="schedule", stage="update", severity="critical", confidence=0.9, needs=LearningRateFacts,
     explains=("optim.lr_too_low", "optim.weights_never_move", "schedule.ends_too_early"),
 )  # fmt: skip
-def factor_is_rate(run: RunContext) -> Iterator[Result]:
+def factor_is_rate(run: RunContext) -> Results:
     """A `LambdaLR` is given a learning rate instead of a factor, so the rate is multiplied twice.
 
     How it is detected: the highest factor so far (learning rate over `initial_lr`) is as small as the base rate itself,

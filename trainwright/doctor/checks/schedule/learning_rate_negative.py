@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.weights import WeightsFacts
 
 
 @check(stage="update", confidence=0.95, needs=WeightsFacts)
-def learning_rate_negative(run: RunContext) -> Iterator[Result]:
+def learning_rate_negative(run: RunContext) -> Results:
     """The learning rate is below 0, so the update raises the loss.
 
     How it is detected: the learning rate of every parameter group at every update.

@@ -1,20 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts
-from trainwright.doctor.finding import RemedyTrial
 
 
 @check(
     points_at="step", stage="loop", confidence=0.95, needs=LearningRateFacts,
     explains=("optim.weights_never_move", "optim.lr_too_low", "schedule.learning_rate_zero", "schedule.unit_mismatch"),
 )  # fmt: skip
-def never_stepped(run: RunContext) -> Iterator[Result]:
+def never_stepped(run: RunContext) -> Results:
     """A scheduler is made and never stepped.
 
     Why it matters: with a warm-up from 0 the learning rate stays 0 and nothing is trained; else it never decays.

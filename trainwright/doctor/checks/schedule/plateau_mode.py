@@ -1,15 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts, PlateauMetric, SchedulerFacts
-from trainwright.doctor.finding import RemedyTrial
 
 
 @check(
@@ -19,7 +13,7 @@ from trainwright.doctor.finding import RemedyTrial
     needs=LearningRateFacts,
     explains=("optim.lr_too_low", "schedule.ends_too_early"),
 )
-def plateau_mode(run: RunContext) -> Iterator[Result]:
+def plateau_mode(run: RunContext) -> Results:
     """ReduceLROnPlateau cuts the learning rate while its metric improves.
 
     Why it matters: the better the training goes, the sooner the learning rate is near 0.

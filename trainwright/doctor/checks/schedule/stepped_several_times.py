@@ -1,11 +1,4 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts, SchedulerFacts
 
 
@@ -13,7 +6,7 @@ from trainwright.doctor.facts.schedule import LearningRateFacts, SchedulerFacts
     points_at="schedule", stage="loop", confidence=0.9, needs=LearningRateFacts,
     explains=("schedule.unit_mismatch", "schedule.ends_too_early", "schedule.learning_rate_zero", "optim.lr_too_low"),
 )  # fmt: skip
-def stepped_several_times(run: RunContext) -> Iterator[Result]:
+def stepped_several_times(run: RunContext) -> Results:
     """`scheduler.step()` is called several times for one update.
 
     Why it matters: the schedule runs that many times too fast. On 8 ranks the decay is over after an eighth of the run.
