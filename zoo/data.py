@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from zoo.host import Rows, TinyGPT, Watch, cnn, fault, images, loader, mlp, sequences, table
+from zoo.host import Rows, TinyGPT, Watch, cnn, fault, images, loader, mlp, sequences, table, train
 
 
 def one_of_batch(step: int, x: Tensor, y: Tensor, seed: int) -> int:
@@ -43,13 +43,7 @@ def nan_feature(watch: Watch, seed: int) -> Mapping[str, Any]:
     batches = loader(x, y, seed)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(2):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=2)
     return {"sample_ids": [row], "module": None, "dtype": "float32"}
 
 
@@ -61,13 +55,7 @@ def bytes_as_they_are(watch: Watch, seed: int) -> None:
     batches = loader(x, y, seed)
     model = nn.Sequential(nn.Flatten(), mlp(64, 4))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(4):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x.float()), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, lambda x, t: F.cross_entropy(model(x.float()), t), epochs=4)
 
 
 @fault("D03b", "data.unnormalised_input", delay="S")
@@ -105,14 +93,12 @@ def normalised_twice(watch: Watch, seed: int) -> None:
     )  # fmt: skip
     model = nn.Sequential(nn.Flatten(), mlp(64, 4))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(6):
-            for _, x, t in batches:
-                x = (x / 255 - 0.5) / 0.5
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+
+    def loss_of(x: Tensor, t: Tensor) -> Tensor:
+        x = (x / 255 - 0.5) / 0.5
+        return F.cross_entropy(model(x), t)
+
+    train(watch, model, optimizer, batches, loss_of, epochs=6)
 
 
 @fault("D06", "data.unshuffled", delay="S")
@@ -124,13 +110,7 @@ def sorted_by_class(watch: Watch, seed: int) -> None:
     batches = loader(x[order], y[order], seed, shuffle=False)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(4):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=4)
 
 
 @fault("D07", "data.same_order_every_epoch", delay="B", active=9)
@@ -193,13 +173,7 @@ def workers_share_their_random_numbers(watch: Watch, seed: int) -> None:
     )  # fmt: skip
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(3):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=3)
 
 
 @fault("D09", "data.train_val_overlap", delay="S", active=8)
@@ -238,13 +212,7 @@ def shuffled_without_labels(watch: Watch, seed: int) -> None:
     batches = loader(x, y, seed)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(7):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=7)
 
 
 @fault("D12", "data.target_leak", delay="B")
@@ -256,13 +224,7 @@ def target_among_the_features(watch: Watch, seed: int) -> None:
     batches = loader(x, y, seed)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(7):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=7)
 
 
 class MeanOfTokens(nn.Module):
@@ -294,13 +256,7 @@ def empty_text(watch: Watch, seed: int) -> Mapping[str, Any]:
     batches = loader(ids, y, seed)
     model = BagOfWords()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(3):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=3)
     return {"sample_ids": [row], "op": "div", "module": "pool", "dtype": "float32"}
 
 
@@ -312,14 +268,12 @@ def padding_is_learned(watch: Watch, seed: int) -> None:
     batches = loader(ids, ids, seed, batch=32)
     model = TinyGPT()
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(3):
-            for _, x, labels in batches:
-                logits = model(x)
-                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+
+    def loss_of(x: Tensor, labels: Tensor) -> Tensor:
+        logits = model(x)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    train(watch, model, optimizer, batches, loss_of, epochs=3)
 
 
 @fault("D17", "data.constant_input", delay="S")
@@ -330,13 +284,7 @@ def fractions_cast_to_integers(watch: Watch, seed: int) -> None:
     batches = loader((x.clamp(0, 254) / 255).to(torch.uint8), y, seed)
     model = cnn()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(4):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x.float()), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, lambda x, t: F.cross_entropy(model(x.float()), t), epochs=4)
 
 
 @fault("D18", "data.empty_loader", delay="S", active=0, fixable=False)
@@ -346,10 +294,4 @@ def no_batch_per_epoch(watch: Watch, seed: int) -> None:
     batches = loader(*table(seed, 20 + seed), seed, batch=32, drop_last=True)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(5):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=5)

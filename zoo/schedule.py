@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau, StepLR
 
-from zoo.host import Attention, Watch, fault, loader, mlp, next_token_loss, sequences, table
+from zoo.host import Attention, Watch, fault, loader, mlp, next_token_loss, sequences, table, train
 
 
 @fault("S01", "schedule.unit_mismatch", delay="S", active=11)
@@ -74,13 +74,7 @@ def warmup_never_stepped(watch: Watch, seed: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = LambdaLR(optimizer, lambda t: min(1.0, t / 10))
     batches = loader(*table(seed), seed)
-    with watch(model, optimizer, loader=batches, scheduler=scheduler):
-        for _ in range(5):
-            for _, x, y in batches:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=5, scheduler=scheduler)
 
 
 @fault("S06", "schedule.plateau_mode", delay="B", active=33)
@@ -135,13 +129,7 @@ def post_norm_without_warmup(watch: Watch, seed: int) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.016)
     ids = sequences(seed)
     batches = loader(ids, ids, seed, batch=16)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(2):
-            for _, x, y in batches:
-                optimizer.zero_grad()
-                loss = next_token_loss(model(x), y)
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, lambda x, y: next_token_loss(model(x), y), epochs=2)
 
 
 @fault("S08", "schedule.unit_mismatch", delay="S", active=2)

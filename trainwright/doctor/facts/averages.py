@@ -76,10 +76,9 @@ MIN_MOVES = 3
 """Minimum number of moves. Fewer may be a copy that is made from time to time."""
 
 
-def averages_of(facts: AveragesFacts | None) -> list[CopyFacts]:
+def averages_of(facts: AveragesFacts) -> list[CopyFacts]:
     """Returns the copies that follow the weights gradually instead of copying them."""
-    copies = facts.copies if facts is not None else ()
-    return [each for each in copies if len(each.moves) >= MIN_MOVES and not any(map(_is_copied, each.moves))]
+    return [each for each in facts.copies if len(each.moves) >= MIN_MOVES and not any(map(_is_copied, each.moves))]
 
 
 def _is_copied(move: Move) -> bool:

@@ -317,13 +317,6 @@ LOCAL_STEPS = 16
 """Steps within which ranks that train apart are expected to combine their weights."""
 
 
-def ranks_of(run: RunContext) -> RanksFacts:
-    """Returns the newest comparison of the ranks, which the check requires."""
-    facts = run.latest(RanksFacts)
-    assert facts is not None
-    return facts
-
-
 def in_ranks(numbers: Sequence[int]) -> str:
     """Returns text such as ``rank 1`` or ``ranks 1, 2 and 5 more``."""
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {listed([str(each) for each in numbers], 6)}"

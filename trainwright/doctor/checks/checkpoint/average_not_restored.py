@@ -24,8 +24,8 @@ def average_not_restored(run: RunContext) -> Results:
 
     Sources: ai2cm/ace#349, Vchitect/Latte#55.
     """
-    facts = run.latest(AveragesFacts)
-    if facts is None or not facts.is_resumed:
+    facts = run.measured(AveragesFacts)
+    if not facts.is_resumed:
         yield NotApplicable("the optimizer began without a state")
         return
     for copy in averages_of(facts):

@@ -21,8 +21,8 @@ def kept_state_changes(run: RunContext) -> Results:
 
     Sources: the PyTorch tutorial "Saving and loading models", note on `best_model_state`.
     """
-    facts = run.latest(KeptFacts)
-    if facts is None or not facts.taken:
+    facts = run.measured(KeptFacts)
+    if not facts.taken:
         yield NotApplicable("no state_dict() was called on a watched model")
     elif not facts.changed:
         yield Passed(f"{facts.taken} dictionaries of state_dict()")

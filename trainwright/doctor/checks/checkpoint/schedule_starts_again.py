@@ -18,7 +18,7 @@ def schedule_starts_again(run: RunContext) -> Results:
 
     Fix: save and load `optimizer.state_dict()` and `scheduler.state_dict()` together, after both are made.
     """
-    facts = run.latest(ResumeFacts)
+    facts = run.measured(ResumeFacts)
     for schedule in facts.schedules if facts else ():
         if schedule.updates < MIN_UPDATES or abs(schedule.calls - schedule.updates) > 1:
             continue

@@ -26,8 +26,8 @@ def batches_repeat(run: RunContext) -> Results:
         for x, y in loader:
             ...
     """
-    facts = run.latest(RowsFacts)
-    if facts is None or facts.steps < SAME:
+    facts = run.measured(RowsFacts)
+    if facts.steps < SAME:
         return
     is_stuck = not facts.same_before or facts.same >= 2 * facts.same_before
     if facts.same >= SAME - 1 and is_stuck and facts.whole > facts.batch:

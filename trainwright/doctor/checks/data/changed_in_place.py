@@ -28,9 +28,7 @@ def changed_in_place(run: RunContext) -> Results:
 
     Sources: facebookresearch/pycls#21, pytorch/vision#680.
     """
-    facts = run.latest(SteadinessFacts)
-    if facts is None:
-        return
+    facts = run.measured(SteadinessFacts)
     if facts.changed >= MIN_CHANGES and facts.is_one_factor:
         yield run.finding(
             facts.steps,

@@ -36,10 +36,10 @@ def class_never_a_target(run: RunContext) -> Results:
 
     Sources: keras-team/keras-io PR 313, Megvii-BaseDetection/YOLOX#407, pyg-team/pytorch_geometric#441.
     """
-    facts, rows = run.latest(TargetsFacts), run.latest(RowsFacts)
+    facts, rows = run.measured(TargetsFacts), run.measured(RowsFacts)
     losses = [call for _, _, call in calls(run) if call.classes and call.module is None]
     numbers = {call.classes for call in losses}
-    if facts is None or rows is None or len(numbers) != 1 or not facts.rows:
+    if facts is None or len(numbers) != 1 or not facts.rows:
         yield NotApplicable("no loss over classes is called by the loop, or several with different numbers of them")
         return
     classes = numbers.pop()

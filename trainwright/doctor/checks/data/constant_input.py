@@ -28,8 +28,8 @@ def constant_input(run: RunContext) -> Results:
 
     Fix: cast before dividing, `x.float() / 255`, and look at `(x[0] - x[1]).abs().max()` behind the loader.
     """
-    facts = run.latest(BatchFacts)
-    if facts is None or not facts.inputs or facts.inputs[0].shape[0] < MIN_SAMPLES:
+    facts = run.measured(BatchFacts)
+    if not facts.inputs or facts.inputs[0].shape[0] < MIN_SAMPLES:
         return
     if not facts.targets_vary or not all(each.constant for each in facts.inputs):
         yield Passed(f"{facts.inputs[0].shape[0]} samples")

@@ -18,7 +18,7 @@ def empty_loader(run: RunContext) -> Results:
 
     Fix: `drop_last=False` or a smaller `batch_size`; `assert len(loader) > 0` before the loop.
     """
-    facts = run.latest(LoadersFacts)
+    facts = run.measured(LoadersFacts)
     for each in facts.empty if facts else ():
         if each.length not in (0, None) or (each.length is None and each.epochs < 2):
             continue

@@ -24,9 +24,9 @@ def label_feature_misaligned(run: RunContext) -> Results:
 
     Sources: TheDeepChecker (Ben Braiek and Khomh).
     """
-    facts = run.latest(BatchFacts)
+    facts = run.measured(BatchFacts)
     losses = [each.loss for each in run.steps if each.step > run.last_step - RECENT_STEPS]
-    if facts is None or not facts.classes or not facts.entropy:
+    if not facts.classes or not facts.entropy:
         yield NotApplicable("the samples do not have one class each")
         return
     recent = sum(losses) / max(1, len(losses))

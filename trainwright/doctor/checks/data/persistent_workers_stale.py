@@ -20,8 +20,8 @@ def persistent_workers_stale(run: RunContext) -> Results:
 
     Sources: jizhishutong/YOLOU#29, LibreYOLO PR 775, CondadosAI/modern-yolonas PR 58.
     """
-    facts = run.latest(LoadersFacts)
-    if facts is not None and (stale := facts.stale) is not None:
+    facts = run.measured(LoadersFacts)
+    if (stale := facts.stale) is not None:
         yield run.finding(
             max(1, stale.step),
             symptom=f"{stale.name} changed from {stale.before} to {stale.now} before step {stale.step}; the persistent "

@@ -27,8 +27,8 @@ def stream_read_by_every_worker(run: RunContext) -> Results:
 
     Sources: huggingface/datasets#3423, pytorch/pytorch#30599, NTMC-Community/MatchZoo-py PR 169.
     """
-    facts = run.latest(RowsFacts)
-    if facts is None or facts.workers < 2:
+    facts = run.measured(RowsFacts)
+    if facts.workers < 2:
         yield NotApplicable("no loader has several workers that read a stream")
     elif facts.groups >= MIN_EQUAL_GROUPS and facts.equal_groups == facts.groups:
         yield run.finding(

@@ -24,8 +24,8 @@ def unshuffled(run: RunContext) -> Results:
 
     Sources: UMLAUT (Schoop et al., CHI 2021).
     """
-    facts = run.latest(LoadersFacts)
-    if facts is None or len(facts.entropies) < 2 or not facts.mixed:
+    facts = run.measured(LoadersFacts)
+    if len(facts.entropies) < 2 or not facts.mixed:
         return
     entropies, (lowest, usual) = facts.entropies[:MIN_BATCHES], facts.mixed
     mean = sum(entropies) / len(entropies)

@@ -29,7 +29,7 @@ def worker_rng_duplicate(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch#5059, CenterNet#233, fairseq#1383.
     """
-    facts = run.latest(LoadersFacts)
+    facts = run.measured(LoadersFacts)
     drawn = facts.workers if facts else None
     if drawn is None or not drawn.random:
         return

@@ -25,7 +25,7 @@ def workers_restarted_each_step(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch#1917.
     """
-    facts = run.latest(LoadersFacts)
+    facts = run.measured(LoadersFacts)
     for each in facts.restarts if facts else ():
         if each.iterators >= MIN_RESTARTS and each.batches < 2 * each.iterators and (each.length or MIN_RESTARTS) > 2:
             yield run.finding(

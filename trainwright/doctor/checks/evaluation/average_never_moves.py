@@ -15,9 +15,9 @@ def average_never_moves(run: RunContext) -> Results:
 
     Fix: update the average after every step, from the weights of the model into those of the average.
     """
-    facts = run.latest(AveragesFacts)
-    called = [each for each in facts.copies if each.evaluations >= 2] if facts is not None else []
-    if facts is None or not called:
+    facts = run.measured(AveragesFacts)
+    called = [each for each in facts.copies if each.evaluations >= 2]
+    if not called:
         yield NotApplicable("no copy of the weights is evaluated")
         return
     stale = [each for each in called if 4 * each.evaluations <= facts.since]

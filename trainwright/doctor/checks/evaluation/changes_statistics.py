@@ -14,8 +14,8 @@ def changes_statistics(run: RunContext) -> Results:
 
     Fix: update buffers only where `self.training` is True.
     """
-    facts = run.latest(FunctionFacts)
-    if facts is not None and facts.written:
+    facts = run.measured(FunctionFacts)
+    if facts.written:
         kinds = {name.rpartition(".")[2] for name in facts.written}
         yield run.finding(
             run.last_step,

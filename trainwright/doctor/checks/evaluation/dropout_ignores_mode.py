@@ -18,8 +18,8 @@ def dropout_ignores_mode(run: RunContext) -> Results:
 
     Sources: PyTorchNLPBook#28.
     """
-    facts = run.latest(DropsFacts)
-    if facts is None or not facts.drops:
+    facts = run.measured(DropsFacts)
+    if not facts.drops:
         return
     by_name = [each for each in facts.drops if "dropout" in each.op or each.op == "scaled_dot_product_attention"]
     first = (by_name or facts.drops)[0]

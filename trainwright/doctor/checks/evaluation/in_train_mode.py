@@ -25,8 +25,8 @@ def in_train_mode(run: RunContext) -> Results:
 
     Sources: ethos-ares#20.
     """
-    facts = run.latest(ModesFacts)
-    if facts is None or not facts.depends:
+    facts = run.measured(ModesFacts)
+    if not facts.depends:
         yield NotApplicable("no module behaves differently in eval mode")
         return
     bursts, in_eval = facts.evaluated_in_train, facts.evaluated_in_eval

@@ -21,9 +21,9 @@ def accumulation_leftover(run: RunContext) -> Results:
 
     Fix: step at the end of an epoch, too (divided by what the window has), or drop what is left over.
     """
-    facts = run.latest(CallsFacts)
+    facts = run.measured(CallsFacts)
     counts = {record.step: len(kinds(record, "backward")) for record in run.steps}
-    if facts is None or not facts.split_windows or not counts:
+    if not facts.split_windows or not counts:
         return
     usual, times = Counter(counts.values()).most_common(1)[0]
     split = {step for step, _, _ in facts.split_windows}

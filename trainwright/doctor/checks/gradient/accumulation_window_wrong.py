@@ -21,10 +21,10 @@ def accumulation_window_wrong(run: RunContext) -> Results:
 
     Fix: step where `(i + 1) % n == 0`, or at the end of the epoch; divide by the micro-batches that the window has.
     """
-    facts = run.latest(CallsFacts)
+    facts = run.measured(CallsFacts)
     seen = [each for each in run.steps if "blind" not in each.values]
     counts = {each.step: n for each in seen if (n := len(kinds(each, "backward")))}
-    if facts is None or len(counts) < MIN_STEPS:
+    if len(counts) < MIN_STEPS:
         return
     declared, (usual, times) = facts.accumulation or 1, Counter(counts.values()).most_common(1)[0]
     if declared == usual == 1:

@@ -32,9 +32,9 @@ def clip_before_unscale(run: RunContext) -> Results:
 
     Sources: Pytorch-UNet#468, pytorch/examples#1196, waifu-diffusion#64.
     """
-    facts = run.latest(CallsFacts)
-    clip = facts.scaled_clip if facts is not None else None
-    if facts is None or clip is None or clip.scale < MIN_SCALE or clip.at > SCALED_THRESHOLD_FRACTION * clip.scale:
+    facts = run.measured(CallsFacts)
+    clip = facts.scaled_clip
+    if clip is None or clip.scale < MIN_SCALE or clip.at > SCALED_THRESHOLD_FRACTION * clip.scale:
         return
     true = None if clip.norm is None or not math.isfinite(clip.norm) else clip.norm / clip.scale
     yield run.finding(

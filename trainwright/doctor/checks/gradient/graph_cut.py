@@ -20,11 +20,11 @@ def graph_cut(run: RunContext) -> Results:
     Fix: remove it, or freeze what is not trained by `requires_grad_(False)`; with reentrant checkpointing use
     `checkpoint(f, x, use_reentrant=False)`.
     """
-    facts = run.latest(WiringFacts)
+    facts = run.measured(WiringFacts)
     seen = run.every(WiringFacts)
-    known = [(each, standing(run, each.behind, seen[-1][0])) for each in facts.cuts] if facts is not None else []
+    known = [(each, standing(run, each.behind, seen[-1][0])) for each in facts.cuts]
     cut, behind = next(((each, names) for each, names in known if names), (None, None))
-    if facts is None or cut is None or not behind:
+    if cut is None or not behind:
         return
     is_most = 2 * len(behind) >= facts.trained
     yield run.finding(

@@ -15,8 +15,8 @@ def recompute_mismatch(run: RunContext) -> Results:
 
     Sources: OLMo-core#828.
     """
-    facts = run.latest(SavedFacts)
-    if facts is not None and facts.differs is not None:
+    facts = run.measured(SavedFacts)
+    if facts.differs is not None:
         yield run.finding(
             run.every(SavedFacts)[-1][0],
             symptom=f"{facts.differs} ({facts.kind}), checkpointed, gives other values in backward than in forward",

@@ -18,8 +18,8 @@ def saved_tensor_modified(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch#6990.
     """
-    facts = run.latest(SavedFacts)
-    if facts is not None and facts.modified:
+    facts = run.measured(SavedFacts)
+    if facts.modified:
         yield run.finding(
             run.every(SavedFacts)[-1][0],
             symptom=f"{len(facts.modified)} tensors that {in_words(facts.modified[0])} saved were changed later",

@@ -19,8 +19,8 @@ def attribute_without_effect(run: RunContext) -> Results:
 
     Sources: udacity/deep-learning-v2-pytorch#12; discuss.pytorch.org, "requires_grad on a module".
     """
-    facts = run.latest(AttributesFacts)
-    if facts is None or not facts.idle:
+    facts = run.measured(AttributesFacts)
+    if not facts.idle:
         yield Passed("the attributes of parameters, modules and optimizers")
         return
     first = facts.idle[0]

@@ -19,8 +19,8 @@ def random_state_repeats(run: RunContext) -> Results:
 
     Sources: huggingface/diffusers#175, kohya-ss/sd-scripts#1864.
     """
-    facts = run.latest(SteadinessFacts)
-    if facts is None or not facts.draws:
+    facts = run.measured(SteadinessFacts)
+    if not facts.draws:
         yield NotApplicable("no random numbers are drawn while a step runs")
     elif facts.repeats >= MIN_REPEATS:
         yield run.finding(

@@ -20,8 +20,8 @@ def trains_in_eval_mode(run: RunContext) -> Results:
 
     Sources: joeynmt#184, vsepp#4, pytorch-fcn#56, Megatron-LM#411.
     """
-    facts = run.latest(ModesFacts)
-    if facts is None or not facts.depends:
+    facts = run.measured(ModesFacts)
+    if not facts.depends:
         yield NotApplicable("no module behaves differently in eval mode")
         return
     trained = [each for each in facts.eval if each.depends and each.trained]

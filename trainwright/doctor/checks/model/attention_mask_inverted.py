@@ -26,8 +26,8 @@ def attention_mask_inverted(run: RunContext) -> Results:
 
     Sources: lucidrains/halonet-pytorch#6, InseeFrLab/torchTextClassifiers#92.
     """
-    facts = run.latest(LayersFacts)
-    for each in facts.axes.inverted if facts is not None else ():
+    facts = run.measured(LayersFacts)
+    for each in facts.axes.inverted:
         yield run.finding(
             run.last_step,
             symptom=f"attention in {in_words(each.module)} hides all tokens and attends only to padding",

@@ -25,8 +25,8 @@ def batch_first_missing(run: RunContext) -> Results:
 
     Sources: AndersonJo/dqn-pytorch#1, ray075hl/Bi-Model-Intent-And-Slot PR 2, pytorch/pytorch#1538.
     """
-    facts = run.latest(LayersFacts)
-    for each in facts.axes.batch_as_steps if facts is not None else ():
+    facts = run.measured(LayersFacts)
+    for each in facts.axes.batch_as_steps:
         shape = list(each.shapes[0])
         yield run.finding(
             run.last_step,

@@ -19,8 +19,8 @@ def frozen_in_train_mode(run: RunContext) -> Results:
 
     Sources: yxuansu/TaCL#11, huggingface/trl PR 5990.
     """
-    facts = run.latest(ModulesFacts)
-    if facts is None or not (facts.noisy or facts.drifting):
+    facts = run.measured(ModulesFacts)
+    if not (facts.noisy or facts.drifting):
         return
     names = facts.noisy or facts.drifting
     how = "with dropout on" if facts.noisy else "and its BatchNorm layers update their running statistics"

@@ -22,8 +22,8 @@ def init_both_factors_zero(run: RunContext) -> Results:
 
     Sources: nvidia-cosmos/cosmos-predict2.5 PR #15, NovaSky-AI/SkyRL PR #852.
     """
-    facts = run.latest(WeightsFacts)
-    if facts is None or facts.updates < 4:
+    facts = run.measured(WeightsFacts)
+    if facts.updates < 4:
         return
     stuck = [name for name in facts.zero_weights if name in facts.zero_gradients]
     parents = Counter(part for name in stuck for part in _parents(name))

@@ -23,8 +23,8 @@ def init_symmetric(run: RunContext) -> Results:
 
     Sources: TheDeepChecker (Ben Braiek and Khomh).
     """
-    facts = run.latest(SymmetryFacts)
-    alike = {name: share for name, share in facts.alike.items() if share >= 0.5} if facts is not None else {}
+    facts = run.measured(SymmetryFacts)
+    alike = {name: share for name, share in facts.alike.items() if share >= 0.5}
     if alike:
         names = list(alike)
         yield run.finding(

@@ -26,7 +26,7 @@ def init_too_large(run: RunContext) -> Results:
 
     Sources: BigScience notes on the 104B model; Glorot and Bengio 2010.
     """
-    facts, step = run.latest(FirstLossFacts), run.every(FirstLossFacts)[-1][0]
+    facts, step = run.measured(FirstLossFacts), run.every(FirstLossFacts)[-1][0]
     if facts is None or step > 4 or not facts.large or facts.classes < 2 or facts.input_size > 10:
         return
     chance, loss = math.log(facts.classes), facts.loss

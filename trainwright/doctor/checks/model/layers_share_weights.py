@@ -19,8 +19,8 @@ def layers_share_weights(run: RunContext) -> Results:
 
     Sources: zalandoresearch/pytorch-vq-vae#2, linkedin/Liger-Kernel PR #269.
     """
-    facts = run.latest(ModulesFacts)
-    for each in facts.repeated if facts is not None else ():
+    facts = run.measured(ModulesFacts)
+    for each in facts.repeated:
         if each.is_chained:
             yield run.finding(
                 run.last_step,

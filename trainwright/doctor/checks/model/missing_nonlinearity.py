@@ -24,7 +24,7 @@ def missing_nonlinearity(run: RunContext) -> Results:
 
     Sources: NeuraLint (Nikanjam et al.).
     """
-    facts = run.latest(WiringFacts)
+    facts = run.measured(WiringFacts)
     chains = [each for each in facts.chains if _adds_nothing(each.first_shape, each.second_shape)] if facts else []
     if not chains:
         return

@@ -25,11 +25,9 @@ def mixes_samples(run: RunContext) -> Results:
 
     Fix: swap axes with `transpose` or `permute`; take softmax, mean and norm over a dimension of the sample.
     """
-    facts, modules = run.latest(FunctionFacts), run.latest(ModulesFacts)
-    if facts is None or facts.neighbours is None or not facts.neighbours.is_real or facts.written:
-        yield (
-            NotApplicable(facts.related) if facts is not None and facts.related else Passed("the outputs of a batch")
-        )
+    facts, modules = run.measured(FunctionFacts), run.latest(ModulesFacts)
+    if facts.neighbours is None or not facts.neighbours.is_real or facts.written:
+        yield (NotApplicable(facts.related) if facts.related else Passed("the outputs of a batch"))
         return
     if not facts.is_batch and (modules is None or modules.looks < 4 or modules.same_inputs):
         yield NotApplicable("the rows may be one thing, such as the nodes of a graph")

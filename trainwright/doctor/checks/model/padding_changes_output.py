@@ -21,8 +21,8 @@ def padding_changes_output(run: RunContext) -> Results:
 
     Sources: keitakurita/practical-torchtext#5, ray-project/ray#21392.
     """
-    facts = run.latest(FunctionFacts)
-    if facts is None or facts.padding is None:
+    facts = run.measured(FunctionFacts)
+    if facts.padding is None:
         yield NotApplicable("no input has padding at its ends")
     elif facts.padding.is_real:
         found = facts.padding

@@ -15,8 +15,8 @@ def padding_idx_is_token(run: RunContext) -> Results:
 
     Sources: FGA-DIKU/BONSAI#168, NVIDIA-NeMo/Speech#5726.
     """
-    facts = run.latest(ModulesFacts)
-    for each in facts.tables if facts is not None else ():
+    facts = run.measured(ModulesFacts)
+    for each in facts.tables:
         if each.padding >= 0.02 and each.inside > 0.5:
             yield run.finding(
                 run.last_step,

@@ -22,9 +22,9 @@ def recurrence_unused(run: RunContext) -> Results:
 
     Sources: keras-team/keras#4791, graykode/nlp-tutorial#47, aymericdamien/TensorFlow-Examples#201.
     """
-    facts = run.latest(WeightsFacts)
-    stuck = [name for name in facts.zero_gradients if ".weight_hh" in f".{name}"] if facts is not None else []
-    if facts is None or facts.updates < MIN_UPDATES or not stuck:
+    facts = run.measured(WeightsFacts)
+    stuck = [name for name in facts.zero_gradients if ".weight_hh" in f".{name}"]
+    if facts.updates < MIN_UPDATES or not stuck:
         return
     path = stuck[0].rpartition(".")[0]
     is_reverse = stuck[0].endswith("_reverse")

@@ -25,8 +25,8 @@ def representations_collapse(run: RunContext) -> Results:
 
     Sources: PatrickHua/SimSiam#39, lightly-ai/lightly#559.
     """
-    facts = run.latest(ModulesFacts)
-    spreads = facts.spreads if facts is not None else ()
+    facts = run.measured(ModulesFacts)
+    spreads = facts.spreads
     if len(spreads) < 3:
         yield NotApplicable("the loss compares the outputs with data, or they are no vectors")
         return

@@ -25,8 +25,8 @@ def softmax_over_samples(run: RunContext) -> Results:
 
     Sources: ctallec/world-models#10, batra-mlp-lab/visdial-challenge-starter-pytorch#1, Lackel/DPN#1.
     """
-    facts = run.latest(LayersFacts)
-    for each in facts.axes.over_samples if facts is not None else ():
+    facts = run.measured(LayersFacts)
+    for each in facts.axes.over_samples:
         yield run.finding(
             run.last_step,
             symptom=f"a softmax in {in_words(each.module)} over {list(each.shapes[0])} runs over the first axis, the "

@@ -13,9 +13,9 @@ def tied_weights_separated(run: RunContext) -> Results:
 
     Fix: assign the parameter itself, after loading: `head.weight = embedding.weight`.
     """
-    facts = run.latest(TiesFacts)
-    pairs = facts.broken or facts.split if facts is not None else ()
-    if facts is None or not (pairs or facts.tied):
+    facts = run.measured(TiesFacts)
+    pairs = facts.broken or facts.split
+    if not (pairs or facts.tied):
         yield NotApplicable("no weights are shared")
     elif pairs:
         yield run.finding(

@@ -29,8 +29,8 @@ def view_reorders_axes(run: RunContext) -> Results:
 
     Sources: Selen-Suyue/DensePolicy2D#3, zamanzadeh/CARLA#16.
     """
-    facts = run.latest(LayersFacts)
-    for each in facts.axes.reordered if facts is not None else ():
+    facts = run.measured(LayersFacts)
+    for each in facts.axes.reordered:
         old, new = each.shapes
         yield run.finding(
             run.last_step,

@@ -20,9 +20,9 @@ def average_does_not_follow(run: RunContext) -> Results:
 
     Fix: `average.mul_(decay).add_(weights, alpha=1 - decay)` with a decay such as 0.99.
     """
-    facts = run.latest(AveragesFacts)
+    facts = run.measured(AveragesFacts)
     averages = averages_of(facts)
-    if facts is None or not averages:
+    if not averages:
         yield NotApplicable("no copy of the weights follows them")
         return
     for copy in averages:

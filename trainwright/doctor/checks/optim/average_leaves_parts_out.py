@@ -16,7 +16,7 @@ def average_leaves_parts_out(run: RunContext) -> Results:
 
     Sources: pytorch-image-models, ModelEmaV2.
     """
-    for copy in averages_of(run.latest(AveragesFacts)):
+    for copy in averages_of(run.measured(AveragesFacts)):
         left = copy.still or (copy.still_buffers if copy.evaluations >= 2 else ())
         if left:
             yield run.finding(

@@ -21,8 +21,8 @@ def frozen_rows_decay(run: RunContext) -> Results:
 
     Sources: huggingface/diffusers#1009, #1176.
     """
-    facts = run.latest(ModulesFacts)
-    for each in facts.tables if facts is not None else ():
+    facts = run.measured(ModulesFacts)
+    for each in facts.tables:
         if each.decayed >= max(8, 0.25 * each.used):
             yield run.finding(
                 run.last_step,

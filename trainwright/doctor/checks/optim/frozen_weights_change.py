@@ -14,8 +14,8 @@ def frozen_weights_change(run: RunContext) -> Results:
 
     Fix: set `p.grad = None` when it is frozen, or make the optimizer of the weights that are trained.
     """
-    facts = run.latest(WeightsFacts)
-    if facts is None or not facts.frozen:
+    facts = run.measured(WeightsFacts)
+    if not facts.frozen:
         yield NotApplicable("no optimizer holds a frozen tensor")
     elif facts.frozen_moved:
         names = facts.frozen_moved

@@ -37,7 +37,7 @@ def missing_zero_grad(run: RunContext) -> Results:
                 and _keeps(record, number)
             ):
                 carried.setdefault(number, []).append((step, norm))
-    latest = run.latest(CallsFacts)
+    latest = run.measured(CallsFacts)
     declared = (latest and latest.accumulation) or 1
     for number, seen in carried.items():
         if len(seen) < 2 or (declared > 1 and any(kinds(each, "zero_grad") for each in run.steps)):

@@ -29,8 +29,8 @@ def moments_of_other_params(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch#1489, pytorch/pytorch#6031, fairscale#380.
     """
-    facts = run.latest(LoadedMomentsFacts)
-    if facts is None or len(facts.gaps) < MIN_TENSORS:
+    facts = run.measured(LoadedMomentsFacts)
+    if len(facts.gaps) < MIN_TENSORS:
         return
     gap = sum(facts.gaps) / len(facts.gaps)
     if gap < MIN_LOG10_RATIO or facts.matched > MAX_MATCHED_FRACTION * gap:

@@ -14,8 +14,8 @@ def nothing_trainable(run: RunContext) -> Results:
 
     Fix: `model.head.requires_grad_(True)`, then make the optimizer.
     """
-    facts = run.latest(WiringFacts)
-    if facts is None or facts.trained_beside_norms or not facts.frozen_beside_norms:
+    facts = run.measured(WiringFacts)
+    if facts.trained_beside_norms or not facts.frozen_beside_norms:
         return
     yield run.finding(
         run.every(WiringFacts)[-1][0],

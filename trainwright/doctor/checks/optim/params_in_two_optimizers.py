@@ -21,8 +21,8 @@ def params_in_two_optimizers(run: RunContext) -> Results:
 
     Fix: give every parameter to one optimizer: `(p for p in model.parameters() if id(p) not in taken)`.
     """
-    facts = run.latest(CallsFacts)
-    if facts is not None and facts.doubles >= min(2, max(1, len(run.steps))):
+    facts = run.measured(CallsFacts)
+    if facts.doubles >= min(2, max(1, len(run.steps))):
         yield run.finding(
             run.last_step, evidence=[("updates with gradients that another optimizer applied", facts.doubles, 0)]
         )

@@ -23,8 +23,8 @@ def params_missing(run: RunContext) -> Results:
 
     Sources: HVPNeT#5, mace#525.
     """
-    facts = run.latest(CallsFacts)
-    if facts is None or not run.steps or any(each.stale for each in facts.optimizers):
+    facts = run.measured(CallsFacts)
+    if not run.steps or any(each.stale for each in facts.optimizers):
         return
     if not facts.missing:
         yield Passed(f"{len(facts.optimizers)} optimizers")

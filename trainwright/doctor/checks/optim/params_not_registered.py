@@ -17,8 +17,8 @@ def params_not_registered(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch#666, #38639.
     """
-    facts = run.latest(WiringFacts)
-    if facts is not None and facts.unregistered:
+    facts = run.measured(WiringFacts)
+    if facts.unregistered:
         yield run.finding(
             run.every(WiringFacts)[-1][0],
             symptom=f"tensors in {listed(facts.unregistered)} get gradients but are no parameters of the model",

@@ -25,9 +25,9 @@ def stale_params(run: RunContext) -> Results:
 
     Sources: accelerate#2665, accelerate#3256, pytorch/pytorch#107843, TransformerLens#1725.
     """
-    facts = run.latest(CallsFacts)
-    stale = sum(each.stale for each in facts.optimizers) if facts is not None else 0
-    if facts is None or not run.steps or not facts.missing or not stale:
+    facts = run.measured(CallsFacts)
+    stale = sum(each.stale for each in facts.optimizers)
+    if not run.steps or not facts.missing or not stale:
         return
     held = sum(each.parameters for each in facts.optimizers)
     yield run.finding(

@@ -23,8 +23,8 @@ def step_never_called(run: RunContext) -> Results:
 
     Fix: `optimizer.step()` after `backward()`; with a scaler `scaler.step(optimizer); scaler.update()`.
     """
-    facts = run.latest(CallsFacts)
-    if facts is None or not run.finished:
+    facts = run.measured(CallsFacts)
+    if not run.finished:
         return
     if not run.steps:
         outcomes = by_experiment(run.records).get("unfinished")

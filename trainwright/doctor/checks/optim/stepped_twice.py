@@ -21,6 +21,6 @@ def stepped_twice(run: RunContext) -> Results:
 
     Fix: keep one of the two calls; with a GradScaler that is `scaler.step(optimizer)`.
     """
-    facts = run.latest(CallsFacts)
-    if facts is not None and facts.again >= 2:
+    facts = run.measured(CallsFacts)
+    if facts.again >= 2:
         yield run.finding(run.last_step, evidence=[("updates without a backward pass since the last", facts.again, 0)])

@@ -26,9 +26,9 @@ def weight_decay_too_high(run: RunContext) -> Results:
 
     Sources: Loshchilov and Hutter 2019.
     """
-    facts = run.latest(UpdateFacts)
+    facts = run.measured(UpdateFacts)
     losses = [each.loss for each in run.steps]
-    if facts is None or facts.optimizers != 1 or len(losses) < MIN_STEPS:
+    if facts.optimizers != 1 or len(losses) < MIN_STEPS:
         return
     decay, rate = max(facts.weight_decay, default=0.0), max(facts.lr, default=0.0)
     ratio = decay * rate if facts.decoupled else decay * facts.weight_norm / max(facts.grad_norm, 1e-30)

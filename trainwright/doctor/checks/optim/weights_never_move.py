@@ -29,8 +29,8 @@ def weights_never_move(run: RunContext) -> Results:
     Fix: compare a weight and its gradient before and after `optimizer.step()`; make the optimizer of
     `model.parameters()` after the model is complete.
     """
-    facts = run.latest(WeightsFacts)
-    if facts is None or not facts.tensors:
+    facts = run.measured(WeightsFacts)
+    if not facts.tensors:
         yield NotApplicable("no trainable tensor belongs to a watched optimizer with a learning rate above 0")
         return
     since = facts.updates_since if facts.moved else facts.updates

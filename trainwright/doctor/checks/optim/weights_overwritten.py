@@ -23,9 +23,7 @@ def weights_overwritten(run: RunContext) -> Results:
 
     Fix: keep a copy and load it back after the evaluation, or evaluate the average itself.
     """
-    facts = run.latest(WritesFacts)
-    if facts is None:
-        return
+    facts = run.measured(WritesFacts)
     if len(facts.steps) < MIN_EVALUATIONS:
         yield Passed(f"{facts.compared} evaluations") if facts.compared else NotApplicable("there is no evaluation")
         return

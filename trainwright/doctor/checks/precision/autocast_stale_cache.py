@@ -25,8 +25,8 @@ def autocast_stale_cache(run: RunContext) -> Results:
 
     Sources: PyTorch documentation of automatic mixed precision.
     """
-    facts = run.latest(MixedPrecisionFacts)
-    if facts is not None and facts.stale_since is not None:
+    facts = run.measured(MixedPrecisionFacts)
+    if facts.stale_since is not None:
         yield run.finding(
             max(facts.stale_since, 1),
             symptom="the model computes with weights of an earlier step, which autocast has kept",

@@ -25,8 +25,8 @@ def cancellation(run: RunContext) -> Results:
 
     Sources: speculators #788.
     """
-    formats = run.latest(FormatFacts)
-    if formats is None or not formats.loss_ops:
+    formats = run.measured(FormatFacts)
+    if not formats.loss_ops:
         return
     tried = [each.step for each in by_experiment(run.records).get(LossInFp32Facts.experiment, [])]
     if run.steps and (not tried or run.last_step >= RUN_LENGTH_RATIO * tried[-1]):

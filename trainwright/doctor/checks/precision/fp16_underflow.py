@@ -29,7 +29,7 @@ def fp16_underflow(run: RunContext) -> Results:
 
     Sources: gpt-neox #477, huggingface/transformers #43543, Micikevicius et al. 2018.
     """
-    live, facts = run.latest(MixedPrecisionFacts), run.latest(FormatFacts)
+    live, facts = run.measured(MixedPrecisionFacts), run.latest(FormatFacts)
     for first in facts.emptied[:1] if facts else ():
         yield run.finding(
             run.every(FormatFacts)[-1][0],

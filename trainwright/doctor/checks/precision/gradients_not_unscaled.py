@@ -19,8 +19,8 @@ def gradients_not_unscaled(run: RunContext) -> Results:
 
     Sources: nerfacc#307, Applio#860.
     """
-    facts = run.latest(ScalerFacts)
-    if facts is None or not (facts.steps or facts.scaled_updates):
+    facts = run.measured(ScalerFacts)
+    if not (facts.steps or facts.scaled_updates):
         yield NotApplicable("no loss is scaled by a GradScaler")
     elif facts.scaled_updates < 2 and facts.other < 2:
         yield Passed(f"{facts.steps} steps through the scaler")

@@ -23,8 +23,8 @@ def lost_accumulation(run: RunContext) -> Results:
 
     Sources: trl #2175.
     """
-    facts = run.latest(MixedPrecisionFacts)
-    if facts is None or not facts.sum_error or facts.sum_error < MIN_ROUNDING_RATIO * facts.sum_rounding:
+    facts = run.measured(MixedPrecisionFacts)
+    if not facts.sum_error or facts.sum_error < MIN_ROUNDING_RATIO * facts.sum_rounding:
         return
     yield run.finding(
         run.last_step,

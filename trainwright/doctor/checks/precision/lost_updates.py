@@ -27,8 +27,8 @@ def lost_updates(run: RunContext) -> Results:
 
     Sources: torchao #1124, torchtune #2254.
     """
-    facts = run.latest(MixedPrecisionFacts)
-    if facts is None or facts.kept_elsewhere or facts.updates < MIN_UPDATES or facts.still < MIN_UNCHANGED_FRACTION:
+    facts = run.measured(MixedPrecisionFacts)
+    if facts.kept_elsewhere or facts.updates < MIN_UPDATES or facts.still < MIN_UNCHANGED_FRACTION:
         return
     yield run.finding(
         run.last_step,

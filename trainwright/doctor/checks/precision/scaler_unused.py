@@ -23,8 +23,8 @@ def scaler_unused(run: RunContext) -> Results:
 
     Sources: pytorch.org/docs/stable/notes/amp_examples.html
     """
-    facts = run.latest(CallsFacts)
-    if facts is None or facts.backwards < BACKWARD_PASSES:
+    facts = run.measured(CallsFacts)
+    if facts.backwards < BACKWARD_PASSES:
         return
     if not facts.idle_scalers:
         yield NotApplicable("no GradScaler was given, or it scales a loss")

@@ -1,5 +1,5 @@
 from trainwright.doctor import Results, RunContext, check
-from trainwright.doctor.facts.ranks import RanksFacts, ranks_of, since
+from trainwright.doctor.facts.ranks import RanksFacts, since
 
 
 @check(
@@ -27,7 +27,7 @@ def ddp_does_not_exchange(run: RunContext) -> Results:
 
     Sources: minimind #853, OpenTSLM #49, openvla-oft #160, pytorch/pytorch #104336.
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     differing, exchange = facts.disagreement("gradients"), facts.exchange
     unused = {each.unused for each in facts.statuses}
     misses_same = len(facts.statuses) > 1 and len(unused) == 1 and unused != {()} and not facts.missing

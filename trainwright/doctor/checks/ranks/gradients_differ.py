@@ -1,5 +1,5 @@
 from trainwright.doctor import NotApplicable, Results, RunContext, check
-from trainwright.doctor.facts.ranks import RanksFacts, one_rank, ranks_of, since, trains_locally
+from trainwright.doctor.facts.ranks import RanksFacts, one_rank, since, trains_locally
 
 
 @check(
@@ -27,7 +27,7 @@ def gradients_differ(run: RunContext) -> Results:
     Fix: call the model through DistributedDataParallel, or all-reduce every gradient and divide by the ranks; clip by
     the norm of all parts (`clip_grad_norm_`).
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     if reason := trains_locally(run, facts):
         yield NotApplicable(reason)
         return

@@ -1,5 +1,5 @@
 from trainwright.doctor import Results, RunContext, check
-from trainwright.doctor.facts.ranks import RanksFacts, in_ranks, ranks_of
+from trainwright.doctor.facts.ranks import RanksFacts, in_ranks
 
 
 @check(stage="input", needs=RanksFacts, explains=("ranks.same_random_numbers",), points_at="forward")
@@ -15,7 +15,7 @@ def identical_batches(run: RunContext) -> Results:
     Fix: `DataLoader(..., sampler=DistributedSampler(dataset))` and `sampler.set_epoch(epoch)`; for an iterable dataset
     keep every n-th sample on rank n.
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     alike = facts.coincidence("samples")
     if alike is not None and alike.is_no_chance:
         yield run.finding(

@@ -1,5 +1,5 @@
 from trainwright.doctor import Results, RunContext, Where, check
-from trainwright.doctor.facts.ranks import RanksFacts, ranks_of
+from trainwright.doctor.facts.ranks import RanksFacts
 
 
 @check(
@@ -24,7 +24,7 @@ def nonfinite_loss(run: RunContext) -> Results:
 
     Sources: WeatherGenerator #2718, habitat-lab #2226.
     """
-    for status in ranks_of(run).guilty_of_nonfinite[:1]:
+    for status in run.measured(RanksFacts).guilty_of_nonfinite[:1]:
         found = status.nonfinite
         assert found is not None
         yield run.finding(

@@ -2,7 +2,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from trainwright.doctor import Results, RunContext, Where, check
-from trainwright.doctor.facts.ranks import ProgramDifference, RanksFacts, ranks_of
+from trainwright.doctor.facts.ranks import ProgramDifference, RanksFacts
 
 
 @check(stage="loop", needs=RanksFacts)
@@ -18,7 +18,7 @@ def programs_differ(run: RunContext) -> Results:
 
     Fix: let every rank take the same branch: decide on one rank and broadcast, or by numbers that are the same on all.
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     differing = [each for each in facts.programs if each.is_no_chance]
     if not differing:
         return

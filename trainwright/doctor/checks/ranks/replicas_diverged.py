@@ -1,5 +1,5 @@
 from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, listed
-from trainwright.doctor.facts.ranks import RanksFacts, in_ranks, one_rank, ranks_of, since, trains_locally
+from trainwright.doctor.facts.ranks import RanksFacts, in_ranks, one_rank, since, trains_locally
 
 CAUSES_FIRST = ("hyperparameters", "micro_batches", "buffers", "moments", "weights")
 """Quantities in causal order, root cause first."""
@@ -28,7 +28,7 @@ def replicas_diverged(run: RunContext) -> Results:
 
     Sources: minimind #853, DALLE-pytorch #268, returnn #1493.
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     broken = [each for each in facts.disagreements if each.what in CAUSES_FIRST]
     if not broken:
         return

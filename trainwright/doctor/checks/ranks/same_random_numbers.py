@@ -1,5 +1,5 @@
 from trainwright.doctor import Results, RunContext, Where, check
-from trainwright.doctor.facts.ranks import RanksFacts, in_ranks, ranks_of
+from trainwright.doctor.facts.ranks import RanksFacts, in_ranks
 
 
 @check(stage="forward", confidence=0.85, needs=RanksFacts)
@@ -19,7 +19,7 @@ def same_random_numbers(run: RunContext) -> Results:
 
     Sources: VeOmni #143, lingbot-vla-v2 #41, threestudio #195.
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     alike = facts.coincidence("random numbers")
     if alike is not None and alike.is_no_chance:
         drawn = ("op:randn_like", "op:rand_like", "op:randn", "op:rand", "op:normal_", "op:randint", "forward")

@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 
 from trainwright.doctor import Results, RunContext, Where, check
-from trainwright.doctor.facts.ranks import RanksFacts, RankStatus, in_ranks, ranks_of
+from trainwright.doctor.facts.ranks import RanksFacts, RankStatus, in_ranks
 
 
 @check(stage="input", needs=RanksFacts)
@@ -18,7 +18,7 @@ def stalled(run: RunContext) -> Results:
     Fix: read `stack-rank-*.txt` in the run folder; do long work on one rank outside of the loop, or raise the timeout
     of the process group.
     """
-    statuses = ranks_of(run).statuses
+    statuses = run.measured(RanksFacts).statuses
     still = [each for each in statuses if each.stalled and not each.ended]
     silent = [each for each in statuses if each.silent_s and not each.ended]
     if not silent and (not still or any(each.ended == "finished" for each in statuses)):

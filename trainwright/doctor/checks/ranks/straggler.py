@@ -1,7 +1,7 @@
 import statistics
 
 from trainwright.doctor import Results, RunContext, check
-from trainwright.doctor.facts.ranks import RanksFacts, in_ranks, one_rank, ranks_of
+from trainwright.doctor.facts.ranks import RanksFacts, in_ranks, one_rank
 
 
 @check(stage="loop", confidence=0.85, needs=RanksFacts)
@@ -18,7 +18,7 @@ def straggler(run: RunContext) -> Results:
 
     Sources: Llama 3, section 3.3.4.
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     pace, own_s = facts.pace, dict(zip(facts.present, facts.pace.own_s)) if facts.pace else {}
     if pace is None or not pace.behind or not own_s.keys() > set(pace.behind):
         return

@@ -1,5 +1,5 @@
 from trainwright.doctor import Results, RunContext, Where, check
-from trainwright.doctor.facts.ranks import RanksFacts, ranks_of
+from trainwright.doctor.facts.ranks import RanksFacts
 
 
 @check(
@@ -23,7 +23,7 @@ def uneven_steps(run: RunContext) -> Results:
 
     Sources: Automodel PR 2468.
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     for early in facts.ended_early[:1]:
         longest = max(each.begun for each in facts.statuses)
         yield run.finding(

@@ -1,5 +1,5 @@
 from trainwright.doctor import Results, RunContext, Where, check, listed
-from trainwright.doctor.facts.ranks import RanksFacts, ranks_of
+from trainwright.doctor.facts.ranks import RanksFacts
 
 
 @check(
@@ -25,7 +25,7 @@ def unused_parameters(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch #128949, #69031.
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     guilty = [(each.rank, each.unused) for each in facts.statuses if each.unused]
     if not guilty and facts.missing and facts.missing_on is not None:
         guilty = [(facts.missing_on, facts.missing)]

@@ -21,7 +21,7 @@ def files_or_threads_grow(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch #11201.
     """
-    facts = run.latest(GrowthFacts)
+    facts = run.measured(GrowthFacts)
     held = facts.held if facts else ()
     kinds = (
         ("files", [each.files for each in held], MIN_FILES),

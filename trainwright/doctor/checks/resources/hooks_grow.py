@@ -15,9 +15,9 @@ def hooks_grow(run: RunContext) -> Results:
 
     Fix: register once before the loop, or `handle.remove()` after use.
     """
-    facts = run.latest(GrowthFacts)
+    facts = run.measured(GrowthFacts)
     counts = [each.hooks for each in facts.held] if facts else []
-    if facts is None or not has_grown(counts, MIN_HOOKS):
+    if not has_grown(counts, MIN_HOOKS):
         yield Passed(f"{counts[-1]} hooks after step {facts.held[-1].step}" if facts and counts else "")
         return
     begin, end = facts.held[-MIN_RISING_READINGS], facts.held[-1]

@@ -28,7 +28,7 @@ def memory_grows(run: RunContext) -> Results:
 
     Sources: PyTorch FAQ, "My model reports cuda runtime error(2): out of memory".
     """
-    facts = run.latest(GrowthFacts)
+    facts = run.measured(GrowthFacts)
     held = [each for each in facts.held if each.step >= MIN_STEPS] if facts else []
     if len(held) < 2 * MIN_RISING_READINGS:
         return

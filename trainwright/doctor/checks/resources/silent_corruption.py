@@ -1,5 +1,5 @@
 from trainwright.doctor import Results, RunContext, Where, check
-from trainwright.doctor.facts.ranks import RanksFacts, in_ranks, ranks_of
+from trainwright.doctor.facts.ranks import RanksFacts, in_ranks
 
 CAUSES = ("hyperparameters", "micro_batches", "gradients", "moments")
 """Quantities that explain different weights if they differ in the same step or earlier."""
@@ -26,7 +26,7 @@ def silent_corruption(run: RunContext) -> Results:
 
     Sources: Llama 3, section 3.3.4; arXiv 2605.04213.
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     differing = facts.disagreement("weights")
     if differing is None or differing.agreed < 0 or facts.writers:
         return

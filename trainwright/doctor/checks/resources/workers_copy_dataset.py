@@ -21,8 +21,8 @@ def workers_copy_dataset(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch #13246, #20433.
     """
-    facts = run.latest(MemoryFacts)
-    if facts is None or facts.objects < MIN_OBJECTS or len(facts.private_bytes) < 2:
+    facts = run.measured(MemoryFacts)
+    if facts.objects < MIN_OBJECTS or len(facts.private_bytes) < 2:
         return
     grown = facts.private_bytes[-1] - facts.private_bytes[0]
     if grown >= max(MIN_BYTES_PER_OBJECT * facts.objects, 2**20):

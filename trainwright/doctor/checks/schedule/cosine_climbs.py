@@ -18,9 +18,9 @@ def cosine_climbs(run: RunContext) -> Results:
 
     Sources: CodefyUI#205, HALOs#33.
     """
-    facts = run.latest(LearningRateFacts)
-    rates = [lr for _, lr in facts.lrs] if facts is not None else []
-    if facts is None or len(rates) < 3:
+    facts = run.measured(LearningRateFacts)
+    rates = [lr for _, lr in facts.lrs]
+    if len(rates) < 3:
         yield NotApplicable("the learning rate is constant")
         return
     parts = [part for each in facts.schedulers for part in each.parts if part.kind == "CosineAnnealingLR"]

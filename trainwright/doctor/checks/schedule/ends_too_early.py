@@ -27,8 +27,8 @@ def ends_too_early(run: RunContext) -> Results:
 
     Fix: make the schedule as long as the run, in calls of `scheduler.step()`; print the rate of every step before.
     """
-    facts = run.latest(LearningRateFacts)
-    if facts is None or not facts.peak:
+    facts = run.measured(LearningRateFacts)
+    if not facts.peak:
         yield NotApplicable("no optimizer has a learning rate")
         return
     gone, steps = facts.exhausted, facts.steps

@@ -26,9 +26,9 @@ def factor_is_rate(run: RunContext) -> Results:
 
     Sources: lhoyer/MIC#60, pytorch/pytorch#78917.
     """
-    facts = run.latest(LearningRateFacts)
-    of_lambda = [e for e in facts.schedulers if "LambdaLR" in [p.kind for p in e.parts]] if facts is not None else []
-    if facts is None or not of_lambda:
+    facts = run.measured(LearningRateFacts)
+    of_lambda = [e for e in facts.schedulers if "LambdaLR" in [p.kind for p in e.parts]]
+    if not of_lambda:
         yield NotApplicable("there is no LambdaLR")
         return
     rates = [lr for _, lr in facts.lrs]

@@ -13,8 +13,8 @@ def learning_rate_negative(run: RunContext) -> Results:
 
     Fix: print the learning rate of every step of the schedule before the run, and put `max(0.0, ...)` around it.
     """
-    facts = run.latest(WeightsFacts)
-    if facts is not None and facts.lowest_rate < 0.0:
+    facts = run.measured(WeightsFacts)
+    if facts.lowest_rate < 0.0:
         yield run.finding(
             facts.steps,
             symptom=f"the learning rate is {facts.lowest_rate:.3g} in step {facts.lowest_at}",

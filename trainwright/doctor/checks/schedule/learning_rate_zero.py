@@ -37,8 +37,8 @@ def learning_rate_zero(run: RunContext) -> Results:
 
     Sources: mosaicml/composer#1384, mlfoundations/open_clip#413.
     """
-    facts = run.latest(WeightsFacts)
-    if facts is None or not facts.at_0_since:
+    facts = run.measured(WeightsFacts)
+    if not facts.at_0_since:
         return
     count = facts.steps - facts.at_0_since + 1
     if count >= MIN_UPDATES_FROM_START and facts.at_0_since == 1:

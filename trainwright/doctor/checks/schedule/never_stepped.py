@@ -21,8 +21,8 @@ def never_stepped(run: RunContext) -> Results:
     Fix: `scheduler.step()` after each `optimizer.step()`. A warm-up that begins above 0:
     `LambdaLR(optimizer, lambda step: min(1, (step + 1) / 100))`.
     """
-    facts = run.latest(LearningRateFacts)
-    if facts is None or any(each.calls for each in facts.schedulers):
+    facts = run.measured(LearningRateFacts)
+    if any(each.calls for each in facts.schedulers):
         return
     stands_still = facts.base > 0.0 and facts.zero_steps == facts.steps >= 2
     waits = not facts.schedulers or facts.schedulers[0].kind == "ReduceLROnPlateau"

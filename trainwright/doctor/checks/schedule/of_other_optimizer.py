@@ -19,8 +19,8 @@ def of_other_optimizer(run: RunContext) -> Results:
 
     Sources: accelerate#2665, HVPNeT#5 (objects of before a copy).
     """
-    facts = run.latest(LearningRateFacts)
-    for each in facts.schedulers if facts is not None else ():
+    facts = run.measured(LearningRateFacts)
+    for each in facts.schedulers:
         if each.is_stray:
             yield run.finding(
                 run.last_step,

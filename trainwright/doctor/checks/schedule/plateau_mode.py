@@ -26,11 +26,11 @@ def plateau_mode(run: RunContext) -> Results:
 
     Fix: `ReduceLROnPlateau(optimizer, mode="min")` for a loss, `"max"` for an accuracy.
     """
-    facts = run.latest(LearningRateFacts)
-    for each in facts.schedulers if facts is not None else ():
+    facts = run.measured(LearningRateFacts)
+    for each in facts.schedulers:
         until_cut = _until_cut(each)
         right = _right_mode(each.parts[0].mode, until_cut)
-        if facts is None or not right:
+        if not right:
             continue
         values = [row.value for row in until_cut]
         yield run.finding(

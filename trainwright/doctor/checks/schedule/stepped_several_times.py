@@ -24,8 +24,8 @@ def stepped_several_times(run: RunContext) -> Results:
 
     Sources: accelerate#2926, huggingface/transformers#24088, EasyContext#21.
     """
-    facts = run.latest(LearningRateFacts)
-    if facts is None or not facts.schedulers:
+    facts = run.measured(LearningRateFacts)
+    if not facts.schedulers:
         yield NotApplicable("no scheduler is known")
         return
     for each in facts.schedulers:

@@ -25,8 +25,8 @@ def unit_mismatch(run: RunContext) -> Results:
 
     Sources: k-diffusion#50, ludwig#3555.
     """
-    facts = run.latest(LearningRateFacts)
-    if facts is None or not facts.schedulers:
+    facts = run.measured(LearningRateFacts)
+    if not facts.schedulers:
         yield NotApplicable("no scheduler is known")
         return
     for each in facts.schedulers:
