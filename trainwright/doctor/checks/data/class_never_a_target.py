@@ -39,7 +39,7 @@ def class_never_a_target(run: RunContext) -> Results:
     facts, rows = run.measured(TargetsFacts), run.measured(RowsFacts)
     losses = [call for _, _, call in calls(run) if call.classes and call.module is None]
     numbers = {call.classes for call in losses}
-    if facts is None or len(numbers) != 1 or not facts.rows:
+    if len(numbers) != 1 or not facts.rows:
         yield NotApplicable("no loss over classes is called by the loop, or several with different numbers of them")
         return
     classes = numbers.pop()

@@ -27,7 +27,7 @@ def labels_all_equal(run: RunContext) -> Results:
         print(Counter(int(y) for _, y in dataset))
     """
     facts, targets = run.measured(LoadersFacts), run.measured(TargetsFacts)
-    if facts is None or len(facts.entropies) < MIN_BATCHES or targets.targets < MIN_TARGETS:
+    if len(facts.entropies) < MIN_BATCHES or targets.targets < MIN_TARGETS:
         yield NotApplicable("too few labels of batches are known")
     elif targets.smallest < targets.largest or any(facts.entropies) or not facts.mixed or facts.mixed[1] > 0.0:
         yield Passed(f"the labels of {len(facts.entropies)} batches")

@@ -31,7 +31,7 @@ def samples_never_drawn(run: RunContext) -> Results:
     Sources: deep-voice/soundbay PR 49.
     """
     facts = run.measured(LoadersFacts)
-    drawn = [each for each in facts.drawn if each.samples and not each.chooses] if facts else []
+    drawn = [each for each in facts.drawn if each.samples and not each.chooses]
     if not drawn:
         yield NotApplicable("no loader draws samples by their numbers from all of a data set")
         return

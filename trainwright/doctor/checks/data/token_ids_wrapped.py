@@ -29,7 +29,7 @@ def token_ids_wrapped(run: RunContext) -> Results:
     Sources: huggingface/transformers#2825, princeton-nlp/LLM-Shearing#65.
     """
     facts, batch = run.measured(TargetsFacts), run.measured(BatchFacts)
-    if facts is None or batch.classes is None:
+    if batch.classes is None:
         yield NotApplicable("the targets are no classes")
         return
     kind = INTEGER_RANGES.get(facts.largest)

@@ -27,7 +27,7 @@ def zero_behind_rounding(run: RunContext) -> Results:
     Sources: Justin-Tan/generative-compression#27, hahnyuan/PTQ4ViT#6.
     """
     facts, weights = run.measured(ModulesFacts), run.measured(WeightsFacts)
-    if facts is None or weights.updates < 2:
+    if weights.updates < 2:
         return
     names = [name for name in facts.behind_flat if name in weights.zero_gradients]
     if names:

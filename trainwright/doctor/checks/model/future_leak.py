@@ -31,7 +31,7 @@ def future_leak(run: RunContext) -> Results:
     Fix: `scaled_dot_product_attention(q, k, v, is_causal=True)`; convolutions padded on the left only.
     """
     batch, exams = run.measured(BatchFacts), run.every(TokensFacts)
-    if batch is None or (batch.classes or 0) < 2 or not any(x.mean is None and len(x.shape) == 2 for x in batch.inputs):
+    if (batch.classes or 0) < 2 or not any(x.mean is None and len(x.shape) == 2 for x in batch.inputs):
         yield NotApplicable("the model gets no tokens, or predicts no classes")
         return
     is_new = exams[-1][0] < run.last_step if exams else not run.was_tried(TokensFacts)

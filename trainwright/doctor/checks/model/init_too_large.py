@@ -27,7 +27,7 @@ def init_too_large(run: RunContext) -> Results:
     Sources: BigScience notes on the 104B model; Glorot and Bengio 2010.
     """
     facts, step = run.measured(FirstLossFacts), run.every(FirstLossFacts)[-1][0]
-    if facts is None or step > 4 or not facts.large or facts.classes < 2 or facts.input_size > 10:
+    if step > 4 or not facts.large or facts.classes < 2 or facts.input_size > 10:
         return
     chance, loss = math.log(facts.classes), facts.loss
     if not loss >= 1.5 * chance + 0.5 or not facts.rescaled <= chance + 0.3 * (loss - chance) or math.isinf(loss):

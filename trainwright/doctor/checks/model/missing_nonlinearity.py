@@ -25,7 +25,7 @@ def missing_nonlinearity(run: RunContext) -> Results:
     Sources: NeuraLint (Nikanjam et al.).
     """
     facts = run.measured(WiringFacts)
-    chains = [each for each in facts.chains if _adds_nothing(each.first_shape, each.second_shape)] if facts else []
+    chains = [each for each in facts.chains if _adds_nothing(each.first_shape, each.second_shape)]
     if not chains:
         return
     step, tried = run.every(WiringFacts)[-1][0], run.latest(ActivatedFacts)

@@ -34,7 +34,7 @@ def running_statistics_stand_still(run: RunContext) -> Results:
     Sources: pytorch/pytorch#15298, pytorch/pytorch PR 38084.
     """
     facts, modes = run.measured(LayersFacts), run.measured(ModesFacts)
-    if facts is None or not (facts.norms or facts.standing):
+    if not (facts.norms or facts.standing):
         yield NotApplicable("no normalization has running statistics and is in train mode")
         return
     looks = run.every(LayersFacts)

@@ -16,7 +16,7 @@ def hooks_grow(run: RunContext) -> Results:
     Fix: register once before the loop, or `handle.remove()` after use.
     """
     facts = run.measured(GrowthFacts)
-    counts = [each.hooks for each in facts.held] if facts else []
+    counts = [each.hooks for each in facts.held]
     if not has_grown(counts, MIN_HOOKS):
         yield Passed(f"{counts[-1]} hooks after step {facts.held[-1].step}" if facts and counts else "")
         return

@@ -29,7 +29,7 @@ def memory_grows(run: RunContext) -> Results:
     Sources: PyTorch FAQ, "My model reports cuda runtime error(2): out of memory".
     """
     facts = run.measured(GrowthFacts)
-    held = [each for each in facts.held if each.step >= MIN_STEPS] if facts else []
+    held = [each for each in facts.held if each.step >= MIN_STEPS]
     if len(held) < 2 * MIN_RISING_READINGS:
         return
     kinds = (("GPU memory", [each.device_bytes for each in held]), ("memory", [each.memory_bytes for each in held]))
