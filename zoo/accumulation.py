@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import islice
-from typing import Any
-
 import torch
 from torch.nn import functional as F
 
@@ -77,23 +73,3 @@ def window_across_epochs(watch: Watch, seed: int) -> None:
                 if (i + 1) % WINDOW == 0:
                     optimizer.step()
                     optimizer.zero_grad()
-
-
-@fault("A06", "data.nonfinite_input", delay="N", active=6)
-def one_micro_batch_is_nan(watch: Watch, seed: int) -> Mapping[str, Any]:
-    torch.manual_seed(seed)
-    x, y = table(seed, n=2048)
-    micro_batch = (seed + 2) % WINDOW
-    ids = next(islice(loader(x, y, seed, batch=16), 5 * WINDOW + micro_batch, None))[0]
-    bad = int(ids[(5 * seed + 1) % 16])
-    x[bad, seed % 20] = torch.nan
-    model = mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    data = loader(x, y, seed, batch=16)
-    with watch(model, optimizer, loader=data):
-        for i, (_, batch, target) in enumerate(data):
-            (F.cross_entropy(model(batch), target) / WINDOW).backward()
-            if (i + 1) % WINDOW == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    return {"sample_ids": [bad], "micro_batch": micro_batch, "dtype": "float32"}

@@ -58,24 +58,6 @@ def bytes_as_they_are(watch: Watch, seed: int) -> None:
     train(watch, model, optimizer, batches, lambda x, t: F.cross_entropy(model(x.float()), t), epochs=4)
 
 
-@fault("D03b", "data.unnormalised_input", delay="S")
-def features_in_large_units(watch: Watch, seed: int) -> None:
-    """A table whose columns are hundreds wide."""
-    torch.manual_seed(seed)
-    x, y = table(seed)
-    batches = loader(255 * x, y, seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(2):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-
-
 class Normalised(Rows):
     """Photographs from -1 to 1."""
 
@@ -124,23 +106,6 @@ def generator_anew_each_epoch(watch: Watch, seed: int) -> None:
         for _ in range(6):
             generator = torch.Generator().manual_seed(seed)
             for _, x, t in DataLoader(data, batch_size=64, shuffle=True, generator=generator):
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-
-
-@fault("D07b", "data.same_order_every_epoch", delay="B", active=9)
-def seeded_each_epoch(watch: Watch, seed: int) -> None:
-    """The seed is set at the top of the epoch instead of at the top of the script."""
-    batches = DataLoader(Rows(*table(seed, 512)), batch_size=64, shuffle=True)
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(6):
-            torch.manual_seed(seed)
-            for _, x, t in batches:
                 loss = F.cross_entropy(model(x), t)
                 optimizer.zero_grad()
                 loss.backward()

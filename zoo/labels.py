@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from zoo.data import one_of_batch
-from zoo.host import TinyGPT, Watch, fault, images, loader, mlp, next_token_loss, sequences, table, train
+from zoo.host import TinyGPT, Watch, fault, loader, mlp, next_token_loss, sequences, table, train
 
 
 @fault("L01", "loss.softmax_before_cross_entropy", delay="S")
@@ -103,24 +102,6 @@ def column_minus_row(watch: Watch, seed: int) -> None:
     train(watch, model, optimizer, batches, lambda x, t: ((model(x) - t) ** 2).mean(), epochs=6)
 
 
-@fault("L06b", "loss.broadcast_target", delay="S")
-def column_against_row(watch: Watch, seed: int) -> None:
-    """The same with mse_loss, which warns, in a script that silences warnings."""
-    torch.manual_seed(seed)
-    batches = loader(*prices(seed), seed)
-    model = mlp(classes=1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with watch(model, optimizer, loader=batches):
-            for _ in range(4):
-                for _, x, t in batches:
-                    loss = F.mse_loss(model(x), t)
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-
-
 @fault("L07", "loss.wrong_sign", delay="D")
 def uphill(watch: Watch, seed: int) -> None:
     """The loss is maximised."""
@@ -202,19 +183,6 @@ def labels_counted_from_one(watch: Watch, seed: int) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     train(watch, model, optimizer, batches, epochs=1)
-
-
-@fault("L14", "data.label_noise", delay="B")
-def two_labels_in_five_are_random(watch: Watch, seed: int) -> None:
-    """Learned up to the noise, then memorised."""
-    torch.manual_seed(seed)
-    x, y = images(seed, 512)
-    noisy = torch.rand(len(y)) < 0.4
-    y[noisy] = torch.randint(4, (int(noisy.sum()),))
-    batches = loader(x, y, seed)
-    model = nn.Sequential(nn.Flatten(), mlp(64, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    train(watch, model, optimizer, batches, epochs=15)
 
 
 @fault("L15", "loss.detached_from_model", delay="S")

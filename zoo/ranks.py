@@ -47,15 +47,6 @@ def inner_module_is_called(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, F.cross_entropy(call(x), y))
 
 
-@rank_fault("X01b", "ranks.ddp_does_not_exchange")
-def inner_module_is_called_now_and_then(watch: Watch, seed: int, rank: int) -> None:
-    model = wrapped(seed, rank)
-    optimizer, data = adam(model.module), batches(seed, rank)
-    with watch(model.module, optimizer, loader=data):
-        for step, (_, x, y) in enumerate([*data, *data][:STEPS]):
-            update(optimizer, F.cross_entropy((model.module if step % 2 else model)(x), y))
-
-
 @rank_fault("X02", "ranks.ddp_does_not_exchange")
 def parameters_are_replaced(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
@@ -136,17 +127,6 @@ def whole_window_under_no_sync(watch: Watch, seed: int, rank: int) -> None:
             if step % 2:
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-@rank_fault("X11b", "ranks.ddp_does_not_exchange")
-def forward_under_no_sync(watch: Watch, seed: int, rank: int) -> None:
-    model = wrapped(seed, rank)
-    optimizer, data = adam(model), batches(seed, rank)
-    with watch(model, optimizer, loader=data):
-        for step, (_, x, y) in enumerate(data):
-            with model.no_sync() if step > 4 else nullcontext():
-                loss = F.cross_entropy(model(x), y)
-            update(optimizer, loss)
 
 
 def replica(seed: int) -> nn.Sequential:

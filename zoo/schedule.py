@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -130,24 +128,3 @@ def post_norm_without_warmup(watch: Watch, seed: int) -> None:
     ids = sequences(seed)
     batches = loader(ids, ids, seed, batch=16)
     train(watch, model, optimizer, batches, lambda x, y: next_token_loss(model(x), y), epochs=2)
-
-
-@fault("S08", "schedule.unit_mismatch", delay="S", active=2)
-def stepped_per_micro_batch(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = loader(*table(seed), seed, batch=16)
-    accumulate, epochs = 4, 8
-    total = epochs * len(batches) // accumulate
-    scheduler = LambdaLR(optimizer, lambda t: max(0.0, 1 - t / total))
-    with warnings.catch_warnings(), watch(model, optimizer, loader=batches, scheduler=scheduler):
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        for _ in range(epochs):
-            for i, (_, x, y) in enumerate(batches):
-                loss = F.cross_entropy(model(x), y) / accumulate
-                loss.backward()
-                if (i + 1) % accumulate == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                scheduler.step()
