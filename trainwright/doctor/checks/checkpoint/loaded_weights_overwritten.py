@@ -15,7 +15,7 @@ def loaded_weights_overwritten(run: RunContext) -> Results:
     Fix: initialise first, `load_state_dict` last.
     """
     facts = run.measured(ResumeFacts)
-    gone = facts.overwritten if facts else None
+    gone = facts.overwritten
     if gone is not None and gone.fraction >= 0.8:
         yield run.finding(
             max(1, run.last_step),

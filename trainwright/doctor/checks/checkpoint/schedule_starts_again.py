@@ -19,10 +19,10 @@ def schedule_starts_again(run: RunContext) -> Results:
     Fix: save and load `optimizer.state_dict()` and `scheduler.state_dict()` together, after both are made.
     """
     facts = run.measured(ResumeFacts)
-    for schedule in facts.schedules if facts else ():
+    for schedule in facts.schedules:
         if schedule.updates < MIN_UPDATES or abs(schedule.calls - schedule.updates) > 1:
             continue
-        for optimizer in facts.optimizers if facts else ():
+        for optimizer in facts.optimizers:
             starts_again = optimizer.steps > 1 and schedule.before <= 1
             lost_moments = schedule.before > 1 and not optimizer.with_state and optimizer.kind != "SGD"
             if starts_again or lost_moments:

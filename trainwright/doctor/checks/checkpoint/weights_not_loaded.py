@@ -18,7 +18,7 @@ def weights_not_loaded(run: RunContext) -> Results:
     Sources: lightning #4333.
     """
     facts = run.measured(ResumeFacts)
-    for load in facts.loads if facts else ():
+    for load in facts.loads:
         if load.prefix is None and 2 * len(load.missing) < load.tensors:
             continue
         yield run.finding(

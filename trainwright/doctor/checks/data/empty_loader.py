@@ -19,7 +19,7 @@ def empty_loader(run: RunContext) -> Results:
     Fix: `drop_last=False` or a smaller `batch_size`; `assert len(loader) > 0` before the loop.
     """
     facts = run.measured(LoadersFacts)
-    for each in facts.empty if facts else ():
+    for each in facts.empty:
         if each.length not in (0, None) or (each.length is None and each.epochs < 2):
             continue
         times = "once" if each.epochs == 1 else f"{each.epochs} times"

@@ -42,7 +42,7 @@ def samples_never_drawn(run: RunContext) -> Results:
             yield run.finding(
                 run.last_step,
                 symptom=f"only {each.distinct} of {each.samples} samples were drawn in {each.draws} draws",
-                where=Where(source=facts.source if facts else None),
+                where=Where(source=facts.source),
                 evidence=[("different samples drawn", each.distinct, each.samples), ("sampler", each.sampler)],
             )
             return

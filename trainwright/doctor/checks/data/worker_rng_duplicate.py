@@ -30,7 +30,7 @@ def worker_rng_duplicate(run: RunContext) -> Results:
     Sources: pytorch/pytorch#5059, CenterNet#233, fairseq#1383.
     """
     facts = run.measured(LoadersFacts)
-    drawn = facts.workers if facts else None
+    drawn = facts.workers
     if drawn is None or not drawn.random:
         return
     among = drawn.equal_workers and drawn.workers > 1
@@ -43,7 +43,7 @@ def worker_rng_duplicate(run: RunContext) -> Results:
         if among
         else "the workers draw the same random numbers in every epoch",
         cause="worker_init_fn gives each worker the same seed" if drawn.init else "",
-        where=Where(source=facts.source if facts else None),
+        where=Where(source=facts.source),
         evidence=[
             ("one sample read in two workers", "equal" if among else "different", "different"),
             ("one sample read in two epochs", "equal" if drawn.equal_epochs else "different", "different"),

@@ -26,13 +26,13 @@ def workers_restarted_each_step(run: RunContext) -> Results:
     Sources: pytorch/pytorch#1917.
     """
     facts = run.measured(LoadersFacts)
-    for each in facts.restarts if facts else ():
+    for each in facts.restarts:
         if each.iterators >= MIN_RESTARTS and each.batches < 2 * each.iterators and (each.length or MIN_RESTARTS) > 2:
             yield run.finding(
                 run.last_step,
                 symptom=f"{each.iterators} iterators of a loader gave {each.batches} batches: its {each.workers} "
                 "workers start again each time",
-                where=Where(source=facts.source if facts else None),
+                where=Where(source=facts.source),
                 evidence=[("batches of an iterator", round(each.batches / each.iterators, 2), each.length)],
             )
             return

@@ -32,7 +32,7 @@ def inputs_differ(run: RunContext) -> Results:
     Fix: prepare both by one function, with the statistics of the training data.
     """
     facts = run.measured(EvaluationFacts)
-    found = facts.likeness if facts else None
+    found = facts.likeness
     if found is None:
         yield NotApplicable("too few rows of floating-point inputs are known of both")
         return

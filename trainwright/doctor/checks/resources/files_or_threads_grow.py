@@ -22,7 +22,7 @@ def files_or_threads_grow(run: RunContext) -> Results:
     Sources: pytorch/pytorch #11201.
     """
     facts = run.measured(GrowthFacts)
-    held = facts.held if facts else ()
+    held = facts.held
     kinds = (
         ("files", [each.files for each in held], MIN_FILES),
         ("threads", [each.threads for each in held], MIN_THREADS),

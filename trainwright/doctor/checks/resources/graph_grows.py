@@ -27,7 +27,7 @@ def graph_grows(run: RunContext) -> Results:
     Sources: pytorch/examples (`repackage_hidden` of the word language model).
     """
     facts = run.measured(MemoryFacts)
-    rows = facts.graphs if facts else ()
+    rows = facts.graphs
     rates = [(b.nodes - a.nodes) / (b.step - a.step) for a, b in pairwise(rows)]
     if len(rows) < 5 or min(rates) <= 0 or max(rates) > 2 * min(rates):
         return
