@@ -55,12 +55,10 @@ class CallsFacts:
         missing_share: Their fraction of the trainable elements.
         missing_were_trained: They were trained before the watch began.
         doubles: Number of updates with gradients that another optimizer had already applied.
-        again: Number of updates without a backward pass since the previous update.
         scaled_clips: Number of clips of gradients that still contained a loss scale.
         scaled_clip: One of them.
         split_windows: (step, backward passes before the end of an epoch, all backward passes) for each step during
             which an epoch ended.
-        idle_scalers: Number of enabled GradScalers that were passed to the watch and scaled no loss.
         accumulation: Number of micro-batches that was passed to the watch.
         carried: For each optimizer, the norm of the gradients that existed when the last step began.
         backwards: Number of backward passes.
@@ -74,11 +72,9 @@ class CallsFacts:
     missing_share: float = 0.0
     missing_were_trained: bool = False
     doubles: int = 0
-    again: int = 0
     scaled_clips: int = 0
     scaled_clip: ScaledClip | None = None
     split_windows: tuple[tuple[int, int, int], ...] = ()
-    idle_scalers: int = 0
     accumulation: int | None = None
     carried: tuple[float, ...] = ()
     backwards: int = 0

@@ -156,7 +156,6 @@ CONSEQUENCES_OF_WRONG_ARGUMENTS = (
     "loss.no_better_than_constant",
     "model.init_symmetric",
     "model.init_too_large",
-    "model.input_unused",
     "model.output_same_for_all_samples",
     "optim.lr_too_high",
     "optim.lr_too_low",

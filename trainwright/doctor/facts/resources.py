@@ -1,4 +1,4 @@
-"""Memory, files, threads and hooks of a run in some of its steps."""
+"""Memory and hooks of a run in some of its steps."""
 
 from __future__ import annotations
 
@@ -16,16 +16,12 @@ class HeldResources:
         step: The step.
         memory_bytes: Host memory.
         device_bytes: Live tensors on a GPU.
-        files: Open files.
-        threads: Threads.
         hooks: Hooks on the modules of the model.
     """
 
     step: int
     memory_bytes: int
     device_bytes: int = 0
-    files: int = 0
-    threads: int = 0
     hooks: int = 0
 
 

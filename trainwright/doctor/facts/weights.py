@@ -61,50 +61,6 @@ class WeightsFacts:
     highest_rate: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class TiesFacts:
-    """Tied weights.
-
-    Attributes:
-        tied: Number of parameters that several modules shared at the start.
-        broken: Names of parameters that are no longer shared.
-        split: Names of different parameters that share memory.
-    """
-
-    experiment: ClassVar[str] = "ties"
-    tied: int
-    broken: tuple[tuple[str, ...], ...] = ()
-    split: tuple[tuple[str, ...], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Neighbours:
-    """Weight matrices of equal shape and module class whose names differ in one number, ordered by it.
-
-    Attributes:
-        names: Names of the matrices. Matrices of zeros are left out.
-        sizes: Root mean square of each.
-        fan_in: Fan-in of the shape.
-        is_row: The last part of the module's path is the number, as in ``layers.3``, not an earlier one, as in
-            ``blocks.3.proj``.
-    """
-
-    names: tuple[str, ...]
-    sizes: tuple[float, ...]
-    fan_in: int
-    is_row: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScalesFacts:
-    """Scales of the weights before step ``first``: the number of groups, and the first groups of unequal scale."""
-
-    experiment: ClassVar[str] = "weight_scales"
-    first: int
-    groups: int
-    unequal: tuple[Neighbours, ...] = ()
-
-
 def standing(run: RunContext, names: Sequence[str], step: int) -> list[str] | None:
     """Returns the weights that have not changed since ``step``; None if only the next examination will show it.
 

@@ -14,7 +14,6 @@ from trainwright.doctor.facts.function import Deviation
 from trainwright.doctor.measure.locate import CallTrace, Compare
 from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import tensors_of
-from trainwright.replay.functions import InputHandler, change_leaves
 from trainwright.replay.replayer import UNCHANGED, Intervention
 from trainwright.replay.session import ReplaySession
 
@@ -139,8 +138,3 @@ def at_rows(chosen: Callable[[int], Tensor], size: int, dim: int = 0) -> Compare
         return float(delta.max() / spread(one.double())) if delta.numel() else 0.0
 
     return compare
-
-
-def replacing_input(x: Tensor, other: Tensor) -> InputHandler:
-    """Handler for ``Intervention.inputs`` that replaces ``x`` by ``other``."""
-    return change_leaves(lambda leaf: other if leaf is x else leaf)

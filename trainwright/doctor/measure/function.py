@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from trainwright.doctor.facts.function import Deviation, FunctionFacts, InputsFacts
-from trainwright.doctor.measure import inputs, samples, sequences
+from trainwright.doctor.facts.function import Deviation, FunctionFacts
+from trainwright.doctor.measure import samples, sequences
 from trainwright.doctor.measure.eval_passes import EvalPasses, numbers_of
 from trainwright.replay.experiments import replay
 from trainwright.replay.replayer import Intervention
@@ -61,9 +61,3 @@ def _buffers(session: ReplaySession) -> dict[str, Tensor]:
 
 def _are_equal(one: Tensor | None, other: Tensor) -> bool:
     return one is not None and one.shape == other.shape and bool(((one == other) | (one != one)).all())
-
-
-@replay(InputsFacts, when="requested")
-def unused_inputs(session: ReplaySession) -> InputsFacts:
-    """Returns the inputs that have no effect."""
-    return inputs.unused_inputs(EvalPasses(session))

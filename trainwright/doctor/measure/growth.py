@@ -1,9 +1,7 @@
-"""Reads memory, files, threads and hooks of the process from time to time."""
+"""Reads memory and hooks of the process from time to time."""
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 
 import torch
@@ -22,7 +20,6 @@ MAX_READINGS = 64
 UNLIMITED_STEPS = 192
 """Until this step all readings are taken. Later they take at most MAX_TIME_FRACTION of the time."""
 MAX_TIME_FRACTION = 0.004
-_FILES = "/proc/self/fd"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -61,17 +58,8 @@ class Growth(Probe):
             step=step,
             memory_bytes=unfreed_bytes(),
             device_bytes=torch.cuda.memory_allocated() if on_device else 0,
-            files=_num_files(),
-            threads=threading.active_count(),
             hooks=sum(map(_hooks_of, self._modules.values())) + sum(map(_hooks_of_tensor, self._parameters)),
         )
-
-
-def _num_files() -> int:
-    try:
-        return len(os.listdir(_FILES))  # noqa: PTH208  without an object for each
-    except OSError:  # not available on this system
-        return 0
 
 
 def _hooks_of(module: nn.Module) -> int:

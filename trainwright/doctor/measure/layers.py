@@ -23,7 +23,6 @@ from trainwright.doctor.facts.layers import (
 )
 from trainwright.doctor.measure.axes import Axes
 from trainwright.doctor.measure.module_probe import ModuleProbe
-from trainwright.doctor.measure.running_statistics import RunningStatistics
 from trainwright.recorder.listener import inside
 from trainwright.recorder.pausable import PausableMode, without_modes
 from trainwright.recorder.plain_tensors import is_plain
@@ -81,9 +80,6 @@ class LayerMeasurement(ModuleProbe):
         self._norms = {path: m for path, m in self.modules.items() if isinstance(m, _BatchNorm)}
         self._facts: LayersFacts | None = None
         self._axes = Axes()
-        self._running = RunningStatistics(self.modules, self.owned)
-        self._reported: LayersFacts | None = None  # the last report, if some running statistics in it did not change
-        self._recomputes = False  # since the last step, a pass may have recomputed the statistics
         self._clear()
 
     def _clear(self) -> None:
@@ -120,9 +116,6 @@ class LayerMeasurement(ModuleProbe):
             self._axes.begin(args, kwargs)
             self._functions.start()
 
-    def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        self._recomputes |= root.training
-
     def on_output(self, root: nn.Module, output: object) -> None:
         if self._functions.pushed:
             self._functions.stop()
@@ -132,7 +125,6 @@ class LayerMeasurement(ModuleProbe):
     def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._order.setdefault(path)
         self._axes.entered(path, module, args, kwargs)
-        self._running.entered(path, module)
         if not isinstance(module, _BatchNorm) or not module.training or not (inputs := tensors_of((args, kwargs), 2)):
             return
         x, known = inputs[0], self._seen.get(path, NormFacts())
@@ -155,13 +147,8 @@ class LayerMeasurement(ModuleProbe):
                     break
         self._depth = tuple(LayerGradient(module=path, size=float(size)) for path, size in sizes)
 
-    def on_closed(self, step: RecordedStep) -> None:
-        self._recomputes = False
-        super().on_closed(step)
-
     def ended(self, step: RecordedStep) -> None:
         self._functions.stop()
-        self._running.ended(step.step)
         after = _updates(self._norms)
         norms = {
             path: replace(each, updates=after.get(path, 0) - self._updates.get(path, 0))
@@ -173,7 +160,6 @@ class LayerMeasurement(ModuleProbe):
             attention=self._attention,
             routers=self._routers,
             norms=norms,
-            standing=self._running.facts(),
             depth=self._depth,
             narrow=self._narrow or any(p.dtype in halves for p in self.watched.subject.parameters),
             dropout=self._dropout,
@@ -183,10 +169,6 @@ class LayerMeasurement(ModuleProbe):
 
     def values(self) -> Facts | None:
         facts, self._facts = self._facts, None
-        if self._recomputes and (facts := facts or self._reported) is not None:
-            facts = replace(facts, standing={})
-        if facts is not None:
-            self._reported = facts if facts.standing else None
         return None if facts is None else {**strict(asdict(facts)), "step": self.step}
 
     def end(self, error: BaseException | None) -> None:
@@ -209,7 +191,6 @@ class LayerMeasurement(ModuleProbe):
         if not all(map(is_plain, tensors_of((args, kwargs, result), 3))):
             return
         self._axes.note(self.stack[-1], name, args, kwargs, result)
-        self._running.record(self.stack[-1], name, args, kwargs)
         if name in MAPS and len(tensors := tensors_of([args, kwargs], 3)) > 1:
             x, weight = tensors[0].detach(), tensors[1].detach()
             for made in tensors_of(result, 1):
@@ -226,7 +207,7 @@ class LayerMeasurement(ModuleProbe):
         elif name == "multi_head_attention_forward":
             self._record_module(args, kwargs)
         if name in _PRODUCTS:
-            self._record_product(name, args)
+            self._record_product(args)
         elif name in _KEEPS and args and args[0] in self._scores and isinstance(result, Tensor):
             self._scores[result] = self._scores[args[0]]
         if name in _CHOICES and args and isinstance(args[0], Tensor):
@@ -267,18 +248,13 @@ class LayerMeasurement(ModuleProbe):
 
     # attention: a softmax whose result is multiplied by values
 
-    def _record_product(self, name: str, args: Args) -> None:
-        for place, weights in [(n, t) for n, t in enumerate(tensors_of(args, 2)) if t in self._scores]:
+    def _record_product(self, args: Args) -> None:
+        for weights in [each for each in tensors_of(args, 2) if each in self._scores]:
             path, scores, spread = self._scores[weights]
             if scores.dim() >= 3 and scores.shape[-1] > 1:
-                is_square = weights.shape[-1] == weights.shape[-2]  # else it may be a pooling with weights
-                of_a_product = name.strip("_") in ("matmul", "bmm") and weights.shape == spread.shape
-                of_a_product = of_a_product and (is_square or not place)
-                sums = spread.float().sum(-2 if place else -1) if of_a_product else torch.ones_like(spread)
-                self._record_attention(path, scores.float(), spread.float(), float((sums - 1).abs().median()))
+                self._record_attention(path, scores.float(), spread.float())
 
-    def _record_attention(self, path: str, scores: Tensor, weights: Tensor, off: float = 0.0) -> None:
-        """Records an attention. ``off`` is the distance of the sum of the weights from 1."""
+    def _record_attention(self, path: str, scores: Tensor, weights: Tensor) -> None:
         allowed_scores = scores.isfinite() & (scores.abs() < 1e4)
         unmasked = scores[allowed_scores]
         if not unmasked.numel():
@@ -291,7 +267,6 @@ class LayerMeasurement(ModuleProbe):
             highest=float(unmasked.abs().max()),
             spread=float(unmasked.std()),
             evenness=float(even.mean()),
-            off=off,
         )
         known = self._attention.get(path)
         if known is None or facts.highest > known.highest:

@@ -10,8 +10,6 @@ from tests.doctor.checks.data.loops import exam, said
 from tests.doctor.checks.loops import alarms, mlp, watched
 from trainwright.doctor.check import Check
 from trainwright.doctor.discovery import check_of
-from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts
-from trainwright.doctor.facts.function import FunctionFacts
 from trainwright.doctor.facts.weights import WeightsFacts
 
 
@@ -48,19 +46,3 @@ def test_a_rate_of_0(steps: int, since: int, before: float, found: int) -> None:
         steps=steps, updates=steps, tensors=4, moved=4, at_0_since=since, rate_before_0=before, highest_rate=0.1
     )
     assert len(said(of("schedule.learning_rate_zero"), exam(steps, facts))) == found
-
-
-@pytest.mark.parametrize(
-    ("written", "severities"),
-    [(("norm.running_mean",), ["warning"]), (("cache",), ["info"]), ((), [])],
-    ids=["statistics", "a cache", "nothing"],
-)
-def test_an_evaluation_that_writes_buffers(written: tuple[str, ...], severities: list[str]) -> None:
-    assert said(of("evaluation.changes_statistics"), exam(1, FunctionFacts(written=written))) == severities
-
-
-@pytest.mark.parametrize(("has_moved", "own", "found"), [(False, 0, 1), (True, 0, 0), (False, 3, 0)])
-def test_an_average_that_never_moves(has_moved: bool, own: int, found: int) -> None:
-    copy = CopyFacts("Net", "Net", (), (), (), 3, 0.0, has_moved)
-    facts = AveragesFacts(steps=60, since=60, own_evaluations=own, is_resumed=False, copies=(copy,))
-    assert len(said(of("evaluation.average_never_moves"), exam(60, facts))) == found

@@ -16,7 +16,6 @@ tanh over ten classes gains two thirds, and gives no class a probability above 0
     needs=LossFacts,
     explains=(
         "loss.no_better_than_constant",
-        "model.input_unused",
         "model.output_same_for_all_samples",
         "optim.weights_never_move",
     ),

@@ -14,7 +14,6 @@ FOREIGN_LOSS = "the loss is not made of what the watched model returned"
     explains=(
         "data.label_feature_misaligned",
         "gradient.*",
-        "model.input_unused",
         "loop.*",
         "loss.*",
         "optim.*",

@@ -18,7 +18,6 @@ LN_2 = math.log(2)
     confidence=0.9,
     explains=(
         "loss.no_better_than_constant",
-        "model.input_unused",
         "model.output_same_for_all_samples",
         "optim.weights_never_move",
     ),

@@ -7,7 +7,7 @@ from trainwright.doctor.facts.layers import LayersFacts
     severity="critical",
     confidence=0.95,
     needs=LayersFacts,
-    explains=("loss.no_better_than_constant", "model.padding_changes_output", "model.input_unused"),
+    explains=("loss.no_better_than_constant", "model.padding_changes_output"),
 )
 def attention_mask_inverted(run: RunContext) -> Results:
     """The attention mask is inverted: attention hides the tokens and sees only the padding.

@@ -8,7 +8,7 @@ from trainwright.doctor.facts.modules import ModulesFacts
     severity="critical",
     confidence=0.95,
     needs=ModulesFacts,
-    explains=("loss.never_changes", "loss.no_better_than_constant", "model.input_unused", "optim.weights_never_move"),
+    explains=("loss.never_changes", "loss.no_better_than_constant", "optim.weights_never_move"),
 )
 def output_same_for_all_samples(run: RunContext) -> Results:
     """The output of the model is the same for every sample, though the inputs differ.
@@ -21,7 +21,7 @@ def output_same_for_all_samples(run: RunContext) -> Results:
     Usual cause: a normalisation over a single value, which is constant (GroupNorm or InstanceNorm of 1x1 maps,
     LayerNorm over one feature); a softmax over one unit, which is always 1; dead units; a layer of zeros.
 
-    Looks like: model.input_unused, model.representations_collapse.
+    Looks like: model.representations_collapse.
 
     Fix: normalise over more values (fewer groups, or before the pooling); use a sigmoid for one unit.
 

@@ -7,7 +7,7 @@ from trainwright.doctor.facts.layers import LayersFacts
     severity="critical",
     confidence=0.9,
     needs=LayersFacts,
-    explains=("model.mixes_samples", "model.attention_weights_sum", "loss.no_better_than_constant"),
+    explains=("model.mixes_samples", "loss.no_better_than_constant"),
 )
 def softmax_over_samples(run: RunContext) -> Results:
     """A softmax in the model runs over the samples of the batch instead of the classes or keys of each sample.

@@ -4,7 +4,7 @@ from trainwright.doctor.facts.calls import CallsFacts
 
 @check(
     stage="update", severity="critical", confidence=0.97, needs=CallsFacts,
-    explains=("optim.lr_too_high", "optim.stepped_twice"),
+    explains=("optim.lr_too_high",),
 )  # fmt: skip
 def params_in_two_optimizers(run: RunContext) -> Results:
     """Two optimizers hold the same parameters, and both step.

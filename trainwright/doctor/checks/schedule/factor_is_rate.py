@@ -10,7 +10,7 @@ MAX_BASE_LR = 0.05
 
 @check(
     points_at="schedule", stage="update", severity="critical", confidence=0.9, needs=LearningRateFacts,
-    explains=("optim.lr_too_low", "optim.weights_never_move", "schedule.ends_too_early"),
+    explains=("optim.lr_too_low", "optim.weights_never_move"),
 )  # fmt: skip
 def factor_is_rate(run: RunContext) -> Results:
     """A `LambdaLR` is given a learning rate instead of a factor, so the rate is multiplied twice.

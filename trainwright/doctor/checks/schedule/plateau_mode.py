@@ -11,7 +11,7 @@ from trainwright.doctor.facts.schedule import LearningRateFacts, PlateauMetric, 
     stage="loop",
     confidence=0.9,
     needs=LearningRateFacts,
-    explains=("optim.lr_too_low", "schedule.ends_too_early"),
+    explains=("optim.lr_too_low",),
 )
 def plateau_mode(run: RunContext) -> Results:
     """ReduceLROnPlateau cuts the learning rate while its metric improves.

@@ -4,7 +4,7 @@ from trainwright.doctor.facts.schedule import LearningRateFacts, SchedulerFacts
 
 @check(
     points_at="schedule", stage="loop", confidence=0.9, needs=LearningRateFacts,
-    explains=("schedule.unit_mismatch", "schedule.ends_too_early", "schedule.learning_rate_zero", "optim.lr_too_low"),
+    explains=("schedule.unit_mismatch", "schedule.learning_rate_zero", "optim.lr_too_low"),
 )  # fmt: skip
 def stepped_several_times(run: RunContext) -> Results:
     """`scheduler.step()` is called several times for one update.

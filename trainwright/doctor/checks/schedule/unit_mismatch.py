@@ -6,7 +6,7 @@ from trainwright.doctor.facts.schedule import LearningRateFacts, PartFacts, Sche
 
 @check(
     points_at="schedule", stage="loop", confidence=0.9, needs=LearningRateFacts,
-    explains=("optim.lr_too_low", "schedule.cosine_climbs", "schedule.ends_too_early", "schedule.learning_rate_zero"),
+    explains=("optim.lr_too_low", "schedule.cosine_climbs", "schedule.learning_rate_zero"),
 )  # fmt: skip
 def unit_mismatch(run: RunContext) -> Results:
     """The schedule is stepped in another unit than the one it counts in.
