@@ -16,15 +16,13 @@ from trainwright.doctor.measure.custom_functions import check_functions
 from trainwright.doctor.measure.evaluations import Evaluations
 from trainwright.doctor.measure.first_step import first_loss_rescaled, symmetry
 from trainwright.doctor.measure.function import function
-from trainwright.doctor.measure.growth import Growth
 from trainwright.doctor.measure.layers import LayerMeasurement, depth_in_fp32, dropout_gap
 from trainwright.doctor.measure.loaders import Loaders
-from trainwright.doctor.measure.loading import ResumeProbe
-from trainwright.doctor.measure.memory import Memory
+from trainwright.doctor.measure.loading import Moments, ResumeProbe
+from trainwright.doctor.measure.memory import Growth, Memory
 from trainwright.doctor.measure.mixed_precision import MixedPrecision
 from trainwright.doctor.measure.modes import Modes, in_eval_mode
 from trainwright.doctor.measure.modules import Modules
-from trainwright.doctor.measure.moments import Moments
 from trainwright.doctor.measure.nonfinite import NonfiniteListener
 from trainwright.doctor.measure.ranks.probe import make_ranks_probe
 from trainwright.doctor.measure.rows import InputRows
