@@ -142,6 +142,15 @@ def cnn(classes: int = 4, width: int = 8) -> nn.Sequential:
     )  # fmt: skip
 
 
+def host(
+    seed: int, kind: type[torch.optim.Optimizer], *, n: int = 1024, batch: int = 64, **options: Any
+) -> tuple[nn.Sequential, torch.optim.Optimizer, DataLoader[Any]]:
+    """The host's model, an optimizer of this kind with these options, and a loader of ``n`` rows of ``table``."""
+    torch.manual_seed(seed)
+    model = mlp()
+    return model, kind(model.parameters(), **options), loader(*table(seed, n=n), seed, batch=batch)
+
+
 class Attention(nn.Module):
     """Self-attention, written out so that fixtures can break it."""
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from zoo.data import one_of_batch
-from zoo.host import TinyGPT, Watch, fault, loader, mlp, next_token_loss, sequences, table, train
+from zoo.host import TinyGPT, Watch, fault, host, loader, mlp, next_token_loss, sequences, table, train
 
 
 @fault("L01", "loss.softmax_before_cross_entropy", delay="S")
@@ -27,10 +27,7 @@ def softmax_before_cross_entropy(watch: Watch, seed: int) -> None:
 @fault("L03", "loss.nll_without_log_softmax", delay="S")
 def likelihood_of_probabilities(watch: Watch, seed: int) -> None:
     """nll_loss wants logarithms and gets probabilities."""
-    torch.manual_seed(seed)
-    batches = loader(*table(seed), seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-3)
 
     def loss_of(x: Tensor, t: Tensor) -> Tensor:
         z = model(x)
@@ -105,10 +102,7 @@ def column_minus_row(watch: Watch, seed: int) -> None:
 @fault("L07", "loss.wrong_sign", delay="D")
 def uphill(watch: Watch, seed: int) -> None:
     """The loss is maximised."""
-    torch.manual_seed(seed)
-    batches = loader(*table(seed), seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-3)
     with watch(model, optimizer, loader=batches):
         for _ in range(4):
             for _, x, t in batches:
@@ -188,10 +182,7 @@ def labels_counted_from_one(watch: Watch, seed: int) -> None:
 @fault("L15", "loss.detached_from_model", delay="S")
 def loss_made_anew(watch: Watch, seed: int) -> None:
     """The loss is rebuilt from its value: backward reaches nothing."""
-    torch.manual_seed(seed)
-    batches = loader(*table(seed), seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-3)
     train(
         watch,
         model,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.host import Watch, fault, images, loader, mlp, table, train
+from zoo.host import Watch, fault, host, images, loader, mlp, table, train
 
 
 @fault("O01", "optim.lr_too_high", delay="D")
@@ -28,10 +28,7 @@ def lr_too_high(watch: Watch, seed: int) -> None:
 
 @fault("O02", "optim.lr_too_low", delay="S")
 def lr_too_low(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-8)
-    batches = loader(*table(seed), seed)
+    model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-8)
     train(watch, model, optimizer, batches, epochs=5)
 
 
@@ -56,10 +53,7 @@ def stale_params(watch: Watch, seed: int) -> None:
 
 @fault("O05", "optim.missing_zero_grad", delay="S", active=2, fixable=False)
 def missing_zero_grad(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    batches = loader(*table(seed), seed)
+    model, optimizer, batches = host(seed, torch.optim.SGD, lr=0.1, momentum=0.9)
     with watch(model, optimizer, loader=batches):
         for _ in range(5):
             for _, x, y in batches:
@@ -70,10 +64,7 @@ def missing_zero_grad(watch: Watch, seed: int) -> None:
 
 @fault("O06", "optim.zero_grad_before_step", delay="S", fixable=False)
 def zero_grad_before_step(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = loader(*table(seed), seed)
+    model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-3)
     with watch(model, optimizer, loader=batches):
         for _ in range(5):
             for _, x, y in batches:
@@ -85,10 +76,7 @@ def zero_grad_before_step(watch: Watch, seed: int) -> None:
 
 @fault("O07", "optim.step_never_called", delay="S", fixable=False)
 def step_never_called(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = loader(*table(seed), seed)
+    model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-3)
     with watch(model, optimizer, loader=batches):
         for _ in range(5):
             for _, x, y in batches:

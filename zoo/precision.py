@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.host import TinyGPT, Watch, fault, loader, mlp, next_token_loss, sequences, table, train
+from zoo.host import TinyGPT, Watch, fault, host, loader, mlp, next_token_loss, sequences, table, train
 
 
 class GatedFeedForward(nn.Module):
@@ -221,10 +221,7 @@ def accumulation_lost(watch: Watch, seed: int) -> None:
 
 @fault("P12", "precision.autocast_stale_cache", delay="S", fixable=False)
 def autocast_round_the_loop(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = loader(*table(seed), seed)
+    model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-3)
     with watch(model, optimizer, loader=batches), torch.autocast("cpu", torch.bfloat16):
         for _ in range(5):
             for _, x, y in batches:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from zoo.host import Rows, Watch, table
+from zoo.host import Rows, Watch, table, train
 from zoo.ranks_host import RANKS, STEPS, batches, healthy_ranks, net, rank_fault
 
 
@@ -52,28 +52,21 @@ def parameters_are_replaced(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     model.double().float()  # as .cpu().cuda() does, it makes each parameter forget its hook
     optimizer, data = adam(model), batches(seed, rank)
-    with watch(model, optimizer, loader=data):
-        for _, x, y in data:
-            update(optimizer, F.cross_entropy(model(x), y))
+    train(watch, model, optimizer, data)
 
 
 @rank_fault("X04", "data.same_order_every_epoch")
 def no_set_epoch(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank)
-    with watch(model, optimizer, loader=data):
-        for _ in range(3):
-            for _, x, y in data:
-                update(optimizer, F.cross_entropy(model(x), y))
+    train(watch, model, optimizer, data, epochs=3)
 
 
 @rank_fault("X05", "ranks.identical_batches")
 def no_sampler(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank, own=False)
-    with watch(model, optimizer, loader=data):
-        for _, x, y in data:
-            update(optimizer, F.cross_entropy(model(x), y))
+    train(watch, model, optimizer, data)
 
 
 @rank_fault("X06", "ranks.nonfinite_loss", "data.nonfinite_input", guilty=1)
@@ -163,9 +156,7 @@ def a_bit_is_flipped(watch: Watch, seed: int, rank: int) -> None:
 def same_seed_everywhere(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, 0, 0.2)
     optimizer, data = adam(model), batches(seed, rank)
-    with watch(model, optimizer, loader=data):
-        for _, x, y in data:
-            update(optimizer, F.cross_entropy(model(x), y))
+    train(watch, model, optimizer, data)
 
 
 @rank_fault("X16", "ranks.replicas_diverged")
@@ -313,9 +304,7 @@ def sharded(watch: Watch, seed: int, rank: int) -> None:
     fully_shard(model, mesh=distributed.init_device_mesh("cpu", (RANKS,)))
     torch.manual_seed(1000 * seed + rank)
     optimizer, data = adam(model), batches(seed, rank)
-    with watch(model, optimizer, loader=data):
-        for _, x, y in data:
-            update(optimizer, F.cross_entropy(model(x), y))
+    train(watch, model, optimizer, data)
 
 
 @healthy_ranks("HX8")
@@ -339,9 +328,7 @@ def state_of_the_optimizer_in_parts(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank, 0.1)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     data = batches(seed, rank)
-    with watch(model, optimizer, loader=data):
-        for _, x, y in data:
-            update(optimizer, F.cross_entropy(model(x), y))
+    train(watch, model, optimizer, data)
 
 
 @healthy_ranks("HX10")

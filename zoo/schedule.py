@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau, StepLR
 
-from zoo.host import Attention, Watch, fault, loader, mlp, next_token_loss, sequences, table, train
+from zoo.host import Attention, Watch, fault, host, loader, mlp, next_token_loss, sequences, table, train
 
 
 @fault("S01", "schedule.unit_mismatch", delay="S", active=11)
@@ -29,10 +29,7 @@ def epoch_scheduler_per_batch(watch: Watch, seed: int) -> None:
 
 @fault("S02", "schedule.stepped_several_times", "schedule.unit_mismatch", delay="S", active=2)
 def stepped_once_per_process(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = loader(*table(seed), seed)
+    model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-3)
     epochs, world_size = 10, 4
     total = epochs * len(batches)
     scheduler = LambdaLR(optimizer, lambda t: max(0.0, 1 - t / total))
@@ -49,10 +46,7 @@ def stepped_once_per_process(watch: Watch, seed: int) -> None:
 
 @fault("S04", "schedule.cosine_climbs", delay="S", active=66)
 def cosine_climbs(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    batches = loader(*table(seed), seed)
+    model, optimizer, batches = host(seed, torch.optim.AdamW, lr=3e-3)
     epochs = 8
     scheduler = CosineAnnealingLR(optimizer, T_max=epochs * len(batches) // 2)
     with watch(model, optimizer, loader=batches, scheduler=scheduler):

@@ -23,10 +23,8 @@ KINDS = {
     "reinforcement": "dqn ppo_cleanrl reinforce grpo",
     "graph": "gcn gin",
     "sequence": "annotated_transformer speech_ctc",
-    "representation": "simclr distillation",
     "tabular": "dlrm multitask",
-    "framework": "lora_loop lora_trainer lightning_classifier lightning_gan accelerate_classifier fabric_classifier",
-    "science": "pinn maml",
+    "framework": "lora_trainer lightning_classifier lightning_gan fabric_classifier",
 }
 """Names of the programs by kind."""
 
