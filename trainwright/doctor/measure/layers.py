@@ -223,7 +223,6 @@ class LayerMeasurement(ModuleProbe):
     def __init__(self, watched: WatchedObjects) -> None:
         super().__init__(watched)
         self._functions = _Functions(self._on_function)
-        self._optimizers = watched.subject.optimizers
         self._norms = {path: m for path, m in self.modules.items() if isinstance(m, _BatchNorm)}
         self._facts: LayersFacts | None = None
         self._axes = Axes()
