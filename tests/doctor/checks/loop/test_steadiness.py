@@ -1,11 +1,14 @@
-"""Random states that repeat, rates that are 0 or negative, and evaluations that change the model."""
+"""Random states that repeat, and rates that are 0 or negative."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
+import trainwright as tw
 from tests.doctor.checks.data.loops import exam, said
 from tests.doctor.checks.loops import alarms, mlp, watched
 from trainwright.doctor.check import Check
@@ -28,6 +31,38 @@ def test_a_seed_in_the_loop(seeds: bool) -> None:
 
     found = alarms(watched(mlp(nn.Dropout(0.2)), after_update=after_update))
     assert ("loop.random_state_repeats" in found) == seeds
+
+
+def keeps_the_state() -> None:
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    torch.set_rng_state(state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preview", "draws", "found"),
+    [
+        (lambda: torch.manual_seed(1), True, True),
+        (lambda: torch.manual_seed(1), False, False),
+        (keeps_the_state, True, False),
+    ],
+    ids=["noise repeats", "nothing is drawn", "the state is kept"],
+)
+def test_a_preview_between_steps(preview: Callable[[], object], draws: bool, found: bool) -> None:
+    """The noise is drawn before the model is called, which draws nothing itself."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(8, 4)
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="listen") as watch:
+        for step in range(24):
+            if step % 3 == 0:
+                preview()
+            noise = torch.randn_like(x) if draws else 0.1 * x
+            optimizer.zero_grad()
+            (model(x + noise) - noise).square().mean().backward()
+            optimizer.step()
+    assert ("loop.random_state_repeats" in {each.code for each in watch.findings()}) == found
 
 
 @pytest.mark.parametrize(("rate", "found"), [(-1e-3, 1), (0.0, 0), (1e-3, 0)])
