@@ -20,11 +20,11 @@ KINDS = {
     "language": "nanogpt awd_lstm",
     "vision": "mnist unet",
     "generative": "vae ddpm",
-    "reinforcement": "dqn ppo_cleanrl reinforce grpo",
+    "reinforcement": "dqn ppo_cleanrl",
     "graph": "gcn gin",
     "sequence": "annotated_transformer speech_ctc",
     "tabular": "dlrm multitask",
-    "framework": "lora_trainer lightning_classifier lightning_gan fabric_classifier",
+    "framework": "lora_trainer lightning_gan",
 }
 """Names of the programs by kind."""
 
