@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import trainwright as tw
-from tests.house import files, modules, nodes, own_names, shown, tree
+from tests.house import HOUSE, files, modules, nodes, own_names, shown, tree
 
 pytestmark = pytest.mark.slow  # the first of them parses every file
 
@@ -37,7 +37,9 @@ def test_no_room_for_leftovers() -> None:
 
 
 def test_every_file_says_what_it_is_for() -> None:
-    assert [shown(path) for path in files() if not ast.get_docstring(tree(path))] == []
+    checks = HOUSE / "doctor" / "checks", HOUSE / "doctor" / "contrib"  # the function of a check says it
+    others = [path for path in files() if not any(path.is_relative_to(each) for each in checks)]
+    assert [shown(path) for path in others if not ast.get_docstring(tree(path))] == []
 
 
 REPLACING = (ast.Assign, ast.Delete, ast.AugAssign, ast.AnnAssign, ast.Call, ast.Tuple, ast.List)

@@ -19,7 +19,7 @@ from torch import nn
 from trainwright.errors import UsageError
 from zoo.public import HELD_OUT, KINDS, OPEN, compare
 
-LEARN = ["mnist", "gin", "time_sequence", "dlrm", "fabric_classifier"]
+LEARN = ["mnist", "gin", "dlrm"]
 WATCHED = ["dlrm", "gin"]
 
 

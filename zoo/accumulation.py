@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import islice
-from typing import Any
-
 import torch
 from torch.nn import functional as F
 
-from zoo.host import TinyGPT, Watch, fault, loader, mlp, next_token_loss, sequences, table
+from zoo.host import TinyGPT, Watch, fault, host, loader, next_token_loss, sequences
 
 WINDOW = 4
 
 
 @fault("A01", "gradient.accumulation_not_normalised", delay="S", fixable=False)
 def sum_of_micro_batches(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = loader(*table(seed), seed, batch=16)
+    model, optimizer, data = host(seed, torch.optim.SGD, lr=0.1, batch=16)
     with watch(model, optimizer, loader=data):
         for _ in range(2):
             for i, (_, x, y) in enumerate(data):
@@ -50,10 +43,7 @@ def mean_of_token_means(watch: Watch, seed: int) -> None:
 
 @fault("A03", "gradient.accumulation_discarded", delay="S", fixable=False)
 def zero_grad_in_every_micro_batch(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = loader(*table(seed), seed, batch=16)
+    model, optimizer, data = host(seed, torch.optim.SGD, lr=0.1, batch=16)
     with watch(model, optimizer, loader=data):
         for _ in range(2):
             for i, (_, x, y) in enumerate(data):
@@ -66,10 +56,7 @@ def zero_grad_in_every_micro_batch(watch: Watch, seed: int) -> None:
 @fault("A05", "gradient.accumulation_leftover", delay="S", active=16, fixable=False)
 def window_across_epochs(watch: Watch, seed: int) -> None:
     """62 micro-batches an epoch, windows of 4: the last 2 wait in ``.grad`` for the next epoch."""
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = loader(*table(seed, n=992), seed, batch=16)
+    model, optimizer, data = host(seed, torch.optim.SGD, lr=0.1, n=992, batch=16)
     with watch(model, optimizer, loader=data):
         for _ in range(3):
             for i, (_, x, y) in enumerate(data):
@@ -77,23 +64,3 @@ def window_across_epochs(watch: Watch, seed: int) -> None:
                 if (i + 1) % WINDOW == 0:
                     optimizer.step()
                     optimizer.zero_grad()
-
-
-@fault("A06", "data.nonfinite_input", delay="N", active=6)
-def one_micro_batch_is_nan(watch: Watch, seed: int) -> Mapping[str, Any]:
-    torch.manual_seed(seed)
-    x, y = table(seed, n=2048)
-    micro_batch = (seed + 2) % WINDOW
-    ids = next(islice(loader(x, y, seed, batch=16), 5 * WINDOW + micro_batch, None))[0]
-    bad = int(ids[(5 * seed + 1) % 16])
-    x[bad, seed % 20] = torch.nan
-    model = mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    data = loader(x, y, seed, batch=16)
-    with watch(model, optimizer, loader=data):
-        for i, (_, batch, target) in enumerate(data):
-            (F.cross_entropy(model(batch), target) / WINDOW).backward()
-            if (i + 1) % WINDOW == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    return {"sample_ids": [bad], "micro_batch": micro_batch, "dtype": "float32"}

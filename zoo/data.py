@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from zoo.host import Rows, TinyGPT, Watch, cnn, fault, images, loader, mlp, sequences, table
+from zoo.host import Rows, TinyGPT, Watch, cnn, fault, images, loader, mlp, sequences, table, train
 
 
 def one_of_batch(step: int, x: Tensor, y: Tensor, seed: int) -> int:
@@ -43,13 +43,7 @@ def nan_feature(watch: Watch, seed: int) -> Mapping[str, Any]:
     batches = loader(x, y, seed)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(2):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=2)
     return {"sample_ids": [row], "module": None, "dtype": "float32"}
 
 
@@ -61,31 +55,7 @@ def bytes_as_they_are(watch: Watch, seed: int) -> None:
     batches = loader(x, y, seed)
     model = nn.Sequential(nn.Flatten(), mlp(64, 4))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(4):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x.float()), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-
-
-@fault("D03b", "data.unnormalised_input", delay="S")
-def features_in_large_units(watch: Watch, seed: int) -> None:
-    """A table whose columns are hundreds wide."""
-    torch.manual_seed(seed)
-    x, y = table(seed)
-    batches = loader(255 * x, y, seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(2):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
+    train(watch, model, optimizer, batches, lambda x, t: F.cross_entropy(model(x.float()), t), epochs=4)
 
 
 class Normalised(Rows):
@@ -105,14 +75,12 @@ def normalised_twice(watch: Watch, seed: int) -> None:
     )  # fmt: skip
     model = nn.Sequential(nn.Flatten(), mlp(64, 4))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(6):
-            for _, x, t in batches:
-                x = (x / 255 - 0.5) / 0.5
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+
+    def loss_of(x: Tensor, t: Tensor) -> Tensor:
+        x = (x / 255 - 0.5) / 0.5
+        return F.cross_entropy(model(x), t)
+
+    train(watch, model, optimizer, batches, loss_of, epochs=6)
 
 
 @fault("D06", "data.unshuffled", delay="S")
@@ -124,13 +92,7 @@ def sorted_by_class(watch: Watch, seed: int) -> None:
     batches = loader(x[order], y[order], seed, shuffle=False)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(4):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=4)
 
 
 @fault("D07", "data.same_order_every_epoch", delay="B", active=9)
@@ -144,23 +106,6 @@ def generator_anew_each_epoch(watch: Watch, seed: int) -> None:
         for _ in range(6):
             generator = torch.Generator().manual_seed(seed)
             for _, x, t in DataLoader(data, batch_size=64, shuffle=True, generator=generator):
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-
-
-@fault("D07b", "data.same_order_every_epoch", delay="B", active=9)
-def seeded_each_epoch(watch: Watch, seed: int) -> None:
-    """The seed is set at the top of the epoch instead of at the top of the script."""
-    batches = DataLoader(Rows(*table(seed, 512)), batch_size=64, shuffle=True)
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(6):
-            torch.manual_seed(seed)
-            for _, x, t in batches:
                 loss = F.cross_entropy(model(x), t)
                 optimizer.zero_grad()
                 loss.backward()
@@ -193,13 +138,7 @@ def workers_share_their_random_numbers(watch: Watch, seed: int) -> None:
     )  # fmt: skip
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(3):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=3)
 
 
 @fault("D09", "data.train_val_overlap", delay="S", active=8)
@@ -238,13 +177,7 @@ def shuffled_without_labels(watch: Watch, seed: int) -> None:
     batches = loader(x, y, seed)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(7):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=7)
 
 
 @fault("D12", "data.target_leak", delay="B")
@@ -256,13 +189,7 @@ def target_among_the_features(watch: Watch, seed: int) -> None:
     batches = loader(x, y, seed)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(7):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=7)
 
 
 class MeanOfTokens(nn.Module):
@@ -294,13 +221,7 @@ def empty_text(watch: Watch, seed: int) -> Mapping[str, Any]:
     batches = loader(ids, y, seed)
     model = BagOfWords()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(3):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=3)
     return {"sample_ids": [row], "op": "div", "module": "pool", "dtype": "float32"}
 
 
@@ -312,14 +233,12 @@ def padding_is_learned(watch: Watch, seed: int) -> None:
     batches = loader(ids, ids, seed, batch=32)
     model = TinyGPT()
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(3):
-            for _, x, labels in batches:
-                logits = model(x)
-                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+
+    def loss_of(x: Tensor, labels: Tensor) -> Tensor:
+        logits = model(x)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    train(watch, model, optimizer, batches, loss_of, epochs=3)
 
 
 @fault("D17", "data.constant_input", delay="S")
@@ -330,13 +249,7 @@ def fractions_cast_to_integers(watch: Watch, seed: int) -> None:
     batches = loader((x.clamp(0, 254) / 255).to(torch.uint8), y, seed)
     model = cnn()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(4):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x.float()), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, lambda x, t: F.cross_entropy(model(x.float()), t), epochs=4)
 
 
 @fault("D18", "data.empty_loader", delay="S", active=0, fixable=False)
@@ -346,10 +259,4 @@ def no_batch_per_epoch(watch: Watch, seed: int) -> None:
     batches = loader(*table(seed, 20 + seed), seed, batch=32, drop_last=True)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(5):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=5)

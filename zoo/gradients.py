@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
-from zoo.host import Watch, fault, loader, mlp, table
+from zoo.host import Watch, fault, host, loader, mlp, table
 from zoo.model import train
 
 
@@ -63,10 +63,7 @@ def clip_scaled_gradients(watch: Watch, seed: int) -> None:
 
 @fault("G03", "gradient.clip_no_effect", delay="S", fixable=False)
 def clip_after_step(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    data = loader(*table(seed), seed)
+    model, optimizer, data = host(seed, torch.optim.SGD, lr=0.1, momentum=0.9)
     with watch(model, optimizer, loader=data):
         for _ in range(3):
             for _, x, y in data:
@@ -94,10 +91,7 @@ def clip_exhausted_iterator(watch: Watch, seed: int) -> None:
 
 @fault("G05", "gradient.clip_always_active", delay="B")
 def clip_to_nothing(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = loader(*table(seed), seed)
+    model, optimizer, data = host(seed, torch.optim.SGD, lr=0.1)
     with watch(model, optimizer, loader=data):
         for _ in range(4):
             for _, x, y in data:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, OneC
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Subset
 
-from zoo.host import Rows, TinyGPT, Watch, cnn, healthy, images, loader, mlp, next_token_loss, sequences, table
+from zoo.host import Rows, TinyGPT, Watch, cnn, healthy, host, images, loader, mlp, next_token_loss, sequences, table
 from zoo.optim import says
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -64,10 +64,7 @@ def gan(watch: Watch, seed: int) -> None:
 
 @healthy("H02")
 def small_batches(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = SGD(model.parameters(), lr=0.05)
-    batches = loader(*table(seed), seed, batch=4)
+    model, optimizer, batches = host(seed, SGD, lr=0.05, batch=4)
     with watch(model, optimizer, loader=batches):
         fit(model, optimizer, batches, epochs=1)
 
@@ -146,10 +143,7 @@ def low_rank_adapters(watch: Watch, seed: int) -> None:
 
 @healthy("H09")
 def restarts(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = AdamW(model.parameters(), lr=5e-3)
-    batches = loader(*table(seed), seed)
+    model, optimizer, batches = host(seed, AdamW, lr=5e-3)
     scheduler: Any
     if seed % 2 == 0:
         scheduler = CosineAnnealingWarmRestarts(optimizer, T_0=32, T_mult=2)
@@ -351,10 +345,7 @@ def tasks_in_turn(watch: Watch, seed: int) -> None:
 
 @healthy("H27")
 def declared_accumulation(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = AdamW(model.parameters(), lr=3e-3)
-    batches = loader(*table(seed, n=2048), seed, batch=16)
+    model, optimizer, batches = host(seed, AdamW, lr=3e-3, n=2048, batch=16)
     with watch(model, optimizer, loader=batches, accumulation=8):
         for _ in range(8):
             for i, (_, x, y) in enumerate(batches):

@@ -106,6 +106,26 @@ def loader(x: Tensor, y: Tensor, seed: int, *, batch: int = 64, shuffle: bool = 
     return DataLoader(Rows(x, y), batch_size=batch, shuffle=shuffle, generator=generator, **more)
 
 
+def train(
+    watch: Watch,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: DataLoader[Any],
+    loss_of: Callable[[Tensor, Tensor], Tensor] | None = None,
+    *,
+    epochs: int = 1,
+    **watched: Any,
+) -> None:
+    """The loop that everyone writes. ``loss_of(x, target)`` is the cross-entropy of ``model(x)`` by default."""
+    with watch(model, optimizer, loader=batches, **watched):
+        for _ in range(epochs):
+            for _, x, target in batches:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), target) if loss_of is None else loss_of(x, target)
+                loss.backward()
+                optimizer.step()
+
+
 def mlp(features: int = 20, classes: int = 10, width: int = 64) -> nn.Sequential:
     """The host's model."""
     return nn.Sequential(
@@ -120,6 +140,15 @@ def cnn(classes: int = 4, width: int = 8) -> nn.Sequential:
         nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes),
     )  # fmt: skip
+
+
+def host(
+    seed: int, kind: type[torch.optim.Optimizer], *, n: int = 1024, batch: int = 64, **options: Any
+) -> tuple[nn.Sequential, torch.optim.Optimizer, DataLoader[Any]]:
+    """The host's model, an optimizer of this kind with these options, and a loader of ``n`` rows of ``table``."""
+    torch.manual_seed(seed)
+    model = mlp()
+    return model, kind(model.parameters(), **options), loader(*table(seed, n=n), seed, batch=batch)
 
 
 class Attention(nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from zoo.host import TinyGPT, Watch, fault, loader, mlp, sequences, table
+from zoo.host import TinyGPT, Watch, fault, host, loader, mlp, sequences, table
 from zoo.model import predict_next, train
 
 
@@ -44,10 +44,7 @@ def fresh(module: nn.Module) -> None:
 @fault("I03", "checkpoint.loaded_weights_overwritten", delay="S", fixable=False)
 def initialised_after_loading(watch: Watch, seed: int) -> None:
     """A fine-tune that starts from scratch: the weights were loaded, then initialised."""
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    data = loader(*table(seed), seed)
+    model, optimizer, data = host(seed, torch.optim.Adam, lr=1e-3)
     trained = pretrained(seed)
     with watch(model, optimizer, loader=data):
         model.load_state_dict(trained)

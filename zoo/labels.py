@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from zoo.data import one_of_batch
-from zoo.host import TinyGPT, Watch, fault, images, loader, mlp, next_token_loss, sequences, table
+from zoo.host import TinyGPT, Watch, fault, host, loader, mlp, next_token_loss, sequences, table, train
 
 
 @fault("L01", "loss.softmax_before_cross_entropy", delay="S")
@@ -22,30 +21,19 @@ def softmax_before_cross_entropy(watch: Watch, seed: int) -> None:
     batches = loader(*table(seed), seed)
     model = nn.Sequential(mlp(), nn.Softmax(1))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(7):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=7)
 
 
 @fault("L03", "loss.nll_without_log_softmax", delay="S")
 def likelihood_of_probabilities(watch: Watch, seed: int) -> None:
     """nll_loss wants logarithms and gets probabilities."""
-    torch.manual_seed(seed)
-    batches = loader(*table(seed), seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(4):
-            for _, x, t in batches:
-                z = model(x)
-                loss = F.nll_loss(z.softmax(1), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-3)
+
+    def loss_of(x: Tensor, t: Tensor) -> Tensor:
+        z = model(x)
+        return F.nll_loss(z.softmax(1), t)
+
+    train(watch, model, optimizer, batches, loss_of, epochs=4)
 
 
 @fault("L04", "precision.log_of_zero", delay="N")
@@ -58,15 +46,13 @@ def log_of_softmax(watch: Watch, seed: int) -> Mapping[str, Any]:
         if isinstance(layer, nn.Linear):
             nn.init.xavier_normal_(layer.weight)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(2):
-            for _, x, t in batches:
-                p = (60 * model(x)).softmax(1)
-                one_hot = F.one_hot(t, 10).float()
-                loss = -(one_hot * torch.log(p)).sum(1).mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+
+    def loss_of(x: Tensor, t: Tensor) -> Tensor:
+        p = (60 * model(x)).softmax(1)
+        one_hot = F.one_hot(t, 10).float()
+        return -(one_hot * torch.log(p)).sum(1).mean()
+
+    train(watch, model, optimizer, batches, loss_of, epochs=2)
     return {"op": "log", "module": None, "dtype": "float32"}
 
 
@@ -110,40 +96,13 @@ def column_minus_row(watch: Watch, seed: int) -> None:
     batches = loader(*prices(seed), seed)
     model = mlp(classes=1)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(6):
-            for _, x, t in batches:
-                loss = ((model(x) - t) ** 2).mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-
-
-@fault("L06b", "loss.broadcast_target", delay="S")
-def column_against_row(watch: Watch, seed: int) -> None:
-    """The same with mse_loss, which warns, in a script that silences warnings."""
-    torch.manual_seed(seed)
-    batches = loader(*prices(seed), seed)
-    model = mlp(classes=1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with watch(model, optimizer, loader=batches):
-            for _ in range(4):
-                for _, x, t in batches:
-                    loss = F.mse_loss(model(x), t)
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
+    train(watch, model, optimizer, batches, lambda x, t: ((model(x) - t) ** 2).mean(), epochs=6)
 
 
 @fault("L07", "loss.wrong_sign", delay="D")
 def uphill(watch: Watch, seed: int) -> None:
     """The loss is maximised."""
-    torch.manual_seed(seed)
-    batches = loader(*table(seed), seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-3)
     with watch(model, optimizer, loader=batches):
         for _ in range(4):
             for _, x, t in batches:
@@ -161,14 +120,12 @@ def targets_not_shifted(watch: Watch, seed: int) -> None:
     batches = loader(ids, ids, seed, batch=32)
     model = TinyGPT()
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(4):
-            for _, x, labels in batches:
-                logits = model(x)
-                loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+
+    def loss_of(x: Tensor, labels: Tensor) -> Tensor:
+        logits = model(x)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    train(watch, model, optimizer, batches, loss_of, epochs=4)
 
 
 @fault("L11", "model.future_leak", delay="S")
@@ -179,13 +136,7 @@ def attention_without_a_mask(watch: Watch, seed: int) -> None:
     batches = loader(ids, ids, seed)
     model = TinyGPT(causal=False)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(6):
-            for _, x, _ in batches:
-                loss = next_token_loss(model(x), x)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, lambda x, _: next_token_loss(model(x), x), epochs=6)
 
 
 def dialogues(seed: int, n: int = 512) -> Tensor:
@@ -209,14 +160,12 @@ def end_of_turn_taken_for_padding(watch: Watch, seed: int) -> None:
     batches = loader(ids, labels, seed, batch=32)
     model = TinyGPT()
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(3):
-            for _, x, t in batches:
-                logits = model(x)
-                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), t[:, 1:].flatten())
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+
+    def loss_of(x: Tensor, t: Tensor) -> Tensor:
+        logits = model(x)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), t[:, 1:].flatten())
+
+    train(watch, model, optimizer, batches, loss_of, epochs=3)
 
 
 @fault("L13", "data.label_out_of_range", delay="S")
@@ -227,47 +176,21 @@ def labels_counted_from_one(watch: Watch, seed: int) -> None:
     batches = loader(x, y + 1, seed)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _, x, t in batches:
-            loss = F.cross_entropy(model(x), t)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-
-@fault("L14", "data.label_noise", delay="B")
-def two_labels_in_five_are_random(watch: Watch, seed: int) -> None:
-    """Learned up to the noise, then memorised."""
-    torch.manual_seed(seed)
-    x, y = images(seed, 512)
-    noisy = torch.rand(len(y)) < 0.4
-    y[noisy] = torch.randint(4, (int(noisy.sum()),))
-    batches = loader(x, y, seed)
-    model = nn.Sequential(nn.Flatten(), mlp(64, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(15):
-            for _, x, t in batches:
-                loss = F.cross_entropy(model(x), t)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=1)
 
 
 @fault("L15", "loss.detached_from_model", delay="S")
 def loss_made_anew(watch: Watch, seed: int) -> None:
     """The loss is rebuilt from its value: backward reaches nothing."""
-    torch.manual_seed(seed)
-    batches = loader(*table(seed), seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(2):
-            for _, x, t in batches:
-                loss = torch.tensor(F.cross_entropy(model(x), t).item(), requires_grad=True)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-3)
+    train(
+        watch,
+        model,
+        optimizer,
+        batches,
+        lambda x, t: torch.tensor(F.cross_entropy(model(x), t).item(), requires_grad=True),
+        epochs=2,
+    )
 
 
 @fault("L16", "loss.smoothing_over_masked_class", delay="N")
@@ -280,14 +203,12 @@ def smoothing_over_a_forbidden_class(watch: Watch, seed: int) -> Mapping[str, An
     batches = loader(x, y, seed)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(2):
-            for _, x, t in batches:
-                z = model(x).masked_fill(forbidden, -torch.inf)
-                loss = F.cross_entropy(z, t, label_smoothing=0.1)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+
+    def loss_of(x: Tensor, t: Tensor) -> Tensor:
+        z = model(x).masked_fill(forbidden, -torch.inf)
+        return F.cross_entropy(z, t, label_smoothing=0.1)
+
+    train(watch, model, optimizer, batches, loss_of, epochs=2)
     return {"op": "cross_entropy", "module": None, "dtype": "float32"}
 
 
@@ -386,11 +307,9 @@ def balance_of_a_softmaxed_router(watch: Watch, seed: int) -> None:
     batches = loader(*table(seed), seed)
     model = MixtureOfExperts()
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(6):
-            for _, x, t in batches:
-                logits, router_logits = model(x)
-                loss = F.cross_entropy(logits, t) + 0.1 * balance_loss(router_logits)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+
+    def loss_of(x: Tensor, t: Tensor) -> Tensor:
+        logits, router_logits = model(x)
+        return F.cross_entropy(logits, t) + 0.1 * balance_loss(router_logits)
+
+    train(watch, model, optimizer, batches, loss_of, epochs=6)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from zoo.host import Watch, fault, loader, mlp, table
+from zoo.host import Watch, fault, loader, mlp, table, train
 
 
 class Deep(nn.Module):
@@ -127,9 +127,4 @@ def workers_copy_on_write(watch: Watch, seed: int) -> None:
         Listed(seed, n=120_000), batch_size=600, shuffle=True, collate_fn=collate, num_workers=2,
         persistent_workers=True, multiprocessing_context="fork",
     )  # fmt: skip
-    with watch(model, optimizer, loader=batches):
-        for _, x, y in batches:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
+    train(watch, model, optimizer, batches, epochs=1)

@@ -94,36 +94,3 @@ def dropout_without_mode(watch: Watch, seed: int) -> None:
             model.eval()
             with torch.no_grad():
                 scores.append(accuracy(model(x_val), y_val))
-
-
-class Classifier(nn.Module):
-    """An encoder with dropout and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = normed(classes=32)
-        self.head = nn.Sequential(nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(x))
-
-
-@fault("T05", "loop.trains_in_eval_mode", delay="S", active=9, fixable=False)
-def encoder_left_in_eval(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = Classifier()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    x, y = table(seed, n=768)
-    batches, x_val = loader(x[:512], y[:512], seed), x[512:]
-    with watch(model, optimizer, loader=batches):
-        spread = []
-        model.train()
-        for _ in range(10):
-            for _, x, y in batches:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
-            model.encoder.eval()  # the features of the validation set, for a plot
-            with torch.no_grad():
-                spread.append(model.encoder(x_val).std(0).mean().item())

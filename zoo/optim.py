@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.host import Watch, fault, images, loader, mlp, table
+from zoo.host import Watch, fault, host, images, loader, mlp, table, train
 
 
 @fault("O01", "optim.lr_too_high", delay="D")
@@ -23,28 +23,13 @@ def lr_too_high(watch: Watch, seed: int) -> None:
     else:  # the slow way: it learns for some steps before it is lost
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     batches = loader(*table(seed), seed)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(4):
-            for _, x, y in batches:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=4)
 
 
 @fault("O02", "optim.lr_too_low", delay="S")
 def lr_too_low(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-8)
-    batches = loader(*table(seed), seed)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(5):
-            for _, x, y in batches:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
+    model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-8)
+    train(watch, model, optimizer, batches, epochs=5)
 
 
 @fault("O03", "optim.params_missing", delay="S")
@@ -53,13 +38,7 @@ def params_missing(watch: Watch, seed: int) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model[4].parameters(), lr=1e-3)
     batches = loader(*table(seed), seed)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(5):
-            for _, x, y in batches:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=5)
 
 
 @fault("O04", "optim.stale_params", delay="S")
@@ -69,21 +48,12 @@ def stale_params(watch: Watch, seed: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model = copy.deepcopy(model)  # as a wrapper that moves or rebuilds the model would
     batches = loader(*table(seed), seed)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(5):
-            for _, x, y in batches:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=5)
 
 
 @fault("O05", "optim.missing_zero_grad", delay="S", active=2, fixable=False)
 def missing_zero_grad(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    batches = loader(*table(seed), seed)
+    model, optimizer, batches = host(seed, torch.optim.SGD, lr=0.1, momentum=0.9)
     with watch(model, optimizer, loader=batches):
         for _ in range(5):
             for _, x, y in batches:
@@ -94,10 +64,7 @@ def missing_zero_grad(watch: Watch, seed: int) -> None:
 
 @fault("O06", "optim.zero_grad_before_step", delay="S", fixable=False)
 def zero_grad_before_step(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = loader(*table(seed), seed)
+    model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-3)
     with watch(model, optimizer, loader=batches):
         for _ in range(5):
             for _, x, y in batches:
@@ -109,10 +76,7 @@ def zero_grad_before_step(watch: Watch, seed: int) -> None:
 
 @fault("O07", "optim.step_never_called", delay="S", fixable=False)
 def step_never_called(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = loader(*table(seed), seed)
+    model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-3)
     with watch(model, optimizer, loader=batches):
         for _ in range(5):
             for _, x, y in batches:
@@ -129,13 +93,7 @@ def weight_decay_too_high(watch: Watch, seed: int) -> None:
     optimizer_class = torch.optim.AdamW if decoupled else torch.optim.Adam
     optimizer = optimizer_class(model.parameters(), lr=3e-3, weight_decay=10)
     batches = loader(*table(seed), seed)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(12):
-            for _, x, y in batches:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=12)
 
 
 @fault("O10", "optim.params_in_two_optimizers", delay="S")
@@ -163,13 +121,7 @@ def zero_lr_group(watch: Watch, seed: int) -> None:
     body, head = [*model[0].parameters(), *model[2].parameters()], list(model[4].parameters())
     optimizer = torch.optim.AdamW([{"params": body}, {"params": head, "lr": 0.0}], lr=1e-3)
     batches = loader(*table(seed), seed)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(5):
-            for _, x, y in batches:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=5)
 
 
 def players(pixels: int) -> tuple[nn.Module, nn.Module]:

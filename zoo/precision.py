@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.host import TinyGPT, Watch, fault, loader, mlp, next_token_loss, sequences, table
+from zoo.host import TinyGPT, Watch, fault, host, loader, mlp, next_token_loss, sequences, table, train
 
 
 class GatedFeedForward(nn.Module):
@@ -138,13 +138,7 @@ def eps_underflows(watch: Watch, seed: int) -> dict[str, Any]:
     model = mlp().half()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-8)
     batches = loader(*table(seed), seed)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(2):
-            for _, x, y in batches:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x.half()).float(), y)
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, lambda x, y: F.cross_entropy(model(x.half()).float(), y), epochs=2)
     return {"dtype": "float16"}
 
 
@@ -154,13 +148,7 @@ def updates_lost(watch: Watch, seed: int) -> None:
     model = mlp().bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     batches = loader(*table(seed), seed)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(5):
-            for _, x, y in batches:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x.bfloat16()).float(), y)
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, lambda x, y: F.cross_entropy(model(x.bfloat16()).float(), y), epochs=5)
 
 
 def contrast(z: Tensor, temperature: float = 0.07) -> Tensor:
@@ -233,10 +221,7 @@ def accumulation_lost(watch: Watch, seed: int) -> None:
 
 @fault("P12", "precision.autocast_stale_cache", delay="S", fixable=False)
 def autocast_round_the_loop(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = loader(*table(seed), seed)
+    model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-3)
     with watch(model, optimizer, loader=batches), torch.autocast("cpu", torch.bfloat16):
         for _ in range(5):
             for _, x, y in batches:
@@ -281,11 +266,9 @@ def balance_loss_underflows(watch: Watch, seed: int) -> None:
     model = Mixture()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = loader(*table(seed, n=8192), seed, batch=2048)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(6):
-            for _, x, y in batches:
-                optimizer.zero_grad()
-                logits, aux = model(x)
-                loss = F.cross_entropy(logits, y) + aux
-                loss.backward()
-                optimizer.step()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        logits, aux = model(x)
+        return F.cross_entropy(logits, y) + aux
+
+    train(watch, model, optimizer, batches, loss_of, epochs=6)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from zoo.host import Rows, Watch, table
+from zoo.host import Rows, Watch, table, train
 from zoo.ranks_host import RANKS, STEPS, batches, healthy_ranks, net, rank_fault
 
 
@@ -47,42 +47,26 @@ def inner_module_is_called(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, F.cross_entropy(call(x), y))
 
 
-@rank_fault("X01b", "ranks.ddp_does_not_exchange")
-def inner_module_is_called_now_and_then(watch: Watch, seed: int, rank: int) -> None:
-    model = wrapped(seed, rank)
-    optimizer, data = adam(model.module), batches(seed, rank)
-    with watch(model.module, optimizer, loader=data):
-        for step, (_, x, y) in enumerate([*data, *data][:STEPS]):
-            update(optimizer, F.cross_entropy((model.module if step % 2 else model)(x), y))
-
-
 @rank_fault("X02", "ranks.ddp_does_not_exchange")
 def parameters_are_replaced(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     model.double().float()  # as .cpu().cuda() does, it makes each parameter forget its hook
     optimizer, data = adam(model), batches(seed, rank)
-    with watch(model, optimizer, loader=data):
-        for _, x, y in data:
-            update(optimizer, F.cross_entropy(model(x), y))
+    train(watch, model, optimizer, data)
 
 
 @rank_fault("X04", "data.same_order_every_epoch")
 def no_set_epoch(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank)
-    with watch(model, optimizer, loader=data):
-        for _ in range(3):
-            for _, x, y in data:
-                update(optimizer, F.cross_entropy(model(x), y))
+    train(watch, model, optimizer, data, epochs=3)
 
 
 @rank_fault("X05", "ranks.identical_batches")
 def no_sampler(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank, own=False)
-    with watch(model, optimizer, loader=data):
-        for _, x, y in data:
-            update(optimizer, F.cross_entropy(model(x), y))
+    train(watch, model, optimizer, data)
 
 
 @rank_fault("X06", "ranks.nonfinite_loss", "data.nonfinite_input", guilty=1)
@@ -138,17 +122,6 @@ def whole_window_under_no_sync(watch: Watch, seed: int, rank: int) -> None:
                 optimizer.zero_grad()
 
 
-@rank_fault("X11b", "ranks.ddp_does_not_exchange")
-def forward_under_no_sync(watch: Watch, seed: int, rank: int) -> None:
-    model = wrapped(seed, rank)
-    optimizer, data = adam(model), batches(seed, rank)
-    with watch(model, optimizer, loader=data):
-        for step, (_, x, y) in enumerate(data):
-            with model.no_sync() if step > 4 else nullcontext():
-                loss = F.cross_entropy(model(x), y)
-            update(optimizer, loss)
-
-
 def replica(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     return net()
@@ -183,9 +156,7 @@ def a_bit_is_flipped(watch: Watch, seed: int, rank: int) -> None:
 def same_seed_everywhere(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, 0, 0.2)
     optimizer, data = adam(model), batches(seed, rank)
-    with watch(model, optimizer, loader=data):
-        for _, x, y in data:
-            update(optimizer, F.cross_entropy(model(x), y))
+    train(watch, model, optimizer, data)
 
 
 @rank_fault("X16", "ranks.replicas_diverged")
@@ -333,9 +304,7 @@ def sharded(watch: Watch, seed: int, rank: int) -> None:
     fully_shard(model, mesh=distributed.init_device_mesh("cpu", (RANKS,)))
     torch.manual_seed(1000 * seed + rank)
     optimizer, data = adam(model), batches(seed, rank)
-    with watch(model, optimizer, loader=data):
-        for _, x, y in data:
-            update(optimizer, F.cross_entropy(model(x), y))
+    train(watch, model, optimizer, data)
 
 
 @healthy_ranks("HX8")
@@ -359,9 +328,7 @@ def state_of_the_optimizer_in_parts(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank, 0.1)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     data = batches(seed, rank)
-    with watch(model, optimizer, loader=data):
-        for _, x, y in data:
-            update(optimizer, F.cross_entropy(model(x), y))
+    train(watch, model, optimizer, data)
 
 
 @healthy_ranks("HX10")

@@ -10,9 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
 
-from zoo.host import Rows, Watch, table
+from zoo.host import Watch, train
 from zoo.ranks import adam, update, wrapped
 from zoo.ranks_host import RANKS, STEPS, batches, healthy_ranks, net, rank_fault
 
@@ -47,19 +46,6 @@ def one_rank_does_not_clip(watch: Watch, seed: int, rank: int) -> None:
             clipped(model, optimizer, F.cross_entropy(model(x), y), clips=rank == 0)
 
 
-@rank_fault("Y03", "ranks.replicas_diverged")
-def one_rank_steps_its_schedule_twice(watch: Watch, seed: int, rank: int) -> None:
-    model = wrapped(seed, rank)
-    optimizer, data = adam(model), batches(seed, rank)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 64)
-    with watch(model, optimizer, loader=data, scheduler=scheduler):
-        for _, x, y in data:
-            update(optimizer, F.cross_entropy(model(x), y))
-            scheduler.step()
-            if rank == 0:  # where it logs the learning rate
-                scheduler.step()
-
-
 class Scaled(nn.Module):
     """Divides by a moving average of the spread of what this rank has seen."""
 
@@ -81,9 +67,7 @@ def a_buffer_of_each_rank(watch: Watch, seed: int, rank: int) -> None:
     torch.manual_seed(seed)
     model = DistributedDataParallel(nn.Sequential(Scaled(), net()), broadcast_buffers=False)
     optimizer, data = adam(model), batches(seed, rank)
-    with watch(model, optimizer, loader=data):
-        for _, x, y in data:
-            update(optimizer, F.cross_entropy(model(x), y))
+    train(watch, model, optimizer, data)
 
 
 @rank_fault("Y05", "ranks.programs_differ")
@@ -101,9 +85,7 @@ def one_rank_computes_in_bf16(watch: Watch, seed: int, rank: int) -> None:
 def the_mean_is_divided_again(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
     optimizer, data = torch.optim.SGD(model.parameters(), lr=0.05), batches(seed, rank)
-    with watch(model, optimizer, loader=data):
-        for _, x, y in data:
-            update(optimizer, F.cross_entropy(model(x), y) / RANKS)
+    train(watch, model, optimizer, data, lambda x, y: F.cross_entropy(model(x), y) / RANKS)
 
 
 @rank_fault("Y07", "ranks.replicas_diverged", guilty=0)
@@ -120,20 +102,6 @@ def weights_are_loaded_on_one_rank(watch: Watch, seed: int, rank: int) -> None:
             update(optimizer, F.cross_entropy(model(x), y))
 
 
-@rank_fault("Y08", "ranks.uneven_steps", guilty=1)
-def one_rank_drops_its_last_batch(watch: Watch, seed: int, rank: int) -> None:
-    data = Rows(*table(seed, n=500))
-    sampler = DistributedSampler[object](data, RANKS, rank, seed=seed)
-    loader = DataLoader(data, batch_size=16, sampler=sampler, drop_last=rank == 1)
-    model = wrapped(seed, rank)
-    optimizer = adam(model)
-    with watch(model, optimizer, loader=loader):
-        for epoch in range(3):
-            sampler.set_epoch(epoch)
-            for _, x, y in loader:
-                update(optimizer, F.cross_entropy(model(x), y))
-
-
 @rank_fault("Y09", "ranks.gradients_differ")
 def the_loss_is_reduced_and_not_the_gradients(watch: Watch, seed: int, rank: int) -> None:
     torch.manual_seed(seed)
@@ -144,19 +112,6 @@ def the_loss_is_reduced_and_not_the_gradients(watch: Watch, seed: int, rank: int
             loss = F.cross_entropy(model(x), y) / RANKS
             distributed.all_reduce(loss)
             update(optimizer, loss)
-
-
-@rank_fault("Y10", "ranks.replicas_diverged")
-def moments_are_loaded_on_one_rank(watch: Watch, seed: int, rank: int) -> None:
-    model = wrapped(seed, rank)
-    optimizer, data = adam(model), batches(seed, rank)
-    with watch(model, optimizer, loader=data):
-        for step, (_, x, y) in enumerate(data):
-            if step == 4:
-                saved = copy.deepcopy(optimizer.state_dict())
-            if step == 9 and rank == 0:
-                optimizer.load_state_dict(saved)
-            update(optimizer, F.cross_entropy(model(x), y))
 
 
 @rank_fault("Y11", "ranks.uneven_steps", "ranks.nonfinite_loss", guilty=1)
@@ -176,9 +131,7 @@ def the_head_is_replaced_after_wrapping(watch: Watch, seed: int, rank: int) -> N
     torch.manual_seed(seed)
     model.module[4] = nn.Linear(32, 10)
     optimizer, data = adam(model), batches(seed, rank)
-    with watch(model, optimizer, loader=data):
-        for _, x, y in data:
-            update(optimizer, F.cross_entropy(model(x), y))
+    train(watch, model, optimizer, data)
 
 
 @rank_fault("Y13", "ranks.gradients_differ")

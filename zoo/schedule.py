@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau, StepLR
 
-from zoo.host import Attention, Watch, fault, loader, mlp, next_token_loss, sequences, table
+from zoo.host import Attention, Watch, fault, host, loader, mlp, next_token_loss, sequences, table, train
 
 
 @fault("S01", "schedule.unit_mismatch", delay="S", active=11)
@@ -31,10 +29,7 @@ def epoch_scheduler_per_batch(watch: Watch, seed: int) -> None:
 
 @fault("S02", "schedule.stepped_several_times", "schedule.unit_mismatch", delay="S", active=2)
 def stepped_once_per_process(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = loader(*table(seed), seed)
+    model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-3)
     epochs, world_size = 10, 4
     total = epochs * len(batches)
     scheduler = LambdaLR(optimizer, lambda t: max(0.0, 1 - t / total))
@@ -51,10 +46,7 @@ def stepped_once_per_process(watch: Watch, seed: int) -> None:
 
 @fault("S04", "schedule.cosine_climbs", delay="S", active=66)
 def cosine_climbs(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    batches = loader(*table(seed), seed)
+    model, optimizer, batches = host(seed, torch.optim.AdamW, lr=3e-3)
     epochs = 8
     scheduler = CosineAnnealingLR(optimizer, T_max=epochs * len(batches) // 2)
     with watch(model, optimizer, loader=batches, scheduler=scheduler):
@@ -74,13 +66,7 @@ def warmup_never_stepped(watch: Watch, seed: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = LambdaLR(optimizer, lambda t: min(1.0, t / 10))
     batches = loader(*table(seed), seed)
-    with watch(model, optimizer, loader=batches, scheduler=scheduler):
-        for _ in range(5):
-            for _, x, y in batches:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
+    train(watch, model, optimizer, batches, epochs=5, scheduler=scheduler)
 
 
 @fault("S06", "schedule.plateau_mode", delay="B", active=33)
@@ -135,31 +121,4 @@ def post_norm_without_warmup(watch: Watch, seed: int) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.016)
     ids = sequences(seed)
     batches = loader(ids, ids, seed, batch=16)
-    with watch(model, optimizer, loader=batches):
-        for _ in range(2):
-            for _, x, y in batches:
-                optimizer.zero_grad()
-                loss = next_token_loss(model(x), y)
-                loss.backward()
-                optimizer.step()
-
-
-@fault("S08", "schedule.unit_mismatch", delay="S", active=2)
-def stepped_per_micro_batch(watch: Watch, seed: int) -> None:
-    torch.manual_seed(seed)
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = loader(*table(seed), seed, batch=16)
-    accumulate, epochs = 4, 8
-    total = epochs * len(batches) // accumulate
-    scheduler = LambdaLR(optimizer, lambda t: max(0.0, 1 - t / total))
-    with warnings.catch_warnings(), watch(model, optimizer, loader=batches, scheduler=scheduler):
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        for _ in range(epochs):
-            for i, (_, x, y) in enumerate(batches):
-                loss = F.cross_entropy(model(x), y) / accumulate
-                loss.backward()
-                if (i + 1) % accumulate == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                scheduler.step()
+    train(watch, model, optimizer, batches, lambda x, y: next_token_loss(model(x), y), epochs=2)

@@ -93,12 +93,3 @@ def test_an_input_of_any_kind_is_recorded_or_left_out(kind: str) -> None:
     watch = run(Net(plainly), make)
     assert not watch.session.failures
     assert "loop.unseen" not in {each.code for each in watch.findings()}
-
-
-def test_an_output_of_complex_numbers_depends_on_its_input() -> None:
-    class Complex(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.fft.fft(super().forward(x))
-
-    watch = run(Complex(nn.Linear(8, 3)), drawn, lambda output: torch.fft.ifft(output).real)
-    assert "model.input_unused" not in {each.code for each in watch.findings()}

@@ -11,14 +11,7 @@ from trainwright.errors import UsageError, suggest
 from trainwright.runs.json_values import JsonValue
 
 _CHECK = '''\
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.weights import WeightsFacts  # replace it: see doctor/facts
 
 MAX_RATE = 10.0
@@ -26,7 +19,7 @@ MAX_RATE = 10.0
 
 
 @check(stage="update", severity="warning", confidence=0.8, needs=WeightsFacts)
-def {name}(run: RunContext) -> Iterator[Result]:
+def {name}(run: RunContext) -> Results:
     """One sentence of 20 to 130 characters that names the fault in the user's words.
 
     Why it matters: the effect on the training.
@@ -46,8 +39,8 @@ def {name}(run: RunContext) -> Iterator[Result]:
     Sources: two independent public reports. Omit a section without content, except for the detection, the cause and
     the fix, which every page has.
     """
-    facts = run.latest(WeightsFacts)
-    if facts is None or not facts.updates:
+    facts = run.measured(WeightsFacts)
+    if not facts.updates:
         yield NotApplicable("why the check does not apply to this run")
     elif facts.highest_rate > MAX_RATE:  # replace this condition
         yield run.finding(

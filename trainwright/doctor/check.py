@@ -36,7 +36,8 @@ class NotApplicable:
 
 
 Result: TypeAlias = Finding | ExperimentRequest | Passed | NotApplicable
-Judge: TypeAlias = Callable[[RunContext], Iterator[Result]]
+Results: TypeAlias = Iterator[Result]
+Judge: TypeAlias = Callable[[RunContext], Results]
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,12 @@ class RunContext:
         """Returns the newest measurement of a kind; None without one."""
         return next((self._measured(each, kind) for each in reversed(self._seen(kind))), None)
 
+    def measured(self, kind: type[M]) -> M:
+        """Returns the newest measurement of a kind that the check ``needs``."""
+        measurement = self.latest(kind)
+        assert measurement is not None, "the check does not declare that it needs it"
+        return measurement
+
     def every(self, kind: type[M]) -> list[tuple[int, M]]:
         """Returns all measurements of a kind with their steps, oldest first."""
         return [(each.step, self._measured(each, kind)) for each in self._seen(kind)]

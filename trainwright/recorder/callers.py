@@ -20,8 +20,6 @@ _LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate")
 
 Line: TypeAlias = int | None
 """A line number; None if there is none."""
-FrameLine: TypeAlias = tuple[int, CodeType, int]
-"""A frame of a stack: its id, which a later frame may reuse, its function and its line."""
 
 
 def caller() -> str | None:
@@ -57,16 +55,6 @@ def line_within(code: CodeType | None) -> Line:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return None if frame is None else frame.f_lineno
-
-
-def lines_of_stack() -> list[FrameLine]:
-    """Returns all frames of this stack, outermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    lines: list[FrameLine] = []
-    while frame is not None:
-        lines.append((id(frame), frame.f_code, frame.f_lineno))
-        frame = frame.f_back
-    return lines[::-1]
 
 
 def _is_standard(name: str) -> bool:

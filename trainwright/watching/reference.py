@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.reference import ReferenceFacts
-from trainwright.doctor.shared_reference import MIN_STEPS, traits_of
+from trainwright.doctor.facts.reference import MIN_STEPS, ReferenceFacts, traits_of
 from trainwright.errors import UsageError
 from trainwright.recorder.probes import Probe
 from trainwright.runs.folder import RunFolder

@@ -17,16 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 KINDS = {
-    "language": "nanogpt mingpt litgpt awd_lstm",
-    "vision": "mnist imagenet timm_train torchvision_references unet fixmatch",
-    "generative": "vae dcgan wgan_gp ddpm",
-    "reinforcement": "dqn ppo_cleanrl ppo_stable_baselines reinforce actor_critic grpo",
+    "language": "nanogpt awd_lstm",
+    "vision": "mnist unet",
+    "generative": "vae ddpm",
+    "reinforcement": "dqn ppo_cleanrl",
     "graph": "gcn gin",
-    "sequence": "seq2seq annotated_transformer speech_ctc time_sequence",
-    "representation": "simclr dino word2vec distillation",
-    "tabular": "dlrm ncf saint multitask",
-    "framework": "lora_loop lora_trainer lightning_classifier lightning_gan accelerate_classifier fabric_classifier",
-    "science": "pinn maml",
+    "sequence": "annotated_transformer speech_ctc",
+    "tabular": "dlrm multitask",
+    "framework": "lora_trainer lightning_gan",
 }
 """Names of the programs by kind."""
 

@@ -37,7 +37,6 @@ class CopyFacts:
         still_buffers: The same for buffers. An evaluation in train mode may have computed them.
         evaluations: Number of steps before which the copy was called without gradients.
         gap: Distance between copy and weights when the copy was found, relative to the norm of the weights.
-        has_moved: True if any tensor of the copy moved.
     """
 
     kind: str
@@ -47,7 +46,6 @@ class CopyFacts:
     still_buffers: tuple[str, ...]
     evaluations: int
     gap: float
-    has_moved: bool
 
 
 @dataclass(frozen=True)
@@ -56,15 +54,26 @@ class AveragesFacts:
 
     Attributes:
         steps: Steps in which the copies were compared.
-        since: Steps since the copies were found.
-        own_evaluations: Number of steps before which the model itself was called without gradients.
         is_resumed: The optimizer had a state when the watch began.
         copies: The copies.
     """
 
     experiment: ClassVar[str] = "averages"
     steps: int
-    since: int
-    own_evaluations: int
     is_resumed: bool
     copies: tuple[CopyFacts, ...]
+
+
+MAX_UNEXPLAINED = 0.05
+"""Maximum fraction of a move that may stay unexplained, because a float32 copy is rounded."""
+MIN_MOVES = 3
+"""Minimum number of moves. Fewer may be a copy that is made from time to time."""
+
+
+def averages_of(facts: AveragesFacts) -> list[CopyFacts]:
+    """Returns the copies that follow the weights gradually instead of copying them."""
+    return [each for each in facts.copies if len(each.moves) >= MIN_MOVES and not any(map(_is_copied, each.moves))]
+
+
+def _is_copied(move: Move) -> bool:
+    return abs(move.share - 1) < 1e-3 and move.rest_alone < MAX_UNEXPLAINED

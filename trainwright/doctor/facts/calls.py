@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+from trainwright.runs.json_values import Event
+from trainwright.runs.records import Watched
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,10 @@ class CallsFacts:
         missing_share: Their fraction of the trainable elements.
         missing_were_trained: They were trained before the watch began.
         doubles: Number of updates with gradients that another optimizer had already applied.
-        again: Number of updates without a backward pass since the previous update.
         scaled_clips: Number of clips of gradients that still contained a loss scale.
         scaled_clip: One of them.
         split_windows: (step, backward passes before the end of an epoch, all backward passes) for each step during
             which an epoch ended.
-        idle_scalers: Number of enabled GradScalers that were passed to the watch and scaled no loss.
         accumulation: Number of micro-batches that was passed to the watch.
         carried: For each optimizer, the norm of the gradients that existed when the last step began.
         backwards: Number of backward passes.
@@ -70,11 +72,9 @@ class CallsFacts:
     missing_share: float = 0.0
     missing_were_trained: bool = False
     doubles: int = 0
-    again: int = 0
     scaled_clips: int = 0
     scaled_clip: ScaledClip | None = None
     split_windows: tuple[tuple[int, int, int], ...] = ()
-    idle_scalers: int = 0
     accumulation: int | None = None
     carried: tuple[float, ...] = ()
     backwards: int = 0
@@ -151,3 +151,18 @@ class KeptFacts:
     experiment: ClassVar[str] = "kept"
     taken: int
     changed: tuple[KeptState, ...] = ()
+
+
+def kinds(step: Watched, *wanted: str) -> list[Event]:
+    """Returns the events of these kinds, in order."""
+    return [each for each in step.events if each[0] in wanted]
+
+
+def has_closure(step: Watched) -> bool:
+    """Returns True if the optimizer called a closure and so determined the order of events itself."""
+    return "closure" in str(step.values.get("blind", ""))
+
+
+def optimizers_of(steps: Sequence[Watched]) -> list[int]:
+    """Returns the numbers of the optimizers that step."""
+    return sorted({v["optimizer"] for each in steps for k, v in each.events if k == "step" and isinstance(v, dict)})

@@ -7,8 +7,6 @@ from typing import ClassVar
 
 SAME = 8
 """Consecutive steps on one batch that count as repetition. Loops that update several times per batch do fewer."""
-MOST_CLASSES = 128
-"""Classes above this number are not counted: vocabularies and pretrained heads seldom use all of theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,25 +236,15 @@ class TargetsFacts:
     Attributes:
         targets: Number of targets.
         largest: Largest class among them.
-        smallest: Smallest class among them.
         lowest: Lowest target of a binary loss.
         highest: Highest target of a binary loss.
-        counts: Number of targets of each class up to the largest. Counted where each input row has one target.
-        rows: Input rows of these targets. Repeated rows are counted again.
-        most: The most targets of one class in one call.
-        ids: Largest value of each integer input.
     """
 
     experiment: ClassVar[str] = "targets"
     targets: int
     largest: int
-    smallest: int = 0
     lowest: float = 0.0
     highest: float = 1.0
-    counts: tuple[int, ...] = ()
-    rows: int = 0
-    most: int = 0
-    ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

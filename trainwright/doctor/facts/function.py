@@ -47,12 +47,3 @@ class FunctionFacts:
     place: Deviation | None = None
     padding: Deviation | None = None
     pad: str = ""
-
-
-@dataclass(frozen=True)
-class InputsFacts:
-    """Inputs that vary from sample to sample: how many were examined, and the positions of those without effect."""
-
-    experiment: ClassVar[str] = "unused_inputs"
-    tensors: int
-    unused: tuple[int, ...] = ()

@@ -31,13 +31,11 @@ class AttentionFacts:
         highest: Largest absolute score before the softmax.
         spread: Standard deviation of the scores.
         evenness: Entropy of the weights / its maximum, 0 to 1.
-        off: Distance of the sum of the weights from 1.
     """
 
     highest: float
     spread: float
     evenness: float
-    off: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,27 +62,6 @@ class NormFacts:
     calls: int = 0
     updates: int = 0
     momentum: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class StandingNorm:
-    """A trained batch normalization whose running statistics do not change.
-
-    Attributes:
-        op: The function that normalizes.
-        since: First step of the examinations in which the statistics were equal.
-        others: Number of examinations in which the input has another mean than in the first one.
-        shift: Largest distance between these means, in standard deviations of the input.
-        momentum: Momentum of the last call.
-        is_given: The module passes its running statistics to the function.
-    """
-
-    op: str
-    since: int
-    others: int
-    shift: float
-    momentum: float
-    is_given: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +109,6 @@ class LayersFacts:
     attention: dict[str, AttentionFacts] = field(default_factory=dict)
     routers: dict[str, RouterFacts] = field(default_factory=dict)
     norms: dict[str, NormFacts] = field(default_factory=dict)
-    standing: dict[str, StandingNorm] = field(default_factory=dict)
     depth: tuple[LayerGradient, ...] = ()
     narrow: bool = False
     dropout: dict[str, float] = field(default_factory=dict)

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.calls import CallsFacts
+from trainwright.doctor.facts.data import BatchFacts, RowsFacts, TargetsFacts
+from trainwright.doctor.facts.loss import LossFacts
+from trainwright.doctor.facts.modes import ModesFacts
+from trainwright.doctor.facts.weights import WeightsFacts
+from trainwright.doctor.finding import Measured
+from trainwright.runs.json_values import JsonValue
+from trainwright.runs.records import Watched
 
 
 @dataclass(frozen=True)
@@ -62,3 +76,90 @@ class ReferenceFacts:
     experiment: ClassVar[str] = "reference"
     run: str
     traits: Traits
+
+
+EVENT_WORDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "autograd_grad": "backward",
+    "zero_grad": "zero_grad",
+    "unscale": "unscale_",
+    "clip": "clip",
+    "step": "step",
+    "scaler_skipped": "step",
+    "scaler_update": "scaler.update",
+    "schedule": "scheduler.step",
+}
+"""Word for each kind of event. Other kinds are not part of the order of calls."""
+MIN_STEPS = 8
+"""Minimum number of steps of a compared run. The first steps may be a warm-up of the loop."""
+MAX_POINTS = 128
+"""Maximum number of steps of a reference run whose numbers are kept."""
+MIN_SPREAD = 0.25
+"""Maximum relative difference of two runs that seeds and batches explain."""
+
+
+def traits_of(run: RunContext) -> Traits:
+    """Returns the traits of a run."""
+    steps = run.steps
+    words = Counter(" ".join(EVENT_WORDS[kind] for kind, _ in each.events if kind in EVENT_WORDS) for each in steps)
+    updates = [value for each in steps for kind, value in each.events if kind == "step" and isinstance(value, dict)]
+    modes, weights, calls = run.latest(ModesFacts), run.latest(WeightsFacts), run.latest(CallsFacts)
+    batch, rows, targets = run.latest(BatchFacts), run.latest(RowsFacts), run.latest(TargetsFacts)
+    losses = {call.op for _, facts in run.every(LossFacts) for call in facts.given}
+    evaluations = modes and modes.num_evaluated_in_train + len(modes.evaluated_in_eval)
+    return Traits(
+        steps=run.last_step,
+        calls=words.most_common(1)[0][0] if words else "",
+        loss_calls=tuple(sorted(losses)),
+        autocast=statistics.fmean(bool(each.get("autocast")) for each in updates) if updates else None,
+        eval_modules=tuple(sorted(each.module for each in modes.eval if each.trained)) if modes else None,
+        evaluated_in_train=modes.num_evaluated_in_train if modes and evaluations else None,
+        tensors=weights.tensors if weights else None,
+        moved=weights.moved if weights else None,
+        parameters=tuple(each.parameters for each in calls.optimizers) if calls else (),
+        rows=rows.batch if rows and rows.batch else None,
+        shapes=tuple(str(list(each.shape[1:])) for each in batch.inputs) if batch else (),
+        scale=max((each.std for each in batch.inputs if each.std is not None), default=None) if batch else None,
+        new_rows=rows.new_lately if rows else None,
+        largest_target=targets.largest if targets and targets.targets else None,
+        course=tuple(StepNumbers(each.step, each.loss, each.grad_norm, each.lr) for each in _thinned(steps)),
+    )
+
+
+def _thinned(steps: Sequence[Watched]) -> Sequence[Watched]:
+    return steps[:: max(1, math.ceil(len(steps) / MAX_POINTS))]
+
+
+def reference_and_traits(run: RunContext) -> tuple[ReferenceFacts, Traits] | None:
+    """Returns the reference and the traits of this run; None while there are too few steps."""
+    reference, here = run.latest(ReferenceFacts), traits_of(run)
+    return (reference, here) if reference is not None and here.steps >= MIN_STEPS else None
+
+
+def differing(rows: Sequence[tuple[str, JsonValue, JsonValue]]) -> list[Measured]:
+    """Returns those rows (what, here, in the reference run) whose values are both known and differ."""
+    unknown: tuple[JsonValue, ...] = (None, "", [])
+    return [each for each in rows if each[1] not in unknown and each[2] not in unknown and each[1] != each[2]]
+
+
+def differ(here: float | None, there: float | None, by: float = MIN_SPREAD) -> bool:
+    """Returns True if two numbers differ by more than the fraction ``by`` of the larger one."""
+    return here is not None and there is not None and abs(here - there) > by * max(abs(here), abs(there))
+
+
+def differences(evidence: Sequence[Measured]) -> str:
+    """Returns the first difference as a sentence."""
+    what, here, there = (*evidence[0], None)[:3]
+    more = f" (and {len(evidence) - 1} more)" if len(evidence) > 1 else ""
+    return f"{what}: {_text(here)} here, {_text(there)} in the reference run{more}"
+
+
+def _text(value: JsonValue) -> str:
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float)
+        else ", ".join(map(str, value))
+        if isinstance(value, list)
+        else str(value)
+    )

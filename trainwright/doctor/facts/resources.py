@@ -1,8 +1,10 @@
-"""Memory, files, threads and hooks of a run in some of its steps."""
+"""Memory and hooks of a run in some of its steps."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 
@@ -14,16 +16,12 @@ class HeldResources:
         step: The step.
         memory_bytes: Host memory.
         device_bytes: Live tensors on a GPU.
-        files: Open files.
-        threads: Threads.
         hooks: Hooks on the modules of the model.
     """
 
     step: int
     memory_bytes: int
     device_bytes: int = 0
-    files: int = 0
-    threads: int = 0
     hooks: int = 0
 
 
@@ -79,3 +77,19 @@ class MemoryFacts:
     graphs: tuple[GraphSize, ...] = ()
     private_bytes: tuple[float, ...] = ()
     objects: int = 0
+
+
+MIN_RISING_READINGS = 4
+"""Number of consecutive readings that must rise. A pool that fills up, or noise, does not do that."""
+
+
+def rises(values: Sequence[float]) -> bool:
+    """Returns True if each value is above the previous one."""
+    return all(b > a for a, b in pairwise(values))
+
+
+def has_grown(counts: Sequence[int], least: int) -> bool:
+    """Returns True if the last readings rise by at least ``least`` in all, to more than ever before."""
+    last = counts[-MIN_RISING_READINGS:]
+    was_there = max(counts[:-MIN_RISING_READINGS], default=0)
+    return len(last) == MIN_RISING_READINGS and rises(last) and last[-1] > was_there and last[-1] - last[0] >= least

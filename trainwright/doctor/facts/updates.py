@@ -75,21 +75,6 @@ class AgainFacts:
 
 
 @dataclass(frozen=True)
-class WritesFacts:
-    """Steps before which the model was evaluated.
-
-    Attributes:
-        compared: Number of such steps.
-        steps: The last 32 that began with other weights than the previous update left, but with the same optimizer
-            state.
-    """
-
-    experiment: ClassVar[str] = "weights_between_steps"
-    compared: int
-    steps: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class LoadedMomentsFacts:
     """Second moments of an optimizer before its first watched update, compared with the squared gradients there.
 

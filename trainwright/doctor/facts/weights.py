@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.facts.wiring import WiringFacts
 
 MAX_NAMES = 32
 """Maximum number of tensors that are listed for each property."""
@@ -57,45 +61,27 @@ class WeightsFacts:
     highest_rate: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class TiesFacts:
-    """Tied weights.
+def standing(run: RunContext, names: Sequence[str], step: int) -> list[str] | None:
+    """Returns the weights that have not changed since ``step``; None if only the next examination will show it.
 
-    Attributes:
-        tied: Number of parameters that several modules shared at the start.
-        broken: Names of parameters that are no longer shared.
-        split: Names of different parameters that share memory.
+    A weight without a gradient that changes follows a moving average, is changed by hand, or has a gradient from a loss
+    outside of the replay.
     """
+    every = [facts for _, facts in run.every(WeightsFacts)]
+    if not every:
+        return list(names)
+    if not run.finished and not any(facts.since >= step for facts in every):
+        return None
+    looks = [set(facts.unchanged) for facts in every if facts.since >= step - 1 and len(facts.unchanged) < MAX_NAMES]
+    return [name for name in names if all(name in look for look in looks)]
 
-    experiment: ClassVar[str] = "ties"
-    tied: int
-    broken: tuple[tuple[str, ...], ...] = ()
-    split: tuple[tuple[str, ...], ...] = ()
 
-
-@dataclass(frozen=True, kw_only=True)
-class Neighbours:
-    """Weight matrices of equal shape and module class whose names differ in one number, ordered by it.
-
-    Attributes:
-        names: Names of the matrices. Matrices of zeros are left out.
-        sizes: Root mean square of each.
-        fan_in: Fan-in of the shape.
-        is_row: The last part of the module's path is the number, as in ``layers.3``, not an earlier one, as in
-            ``blocks.3.proj``.
+def is_left_as_it_is(run: RunContext, names: Sequence[str]) -> bool:
+    """Returns True if weights without a gradient are used unchanged on purpose: outside of the trained path, or
+    pretrained.
     """
-
-    names: tuple[str, ...]
-    sizes: tuple[float, ...]
-    fan_in: int
-    is_row: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScalesFacts:
-    """Scales of the weights before step ``first``: the number of groups, and the first groups of unequal scale."""
-
-    experiment: ClassVar[str] = "weight_scales"
-    first: int
-    groups: int
-    unequal: tuple[Neighbours, ...] = ()
+    wiring, weights = run.latest(WiringFacts), run.latest(WeightsFacts)
+    cuts = wiring.cuts if wiring is not None else ()
+    beside = {name for each in cuts if each.aside for name in each.behind}
+    beside -= {name for each in cuts if not each.aside for name in each.behind}
+    return set(names) <= beside or (weights is not None and set(names) <= set(weights.worked_on))

@@ -15,28 +15,24 @@ from trainwright.doctor.measure.calls import Calls, Scaler
 from trainwright.doctor.measure.custom_functions import check_functions
 from trainwright.doctor.measure.evaluations import Evaluations
 from trainwright.doctor.measure.first_step import first_loss_rescaled, symmetry
-from trainwright.doctor.measure.function import function, unused_inputs
-from trainwright.doctor.measure.growth import Growth
+from trainwright.doctor.measure.function import function
 from trainwright.doctor.measure.layers import LayerMeasurement, depth_in_fp32, dropout_gap
 from trainwright.doctor.measure.loaders import Loaders
-from trainwright.doctor.measure.loading import ResumeProbe
-from trainwright.doctor.measure.memory import Memory
+from trainwright.doctor.measure.loading import Moments, ResumeProbe
+from trainwright.doctor.measure.memory import Growth, Memory
 from trainwright.doctor.measure.mixed_precision import MixedPrecision
 from trainwright.doctor.measure.modes import Modes, in_eval_mode
 from trainwright.doctor.measure.modules import Modules
 from trainwright.doctor.measure.nonfinite import NonfiniteListener
 from trainwright.doctor.measure.ranks.probe import make_ranks_probe
 from trainwright.doctor.measure.rows import InputRows
-from trainwright.doctor.measure.scales import Scales
 from trainwright.doctor.measure.schedule import Schedules
 from trainwright.doctor.measure.state_dicts import KeptStates
 from trainwright.doctor.measure.steadiness import Steadiness
 from trainwright.doctor.measure.targets import Targets
-from trainwright.doctor.measure.ties import TiesProbe
 from trainwright.doctor.measure.updates import again, batch_steps, update
 from trainwright.doctor.measure.weights import MovingWeights
 from trainwright.doctor.measure.wiring import activation_between, integrity, structure
-from trainwright.doctor.measure.writes import Moments, Writes
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.replay.experiments import Experiment
 
@@ -49,9 +45,7 @@ LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Modules,
     MovingWeights,
     Targets,
-    Scales,
     Schedules,
-    TiesProbe,
 )
 """Each creates a listener for a loop; None if there is nothing to observe."""
 LIVE_LOOP_LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
@@ -68,7 +62,6 @@ LIVE_LOOP_LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Moments,
     Scaler,
     Steadiness,
-    Writes,
 )
 """Listeners that observe the user's loop only. Replayed steps of the engine show them nothing."""
 REPLAYS: tuple[Experiment, ...] = (
@@ -90,7 +83,6 @@ REPLAYS: tuple[Experiment, ...] = (
     loss_terms.loss_terms,
     structure,
     symmetry,
-    unused_inputs,
     batches.batch,
     batches.label_signal,
     batches.padding_in_loss,

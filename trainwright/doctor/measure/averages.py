@@ -20,7 +20,6 @@ from trainwright.recorder.plain_tensors import is_dense
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import own_part
-from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.runs.json_values import Facts, strict
 
 SEARCH_STEP = 24
@@ -117,7 +116,6 @@ class _Copy:
             still_buffers=tuple(p.name for p in self.buffers if p.original_moved and not p.has_moved),
             evaluations=_num_evaluations(self.calls, sites),
             gap=self.gap,
-            has_moved=any(pair.has_moved for pair in self.weights),
         )
 
 
@@ -133,13 +131,8 @@ class Averages(Probe):
         self._last = self._step = 0
         self._reported: AveragesFacts | None = None
         self._sites = watched.sites
-        self._calls: set[tuple[int, Site]] = set()
         self._handles: list[RemovableHandle] = []
         self._is_resumed = any(each.state for each in watched.subject.optimizers)
-
-    def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        if len(self._calls) < MAX_CALLS:
-            self._calls.add((self._step, self._sites.current))
 
     def on_closed(self, step: RecordedStep) -> None:
         self._step = step.step
@@ -177,8 +170,6 @@ class Averages(Probe):
             return None
         facts = AveragesFacts(
             self._last - self._begun,
-            self._step - self._begun,
-            _num_evaluations(self._calls, self._sites),
             self._is_resumed,
             tuple(copy.facts(self._sites) for copy in self._copies),
         )

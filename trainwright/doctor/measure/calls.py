@@ -42,9 +42,7 @@ class Calls(Probe):
         self._known = WeakValueDictionary({id(each): each for each in self._optimizers})
         self._stepped_at: dict[int, int] = {}
         self._compared: Counter[tuple[int, int]] = Counter()
-        self._depth = self._backwards = self._since = self._split = self._doubles = self._again = 0
-        self._scalers = [each for each in watched.scalers if isinstance(each, GradScaler) and each.is_enabled()]
-        self._has_scaled: set[int] = set()
+        self._depth = self._backwards = self._since = self._split = self._doubles = 0
         self._scale: Tensor | None = None  # of losses whose gradients are not unscaled yet
         self._unscaled: set[int] = set()
         self._scaled_clips = 0
@@ -68,7 +66,6 @@ class Calls(Probe):
         self._split = self._split or self._since
 
     def on_scaled(self, scaler: object, loss: object, scaled: object) -> None:
-        self._has_scaled.add(id(scaler))
         if scaled is not loss:
             self._scale = scaler._scale if isinstance(scaler, GradScaler) else None
 
@@ -97,7 +94,6 @@ class Calls(Probe):
         if self._depth > 1:  # the optimizer wraps another one
             return
         if self._backwards:
-            self._again += self._stepped_at.get(id(optimizer)) == self._backwards
             for key, step in self._stepped_at.items():
                 if step == self._backwards and key != id(optimizer) and self._shares(optimizer, key):
                     self._doubles += 1
@@ -132,11 +128,9 @@ class Calls(Probe):
             missing_share=sum(sizes[name] for name in missing) / max(1, sum(sizes.values())),
             missing_were_trained=bool(missing) and set(missing) <= self._were_trained,
             doubles=self._doubles,
-            again=self._again,
             scaled_clips=self._scaled_clips,
             scaled_clip=clip and ScaledClip(clip[0], None if clip[1] is None else float(clip[1]), float(clip[2])),
             split_windows=tuple(self._split_windows),
-            idle_scalers=sum(id(each) not in self._has_scaled for each in self._scalers),
             accumulation=self._declared,
             carried=self._carried(self._last) if self._last is not None else (),
             backwards=self._backwards,

@@ -1,8 +1,7 @@
-"""Measures evaluations: passes without gradients whose outputs are compared with targets."""
+"""Finds the call sites of evaluations: passes without gradients whose outputs are compared with targets."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainwright.doctor.facts.evaluation import EvaluationFacts, Likeness
+from trainwright.doctor.facts.evaluation import EvaluationFacts
 from trainwright.recorder.comparisons import ComparedOutputs, Site
 from trainwright.recorder.copies import is_a_copy
 from trainwright.recorder.hooks import listening_to_calls
 from trainwright.recorder.part_calls import PartCalls
-from trainwright.recorder.plain_tensors import plain, rows_of
+from trainwright.recorder.plain_tensors import rows_of
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
@@ -26,9 +25,6 @@ FOLLOWED_PASSES = 4
 """Passes per call site that are all observed. Later, those whose number is a power of two are."""
 MAX_COPIES = 4
 """Copies of a model that are observed: a loop may make one for each evaluation."""
-TRAINING_PASSES_READ = 8
-MAX_ROWS = 4096
-MIN_ROWS = 32
 
 
 class Evaluations(Probe):
@@ -39,16 +35,12 @@ class Evaluations(Probe):
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._modules, self._roots, self._sites = watched.modules, watched.subject.roots, watched.sites
-        self._trained = _Moments()
-        self._kind: type | None = None
-        self._passes_of_training = 0
         self._outputs = ComparedOutputs(watched.sites)
         self._parts = PartCalls(self._on_part, self._on_part_output)
         self._copies: list[nn.Module] = []
         self._open = ExitStack()
         self._passes: Counter[Site] = Counter()
         self._rows: dict[Site, list[int]] = {}  # rows of each call, for the observed sites
-        self._moments: dict[Site, _Moments] = {}
         self._left_out: set[Site] = set()  # call sites that are not observed in this pass
         self._site: Site | None = None
         self._given: list[Tensor] = []
@@ -68,15 +60,9 @@ class Evaluations(Probe):
             self._in_step = True
             if self._outputs.are_there:
                 self._outputs.trained_on(tensors_of((args, kwargs), 3))
-            self._kind = self._kind or type(root)
-            if self._passes_of_training < TRAINING_PASSES_READ and type(root) is self._kind:
-                self._passes_of_training += 1
-                self._trained.add(tensors_of((args, kwargs), 3))
         elif not self._in_step and self._is_followed(site := self._sites.current):
             self._site, self._given = site, tensors_of((args, kwargs), 3)
             self._rows[site].append(rows_of(self._given[0]) if self._given else 1)
-            if type(root) is self._kind:
-                self._moments.setdefault(site, _Moments()).add(self._given)
 
     def _is_followed(self, site: Site) -> bool:
         """Returns True if this pass is observed. Sites are counted separately, so that a final test is the first of its
@@ -155,52 +141,16 @@ class Evaluations(Probe):
     def _close(self) -> None:
         """Ends the passes since the last step. Those whose outputs were compared with targets are an evaluation."""
         rows = [number for site, numbers in self._rows.items() if site in self._sites for number in numbers]
-        moments = [each for site, each in self._moments.items() if site in self._sites]
         if rows:
-            self._facts = EvaluationFacts(
-                after=self._steps,
-                source=next(source_of(site) for site in self._rows if site in self._sites),
-                rows=sum(rows),
-                losses=tuple(loss for each in self._outputs.losses if math.isfinite(loss := each.item())),
-                likeness=_likeness(self._trained, moments[-1]) if moments else None,
-            )
+            self._facts = EvaluationFacts(after=self._steps, rows=sum(rows))
         self._outputs.forget()
         self._rows.clear()
-        self._moments.clear()
         self._given, self._site = [], None
 
     def values(self) -> Facts | None:
         if self._rows and not self._in_step:
             self._close()
         return None if self._facts is None else dict(strict(vars(self._facts)))
-
-
-class _Moments:
-    """Sums over all elements of the first floating-point input. They are read from a GPU when they are compared."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self._sums: list[Tensor] = []
-
-    @torch.no_grad()
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        x = next((each.detach() for each in plain(tensors) if each.is_floating_point() and each.dim() > 1), None)
-        if x is not None and x.numel() and self.rows < MAX_ROWS:
-            wide = x.double()
-            self._sums.append(torch.stack([wide.new_tensor(float(wide.numel())), wide.sum(), wide.square().sum()]))
-            self.rows += len(x)
-
-    def read(self) -> tuple[float, float]:
-        """Returns mean and standard deviation."""
-        count, total, squares = torch.stack(self._sums).sum(0).tolist()
-        return total / count, math.sqrt(max(0.0, squares / count - (total / count) ** 2))
-
-
-def _likeness(trained: _Moments, evaluated: _Moments) -> Likeness | None:
-    if min(trained.rows, evaluated.rows) < MIN_ROWS:
-        return None
-    (usual, spread), (mean, std) = trained.read(), evaluated.read()
-    return Likeness(rows=evaluated.rows, shift=abs(mean - usual) / spread, ratio=std / spread) if spread else None
 
 
 def source_of(site: Site) -> str | None:

@@ -2,18 +2,424 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainwright.doctor.facts.function import Deviation, FunctionFacts, InputsFacts
-from trainwright.doctor.measure import inputs, samples, sequences
-from trainwright.doctor.measure.eval_passes import EvalPasses, numbers_of
+from trainwright.doctor.facts.function import Deviation, FunctionFacts
+from trainwright.recorder.plain_tensors import plain
+from trainwright.recorder.program import Operation, constants_of, tensors_of
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import replay
-from trainwright.replay.replayer import Intervention
+from trainwright.replay.functions import InputHandler, change_leaves, function_name
+from trainwright.replay.modules import ModuleStack
+from trainwright.replay.replayer import UNCHANGED, Intervention
 from trainwright.replay.session import ReplaySession
+
+NOISE_MULTIPLE = 16
+"""Multiple of the step's numerical noise that still counts as rounding. Layers in sequence each add some."""
+Outputs = Sequence[Tensor]
+
+
+MAX_CONFIRMED_RATIO = 100
+"""Deviations above this multiple of the limit are not confirmed in float64."""
+ROUNDING_SHRINKAGE = 0.1
+"""A deviation that shrinks below this fraction in float64 is rounding. A real one keeps its size."""
+
+
+class EvalPasses:
+    """The passes of one step. ``limit`` is the largest distance that rounding explains, in standard deviations.
+
+    The limit is measured on the step itself, with weights that differ in their last bit, and with the precision of the
+    outputs.
+    """
+
+    def __init__(self, session: ReplaySession, dtype: Literal["fp64"] | None = None) -> None:
+        self.session, self._dtype = session, dtype
+        self.base = self.run()
+        moved = self.run(Intervention(model=self._jittered))
+        self.limit = NOISE_MULTIPLE * (max_distance(self.base, moved) + self._eps())
+
+    def run(self, change: Intervention = UNCHANGED) -> Outputs:
+        """Returns the outputs of all models. Raises the error of the model."""
+        result = self.session.run(replace(change, mode="eval", dtype=self._dtype), upto="forward")
+        wanted = len(self.session.recorded_step.calls)
+        if result.error is not None and len(result.outputs) < wanted:
+            raise result.error
+        return numbers_of(result.outputs)
+
+    def _eps(self) -> float:
+        """Returns the machine epsilon of the coarsest dtype that the outputs are computed in."""
+        types = [t.dtype for t in (*self.base, *self.session.replayer.subject.parameters) if t.is_floating_point()]
+        types += [each.autocast[1] for each in self.session.recorded_step.calls if each.autocast[0]]
+        return max((torch.finfo(each).eps for each in types), default=1e-7)
+
+    @contextmanager
+    def _jittered(self) -> Iterator[None]:
+        """Context in which weights differ by one unit in the last place. Within ``stage`` they are copies."""
+        generator, eps = torch.Generator().manual_seed(0), self._eps()
+        for p in self.session.replayer.subject.parameters:
+            if p.is_floating_point():
+                signs = torch.randint(2, p.shape, generator=generator, device="cpu").to(p) * 2 - 1
+                p.data.mul_(1 + eps * signs)
+        yield
+
+    def confirmed(self, measure: Callable[[EvalPasses], Deviation | None]) -> Deviation | None:
+        """Returns the result of ``measure``; reduced if the deviation is small and shrinks in float64, because it is
+        rounding.
+        """
+        found = measure(self)
+        if found is None or not found.is_real or found.amount > MAX_CONFIRMED_RATIO * found.limit:
+            return found
+        try:
+            wide = measure(EvalPasses(self.session, "fp64"))
+        except (RuntimeError, TypeError, NotImplementedError):  # a part of the model requires its dtype
+            return found
+        amount = 0.0 if wide is None else wide.amount
+        return found if amount > ROUNDING_SHRINKAGE * found.amount else replace(found, amount=amount)
+
+    def deviation(self, changed: Outputs, compare: Compare | None = None) -> Deviation:
+        """Returns the distance of ``changed`` from the base."""
+        return Deviation(max_distance(self.base, changed, compare), self.limit)
+
+    def located(self, deviation: Deviation, change: Intervention, compare: Compare | None = None) -> Deviation:
+        """Adds the first module that differs, found by two more passes, to a deviation above the limit."""
+        if not deviation.is_real:
+            return deviation
+        traces = CallTrace(self.session), CallTrace(self.session)
+        for trace, each in zip(traces, (UNCHANGED, change)):
+            self.run(replace(each, model=trace.following))
+        module = traces[0].first_difference(traces[1], compare or distance, self.limit)
+        return replace(deviation, module=module)
+
+
+def numbers_of(value: object) -> list[Tensor]:
+    """Returns the floating-point tensors in a value. Complex numbers become two numbers each."""
+    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in plain(tensors_of(value))]
+    return [t for t in tensors if t.is_floating_point()]
+
+
+def max_distance(ones: Outputs, others: Outputs, compare: Compare | None = None) -> float:
+    """Returns the largest distance between two lists of outputs."""
+    pairs = [(a, b) for a, b in zip(ones, others)]
+    return max(((compare or distance)(a, b) for a, b in pairs), default=0.0)
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Returns the largest difference of two tensors, in standard deviations of the first; 0 if the shapes differ."""
+    if one.shape != other.shape or not one.numel():
+        return 0.0
+    wide = one.double()
+    return float((wide - other.double()).abs().nan_to_num().max() / spread(wide))
+
+
+def spread(wide: Tensor) -> Tensor:
+    """Returns the standard deviation of the finite values, with a small lower bound; for one number its size."""
+    finite = wide[wide.isfinite()]
+    if finite.numel() < 2:
+        return finite.abs().sum() + 1e-12
+    return finite.std() + 1e-12 + 1e-7 * finite.abs().max()
+
+
+def at_rows(chosen: Callable[[int], Tensor], size: int, dim: int = 0) -> Compare:
+    """Returns a comparison of the samples in the mask ``chosen(size)``, along the dimension of that size.
+
+    Tensors in which no dimension, or more than one, has that size are not compared.
+    """
+
+    def compare(one: Tensor, other: Tensor) -> float:
+        dims = [n for n, d in enumerate(one.shape) if d == size]
+        if one.shape != other.shape or not dims or (len(dims) > 1 and dim not in dims):
+            return 0.0
+        at = dims[0] if len(dims) == 1 else dim
+        rows = chosen(size).nonzero().flatten().to(one.device)
+        delta = (one.double() - other.double()).index_select(at, rows).abs().nan_to_num()
+        return float(delta.max() / spread(one.double())) if delta.numel() else 0.0
+
+    return compare
+
+
+MAX_ELEMENTS = 2**24
+"""Maximum number of elements that one trace keeps."""
+Compare = Callable[[Tensor, Tensor], float]
+"""Returns the distance of two tensors that should be equal."""
+
+
+@dataclass
+class CallTrace:
+    """Records inputs and outputs of all modules in call order. ``following`` is for ``Intervention.model``.
+
+    Each tensor is kept with the module that is responsible if it is the first to differ: for an output the module
+    itself, for an input the enclosing module.
+    """
+
+    session: ReplaySession
+    seen: list[tuple[str, list[Tensor]]] = field(default_factory=list)
+    _elements: int = 0
+
+    def __post_init__(self) -> None:
+        self._stack = ModuleStack(self.session.modules)
+
+    def following(self) -> AbstractContextManager[None]:
+        return self._stack.following(self._enter, self._leave)
+
+    def _enter(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        around = self._stack.paths[-2] if len(self._stack.paths) > 1 else path
+        self._keep(around, [args, kwargs])
+
+    def _leave(self, path: str, module: nn.Module, output: object) -> None:
+        self._keep(path, output)
+
+    def _keep(self, path: str, value: object) -> None:
+        tensors = [t.detach() for t in tensors_of(value, 3) if t.is_floating_point()]
+        self._elements += sum(t.numel() for t in tensors)
+        self.seen.append((path, [t.clone() for t in tensors] if self._elements < MAX_ELEMENTS else []))
+
+    def first_difference(self, other: CallTrace, compare: Compare, limit: float) -> str | None:
+        """Returns the path of the responsible module; None if the traces do not have the same calls."""
+        for (path, mine), (theirs_path, theirs) in zip(self.seen, other.seen):
+            if path != theirs_path or len(mine) != len(theirs):
+                return None
+            if any(compare(a, b) > limit for a, b in zip(mine, theirs)):
+                return path
+        return None
+
+
+SEQUENTIAL = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoder, nn.Conv1d)
+"""Layers that relate the rows of an input on purpose if it is one sequence."""
+
+
+def why_related(passes: EvalPasses) -> str:
+    """Returns why the rows of the input may depend on each other on purpose; "" if each row is a sample."""
+    session, size = passes.session, passes.session.size or 0
+    inputs, modules = session.inputs, session.modules.values()
+    if any(isinstance(m, _BatchNorm) and m.running_mean is None for m in modules):
+        return "a normalisation uses the statistics of the batch in eval mode too"
+    held = [t for m in modules for t in (*vars(m).values(), *m._buffers.values()) if isinstance(t, Tensor)]
+    if any(list(x.shape).count(size) > 1 or x.is_sparse for x in (*inputs, *held)):
+        return "a matrix relates each sample to each"
+    if any(not x.is_floating_point() and x.dim() == 2 and x.shape[0] == 2 != size for x in (*inputs, *held)):
+        return "a list of edges relates samples"
+    if is_batch(session):
+        return "the model takes all samples as one set" if are_one_set(session) else ""
+    if inputs[0].dim() == 2 and inputs[0].is_floating_point() and any(isinstance(m, SEQUENTIAL) for m in modules):
+        return "the input may be one sequence"
+    if are_one_set(session):
+        return "the model takes all samples as one set"
+    operations = [each for each in session.recorded_step.program if isinstance(each, Operation)]
+    targets = [c.tensor for each in operations for c in constants_of((each.args, each.kwargs))]
+    first = inputs[0]
+    places = first.shape[0] * first.shape[1] if first.dim() > 1 else 0  # one target for each position, flattened
+    lengths = {size, places, places - size}
+    if not any(t.dim() and not t.requires_grad and int(t.shape[0]) in lengths for t in targets):
+        return "no target says what a sample is"
+    return ""
+
+
+def is_batch(session: ReplaySession) -> bool:
+    """Returns True if the loader defines the samples."""
+    return any(ids is not None and len(ids) == session.size for ids in session.ids)
+
+
+def are_one_set(session: ReplaySession) -> bool:
+    """Returns True if a module gets all samples as one set, (1, samples, ...): attention between samples is
+    intended.
+    """
+    modules, size, found = ModuleStack(session.modules), session.size, False
+
+    def enter(path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        nonlocal found
+        found |= any(each.dim() > 2 and each.shape[:2] == (1, size) for each in tensors_of((args, kwargs), 2))
+
+    change = Intervention(mode="eval", model=lambda: modules.following(enter, lambda *_: None))
+    session.run(change, upto="forward")
+    return found
+
+
+def replacing_with_neighbour(size: int, changed: int, dim: int = 0) -> InputHandler:
+    """Handler for ``Intervention.inputs`` that replaces index ``changed`` of a dimension by a copy of its neighbour.
+
+    The copy has no graph: a derivative by an input, as in a sampler or a penalty, does not connect samples.
+    """
+
+    def change(leaf: object) -> object:
+        if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.shape[dim] != size:
+            return leaf
+        leaf = leaf.clone()
+        leaf.select(dim, changed).copy_(leaf.select(dim, (changed + 1) % size).detach())
+        return leaf
+
+    def handler(number: int, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        return tuple(change(x) for x in args), {name: change(x) for name, x in kwargs.items()}
+
+    return handler
+
+
+def neighbours(passes: EvalPasses) -> Deviation | None:
+    """Returns the deviation of the other samples' outputs if one sample changes; None if it cannot be measured."""
+    size = passes.session.size
+    if size is None or size < 3:
+        return None
+    for changed in (size // 2, 0):
+        found = _deviation_along(passes, size, changed, 0)
+        if found is not None:
+            return found if not found.is_real or not _is_free_along_second(passes) else None
+    return None
+
+
+def _deviation_along(passes: EvalPasses, size: int, changed: int, dim: int) -> Deviation | None:
+    """Returns the deviation along one dimension; None if the change has no effect or no output has the dimension."""
+    change = Intervention(inputs=replacing_with_neighbour(size, changed, dim))
+    outputs = passes.run(change)
+    own = at_rows(lambda n: torch.arange(n, device="cpu") == changed, size, dim)
+    others = at_rows(lambda n: torch.arange(n, device="cpu") != changed, size, dim)
+    kept = [n for n, each in enumerate(passes.base) if each.dim() > dim and list(each.shape).count(size) == 1]
+    base, now = [passes.base[n] for n in kept], [outputs[n] for n in kept]
+    if not kept or max_distance(base, now, own) <= passes.limit:
+        return None
+    return passes.located(Deviation(max_distance(base, now, others), passes.limit), change, others)
+
+
+def _is_free_along_second(passes: EvalPasses) -> bool:
+    """Returns True if the samples are along the second dimension, (T, B, ...), and no loader contradicts."""
+    session = passes.session
+    first = session.inputs[0]
+    if first.dim() < 2 or is_batch(session):
+        return False
+    size = int(first.shape[1])
+    found = _deviation_along(passes, size, size // 2, 1) if size >= 3 and size != session.size else None
+    return found is not None and not found.is_real
+
+
+def place(passes: EvalPasses) -> Deviation | None:
+    """Returns the deviation of a sample's output in another order of the batch.
+
+    None if no loader defines the samples, or if other inputs belong to positions in the batch.
+    """
+    session, size = passes.session, passes.session.size or 0
+    if size < 3 or not is_batch(session) or any(size in x.shape[1:] for x in session.inputs):
+        return None
+    calls = session.recorded_step.calls
+    given = sum(len(constants_of((each.args, each.kwargs))) for each in calls)
+    if given != sum(len(tensors_of((each.args, each.kwargs), 64)) for each in calls) and len(calls) > 1:
+        return None
+    if not all(x.dim() and x.shape[0] == size for x in session.inputs):
+        return None
+    change = Intervention(inputs=change_leaves(lambda leaf: _rolled(leaf, size)))
+
+    def moved_back(one: Tensor, other: Tensor) -> float:
+        is_by_sample = one.shape == other.shape and one.dim() and one.shape[0] == size and size not in one.shape[1:]
+        return distance(one, other.roll(-1, 0)) if is_by_sample else 0.0
+
+    found = Deviation(max_distance(passes.base, passes.run(change), moved_back), passes.limit)
+    return passes.located(found, change, moved_back)
+
+
+def _rolled(leaf: object, size: int) -> object:
+    return leaf.roll(1, 0) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else leaf
+
+
+COMPARISONS = frozenset({"eq", "ne", "gt", "lt", "not_equal"})
+MIN_LENGTH = 4
+"""Minimum length of a sequence."""
+
+
+def padding(passes: EvalPasses) -> tuple[Deviation | None, str]:
+    """Returns the deviation of a row's outputs without its padding, and the declaration that identifies padding."""
+    for ids in passes.session.inputs:
+        place = _padded_row(ids)
+        if place is None:
+            continue
+        row, length, filler = place
+        rows = [row, row]
+        try:
+            whole = passes.run(Intervention(rows=rows))
+            cut = passes.run(Intervention(rows=rows, inputs=_cut(int(ids.shape[1]), length)))
+        except Exception:
+            continue  # the model requires this length
+        pairs = [pair for a, b in zip(whole, cut) if (pair := _common(a, b, int(ids.shape[1]), length)) is not None]
+        if pairs:
+            amount = max_distance([a for a, _ in pairs], [b for _, b in pairs])
+            return Deviation(amount, passes.limit), _declared(passes, ids, filler)
+    return None, ""
+
+
+def _padded_row(ids: Tensor) -> tuple[int, int, int] | None:
+    """Returns the row with the most padding, its length without padding, and the padding value; None without padding.
+
+    Floating-point inputs are padded with zeros, token ids with the id that most rows end in.
+    """
+    if (
+        ids.dtype == torch.bool
+        or ids.dim() < 2
+        or ids.shape[1] < MIN_LENGTH
+        or ids.is_floating_point() != (ids.dim() > 2)
+    ):
+        return None
+    filler = 0 if ids.is_floating_point() else int(ids[:, -1].mode().values)
+    is_filler = (ids == filler).flatten(2).all(2) if ids.dim() > 2 else ids == filler
+    runs = is_filler.flip(1).cumprod(1).sum(1)
+    kept = int(ids.shape[1]) - runs
+    if int((runs >= 2).sum()) < 2 or int(runs.min()) == int(runs.max()):
+        return None
+    row = int(torch.where(kept >= 2, runs, 0).argmax())
+    return (row, int(kept[row]), filler) if int(runs[row]) >= 2 and int(kept[row]) >= 2 else None
+
+
+def _cut(length: int, kept: int) -> InputHandler:
+    """Returns a handler that cuts every (rows, length, ...) tensor after ``kept`` if only one value follows."""
+
+    def change(leaf: object) -> object:
+        if not isinstance(leaf, Tensor) or leaf.dim() < 2 or leaf.shape[1] != length:
+            return leaf
+        tail = leaf[:, kept:]
+        return leaf[:, :kept] if bool((tail == tail[:1, :1]).all()) else leaf
+
+    return change_leaves(change)
+
+
+def _common(whole: Tensor, cut: Tensor, length: int, kept: int) -> tuple[Tensor, Tensor] | None:
+    """Returns the common part of two outputs: all of them, or the positions without padding."""
+    if whole.shape == cut.shape:
+        return whole, cut
+    dims = [n for n, (a, b) in enumerate(zip(whole.shape, cut.shape)) if (a, b) == (length, kept)]
+    short = whole.narrow(dims[0], 0, kept) if len(dims) == 1 else whole
+    return (short, cut) if short.shape == cut.shape else None
+
+
+def _declared(passes: EvalPasses, ids: Tensor, filler: int) -> str:
+    """Returns the part of the model or input that declares padding; "" without one.
+
+    A zero vector for padding (``padding_idx``) or targets without padding are no declaration. They are also usual where
+    the model uses padding: convolutions with a maximum, a mean, a recurrent layer.
+    """
+    if ids.is_floating_point():
+        kept = int(ids.shape[1]) - (ids == 0).flatten(2).all(2).flip(1).cumprod(1).sum(1)
+        lengths = [x for x in passes.session.inputs if x.shape == kept.shape and not x.is_floating_point()]
+        return "lengths among the inputs" if any(bool((x.to(kept) >= kept).all()) for x in lengths) else ""
+    masks = [x for x in passes.session.inputs if x is not ids and x.shape == ids.shape]
+    if any(int(((x != 0) != (ids != filler)).sum()) in (0, ids.numel()) for x in masks):
+        return "a mask among the inputs"
+    return "a mask that the model makes" if _is_compared(passes, ids, filler) else ""
+
+
+def _is_compared(passes: EvalPasses, ids: Tensor, filler: int) -> bool:
+    """Returns True if an operation compares the ids with the padding id."""
+    found: list[bool] = []
+
+    def call(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        if function_name(function).strip("_") in COMPARISONS and len(args) > 1 and isinstance(args[0], Tensor):
+            is_it = isinstance(args[1], int | float) and args[1] == filler and args[0].shape == ids.shape
+            found.append(is_it and torch.equal(args[0].to(ids), ids))
+        return function(*args, **kwargs)
+
+    passes.run(Intervention(ops=call))
+    return any(found)
 
 
 @replay(FunctionFacts, when="first", value=2.0)
@@ -23,15 +429,15 @@ def function(session: ReplaySession) -> FunctionFacts:
     noise = passes.deviation(passes.run(Intervention(fresh_rng=True, model=_other_random_numbers)))
     carried, written = _again(passes)
     repeats = not noise.is_real and not carried.is_real
-    related = samples.why_related(passes) if session.inputs else "no input"
-    padding, pad = sequences.padding(passes) if repeats else (None, "")
+    related = why_related(passes) if session.inputs else "no input"
+    without_padding, pad = padding(passes) if repeats else (None, "")
     return FunctionFacts(
         written=written,
-        neighbours=passes.confirmed(samples.neighbours) if repeats and not related else None,
+        neighbours=passes.confirmed(neighbours) if repeats and not related else None,
         related=related,
-        is_batch=samples.is_batch(session),
-        place=passes.confirmed(samples.place) if repeats and not related else None,
-        padding=padding,
+        is_batch=is_batch(session),
+        place=passes.confirmed(place) if repeats and not related else None,
+        padding=without_padding,
         pad=pad,
     )
 
@@ -61,9 +467,3 @@ def _buffers(session: ReplaySession) -> dict[str, Tensor]:
 
 def _are_equal(one: Tensor | None, other: Tensor) -> bool:
     return one is not None and one.shape == other.shape and bool(((one == other) | (one != one)).all())
-
-
-@replay(InputsFacts, when="requested")
-def unused_inputs(session: ReplaySession) -> InputsFacts:
-    """Returns the inputs that have no effect."""
-    return inputs.unused_inputs(EvalPasses(session))

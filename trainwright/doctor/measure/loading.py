@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -9,7 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from trainwright.checkpoint.names import named_parameters
 from trainwright.doctor.facts.checkpoint import LoadFacts, MomentsFacts, OverwrittenFacts, ResumeFacts, ScheduleFacts
+from trainwright.doctor.facts.updates import LoadedMomentsFacts
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.probes import Probe, WatchedObjects
@@ -17,6 +21,55 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.runs.json_values import Facts, strict
+
+
+class Moments(Probe):
+    """Compares second moments that exist before the first update with the squared gradients of that update."""
+
+    name = LoadedMomentsFacts.experiment
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._names = {id(p): name for name, p in named_parameters(watched.subject.roots)}
+        self._unseen = {id(each): each for each in watched.subject.optimizers}
+        self._facts: LoadedMomentsFacts | None = None
+
+    def on_step(self, optimizer: Optimizer, args: Args) -> None:
+        if self._unseen and self._unseen.pop(id(optimizer), None) is not None:
+            self._facts = _loaded_moments(optimizer, self._names) or self._facts
+            self.urgent = self._facts is not None
+
+    def values(self) -> Facts | None:
+        facts, self._facts, self.urgent = self._facts, None, False
+        return None if facts is None else dict(strict(vars(facts)))
+
+
+@torch.no_grad()
+def _loaded_moments(optimizer: Optimizer, names: dict[int, str]) -> LoadedMomentsFacts | None:
+    by_shape: defaultdict[torch.Size, list[tuple[str, float, float]]] = defaultdict(list)
+    for p in owned_by(optimizer):
+        second = optimizer.state.get(p, {}).get("exp_avg_sq")
+        if not isinstance(second, Tensor) or second.shape != p.shape or p.grad is None or p.grad.is_sparse:
+            continue
+        moment, squared = float(second.float().mean()), float(p.grad.float().square().mean())
+        if moment > 0.0 and squared > 0.0 and math.isfinite(moment) and math.isfinite(squared):
+            by_shape[p.shape].append((names.get(id(p), "a weight"), math.log10(moment), math.log10(squared)))
+    rows = [row for each in by_shape.values() if len(each) > 1 for row in each]
+    if not rows:
+        return None
+    matched = [
+        abs(moment - squared)
+        for each in by_shape.values()
+        if len(each) > 1
+        for moment, squared in zip(sorted(row[1] for row in each), sorted(row[2] for row in each))
+    ]
+    rows.sort(key=lambda row: -abs(row[1] - row[2]))
+    return LoadedMomentsFacts(
+        kind=type(optimizer).__name__,
+        names=tuple(row[0] for row in rows[:64]),
+        gaps=tuple(abs(row[1] - row[2]) for row in rows[:64]),
+        matched=sum(matched) / len(matched),
+    )
+
 
 MAX_ELEMENTS_COMPARED = 512
 """Elements of each weight that are compared between a load and the first forward call."""

@@ -49,6 +49,10 @@ class _Begin:
             return True
         return self.on_device is not None and not torch.equal(self.on_device, torch.cuda.get_rng_state())
 
+    def differs(self, other: _Begin | None) -> bool:
+        """Returns True if the CPU generator is in another state than at the start of the other step."""
+        return other is not None and not torch.equal(self.state, other.state)
+
     def digest(self) -> int:
         state = zlib.crc32(self.state.numpy().data)
         return state if self.on_device is None else state << 32 | zlib.crc32(self.on_device.numpy().data)
@@ -65,6 +69,7 @@ class Steadiness(Probe):
     def __init__(self, watched: WatchedObjects) -> None:
         self._steps, self._close_until = 0, EVERY_STEP_UNTIL
         self._draws = False
+        self._before: _Begin | None = None  # of the previous examined step
         self._states: dict[int, int] = {}
         self._repeats: list[tuple[int, int]] = []
         self._num_repeats = 0
@@ -102,8 +107,9 @@ class Steadiness(Probe):
         if not self._is_due(step.step) or not step.calls:
             return
         now = _Begin(step.step, *step.calls[0].rng)
-        if now.has_drawn():  # else the next step may begin in the same state
+        if now.has_drawn() or now.differs(self._before):  # else nothing is drawn, and the state stays the same
             self._record_state(now)
+        self._before = now
         given = [each for call in step.calls for each in constants_of((call.args, call.kwargs))]
         self._record_writes(given)
         for tensor, whole in ((each.tensor, each.tensor._base) for each in given[:4] if each.is_unchanged):

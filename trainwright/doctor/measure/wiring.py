@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from typing import TypeAlias
 
 import torch
@@ -12,20 +12,46 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainwright.doctor.facts.wiring import ActivatedFacts, Chain, GraphCut, SavedFacts, WiringFacts
-from trainwright.doctor.measure.consumers import Consumers
 from trainwright.doctor.measure.layers import MAPS
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import replay
-from trainwright.replay.inspector import (
-    StepInspector,
-    checksum,
-    custom_functions_of,
-    is_in_custom_function,
-    leaves_of,
-)
+from trainwright.replay.inspector import StepInspector, checksum, custom_functions_of, is_in_custom_function, leaves_of
 from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.session import ReplaySession
+
+
+class Consumers:
+    """The weights that are applied to values computed from each cut, by the number of the cut.
+
+    A value that no trained weight uses is not on the path to the loss: the output of a teacher, a target, a factor.
+    ``names`` are the names of the parameters, by their ids.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._weights = {number: {name} for number, name in names.items()}
+        self._made_of: dict[int, set[int]] = {}
+        self._kept: list[Tensor] = []  # holds references so that no id is reused
+        self._found: defaultdict[int, set[str]] = defaultdict(set)
+
+    def record(self, inputs: list[Tensor], result: object, cut: int | None) -> None:
+        """Records a function call. ``cut`` is the number of the cut that it makes."""
+        cuts = {number for t in inputs for number in self._made_of.get(id(t), ())}
+        weights = {name for t in inputs for name in self._weights.get(id(t), ())}
+        for number in cuts:
+            self._found[number] |= weights
+        cuts |= {cut} if cut is not None else set()
+        of_weights = weights if inputs and all(id(t) in self._weights for t in inputs) else set()
+        for made in tensors_of(result) if cuts or of_weights else ():
+            self._kept.append(made)
+            if cuts:
+                self._made_of[id(made)] = self._made_of.get(id(made), set()) | cuts
+            else:
+                self._weights.setdefault(id(made), of_weights)
+
+    def of(self, cut: int) -> set[str]:
+        return self._found[cut]
+
 
 _MOVES = {"view", "reshape", "flatten", "unflatten", "contiguous", "permute", "transpose", "squeeze", "unsqueeze"}
 _MOVES |= {"dropout", "to", "float", "clone", "movedim", "expand", "rearrange"}

@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trainwright.doctor.measure.loss_arguments import class_dim, is_simplex
-from trainwright.doctor.measure.loss_calls import PAIRED
+from trainwright.doctor.measure.loss_calls import PAIRED, class_dim, is_simplex
 from trainwright.doctor.measure.loss_terms import terms_facts
 from trainwright.recorder.program import Call, Instruction, Operation, Slot
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction

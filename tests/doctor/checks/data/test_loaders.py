@@ -159,14 +159,6 @@ def test_pure_batches(entropy: float, mixed: tuple[float, ...], ascending: bool,
     assert said(unshuffled, exam(2, facts)) == severities
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("labels", "codes"), [(0 * Y, ["data.labels_all_equal"]), (Y, [])], ids=["equal", "two classes"]
-)
-def test_labels_that_are_all_equal(labels: Tensor, codes: list[str]) -> None:
-    assert warned(trained(epochs(DataLoader(TensorDataset(X, labels), 16, shuffle=True), 3))) == codes
-
-
 class Stored(Dataset[tuple[Tensor, Tensor]]):
     """Normalises its samples when they are read, in place or not."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from tests.doctor.checks.data.loops import Batches, table, trained, warned
-from trainwright.doctor.measure.digests import row_digests
+from trainwright.doctor.measure.rows import row_digests
 
 pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
 

@@ -1,17 +1,18 @@
-"""Random states that repeat, rates that are 0 or negative, and evaluations that change the model."""
+"""Random states that repeat, and rates that are 0 or negative."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
+import trainwright as tw
 from tests.doctor.checks.data.loops import exam, said
 from tests.doctor.checks.loops import alarms, mlp, watched
 from trainwright.doctor.check import Check
 from trainwright.doctor.discovery import check_of
-from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts
-from trainwright.doctor.facts.function import FunctionFacts
 from trainwright.doctor.facts.weights import WeightsFacts
 
 
@@ -32,6 +33,38 @@ def test_a_seed_in_the_loop(seeds: bool) -> None:
     assert ("loop.random_state_repeats" in found) == seeds
 
 
+def keeps_the_state() -> None:
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    torch.set_rng_state(state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preview", "draws", "found"),
+    [
+        (lambda: torch.manual_seed(1), True, True),
+        (lambda: torch.manual_seed(1), False, False),
+        (keeps_the_state, True, False),
+    ],
+    ids=["noise repeats", "nothing is drawn", "the state is kept"],
+)
+def test_a_preview_between_steps(preview: Callable[[], object], draws: bool, found: bool) -> None:
+    """The noise is drawn before the model is called, which draws nothing itself."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(8, 4)
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="listen") as watch:
+        for step in range(24):
+            if step % 3 == 0:
+                preview()
+            noise = torch.randn_like(x) if draws else 0.1 * x
+            optimizer.zero_grad()
+            (model(x + noise) - noise).square().mean().backward()
+            optimizer.step()
+    assert ("loop.random_state_repeats" in {each.code for each in watch.findings()}) == found
+
+
 @pytest.mark.parametrize(("rate", "found"), [(-1e-3, 1), (0.0, 0), (1e-3, 0)])
 def test_a_negative_rate(rate: float, found: int) -> None:
     facts = WeightsFacts(steps=9, updates=9, tensors=4, moved=4, lowest_rate=rate, lowest_at=7)
@@ -48,19 +81,3 @@ def test_a_rate_of_0(steps: int, since: int, before: float, found: int) -> None:
         steps=steps, updates=steps, tensors=4, moved=4, at_0_since=since, rate_before_0=before, highest_rate=0.1
     )
     assert len(said(of("schedule.learning_rate_zero"), exam(steps, facts))) == found
-
-
-@pytest.mark.parametrize(
-    ("written", "severities"),
-    [(("norm.running_mean",), ["warning"]), (("cache",), ["info"]), ((), [])],
-    ids=["statistics", "a cache", "nothing"],
-)
-def test_an_evaluation_that_writes_buffers(written: tuple[str, ...], severities: list[str]) -> None:
-    assert said(of("evaluation.changes_statistics"), exam(1, FunctionFacts(written=written))) == severities
-
-
-@pytest.mark.parametrize(("has_moved", "own", "found"), [(False, 0, 1), (True, 0, 0), (False, 3, 0)])
-def test_an_average_that_never_moves(has_moved: bool, own: int, found: int) -> None:
-    copy = CopyFacts("Net", "Net", (), (), (), 3, 0.0, has_moved)
-    facts = AveragesFacts(steps=60, since=60, own_evaluations=own, is_resumed=False, copies=(copy,))
-    assert len(said(of("evaluation.average_never_moves"), exam(60, facts))) == found

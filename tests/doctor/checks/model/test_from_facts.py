@@ -138,7 +138,7 @@ def test_routers(course: Sequence[float], found: bool) -> None:
     ids=["one key a row", "while the loss falls", "large scores of many keys", "small scores"],
 )
 def test_scores_that_grow(course: Sequence[float], evenness: float, falls: bool, found: bool) -> None:
-    seen = [AttentionFacts(highest=each, spread=2.0, evenness=evenness, off=0.0) for each in course]
+    seen = [AttentionFacts(highest=each, spread=2.0, evenness=evenness) for each in course]
     looks = enumerate((LayersFacts(attention={"a": each}) for each in seen), 1)
     losses = tuple(2.0 - 0.01 * n * falls + 0.02 * (n % 2) for n in range(64))
     assert bool(calls.fires("model.attention_logit_growth", *looks, made=calls.steps(losses=losses))) == found
@@ -175,8 +175,8 @@ def followed(
 ) -> AveragesFacts:
     rest_alone = 0.5 if growth else 1e-6
     moves = tuple(Move(n, share, growth, 1e-6, rest_alone) for n in range(9, 15))
-    copy = CopyFacts("Net", "Net", moves, (), still_buffers, evaluations, gap, True)
-    return AveragesFacts(6, 6, 0, is_resumed, (copy,))
+    copy = CopyFacts("Net", "Net", moves, (), still_buffers, evaluations, gap)
+    return AveragesFacts(6, is_resumed, (copy,))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from tests.doctor.checks.calls import CARRIED, HEALTHY, B, F, S, Z, fires, steps
 from trainwright.doctor.facts.calls import CallsFacts, GroupFacts, OptimizerFacts, ScaledClip, ScalerFacts
 from trainwright.doctor.facts.gradient import AccumulationFacts
-from trainwright.doctor.facts.updates import BatchStepsFacts, LoadedMomentsFacts, UpdateFacts, WritesFacts
+from trainwright.doctor.facts.updates import BatchStepsFacts, LoadedMomentsFacts, UpdateFacts
 
 
 def clip(at: float = 1.0, norm: float = 5.0, parameters: int = 6) -> tuple[str, dict[str, Any]]:
@@ -54,7 +54,6 @@ def test_step_never_called_needs_weights_that_stand_still() -> None:
 @pytest.mark.parametrize(
     ("code", "change"),
     [
-        ("optim.stepped_twice", {"again": 3}),
         ("optim.params_in_two_optimizers", {"doubles": 3}),
         ("gradient.clip_before_unscale", {"scaled_clip": ScaledClip(1.0, 70000.0, 65536.0), "scaled_clips": 3}),
         ("optim.params_missing", {"missing": ("head.weight",), "missing_share": 0.1}),
@@ -152,15 +151,6 @@ def test_exploding_is_seen_at_the_first_updates_alone() -> None:
     assert fires(code, (1, huge), made=steps(Z, F, B, clip(), S)) == ["info"]
     assert fires(code, (9, huge), made=made) == []
     assert fires(code, (1, UPDATE), made=made) == []
-
-
-def test_weights_that_an_evaluation_leaves_are_a_warning_where_the_loss_jumps() -> None:
-    code, facts = "optim.weights_overwritten", WritesFacts(compared=3, steps=(5, 9))
-    jumps = (2.0, 1.9, 1.8, 1.7, 5.0, 1.7, 1.6, 1.5, 5.0, 1.4)
-    assert fires(code, (10, facts), made=steps(*HEALTHY, losses=jumps)) == ["warning"]
-    calm = tuple(2.0 - 0.1 * n for n in range(10))
-    assert fires(code, (10, facts), made=steps(*HEALTHY, losses=calm)) == ["info"]
-    assert fires(code, (10, replace(facts, steps=(5,))), made=steps(*HEALTHY, losses=jumps)) == []
 
 
 def test_moments_of_other_params() -> None:

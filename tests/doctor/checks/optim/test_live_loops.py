@@ -59,11 +59,6 @@ def zeroed_late(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y
     optimizer.step()
 
 
-def stepped_twice(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
-    usual(model, optimizer, x, y)
-    optimizer.step()
-
-
 def never_stepped(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
     optimizer.zero_grad()
     backward(model, x, y)
@@ -74,7 +69,6 @@ def never_stepped(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor,
     [
         (never_zeroed, "optim.missing_zero_grad"),
         (zeroed_late, "optim.zero_grad_before_step"),
-        (stepped_twice, "optim.stepped_twice"),
         (never_stepped, "optim.step_never_called"),
     ],
 )

@@ -30,18 +30,13 @@ def of(name: str) -> Check:
 
 def readings(change: Callable[[int, HeldResources], HeldResources], number: int = 20) -> GrowthFacts:
     """What was held after every 16th step."""
-    held = [HeldResources(step=16 * n, memory_bytes=500 * MIB, files=9, threads=4) for n in range(1, number + 1)]
+    held = [HeldResources(step=16 * n, memory_bytes=500 * MIB) for n in range(1, number + 1)]
     return GrowthFacts(held=tuple(change(n, each) for n, each in enumerate(held)), most_hooks="1")
 
 
 @each_row(
     ("name", "change", "found"),
     [
-        ("files_or_threads_grow", lambda n, held: replace(held, files=9 + 8 * n), True),
-        ("files_or_threads_grow", lambda n, held: replace(held, threads=4 + 2 * n), True),
-        ("files_or_threads_grow", lambda n, held: replace(held, files=9 + n), False),
-        ("files_or_threads_grow", lambda n, held: replace(held, files=9 + 8 * (n % 5)), False),
-        ("files_or_threads_grow", lambda n, held: replace(held, threads=4 + min(n, 8)), False),
         ("memory_grows", lambda n, held: replace(held, memory_bytes=(500 + 20 * n) * MIB), True),
         ("memory_grows", lambda n, held: replace(held, device_bytes=(100 + 20 * n) * MIB), True),
         ("memory_grows", lambda n, held: replace(held, memory_bytes=(500 + 50 * min(n, 8)) * MIB), False),

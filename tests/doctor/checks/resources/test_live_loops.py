@@ -17,8 +17,7 @@ from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.discovery import check_of
-from trainwright.doctor.measure.growth import MIN_INTERVAL_STEPS, UNLIMITED_STEPS, Growth
-from trainwright.doctor.measure.memory import _python_objects
+from trainwright.doctor.measure.memory import MIN_INTERVAL_STEPS, UNLIMITED_STEPS, Growth, _python_objects
 from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.runs.records import Examined

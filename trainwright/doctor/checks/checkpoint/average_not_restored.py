@@ -1,20 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.averages import AveragesFacts
-from trainwright.doctor.shared_averages import averages_of
+from trainwright.doctor import NotApplicable, Results, RunContext, check
+from trainwright.doctor.facts.averages import AveragesFacts, averages_of
 
 MIN_RELATIVE_DISTANCE = 0.5
 """Relative to the norm of the weights. Independent random weights are about 1.4 apart."""
 
 
 @check(stage="loop", confidence=0.85, needs=AveragesFacts)
-def average_not_restored(run: RunContext) -> Iterator[Result]:
+def average_not_restored(run: RunContext) -> Results:
     """After a resume the moving average starts far from the weights.
 
     Why it matters: evaluations and saved models use the average, which stays near a fresh initialisation for many
@@ -32,8 +24,8 @@ def average_not_restored(run: RunContext) -> Iterator[Result]:
 
     Sources: ai2cm/ace#349, Vchitect/Latte#55.
     """
-    facts = run.latest(AveragesFacts)
-    if facts is None or not facts.is_resumed:
+    facts = run.measured(AveragesFacts)
+    if not facts.is_resumed:
         yield NotApplicable("the optimizer began without a state")
         return
     for copy in averages_of(facts):

@@ -1,19 +1,11 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.calls import KeptFacts
-from trainwright.runs.records import Where
 
 USES = {"load": "loaded back", "save": "saved", "": "still kept at the end"}
 
 
 @check(stage="loop", confidence=0.95, needs=KeptFacts)
-def kept_state_changes(run: RunContext) -> Iterator[Result]:
+def kept_state_changes(run: RunContext) -> Results:
     """A kept `state_dict()` changes with the training, because its tensors are the live weights.
 
     Why it matters: the "best" weights are those of the last step.
@@ -29,8 +21,8 @@ def kept_state_changes(run: RunContext) -> Iterator[Result]:
 
     Sources: the PyTorch tutorial "Saving and loading models", note on `best_model_state`.
     """
-    facts = run.latest(KeptFacts)
-    if facts is None or not facts.taken:
+    facts = run.measured(KeptFacts)
+    if not facts.taken:
         yield NotApplicable("no state_dict() was called on a watched model")
     elif not facts.changed:
         yield Passed(f"{facts.taken} dictionaries of state_dict()")

@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.checkpoint import ResumeFacts
 
 
 @check(stage="loop", severity="critical", confidence=0.97, needs=ResumeFacts)
-def loaded_weights_overwritten(run: RunContext) -> Iterator[Result]:
+def loaded_weights_overwritten(run: RunContext) -> Results:
     """Weights were loaded and then overwritten before the first step, so training starts from scratch.
 
     How it is detected: samples of each weight right after `load_state_dict`, and at the first forward call.
@@ -21,8 +14,8 @@ def loaded_weights_overwritten(run: RunContext) -> Iterator[Result]:
 
     Fix: initialise first, `load_state_dict` last.
     """
-    facts = run.latest(ResumeFacts)
-    gone = facts.overwritten if facts else None
+    facts = run.measured(ResumeFacts)
+    gone = facts.overwritten
     if gone is not None and gone.fraction >= 0.8:
         yield run.finding(
             max(1, run.last_step),

@@ -1,11 +1,4 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.checkpoint import ResumeFacts
 
 MIN_UPDATES = 8
@@ -13,7 +6,7 @@ MIN_UPDATES = 8
 
 
 @check(stage="update", confidence=0.8, needs=ResumeFacts, points_at="schedule")
-def schedule_starts_again(run: RunContext) -> Iterator[Result]:
+def schedule_starts_again(run: RunContext) -> Results:
     """The optimizer goes on with moments of an earlier run, and its schedule starts again; or the other way round.
 
     How it is detected: the updates that the moments have seen are compared with the steps of the schedule at the first
@@ -25,11 +18,11 @@ def schedule_starts_again(run: RunContext) -> Iterator[Result]:
 
     Fix: save and load `optimizer.state_dict()` and `scheduler.state_dict()` together, after both are made.
     """
-    facts = run.latest(ResumeFacts)
-    for schedule in facts.schedules if facts else ():
+    facts = run.measured(ResumeFacts)
+    for schedule in facts.schedules:
         if schedule.updates < MIN_UPDATES or abs(schedule.calls - schedule.updates) > 1:
             continue
-        for optimizer in facts.optimizers if facts else ():
+        for optimizer in facts.optimizers:
             starts_again = optimizer.steps > 1 and schedule.before <= 1
             lost_moments = schedule.before > 1 and not optimizer.with_state and optimizer.kind != "SGD"
             if starts_again or lost_moments:

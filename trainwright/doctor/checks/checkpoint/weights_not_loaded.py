@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.checkpoint import ResumeFacts
 
 
 @check(stage="input", confidence=0.95, needs=ResumeFacts)
-def weights_not_loaded(run: RunContext) -> Iterator[Result]:
+def weights_not_loaded(run: RunContext) -> Results:
     """Weights of the model are not in the state that is loaded, and `strict=False` hides it.
 
     How it is detected: the names that `load_state_dict` misses: they differ from those of the state by a prefix only,
@@ -24,8 +17,8 @@ def weights_not_loaded(run: RunContext) -> Iterator[Result]:
 
     Sources: lightning #4333.
     """
-    facts = run.latest(ResumeFacts)
-    for load in facts.loads if facts else ():
+    facts = run.measured(ResumeFacts)
+    for load in facts.loads:
         if load.prefix is None and 2 * len(load.missing) < load.tensors:
             continue
         yield run.finding(

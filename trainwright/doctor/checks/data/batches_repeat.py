@@ -1,20 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Finding, NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.data import SAME, RowsFacts
-from trainwright.doctor.finding import Finding
 
 MIN_EQUAL_MICRO_BATCHES = 3
 """Equal micro-batches of a step. Two may be two passes over one batch, as in SAM."""
 
 
 @check(points_at="forward", stage="input", needs=RowsFacts)
-def batches_repeat(run: RunContext) -> Iterator[Result]:
+def batches_repeat(run: RunContext) -> Results:
     """Step after step trains on the same batch.
 
     Why it matters: the model memorizes one batch; the rest of the data set is never read.
@@ -34,8 +26,8 @@ def batches_repeat(run: RunContext) -> Iterator[Result]:
         for x, y in loader:
             ...
     """
-    facts = run.latest(RowsFacts)
-    if facts is None or facts.steps < SAME:
+    facts = run.measured(RowsFacts)
+    if facts.steps < SAME:
         return
     is_stuck = not facts.same_before or facts.same >= 2 * facts.same_before
     if facts.same >= SAME - 1 and is_stuck and facts.whole > facts.batch:

@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.steadiness import SteadinessFacts
-from trainwright.runs.records import Where
 
 MIN_CHANGES = 4
 CONSEQUENCES = (
@@ -19,7 +11,7 @@ CONSEQUENCES = (
 
 
 @check(stage="input", confidence=0.9, needs=SteadinessFacts, explains=CONSEQUENCES)
-def changed_in_place(run: RunContext) -> Iterator[Result]:
+def changed_in_place(run: RunContext) -> Results:
     """The stored training data are changed in place, so a sample has other values when it comes again.
 
     Why it matters: each epoch normalises the samples once more, until they are far from what the model has learned.
@@ -36,9 +28,7 @@ def changed_in_place(run: RunContext) -> Iterator[Result]:
 
     Sources: facebookresearch/pycls#21, pytorch/vision#680.
     """
-    facts = run.latest(SteadinessFacts)
-    if facts is None:
-        return
+    facts = run.measured(SteadinessFacts)
     if facts.changed >= MIN_CHANGES and facts.is_one_factor:
         yield run.finding(
             facts.steps,

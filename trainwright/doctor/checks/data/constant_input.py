@@ -1,12 +1,6 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Passed, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts
 
 MIN_SAMPLES = 4
@@ -19,7 +13,7 @@ CONSEQUENCES = (
 
 
 @check(stage="input", severity="critical", confidence=0.95, needs=BatchFacts, explains=CONSEQUENCES)
-def constant_input(run: RunContext) -> Iterator[Result]:
+def constant_input(run: RunContext) -> Results:
     """All samples of the batch are equal, and their targets differ.
 
     Why it matters: the outputs are the same for all samples, so the model can learn nothing but the average target.
@@ -34,8 +28,8 @@ def constant_input(run: RunContext) -> Iterator[Result]:
 
     Fix: cast before dividing, `x.float() / 255`, and look at `(x[0] - x[1]).abs().max()` behind the loader.
     """
-    facts = run.latest(BatchFacts)
-    if facts is None or not facts.inputs or facts.inputs[0].shape[0] < MIN_SAMPLES:
+    facts = run.measured(BatchFacts)
+    if not facts.inputs or facts.inputs[0].shape[0] < MIN_SAMPLES:
         return
     if not facts.targets_vary or not all(each.constant for each in facts.inputs):
         yield Passed(f"{facts.inputs[0].shape[0]} samples")

@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import ExperimentRequest, Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, InputSpread, StandardizedFacts
-from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 
 MAX_STD = 0.02
 """Inputs with a smaller standard deviation may vary too little."""
@@ -16,7 +8,7 @@ CONSEQUENCES = ("gradient.vanishing", "model.init_symmetric", "model.dead_relu",
 
 
 @check(stage="input", needs=BatchFacts, explains=CONSEQUENCES)
-def double_normalised(run: RunContext) -> Iterator[Result]:
+def double_normalised(run: RunContext) -> Results:
     """The inputs hardly vary, and the model learns several times as fast with standardized ones.
 
     Why it matters: samples look alike to the model, so it learns the class frequencies and stays near that loss.

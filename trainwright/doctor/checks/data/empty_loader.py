@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.data import LoadersFacts
 
 
 @check(stage="input", confidence=1.0, needs=LoadersFacts, explains=("optim.step_never_called",))
-def empty_loader(run: RunContext) -> Iterator[Result]:
+def empty_loader(run: RunContext) -> Results:
     """The loader gives no batch, so an epoch has no steps.
 
     Why it matters: every line of the loop runs, no error is raised, and nothing is trained.
@@ -25,8 +18,8 @@ def empty_loader(run: RunContext) -> Iterator[Result]:
 
     Fix: `drop_last=False` or a smaller `batch_size`; `assert len(loader) > 0` before the loop.
     """
-    facts = run.latest(LoadersFacts)
-    for each in facts.empty if facts else ():
+    facts = run.measured(LoadersFacts)
+    for each in facts.empty:
         if each.length not in (0, None) or (each.length is None and each.epochs < 2):
             continue
         times = "once" if each.epochs == 1 else f"{each.epochs} times"

@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import MAX_IDS, traces, where_of, without_samples
+from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor.nonfinite import MAX_IDS, traces, where_of, without_samples
 
 
 @check(stage="input", severity="critical", confidence=0.84)
-def empty_sample(run: RunContext) -> Iterator[Result]:
+def empty_sample(run: RunContext) -> Results:
     """A sample is empty: every element of its input is the same padding value, and its mean or attention is 0/0.
 
     How it is detected: the samples that each make a step non-finite alone are those whose input holds a single value.

@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import ExperimentRequest, NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, LabelSignalFacts
-from trainwright.doctor.finding import ExperimentRequest
 
 MIN_STEPS = 64
 RECENT_STEPS = 16
@@ -16,7 +8,7 @@ MAX_DEVIATIONS = 2.5
 
 
 @check(stage="label", confidence=0.7, needs=BatchFacts, explains=("optim.lr_too_low",))
-def label_feature_misaligned(run: RunContext) -> Iterator[Result]:
+def label_feature_misaligned(run: RunContext) -> Results:
     """Inputs and labels do not belong together.
 
     Why it matters: the loss stays at the entropy of the labels. No architecture and no learning rate helps.
@@ -32,9 +24,9 @@ def label_feature_misaligned(run: RunContext) -> Iterator[Result]:
 
     Sources: TheDeepChecker (Ben Braiek and Khomh).
     """
-    facts = run.latest(BatchFacts)
+    facts = run.measured(BatchFacts)
     losses = [each.loss for each in run.steps if each.step > run.last_step - RECENT_STEPS]
-    if facts is None or not facts.classes or not facts.entropy:
+    if not facts.classes or not facts.entropy:
         yield NotApplicable("the samples do not have one class each")
         return
     recent = sum(losses) / max(1, len(losses))

@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Finding, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import BatchFacts, TargetsFacts
-from trainwright.doctor.finding import Finding
 from trainwright.runs.json_values import Facts
-from trainwright.runs.records import Examined, Where
+from trainwright.runs.records import Examined
 
 DEFAULT_IGNORE_INDEX = -100
 ERROR = re.compile(
@@ -20,7 +13,7 @@ ERROR = re.compile(
 
 
 @check(stage="label", severity="critical", confidence=0.98, explains=("loop.*",))
-def label_out_of_range(run: RunContext) -> Iterator[Result]:
+def label_out_of_range(run: RunContext) -> Results:
     """A label names no class, or a target of a binary loss is outside of 0 to 1.
 
     Why it matters: on a CPU a class out of range is an IndexError; on CUDA an assertion that names no sample. For a

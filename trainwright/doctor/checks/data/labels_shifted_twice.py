@@ -1,17 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import BatchFacts
-from trainwright.runs.records import Where
 
 
 @check(stage="label", severity="critical", confidence=0.9, needs=BatchFacts, explains=("loss.no_shift",))
-def labels_shifted_twice(run: RunContext) -> Iterator[Result]:
+def labels_shifted_twice(run: RunContext) -> Results:
     """The labels are shifted twice: the model learns the token after the next one.
 
     Why it matters: the loss falls as usual, and what the model generates leaves out every second token.

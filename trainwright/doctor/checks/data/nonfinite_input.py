@@ -1,13 +1,6 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
-from trainwright.doctor.shared_nonfinite import (
+from trainwright.doctor.nonfinite import (
     CONSEQUENCES,
     MAX_IDS,
     Mechanism,
@@ -16,11 +9,10 @@ from trainwright.doctor.shared_nonfinite import (
     traced_at,
     traces,
 )
-from trainwright.runs.records import Where
 
 
 @check(stage="input", severity="critical", confidence=0.97, explains=CONSEQUENCES)
-def nonfinite_input(run: RunContext) -> Iterator[Result]:
+def nonfinite_input(run: RunContext) -> Results:
     """A batch holds NaN or infinity before the first operation of the model has run.
 
     How it is detected: after a step that is not finite, the inputs of its forward calls and what enters its loss are

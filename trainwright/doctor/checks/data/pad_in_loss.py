@@ -1,17 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import ExperimentRequest, NotApplicable, Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, PaddingFacts
-from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 
 
 @check(stage="label", needs=BatchFacts)
-def pad_in_loss(run: RunContext) -> Iterator[Result]:
+def pad_in_loss(run: RunContext) -> Results:
     """Padding is counted as a target of the loss.
 
     Why it matters: padding is the easiest token there is, so the loss looks low, and gradients are spent on it.

@@ -1,17 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts
-from trainwright.runs.records import Where
 
 
 @check(stage="input", confidence=0.85, needs=LoadersFacts)
-def persistent_workers_stale(run: RunContext) -> Iterator[Result]:
+def persistent_workers_stale(run: RunContext) -> Results:
     """An attribute of the data set changed after its persistent workers had started, and they do not see it.
 
     Why it matters: each worker holds a copy of the data set from when it started. Augmentation that is switched off,
@@ -28,8 +20,8 @@ def persistent_workers_stale(run: RunContext) -> Iterator[Result]:
 
     Sources: jizhishutong/YOLOU#29, LibreYOLO PR 775, CondadosAI/modern-yolonas PR 58.
     """
-    facts = run.latest(LoadersFacts)
-    if facts is not None and (stale := facts.stale) is not None:
+    facts = run.measured(LoadersFacts)
+    if (stale := facts.stale) is not None:
         yield run.finding(
             max(1, stale.step),
             symptom=f"{stale.name} changed from {stale.before} to {stale.now} before step {stale.step}; the persistent "

@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.data import EpochRepeat, LoadersFacts, RowsFacts
-from trainwright.runs.records import Where
 
 MIN_SAMPLES = 16
 """A random order of this many samples repeats by chance once in 16! times."""
@@ -17,7 +9,7 @@ MIN_RECURRED_BATCHES = 8
 
 
 @check(stage="input", confidence=0.95)
-def same_order_every_epoch(run: RunContext) -> Iterator[Result]:
+def same_order_every_epoch(run: RunContext) -> Results:
     """Each epoch has the same batches in the same order, although the loader shuffles.
 
     Why it matters: the same samples always share a batch, and random augmentation is not drawn again.

@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts
-from trainwright.runs.records import Where
 
 MIN_DRAWS_PER_SAMPLE = 32
 """Mean draws of each drawn sample after which the others would have been drawn, too."""
@@ -17,7 +9,7 @@ MAX_UNUSED_FRACTION = 0.05
 
 
 @check(stage="input", confidence=0.85, needs=LoadersFacts)
-def samples_never_drawn(run: RunContext) -> Iterator[Result]:
+def samples_never_drawn(run: RunContext) -> Results:
     """Only a few samples of the data set are drawn, again and again, and the others never.
 
     Why it matters: the model overfits the few samples that it sees.
@@ -38,8 +30,8 @@ def samples_never_drawn(run: RunContext) -> Iterator[Result]:
 
     Sources: deep-voice/soundbay PR 49.
     """
-    facts = run.latest(LoadersFacts)
-    drawn = [each for each in facts.drawn if each.samples and not each.chooses] if facts else []
+    facts = run.measured(LoadersFacts)
+    drawn = [each for each in facts.drawn if each.samples and not each.chooses]
     if not drawn:
         yield NotApplicable("no loader draws samples by their numbers from all of a data set")
         return
@@ -50,7 +42,7 @@ def samples_never_drawn(run: RunContext) -> Iterator[Result]:
             yield run.finding(
                 run.last_step,
                 symptom=f"only {each.distinct} of {each.samples} samples were drawn in {each.draws} draws",
-                where=Where(source=facts.source if facts else None),
+                where=Where(source=facts.source),
                 evidence=[("different samples drawn", each.distinct, each.samples), ("sampler", each.sampler)],
             )
             return

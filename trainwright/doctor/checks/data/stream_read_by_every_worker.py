@@ -1,20 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import RowsFacts
-from trainwright.runs.records import Where
 
 MIN_EQUAL_GROUPS = 4
 """Groups of equal batches with different rows. Fewer may be chance."""
 
 
 @check(stage="input", confidence=0.95, needs=RowsFacts)
-def stream_read_by_every_worker(run: RunContext) -> Iterator[Result]:
+def stream_read_by_every_worker(run: RunContext) -> Results:
     """Every worker yields the whole stream, so each sample comes once per worker in an epoch.
 
     Why it matters: consecutive batches are equal, and an epoch is as many times as long as there are workers.
@@ -35,8 +27,8 @@ def stream_read_by_every_worker(run: RunContext) -> Iterator[Result]:
 
     Sources: huggingface/datasets#3423, pytorch/pytorch#30599, NTMC-Community/MatchZoo-py PR 169.
     """
-    facts = run.latest(RowsFacts)
-    if facts is None or facts.workers < 2:
+    facts = run.measured(RowsFacts)
+    if facts.workers < 2:
         yield NotApplicable("no loader has several workers that read a stream")
     elif facts.groups >= MIN_EQUAL_GROUPS and facts.equal_groups == facts.groups:
         yield run.finding(

@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, LeakingColumn
-from trainwright.doctor.finding import RemedyTrial
 
 MAX_ROUNDING_VARIANCE = 1e-12
 """Fraction of the variance within classes that is rounding."""
@@ -16,7 +8,7 @@ MIN_SAMPLES_IF_EXACT = 48
 
 
 @check(stage="input", needs=BatchFacts)
-def target_leak(run: RunContext) -> Iterator[Result]:
+def target_leak(run: RunContext) -> Results:
     """One column of the input alone determines the target.
 
     Why it matters: training and validation are perfect, and the model is useless where that column is not known yet.

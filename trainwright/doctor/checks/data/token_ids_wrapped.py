@@ -1,11 +1,4 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, TargetsFacts
 
 INTEGER_RANGES = {255: "uint8", 32767: "int16", 65535: "uint16"}
@@ -17,7 +10,7 @@ MIN_TARGETS_PER_ID = 20
 
 
 @check(stage="label", confidence=0.85, needs=(TargetsFacts, BatchFacts))
-def token_ids_wrapped(run: RunContext) -> Iterator[Result]:
+def token_ids_wrapped(run: RunContext) -> Results:
     """Token ids wrap around: they were stored in an integer dtype that is too small for the vocabulary.
 
     Why it matters: ids above the largest value of the dtype become other tokens. The model trains on wrong text, and
@@ -35,8 +28,8 @@ def token_ids_wrapped(run: RunContext) -> Iterator[Result]:
 
     Sources: huggingface/transformers#2825, princeton-nlp/LLM-Shearing#65.
     """
-    facts, batch = run.latest(TargetsFacts), run.latest(BatchFacts)
-    if facts is None or batch is None or batch.classes is None:
+    facts, batch = run.measured(TargetsFacts), run.measured(BatchFacts)
+    if batch.classes is None:
         yield NotApplicable("the targets are no classes")
         return
     kind = INTEGER_RANGES.get(facts.largest)

@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Result, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import EvaluatedRows, LoadersFacts, RowsFacts
-from trainwright.runs.records import Where
 
 MAX_SHARED_FRACTION = 0.01
 """Fraction of samples that may be in both sets."""
@@ -20,7 +12,7 @@ CHANCE_MULTIPLE = 4.0
 
 
 @check(stage="input", confidence=0.9)
-def train_val_overlap(run: RunContext) -> Iterator[Result]:
+def train_val_overlap(run: RunContext) -> Results:
     """Samples of the validation set are also trained on.
 
     Why it matters: the validation loss says nothing about new data, and the best checkpoint is the one that memorized

@@ -1,14 +1,7 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import ExperimentRequest, Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, StandardizedFacts
-from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 
 MIN_RMS = 10.0
 """Inputs with a larger root mean square may be too large."""
@@ -23,7 +16,7 @@ CONSEQUENCES = (
 
 
 @check(stage="input", needs=BatchFacts, explains=CONSEQUENCES)
-def unnormalised_input(run: RunContext) -> Iterator[Result]:
+def unnormalised_input(run: RunContext) -> Results:
     """The inputs are far larger than 1, and the first loss is far above chance because of it.
 
     Why it matters: the first layer saturates, and no learning rate suits both it and the other layers.

@@ -1,19 +1,11 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts
-from trainwright.runs.records import Where
 
 MIN_BATCHES = 16
 
 
 @check(stage="input", severity="critical", needs=LoadersFacts)
-def unshuffled(run: RunContext) -> Iterator[Result]:
+def unshuffled(run: RunContext) -> Results:
     """The data is sorted by class and read in its order, so each batch holds hardly more than one class.
 
     Why it matters: the model forgets the classes that it does not see, and the end of an epoch decides what it
@@ -32,8 +24,8 @@ def unshuffled(run: RunContext) -> Iterator[Result]:
 
     Sources: UMLAUT (Schoop et al., CHI 2021).
     """
-    facts = run.latest(LoadersFacts)
-    if facts is None or len(facts.entropies) < 2 or not facts.mixed:
+    facts = run.measured(LoadersFacts)
+    if len(facts.entropies) < 2 or not facts.mixed:
         return
     entropies, (lowest, usual) = facts.entropies[:MIN_BATCHES], facts.mixed
     mean = sum(entropies) / len(entropies)

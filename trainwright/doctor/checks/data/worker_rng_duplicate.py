@@ -1,18 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts
-from trainwright.runs.records import Tried, Where
+from trainwright.runs.records import Tried
 
 
 @check(stage="input", confidence=0.95, needs=LoadersFacts)
-def worker_rng_duplicate(run: RunContext) -> Iterator[Result]:
+def worker_rng_duplicate(run: RunContext) -> Results:
     """The workers of a loader draw the same random numbers.
 
     Why it matters: augmentation is repeated by each worker, or in each epoch. Nothing fails; the final score is worse.
@@ -35,8 +29,8 @@ def worker_rng_duplicate(run: RunContext) -> Iterator[Result]:
 
     Sources: pytorch/pytorch#5059, CenterNet#233, fairseq#1383.
     """
-    facts = run.latest(LoadersFacts)
-    drawn = facts.workers if facts else None
+    facts = run.measured(LoadersFacts)
+    drawn = facts.workers
     if drawn is None or not drawn.random:
         return
     among = drawn.equal_workers and drawn.workers > 1
@@ -49,7 +43,7 @@ def worker_rng_duplicate(run: RunContext) -> Iterator[Result]:
         if among
         else "the workers draw the same random numbers in every epoch",
         cause="worker_init_fn gives each worker the same seed" if drawn.init else "",
-        where=Where(source=facts.source if facts else None),
+        where=Where(source=facts.source),
         evidence=[
             ("one sample read in two workers", "equal" if among else "different", "different"),
             ("one sample read in two epochs", "equal" if drawn.equal_epochs else "different", "different"),

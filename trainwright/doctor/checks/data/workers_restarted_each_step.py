@@ -1,20 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts
-from trainwright.runs.records import Where
 
 MIN_RESTARTS = 8
 """Number of iterators. Fewer may be a test, or short epochs."""
 
 
 @check(stage="input", confidence=0.95, needs=LoadersFacts)
-def workers_restarted_each_step(run: RunContext) -> Iterator[Result]:
+def workers_restarted_each_step(run: RunContext) -> Results:
     """A new iterator of the loader is made in every step, which restarts its worker processes each time.
 
     Why it matters: starting processes takes longer than most steps, and what they prefetch is thrown away. With
@@ -33,14 +25,14 @@ def workers_restarted_each_step(run: RunContext) -> Iterator[Result]:
 
     Sources: pytorch/pytorch#1917.
     """
-    facts = run.latest(LoadersFacts)
-    for each in facts.restarts if facts else ():
+    facts = run.measured(LoadersFacts)
+    for each in facts.restarts:
         if each.iterators >= MIN_RESTARTS and each.batches < 2 * each.iterators and (each.length or MIN_RESTARTS) > 2:
             yield run.finding(
                 run.last_step,
                 symptom=f"{each.iterators} iterators of a loader gave {each.batches} batches: its {each.workers} "
                 "workers start again each time",
-                where=Where(source=facts.source if facts else None),
+                where=Where(source=facts.source),
                 evidence=[("batches of an iterator", round(each.batches / each.iterators, 2), each.length)],
             )
             return

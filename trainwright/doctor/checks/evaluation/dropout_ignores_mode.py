@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.modes import DropsFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 
 @check(stage="forward", confidence=0.95, needs=DropsFacts)
-def dropout_ignores_mode(run: RunContext) -> Iterator[Result]:
+def dropout_ignores_mode(run: RunContext) -> Results:
     """A dropout stays on in eval mode, so predictions are random.
 
     How it is detected: one forward pass is replayed with every module in eval mode; a dropout function, or a random
@@ -27,8 +18,8 @@ def dropout_ignores_mode(run: RunContext) -> Iterator[Result]:
 
     Sources: PyTorchNLPBook#28.
     """
-    facts = run.latest(DropsFacts)
-    if facts is None or not facts.drops:
+    facts = run.measured(DropsFacts)
+    if not facts.drops:
         return
     by_name = [each for each in facts.drops if "dropout" in each.op or each.op == "scaled_dot_product_attention"]
     first = (by_name or facts.drops)[0]

@@ -1,20 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.modes import ModesFacts
-from trainwright.runs.records import Where
 
 MAX_FRACTION = 0.25
 """Fraction of steps. More frequent passes without gradients belong to the steps (targets, pseudo labels)."""
 
 
 @check(stage="loop", confidence=0.9, needs=ModesFacts)
-def in_train_mode(run: RunContext) -> Iterator[Result]:
+def in_train_mode(run: RunContext) -> Results:
     """An evaluation runs in train mode.
 
     Why it matters: dropout is on and batch normalization learns from the validation set, so the validation loss is
@@ -33,8 +25,8 @@ def in_train_mode(run: RunContext) -> Iterator[Result]:
 
     Sources: ethos-ares#20.
     """
-    facts = run.latest(ModesFacts)
-    if facts is None or not facts.depends:
+    facts = run.measured(ModesFacts)
+    if not facts.depends:
         yield NotApplicable("no module behaves differently in eval mode")
         return
     bursts, in_eval = facts.evaluated_in_train, facts.evaluated_in_eval

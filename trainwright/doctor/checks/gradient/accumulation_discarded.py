@@ -1,13 +1,6 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor.facts.calls import has_closure, optimizers_of
 from trainwright.doctor.facts.gradient import AccumulationFacts
-from trainwright.doctor.shared_calls import has_closure, optimizers_of
 from trainwright.runs.records import Watched
 
 
@@ -17,7 +10,7 @@ from trainwright.runs.records import Watched
         "optim.lr_too_low", "gradient.accumulation_not_normalised", "optim.missing_zero_grad",
     ),
 )  # fmt: skip
-def accumulation_discarded(run: RunContext) -> Iterator[Result]:
+def accumulation_discarded(run: RunContext) -> Results:
     """Gradients are cleared between the micro-batches of a step, so only the last ones reach the update.
 
     Why it matters: the batch is that many times smaller than it says, and its gradient is divided by the full number.

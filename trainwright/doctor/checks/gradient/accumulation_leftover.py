@@ -1,18 +1,11 @@
-"""See the function."""
-
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.calls import CallsFacts
-from trainwright.doctor.shared_calls import kinds
+from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor.facts.calls import CallsFacts, kinds
 
 
 @check(points_at="step", stage="backward", confidence=0.95, needs=CallsFacts)
-def accumulation_leftover(run: RunContext) -> Iterator[Result]:
+def accumulation_leftover(run: RunContext) -> Results:
     """The last, short window of an epoch is added to the first window of the next one.
 
     Why it matters: one update in each epoch mixes gradients of old weights with new ones, and is too large.
@@ -28,9 +21,9 @@ def accumulation_leftover(run: RunContext) -> Iterator[Result]:
 
     Fix: step at the end of an epoch, too (divided by what the window has), or drop what is left over.
     """
-    facts = run.latest(CallsFacts)
+    facts = run.measured(CallsFacts)
     counts = {record.step: len(kinds(record, "backward")) for record in run.steps}
-    if facts is None or not facts.split_windows or not counts:
+    if not facts.split_windows or not counts:
         return
     usual, times = Counter(counts.values()).most_common(1)[0]
     split = {step for step, _, _ in facts.split_windows}

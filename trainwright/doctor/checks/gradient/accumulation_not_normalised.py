@@ -1,11 +1,4 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.gradient import AccumulationFacts
 
 
@@ -13,7 +6,7 @@ from trainwright.doctor.facts.gradient import AccumulationFacts
     points_at="backward", stage="loss", confidence=0.9, needs=AccumulationFacts,
     explains=("gradient.clip_always_active", "optim.lr_too_high"),
 )  # fmt: skip
-def accumulation_not_normalised(run: RunContext) -> Iterator[Result]:
+def accumulation_not_normalised(run: RunContext) -> Results:
     """The losses of accumulated micro-batches are not divided by their number, or are divided by a wrong one.
 
     Why it matters: the gradient is that many times too large, so each change of the accumulation changes the run. With

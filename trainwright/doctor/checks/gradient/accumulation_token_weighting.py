@@ -1,12 +1,6 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
 from statistics import variance
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.gradient import AccumulationFacts
 
 MIN_COUNT_RATIO = 1.5
@@ -16,7 +10,7 @@ MIN_RELATIVE_ERROR = 0.25
 
 
 @check(points_at="backward", stage="loss", confidence=0.85, needs=AccumulationFacts)
-def accumulation_token_weighting(run: RunContext) -> Iterator[Result]:
+def accumulation_token_weighting(run: RunContext) -> Results:
     """Micro-batches of unequal numbers of targets have equal weights, so targets of short ones count too much.
 
     Why it matters: the gradient is not that of the batch, and depends on how the batch was split.

@@ -1,14 +1,7 @@
-"""See the function."""
-
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator
 
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.calls import CallsFacts
-from trainwright.doctor.shared_calls import kinds
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor.facts.calls import CallsFacts, kinds
 
 MIN_STEPS = 4
 MIN_FRACTION = 0.75
@@ -16,7 +9,7 @@ MIN_FRACTION = 0.75
 
 
 @check(points_at="step", stage="backward", confidence=0.85, needs=CallsFacts)
-def accumulation_window_wrong(run: RunContext) -> Iterator[Result]:
+def accumulation_window_wrong(run: RunContext) -> Results:
     """A step has another number of micro-batches than it should.
 
     How it is detected: backward passes between updates are counted. Three quarters of the steps have another number
@@ -28,10 +21,10 @@ def accumulation_window_wrong(run: RunContext) -> Iterator[Result]:
 
     Fix: step where `(i + 1) % n == 0`, or at the end of the epoch; divide by the micro-batches that the window has.
     """
-    facts = run.latest(CallsFacts)
+    facts = run.measured(CallsFacts)
     seen = [each for each in run.steps if "blind" not in each.values]
     counts = {each.step: n for each in seen if (n := len(kinds(each, "backward")))}
-    if facts is None or len(counts) < MIN_STEPS:
+    if len(counts) < MIN_STEPS:
         return
     declared, (usual, times) = facts.accumulation or 1, Counter(counts.values()).most_common(1)[0]
     if declared == usual == 1:

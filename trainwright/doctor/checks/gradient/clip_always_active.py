@@ -1,14 +1,7 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.finding import RemedyTrial
-from trainwright.doctor.shared_calls import kinds
+from trainwright.doctor import RemedyTrial, Results, RunContext, check
+from trainwright.doctor.facts.calls import kinds
 
 MIN_CLIPS = 16
 MIN_NORM_RATIO = 100.0
@@ -18,7 +11,7 @@ PROGRESS_FRACTION = 0.1
 
 
 @check(points_at="clip", stage="clip", confidence=0.9, explains=("optim.lr_too_low",))
-def clip_always_active(run: RunContext) -> Iterator[Result]:
+def clip_always_active(run: RunContext) -> Results:
     """Every step is clipped by a large factor, and the loss hardly falls.
 
     Why it matters: each update has the same tiny length, whatever the gradient is: with SGD that is a learning rate

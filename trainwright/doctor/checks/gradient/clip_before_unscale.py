@@ -1,12 +1,6 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts
 
 MIN_SCALE = 64.0
@@ -21,7 +15,7 @@ SCALED_THRESHOLD_FRACTION = 0.02
         "precision.gradients_not_unscaled",
     ),
 )  # fmt: skip
-def clip_before_unscale(run: RunContext) -> Iterator[Result]:
+def clip_before_unscale(run: RunContext) -> Results:
     """Gradients are clipped while they still contain the loss scale.
 
     Why it matters: their norm is about 65536 times too large, so every step is clipped, and after unscaling the
@@ -38,9 +32,9 @@ def clip_before_unscale(run: RunContext) -> Iterator[Result]:
 
     Sources: Pytorch-UNet#468, pytorch/examples#1196, waifu-diffusion#64.
     """
-    facts = run.latest(CallsFacts)
-    clip = facts.scaled_clip if facts is not None else None
-    if facts is None or clip is None or clip.scale < MIN_SCALE or clip.at > SCALED_THRESHOLD_FRACTION * clip.scale:
+    facts = run.measured(CallsFacts)
+    clip = facts.scaled_clip
+    if clip is None or clip.scale < MIN_SCALE or clip.at > SCALED_THRESHOLD_FRACTION * clip.scale:
         return
     true = None if clip.norm is None or not math.isfinite(clip.norm) else clip.norm / clip.scale
     yield run.finding(

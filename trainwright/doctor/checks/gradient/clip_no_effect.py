@@ -1,18 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_calls import has_closure, kinds
+from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor.facts.calls import has_closure, kinds
 from trainwright.runs.records import Watched
 
 
 @check(points_at="clip", stage="clip", confidence=0.95)
-def clip_no_effect(run: RunContext) -> Iterator[Result]:
+def clip_no_effect(run: RunContext) -> Results:
     """Clipping is called, and updates are made with gradients above the threshold.
 
     Why it matters: clipping seems to limit the effect of a bad batch, and does not.

@@ -1,19 +1,10 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
-from trainwright.doctor.finding import listed
-from trainwright.doctor.shared_nonfinite import CONSEQUENCES, traced_at
-from trainwright.runs.records import Where
+from trainwright.doctor.nonfinite import CONSEQUENCES, traced_at
 
 
 @check(points_at="clip", stage="clip", severity="critical", confidence=0.9, explains=CONSEQUENCES)
-def clip_spreads_nan(run: RunContext) -> Iterator[Result]:
+def clip_spreads_nan(run: RunContext) -> Results:
     """Clipping makes all gradients NaN, because one of them was: each is divided by a total norm that is NaN.
 
     How it is detected: the gradients are read before and after the clip of a step whose norm is not finite.

@@ -1,14 +1,6 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor.facts.calls import kinds
 from trainwright.doctor.facts.updates import UpdateFacts
-from trainwright.doctor.finding import RemedyTrial
-from trainwright.doctor.shared_calls import kinds
 
 MAX_STEP = 4
 """The last step in which the weights are still nearly the initial ones."""
@@ -17,7 +9,7 @@ MIN_RELATIVE_GRADIENT = 300.0
 
 
 @check(stage="backward", confidence=0.8, needs=UpdateFacts, explains=("optim.lr_too_high",))
-def exploding(run: RunContext) -> Iterator[Result]:
+def exploding(run: RunContext) -> Results:
     """Gradients are far too large before anything is trained.
 
     Why it matters: a single update moves the weights so far that the loss diverges.

@@ -1,19 +1,10 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check, listed
+from trainwright.doctor.facts.weights import is_left_as_it_is, standing
 from trainwright.doctor.facts.wiring import WiringFacts
-from trainwright.doctor.finding import RemedyTrial, listed
-from trainwright.doctor.shared_standing import is_left_as_it_is, standing
-from trainwright.runs.records import Where
 
 
 @check(stage="backward", confidence=0.95, needs=WiringFacts, explains=("optim.weights_never_move",))
-def graph_cut(run: RunContext) -> Iterator[Result]:
+def graph_cut(run: RunContext) -> Results:
     """The autograd graph is cut inside the model, so weights that the optimizer holds get no gradient.
 
     How it is detected: a replay notes each function that returns a tensor without a graph from tensors with one, and
@@ -29,11 +20,11 @@ def graph_cut(run: RunContext) -> Iterator[Result]:
     Fix: remove it, or freeze what is not trained by `requires_grad_(False)`; with reentrant checkpointing use
     `checkpoint(f, x, use_reentrant=False)`.
     """
-    facts = run.latest(WiringFacts)
+    facts = run.measured(WiringFacts)
     seen = run.every(WiringFacts)
-    known = [(each, standing(run, each.behind, seen[-1][0])) for each in facts.cuts] if facts is not None else []
+    known = [(each, standing(run, each.behind, seen[-1][0])) for each in facts.cuts]
     cut, behind = next(((each, names) for each, names in known if names), (None, None))
-    if facts is None or cut is None or not behind:
+    if cut is None or not behind:
         return
     is_most = 2 * len(behind) >= facts.trained
     yield run.finding(

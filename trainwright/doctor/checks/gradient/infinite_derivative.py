@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
+from trainwright.doctor import Results, RunContext
+from trainwright.doctor.nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check()
-def infinite_derivative(run: RunContext) -> Iterator[Result]:
+def infinite_derivative(run: RunContext) -> Results:
     """A function is taken at the edge of its domain: its value is finite, its derivative is infinite, and the gradient
     NaN.
 

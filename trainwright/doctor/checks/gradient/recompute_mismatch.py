@@ -1,17 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.wiring import SavedFacts
-from trainwright.runs.records import Where
 
 
 @check(stage="backward", severity="critical", confidence=0.97, needs=SavedFacts)
-def recompute_mismatch(run: RunContext) -> Iterator[Result]:
+def recompute_mismatch(run: RunContext) -> Results:
     """Under activation checkpointing a module gives other values in backward than in forward.
 
     How it is detected: checksums of the outputs of every module in both passes, on a replay.
@@ -23,8 +15,8 @@ def recompute_mismatch(run: RunContext) -> Iterator[Result]:
 
     Sources: OLMo-core#828.
     """
-    facts = run.latest(SavedFacts)
-    if facts is not None and facts.differs is not None:
+    facts = run.measured(SavedFacts)
+    if facts.differs is not None:
         yield run.finding(
             run.every(SavedFacts)[-1][0],
             symptom=f"{facts.differs} ({facts.kind}), checkpointed, gives other values in backward than in forward",

@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.wiring import SavedFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 
 @check(stage="backward", severity="critical", confidence=0.98, needs=SavedFacts)
-def saved_tensor_modified(run: RunContext) -> Iterator[Result]:
+def saved_tensor_modified(run: RunContext) -> Results:
     """A tensor that backward needs was changed after forward had saved it.
 
     Why it matters: the gradient is wrong and there is no error.
@@ -27,8 +18,8 @@ def saved_tensor_modified(run: RunContext) -> Iterator[Result]:
 
     Sources: pytorch/pytorch#6990.
     """
-    facts = run.latest(SavedFacts)
-    if facts is not None and facts.modified:
+    facts = run.measured(SavedFacts)
+    if facts.modified:
         yield run.finding(
             run.every(SavedFacts)[-1][0],
             symptom=f"{len(facts.modified)} tensors that {in_words(facts.modified[0])} saved were changed later",

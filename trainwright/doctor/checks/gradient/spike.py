@@ -1,13 +1,7 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import statistics
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_calls import kinds
+from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor.facts.calls import kinds
 
 ACTION_TEXTS = {
     "warn": "the update was made",
@@ -17,7 +11,7 @@ ACTION_TEXTS = {
 
 
 @check(names_cause=False, stage="backward", confidence=0.6)
-def spike(run: RunContext) -> Iterator[Result]:
+def spike(run: RunContext) -> Results:
     """The gradient norm of a step is many times the usual one, and larger than at the start of the run.
 
     How it is detected: the spike detector of the watch, in every step.

@@ -1,19 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import ExperimentRequest, Results, RunContext, Where, check
 from trainwright.doctor.facts.layers import DepthFacts, LayerGradient, LayersFacts
-from trainwright.doctor.finding import ExperimentRequest
-from trainwright.runs.records import Where
 
 
 @check(stage="backward", confidence=0.9, needs=LayersFacts, explains=("model.output_same_for_all_samples",))
-def vanishing(run: RunContext) -> Iterator[Result]:
+def vanishing(run: RunContext) -> Results:
     """Gradients shrink from layer to layer: those of the first layers are 1e-5 of the last, or less.
 
     Why it matters: the lower half of the model stays random.

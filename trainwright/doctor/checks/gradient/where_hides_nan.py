@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
+from trainwright.doctor import Results, RunContext
+from trainwright.doctor.nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check()
-def where_hides_nan(run: RunContext) -> Iterator[Result]:
+def where_hides_nan(run: RunContext) -> Results:
     """`torch.where` or `masked_fill` discards a bad value, but not its gradient: 0 times infinity is NaN.
 
     How it is detected: the step is replayed operation by operation; the first non-finite gradient belongs to a value

@@ -1,22 +1,14 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import ExperimentRequest, Finding, Results, RunContext, Where, check
 from trainwright.doctor.facts.wiring import WiringFacts
-from trainwright.doctor.finding import ExperimentRequest, Finding
 from trainwright.runs.json_values import Facts
-from trainwright.runs.records import Examined, Where
+from trainwright.runs.records import Examined
 
 MIN_STANDARD_ERRORS = 4.0
 """A mean deviates this much by chance once in ten thousand times."""
 
 
 @check(stage="backward", severity="critical", confidence=0.97, needs=WiringFacts)
-def wrong_backward(run: RunContext) -> Iterator[Result]:
+def wrong_backward(run: RunContext) -> Results:
     """The backward of a custom autograd Function is not the derivative of its forward.
 
     How it is detected: a difference quotient of the forward in float64 along the gradient, on a replay.
@@ -30,9 +22,9 @@ def wrong_backward(run: RunContext) -> Iterator[Result]:
 
     Fix: `torch.autograd.gradcheck(F.apply, (x.double().requires_grad_(),))` in a test, or let autograd differentiate.
     """
-    facts = run.latest(WiringFacts)
+    facts = run.measured(WiringFacts)
     tested = _newest_test(run)
-    if facts is None or not facts.custom:
+    if not facts.custom:
         return
     if tested is None:
         yield ExperimentRequest("custom_functions", run.every(WiringFacts)[-1][0])

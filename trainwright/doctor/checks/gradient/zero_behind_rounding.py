@@ -1,15 +1,6 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.modules import ModulesFacts
 from trainwright.doctor.facts.weights import WeightsFacts
-from trainwright.doctor.finding import listed
-from trainwright.runs.records import Where
 
 
 @check(
@@ -19,7 +10,7 @@ from trainwright.runs.records import Where
     needs=(ModulesFacts, WeightsFacts),
     explains=("optim.weights_never_move",),
 )
-def zero_behind_rounding(run: RunContext) -> Iterator[Result]:
+def zero_behind_rounding(run: RunContext) -> Results:
     """Gradients are exactly 0 in front of a rounding, so the weights there do not learn.
 
     How it is detected: the autograd graph of the loss contains `round`, `floor`, `ceil`, `trunc` or `sign`, and
@@ -35,8 +26,8 @@ def zero_behind_rounding(run: RunContext) -> Iterator[Result]:
 
     Sources: Justin-Tan/generative-compression#27, hahnyuan/PTQ4ViT#6.
     """
-    facts, weights = run.latest(ModulesFacts), run.latest(WeightsFacts)
-    if facts is None or weights is None or weights.updates < 2:
+    facts, weights = run.measured(ModulesFacts), run.measured(WeightsFacts)
+    if weights.updates < 2:
         return
     names = [name for name in facts.behind_flat if name in weights.zero_gradients]
     if names:

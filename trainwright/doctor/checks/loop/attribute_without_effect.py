@@ -1,17 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.calls import AttributesFacts
-from trainwright.runs.records import Where
 
 
 @check(stage="loop", confidence=0.9, needs=AttributesFacts)
-def attribute_without_effect(run: RunContext) -> Iterator[Result]:
+def attribute_without_effect(run: RunContext) -> Results:
     """An attribute is set that nothing reads: weights are not frozen, or the learning rate does not change.
 
     Why it matters: Python makes a new attribute of a wrong name, so there is no error and no effect.
@@ -27,8 +19,8 @@ def attribute_without_effect(run: RunContext) -> Iterator[Result]:
 
     Sources: udacity/deep-learning-v2-pytorch#12; discuss.pytorch.org, "requires_grad on a module".
     """
-    facts = run.latest(AttributesFacts)
-    if facts is None or not facts.idle:
+    facts = run.measured(AttributesFacts)
+    if not facts.idle:
         yield Passed("the attributes of parameters, modules and optimizers")
         return
     first = facts.idle[0]

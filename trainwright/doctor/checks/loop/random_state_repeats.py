@@ -1,18 +1,11 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.steadiness import SteadinessFacts
 
 MIN_REPEATS = 4
 
 
 @check(stage="loop", confidence=0.9, needs=SteadinessFacts)
-def random_state_repeats(run: RunContext) -> Iterator[Result]:
+def random_state_repeats(run: RunContext) -> Results:
     """Steps begin in a random state in which earlier steps began, so noise and dropout masks repeat.
 
     How it is detected: a hash of the state of the default generators at the first forward call of a step, in every step
@@ -26,8 +19,8 @@ def random_state_repeats(run: RunContext) -> Iterator[Result]:
 
     Sources: huggingface/diffusers#175, kohya-ss/sd-scripts#1864.
     """
-    facts = run.latest(SteadinessFacts)
-    if facts is None or not facts.draws:
+    facts = run.measured(SteadinessFacts)
+    if not facts.draws:
         yield NotApplicable("no random numbers are drawn while a step runs")
     elif facts.repeats >= MIN_REPEATS:
         yield run.finding(

@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.modes import EvalModule, ModesFacts
-from trainwright.doctor.finding import listed
-from trainwright.runs.records import Where
 
 
 @check(stage="loop", severity="critical", confidence=0.95, needs=ModesFacts, explains=("model.excess_dropout",))
-def trains_in_eval_mode(run: RunContext) -> Iterator[Result]:
+def trains_in_eval_mode(run: RunContext) -> Results:
     """The model, or a part of it, trains in eval mode.
 
     Why it matters: dropout is off, and batch normalization uses running statistics of long ago without updating them.
@@ -29,8 +20,8 @@ def trains_in_eval_mode(run: RunContext) -> Iterator[Result]:
 
     Sources: joeynmt#184, vsepp#4, pytorch-fcn#56, Megatron-LM#411.
     """
-    facts = run.latest(ModesFacts)
-    if facts is None or not facts.depends:
+    facts = run.measured(ModesFacts)
+    if not facts.depends:
         yield NotApplicable("no module behaves differently in eval mode")
         return
     trained = [each for each in facts.eval if each.depends and each.trained]

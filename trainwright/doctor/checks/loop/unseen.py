@@ -1,13 +1,8 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext, by_experiment
+from trainwright.doctor import Results, RunContext, by_experiment, check
 from trainwright.runs.json_values import Facts
 
 NO_STEP = {
@@ -22,7 +17,7 @@ PASS_ALL_OBJECTS = "pass the watch the module that the loop calls and every opti
 
 
 @check(stage="loop", severity="info", confidence=1.0)
-def unseen(run: RunContext) -> Iterator[Result]:
+def unseen(run: RunContext) -> Results:
     """A part of the loop cannot be observed, so it is not examined.
 
     Why it matters: no finding about that part does not mean that all is well there. A loop that makes no step at all is

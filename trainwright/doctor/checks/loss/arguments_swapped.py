@@ -1,17 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossFacts
-from trainwright.doctor.shared_loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, calls, where_of
+from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor.facts.loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, LossFacts, calls, where_of
 
 
 @check(stage="loss", confidence=0.9, needs=LossFacts, explains=CONSEQUENCES_OF_WRONG_ARGUMENTS)
-def arguments_swapped(run: RunContext) -> Iterator[Result]:
+def arguments_swapped(run: RunContext) -> Results:
     """Prediction and target of a loss function are swapped.
 
     How it is detected: the second argument of cross entropy, of a binary loss or of `kl_div` has a graph, and the first

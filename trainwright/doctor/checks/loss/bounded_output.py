@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossFacts
-from trainwright.doctor.shared_loss import calls, where_of
+from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor.facts.loss import LossFacts, calls, where_of
 
 MAX_OUTSIDE = 0.02
 """Fraction of targets that are out of reach."""
@@ -24,12 +16,11 @@ tanh over ten classes gains two thirds, and gives no class a probability above 0
     needs=LossFacts,
     explains=(
         "loss.no_better_than_constant",
-        "model.input_unused",
         "model.output_same_for_all_samples",
         "optim.weights_never_move",
     ),
 )
-def bounded_output(run: RunContext) -> Iterator[Result]:
+def bounded_output(run: RunContext) -> Results:
     """The output ends in a function with bounded values, which cannot reach the targets.
 
     How it is detected: the input of the loss function comes from a sigmoid, softmax, tanh, relu or softplus. For

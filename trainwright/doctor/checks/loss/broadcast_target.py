@@ -1,15 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossFacts
-from trainwright.doctor.finding import RemedyTrial
-from trainwright.doctor.shared_loss import CONSEQUENCES_OF_WRONG_ARGUMENTS
-from trainwright.runs.records import Where
+from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check
+from trainwright.doctor.facts.loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, LossFacts
 
 
 @check(
@@ -19,7 +9,7 @@ from trainwright.runs.records import Where
     needs=LossFacts,
     explains=("model.*", *CONSEQUENCES_OF_WRONG_ARGUMENTS),
 )
-def broadcast_target(run: RunContext) -> Iterator[Result]:
+def broadcast_target(run: RunContext) -> Results:
     """Predictions and targets have different shapes and broadcast, so each prediction is compared with every target.
 
     Why it matters: the best that such a loss can learn is the mean of the targets.

@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossFacts
-from trainwright.doctor.shared_loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, calls, where_of
+from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor.facts.loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, LossFacts, calls, where_of
 
 
 @check(
@@ -17,7 +9,7 @@ from trainwright.doctor.shared_loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, call
     needs=LossFacts,
     explains=("gradient.*", "model.*", "optim.*", *CONSEQUENCES_OF_WRONG_ARGUMENTS),
 )
-def cross_entropy_over_one_class(run: RunContext) -> Iterator[Result]:
+def cross_entropy_over_one_class(run: RunContext) -> Results:
     """Cross entropy gets a single logit, so the loss and all gradients are always 0.
 
     How it is detected: the class dimension of the input of `cross_entropy` has size 1. The softmax of one value is 1,

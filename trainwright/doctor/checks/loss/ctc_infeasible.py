@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
+from trainwright.doctor import Results, RunContext
+from trainwright.doctor.nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check()
-def ctc_infeasible(run: RunContext) -> Iterator[Result]:
+def ctc_infeasible(run: RunContext) -> Results:
     """A CTC target is longer than its input can spell: no alignment exists, so the loss is infinite.
 
     How it is detected: the step is replayed operation by operation; `ctc_loss` is infinite for finite

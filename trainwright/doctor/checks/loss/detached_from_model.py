@@ -1,11 +1,4 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.loss import LossFacts
 from trainwright.runs.records import Watched
 
@@ -21,13 +14,12 @@ FOREIGN_LOSS = "the loss is not made of what the watched model returned"
     explains=(
         "data.label_feature_misaligned",
         "gradient.*",
-        "model.input_unused",
         "loop.*",
         "loss.*",
         "optim.*",
     ),
 )
-def detached_from_model(run: RunContext) -> Iterator[Result]:
+def detached_from_model(run: RunContext) -> Results:
     """The graph of the loss reaches no parameter, so no update learns anything.
 
     How it is detected: after `backward()` no parameter of the optimizer has a gradient, none was dropped since by

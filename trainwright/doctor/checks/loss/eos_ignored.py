@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Finding, Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import TokensFacts
-from trainwright.doctor.finding import Finding
-from trainwright.runs.records import Where
 
 
 @check(stage="label", needs=TokensFacts)
-def eos_ignored(run: RunContext) -> Iterator[Result]:
+def eos_ignored(run: RunContext) -> Results:
     """The token that ends a text is never a target.
 
     Why it matters: the model never learns to stop. The loss shows nothing; generation runs to the length limit.

@@ -1,15 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 from itertools import pairwise
 from statistics import fmean
 
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_loss import over_most_steps
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor.facts.loss import over_most_steps
 
 MIN_STEPS = 32
 MIN_DEPTH_RATIO = 20.0
@@ -19,7 +13,7 @@ MIN_DEPTH_RATIO = 20.0
 @check(
     names_cause=False, points_at="backward", stage="loss", confidence=0.8, explains=("loss.no_better_than_constant",)
 )
-def falls_without_bound(run: RunContext) -> Iterator[Result]:
+def falls_without_bound(run: RunContext) -> Results:
     """The loss falls without bound, faster and faster, far below any value that it had before.
 
     Why it matters: a loss without a lower bound is minimized by outputs that grow for ever, not by good predictions.

@@ -1,13 +1,7 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 from itertools import takewhile
 
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.weights import WeightsFacts
 
 MIN_STEPS = 16
@@ -24,12 +18,11 @@ LN_2 = math.log(2)
     confidence=0.9,
     explains=(
         "loss.no_better_than_constant",
-        "model.input_unused",
         "model.output_same_for_all_samples",
         "optim.weights_never_move",
     ),
 )
-def never_changes(run: RunContext) -> Iterator[Result]:
+def never_changes(run: RunContext) -> Results:
     """The loss has the same value in step after step, whatever the batch is and although weights change.
 
     How it is detected: the losses of the last 16 recorded steps or more are equal up to rounding of float32.

@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
-from trainwright.doctor.finding import RemedyTrial
-from trainwright.doctor.shared_loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, calls, where_of
+from trainwright.doctor import RemedyTrial, Results, RunContext, check
+from trainwright.doctor.facts.loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, LossFacts, MeasuredLoss, calls, where_of
 
 MIN_ABOVE_0 = 0.1
 """Fraction of the input above 0. The logarithm of a density may be above 0, but not that of a class probability."""
@@ -23,7 +14,7 @@ MAX_OFF_SUM = 0.05
     needs=LossFacts,
     explains=("gradient.*", *CONSEQUENCES_OF_WRONG_ARGUMENTS),
 )
-def nll_without_log_softmax(run: RunContext) -> Iterator[Result]:
+def nll_without_log_softmax(run: RunContext) -> Results:
     """`nll_loss`, `ctc_loss` or `kl_div` gets probabilities or logits, although it takes log-probabilities.
 
     Why it matters: `nll_loss` only negates the value of the target class. With probabilities it has hardly a gradient

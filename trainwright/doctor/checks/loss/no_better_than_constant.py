@@ -1,15 +1,8 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 from statistics import fmean, stdev
 
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
-from trainwright.doctor.shared_loss import over_most_steps, where_of
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss, over_most_steps, where_of
 from trainwright.doctor.trend import still_falls
 
 MIN_STEPS = 60
@@ -27,7 +20,7 @@ LEARNING_TIME_RATIO = 8
 
 
 @check(names_cause=False, stage="label", confidence=0.7, needs=LossFacts)
-def no_better_than_constant(run: RunContext) -> Iterator[Result]:
+def no_better_than_constant(run: RunContext) -> Results:
     """At the end the model is no better than a prediction that ignores the inputs.
 
     How it is detected: in the last examined steps the loss is within 2 % of that of a constant prediction, the mean of

@@ -1,20 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import TokenLoss, TokensFacts
-from trainwright.runs.records import Where
 
 MIN_SCORE_CHANGE = 1e-3
 """Change of a score, in standard deviations of the scores, that exceeds rounding."""
 
 
 @check(stage="label", severity="critical", confidence=0.95, needs=TokensFacts)
-def no_shift(run: RunContext) -> Iterator[Result]:
+def no_shift(run: RunContext) -> Results:
     """The target of a causal model is the token that it is given, or another one than the next.
 
     Why it matters: to copy is easy, so the loss goes to 0 fast, and generation repeats its prompt.

@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
+from trainwright.doctor import Results, RunContext
+from trainwright.doctor.nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check()
-def no_valid_target(run: RunContext) -> Iterator[Result]:
+def no_valid_target(run: RunContext) -> Results:
     """All targets of a batch are ignored: the loss is a mean over nothing, 0/0.
 
     How it is detected: the step is replayed operation by operation; the first NaN comes from a cross-entropy without a

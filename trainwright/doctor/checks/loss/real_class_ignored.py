@@ -1,20 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossFacts
-from trainwright.doctor.shared_loss import calls, where_of
+from trainwright.doctor import NotApplicable, Results, RunContext, check
+from trainwright.doctor.facts.loss import LossFacts, calls, where_of
 
 MIN_INSIDE = 0.25
 """Fraction of the sequences in which the ignored class is between targets that count."""
 
 
 @check(stage="label", confidence=0.85, needs=LossFacts)
-def real_class_ignored(run: RunContext) -> Iterator[Result]:
+def real_class_ignored(run: RunContext) -> Results:
     """`ignore_index` is the number of a real class, which is never learned.
 
     How it is detected: `ignore_index` is the number of a class, and in more than a quarter of the sequences targets

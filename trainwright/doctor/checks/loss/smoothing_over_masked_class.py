@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
+from trainwright.doctor import Results, RunContext
+from trainwright.doctor.nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check()
-def smoothing_over_masked_class(run: RunContext) -> Iterator[Result]:
+def smoothing_over_masked_class(run: RunContext) -> Results:
     """Cross-entropy with label smoothing meets a logit of -inf: smoothing gives that class some weight, so the loss is
     inf.
 

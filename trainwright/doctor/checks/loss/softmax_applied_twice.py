@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossFacts
-from trainwright.doctor.finding import in_words
-from trainwright.doctor.shared_loss import calls, where_of
+from trainwright.doctor import Results, RunContext, check, in_words
+from trainwright.doctor.facts.loss import LossFacts, calls, where_of
 
 
 @check(stage="loss", confidence=0.9, needs=LossFacts)
-def softmax_applied_twice(run: RunContext) -> Iterator[Result]:
+def softmax_applied_twice(run: RunContext) -> Results:
     """A softmax is applied to the output of a softmax, so its result is nearly uniform.
 
     Why it matters: probabilities differ by at most 1. A softmax of them hardly tells classes apart, and gradients are

@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossFacts
-from trainwright.doctor.finding import RemedyTrial, in_words
-from trainwright.doctor.shared_loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, calls, where_of
+from trainwright.doctor import RemedyTrial, Results, RunContext, check, in_words
+from trainwright.doctor.facts.loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, LossFacts, calls, where_of
 
 _SCORE_FUNCTIONS = ("cross_entropy", "log_softmax")
 
@@ -25,7 +16,7 @@ _SCORE_FUNCTIONS = ("cross_entropy", "log_softmax")
         *CONSEQUENCES_OF_WRONG_ARGUMENTS,
     ),
 )
-def softmax_before_cross_entropy(run: RunContext) -> Iterator[Result]:
+def softmax_before_cross_entropy(run: RunContext) -> Results:
     """`cross_entropy` gets probabilities, although it takes logits and applies a softmax itself.
 
     Why it matters: probabilities differ by at most 1, so the second softmax is nearly uniform. The loss cannot fall

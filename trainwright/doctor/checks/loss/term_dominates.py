@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import ExperimentRequest, RemedyTrial, Results, RunContext, Where, check
 from trainwright.doctor.facts.loss import LossFacts, TermFacts, TermsFacts
-from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
-from trainwright.runs.records import Where
 
 MAX_RATIO = 1000.0
 """Ratio of the gradients of two terms. Above it, the smaller one has practically no effect."""
@@ -23,7 +14,7 @@ TARGET_LOSS_SUFFIXES = (
 
 
 @check(stage="loss", confidence=0.9, explains=("gradient.*", "optim.lr_too_high", "optim.lr_too_low"))
-def term_dominates(run: RunContext) -> Iterator[Result]:
+def term_dominates(run: RunContext) -> Results:
     """One term of the loss has a gradient a thousand times as large as another, which is not learned.
 
     How it is detected: the gradient of each term, in the parameters that all terms reach, in a replay of two of the

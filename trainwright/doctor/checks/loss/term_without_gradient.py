@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossFacts
-from trainwright.doctor.shared_loss import over_most_steps
-from trainwright.runs.records import Where
+from trainwright.doctor import Results, RunContext, Where, check
+from trainwright.doctor.facts.loss import LossFacts, over_most_steps
 
 MIN_STEPS = 3
 """Minimum number of examined steps with the fault."""
@@ -19,7 +10,7 @@ KIND_TEXTS = {
 
 
 @check(stage="loss", confidence=0.85, needs=LossFacts)
-def term_without_gradient(run: RunContext) -> Iterator[Result]:
+def term_without_gradient(run: RunContext) -> Results:
     """A term of the loss trains nothing: it is in the number that is printed, and no update follows from it.
 
     How it is detected: in at least 3 of the first steps the loop adds a scalar without a graph, computed from outputs

@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss
-from trainwright.doctor.finding import RemedyTrial
-from trainwright.doctor.shared_loss import over_most_steps, where_of
+from trainwright.doctor import NotApplicable, Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss, over_most_steps, where_of
 
 MIN_STEPS = 6
 """Minimum number of examined steps."""
@@ -28,7 +19,7 @@ UNMEASURED_LOSSES = ("log_softmax", "squared error", "absolute error")
     explains=("data.*", "gradient.exploding", "model.init_too_large",
               "loss.falls_without_bound", "loss.no_better_than_constant", "optim.lr_too_high", "optim.lr_too_low"),
 )  # fmt: skip
-def wrong_sign(run: RunContext) -> Iterator[Result]:
+def wrong_sign(run: RunContext) -> Results:
     """The loss is maximized: its sign is wrong.
 
     How it is detected: in every examined step the argument of `backward()` falls where a loss that is bounded below

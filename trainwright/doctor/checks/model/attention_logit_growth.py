@@ -1,22 +1,13 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts
-from trainwright.doctor.finding import in_words
 from trainwright.doctor.trend import still_falls
-from trainwright.runs.records import Where
 
 MAX_EVENNESS = 0.2
 """Entropy of attention weights / entropy of equal weights. Below it, each row attends to few keys."""
 
 
 @check(stage="forward", confidence=0.85, needs=LayersFacts)
-def attention_logit_growth(run: RunContext) -> Iterator[Result]:
+def attention_logit_growth(run: RunContext) -> Results:
     """Attention scores grow step by step until each row attends to one key.
 
     Why it matters: a softmax at 0 and 1 has no gradient; the loss spikes hundreds of steps later.

@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 
 @check(
@@ -16,9 +7,9 @@ from trainwright.runs.records import Where
     severity="critical",
     confidence=0.95,
     needs=LayersFacts,
-    explains=("loss.no_better_than_constant", "model.padding_changes_output", "model.input_unused"),
+    explains=("loss.no_better_than_constant", "model.padding_changes_output"),
 )
-def attention_mask_inverted(run: RunContext) -> Iterator[Result]:
+def attention_mask_inverted(run: RunContext) -> Results:
     """The attention mask is inverted: attention hides the tokens and sees only the padding.
 
     Why it matters: the layer sees nothing of the sequence. The loss falls all the same, by what other layers see.
@@ -35,8 +26,8 @@ def attention_mask_inverted(run: RunContext) -> Iterator[Result]:
 
     Sources: lucidrains/halonet-pytorch#6, InseeFrLab/torchTextClassifiers#92.
     """
-    facts = run.latest(LayersFacts)
-    for each in facts.axes.inverted if facts is not None else ():
+    facts = run.measured(LayersFacts)
+    for each in facts.axes.inverted:
         yield run.finding(
             run.last_step,
             symptom=f"attention in {in_words(each.module)} hides all tokens and attends only to padding",

@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 
 @check(
@@ -18,7 +9,7 @@ from trainwright.runs.records import Where
     needs=LayersFacts,
     explains=("model.mixes_samples", "model.depends_on_batch_position", "loss.no_better_than_constant"),
 )
-def batch_first_missing(run: RunContext) -> Iterator[Result]:
+def batch_first_missing(run: RunContext) -> Results:
     """A recurrent or attention layer without `batch_first` takes the samples of the batch for the steps of a sequence.
 
     Why it matters: it relates samples to each other, and not the steps of a sample. Nothing fails, and the loss falls.
@@ -34,8 +25,8 @@ def batch_first_missing(run: RunContext) -> Iterator[Result]:
 
     Sources: AndersonJo/dqn-pytorch#1, ray075hl/Bi-Model-Intent-And-Slot PR 2, pytorch/pytorch#1538.
     """
-    facts = run.latest(LayersFacts)
-    for each in facts.axes.batch_as_steps if facts is not None else ():
+    facts = run.measured(LayersFacts)
+    for each in facts.axes.batch_as_steps:
         shape = list(each.shapes[0])
         yield run.finding(
             run.last_step,

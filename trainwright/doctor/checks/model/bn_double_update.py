@@ -1,18 +1,11 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.layers import LayersFacts
-from trainwright.runs.records import Where
 
 
 @check(stage="buffers", confidence=0.95, needs=LayersFacts)
-def bn_double_update(run: RunContext) -> Iterator[Result]:
+def bn_double_update(run: RunContext) -> Results:
     """BatchNorm updates its running statistics more often than the forward pass ran.
 
     How it is detected: `num_batches_tracked` before and after an examined step, beside the calls in the forward

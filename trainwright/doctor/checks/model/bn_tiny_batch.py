@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts, NormFacts
-from trainwright.doctor.finding import RemedyTrial, in_words
-from trainwright.runs.records import Where
 
 
 @check(stage="forward", confidence=0.85, needs=LayersFacts)
-def bn_tiny_batch(run: RunContext) -> Iterator[Result]:
+def bn_tiny_batch(run: RunContext) -> Results:
     """BatchNorm computes its statistics from too few values.
 
     How it is detected: in two examined steps, the input of a BatchNorm in train mode has at most two samples, or at

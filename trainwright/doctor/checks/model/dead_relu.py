@@ -1,15 +1,6 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts, ReluFacts
-from trainwright.doctor.finding import in_words
 from trainwright.doctor.trend import MAX_FALLING_SLOPE, slope_in_errors
-from trainwright.runs.records import Where
 
 MIN_DEAD_FRACTION = 0.4
 """Fraction of dead units that is a fault."""
@@ -27,7 +18,7 @@ NO_RELU = ReluFacts(dead=0.0, varies=1.0, rows=0, furthest=0.0)
         "optim.weights_never_move",
     ),
 )
-def dead_relu(run: RunContext) -> Iterator[Result]:
+def dead_relu(run: RunContext) -> Results:
     """Many units of a ReLU are 0 for every sample.
 
     Why it matters: a unit that is never active has no gradient, so it cannot come back.

@@ -1,19 +1,10 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check, in_words, listed
 from trainwright.doctor.facts.function import FunctionFacts
 from trainwright.doctor.facts.layers import LayersFacts
-from trainwright.doctor.finding import in_words, listed
-from trainwright.runs.records import Where
 
 
 @check(stage="forward", confidence=0.9, explains=("loss.no_better_than_constant",))
-def depends_on_batch_position(run: RunContext) -> Iterator[Result]:
+def depends_on_batch_position(run: RunContext) -> Results:
     """The output for a sample depends on its position in the batch.
 
     Why it matters: the model uses, and learns, the arbitrary order of the rows of a batch.

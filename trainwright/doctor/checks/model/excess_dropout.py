@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import ExperimentRequest, RemedyTrial, Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import DropoutFacts, LayersFacts
-from trainwright.doctor.finding import ExperimentRequest, RemedyTrial, in_words
-from trainwright.runs.records import Where
 
 
 @check(stage="forward", confidence=0.85, needs=LayersFacts)
-def excess_dropout(run: RunContext) -> Iterator[Result]:
+def excess_dropout(run: RunContext) -> Results:
     """Dropout removes so much that the model underfits.
 
     How it is detected: a rate of 0.7 or more, and a replay in which the loss of a batch, over eight masks, is clearly

@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.modules import ModulesFacts
-from trainwright.doctor.finding import listed
-from trainwright.runs.records import Where
 
 
 @check(stage="forward", confidence=0.85, needs=ModulesFacts)
-def frozen_in_train_mode(run: RunContext) -> Iterator[Result]:
+def frozen_in_train_mode(run: RunContext) -> Results:
     """A frozen module, such as a teacher or a backbone, runs in train mode.
 
     Why it matters: its dropout is on, so a teacher's targets are noisy; its BatchNorm updates running statistics.
@@ -28,8 +19,8 @@ def frozen_in_train_mode(run: RunContext) -> Iterator[Result]:
 
     Sources: yxuansu/TaCL#11, huggingface/trl PR 5990.
     """
-    facts = run.latest(ModulesFacts)
-    if facts is None or not (facts.noisy or facts.drifting):
+    facts = run.measured(ModulesFacts)
+    if not (facts.noisy or facts.drifting):
         return
     names = facts.noisy or facts.drifting
     how = "with dropout on" if facts.noisy else "and its BatchNorm layers update their running statistics"

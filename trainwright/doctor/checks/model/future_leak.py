@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import ExperimentRequest, NotApplicable, Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, TokensFacts
-from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 
 MIN_SCORE_CHANGE = 1e-3
 """Change of a score, in standard deviations of the scores, that exceeds rounding."""
@@ -22,7 +14,7 @@ MAX_EXAMINATIONS = 2
     needs=BatchFacts,
     explains=("data.target_leak",),
 )
-def future_leak(run: RunContext) -> Iterator[Result]:
+def future_leak(run: RunContext) -> Results:
     """A causal model sees the tokens that it has to predict.
 
     Why it matters: training and validation loss are far too low, and generation is bad, since there is no future to
@@ -38,8 +30,8 @@ def future_leak(run: RunContext) -> Iterator[Result]:
 
     Fix: `scaled_dot_product_attention(q, k, v, is_causal=True)`; convolutions padded on the left only.
     """
-    batch, exams = run.latest(BatchFacts), run.every(TokensFacts)
-    if batch is None or (batch.classes or 0) < 2 or not any(x.mean is None and len(x.shape) == 2 for x in batch.inputs):
+    batch, exams = run.measured(BatchFacts), run.every(TokensFacts)
+    if (batch.classes or 0) < 2 or not any(x.mean is None and len(x.shape) == 2 for x in batch.inputs):
         yield NotApplicable("the model gets no tokens, or predicts no classes")
         return
     is_new = exams[-1][0] < run.last_step if exams else not run.was_tried(TokensFacts)

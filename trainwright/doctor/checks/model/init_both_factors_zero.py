@@ -1,21 +1,13 @@
-"""See the function."""
-
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.weights import WeightsFacts
-from trainwright.doctor.finding import listed
-from trainwright.runs.records import Where
 
 
 @check(
     stage="forward", severity="critical", confidence=0.95, needs=WeightsFacts, explains=("optim.weights_never_move",)
 )
-def init_both_factors_zero(run: RunContext) -> Iterator[Result]:
+def init_both_factors_zero(run: RunContext) -> Results:
     """Both factors of a product, such as those of a LoRA adapter, start at zero, so neither gets a gradient.
 
     How it is detected: two matrices of one module, or of one parent, that are all zeros from the start, have a gradient
@@ -30,8 +22,8 @@ def init_both_factors_zero(run: RunContext) -> Iterator[Result]:
 
     Sources: nvidia-cosmos/cosmos-predict2.5 PR #15, NovaSky-AI/SkyRL PR #852.
     """
-    facts = run.latest(WeightsFacts)
-    if facts is None or facts.updates < 4:
+    facts = run.measured(WeightsFacts)
+    if facts.updates < 4:
         return
     stuck = [name for name in facts.zero_weights if name in facts.zero_gradients]
     parents = Counter(part for name in stuck for part in _parents(name))

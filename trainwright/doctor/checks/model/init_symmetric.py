@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.layers import SymmetryFacts
-from trainwright.doctor.finding import RemedyTrial, listed
-from trainwright.runs.records import Where
 
 
 @check(
@@ -18,7 +9,7 @@ from trainwright.runs.records import Where
     needs=SymmetryFacts,
     explains=("gradient.vanishing", "data.label_feature_misaligned", "model.output_same_for_all_samples"),
 )
-def init_symmetric(run: RunContext) -> Iterator[Result]:
+def init_symmetric(run: RunContext) -> Results:
     """Units of a layer start equal and get equal gradients, so they stay copies of each other.
 
     How it is detected: a replay of the first step: equal rows in a weight and in its gradient by a random sum of the
@@ -32,8 +23,8 @@ def init_symmetric(run: RunContext) -> Iterator[Result]:
 
     Sources: TheDeepChecker (Ben Braiek and Khomh).
     """
-    facts = run.latest(SymmetryFacts)
-    alike = {name: share for name, share in facts.alike.items() if share >= 0.5} if facts is not None else {}
+    facts = run.measured(SymmetryFacts)
+    alike = {name: share for name, share in facts.alike.items() if share >= 0.5}
     if alike:
         names = list(alike)
         yield run.finding(

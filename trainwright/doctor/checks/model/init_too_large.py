@@ -1,15 +1,7 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.layers import FirstLossFacts
-from trainwright.doctor.finding import RemedyTrial, listed
-from trainwright.runs.records import Where
 
 
 @check(
@@ -18,7 +10,7 @@ from trainwright.runs.records import Where
     needs=FirstLossFacts,
     explains=("model.attention_logit_growth", "optim.lr_too_high", "gradient.exploding"),
 )
-def init_too_large(run: RunContext) -> Iterator[Result]:
+def init_too_large(run: RunContext) -> Results:
     """Initial weights are far too large: the first loss is many times that of chance.
 
     How it is detected: the loss of the first steps beside ln(classes), and a replay in which large weights are divided
@@ -34,8 +26,8 @@ def init_too_large(run: RunContext) -> Iterator[Result]:
 
     Sources: BigScience notes on the 104B model; Glorot and Bengio 2010.
     """
-    facts, step = run.latest(FirstLossFacts), run.every(FirstLossFacts)[-1][0]
-    if facts is None or step > 4 or not facts.large or facts.classes < 2 or facts.input_size > 10:
+    facts, step = run.measured(FirstLossFacts), run.every(FirstLossFacts)[-1][0]
+    if step > 4 or not facts.large or facts.classes < 2 or facts.input_size > 10:
         return
     chance, loss = math.log(facts.classes), facts.loss
     if not loss >= 1.5 * chance + 0.5 or not facts.rescaled <= chance + 0.3 * (loss - chance) or math.isinf(loss):

@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.modules import ModulesFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 
 @check(stage="forward", confidence=0.9, needs=ModulesFacts)
-def layers_share_weights(run: RunContext) -> Iterator[Result]:
+def layers_share_weights(run: RunContext) -> Results:
     """One module stands several times in a list of layers, so the layers share their weights.
 
     Why it matters: the model has a fraction of the parameters that it seems to have.
@@ -28,8 +19,8 @@ def layers_share_weights(run: RunContext) -> Iterator[Result]:
 
     Sources: zalandoresearch/pytorch-vq-vae#2, linkedin/Liger-Kernel PR #269.
     """
-    facts = run.latest(ModulesFacts)
-    for each in facts.repeated if facts is not None else ():
+    facts = run.measured(ModulesFacts)
+    for each in facts.repeated:
         if each.is_chained:
             yield run.finding(
                 run.last_step,

@@ -1,14 +1,7 @@
-"""See the function."""
+from collections.abc import Sequence
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import ExperimentRequest, RemedyTrial, Results, RunContext, Where, check
 from trainwright.doctor.facts.wiring import ActivatedFacts, WiringFacts
-from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
-from trainwright.runs.records import Where
 
 MAX_LOSS_RATIO = 0.7
 """Remaining loss on one batch with activations / without them."""
@@ -17,7 +10,7 @@ MIN_REMAINING_LOSS = 0.02
 
 
 @check(stage="forward", confidence=0.9, needs=WiringFacts)
-def missing_nonlinearity(run: RunContext) -> Iterator[Result]:
+def missing_nonlinearity(run: RunContext) -> Results:
     """Two linear layers follow each other with nothing between them, so together they are one.
 
     How it is detected: a replay follows the output of each linear layer to its uses. It is a warning where updates on
@@ -31,8 +24,8 @@ def missing_nonlinearity(run: RunContext) -> Iterator[Result]:
 
     Sources: NeuraLint (Nikanjam et al.).
     """
-    facts = run.latest(WiringFacts)
-    chains = [each for each in facts.chains if _adds_nothing(each.first_shape, each.second_shape)] if facts else []
+    facts = run.measured(WiringFacts)
+    chains = [each for each in facts.chains if _adds_nothing(each.first_shape, each.second_shape)]
     if not chains:
         return
     step, tried = run.every(WiringFacts)[-1][0], run.latest(ActivatedFacts)

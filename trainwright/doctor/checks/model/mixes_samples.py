@@ -1,22 +1,13 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.function import FunctionFacts
 from trainwright.doctor.facts.modules import ModulesFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 MIN_DEVIATION = 0.02
 """In standard deviations of the outputs. A batch statistic that is one feature of many changes them less."""
 
 
 @check(stage="forward", confidence=0.8, needs=FunctionFacts)
-def mixes_samples(run: RunContext) -> Iterator[Result]:
+def mixes_samples(run: RunContext) -> Results:
     """The output for one sample depends on other samples of the batch.
 
     Why it matters: shapes are right and the loss falls, but a prediction depends on what else is in the batch.
@@ -34,11 +25,9 @@ def mixes_samples(run: RunContext) -> Iterator[Result]:
 
     Fix: swap axes with `transpose` or `permute`; take softmax, mean and norm over a dimension of the sample.
     """
-    facts, modules = run.latest(FunctionFacts), run.latest(ModulesFacts)
-    if facts is None or facts.neighbours is None or not facts.neighbours.is_real or facts.written:
-        yield (
-            NotApplicable(facts.related) if facts is not None and facts.related else Passed("the outputs of a batch")
-        )
+    facts, modules = run.measured(FunctionFacts), run.latest(ModulesFacts)
+    if facts.neighbours is None or not facts.neighbours.is_real or facts.written:
+        yield (NotApplicable(facts.related) if facts.related else Passed("the outputs of a batch"))
         return
     if not facts.is_batch and (modules is None or modules.looks < 4 or modules.same_inputs):
         yield NotApplicable("the rows may be one thing, such as the nodes of a graph")

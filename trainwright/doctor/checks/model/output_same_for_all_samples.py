@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.modules import ModulesFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 
 @check(
@@ -17,9 +8,9 @@ from trainwright.runs.records import Where
     severity="critical",
     confidence=0.95,
     needs=ModulesFacts,
-    explains=("loss.never_changes", "loss.no_better_than_constant", "model.input_unused", "optim.weights_never_move"),
+    explains=("loss.never_changes", "loss.no_better_than_constant", "optim.weights_never_move"),
 )
-def output_same_for_all_samples(run: RunContext) -> Iterator[Result]:
+def output_same_for_all_samples(run: RunContext) -> Results:
     """The output of the model is the same for every sample, though the inputs differ.
 
     Why it matters: nothing that the model learns can depend on the input.
@@ -30,14 +21,14 @@ def output_same_for_all_samples(run: RunContext) -> Iterator[Result]:
     Usual cause: a normalisation over a single value, which is constant (GroupNorm or InstanceNorm of 1x1 maps,
     LayerNorm over one feature); a softmax over one unit, which is always 1; dead units; a layer of zeros.
 
-    Looks like: model.input_unused, model.representations_collapse.
+    Looks like: model.representations_collapse.
 
     Fix: normalise over more values (fewer groups, or before the pooling); use a sigmoid for one unit.
 
     Sources: pytorch/pytorch#19250, #45687.
     """
-    facts = run.latest(ModulesFacts)
-    if facts is None or facts.constant is None or facts.last < 8:
+    facts = run.measured(ModulesFacts)
+    if facts.constant is None or facts.last < 8:
         return
     kind, what = facts.constant_kind, "wipes the signal out"
     if "Norm" in kind:

@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.function import FunctionFacts
 
 
 @check(stage="forward", confidence=0.8, needs=FunctionFacts)
-def padding_changes_output(run: RunContext) -> Iterator[Result]:
+def padding_changes_output(run: RunContext) -> Results:
     """The output for a sequence depends on how much padding follows it.
 
     Why it matters: the same sequence gets other predictions in another batch.
@@ -28,8 +21,8 @@ def padding_changes_output(run: RunContext) -> Iterator[Result]:
 
     Sources: keitakurita/practical-torchtext#5, ray-project/ray#21392.
     """
-    facts = run.latest(FunctionFacts)
-    if facts is None or facts.padding is None:
+    facts = run.measured(FunctionFacts)
+    if facts.padding is None:
         yield NotApplicable("no input has padding at its ends")
     elif facts.padding.is_real:
         found = facts.padding

@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.modules import ModulesFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 
 @check(stage="forward", confidence=0.85, needs=ModulesFacts)
-def padding_idx_is_token(run: RunContext) -> Iterator[Result]:
+def padding_idx_is_token(run: RunContext) -> Results:
     """The `padding_idx` of an embedding is the number of a real token, so this token never learns.
 
     How it is detected: in a few steps, the ids that equal `padding_idx`: padding stands at the ends of rows, a token
@@ -24,8 +15,8 @@ def padding_idx_is_token(run: RunContext) -> Iterator[Result]:
 
     Sources: FGA-DIKU/BONSAI#168, NVIDIA-NeMo/Speech#5726.
     """
-    facts = run.latest(ModulesFacts)
-    for each in facts.tables if facts is not None else ():
+    facts = run.measured(ModulesFacts)
+    for each in facts.tables:
         if each.padding >= 0.02 and each.inside > 0.5:
             yield run.finding(
                 run.last_step,

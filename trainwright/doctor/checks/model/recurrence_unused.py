@@ -1,20 +1,11 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.weights import WeightsFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 MIN_UPDATES = 8
 
 
 @check(stage="forward", confidence=0.9, needs=WeightsFacts, explains=("optim.weights_never_move",))
-def recurrence_unused(run: RunContext) -> Iterator[Result]:
+def recurrence_unused(run: RunContext) -> Results:
     """The recurrent weights of an RNN get no gradient: the loss depends on a state after one step only.
 
     Why it matters: the layer, or its reverse direction, remembers nothing of the sequence.
@@ -31,9 +22,9 @@ def recurrence_unused(run: RunContext) -> Iterator[Result]:
 
     Sources: keras-team/keras#4791, graykode/nlp-tutorial#47, aymericdamien/TensorFlow-Examples#201.
     """
-    facts = run.latest(WeightsFacts)
-    stuck = [name for name in facts.zero_gradients if ".weight_hh" in f".{name}"] if facts is not None else []
-    if facts is None or facts.updates < MIN_UPDATES or not stuck:
+    facts = run.measured(WeightsFacts)
+    stuck = [name for name in facts.zero_gradients if ".weight_hh" in f".{name}"]
+    if facts.updates < MIN_UPDATES or not stuck:
         return
     path = stuck[0].rpartition(".")[0]
     is_reverse = stuck[0].endswith("_reverse")

@@ -1,11 +1,4 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.modules import ModulesFacts
 
 MAX_SPREAD = 0.2
@@ -15,7 +8,7 @@ MIN_FALL_RATIO = 2.5
 
 
 @check(stage="forward", confidence=0.8, needs=ModulesFacts)
-def representations_collapse(run: RunContext) -> Iterator[Result]:
+def representations_collapse(run: RunContext) -> Results:
     """The representations collapse: all samples get nearly the same code.
 
     Why it matters: the loss reaches its minimum without anything being learned.
@@ -32,8 +25,8 @@ def representations_collapse(run: RunContext) -> Iterator[Result]:
 
     Sources: PatrickHua/SimSiam#39, lightly-ai/lightly#559.
     """
-    facts = run.latest(ModulesFacts)
-    spreads = facts.spreads if facts is not None else ()
+    facts = run.measured(ModulesFacts)
+    spreads = facts.spreads
     if len(spreads) < 3:
         yield NotApplicable("the loss compares the outputs with data, or they are no vectors")
         return

@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 
 @check(stage="forward", confidence=0.85, needs=LayersFacts)
-def router_collapse(run: RunContext) -> Iterator[Result]:
+def router_collapse(run: RunContext) -> Results:
     """The router of a mixture of experts sends nearly everything to one or two experts.
 
     How it is detected: the choices of every router in the examined steps: the number of experts that carry

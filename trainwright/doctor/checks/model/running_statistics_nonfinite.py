@@ -1,19 +1,10 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
-from trainwright.doctor.finding import listed
-from trainwright.doctor.shared_nonfinite import traced_at
-from trainwright.runs.records import Where
+from trainwright.doctor.nonfinite import traced_at
 
 
 @check(stage="buffers", severity="critical", confidence=0.99, explains=("precision.nonfinite_step",))
-def running_statistics_nonfinite(run: RunContext) -> Iterator[Result]:
+def running_statistics_nonfinite(run: RunContext) -> Results:
     """The running mean or variance of a BatchNorm is not finite: every evaluation from now on is NaN.
 
     How it is detected: running statistics are read after a step that was not finite, and after forward passes in

@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 
 @check(
@@ -16,9 +7,9 @@ from trainwright.runs.records import Where
     severity="critical",
     confidence=0.9,
     needs=LayersFacts,
-    explains=("model.mixes_samples", "model.attention_weights_sum", "loss.no_better_than_constant"),
+    explains=("model.mixes_samples", "loss.no_better_than_constant"),
 )
-def softmax_over_samples(run: RunContext) -> Iterator[Result]:
+def softmax_over_samples(run: RunContext) -> Results:
     """A softmax in the model runs over the samples of the batch instead of the classes or keys of each sample.
 
     Why it matters: the outputs of a sample do not sum to 1 and depend on what else is in the batch.
@@ -34,8 +25,8 @@ def softmax_over_samples(run: RunContext) -> Iterator[Result]:
 
     Sources: ctallec/world-models#10, batra-mlp-lab/visdial-challenge-starter-pytorch#1, Lackel/DPN#1.
     """
-    facts = run.latest(LayersFacts)
-    for each in facts.axes.over_samples if facts is not None else ():
+    facts = run.measured(LayersFacts)
+    for each in facts.axes.over_samples:
         yield run.finding(
             run.last_step,
             symptom=f"a softmax in {in_words(each.module)} over {list(each.shapes[0])} runs over the first axis, the "

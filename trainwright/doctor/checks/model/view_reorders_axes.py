@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 
 @check(
@@ -18,7 +9,7 @@ from trainwright.runs.records import Where
     needs=LayersFacts,
     explains=("model.mixes_samples", "model.depends_on_batch_position", "loss.no_better_than_constant"),
 )
-def view_reorders_axes(run: RunContext) -> Iterator[Result]:
+def view_reorders_axes(run: RunContext) -> Results:
     """A `view` or `reshape` is used where axes should be permuted, so values land in the wrong places.
 
     Why it matters: shapes are right and nothing fails, but channels, steps or samples are mixed up.
@@ -38,8 +29,8 @@ def view_reorders_axes(run: RunContext) -> Iterator[Result]:
 
     Sources: Selen-Suyue/DensePolicy2D#3, zamanzadeh/CARLA#16.
     """
-    facts = run.latest(LayersFacts)
-    for each in facts.axes.reordered if facts is not None else ():
+    facts = run.measured(LayersFacts)
+    for each in facts.axes.reordered:
         old, new = each.shapes
         yield run.finding(
             run.last_step,

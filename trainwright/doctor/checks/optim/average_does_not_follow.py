@@ -1,18 +1,11 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
 from itertools import pairwise
 
-from trainwright.doctor.check import NotApplicable, Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts
-from trainwright.doctor.shared_averages import MAX_UNEXPLAINED, averages_of
+from trainwright.doctor import NotApplicable, Results, RunContext, check
+from trainwright.doctor.facts.averages import MAX_UNEXPLAINED, AveragesFacts, CopyFacts, averages_of
 
 
 @check(stage="update", confidence=0.9, needs=AveragesFacts)
-def average_does_not_follow(run: RunContext) -> Iterator[Result]:
+def average_does_not_follow(run: RunContext) -> Results:
     """An average of the weights is none: its factors are wrong.
 
     Why it matters: the averaged model is evaluated and saved, and it is not the one that was trained.
@@ -27,9 +20,9 @@ def average_does_not_follow(run: RunContext) -> Iterator[Result]:
 
     Fix: `average.mul_(decay).add_(weights, alpha=1 - decay)` with a decay such as 0.99.
     """
-    facts = run.latest(AveragesFacts)
+    facts = run.measured(AveragesFacts)
     averages = averages_of(facts)
-    if facts is None or not averages:
+    if not averages:
         yield NotApplicable("no copy of the weights follows them")
         return
     for copy in averages:

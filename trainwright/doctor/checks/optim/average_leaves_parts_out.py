@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.averages import AveragesFacts
-from trainwright.doctor.finding import listed
-from trainwright.doctor.shared_averages import averages_of
+from trainwright.doctor import Results, RunContext, check, listed
+from trainwright.doctor.facts.averages import AveragesFacts, averages_of
 
 
 @check(stage="update", confidence=0.85, needs=AveragesFacts)
-def average_leaves_parts_out(run: RunContext) -> Iterator[Result]:
+def average_leaves_parts_out(run: RunContext) -> Results:
     """An average of the weights leaves some weights or buffers out.
 
     How it is detected: weights of an average that stand still while their originals and other weights of it move.
@@ -25,7 +16,7 @@ def average_leaves_parts_out(run: RunContext) -> Iterator[Result]:
 
     Sources: pytorch-image-models, ModelEmaV2.
     """
-    for copy in averages_of(run.latest(AveragesFacts)):
+    for copy in averages_of(run.measured(AveragesFacts)):
         left = copy.still or (copy.still_buffers if copy.evaluations >= 2 else ())
         if left:
             yield run.finding(

@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.modules import ModulesFacts
-from trainwright.doctor.finding import in_words
-from trainwright.runs.records import Where
 
 
 @check(stage="update", confidence=0.85, needs=ModulesFacts)
-def frozen_rows_decay(run: RunContext) -> Iterator[Result]:
+def frozen_rows_decay(run: RunContext) -> Results:
     """Rows of an embedding whose gradient is set to zero still change.
 
     How it is detected: in a few steps, the rows that the batch uses, their gradient after the backward pass and right
@@ -30,8 +21,8 @@ def frozen_rows_decay(run: RunContext) -> Iterator[Result]:
 
     Sources: huggingface/diffusers#1009, #1176.
     """
-    facts = run.latest(ModulesFacts)
-    for each in facts.tables if facts is not None else ():
+    facts = run.measured(ModulesFacts)
+    for each in facts.tables:
         if each.decayed >= max(8, 0.25 * each.used):
             yield run.finding(
                 run.last_step,

@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.weights import WeightsFacts
-from trainwright.doctor.finding import listed
-from trainwright.runs.records import Where
 
 
 @check(stage="update", confidence=0.8, needs=WeightsFacts)
-def frozen_weights_change(run: RunContext) -> Iterator[Result]:
+def frozen_weights_change(run: RunContext) -> Results:
     """A weight with `requires_grad=False` changes.
 
     How it is detected: checksums of the weights that an optimizer holds and that cannot be trained.
@@ -23,8 +14,8 @@ def frozen_weights_change(run: RunContext) -> Iterator[Result]:
 
     Fix: set `p.grad = None` when it is frozen, or make the optimizer of the weights that are trained.
     """
-    facts = run.latest(WeightsFacts)
-    if facts is None or not facts.frozen:
+    facts = run.measured(WeightsFacts)
+    if not facts.frozen:
         yield NotApplicable("no optimizer holds a frozen tensor")
     elif facts.frozen_moved:
         names = facts.frozen_moved

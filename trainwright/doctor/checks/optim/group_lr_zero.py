@@ -1,17 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts
-from trainwright.doctor.finding import RemedyTrial
 
 
 @check(stage="update", confidence=0.95, needs=CallsFacts, explains=("optim.weights_never_move",))
-def group_lr_zero(run: RunContext) -> Iterator[Result]:
+def group_lr_zero(run: RunContext) -> Results:
     """A parameter group has a learning rate of 0 while other groups have one above 0.
 
     Why it matters: its parameters get gradients and stay as they are. Often that is the new head of a fine-tune.

@@ -1,14 +1,7 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import ExperimentRequest, NotApplicable, Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.updates import BatchStepsFacts, UpdateFacts
-from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 
 MIN_LOSS_RISE = 0.5
 """Fraction by which an update raises the loss of its own batch."""
@@ -18,7 +11,7 @@ MIN_LOSS_RISE = 0.5
     stage="update", confidence=0.85, needs=UpdateFacts,
     explains=("optim.weight_decay_too_high", "gradient.exploding"),
 )  # fmt: skip
-def lr_too_high(run: RunContext) -> Iterator[Result]:
+def lr_too_high(run: RunContext) -> Results:
     """The learning rate is too high: an update raises the loss of its own batch.
 
     How it is detected: a replay of the update raises the loss of its batch by more than half, eight such updates on

@@ -1,14 +1,6 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts
 from trainwright.doctor.facts.updates import UpdateFacts
-from trainwright.doctor.finding import RemedyTrial
 
 MAX_UPDATE_RATIO = 2e-6
 """Norm of an update / norm of the weights. Useful updates have 1e-4 to 1e-2."""
@@ -22,7 +14,7 @@ MIN_RELATIVE_GRADIENT = 1e-3
 @check(
     stage="update", severity="critical", confidence=0.9, needs=UpdateFacts, explains=("loss.no_better_than_constant",)
 )
-def lr_too_low(run: RunContext) -> Iterator[Result]:
+def lr_too_low(run: RunContext) -> Results:
     """The learning rate is so low that updates change nothing.
 
     How it is detected: every examined update is smaller than 2e-6 of the weights, gradients have a normal size, and the

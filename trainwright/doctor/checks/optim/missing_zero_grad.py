@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.calls import CallsFacts
-from trainwright.doctor.shared_calls import has_closure, kinds
+from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor.facts.calls import CallsFacts, has_closure, kinds
 from trainwright.runs.records import Watched
 
 
@@ -15,7 +7,7 @@ from trainwright.runs.records import Watched
     points_at="backward", stage="backward", severity="critical", confidence=0.95, needs=CallsFacts,
     explains=("optim.lr_too_high", "gradient.exploding", "gradient.clip_always_active"),
 )  # fmt: skip
-def missing_zero_grad(run: RunContext) -> Iterator[Result]:
+def missing_zero_grad(run: RunContext) -> Results:
     """Gradients are never cleared, so each update also contains the gradients of all steps before it.
 
     Why it matters: it acts as momentum without decay. Gradients grow with the number of steps, and the loss diverges.
@@ -45,7 +37,7 @@ def missing_zero_grad(run: RunContext) -> Iterator[Result]:
                 and _keeps(record, number)
             ):
                 carried.setdefault(number, []).append((step, norm))
-    latest = run.latest(CallsFacts)
+    latest = run.measured(CallsFacts)
     declared = (latest and latest.accumulation) or 1
     for number, seen in carried.items():
         if len(seen) < 2 or (declared > 1 and any(kinds(each, "zero_grad") for each in run.steps)):

@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Passed, Results, RunContext, check, listed
 from trainwright.doctor.facts.updates import LoadedMomentsFacts
-from trainwright.doctor.finding import listed
 
 MIN_TENSORS = 4
 MIN_LOG10_RATIO = 0.7
@@ -17,7 +9,7 @@ MAX_MATCHED_FRACTION = 0.5
 
 
 @check(stage="update", confidence=0.85, needs=LoadedMomentsFacts)
-def moments_of_other_params(run: RunContext) -> Iterator[Result]:
+def moments_of_other_params(run: RunContext) -> Results:
     """The optimizer goes on with moments that belong to other parameters.
 
     Why it matters: shapes fit, so nothing fails. Each of these weights moves with the step size of another one until
@@ -37,8 +29,8 @@ def moments_of_other_params(run: RunContext) -> Iterator[Result]:
 
     Sources: pytorch/pytorch#1489, pytorch/pytorch#6031, fairscale#380.
     """
-    facts = run.latest(LoadedMomentsFacts)
-    if facts is None or len(facts.gaps) < MIN_TENSORS:
+    facts = run.measured(LoadedMomentsFacts)
+    if len(facts.gaps) < MIN_TENSORS:
         return
     gap = sum(facts.gaps) / len(facts.gaps)
     if gap < MIN_LOG10_RATIO or facts.matched > MAX_MATCHED_FRACTION * gap:

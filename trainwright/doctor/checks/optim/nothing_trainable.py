@@ -1,17 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.wiring import WiringFacts
-from trainwright.doctor.finding import RemedyTrial
 
 
 @check(stage="update", confidence=0.9, needs=WiringFacts, explains=("optim.weights_never_move",))
-def nothing_trainable(run: RunContext) -> Iterator[Result]:
+def nothing_trainable(run: RunContext) -> Results:
     """Nearly everything is frozen: nothing is trained, or only normalisation layers.
 
     How it is detected: the trainable parameters that an optimizer holds, without those of normalisation layers.
@@ -22,8 +14,8 @@ def nothing_trainable(run: RunContext) -> Iterator[Result]:
 
     Fix: `model.head.requires_grad_(True)`, then make the optimizer.
     """
-    facts = run.latest(WiringFacts)
-    if facts is None or facts.trained_beside_norms or not facts.frozen_beside_norms:
+    facts = run.measured(WiringFacts)
+    if facts.trained_beside_norms or not facts.frozen_beside_norms:
         return
     yield run.finding(
         run.every(WiringFacts)[-1][0],

@@ -1,19 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts
 
 
 @check(
     stage="update", severity="critical", confidence=0.97, needs=CallsFacts,
-    explains=("optim.lr_too_high", "optim.stepped_twice"),
+    explains=("optim.lr_too_high",),
 )  # fmt: skip
-def params_in_two_optimizers(run: RunContext) -> Iterator[Result]:
+def params_in_two_optimizers(run: RunContext) -> Results:
     """Two optimizers hold the same parameters, and both step.
 
     Why it matters: each gradient is applied twice, and each optimizer has moments of updates that the other one
@@ -28,8 +21,8 @@ def params_in_two_optimizers(run: RunContext) -> Iterator[Result]:
 
     Fix: give every parameter to one optimizer: `(p for p in model.parameters() if id(p) not in taken)`.
     """
-    facts = run.latest(CallsFacts)
-    if facts is not None and facts.doubles >= min(2, max(1, len(run.steps))):
+    facts = run.measured(CallsFacts)
+    if facts.doubles >= min(2, max(1, len(run.steps))):
         yield run.finding(
             run.last_step, evidence=[("updates with gradients that another optimizer applied", facts.doubles, 0)]
         )

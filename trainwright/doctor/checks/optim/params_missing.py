@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Passed, RemedyTrial, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.calls import CallsFacts
-from trainwright.doctor.finding import RemedyTrial, listed
-from trainwright.runs.records import Where
 
 
 @check(stage="update", confidence=0.95, needs=CallsFacts, explains=("optim.lr_too_low", "optim.weights_never_move"))
-def params_missing(run: RunContext) -> Iterator[Result]:
+def params_missing(run: RunContext) -> Results:
     """Parameters get gradients, and no optimizer holds them.
 
     Why it matters: they stay as they were initialized; the rest learns around them.
@@ -32,8 +23,8 @@ def params_missing(run: RunContext) -> Iterator[Result]:
 
     Sources: HVPNeT#5, mace#525.
     """
-    facts = run.latest(CallsFacts)
-    if facts is None or not run.steps or any(each.stale for each in facts.optimizers):
+    facts = run.measured(CallsFacts)
+    if not run.steps or any(each.stale for each in facts.optimizers):
         return
     if not facts.missing:
         yield Passed(f"{len(facts.optimizers)} optimizers")

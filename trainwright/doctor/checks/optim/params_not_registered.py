@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.wiring import WiringFacts
-from trainwright.doctor.finding import RemedyTrial, listed
-from trainwright.runs.records import Where
 
 
 @check(stage="update", severity="critical", confidence=0.95, needs=WiringFacts)
-def params_not_registered(run: RunContext) -> Iterator[Result]:
+def params_not_registered(run: RunContext) -> Results:
     """A layer is used, but `parameters()` does not contain it.
 
     Why it matters: it is not trained, not moved by `.to(device)`, and not in the checkpoint.
@@ -26,8 +17,8 @@ def params_not_registered(run: RunContext) -> Iterator[Result]:
 
     Sources: pytorch/pytorch#666, #38639.
     """
-    facts = run.latest(WiringFacts)
-    if facts is not None and facts.unregistered:
+    facts = run.measured(WiringFacts)
+    if facts.unregistered:
         yield run.finding(
             run.every(WiringFacts)[-1][0],
             symptom=f"tensors in {listed(facts.unregistered)} get gradients but are no parameters of the model",

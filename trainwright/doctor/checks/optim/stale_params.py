@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts
-from trainwright.doctor.finding import RemedyTrial
 
 
 @check(
@@ -17,7 +9,7 @@ from trainwright.doctor.finding import RemedyTrial
         "optim.zero_grad_before_step",
     ),
 )  # fmt: skip
-def stale_params(run: RunContext) -> Iterator[Result]:
+def stale_params(run: RunContext) -> Results:
     """The optimizer holds tensors that are no longer in the model.
 
     Why it matters: `step()` updates the old tensors, and no weight of the model changes.
@@ -33,9 +25,9 @@ def stale_params(run: RunContext) -> Iterator[Result]:
 
     Sources: accelerate#2665, accelerate#3256, pytorch/pytorch#107843, TransformerLens#1725.
     """
-    facts = run.latest(CallsFacts)
-    stale = sum(each.stale for each in facts.optimizers) if facts is not None else 0
-    if facts is None or not run.steps or not facts.missing or not stale:
+    facts = run.measured(CallsFacts)
+    stale = sum(each.stale for each in facts.optimizers)
+    if not run.steps or not facts.missing or not stale:
         return
     held = sum(each.parameters for each in facts.optimizers)
     yield run.finding(

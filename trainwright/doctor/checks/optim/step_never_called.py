@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext, by_experiment
-from trainwright.doctor.facts.calls import CallsFacts
-from trainwright.doctor.shared_calls import kinds
+from trainwright.doctor import Results, RunContext, by_experiment, check
+from trainwright.doctor.facts.calls import CallsFacts, kinds
 
 
 @check(
@@ -18,7 +10,7 @@ from trainwright.doctor.shared_calls import kinds
     needs=CallsFacts,
     explains=("loop.unseen", "optim.weights_never_move"),
 )
-def step_never_called(run: RunContext) -> Iterator[Result]:
+def step_never_called(run: RunContext) -> Results:
     """`backward()` runs and `optimizer.step()` is never called, so no weight changes.
 
     How it is detected: three backward passes or more in a run without an update, and no weight that changed. Of several
@@ -31,8 +23,8 @@ def step_never_called(run: RunContext) -> Iterator[Result]:
 
     Fix: `optimizer.step()` after `backward()`; with a scaler `scaler.step(optimizer); scaler.update()`.
     """
-    facts = run.latest(CallsFacts)
-    if facts is None or not run.finished:
+    facts = run.measured(CallsFacts)
+    if not run.finished:
         return
     if not run.steps:
         outcomes = by_experiment(run.records).get("unfinished")

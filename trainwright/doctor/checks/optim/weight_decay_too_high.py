@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.updates import UpdateFacts
-from trainwright.doctor.finding import RemedyTrial
 
 MIN_STEPS = 24
 MIN_DECAY_PER_STEP = 5e-3
@@ -17,7 +9,7 @@ MIN_GRADIENT_RATIO = 0.5
 
 
 @check(stage="update", confidence=0.85, needs=UpdateFacts)
-def weight_decay_too_high(run: RunContext) -> Iterator[Result]:
+def weight_decay_too_high(run: RunContext) -> Results:
     """Weight decay shrinks the weights faster than the gradient can hold them.
 
     Why it matters: the model forgets what it learns and predicts the average label.
@@ -34,9 +26,9 @@ def weight_decay_too_high(run: RunContext) -> Iterator[Result]:
 
     Sources: Loshchilov and Hutter 2019.
     """
-    facts = run.latest(UpdateFacts)
+    facts = run.measured(UpdateFacts)
     losses = [each.loss for each in run.steps]
-    if facts is None or facts.optimizers != 1 or len(losses) < MIN_STEPS:
+    if facts.optimizers != 1 or len(losses) < MIN_STEPS:
         return
     decay, rate = max(facts.weight_decay, default=0.0), max(facts.lr, default=0.0)
     ratio = decay * rate if facts.decoupled else decay * facts.weight_norm / max(facts.grad_norm, 1e-30)

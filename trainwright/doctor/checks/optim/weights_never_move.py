@@ -1,15 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.weights import WeightsFacts
-from trainwright.doctor.finding import listed
-from trainwright.doctor.shared_standing import is_left_as_it_is
-from trainwright.runs.records import Where
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check, listed
+from trainwright.doctor.facts.weights import WeightsFacts, is_left_as_it_is
 
 MIN_UPDATES = 4
 """Updates after which some weight has moved."""
@@ -20,7 +10,7 @@ MIN_RECENT_UPDATES = 40
 
 
 @check(names_cause=False, stage="update", confidence=0.7, needs=WeightsFacts)
-def weights_never_move(run: RunContext) -> Iterator[Result]:
+def weights_never_move(run: RunContext) -> Results:
     """Weights do not learn, though the optimizer updates them at a learning rate above 0.
 
     Why it matters: what does not change learns nothing.
@@ -39,8 +29,8 @@ def weights_never_move(run: RunContext) -> Iterator[Result]:
     Fix: compare a weight and its gradient before and after `optimizer.step()`; make the optimizer of
     `model.parameters()` after the model is complete.
     """
-    facts = run.latest(WeightsFacts)
-    if facts is None or not facts.tensors:
+    facts = run.measured(WeightsFacts)
+    if not facts.tensors:
         yield NotApplicable("no trainable tensor belongs to a watched optimizer with a learning rate above 0")
         return
     since = facts.updates_since if facts.moved else facts.updates

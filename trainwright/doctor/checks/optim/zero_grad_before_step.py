@@ -1,12 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_calls import has_closure, kinds
+from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor.facts.calls import has_closure, kinds
 from trainwright.runs.records import Watched
 
 
@@ -16,7 +9,7 @@ from trainwright.runs.records import Watched
         "optim.*", "gradient.*", "model.*", "loss.*", "schedule.learning_rate_zero",
     ),
 )  # fmt: skip
-def zero_grad_before_step(run: RunContext) -> Iterator[Result]:
+def zero_grad_before_step(run: RunContext) -> Results:
     """`zero_grad()` runs between `backward()` and `step()`, so every update is made with empty gradients.
 
     Why it matters: no weight changes. The loss is computed and printed as usual.

@@ -1,11 +1,4 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.precision import MixedPrecisionFacts
 
 
@@ -16,7 +9,7 @@ from trainwright.doctor.facts.precision import MixedPrecisionFacts
     needs=MixedPrecisionFacts,
     explains=("gradient.*", "optim.*", "resources.not_reproducible"),
 )
-def autocast_stale_cache(run: RunContext) -> Iterator[Result]:
+def autocast_stale_cache(run: RunContext) -> Results:
     """One autocast block spans several steps, and its cache still holds the weights of the first.
 
     Why it matters: the float32 weights move, and the forward pass goes on with the old 16-bit copies.
@@ -32,8 +25,8 @@ def autocast_stale_cache(run: RunContext) -> Iterator[Result]:
 
     Sources: PyTorch documentation of automatic mixed precision.
     """
-    facts = run.latest(MixedPrecisionFacts)
-    if facts is not None and facts.stale_since is not None:
+    facts = run.measured(MixedPrecisionFacts)
+    if facts.stale_since is not None:
         yield run.finding(
             max(facts.stale_since, 1),
             symptom="the model computes with weights of an earlier step, which autocast has kept",

@@ -1,22 +1,14 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import ExperimentRequest, RemedyTrial, Results, RunContext, Where, by_experiment, check, listed
 from trainwright.doctor.facts.precision import FormatFacts, LossInFp32Facts
-from trainwright.doctor.finding import ExperimentRequest, RemedyTrial, listed
-from trainwright.doctor.shared_requests import is_due
-from trainwright.runs.records import Where
 
 MIN_GRADIENT_ERROR = 0.05
 """Relative error of the gradients."""
+RUN_LENGTH_RATIO = 3
+"""The experiment is requested again when the run is this many times as long."""
 
 
 @check(stage="loss", needs=FormatFacts)
-def cancellation(run: RunContext) -> Iterator[Result]:
+def cancellation(run: RunContext) -> Results:
     """The loss subtracts numbers that are close together in 16 bits, and little but rounding is left of its gradient.
 
     Why it matters: a KL divergence in bfloat16 has gradients that are off by 9 to 19 %. Nothing is infinite, so nothing
@@ -33,10 +25,11 @@ def cancellation(run: RunContext) -> Iterator[Result]:
 
     Sources: speculators #788.
     """
-    formats = run.latest(FormatFacts)
-    if formats is None or not formats.loss_ops:
+    formats = run.measured(FormatFacts)
+    if not formats.loss_ops:
         return
-    if is_due(run, LossInFp32Facts):
+    tried = [each.step for each in by_experiment(run.records).get(LossInFp32Facts.experiment, [])]
+    if run.steps and (not tried or run.last_step >= RUN_LENGTH_RATIO * tried[-1]):
         yield ExperimentRequest(LossInFp32Facts.experiment)
     seen = run.every(LossInFp32Facts)
     if not seen or (seen[-1][1].error or 0.0) < MIN_GRADIENT_ERROR:

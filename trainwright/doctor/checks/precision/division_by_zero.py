@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
+from trainwright.doctor import Results, RunContext
+from trainwright.doctor.nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check()
-def division_by_zero(run: RunContext) -> Iterator[Result]:
+def division_by_zero(run: RunContext) -> Results:
     """A division by exactly 0: 0/0 is NaN, and anything else is infinite.
 
     How it is detected: the step is replayed operation by operation; the first that makes a value non-finite divides by

@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
+from trainwright.doctor import Results, RunContext
+from trainwright.doctor.nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check(stage="update")
-def eps_underflow(run: RunContext) -> Iterator[Result]:
+def eps_underflow(run: RunContext) -> Results:
     """The eps of the optimizer is 0 in its dtype: 1e-8 is 0 in float16, so Adam divides 0 by 0.
 
     How it is detected: the step is replayed operation by operation; every gradient is finite, and the first non-finite

@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import CONSEQUENCES, Mechanism, traced_by, traced_check
+from trainwright.doctor import Results, RunContext
+from trainwright.doctor.nonfinite import CONSEQUENCES, Mechanism, traced_by, traced_check
 
 
 @traced_check(explains=(*CONSEQUENCES, "precision.overflow", "precision.undefined_operation"))
-def fp16_overflow(run: RunContext) -> Iterator[Result]:
+def fp16_overflow(run: RunContext) -> Results:
     """A number becomes larger than 65504, the largest number of float16; in float32 the step is finite.
 
     How it is detected: the step is replayed operation by operation and once in float32; the first operation that is not

@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.precision import FormatFacts, MixedPrecisionFacts
-from trainwright.doctor.finding import RemedyTrial, in_words
-from trainwright.runs.records import Where
 
 MAX_RMS_IN_STEPS = 64
 """Six bits. Rounding costs a percent of the weight gradients, and more of the smaller activation gradients."""
@@ -17,7 +8,7 @@ MAX_RMS_IN_STEPS = 64
 @check(
     stage="backward", confidence=0.95, needs=MixedPrecisionFacts, explains=("optim.lr_too_low", "gradient.vanishing")
 )
-def fp16_underflow(run: RunContext) -> Iterator[Result]:
+def fp16_underflow(run: RunContext) -> Results:
     """Numbers in float16 are so small that they are exactly 0: below 6e-8 there is nothing left.
 
     Why it matters: a large part of the weights gets no gradient, without an error. It can be one term only, such as the
@@ -38,7 +29,7 @@ def fp16_underflow(run: RunContext) -> Iterator[Result]:
 
     Sources: gpt-neox #477, huggingface/transformers #43543, Micikevicius et al. 2018.
     """
-    live, facts = run.latest(MixedPrecisionFacts), run.latest(FormatFacts)
+    live, facts = run.measured(MixedPrecisionFacts), run.latest(FormatFacts)
     for first in facts.emptied[:1] if facts else ():
         yield run.finding(
             run.every(FormatFacts)[-1][0],

@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.calls import ScalerFacts
 
 
 @check(stage="update", severity="critical", confidence=0.95, needs=ScalerFacts, explains=("optim.lr_too_high",))
-def gradients_not_unscaled(run: RunContext) -> Iterator[Result]:
+def gradients_not_unscaled(run: RunContext) -> Results:
     """Updates are made with gradients that still contain the loss scale.
 
     Why it matters: they are up to 65536 times too large. Adam hides it, but not against eps, weight decay and clipping.
@@ -26,8 +19,8 @@ def gradients_not_unscaled(run: RunContext) -> Iterator[Result]:
 
     Sources: nerfacc#307, Applio#860.
     """
-    facts = run.latest(ScalerFacts)
-    if facts is None or not (facts.steps or facts.scaled_updates):
+    facts = run.measured(ScalerFacts)
+    if not (facts.steps or facts.scaled_updates):
         yield NotApplicable("no loss is scaled by a GradScaler")
     elif facts.scaled_updates < 2 and facts.other < 2:
         yield Passed(f"{facts.steps} steps through the scaler")

@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
+from trainwright.doctor import Results, RunContext
+from trainwright.doctor.nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check()
-def log_of_zero(run: RunContext) -> Iterator[Result]:
+def log_of_zero(run: RunContext) -> Results:
     """The logarithm of exactly 0 is -inf, and makes the loss or its gradient non-finite.
 
     How it is detected: the step is replayed operation by operation; the first that makes a value non-finite is a

@@ -1,11 +1,4 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.precision import MixedPrecisionFacts
 
 MIN_ROUNDING_RATIO = 4
@@ -13,7 +6,7 @@ MIN_ROUNDING_RATIO = 4
 
 
 @check(stage="backward", needs=MixedPrecisionFacts)
-def lost_accumulation(run: RunContext) -> Iterator[Result]:
+def lost_accumulation(run: RunContext) -> Results:
     """Gradients of many micro-batches are summed in 16 bits, where what is small next to the sum is lost.
 
     Why it matters: the later micro-batches of a step count for less than the first ones.
@@ -30,8 +23,8 @@ def lost_accumulation(run: RunContext) -> Iterator[Result]:
 
     Sources: trl #2175.
     """
-    facts = run.latest(MixedPrecisionFacts)
-    if facts is None or not facts.sum_error or facts.sum_error < MIN_ROUNDING_RATIO * facts.sum_rounding:
+    facts = run.measured(MixedPrecisionFacts)
+    if not facts.sum_error or facts.sum_error < MIN_ROUNDING_RATIO * facts.sum_rounding:
         return
     yield run.finding(
         run.last_step,

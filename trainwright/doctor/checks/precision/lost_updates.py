@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.precision import MixedPrecisionFacts
-from trainwright.doctor.finding import RemedyTrial
 
 MIN_UPDATES = 4
 MIN_UNCHANGED_FRACTION = 0.5
@@ -15,7 +7,7 @@ MIN_UNCHANGED_FRACTION = 0.5
 
 
 @check(stage="update", confidence=0.95, needs=MixedPrecisionFacts, explains=("optim.lr_too_low",))
-def lost_updates(run: RunContext) -> Iterator[Result]:
+def lost_updates(run: RunContext) -> Results:
     """Updates are smaller than half of the last digit of a 16-bit weight, so the weight does not change.
 
     Why it matters: an update below about 0.2 % of a bfloat16 weight is lost. At a learning rate of 1e-5 that is most of
@@ -35,8 +27,8 @@ def lost_updates(run: RunContext) -> Iterator[Result]:
 
     Sources: torchao #1124, torchtune #2254.
     """
-    facts = run.latest(MixedPrecisionFacts)
-    if facts is None or facts.kept_elsewhere or facts.updates < MIN_UPDATES or facts.still < MIN_UNCHANGED_FRACTION:
+    facts = run.measured(MixedPrecisionFacts)
+    if facts.kept_elsewhere or facts.updates < MIN_UPDATES or facts.still < MIN_UNCHANGED_FRACTION:
         return
     yield run.finding(
         run.last_step,

@@ -1,20 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
-from trainwright.doctor.finding import listed
-from trainwright.doctor.shared_nonfinite import Mechanism, finding_of, skipped_by_scaler, traced_at, traces
-from trainwright.runs.records import Where
+from trainwright.doctor.nonfinite import Mechanism, finding_of, skipped_by_scaler, traced_at, traces
 
 
 @check(names_cause=False, stage="backward", severity="critical", confidence=0.5)
-def nonfinite_step(run: RunContext) -> Iterator[Result]:
+def nonfinite_step(run: RunContext) -> Results:
     """A loss, a gradient or an update is NaN or infinite, and no operation of the step explains it.
 
     How it is detected: the step is replayed operation by operation. Here the replay is finite, is not possible, or

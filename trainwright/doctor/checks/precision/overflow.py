@@ -1,18 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Result
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext
 from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
-from trainwright.doctor.shared_nonfinite import Mechanism, skipped_by_scaler, traced_at, traced_by, traced_check
+from trainwright.doctor.nonfinite import Mechanism, skipped_by_scaler, traced_at, traced_by, traced_check
 
 
 @traced_check()
-def overflow(run: RunContext) -> Iterator[Result]:
+def overflow(run: RunContext) -> Results:
     """An operation makes infinity of finite numbers: they are larger than their dtype can hold, in float32 too.
 
     How it is detected: the step is replayed operation by operation; the first that makes a value non-finite has finite

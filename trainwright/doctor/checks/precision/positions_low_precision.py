@@ -1,17 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.precision import FormatFacts
-from trainwright.runs.records import Where
 
 
 @check(stage="forward", confidence=0.95, needs=FormatFacts)
-def positions_low_precision(run: RunContext) -> Iterator[Result]:
+def positions_low_precision(run: RunContext) -> Results:
     """Neighbouring positions have equal angles: positions or angles pass through a 16-bit type.
 
     Why it matters: bfloat16 cannot tell whole numbers above 256 apart, so rotary or sinusoidal embeddings are wrong in

@@ -1,20 +1,13 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import traces, where_of
-from trainwright.runs.records import Watched, Where
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check
+from trainwright.doctor.nonfinite import traces, where_of
+from trainwright.runs.records import Watched
 
 MIN_CONSECUTIVE_SKIPS = 20
 """Consecutive skips after which the scale has been divided by 2**20 without success."""
 
 
 @check(stage="update")
-def scaler_collapse(run: RunContext) -> Iterator[Result]:
+def scaler_collapse(run: RunContext) -> Results:
     """The gradient scaler skips one update after the other and halves its scale: nothing is trained.
 
     Why it matters: the loop runs at full speed without an error. After 60 skips the scale is 5.7e-14.

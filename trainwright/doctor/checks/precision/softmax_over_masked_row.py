@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
+from trainwright.doctor import Results, RunContext
+from trainwright.doctor.nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check()
-def softmax_over_masked_row(run: RunContext) -> Iterator[Result]:
+def softmax_over_masked_row(run: RunContext) -> Results:
     """A softmax over a row in which every entry is masked with -inf is 0/0: NaN.
 
     How it is detected: the step is replayed operation by operation; the first NaN comes from a softmax with a row of

@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.shared_nonfinite import Mechanism, traced_by, traced_check
+from trainwright.doctor import Results, RunContext
+from trainwright.doctor.nonfinite import Mechanism, traced_by, traced_check
 
 
 @traced_check()
-def undefined_operation(run: RunContext) -> Iterator[Result]:
+def undefined_operation(run: RunContext) -> Results:
     """An operation makes NaN of finite numbers: it is not defined for its input.
 
     How it is detected: the step is replayed operation by operation; the first that makes a NaN has finite inputs

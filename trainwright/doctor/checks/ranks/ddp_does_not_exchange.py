@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.doctor.shared_ranks import ranks_of, since
+from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor.facts.ranks import RanksFacts, since
 
 
 @check(
@@ -18,7 +10,7 @@ from trainwright.doctor.shared_ranks import ranks_of, since
     explains=("ranks.replicas_diverged", "ranks.gradients_differ", "ranks.unused_parameters"),
     points_at="backward",
 )
-def ddp_does_not_exchange(run: RunContext) -> Iterator[Result]:
+def ddp_does_not_exchange(run: RunContext) -> Results:
     """DistributedDataParallel wraps the model, but does not exchange its gradients.
 
     How it is detected: gradients and weights differ between the ranks; the forward calls of the step went through the
@@ -35,7 +27,7 @@ def ddp_does_not_exchange(run: RunContext) -> Iterator[Result]:
 
     Sources: minimind #853, OpenTSLM #49, openvla-oft #160, pytorch/pytorch #104336.
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     differing, exchange = facts.disagreement("gradients"), facts.exchange
     unused = {each.unused for each in facts.statuses}
     misses_same = len(facts.statuses) > 1 and len(unused) == 1 and unused != {()} and not facts.missing

@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.doctor.shared_ranks import one_rank, ranks_of, since, trains_locally
+from trainwright.doctor import NotApplicable, Results, RunContext, check
+from trainwright.doctor.facts.ranks import RanksFacts, one_rank, since, trains_locally
 
 
 @check(
@@ -18,7 +10,7 @@ from trainwright.doctor.shared_ranks import one_rank, ranks_of, since, trains_lo
     explains=("ranks.replicas_diverged",),
     points_at="backward",
 )
-def gradients_differ(run: RunContext) -> Iterator[Result]:
+def gradients_differ(run: RunContext) -> Results:
     """The ranks update their weights with different gradients, so the replicas drift apart.
 
     How it is detected: checksums of the gradients at the update and of the weights after it; of shards (FSDP) the
@@ -35,7 +27,7 @@ def gradients_differ(run: RunContext) -> Iterator[Result]:
     Fix: call the model through DistributedDataParallel, or all-reduce every gradient and divide by the ranks; clip by
     the norm of all parts (`clip_grad_norm_`).
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     if reason := trains_locally(run, facts):
         yield NotApplicable(reason)
         return

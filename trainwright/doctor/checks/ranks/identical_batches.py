@@ -1,17 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.doctor.shared_ranks import in_ranks, ranks_of
+from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor.facts.ranks import RanksFacts, in_ranks
 
 
 @check(stage="input", needs=RanksFacts, explains=("ranks.same_random_numbers",), points_at="forward")
-def identical_batches(run: RunContext) -> Iterator[Result]:
+def identical_batches(run: RunContext) -> Results:
     """Several ranks train on the same batch in the same step, so the work of all but one is wasted.
 
     How it is detected: checksums of the inputs, else sample ids, are equal in two compared steps and in half of all.
@@ -23,7 +15,7 @@ def identical_batches(run: RunContext) -> Iterator[Result]:
     Fix: `DataLoader(..., sampler=DistributedSampler(dataset))` and `sampler.set_epoch(epoch)`; for an iterable dataset
     keep every n-th sample on rank n.
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     alike = facts.coincidence("samples")
     if alike is not None and alike.is_no_chance:
         yield run.finding(

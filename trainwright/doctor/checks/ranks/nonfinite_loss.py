@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.doctor.shared_ranks import ranks_of
-from trainwright.runs.records import Where
 
 
 @check(
@@ -18,7 +9,7 @@ from trainwright.runs.records import Where
     needs=RanksFacts,
     explains=("precision.nonfinite_step", "ranks.replicas_diverged", "ranks.gradients_differ"),
 )
-def nonfinite_loss(run: RunContext) -> Iterator[Result]:
+def nonfinite_loss(run: RunContext) -> Results:
     """The loss of one rank was not finite before any exchange, while that of another was.
 
     Why it matters: the reduction makes the gradients of all ranks NaN, so every rank looks like the cause; this one is.
@@ -33,7 +24,7 @@ def nonfinite_loss(run: RunContext) -> Iterator[Result]:
 
     Sources: WeatherGenerator #2718, habitat-lab #2226.
     """
-    for status in ranks_of(run).guilty_of_nonfinite[:1]:
+    for status in run.measured(RanksFacts).guilty_of_nonfinite[:1]:
         found = status.nonfinite
         assert found is not None
         yield run.finding(

@@ -1,19 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.ranks import ProgramDifference, RanksFacts
-from trainwright.doctor.shared_ranks import ranks_of
-from trainwright.runs.records import Where
 
 
 @check(stage="loop", needs=RanksFacts)
-def programs_differ(run: RunContext) -> Iterator[Result]:
+def programs_differ(run: RunContext) -> Results:
     """The ranks do not run the same program: modes, precision, loss, or what changes the gradients.
 
     How it is detected: these are compared as text, and differ in two compared steps.
@@ -25,7 +18,7 @@ def programs_differ(run: RunContext) -> Iterator[Result]:
 
     Fix: let every rank take the same branch: decide on one rank and broadcast, or by numbers that are the same on all.
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     differing = [each for each in facts.programs if each.is_no_chance]
     if not differing:
         return

@@ -1,22 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.doctor.finding import listed
-from trainwright.doctor.shared_ranks import in_ranks, one_rank, ranks_of, since, trains_locally
-from trainwright.runs.records import Where
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, listed
+from trainwright.doctor.facts.ranks import RanksFacts, in_ranks, one_rank, since, trains_locally
 
 CAUSES_FIRST = ("hyperparameters", "micro_batches", "buffers", "moments", "weights")
 """Quantities in causal order, root cause first."""
 
 
 @check(names_cause=False, stage="buffers", severity="critical", confidence=0.95, needs=RanksFacts)
-def replicas_diverged(run: RunContext) -> Iterator[Result]:
+def replicas_diverged(run: RunContext) -> Results:
     """The ranks no longer have the same weights, moments, buffers, hyperparameters or number of micro-batches.
 
     Why it matters: each rank trains a model of its own, and averaging gradients of different models trains none of
@@ -38,7 +28,7 @@ def replicas_diverged(run: RunContext) -> Iterator[Result]:
 
     Sources: minimind #853, DALLE-pytorch #268, returnn #1493.
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     broken = [each for each in facts.disagreements if each.what in CAUSES_FIRST]
     if not broken:
         return

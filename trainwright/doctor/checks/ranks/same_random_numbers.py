@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.doctor.shared_ranks import in_ranks, ranks_of
-from trainwright.runs.records import Where
+from trainwright.doctor import Results, RunContext, Where, check
+from trainwright.doctor.facts.ranks import RanksFacts, in_ranks
 
 
 @check(stage="forward", confidence=0.85, needs=RanksFacts)
-def same_random_numbers(run: RunContext) -> Iterator[Result]:
+def same_random_numbers(run: RunContext) -> Results:
     """The ranks draw the same random numbers for different samples, so dropout and noise average out less.
 
     How it is detected: a step draws 16 numbers or more after its batch was read (dropout, noise, times of a diffusion),
@@ -28,7 +19,7 @@ def same_random_numbers(run: RunContext) -> Iterator[Result]:
 
     Sources: VeOmni #143, lingbot-vla-v2 #41, threestudio #195.
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     alike = facts.coincidence("random numbers")
     if alike is not None and alike.is_no_chance:
         drawn = ("op:randn_like", "op:rand_like", "op:randn", "op:rand", "op:normal_", "op:randint", "forward")

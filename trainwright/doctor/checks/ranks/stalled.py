@@ -1,18 +1,11 @@
-"""See the function."""
+from collections.abc import Sequence
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.ranks import RanksFacts, RankStatus
-from trainwright.doctor.shared_ranks import in_ranks, ranks_of
-from trainwright.runs.records import Where
+from trainwright.doctor import Results, RunContext, Where, check
+from trainwright.doctor.facts.ranks import RanksFacts, RankStatus, in_ranks
 
 
 @check(stage="input", needs=RanksFacts)
-def stalled(run: RunContext) -> Iterator[Result]:
+def stalled(run: RunContext) -> Results:
     """A rank makes no progress, or does not report, and the others wait for it.
 
     How it is detected: each rank reports many times a second; one is still for longer than `patience_s`, or silent for
@@ -25,7 +18,7 @@ def stalled(run: RunContext) -> Iterator[Result]:
     Fix: read `stack-rank-*.txt` in the run folder; do long work on one rank outside of the loop, or raise the timeout
     of the process group.
     """
-    statuses = ranks_of(run).statuses
+    statuses = run.measured(RanksFacts).statuses
     still = [each for each in statuses if each.stalled and not each.ended]
     silent = [each for each in statuses if each.silent_s and not each.ended]
     if not silent and (not still or any(each.ended == "finished" for each in statuses)):

@@ -1,18 +1,11 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import statistics
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.doctor.shared_ranks import in_ranks, one_rank, ranks_of
+from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor.facts.ranks import RanksFacts, in_ranks, one_rank
 
 
 @check(stage="loop", confidence=0.85, needs=RanksFacts)
-def straggler(run: RunContext) -> Iterator[Result]:
+def straggler(run: RunContext) -> Results:
     """The same rank takes longest by itself in every compared step, and the others wait for it.
 
     How it is detected: the time of a step without the backward pass and calls in which ranks wait: 1.5 times that of
@@ -25,7 +18,7 @@ def straggler(run: RunContext) -> Iterator[Result]:
 
     Sources: Llama 3, section 3.3.4.
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     pace, own_s = facts.pace, dict(zip(facts.present, facts.pace.own_s)) if facts.pace else {}
     if pace is None or not pace.behind or not own_s.keys() > set(pace.behind):
         return

@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.doctor.shared_ranks import ranks_of
-from trainwright.runs.records import Where
 
 
 @check(
@@ -18,7 +9,7 @@ from trainwright.runs.records import Where
     needs=RanksFacts,
     explains=("ranks.stalled", "ranks.replicas_diverged", "ranks.gradients_differ"),
 )
-def uneven_steps(run: RunContext) -> Iterator[Result]:
+def uneven_steps(run: RunContext) -> Results:
     """A rank ended its loop while others were in a further step and wait for it.
 
     How it is detected: each rank reports its step; one has finished before a step in which another stands or has
@@ -32,7 +23,7 @@ def uneven_steps(run: RunContext) -> Iterator[Result]:
 
     Sources: Automodel PR 2468.
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     for early in facts.ended_early[:1]:
         longest = max(each.begun for each in facts.statuses)
         yield run.finding(

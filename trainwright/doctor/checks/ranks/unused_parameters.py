@@ -1,15 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.doctor.finding import listed
-from trainwright.doctor.shared_ranks import ranks_of
-from trainwright.runs.records import Where
 
 
 @check(
@@ -19,7 +9,7 @@ from trainwright.runs.records import Where
     needs=RanksFacts,
     explains=("ranks.replicas_diverged", "ranks.gradients_differ", "ranks.stalled", "ranks.uneven_steps"),
 )
-def unused_parameters(run: RunContext) -> Iterator[Result]:
+def unused_parameters(run: RunContext) -> Results:
     """On one rank some parameters have no gradient: its loss does not depend on them, and the others wait for their
     exchange.
 
@@ -35,7 +25,7 @@ def unused_parameters(run: RunContext) -> Iterator[Result]:
 
     Sources: pytorch/pytorch #128949, #69031.
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     guilty = [(each.rank, each.unused) for each in facts.statuses if each.unused]
     if not guilty and facts.missing and facts.missing_on is not None:
         guilty = [(facts.missing_on, facts.missing)]

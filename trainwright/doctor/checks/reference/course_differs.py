@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.reference import ReferenceFacts
-from trainwright.doctor.finding import Measured
-from trainwright.doctor.shared_reference import differ, differences, reference_and_traits
+from trainwright.doctor import Measured, Results, RunContext, check
+from trainwright.doctor.facts.reference import ReferenceFacts, differ, differences, reference_and_traits
 
 NUM_POINTS = 8
 """Number of compared steps: the first ones, and the last common ones."""
@@ -19,7 +12,7 @@ MIN_DEVIATIONS = 4.0
 
 
 @check(stage="loss", confidence=0.7, needs=ReferenceFacts, names_cause=False)
-def course_differs(run: RunContext) -> Iterator[Result]:
+def course_differs(run: RunContext) -> Results:
     """Losses, gradient norms or learning rates are not those of the reference run at the same steps.
 
     How it is detected: the learning rate at common steps; the mean loss and gradient norm of the first and of the last

@@ -1,20 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.reference import ReferenceFacts
-from trainwright.doctor.shared_reference import differ, differences, differing, reference_and_traits
+from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor.facts.reference import ReferenceFacts, differ, differences, differing, reference_and_traits
 
 MIN_SCALE = 0.5
 """Relative difference of the standard deviations of an input. Batches differ by less."""
 
 
 @check(stage="input", confidence=0.8, needs=ReferenceFacts, names_cause=False)
-def data_differ(run: RunContext) -> Iterator[Result]:
+def data_differ(run: RunContext) -> Results:
     """The batches differ from those of the reference run in shape, scale, number of rows, classes or repetition.
 
     How it is detected: the rows of a step, the shapes of the inputs, their standard deviation, the largest target, and

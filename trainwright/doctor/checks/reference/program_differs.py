@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.reference import ReferenceFacts
-from trainwright.doctor.finding import listed
-from trainwright.doctor.shared_reference import differences, differing, reference_and_traits
+from trainwright.doctor import Results, RunContext, check, listed
+from trainwright.doctor.facts.reference import ReferenceFacts, differences, differing, reference_and_traits
 
 
 @check(stage="loop", confidence=0.8, needs=ReferenceFacts, names_cause=False)
-def program_differs(run: RunContext) -> Iterator[Result]:
+def program_differs(run: RunContext) -> Results:
     """The program does something else in a step than that of the reference run.
 
     How it is detected: the usual order of the calls of a step, the loss functions, autocast, modules in eval mode,

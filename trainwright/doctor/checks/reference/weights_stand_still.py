@@ -1,17 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.reference import ReferenceFacts
-from trainwright.doctor.shared_reference import reference_and_traits
+from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor.facts.reference import ReferenceFacts, reference_and_traits
 
 
 @check(stage="update", confidence=0.85, needs=ReferenceFacts, names_cause=False)
-def weights_stand_still(run: RunContext) -> Iterator[Result]:
+def weights_stand_still(run: RunContext) -> Results:
     """Fewer weights change than in the reference run.
 
     How it is detected: the number of trainable tensors that have changed since the start, of equally many.

@@ -1,12 +1,6 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
 from itertools import pairwise
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.runs.records import Telemetry
 
 MIN_FLUSHES_PER_STEP = 0.25
@@ -15,7 +9,7 @@ MIN_CONSECUTIVE_INTERVALS = 3
 
 
 @check(stage="forward")
-def allocator_thrashes(run: RunContext) -> Iterator[Result]:
+def allocator_thrashes(run: RunContext) -> Results:
     """The allocator of the GPU flushes its cache again and again, and waits for the device each time.
 
     How it is detected: the counter of retries rises by a quarter of the steps or more between each of four readings.

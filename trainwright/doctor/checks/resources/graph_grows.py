@@ -1,12 +1,6 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
 from itertools import pairwise
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.resources import MemoryFacts
 
 
@@ -16,7 +10,7 @@ from trainwright.doctor.facts.resources import MemoryFacts
     needs=MemoryFacts,
     explains=("resources.graphs_kept", "resources.memory_grows"),
 )
-def graph_grows(run: RunContext) -> Iterator[Result]:
+def graph_grows(run: RunContext) -> Results:
     """The graph of a step reaches back into earlier steps, and is longer in each.
 
     How it is detected: the nodes of the graph behind the loss are counted in some steps: they rise at a steady rate, to
@@ -32,8 +26,8 @@ def graph_grows(run: RunContext) -> Iterator[Result]:
 
     Sources: pytorch/examples (`repackage_hidden` of the word language model).
     """
-    facts = run.latest(MemoryFacts)
-    rows = facts.graphs if facts else ()
+    facts = run.measured(MemoryFacts)
+    rows = facts.graphs
     rates = [(b.nodes - a.nodes) / (b.step - a.step) for a, b in pairwise(rows)]
     if len(rows) < 5 or min(rates) <= 0 or max(rates) > 2 * min(rates):
         return

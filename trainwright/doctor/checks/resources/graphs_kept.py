@@ -1,11 +1,4 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.resources import MemoryFacts
 
 MIN_STEPS = 8
@@ -15,7 +8,7 @@ MIN_FRACTION = 0.3
 
 
 @check(stage="loop", confidence=0.95, needs=MemoryFacts, explains=("resources.memory_grows",))
-def graphs_kept(run: RunContext) -> Iterator[Result]:
+def graphs_kept(run: RunContext) -> Results:
     """Graphs of earlier steps are still in memory: a running total, or a list of losses or outputs, keeps them.
 
     How it is detected: weak references to the outputs of the last 64 steps and to the graphs behind their losses; eight

@@ -1,20 +1,11 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.resources import GrowthFacts
-from trainwright.doctor.shared_growth import MIN_RISING_READINGS, has_grown
-from trainwright.runs.records import Where
+from trainwright.doctor import Passed, Results, RunContext, Where, check
+from trainwright.doctor.facts.resources import MIN_RISING_READINGS, GrowthFacts, has_grown
 
 MIN_HOOKS = 4
 
 
 @check(stage="loop", confidence=0.95, needs=GrowthFacts)
-def hooks_grow(run: RunContext) -> Iterator[Result]:
+def hooks_grow(run: RunContext) -> Results:
     """Hooks are registered in the loop and not removed: each call runs all of them.
 
     How it is detected: the hooks of modules and parameters are counted every 16 steps, later less often; four readings
@@ -24,9 +15,9 @@ def hooks_grow(run: RunContext) -> Iterator[Result]:
 
     Fix: register once before the loop, or `handle.remove()` after use.
     """
-    facts = run.latest(GrowthFacts)
-    counts = [each.hooks for each in facts.held] if facts else []
-    if facts is None or not has_grown(counts, MIN_HOOKS):
+    facts = run.measured(GrowthFacts)
+    counts = [each.hooks for each in facts.held]
+    if not has_grown(counts, MIN_HOOKS):
         yield Passed(f"{counts[-1]} hooks after step {facts.held[-1].step}" if facts and counts else "")
         return
     begin, end = facts.held[-MIN_RISING_READINGS], facts.held[-1]

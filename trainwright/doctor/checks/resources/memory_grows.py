@@ -1,14 +1,7 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
 from itertools import pairwise
 
-from trainwright.doctor.check import Passed, Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.resources import GrowthFacts
-from trainwright.doctor.shared_growth import MIN_RISING_READINGS
+from trainwright.doctor import Passed, Results, RunContext, check
+from trainwright.doctor.facts.resources import MIN_RISING_READINGS, GrowthFacts
 
 MIB = 2**20
 MIN_STEPS = 64
@@ -18,7 +11,7 @@ MIN_FRACTION = 0.1
 
 
 @check(names_cause=False, stage="loop", confidence=0.75, needs=GrowthFacts)
-def memory_grows(run: RunContext) -> Iterator[Result]:
+def memory_grows(run: RunContext) -> Results:
     """Memory grows from step to step, once caches are filled.
 
     How it is detected: bytes that are allocated and not freed, on the GPU and in the process: over at least eight
@@ -35,8 +28,8 @@ def memory_grows(run: RunContext) -> Iterator[Result]:
 
     Sources: PyTorch FAQ, "My model reports cuda runtime error(2): out of memory".
     """
-    facts = run.latest(GrowthFacts)
-    held = [each for each in facts.held if each.step >= MIN_STEPS] if facts else []
+    facts = run.measured(GrowthFacts)
+    held = [each for each in facts.held if each.step >= MIN_STEPS]
     if len(held) < 2 * MIN_RISING_READINGS:
         return
     kinds = (("GPU memory", [each.device_bytes for each in held]), ("memory", [each.memory_bytes for each in held]))

@@ -1,15 +1,8 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 
 
 @check(names_cause=False, stage="loop", confidence=0.5)
-def not_reproducible(run: RunContext) -> Iterator[Result]:
+def not_reproducible(run: RunContext) -> Results:
     """A step that is replayed from its bundle does not give the recorded bits.
 
     How it is detected: `trainwright replay` compares losses, gradients and weights of the replay with the recorded

@@ -1,12 +1,7 @@
-"""See the function."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.runs.records import OutOfMemory, Where
+from trainwright.doctor import Results, RunContext, Where, check
+from trainwright.runs.records import OutOfMemory
 
 
 def _remedies(seen: OutOfMemory, leaks: bool) -> Iterator[str]:
@@ -35,7 +30,7 @@ def _gib(num_bytes: int) -> str:
 
 
 @check(stage="forward", confidence=0.95)
-def out_of_memory(run: RunContext) -> Iterator[Result]:
+def out_of_memory(run: RunContext) -> Results:
     """A step ran out of memory.
 
     How it is detected: the engine records each attempt that ran out, with what was held then.

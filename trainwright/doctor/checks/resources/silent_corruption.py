@@ -1,14 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.doctor.shared_ranks import in_ranks, ranks_of
-from trainwright.runs.records import Where
+from trainwright.doctor import Results, RunContext, Where, check
+from trainwright.doctor.facts.ranks import RanksFacts, in_ranks
 
 CAUSES = ("hyperparameters", "micro_batches", "gradients", "moments")
 """Quantities that explain different weights if they differ in the same step or earlier."""
@@ -20,7 +11,7 @@ CAUSES = ("hyperparameters", "micro_batches", "gradients", "moments")
     needs=RanksFacts,
     explains=("ranks.replicas_diverged", "ranks.gradients_differ"),
 )
-def silent_corruption(run: RunContext) -> Iterator[Result]:
+def silent_corruption(run: RunContext) -> Results:
     """A number in the weights of one rank changed although no update changed it.
 
     How it is detected: all ranks made the same updates from the same gradients, and the weights of one differ; or a
@@ -35,7 +26,7 @@ def silent_corruption(run: RunContext) -> Iterator[Result]:
 
     Sources: Llama 3, section 3.3.4; arXiv 2605.04213.
     """
-    facts = ranks_of(run)
+    facts = run.measured(RanksFacts)
     differing = facts.disagreement("weights")
     if differing is None or differing.agreed < 0 or facts.writers:
         return

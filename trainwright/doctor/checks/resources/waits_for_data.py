@@ -1,12 +1,6 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import statistics
-from collections.abc import Iterator
 
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 
 MIN_WAIT_FRACTION = 0.5
 MIN_WAIT_S = 0.01
@@ -14,7 +8,7 @@ MIN_WAIT_S = 0.01
 
 
 @check(stage="input")
-def waits_for_data(run: RunContext) -> Iterator[Result]:
+def waits_for_data(run: RunContext) -> Results:
     """A large part of each step is waited for its data.
 
     How it is detected: the median of the last 64 steps waits for the loader for half of its time, and for 10 ms.

@@ -1,11 +1,4 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.resources import MemoryFacts
 
 MIN_OBJECTS = 100_000
@@ -15,7 +8,7 @@ MIN_BYTES_PER_OBJECT = 6
 
 
 @check(stage="input", needs=MemoryFacts)
-def workers_copy_dataset(run: RunContext) -> Iterator[Result]:
+def workers_copy_dataset(run: RunContext) -> Results:
     """Each worker of the loader makes a copy of the dataset in its own memory.
 
     How it is detected: the memory that workers share with no other process is read from time to time. It grows by 1 MiB
@@ -28,8 +21,8 @@ def workers_copy_dataset(run: RunContext) -> Iterator[Result]:
 
     Sources: pytorch/pytorch #13246, #20433.
     """
-    facts = run.latest(MemoryFacts)
-    if facts is None or facts.objects < MIN_OBJECTS or len(facts.private_bytes) < 2:
+    facts = run.measured(MemoryFacts)
+    if facts.objects < MIN_OBJECTS or len(facts.private_bytes) < 2:
         return
     grown = facts.private_bytes[-1] - facts.private_bytes[0]
     if grown >= max(MIN_BYTES_PER_OBJECT * facts.objects, 2**20):

@@ -1,17 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts
-from trainwright.doctor.finding import RemedyTrial
 
 
 @check(points_at="schedule", stage="loop", confidence=0.95, needs=LearningRateFacts)
-def cosine_climbs(run: RunContext) -> Iterator[Result]:
+def cosine_climbs(run: RunContext) -> Results:
     """A cosine schedule is stepped beyond its end, and the learning rate climbs back.
 
     Why it matters: after twice `T_max` it is at its peak again; the run ends with a high rate and does not converge.
@@ -26,9 +18,9 @@ def cosine_climbs(run: RunContext) -> Iterator[Result]:
 
     Sources: CodefyUI#205, HALOs#33.
     """
-    facts = run.latest(LearningRateFacts)
-    rates = [lr for _, lr in facts.lrs] if facts is not None else []
-    if facts is None or len(rates) < 3:
+    facts = run.measured(LearningRateFacts)
+    rates = [lr for _, lr in facts.lrs]
+    if len(rates) < 3:
         yield NotApplicable("the learning rate is constant")
         return
     parts = [part for each in facts.schedulers for part in each.parts if part.kind == "CosineAnnealingLR"]

@@ -1,13 +1,5 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts
-from trainwright.doctor.finding import RemedyTrial
 
 MIN_CALLS = 4
 MAX_RATIO = 2.0
@@ -18,9 +10,9 @@ MAX_BASE_LR = 0.05
 
 @check(
     points_at="schedule", stage="update", severity="critical", confidence=0.9, needs=LearningRateFacts,
-    explains=("optim.lr_too_low", "optim.weights_never_move", "schedule.ends_too_early"),
+    explains=("optim.lr_too_low", "optim.weights_never_move"),
 )  # fmt: skip
-def factor_is_rate(run: RunContext) -> Iterator[Result]:
+def factor_is_rate(run: RunContext) -> Results:
     """A `LambdaLR` is given a learning rate instead of a factor, so the rate is multiplied twice.
 
     How it is detected: the highest factor so far (learning rate over `initial_lr`) is as small as the base rate itself,
@@ -34,9 +26,9 @@ def factor_is_rate(run: RunContext) -> Iterator[Result]:
 
     Sources: lhoyer/MIC#60, pytorch/pytorch#78917.
     """
-    facts = run.latest(LearningRateFacts)
-    of_lambda = [e for e in facts.schedulers if "LambdaLR" in [p.kind for p in e.parts]] if facts is not None else []
-    if facts is None or not of_lambda:
+    facts = run.measured(LearningRateFacts)
+    of_lambda = [e for e in facts.schedulers if "LambdaLR" in [p.kind for p in e.parts]]
+    if not of_lambda:
         yield NotApplicable("there is no LambdaLR")
         return
     rates = [lr for _, lr in facts.lrs]

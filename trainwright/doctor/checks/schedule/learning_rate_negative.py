@@ -1,16 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.weights import WeightsFacts
 
 
 @check(stage="update", confidence=0.95, needs=WeightsFacts)
-def learning_rate_negative(run: RunContext) -> Iterator[Result]:
+def learning_rate_negative(run: RunContext) -> Results:
     """The learning rate is below 0, so the update raises the loss.
 
     How it is detected: the learning rate of every parameter group at every update.
@@ -20,8 +13,8 @@ def learning_rate_negative(run: RunContext) -> Iterator[Result]:
 
     Fix: print the learning rate of every step of the schedule before the run, and put `max(0.0, ...)` around it.
     """
-    facts = run.latest(WeightsFacts)
-    if facts is not None and facts.lowest_rate < 0.0:
+    facts = run.measured(WeightsFacts)
+    if facts.lowest_rate < 0.0:
         yield run.finding(
             facts.steps,
             symptom=f"the learning rate is {facts.lowest_rate:.3g} in step {facts.lowest_at}",

@@ -1,12 +1,6 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.weights import WeightsFacts
 
 MIN_UPDATES_FROM_START = 16
@@ -24,7 +18,7 @@ DECAYED_FRACTION = 0.01
 
 
 @check(stage="update", confidence=0.85, needs=WeightsFacts)
-def learning_rate_zero(run: RunContext) -> Iterator[Result]:
+def learning_rate_zero(run: RunContext) -> Results:
     """The learning rate is 0, so updates change nothing.
 
     Why it matters: the run goes on, costs time, and learns nothing.
@@ -43,8 +37,8 @@ def learning_rate_zero(run: RunContext) -> Iterator[Result]:
 
     Sources: mosaicml/composer#1384, mlfoundations/open_clip#413.
     """
-    facts = run.latest(WeightsFacts)
-    if facts is None or not facts.at_0_since:
+    facts = run.measured(WeightsFacts)
+    if not facts.at_0_since:
         return
     count = facts.steps - facts.at_0_since + 1
     if count >= MIN_UPDATES_FROM_START and facts.at_0_since == 1:

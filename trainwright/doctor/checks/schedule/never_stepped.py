@@ -1,20 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts
-from trainwright.doctor.finding import RemedyTrial
 
 
 @check(
     points_at="step", stage="loop", confidence=0.95, needs=LearningRateFacts,
     explains=("optim.weights_never_move", "optim.lr_too_low", "schedule.learning_rate_zero", "schedule.unit_mismatch"),
 )  # fmt: skip
-def never_stepped(run: RunContext) -> Iterator[Result]:
+def never_stepped(run: RunContext) -> Results:
     """A scheduler is made and never stepped.
 
     Why it matters: with a warm-up from 0 the learning rate stays 0 and nothing is trained; else it never decays.
@@ -29,8 +21,8 @@ def never_stepped(run: RunContext) -> Iterator[Result]:
     Fix: `scheduler.step()` after each `optimizer.step()`. A warm-up that begins above 0:
     `LambdaLR(optimizer, lambda step: min(1, (step + 1) / 100))`.
     """
-    facts = run.latest(LearningRateFacts)
-    if facts is None or any(each.calls for each in facts.schedulers):
+    facts = run.measured(LearningRateFacts)
+    if any(each.calls for each in facts.schedulers):
         return
     stands_still = facts.base > 0.0 and facts.zero_steps == facts.steps >= 2
     waits = not facts.schedulers or facts.schedulers[0].kind == "ReduceLROnPlateau"

@@ -1,18 +1,11 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts
 
 
 @check(
     points_at="schedule", stage="loop", confidence=0.95, needs=LearningRateFacts, explains=("schedule.never_stepped",)
 )
-def of_other_optimizer(run: RunContext) -> Iterator[Result]:
+def of_other_optimizer(run: RunContext) -> Results:
     """A scheduler is stepped whose optimizer never steps.
 
     Why it matters: the learning rate of the optimizer that updates the weights never changes.
@@ -26,8 +19,8 @@ def of_other_optimizer(run: RunContext) -> Iterator[Result]:
 
     Sources: accelerate#2665, HVPNeT#5 (objects of before a copy).
     """
-    facts = run.latest(LearningRateFacts)
-    for each in facts.schedulers if facts is not None else ():
+    facts = run.measured(LearningRateFacts)
+    for each in facts.schedulers:
         if each.is_stray:
             yield run.finding(
                 run.last_step,

@@ -1,15 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts, PlateauMetric, SchedulerFacts
-from trainwright.doctor.finding import RemedyTrial
 
 
 @check(
@@ -17,9 +11,9 @@ from trainwright.doctor.finding import RemedyTrial
     stage="loop",
     confidence=0.9,
     needs=LearningRateFacts,
-    explains=("optim.lr_too_low", "schedule.ends_too_early"),
+    explains=("optim.lr_too_low",),
 )
-def plateau_mode(run: RunContext) -> Iterator[Result]:
+def plateau_mode(run: RunContext) -> Results:
     """ReduceLROnPlateau cuts the learning rate while its metric improves.
 
     Why it matters: the better the training goes, the sooner the learning rate is near 0.
@@ -32,11 +26,11 @@ def plateau_mode(run: RunContext) -> Iterator[Result]:
 
     Fix: `ReduceLROnPlateau(optimizer, mode="min")` for a loss, `"max"` for an accuracy.
     """
-    facts = run.latest(LearningRateFacts)
-    for each in facts.schedulers if facts is not None else ():
+    facts = run.measured(LearningRateFacts)
+    for each in facts.schedulers:
         until_cut = _until_cut(each)
         right = _right_mode(each.parts[0].mode, until_cut)
-        if facts is None or not right:
+        if not right:
             continue
         values = [row.value for row in until_cut]
         yield run.finding(

@@ -1,19 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts, SchedulerFacts
 
 
 @check(
     points_at="schedule", stage="loop", confidence=0.9, needs=LearningRateFacts,
-    explains=("schedule.unit_mismatch", "schedule.ends_too_early", "schedule.learning_rate_zero", "optim.lr_too_low"),
+    explains=("schedule.unit_mismatch", "schedule.learning_rate_zero", "optim.lr_too_low"),
 )  # fmt: skip
-def stepped_several_times(run: RunContext) -> Iterator[Result]:
+def stepped_several_times(run: RunContext) -> Results:
     """`scheduler.step()` is called several times for one update.
 
     Why it matters: the schedule runs that many times too fast. On 8 ranks the decay is over after an eighth of the run.
@@ -31,8 +24,8 @@ def stepped_several_times(run: RunContext) -> Iterator[Result]:
 
     Sources: accelerate#2926, huggingface/transformers#24088, EasyContext#21.
     """
-    facts = run.latest(LearningRateFacts)
-    if facts is None or not facts.schedulers:
+    facts = run.measured(LearningRateFacts)
+    if not facts.schedulers:
         yield NotApplicable("no scheduler is known")
         return
     for each in facts.schedulers:

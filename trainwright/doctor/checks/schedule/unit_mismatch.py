@@ -1,21 +1,14 @@
-"""See the function."""
-
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
-from trainwright.doctor.check import NotApplicable, Passed, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import NotApplicable, Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts, PartFacts, SchedulerFacts
-from trainwright.doctor.finding import RemedyTrial
 
 
 @check(
     points_at="schedule", stage="loop", confidence=0.9, needs=LearningRateFacts,
-    explains=("optim.lr_too_low", "schedule.cosine_climbs", "schedule.ends_too_early", "schedule.learning_rate_zero"),
+    explains=("optim.lr_too_low", "schedule.cosine_climbs", "schedule.learning_rate_zero"),
 )  # fmt: skip
-def unit_mismatch(run: RunContext) -> Iterator[Result]:
+def unit_mismatch(run: RunContext) -> Results:
     """The schedule is stepped in another unit than the one it counts in.
 
     Why it matters: the learning rate is near 0 after the first part of the run, or never leaves the warm-up.
@@ -32,8 +25,8 @@ def unit_mismatch(run: RunContext) -> Iterator[Result]:
 
     Sources: k-diffusion#50, ludwig#3555.
     """
-    facts = run.latest(LearningRateFacts)
-    if facts is None or not facts.schedulers:
+    facts = run.measured(LearningRateFacts)
+    if not facts.schedulers:
         yield NotApplicable("no scheduler is known")
         return
     for each in facts.schedulers:

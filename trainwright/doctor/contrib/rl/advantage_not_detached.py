@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossFacts
-from trainwright.doctor.shared_loss import over_most_steps
-from trainwright.runs.records import Where
+from trainwright.doctor import Results, RunContext, Where, check
+from trainwright.doctor.facts.loss import LossFacts, over_most_steps
 
 
 @check(stage="loss", confidence=0.85, needs=LossFacts)
-def advantage_not_detached(run: RunContext) -> Iterator[Result]:
+def advantage_not_detached(run: RunContext) -> Results:
     """The advantage is not detached, so the policy loss also trains the critic, and biases it.
 
     How it is detected: log-probabilities of chosen actions are multiplied by the difference of a constant and an output

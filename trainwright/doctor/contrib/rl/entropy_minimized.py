@@ -1,20 +1,12 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import Result, check
-from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.loss import LossFacts
-from trainwright.doctor.shared_loss import over_most_steps, where_of
+from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor.facts.loss import LossFacts, over_most_steps, where_of
 
 MIN_STEPS = 6
 """Examined steps in which the entropy is minimized."""
 
 
 @check(stage="loss", confidence=0.85, needs=LossFacts)
-def entropy_minimized(run: RunContext) -> Iterator[Result]:
+def entropy_minimized(run: RunContext) -> Results:
     """The entropy bonus of a policy has the wrong sign: entropy is minimized, and exploration ends too early.
 
     How it is detected: in every examined step of a loop that draws actions from the outputs, the total loss falls where
