@@ -252,7 +252,11 @@ def _instrumented(job: Job, doctor: EngineObserver | RanksObserver | None, logbo
         logbook.recorder.window = window.values
     layers = tuple(layer_observers(job, logbook))
     witness, probes = doctor.witness if doctor else SILENT, [each.probe for each in layers]
-    return _Instrumented(make_advance(job, witness, spike_handler(job.loaded), window.keeper, probes), window, layers)
+    return _Instrumented(
+        make_advance(job, witness, spike_handler(job.loaded), window.keeper, probes),
+        window,
+        layers,
+    )
 
 
 def make_doctor(
