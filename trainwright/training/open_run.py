@@ -198,11 +198,13 @@ def _open_on_first(job: Job, place: HeldFolder, process: Process, extras: Sequen
             )
 
         progress.left_s, logbook.judge = left_s, judge
+        further = [
+            make(job, folder, progress) for make in extras
+        ]  # before hooks are registered: they may run the model
         steps = _instrumented(job, doctor, logbook)
         observers: list[Observer] = [steps.window, logbook.recorder, logbook.telemetry, spent, progress]
         observers += [*_end_time(job, progress), *_not_logging(doctor), *job.built.observers]
-        observers += [*(make(job, folder, progress) for make in extras), *alerts, *steps.layers]
-        observers += [signals, Heartbeat(lock, state)]
+        observers += [*further, *alerts, *steps.layers, signals, Heartbeat(lock, state)]
         listening: AbstractContextManager[None] = nullcontext()
         if isinstance(doctor, EngineObserver):
             listening = doctor.listening()
