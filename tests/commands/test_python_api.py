@@ -60,7 +60,7 @@ def test_plan_measures_a_step_of_the_objects(objects: tuple[Any, ...]) -> None:
     model, data, loss, optimizer = objects
     shown = tw.plan(model, data, loss, optimizer=optimizer, quiet=True)
     assert shown.why_not_measured == ""
-    assert shown.measured is not None and shown.measured.step_s is not None
+    assert shown.measured is not None and shown.measured.predicted.step_s is not None
 
 
 @pytest.mark.parametrize("verb", [tw.check, tw.plan, tw.profile, tw.lr_range, tw.batch_size])

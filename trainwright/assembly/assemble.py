@@ -52,7 +52,7 @@ from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Note, Plan, RunFacts, require_fp8
 from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, Dataset, Duration, Loaded, Recipe
 from trainwright.recipe.resolve import find, is_live, make, parameters_of, require_arguments
-from trainwright.recipe.schema import DEFAULT_BATCH_SIZE, Fp8
+from trainwright.recipe.schema import DEFAULT_BATCH_SIZE, Evaluation, Fp8
 from trainwright.recipe.source import Source
 
 MAX_SAMPLES_TRIED = 16  # number of samples tried until one can be read, to count its tokens
@@ -412,14 +412,14 @@ def training_batches(parts: Parts, loading: Loading, cursor: Cursor, say: Say = 
     return StepBatches(parts.train.dataset, loading, cursor=cursor, say=say)
 
 
-def validation_sets(parts: Parts, recipe: Recipe, loading: Loading) -> dict[str, EvaluationBatches]:
+def validation_sets(parts: Parts, ask: Evaluation, loading: Loading) -> dict[str, EvaluationBatches]:
     """Return the batches of each validation set by name, read in this process."""
-    return {name: validation_batches(parts, val, recipe, loading) for name, val in parts.val_sets.items()}
+    return {name: validation_batches(parts, val, ask, loading) for name, val in parts.val_sets.items()}
 
 
-def validation_batches(parts: Parts, val: Unwrapped, recipe: Recipe, loading: Loading) -> EvaluationBatches:
+def validation_batches(parts: Parts, val: Unwrapped, ask: Evaluation, loading: Loading) -> EvaluationBatches:
     """Return the batches of one validation set, read in this process."""
-    size = _evaluation_size(parts, val, recipe, loading)
+    size = _evaluation_size(parts, val, ask, loading)
     how = replace(
         loading,
         batch_size=size * loading.ranks,
@@ -432,19 +432,19 @@ def validation_batches(parts: Parts, val: Unwrapped, recipe: Recipe, loading: Lo
         loader=None,
         joined=1,
     )
-    limit = recipe.evaluation.batches
+    limit = ask.batches
     if limit is not None and val.own_batches is None:  # else ranks share each ready-made batch
         limit = -(-limit // loading.ranks)
     return EvaluationBatches(val.dataset, how, limit=limit)
 
 
-def _evaluation_size(parts: Parts, val: Unwrapped, recipe: Recipe, loading: Loading) -> int:
+def _evaluation_size(parts: Parts, val: Unwrapped, ask: Evaluation, loading: Loading) -> int:
     """Return the number of samples in a validation micro-batch. Ready-made batches are not cut."""
     if val.own_batches is not None:
         return sys.maxsize
     if loading.micro_size == sys.maxsize:  # the training set has ready-made batches
-        return recipe.evaluation.batch or parts.train.batch_size or DEFAULT_BATCH_SIZE
-    return recipe.evaluation.batch or loading.micro_size
+        return ask.batch or parts.train.batch_size or DEFAULT_BATCH_SIZE
+    return ask.batch or loading.micro_size
 
 
 def _resume_notes(train: Unwrapped) -> Iterator[Note]:

@@ -231,7 +231,7 @@ class _Search:
         start_peak(device)
         loading = replace(build_loading(job.parts, job.recipe, job.plan, device), workers=0)
         loading = replace(loading, batch_size=size, micro_size=size, drop_last=True, order=None)
-        validation = next(iter(validation_sets(job.parts, job.recipe, loading).values()), None)
+        validation = next(iter(validation_sets(job.parts, job.recipe.evaluation, loading).values()), None)
         step_s = 0.0
         try:
             for number, batch in enumerate(islice(training_batches(job.parts, loading, Cursor()), STEPS_PER_SIZE)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +14,6 @@ from trainwright.checkpoint.codec import StateDict, Tree
 from trainwright.checkpoint.shards import row_of_each_rank
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import Ranks, World
-
-CompressionName = Literal["none", "bf16", "powersgd"]
 
 
 class GradientSum(Protocol):

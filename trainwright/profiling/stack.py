@@ -33,7 +33,6 @@ _FILES = {
     f"{_PACKAGE}engine/evaluate.py": "evaluation",
     f"{_PACKAGE}monitoring/evaluation.py": "evaluation",
     f"{_PACKAGE}monitoring/saving.py": "saving",
-    f"{_PACKAGE}monitoring/saving_together.py": "saving",
     f"{_PACKAGE}recorder/": "looking",
     f"{_PACKAGE}watching/": "looking",
     f"{_PACKAGE}watching/experiments.py": "looks",

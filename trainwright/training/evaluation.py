@@ -29,7 +29,8 @@ def periodic_evaluation(
     world = job.mesh.data
     loading = build_loading(job.parts, job.recipe, job.plan, job.device, world=world)
     rows = job.recipe.evaluation.batch or loading.micro_size
-    sets = {name: _in_course(job, whole) for name, whole in validation_sets(job.parts, job.recipe, loading).items()}
+    whole_sets = validation_sets(job.parts, job.recipe.evaluation, loading)
+    sets = {name: _in_course(job, whole) for name, whole in whole_sets.items()}
     if not sets:
         return None
     if is_reported:

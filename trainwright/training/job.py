@@ -17,7 +17,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -156,7 +156,7 @@ class Job:
     def device(self) -> torch.device:
         return self.hardware.device
 
-    @property
+    @cached_property
     def recipe(self) -> Recipe:
         return self.loaded.recipe
 
@@ -773,7 +773,7 @@ def _with_evaluations(plan: Plan, job: Job, cost: EvaluationCost | None, kept: R
 
 def _evaluation_cost(plan: Plan, job: Job) -> EvaluationCost | None:
     loading = build_loading(job.parts, job.recipe, plan, job.device, world=job.mesh.data)
-    sets = validation_sets(job.parts, job.recipe, loading)
+    sets = validation_sets(job.parts, job.recipe.evaluation, loading)
     batches = next(iter(sets.values()), None)
     if batches is None or (batches.count is None and evaluations(plan) <= 1):  # a stream may be readable only once
         return None

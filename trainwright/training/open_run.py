@@ -73,7 +73,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Place:
+class HeldFolder:
     """The run folder, its lock and identity, and the checkpoint that was resumed. Other ranks have the folder only."""
 
     folder: RunFolder
@@ -145,7 +145,7 @@ class Reports:
 
 
 @contextmanager
-def open_run(job: Job, place: Place, process: Process, extras: Sequence[Extra] = ()) -> Iterator[OpenRun]:
+def open_run(job: Job, place: HeldFolder, process: Process, extras: Sequence[Extra] = ()) -> Iterator[OpenRun]:
     """Open log, doctor, evaluation and saving, on a rank other than the first only what takes part in exchanges."""
     opened = _open_on_first(job, place, process, extras) if process.is_first else _open_on_other(job, place, process)
     with opened as run:
@@ -155,7 +155,7 @@ def open_run(job: Job, place: Place, process: Process, extras: Sequence[Extra] =
 
 
 @contextmanager
-def _open_on_first(job: Job, place: Place, process: Process, extras: Sequence[Extra]) -> Iterator[OpenRun]:
+def _open_on_first(job: Job, place: HeldFolder, process: Process, extras: Sequence[Extra]) -> Iterator[OpenRun]:
     plan, state, folder, progress, signals = job.plan, job.state, place.folder, process.progress, process.signals
     lock = place.lock
     assert isinstance(lock, RunLock)
@@ -198,11 +198,13 @@ def _open_on_first(job: Job, place: Place, process: Process, extras: Sequence[Ex
             )
 
         progress.left_s, logbook.judge = left_s, judge
+        further = [
+            make(job, folder, progress) for make in extras
+        ]  # before hooks are registered: they may run the model
         steps = _instrumented(job, doctor, logbook)
         observers: list[Observer] = [steps.window, logbook.recorder, logbook.telemetry, spent, progress]
         observers += [*_end_time(job, progress), *_not_logging(doctor), *job.built.observers]
-        observers += [*(make(job, folder, progress) for make in extras), *alerts, *steps.layers]
-        observers += [signals, Heartbeat(lock, state)]
+        observers += [*further, *alerts, *steps.layers, signals, Heartbeat(lock, state)]
         listening: AbstractContextManager[None] = nullcontext()
         if isinstance(doctor, EngineObserver):
             listening = doctor.listening()
@@ -221,7 +223,7 @@ def _open_on_first(job: Job, place: Place, process: Process, extras: Sequence[Ex
 
 
 @contextmanager
-def _open_on_other(job: Job, place: Place, process: Process) -> Iterator[OpenRun]:
+def _open_on_other(job: Job, place: HeldFolder, process: Process) -> Iterator[OpenRun]:
     evaluation = periodic_evaluation(job)
     saving = SavingTogether(process.world, stages=job.mesh.stages_of_first) if job.saves_together else NEVER
     doctor = make_doctor(job, place.folder)
@@ -252,7 +254,11 @@ def _instrumented(job: Job, doctor: EngineObserver | RanksObserver | None, logbo
         logbook.recorder.window = window.values
     layers = tuple(layer_observers(job, logbook))
     witness, probes = doctor.witness if doctor else SILENT, [each.probe for each in layers]
-    return _Instrumented(make_advance(job, witness, spike_handler(job.loaded), window.keeper, probes), window, layers)
+    return _Instrumented(
+        make_advance(job, witness, spike_handler(job.loaded), window.keeper, probes),
+        window,
+        layers,
+    )
 
 
 def make_doctor(
@@ -311,7 +317,7 @@ def _end_time(job: Job, progress: Progress) -> Iterator[EndTime]:
         )
 
 
-def _saving(job: Job, place: Place, lock: RunLock, process: Process, logbook: Logbook) -> Saving:
+def _saving(job: Job, place: HeldFolder, lock: RunLock, process: Process, logbook: Logbook) -> Saving:
     plan, ask = job.plan, job.recipe.checkpoint
     policy = SavePolicy(
         every(plan.cadence.save_every, job.state) if plan.cadence.save_every else None,

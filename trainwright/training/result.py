@@ -23,7 +23,7 @@ from trainwright.runs.identity import identity_of
 from trainwright.runs.json_values import strict
 from trainwright.runs.records import Ended, Found, RunVerdict
 from trainwright.training.job import Job
-from trainwright.training.open_run import OpenRun, Place, Process, Reports, is_saved
+from trainwright.training.open_run import HeldFolder, OpenRun, Process, Reports, is_saved
 from trainwright.training.resume import doubled_length, resume_command
 
 
@@ -93,7 +93,7 @@ class Result:
         return {"run": str(self.run), **figures, "verdict": strict(self.verdict), "findings": findings}
 
 
-def finish(job: Job, place: Place, run: OpenRun, outcome: Outcome, process: Process) -> Result:
+def finish(job: Job, place: HeldFolder, run: OpenRun, outcome: Outcome, process: Process) -> Result:
     """Print how the run ended, restore the best weights if requested, and return the result.
 
     On a rank that wrote nothing, the result has no findings and no verdict.
@@ -132,7 +132,7 @@ def finish(job: Job, place: Place, run: OpenRun, outcome: Outcome, process: Proc
 
 
 def _print_ending(
-    job: Job, place: Place, reports: Reports, ended: Ended, process: Process, *, is_whole: bool
+    job: Job, place: HeldFolder, reports: Reports, ended: Ended, process: Process, *, is_whole: bool
 ) -> Ending:
     process.progress.close()
     ending = Ending(

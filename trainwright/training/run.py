@@ -44,7 +44,7 @@ from trainwright.runs.identity import ensure_identity
 from trainwright.runs.lock import NoLock, RunLock
 from trainwright.training.job import Job, prepare
 from trainwright.training.layout import require_layout
-from trainwright.training.open_run import Extra, Place, Process, compares_ranks, measure_norms, open_run
+from trainwright.training.open_run import Extra, HeldFolder, Process, compares_ranks, measure_norms, open_run
 from trainwright.training.problems import all_problems_reported
 from trainwright.training.result import Result, finish
 from trainwright.training.resume import Earlier, find_earlier, follow_earlier, interrupted_run
@@ -168,12 +168,12 @@ def unfinished_run(loaded: Loaded, launch: Launch) -> RunFolder | None:
     return interrupted_run(Path(recipe.folder), recipe.name, launch) if launch.job else None
 
 
-def enter_folder(job: Job, earlier: Earlier | None, process: Process, *, serve: bool) -> Place:
+def enter_folder(job: Job, earlier: Earlier | None, process: Process, *, serve: bool) -> HeldFolder:
     """Return the run folder of a job. The first rank makes and locks it, and writes metadata and preflight to it."""
     if not process.is_first:
         agreed: RunFolder | None = process.world.agree(None)
         assert agreed is not None
-        return Place(agreed, NoLock(), "", None)
+        return HeldFolder(agreed, NoLock(), "", None)
     progress, say = process.progress, process.progress.say
     _show_plan(progress, job)
     folder = earlier.folder if earlier else RunFolder.create(job.recipe.folder, job.recipe.name)
@@ -186,7 +186,7 @@ def enter_folder(job: Job, earlier: Earlier | None, process: Process, *, serve: 
     if serve:
         serve_in_background(folder, progress.print)
     process.world.agree(folder)
-    return Place(folder, lock, ensure_identity(folder), earlier.checkpoint if earlier else None)
+    return HeldFolder(folder, lock, ensure_identity(folder), earlier.checkpoint if earlier else None)
 
 
 def _show_plan(progress: Progress, job: Job) -> None:

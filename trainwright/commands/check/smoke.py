@@ -169,7 +169,7 @@ def _message_and_remedy(error: Exception) -> tuple[str, str]:
 def _evaluate(sandbox: Sandbox, state: TrainState, run: SmokeRun, budget_s: float) -> None:
     job = sandbox.job
     loading = build_loading(job.parts, job.recipe, job.plan, job.device)
-    batches = next(iter(validation_sets(job.parts, job.recipe, loading).values()), None)
+    batches = next(iter(validation_sets(job.parts, job.recipe.evaluation, loading).values()), None)
     if batches is None:
         return
     in_time = within(iter(islice(batches, 32)), budget_s)
