@@ -10,17 +10,21 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 
 @dataclass(frozen=True)
 class Row:
-    """``name`` is the name in a recipe, ``factory`` is ``package.module:callable``, ``doc`` one sentence for users."""
+    """``name`` is the name in a recipe, ``factory`` is ``package.module:callable``, ``doc`` one sentence for users.
+
+    ``keys`` are arguments of the factory that a recipe may also write beside ``use`` instead of in ``args``.
+    """
 
     name: str
     factory: str
     doc: str
+    keys: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,12 @@ MODELS = _by_name(
     Row("actor-critic", "trainwright.models.policy:actor_critic", "A policy and a value, for PPO."),
     Row("lstm", "trainwright.models.lstm:lstm", "An LSTM language model."),
     Row("mlp", "trainwright.models.mlp:mlp", "Linear layers with an activation between them."),
-    Row("hf", "trainwright.models.hf:hf_model", "A model of the transformers library."),
+    Row(
+        "hf",
+        "trainwright.models.hf:hf_model",
+        "A model of the transformers library: pretrained weights by name, or new ones by architecture.",
+        keys=("name", "architecture", "revision", "dtype", "trust_remote_code"),
+    ),
     Row("timm", "trainwright.models.image_libraries:timm_model", "An image model of the timm library."),
     Row("torchvision", "trainwright.models.image_libraries:torchvision_model", "An image model of torchvision."),
 )
