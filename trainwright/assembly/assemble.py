@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.assembly.adapters import add_adapters
 from trainwright.assembly.checkpointing import checkpointing_as_requested
 from trainwright.assembly.compiling import compile_in_place
 from trainwright.assembly.fp8 import convert_linear_layers, note_of
@@ -32,7 +33,7 @@ from trainwright.data.unwrap import Unwrapped, length_of, unwrap
 from trainwright.distributed import device_name, low_precision
 from trainwright.distributed.group import SOLO, World
 from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError, UsageError, unknown_args
-from trainwright.models.lora import add_lora
+from trainwright.models.pretrained import listed, pretrained_of
 from trainwright.optim.choose import make_optimizer
 from trainwright.optim.groups import GroupRule
 from trainwright.optim.schedule import make_schedule
@@ -175,9 +176,11 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
     require_in_set(parts.train, loaded)
     with at_recipe(loaded, "model.use"):
         require_ready(model)
+    notes += pretrained_notes(model)
     if recipe.model.lora is not None:
         with at_recipe(loaded, "model.lora"):
-            model = add_lora(model, **recipe.model.lora.model_dump())
+            model, found = add_adapters(model, recipe.model.lora)
+        notes += found
     if recipe.model.qat is not None:
         with at_recipe(loaded, "model.qat"):
             if recipe.precision in ("fp8", "mxfp8"):
@@ -219,6 +222,19 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
     if recipe.model.compile:
         compile_in_place(model)
     return replace(parts, model=model, notes=tuple(notes), prepared=True)
+
+
+def pretrained_notes(model: nn.Module) -> Iterator[Note]:
+    """Yield notes on the files of a pretrained model, and on names that only the files or only the model has."""
+    origin = pretrained_of(model)
+    if origin is None:
+        return
+    yield Note("model", origin.name, f"{type(model).__name__}, {origin.dtype}, revision {origin.revision[:19]}")
+    if origin.new:
+        why = "these weights are not in the files of the model; a new head is normal"
+        yield Note("new weights", listed(origin.new), why)
+    if origin.unused:
+        yield Note("not used", listed(origin.unused), "the model has no weights of these names in its files")
 
 
 def gather_facts(
@@ -495,6 +511,7 @@ def _with_classes(loaded: Loaded, train: Unwrapped | None) -> tuple[dict[str, ob
     name = next((n for n in ("vocab_size", "classes") if n in accepted), None)
     if ask.use == "hf":
         name = "num_labels" if "Classification" in str(args.get("architecture")) else "vocab_size"
+        name = None if name == "vocab_size" and "name" in args else name  # that of the pretrained weights
     if name is None or name in args:
         return args, ()
     classes = getattr((train or build_dataset(loaded, "train")).dataset, "classes", None)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -19,6 +27,12 @@ Count = Annotated[int, Field(gt=0, le=LARGEST_INT)]
 SampleId = Annotated[int, Field(ge=0, le=LARGEST_INT)]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Field(strict=False)]  # not strict: YAML has lists and no tuples
+TextOrTexts = Annotated[
+    Texts,
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}),
+]
+"""A list of texts; a single text is short for a list with one item."""
 Warmup = Annotated[Duration, DurationField(allow_zero=True)]
 
 

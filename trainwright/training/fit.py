@@ -21,6 +21,7 @@ from trainwright.data.unwrap import Unwrapped, unwrap
 from trainwright.engine.loss import ModelLoss, require_callable
 from trainwright.engine.observer import as_observer
 from trainwright.errors import UsageError, require_choice
+from trainwright.models.pretrained import load_pretrained
 from trainwright.monitoring.signals import forward_signal
 from trainwright.plan.make import Note
 from trainwright.recipe import LOSSES, Loaded, from_mapping
@@ -63,8 +64,9 @@ SHORT_NAMES = {
     "name": "name",
 }
 """Maps arguments of ``fit`` to the recipe key that each sets."""
-ModelLike: TypeAlias = nn.Module | str | Callable[[], object]
-"""A module, or a function that returns the arguments of ``tw.fit``, passed as such or as ``"module:function"``."""
+ModelLike: TypeAlias = nn.Module | str | Path | Callable[[], object]
+"""A module, the folder or the hub name of a pretrained model, or a function that returns the arguments of ``tw.fit``,
+passed as such or as ``"module:function"``."""
 
 
 class RunOptions(TypedDict, total=False):
@@ -148,9 +150,10 @@ def fit(
     docs/how-to/train-your-model.md has the table of defaults. ``tw.verify_plain`` compares ``fit`` with the loop.
 
     Args:
-        model: The module to train. Alternatively a function without arguments, passed as such or as
-            ``"module:function"``, that returns ``(model, data, loss, optimizer)``, a shorter tuple of these, or a dict
-            of arguments of ``tw.fit``. The run folder then records the function, so that commands can build the
+        model: The module to train; or the folder or the hub name of a pretrained model of ``transformers``, which is
+            loaded in float32 (docs/how-to/fine-tune.md). Alternatively a function without arguments, passed as such or
+            as ``"module:function"``, that returns ``(model, data, loss, optimizer)``, a shorter tuple of these, or a
+            dict of arguments of ``tw.fit``. The run folder then records the function, so that commands can build the
             objects again to resume, replay and profile the run.
         data: A Dataset, a DataLoader, a tuple or dict of tensors (or NumPy arrays) of the same length, or ready
             batches: any other iterable, or a function without arguments that returns one. The sampler, batch sampler,
@@ -271,6 +274,9 @@ def fit_objects(
     Raises UsageError or RecipeError as ``tw.fit`` does.
     """
     require_known("fit", options, [*RunOptions.__annotations__, "steps"])
+    if isinstance(model, Path) or (isinstance(model, str) and ":" not in model):
+        with seeded(options.get("seed")):
+            model = load_pretrained(model)
     if not isinstance(model, nn.Module):
         with seeded(options.get("seed")):
             made = call_function(model, {"data": data, "loss": loss, **options})

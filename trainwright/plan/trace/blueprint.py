@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset
 
+from trainwright.assembly.adapters import add_adapters
 from trainwright.assembly.assemble import Parts, at_recipe, build_dataset, build_loss, build_model
 from trainwright.assembly.model import freeze, require_ready
 from trainwright.checkpoint.chained_optimizer import parts_of
@@ -26,7 +27,6 @@ from trainwright.engine.chunked import CHUNK_BYTES_ELSEWHERE, logits_bytes
 from trainwright.engine.head import head_of, hf_head_of
 from trainwright.engine.loss import Loss
 from trainwright.errors import DataError, RecipeError, UsageError
-from trainwright.models.lora import add_lora
 from trainwright.optim.choose import make_optimizer
 from trainwright.optim.groups import GroupRule
 from trainwright.optim.user_optimizers import as_one, require_optimizer
@@ -140,7 +140,7 @@ class Blueprint:
         recipe, model = self.loaded.recipe, self.bare_model(device)
         if recipe.model.lora is not None:
             with at_recipe(self.loaded, "model.lora"):
-                model = add_lora(model, **recipe.model.lora.model_dump())
+                model, _ = add_adapters(model, recipe.model.lora, is_simulated=True)
         if recipe.model.freeze:
             with at_recipe(self.loaded, "model.freeze"):
                 freeze(model, recipe.model.freeze)
