@@ -177,7 +177,9 @@ def require_weights(folder: Path) -> None:
             remedy="use a revision that has model.safetensors, or convert it once where you trust it: "
             "AutoModel.from_pretrained(...).save_pretrained(FOLDER)",
         )
-    raise UsageError(f"{folder} is no complete pretrained model: {missing}", remedy="download or copy it again")
+    cached = re.fullmatch(r"models--(.+?)--(.+)", folder.parent.parent.name)
+    remedy = f"hf download {cached[1]}/{cached[2]} --revision {folder.name}" if cached else "copy it again"
+    raise UsageError(f"{folder} is no complete pretrained model: {missing}", remedy=remedy)
 
 
 def revision_of(folder: Path) -> str:
