@@ -161,6 +161,8 @@ def build_model(loaded: Loaded, train: Unwrapped | None = None) -> tuple[nn.Modu
     if not isinstance(model, nn.Module):
         got, remedy = type(model).__name__, "return the module from it"
         raise RecipeError(Problem("model.use", "must give an nn.Module", got, remedy, where("model.use")))
+    if recipe.model.use in MODELS and pretrained_of(model) is None:
+        vars(model)["newly_initialized"] = True  # for the doctor: adapters need pretrained weights
     return model, notes
 
 

@@ -74,6 +74,22 @@ class TiesFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PretrainedFacts:
+    """The origin of the weights of a model that Trainwright has built.
+
+    Attributes:
+        missing: Names of weights of the pretrained part that are not in its files.
+        is_random: The model was built without pretrained weights.
+        adapters: Number of layers with low-rank adapters.
+    """
+
+    experiment: ClassVar[str] = "pretrained"
+    missing: tuple[str, ...] = ()
+    is_random: bool = False
+    adapters: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Neighbours:
     """Weight matrices of equal shape and module class whose names differ in one number, ordered by it.
 
