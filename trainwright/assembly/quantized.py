@@ -17,7 +17,10 @@ from trainwright.optim.torchao import torchao_module
 NF4_BLOCK, NF4_SCALE_BLOCK, INT4_GROUP = 64, 256, 32
 """Weights that share a scale, scales that share a factor (both as in the paper), and weights of an int4 group."""
 CODES, SCALES, FACTORS, MEAN = "codes_4bit", "scales_4bit", "factors_4bit", "mean_4bit"
-"""Names of the buffers; ``factors`` and ``mean`` are those of nf4 only."""
+"""Names of the parameters; ``factors`` and ``mean`` are those of nf4 only.
+
+They are not buffers, of which the engine keeps a copy so that it can repeat a step.
+"""
 _NEEDED_FOR = "model.lora.quantize"
 
 
@@ -31,12 +34,12 @@ class Linear4bit(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         for name, value in codes.items():
-            self.register_buffer(name, value)
+            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
         self.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach(), requires_grad=False)
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        return full_weight(self._buffers)
+        return full_weight(self._parameters)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Return input @ weight.T + bias."""
@@ -57,12 +60,15 @@ class _Product(torch.autograd.Function):
         return (grad @ ctx.layer.weight.to(grad.dtype)).to(ctx.dtype), None
 
 
-def full_weight(buffers: Mapping[str, Any]) -> Tensor:
-    """Return the weight of a quantized layer from its buffers, in the dtype of the original weight."""
-    codes, scales = buffers[CODES], buffers[SCALES]
+def full_weight(parts: Mapping[str, Any]) -> Tensor:
+    """Return the weight of a quantized layer from its parameters, in the dtype of the original weight."""
+    codes, scales = parts[CODES], parts[SCALES]
     rows, columns = codes.shape[0], 2 * codes.shape[1]
-    if FACTORS in buffers:
-        factors, mean = buffers[FACTORS], buffers[MEAN]
+    if _has_no_values(codes):  # a trace of the operators below would take minutes for a large model
+        numbers = codes.int()
+        return numbers.new_empty(rows, columns, dtype=parts[MEAN].dtype if FACTORS in parts else scales.dtype)
+    if FACTORS in parts:
+        factors, mean = parts[FACTORS], parts[MEAN]
         blocks = scales.view(len(factors), -1) / factors.unsqueeze(-1)
         scale = blocks.flatten().to(mean.dtype) + mean
         values = _levels(codes.device).to(mean.dtype)
@@ -70,8 +76,8 @@ def full_weight(buffers: Mapping[str, Any]) -> Tensor:
         scale = scales.flatten()
         values = torch.arange(-8, 8, device=codes.device, dtype=scales.dtype)
     pairs = torch.cartesian_prod(values, values)  # a row for each byte
-    weight = F.embedding(codes.flatten().int(), pairs).view(len(scale), -1) * scale.unsqueeze(-1)
-    return weight.view(rows, columns)
+    weight = F.embedding(codes.flatten().int(), pairs).view(len(scale), -1)
+    return weight.mul_(scale.unsqueeze(-1)).view(rows, columns)
 
 
 def _levels(device: torch.device) -> Tensor:
