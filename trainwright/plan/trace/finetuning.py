@@ -23,8 +23,12 @@ from trainwright.recipe import Loaded, Lora, Recipe
 
 Method = Literal["full", "LoRA", "QLoRA"]
 METHODS: tuple[Method, ...] = ("full", "LoRA", "QLoRA")
-TRACED_TOKENS = 128
-"""Minimum length of the shorter of two traced sequences. Memory and time are linear in the tokens between them."""
+TRACED_TOKENS = 1024
+"""Length of the shorter of two traced sequences; the other is twice as long.
+
+Memory and time of other lengths follow in a straight line. The mask of attention and its products are quadratic, and
+are underestimated for much longer sequences.
+"""
 MAX_TOKENS = 1 << 20
 """The longest sequence that is considered if the model's configuration has no limit."""
 
@@ -97,7 +101,7 @@ def forecast_methods(loaded: Loaded, device: Device, parts: Parts | None = None)
         if length is None:
             return []
         with_chunks = blueprint.classes is not None and variant.recipe.loss.chunked is not False
-        first = TRACED_TOKENS
+        first = min(TRACED_TOKENS, _limit(blueprint) // 2)
         if with_chunks and blueprint.classes is not None:
             first = max(first, -(-2 * CHUNK_BYTES_ELSEWHERE // (4 * blueprint.classes)))
         sizes = (first, 2 * first)
