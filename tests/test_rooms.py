@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"runs", "distributed"},
     "optim": {"recipe", "plan", "distributed", "checkpoint"},
     "data": {"recipe", "plan", "checkpoint"},
-    "finetune": {"data"},
+    "finetune": {"runs", "data"},
     "engine": {"checkpoint", "distributed", "optim"},
     "assembly": {"recipe", "plan", "distributed", "checkpoint", "models", "data", "optim"},
     "plan/trace": {"recipe", "plan", "distributed", "checkpoint", "models", "data", "optim", "engine", "assembly"},

@@ -149,6 +149,33 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         self._chosen = _side(self._rows, split, val_fraction)
         is_sample = (self._rows["kept"] == 1) & (self._rows["rejected"] == 0)  # a rejected row follows its chosen one
         self._index = self._chosen[is_sample[self._chosen]]
+        if not len(self._index):
+            raise self._nothing_supervised()
+
+    def _nothing_supervised(self) -> UsageError:
+        """Return the error of a set in which no sample has a token that carries loss."""
+        rows = self.rows()
+        defects = rows["defects"].astype(np.int64)
+        place = self.store.place(rows[0])
+
+        def have(defect: Defect) -> bool:
+            return bool((defects & int(defect)).any())
+
+        if (defects & int(Defect.BAD_RECORD)).all():
+            why, remedy = "no record can be used", "leave out on_bad_record to see what is wrong with each"
+        elif (defects & int(Defect.NO_ANSWER)).all():
+            why, remedy = "no record has an assistant turn", "check the roles, or set train_on: all"
+        elif have(Defect.TRUNCATED | Defect.TOO_LONG):
+            why, remedy = f"max_length: {self.max_length} cuts every answer off", "raise max_length"
+        elif have(Defect.REWRITTEN_TURN):
+            why = "the chat template rewrites every answer, since a turn follows it"
+            remedy = "end conversations with an answer, or use a template with {% generation %}"
+        elif self.use == "chat" and self.renderer.marks_answers():
+            why = "{% generation %} in the chat template encloses no assistant text"
+            remedy = "put it around the content and the end of each assistant turn, or remove it from the template"
+        else:
+            why, remedy = "no token carries loss", "check the records and the chat template"
+        return UsageError(f"nothing is supervised: {why}; the first record is {place}", remedy=remedy)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -41,6 +41,7 @@ ROW = np.dtype(
         ("length", "<i8"),
         ("line", "<i8"),
         ("hash", "<u8"),
+        ("answer", "<u8"),
         ("defects", "<u4"),
         ("file", "<u2"),
         ("kept", "u1"),
@@ -234,7 +235,7 @@ class _Shard:
         """Return (row, tokens) of each sequence of a record; no tokens if the record is left out."""
         none = np.zeros(HASHES, np.uint32)
         if item is None or any(each is None for each in sequences):
-            return [((0, record.line, 0, int(Defect.BAD_RECORD), record.file, 0, 0, none), None)]
+            return [((0, record.line, 0, 0, int(Defect.BAD_RECORD), record.file, 0, 0, none), None)]
         whole = [each for each in sequences if each is not None]
         longest = max(len(each.ids) for each in whole)
         is_too_long = any(map(self.encoder.is_too_long, whole))
@@ -246,13 +247,14 @@ class _Shard:
         extra |= Defect.TOO_LONG if is_too_long and self.options.truncate == "drop" else Defect(0)
         kept = all(each.supervised.any() for each in cut) and not extra & Defect.TOO_LONG
         identity, signed = content_hash(parts), signature(parts)
+        answer = content_hash([each for each in parts if each[0] == "assistant"][-1:])
         made: list[tuple[Any, NDArray[Any] | None]] = []
         for number, each in enumerate(cut):
             tokens = np.zeros(len(each.ids), TOKEN)
             tokens["id"], tokens["turn"], tokens["role"] = each.ids, each.turns, each.roles
             tokens["supervised"] = each.supervised
             defects = int(each.defects | extra)
-            row = (len(tokens), record.line, identity, defects, record.file, kept, number, signed)
+            row = (len(tokens), record.line, identity, answer, defects, record.file, kept, number, signed)
             made.append((row, tokens))
         return made
 
