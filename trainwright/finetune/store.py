@@ -355,6 +355,6 @@ def _locked(folder: Path) -> Iterator[None]:
     with (folder / "lock").open("w") as file:
         with suppress(OSError):  # a file system without locks: several processes write the same bytes
             fcntl.flock(file, fcntl.LOCK_EX)
-        for left in folder.glob(".shard-*"):
-            left.unlink(missing_ok=True)
+            for left in folder.glob(".*"):  # of a process that was killed
+                left.unlink(missing_ok=True)
         yield
