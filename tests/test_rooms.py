@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adapters": {"runs", "watching"},
     "training": {
         *("recipe", "plan", "plan/trace", "models", "data", "optim", "assembly", "distributed", "engine", "checkpoint"),
-        *("runs", "monitoring", "recorder", "watching", "report"),
+        *("runs", "monitoring", "recorder", "watching", "report", "finetune"),
     },
     "commands": {
         *("recipe", "plan", "plan/trace", "models", "data", "optim", "assembly", "distributed", "engine", "checkpoint"),
@@ -56,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "profiling",
             "training",
             "trials",
+            "finetune",
         ),
     },
     "cli": {"recipe", "plan", "runs", "monitoring", "doctor", "report", "training", "commands"},

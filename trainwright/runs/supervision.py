@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from trainwright.runs.files import UnreadableFile, read_json
 
 NAME = "supervision.json"
 BEGIN_MARK, END_MARK = "⟦", "⟧"
 """What encloses the text that carries loss."""
 WIDTH = 118
-MAX_FINDING_LINES = 12
+MAX_FINDINGS_PRINTED = 12
 Severity = Literal["error", "warning", "note"]
 
 
@@ -26,6 +31,10 @@ class LossShare:
     @property
     def fraction(self) -> float:
         return self.supervised / self.tokens if self.tokens else 0.0
+
+    @property
+    def fraction_text(self) -> str:
+        return percent(self.fraction)
 
 
 @dataclass(frozen=True)
@@ -55,9 +64,10 @@ class DecodedSample:
     place: str
     parts: tuple[MarkedText, ...]
 
-    def text(self) -> str:
-        """Return the text with marks around what carries loss."""
-        return "".join(f"{BEGIN_MARK}{each.text}{END_MARK}" if each.supervised else each.text for each in self.parts)
+    def line(self) -> str:
+        """Return the text in one line, with marks around what carries loss."""
+        text = (f"{BEGIN_MARK}{each.text}{END_MARK}" if each.supervised else each.text for each in self.parts)
+        return "".join(text).replace("\r", "").replace("\n", "\\n")
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,10 @@ class Supervision:
         return self.supervised / self.total if self.total else 0.0
 
     @property
+    def fraction_text(self) -> str:
+        return percent(self.fraction)
+
+    @property
     def refusal(self) -> SupervisionFinding | None:
         """The finding for which the data set cannot be trained on."""
         return next((each for each in self.findings if each.severity == "error"), None)
@@ -111,28 +125,26 @@ class Supervision:
     def summary(self) -> str:
         """Return the numbers in one line."""
         examined = f"{self.samples:,}" if self.size in (None, self.samples) else f"{self.samples:,} of {self.size:,}"
-        text = f"{examined} samples, {self.total:,} {self.unit}, {percent(self.fraction)} carry loss"
+        text = f"{examined} samples, {self.total:,} {self.unit}, {self.fraction_text} carry loss"
         text += f" ({self.masked_by})" if self.masked_by else ""
         return text + (f"; {self.left_out:,} records left out" if self.left_out else "")
 
-    def lines(self, *, samples: int = 3) -> list[str]:
-        """Return the report as text, with at most ``samples`` decoded samples."""
-        head = "supervision" if self.data == "train" else f"supervision of {self.data}"
-        found = _wrapped(f"{head}: ", self.summary())
-        if self.roles:
-            found += _wrapped("  by role: ", ", ".join(map(_described, self.roles)))
-        if len(self.turns) > 1:
-            found += _wrapped("  by answer: ", ", ".join(map(_described, self.turns)))
-        for each in self.findings[:MAX_FINDING_LINES]:
+    def lines(self) -> list[str]:
+        """Return the report as text, with decoded samples of a training set."""
+        found = _wrapped("supervision: " if self.data == "train" else f"supervision of {self.data}: ", self.summary())
+        if shares := self.shares():
+            found += _wrapped("  ", shares)
+        for each in self.findings[:MAX_FINDINGS_PRINTED]:
             found += _wrapped(f"  {each.severity}: ", each.message)
             found += _wrapped("    remedy: ", each.remedy)
-        for sample in self.decoded[:samples]:
-            found += _wrapped(f"  {sample.place}: ", sample.text().replace("\n", "\\n"))
+        for sample in self.decoded if self.data == "train" else ():
+            found += _wrapped(f"  {sample.place}: ", sample.line())
         return found
 
-    def to_json(self) -> dict[str, object]:
-        """Return plain values for ``supervision.json``."""
-        return asdict(self)
+    def shares(self) -> str:
+        """Return the fractions by role and by answer as text; "" if they are unknown."""
+        groups = self.roles, self.turns if len(self.turns) > 1 else ()
+        return "; ".join(", ".join(map(_described, each)) for each in groups if each)
 
 
 def percent(fraction: float) -> str:
@@ -143,20 +155,16 @@ def percent(fraction: float) -> str:
     return f"{text} %" if text != "100.0" or fraction == 1 else "99.9 %"
 
 
-def supervision_of_json(value: Mapping[str, Any]) -> Supervision:
-    """Return the audit that ``to_json`` wrote. Raises KeyError or TypeError for another object."""
-    plain = dict(value)
-    plain["roles"] = tuple(LossShare(**each) for each in plain["roles"])
-    plain["turns"] = tuple(LossShare(**each) for each in plain["turns"])
-    plain["findings"] = tuple(SupervisionFinding(**each) for each in plain["findings"])
-    plain["decoded"] = tuple(
-        DecodedSample(each["place"], tuple(MarkedText(**part) for part in each["parts"])) for each in plain["decoded"]
-    )
-    return Supervision(**plain)
+def read_supervision(path: Path) -> tuple[Supervision, ...]:
+    """Return the audits in a ``supervision.json``. Raises UnreadableFile."""
+    try:
+        return TypeAdapter(tuple[Supervision, ...]).validate_python(read_json(path))
+    except ValidationError as error:
+        raise UnreadableFile(path, f"{error.error_count()} values are not as Trainwright writes them") from None
 
 
 def _described(share: LossShare) -> str:
-    return f"{share.name} {percent(share.fraction)} of {share.tokens:,}"
+    return f"{share.name}: {share.fraction_text} of {share.tokens:,}"
 
 
 def _wrapped(head: str, text: str) -> list[str]:
