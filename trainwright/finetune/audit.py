@@ -412,6 +412,7 @@ def _batch_findings(
         yield SupervisionFinding("nothing_supervised", "error", message, remedy, counts.samples, first)
         return
     masker = f" ({by})" if by else ""
+    is_shifted = counts.equal_next > 0.95 * counts.compared and counts.equal < 0.5 * counts.compared
     shared = special.pad is not None and special.pad == special.eos
     end_remedy = (
         "mask padding by its position and not by its id, or use a padding token of its own"
@@ -426,7 +427,7 @@ def _batch_findings(
             "raise the maximum length if their answers are cut off, or leave these samples out",
         ),
         (
-            () if counts.trained_ends else counts.masked_end,
+            () if counts.trained_ends or is_shifted else counts.masked_end,
             "masked_end",
             f"an end token after the answer that carries no loss{masker}: the model does not learn to stop"
             + ("; it is also the padding token, which is masked" if shared else ""),
@@ -450,7 +451,6 @@ def _batch_findings(
             place = f"sample {int(positions[0])}"
             message = f"{len(positions):,} of {counts.samples:,} samples {verb} {says}; the first is {place}"
             yield SupervisionFinding(name, "warning", message, remedy, len(positions), place)
-    is_shifted = counts.equal_next > 0.95 * counts.compared and counts.equal < 0.5 * counts.compared
     if model_shifts and counts.compared and is_shifted:
         message = "labels are the next token already, and the model shifts them again: it would learn to skip a token"
         remedy = "give labels equal to input_ids, with -100 where no loss is computed"
