@@ -481,15 +481,15 @@ def make_dataset(loaded: Loaded, part: Dataset, path: str) -> Unwrapped:
 def _with_tokenizer(loaded: Loaded, part: Dataset, path: str) -> Mapping[str, object]:
     """Return the arguments of a dataset, with the tokenizer of a pretrained model if the dataset needs one."""
     model = loaded.recipe.model.args
-    name = model.get("name")
+    name = model.get("name", model.get("pretrained_model_name_or_path"))
     if "tokenizer" in part.args or not isinstance(name, str):
         return part.args
     accepted = parameters_of(find(part.use, DATASETS, path, loaded.source))
     if "tokenizer" not in accepted:
         return part.args
-    same = {"tokenizer": "name", "tokenizer_revision": "revision", "trust_remote_code": "trust_remote_code"}
+    same = {"tokenizer_revision": "revision", "trust_remote_code": "trust_remote_code"}
     found = {ours: model[theirs] for ours, theirs in same.items() if theirs in model and ours in accepted}
-    return {**found, **part.args}
+    return {**found, "tokenizer": name, **part.args}
 
 
 def require_in_set(train: Unwrapped, loaded: Loaded) -> None:
