@@ -16,7 +16,7 @@ import trainwright as tw
 from tests.finetune.sets import chat, lines, question, said, user
 from tests.finetune.tokenizers import make_tokenizer
 from trainwright.errors import DataError
-from trainwright.finetune.audit import SpecialIds, audit_batches, audit_set, special_ids
+from trainwright.finetune.audit import ModelLimits, SpecialIds, audit_batches, audit_set, limits_of, special_ids
 from trainwright.finetune.datasets import Chat
 from trainwright.runs.supervision import Supervision, percent, read_supervision
 
@@ -289,3 +289,41 @@ def test_the_split_keeps_copies_on_one_side(fraction: float, tmp_path: Path) -> 
     (tmp_path / "data.jsonl").write_bytes(lines(records))
     again = Chat(tmp_path / "data.jsonl", split="val", **options)
     assert {bytes(each["input_ids"].numpy().tobytes()) for each in again} == sides[1]
+
+
+def tiny_gpt(rows: int, positions: int) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=rows, n_layer=1, n_head=1, n_embd=4, n_positions=positions, **ids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rows", "positions", "expected"),
+    [(1000, 1000, set()), (40, 1000, {"ids_beyond_the_model"}), (1000, 20, {"longer_than_the_model"})],
+)
+def test_data_that_a_model_cannot_take(rows: int, positions: int, expected: set[str], tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_bytes(lines([*map(chat, range(4))]))
+    data = Chat(tmp_path / "data.jsonl", tokenizer=make_tokenizer(), cache=tmp_path)
+    audit = audit_set(data, limits=limits_of(tiny_gpt(rows, positions)))
+    assert names(audit) == expected
+    assert (audit.refusal is not None) is ("ids_beyond_the_model" in expected)
+
+
+@pytest.mark.parametrize(("eos", "expected"), [("<|im_end|>", set()), ("</s>", {"other_end"})])
+def test_another_end_than_that_of_generation_is_noted(eos: str, expected: set[str], tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_bytes(lines([*map(chat, range(4))]))
+    data = Chat(tmp_path / "data.jsonl", tokenizer=make_tokenizer(eos=eos), cache=tmp_path)
+    assert names(audit_set(data)) == expected
+    assert (
+        names(audit_set(data, limits=ModelLimits(ends=(data.tokenizer.convert_tokens_to_ids("<|im_end|>"),)))) == set()
+    )
+
+
+@pytest.mark.slow
+def test_a_collate_function_that_masks_a_tokenized_set(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_bytes(lines([chat(1)] * 4))
+    data = Chat(tmp_path / "data.jsonl", tokenizer=make_tokenizer(), cache=tmp_path)
+    with pytest.raises(DataError, match="MasksAll masks every label"):
+        fit(DataLoader(data, batch_size=2, collate_fn=MasksAll()), tmp_path)

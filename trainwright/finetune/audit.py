@@ -5,6 +5,7 @@ Shapes: B batch, T tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ MIN_SAME_ANSWER_WORDS = 4
 """Shorter answers may be classes, as yes and no are."""
 MIN_SAMPLES_FOR_SHARES = 8
 MAX_WRAPPERS = 4
+MAX_ENDS_READ = 256
 ROWS_AT_A_TIME = 4096
 MAX_ROWS_COMPARED = 200_000
 """Rows among which near duplicates are sought; it takes 20 us for each."""
@@ -83,14 +85,54 @@ def tokenized_set_of(dataset: object) -> TokenizedSet | None:
     return None
 
 
-def audit_set(dataset: TokenizedSet, name: str = "train", train: TokenizedSet | None = None) -> Supervision:
-    """Return the audit of a complete tokenized set; of a validation set also what is in ``train``, too."""
+@dataclass(frozen=True)
+class ModelLimits:
+    """What a model accepts, if known: ids below ``rows``, ``positions`` tokens, and ids at which generation ends."""
+
+    rows: int | None = None
+    positions: int | None = None
+    ends: tuple[int, ...] = ()
+
+
+def limits_of(model: object) -> ModelLimits:
+    """Return the limits of a model of ``transformers``; unknown ones for any other."""
+    config = getattr(model, "config", None)
+    if config is None or not callable(getattr(model, "get_input_embeddings", None)):
+        return ModelLimits()
+    try:
+        rows = getattr(model.get_input_embeddings(), "num_embeddings", None)  # type: ignore[attr-defined]
+    except Exception:  # a model that has no embedding
+        rows = None
+    positions = getattr(config, "max_position_embeddings", None)
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return ModelLimits(
+        rows if isinstance(rows, int) else None,
+        positions if isinstance(positions, int) else None,
+        tuple(ends) if isinstance(ends, list | tuple) else (ends,) if isinstance(ends, int) else (),
+    )
+
+
+def audit_set(
+    dataset: TokenizedSet,
+    name: str = "train",
+    train: TokenizedSet | None = None,
+    limits: ModelLimits = ModelLimits(),
+) -> Supervision:
+    """Return the audit of a complete tokenized set.
+
+    Args:
+        dataset: The set.
+        name: ``train`` or ``val``.
+        train: The training set, if this is a validation set, to find samples that are in both.
+        limits: What the model accepts.
+    """
     rows, numbers = dataset.rows(), dataset.row_numbers()
     findings = [*_defect_findings(dataset, rows), *_duplicates(dataset, rows), *_same_answers(dataset, rows)]
     if train is not None:
         findings += _leaks(dataset, rows, train)
     kept = np.flatnonzero(rows["kept"] == 1)
-    roles, turns = _count_tokens(dataset, numbers[kept])
+    roles, turns, largest = _count_tokens(dataset, numbers[kept])
+    findings += [*_beyond_the_model(dataset, rows, kept, limits, largest), *_other_end(dataset, rows, kept, limits)]
     by_role = [LossShare(_ROLE_NAMES[code], *map(int, roles[code])) for code in np.flatnonzero(roles[:, 0]).tolist()]
     by_turn = [LossShare(f"answer {at + 1}", *map(int, each)) for at, each in enumerate(turns) if each[0]]
     left_out = np.unique(np.stack([rows["file"], rows["line"]], 1)[rows["kept"] == 0], axis=0)
@@ -122,13 +164,17 @@ def _masked_by(dataset: TokenizedSet) -> str:
     return f"{how}, by {'{% generation %}' if marked else 'the prompts'} of the chat template"
 
 
-def _count_tokens(dataset: TokenizedSet, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (tokens, tokens that carry loss) by role code (256, 2), and by the number of the answer (n, 2)."""
+def _count_tokens(dataset: TokenizedSet, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Return (tokens, tokens that carry loss) by role code (256, 2) and by the number of the answer (n, 2), and the
+    largest id.
+    """
+    largest = 0
     roles = np.zeros((256, 2), np.int64)
     turns = np.zeros((MAX_TURNS_SHOWN, 2), np.int64)
     for at in range(0, len(rows), ROWS_AT_A_TIME):
         parts = [dataset.tokens_of_row(int(row)) for row in rows[at : at + ROWS_AT_A_TIME]]
         tokens = np.concatenate(parts)
+        largest = max(largest, int(tokens["id"].max(initial=0)))
         row_of = np.repeat(np.arange(len(parts)), [len(each) for each in parts])
         weights = tokens["supervised"]
         roles[:, 0] += np.bincount(tokens["role"], minlength=256)
@@ -144,7 +190,50 @@ def _count_tokens(dataset: TokenizedSet, rows: NDArray[np.int64]) -> tuple[NDArr
         shown = number < MAX_TURNS_SHOWN
         turns[:, 0] += np.bincount(number[shown], minlength=MAX_TURNS_SHOWN)
         turns[:, 1] += np.bincount(number[shown & (weights == 1)], minlength=MAX_TURNS_SHOWN)
-    return roles, turns
+    return roles, turns, largest
+
+
+def _beyond_the_model(
+    dataset: TokenizedSet, rows: NDArray[Any], kept: NDArray[np.int64], limits: ModelLimits, largest: int
+) -> Iterator[SupervisionFinding]:
+    """Yield findings on ids and lengths that the model does not accept."""
+    if limits.rows is not None and largest >= limits.rows:
+        ids = (dataset.tokens_of_row(int(dataset.row_numbers()[at]))["id"].max(initial=0) for at in kept)
+        at = kept[next(number for number, each in enumerate(ids) if each >= limits.rows)]
+        place = dataset.store.place(rows[at])
+        message = f"the tokenizer does not fit the model: id {largest} is in the data, the embedding has {limits.rows} "
+        message += f"rows; the first such record is {place}"
+        remedy = (
+            "use the tokenizer of the model, or resize the embedding: model.resize_token_embeddings(len(tokenizer))"
+        )
+        yield SupervisionFinding("ids_beyond_the_model", "error", message, remedy, 1, place)
+    if limits.positions is not None and len(long := kept[rows["length"][kept] > limits.positions]):
+        place, longest = dataset.store.place(rows[long[0]]), int(rows["length"][long].max())
+        message = (
+            f"{len(long):,} sequences are longer than the {limits.positions:,} positions of the model, the longest "
+        )
+        message += f"has {longest:,} tokens; the first is {place}"
+        remedy = f"set max_length: {limits.positions} and truncate: right or drop"
+        yield SupervisionFinding("longer_than_the_model", "warning", message, remedy, len(long), place)
+
+
+def _other_end(
+    dataset: TokenizedSet, rows: NDArray[Any], kept: NDArray[np.int64], limits: ModelLimits
+) -> Iterator[SupervisionFinding]:
+    """Yield a note if answers end with another token than the one at which generation stops."""
+    tokenizer = dataset.tokenizer
+    stops = {*limits.ends, *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])}
+    added = set(tokenizer.get_added_vocab().values())
+    ends: Counter[int] = Counter()
+    for at in kept[:MAX_ENDS_READ]:
+        tokens = dataset.tokens_of_row(int(dataset.row_numbers()[at]))
+        last = [int(each) for each in tokens["id"][tokens["supervised"] == 1][-3:] if int(each) in added]
+        ends.update(last[-1:])
+    if ends and not stops & ends.keys():
+        end = str(tokenizer.decode([ends.most_common(1)[0][0]]))
+        message = f"answers end with {end!r}, and generation stops at {tokenizer.eos_token!r} only"
+        remedy = f"set eos_token_id of the model's generation_config to {ends.most_common(1)[0][0]}, too"
+        yield SupervisionFinding("other_end", "note", message, remedy, len(kept), dataset.store.place(rows[kept[0]]))
 
 
 def _defect_findings(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[SupervisionFinding]:

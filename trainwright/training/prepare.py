@@ -35,7 +35,6 @@ from trainwright.distributed.memory import adapt_to_limits, free_bytes, retain_b
 from trainwright.engine.precision import MatmulMode, Precision
 from trainwright.engine.stage_passes import PipelineStages
 from trainwright.errors import DataError, UsageError
-from trainwright.finetune.audit import tokenized_set_of
 from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.plan.devices import Device
 from trainwright.plan.machine import read_machine
@@ -277,8 +276,8 @@ def try_out(
     if earlier:
         earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step
     opened = open_data(made, recipe, divided.mesh, request, hardware)
-    supervision = audit_parts(made.parts, opened.data.first)
-    if world.size == 1 or tokenized_set_of(made.parts.train.dataset) is not None:  # else the ranks see other samples
+    supervision = audit_parts(made.parts, opened.data.first) if world.rank == 0 else ()
+    if world.size == 1:  # the first batch of one rank says nothing about the others
         require_supervised(supervision)
     notes = (*made.live.plan.notes, *notes_of_data(made.provenance, opened.resumed))
     job = Job(

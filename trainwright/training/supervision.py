@@ -13,7 +13,7 @@ from trainwright.data.padding import IGNORE
 from trainwright.data.unwrap import Unwrapped
 from trainwright.engine.loss import ModelLoss
 from trainwright.errors import DataError
-from trainwright.finetune.audit import audit_batches, audit_set, special_ids, tokenized_set_of
+from trainwright.finetune.audit import audit_batches, audit_set, limits_of, special_ids, tokenized_set_of
 from trainwright.runs.supervision import Supervision
 
 MAX_SAMPLES_READ = 64
@@ -27,10 +27,13 @@ def audit_parts(parts: Parts, first: StepBatch | None = None) -> tuple[Supervisi
         parts: Model, data sets and loss.
         first: The first batch; None: read some samples.
     """
+    limits = limits_of(parts.model)
     train = tokenized_set_of(parts.train.dataset)
-    found = [audit_set(train)] if train is not None else _audit_of_batches(parts, first)
+    found = _audit_of_batches(parts, first)
+    if train is not None:  # its batches tell only if a collate function masks everything
+        found = [audit_set(train, limits=limits), *(each for each in found if each.refusal is not None)]
     val = tokenized_set_of(parts.val.dataset) if parts.val is not None else None
-    return (*found, *([audit_set(val, "val", train)] if val is not None else []))
+    return (*found, *([audit_set(val, "val", train, limits)] if val is not None else []))
 
 
 def require_supervised(audits: Sequence[Supervision]) -> None:
