@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"runs", "distributed"},
     "optim": {"recipe", "plan", "distributed", "checkpoint"},
     "data": {"recipe", "plan", "checkpoint"},
+    "finetune": {"runs", "data"},
     "engine": {"checkpoint", "distributed", "optim"},
     "assembly": {"recipe", "plan", "distributed", "checkpoint", "models", "data", "optim"},
     "plan/trace": {"recipe", "plan", "distributed", "checkpoint", "models", "data", "optim", "engine", "assembly"},
@@ -40,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adapters": {"runs", "watching"},
     "training": {
         *("recipe", "plan", "plan/trace", "models", "data", "optim", "assembly", "distributed", "engine", "checkpoint"),
-        *("runs", "monitoring", "recorder", "watching", "report"),
+        *("runs", "monitoring", "recorder", "watching", "report", "finetune"),
     },
     "commands": {
         *("recipe", "plan", "plan/trace", "models", "data", "optim", "assembly", "distributed", "engine", "checkpoint"),
@@ -55,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "profiling",
             "training",
             "trials",
+            "finetune",
         ),
     },
     "cli": {"recipe", "plan", "runs", "monitoring", "doctor", "report", "training", "commands"},

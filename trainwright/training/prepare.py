@@ -54,6 +54,7 @@ from trainwright.training.problems import all_problems_reported
 from trainwright.training.rank_agreement import copy_first_weights, from_first_rank, require_same_data
 from trainwright.training.resume import Earlier, doubled_length
 from trainwright.training.run_metadata import describe_origin, notes_of_data
+from trainwright.training.supervision import audit_parts, require_supervised
 
 MIN_MEMORY_HEADROOM_RATIO = 16
 """Memory limit / planned memory above which a fragmented heap does not reach the limit."""
@@ -275,6 +276,9 @@ def try_out(
     if earlier:
         earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step
     opened = open_data(made, recipe, divided.mesh, request, hardware)
+    supervision = audit_parts(made.parts, opened.data.first) if world.rank == 0 else ()
+    if world.size == 1:  # the first batch of one rank says nothing about the others
+        require_supervised(supervision)
     notes = (*made.live.plan.notes, *notes_of_data(made.provenance, opened.resumed))
     job = Job(
         loaded,
@@ -289,6 +293,7 @@ def try_out(
         divided.mesh,
         divided.stages,
         Measurements() if opened.data.reads_in_workers else Measurements(pace_of_first(opened.data)),
+        supervision,
     )
     noted = replace(job, plan=replace(job.plan, notes=(*job.plan.notes, *_generator_notes(job))))
     require_same_data(world, made.provenance["data"])

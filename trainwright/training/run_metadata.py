@@ -25,6 +25,7 @@ from trainwright.runs.lock import RunLock
 from trainwright.runs.provenance import module_of, modules_of, provenance
 from trainwright.runs.secrets import masked
 from trainwright.runs.storage import storage_error
+from trainwright.runs.supervision import NAME as SUPERVISION
 
 if TYPE_CHECKING:
     from trainwright.training.job import Job
@@ -78,6 +79,7 @@ def write_metadata(folder: RunFolder, job: Job) -> None:
     folder.write_json("model.json", model_facts([job.state.model], job.marks))
     folder.write_json("provenance.json", job.provenance)
     _write_hub(folder, job)
+    write_supervision(folder, job)
 
 
 def _write_hub(folder: RunFolder, job: Job) -> None:
@@ -95,6 +97,12 @@ def _write_hub(folder: RunFolder, job: Job) -> None:
         remove(draft)
 
 
+def write_supervision(folder: RunFolder, job: Job) -> None:
+    """Write the audit of the data, if there is one."""
+    if job.supervision:
+        folder.write_json(SUPERVISION, job.supervision)
+
+
 def rewrite_metadata(folder: RunFolder, job: Job) -> None:
     """Write recipe, plan and provenance of a resumed run. A recipe that differs is kept beside the new one."""
     remove_leftovers(folder.path)
@@ -107,6 +115,7 @@ def rewrite_metadata(folder: RunFolder, job: Job) -> None:
     folder.write_json("model.json", model_facts([job.state.model], job.marks))
     folder.write_json(f"provenance-from-{step}.json", job.provenance)
     _write_hub(folder, job)
+    write_supervision(folder, job)
 
 
 def folder_guard(
