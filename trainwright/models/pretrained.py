@@ -216,7 +216,8 @@ def load_pretrained(
         revision: A commit, tag or branch on the hub.
         dtype: fp32, bf16, fp16, or auto for the dtype of the saved weights.
         trust_remote_code: Execute the Python files of the repository if the class is defined there.
-        **config: Values that replace those of config.json, such as ``num_labels: 3`` or ``attention_dropout: 0.1``.
+        **config: Values that replace those of config.json, such as ``num_labels: 3`` or ``attention_dropout: 0.1``, and
+            ``attn_implementation``.
 
     Returns:
         The model in evaluation mode, with ``pretrained_of`` information.
@@ -230,16 +231,18 @@ def load_pretrained(
     require_weights(folder)
     with _quiet(transformers):
         settings = _config(transformers, folder, trust_remote_code)
+        options = {"trust_remote_code": True} if trust_remote_code else {}
+        if "attn_implementation" in config:
+            options["attn_implementation"] = config.pop("attn_implementation")
         _set(settings, config)
         use_cache = getattr(settings, "use_cache", None)
         if use_cache is not None and "use_cache" not in config:
             settings.use_cache = False  # training would store the keys and values of past tokens and never read them
         loader = _class(transformers, folder, settings, architecture, trust_remote_code)
-        code = {"trust_remote_code": True} if trust_remote_code else {}
         if _is_simulated():
             saved = DTYPES[dtype] or settings.dtype or torch.float32
             build = getattr(loader, "from_config", None) or loader._from_config
-            return build(settings, dtype=saved, **code)  # type: ignore[no-any-return]
+            return build(settings, dtype=saved, **options)  # type: ignore[no-any-return]
         try:
             model, info = loader.from_pretrained(
                 folder,
@@ -249,7 +252,7 @@ def load_pretrained(
                 local_files_only=True,
                 ignore_mismatched_sizes=True,  # reported below
                 output_loading_info=True,
-                **code,
+                **options,
             )
         except Exception as error:  # the class of the error varies with the version of transformers
             remedy = "check its files, or load it in Python: transformers.AutoModel.from_pretrained"
@@ -282,7 +285,7 @@ def _needs_code(folder: Path) -> UsageError:
 
 def _set(settings: Any, values: Mapping[str, object]) -> None:
     """Set values of a configuration. Raises UsageError for an unknown key, which transformers would ignore."""
-    known = {*settings.to_dict(), *settings.attribute_map, "num_labels"}
+    known = {*settings.to_dict(), *settings.attribute_map, "num_labels", "attn_implementation"}
     for key, value in values.items():
         if key not in known:
             raise UsageError(f"{type(settings).__name__} has no key {key!r}", remedy=suggest(key, sorted(known)))

@@ -9,7 +9,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.weights import PretrainedFacts
 
 
-@check(stage="setup", severity="warning", confidence=0.95, needs=PretrainedFacts)
+@check(stage="forward", severity="warning", confidence=0.95, needs=PretrainedFacts)
 def adapters_on_random_weights(run: RunContext) -> Iterator[Result]:
     """Low-rank adapters are trained on a frozen base model with random weights.
 

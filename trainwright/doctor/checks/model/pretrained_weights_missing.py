@@ -11,7 +11,7 @@ from trainwright.doctor.finding import listed
 from trainwright.runs.records import Where
 
 
-@check(stage="setup", severity="critical", confidence=0.95, needs=PretrainedFacts)
+@check(stage="forward", severity="critical", confidence=0.95, needs=PretrainedFacts)
 def pretrained_weights_missing(run: RunContext) -> Iterator[Result]:
     """Layers of a pretrained model are not in its files, so they start at random.
 
