@@ -31,6 +31,7 @@ OPTIONAL = (
     "trackio>=0.30",
     "prometheus_client>=0.20",
     "transformers>=5.0",
+    "huggingface_hub>=1.0",
     "pyarrow>=15.0",
     "pillow>=10.0",
     "peft>=0.18",

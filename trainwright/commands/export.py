@@ -43,7 +43,7 @@ FORMATS = ("safetensors", "hf", "state_dict", "quantized")
 
 
 @dataclass(frozen=True)
-class Draft:
+class ExportDraft:
     """The folder that an export writes into, and the metadata of its safetensors files."""
 
     folder: Path
@@ -118,7 +118,7 @@ def export(
             head, name = (base.head, base.name) if base else ([], None)
             tensors = save_adapter(weights, config, draft, head=head, base=name, about=about)
         else:
-            tensors = _save_model(folder, loaded, weights, format, Draft(draft, about))
+            tensors = _save_model(folder, loaded, weights, format, ExportDraft(draft, about))
         num_bytes = sum(file.stat().st_size for file in draft.rglob("*"))
     return Exported(out, format, step, tensors, num_bytes, stepped_over)
 
@@ -183,7 +183,7 @@ def chosen_checkpoint(run: RunFolder, which: str) -> tuple[Path, tuple[str, ...]
     return by_step[int(which)], ()
 
 
-def _save_model(run: RunFolder, loaded: Loaded, weights: dict[str, object], layout: str, draft: Draft) -> int:
+def _save_model(run: RunFolder, loaded: Loaded, weights: dict[str, object], layout: str, draft: ExportDraft) -> int:
     if layout == "hf":
         return _save_hub(run, loaded, weights, draft)
     if layout == "quantized":
@@ -231,7 +231,7 @@ def _provenance(run: RunFolder) -> ProvenanceFile:
         return ProvenanceFile()
 
 
-def _save_hub(run: RunFolder, loaded: Loaded, weights: Mapping[str, object], draft: Draft) -> int:
+def _save_hub(run: RunFolder, loaded: Loaded, weights: Mapping[str, object], draft: ExportDraft) -> int:
     """Write the layout of the hub: weights, configurations, tokenizer and a model card."""
     model = _hub_model(run, loaded, weights)
     save_hub_model(model, draft.folder)
