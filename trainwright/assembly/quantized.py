@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from trainwright.assembly.linear_layers import replace_module
 from trainwright.errors import UsageError
+from trainwright.models.pretrained import output_layer
 from trainwright.optim.torchao import torchao_module
 
 NF4_BLOCK, NF4_SCALE_BLOCK, INT4_GROUP = 64, 256, 32
@@ -56,7 +57,7 @@ class _Product(torch.autograd.Function):
         return F.linear(input, layer.weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return (grad @ ctx.layer.weight.to(grad.dtype)).to(ctx.dtype), None
 
 
@@ -65,7 +66,7 @@ def full_weight(parts: Mapping[str, Any]) -> Tensor:
     codes, scales = parts[CODES], parts[SCALES]
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     if _has_no_values(codes):  # a trace of the operators below would take minutes for a large model
-        numbers = codes.int()
+        numbers: Tensor = codes.int()
         return numbers.new_empty(rows, columns, dtype=parts[MEAN].dtype if FACTORS in parts else scales.dtype)
     if FACTORS in parts:
         factors, mean = parts[FACTORS], parts[MEAN]
@@ -96,7 +97,7 @@ def quantize_linear_layers(model: nn.Module, kind: str) -> tuple[list[str], list
         UsageError: No layer is left.
         MissingExtra: torchao is not installed.
     """
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    output = output_layer(model)
     layers = {name: each for name, each in model.named_modules() if type(each) is nn.Linear and each is not output}
     if output is None:
         layers = dict(list(layers.items())[:-1])

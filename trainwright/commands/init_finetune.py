@@ -66,7 +66,8 @@ class Facts:
     @property
     def batch(self) -> int:
         """Samples of a step: 16, or fewer if an epoch had less than MIN_FULL_BATCHES steps."""
-        return max(1, min(16, 2 ** int(np.log2(max(1, self.samples // MIN_FULL_BATCHES)))))
+        most = max(1, self.samples // MIN_FULL_BATCHES)
+        return min(16, 1 << (most.bit_length() - 1))
 
 
 def gather(model: str, data: str) -> Facts:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainwright.errors import MissingExtra, UsageError
 from trainwright.models.options import require_dropout
-from trainwright.models.pretrained import pretrained_of
+from trainwright.models.pretrained import output_layer, pretrained_of
 
 ALL_LINEAR = "all-linear"
 INIT = {"default": True}
@@ -354,7 +354,7 @@ def _inside_blocks(model: nn.Module) -> list[str]:
 
 def _all_linear(model: nn.Module, head: set[str]) -> list[str]:
     """Return every linear layer but the output layer of a language model and the new head of a pretrained one."""
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    output = output_layer(model)
     names = [
         name for name in _linears(model) if model.get_submodule(name) is not output and f"{name}.weight" not in head
     ]

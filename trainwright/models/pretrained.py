@@ -231,7 +231,7 @@ def load_pretrained(
     require_weights(folder)
     with _quiet(transformers):
         settings = _config(transformers, folder, trust_remote_code)
-        options = {"trust_remote_code": True} if trust_remote_code else {}
+        options: dict[str, object] = {"trust_remote_code": True} if trust_remote_code else {}
         if "attn_implementation" in config:
             options["attn_implementation"] = config.pop("attn_implementation")
         _set(settings, config)
@@ -341,10 +341,15 @@ def _origin(
     )
 
 
+def output_layer(model: Any) -> nn.Module | None:
+    """Return the layer that gives the logits of a language model of ``transformers``; None for any other model."""
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
 def _in_base(model: Any, names: set[str]) -> Iterator[str]:
     """Yield the names that belong to the pretrained part of a model: its base model and the output embedding."""
     base = getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    output = output_layer(model)
     inside = {id(parameter) for part in (base, output) if part is not None for parameter in part.parameters()}
     held = {name: id(parameter) for name, parameter in model.named_parameters()}
     for name in names:

@@ -78,7 +78,8 @@ def compares_methods(recipe: Recipe) -> bool:
 
 def precision_on(device: Device) -> PrecisionName:
     """Return the precision of fine-tuning on a device: bf16, or fp16 without it."""
-    return next(cast(PrecisionName, name) for name in ("bf16", "fp16", "fp32") if name in device.flops)
+    names: tuple[PrecisionName, ...] = ("bf16", "fp16", "fp32")
+    return next(name for name in names if name in device.flops)
 
 
 def forecast_methods(loaded: Loaded, device: Device, parts: Parts | None = None) -> list[MethodForecast]:
