@@ -372,7 +372,7 @@ def write_hub_files(model: nn.Module, folder: Path) -> bool:
         return False
     origin = pretrained_of(model)
     config = copy.deepcopy(inside.config)
-    config.architectures = [type(inside).__name__]
+    config.architectures = [_class_name(inside)]
     if origin is not None and origin.use_cache is not None:
         config.use_cache = origin.use_cache
     config.save_pretrained(folder)
@@ -397,6 +397,12 @@ def hub_model_of(model: nn.Module) -> Any | None:
     base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)  # imported if it built the model
     inside = [model.get_submodule(path) for path in ("", "base_model.model") if _has(model, path)]
     return next((each for each in inside if base is not None and isinstance(each, base)), None)
+
+
+def _class_name(model: nn.Module) -> str:
+    """Return the name of the author's class, which ``fully_shard`` replaces by a subclass."""
+    names = [each.__name__ for each in type(model).__mro__]
+    return names[names.index("FSDPModule") + 1] if "FSDPModule" in names else names[0]
 
 
 def _has(model: nn.Module, path: str) -> bool:

@@ -130,7 +130,7 @@ def forecast_methods(loaded: Loaded, device: Device, parts: Parts | None = None)
                 _limit(blueprint),
                 batch.size,
                 steps,
-                tuple(_settings(method, loaded.recipe)),
+                tuple(_settings(method, loaded)),
             )
         )
     return found
@@ -148,15 +148,16 @@ def _variant(loaded: Loaded, method: Method) -> Loaded:
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"model": changed}))
 
 
-def _settings(method: Method, recipe: Recipe) -> Iterator[str]:
+def _settings(method: Method, loaded: Loaded) -> Iterator[str]:
     """Yield the settings that change a recipe to another method."""
-    lora = recipe.model.lora
+    lora = loaded.recipe.model.lora
+    dtype = "model.dtype" if "model.dtype" in loaded.source.places else "model.args.dtype"
     quantized = lora is not None and lora.quantize != "none"
     if method == "full":
-        yield from ["model.lora=null", "model.dtype=fp32"] if lora is not None else []
+        yield from ["model.lora=null", f"{dtype}=fp32"] if lora is not None else []
     elif lora is None:
         quantize = ", quantize: nf4" if method == "QLoRA" else ""
-        yield from [f"model.lora={{rank: 16, alpha: 32.0, targets: all-linear{quantize}}}", "model.dtype=bf16"]
+        yield from [f"model.lora={{rank: 16, alpha: 32.0, targets: all-linear{quantize}}}", f"{dtype}=bf16"]
     elif quantized != (method == "QLoRA"):
         yield f"model.lora.quantize={'nf4' if method == 'QLoRA' else 'none'}"
 
