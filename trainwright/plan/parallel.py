@@ -126,7 +126,8 @@ def _of_sharding(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("optimizer.offload", rule, got="true", remedy="leave it out, or raise parallel.shard")
     if (lora := recipe.model.lora) is not None and lora.quantize != "none":
         rule = "does not work with parallel.shard: codes of 4 bits are not divided among ranks"
-        yield Problem("model.lora.quantize", rule, got=lora.quantize, remedy=nearest_to_it)
+        remedy = f"leave it out, or write {nearest_to_it}"
+        yield Problem("model.lora.quantize", rule, got=lora.quantize, remedy=remedy)
 
 
 def _of_sync_batchnorm(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
