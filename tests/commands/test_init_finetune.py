@@ -16,6 +16,7 @@ import trainwright as tw
 from tests.finetune.sets import chat, lines
 from tests.finetune.tokenizers import make_tokenizer
 from tests.forked import COMMAND_LINE, run
+from tests.models.hub_server import serving
 from trainwright.cli import app
 from trainwright.errors import UsageError
 from trainwright.recipe import load
@@ -54,9 +55,18 @@ def test_three_commands_from_a_file_of_conversations_to_a_merged_model(folder: P
     assert shown.returncode == 0, shown.stderr
     commands = [line.strip() for line in shown.stdout.splitlines() if line.startswith("  trainwright ")]
     assert len(commands) == 2 and commands[1].endswith("--merge --hf merged")
-    for command in commands:
-        done = run(COMMAND_LINE, *shlex.split(command)[1:], cwd=folder / "tuned")
-        assert done.returncode == 0, done.stdout + done.stderr
+    with serving() as hub:
+        online = {
+            "HF_ENDPOINT": hub.address,
+            "HF_TOKEN": "hf_test",
+            "HF_HUB_OFFLINE": "0",
+            "HF_HOME": str(folder / "hf"),
+        }
+        for command, env in ((commands[0], {}), (f"{commands[1]} --push user/tiny", online)):
+            done = run(COMMAND_LINE, *shlex.split(command)[1:], cwd=folder / "tuned", env=env)
+            assert done.returncode == 0, done.stdout + done.stderr
+    assert f"uploaded: {hub.address}/user/tiny" in done.stderr
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= hub.content.keys()
     merged = AutoModelForCausalLM.from_pretrained(folder / "tuned" / "merged")
     base = AutoModelForCausalLM.from_pretrained("base")
     tokenizer = AutoTokenizer.from_pretrained(folder / "tuned" / "merged")

@@ -275,6 +275,12 @@ def fit_objects(
     """
     require_known("fit", options, [*RunOptions.__annotations__, "steps"])
     if isinstance(model, Path) or (isinstance(model, str) and ":" not in model):
+        if data is None:
+            raise UsageError(
+                f"fit: the model is {str(model)!r}, and data are missing",
+                remedy="pass data for this pretrained model; or pass an nn.Module, or a function that returns "
+                "(model, data, loss), or its name 'module:function'",
+            )
         with seeded(options.get("seed")):
             model = load_pretrained(model)
     if not isinstance(model, nn.Module):
