@@ -18,8 +18,5 @@ def test_code_of_a_repository_must_be_allowed_by_its_name(data: bool) -> None:
     with pytest.raises(RecipeError, match="trust_remote_code is not allowed"):
         require_allowed(loaded, [])
     require_allowed(loaded, ["trust_remote_code"])
-
-
-def test_a_model_without_such_code_is_allowed() -> None:
     model = {"use": "hf", "name": "org/model", "trust_remote_code": False}
     require_allowed(from_mapping({"model": model, "data": {"train": "digits"}}), [])
