@@ -141,6 +141,31 @@ def test_tool_calls_carry_loss_and_results_do_not(tmp_path: Path) -> None:
     assert answers(data) == [f'{call["name"]}({{"a": 1}})<|im_end|>\n', "two<|im_end|>\n"]
 
 
+def test_a_template_for_parts_gets_parts(tmp_path: Path) -> None:
+    template = CHATML.replace(
+        "{{ m['content'] }}", "{% for p in m['content'] %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+    )
+    assert answers(opened(tmp_path, {"messages": TURNS}, tokenizer=make_tokenizer(template))) == [
+        "Hello<|im_end|>\n",
+        "See you<|im_end|>\n",
+    ]
+
+
+def test_a_call_that_the_template_leaves_out_is_named(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    record = {"messages": [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    assert "content_left_out" in defects(opened(tmp_path, record))
+
+
+def test_marks_find_the_end_of_a_turn_that_is_rewritten(tmp_path: Path) -> None:
+    template = MARKED.replace(
+        "{% generation %}{{ m['content'] }}", "{% generation %}{{ m['content'].split('</think>')[-1] }}"
+    )
+    thought = [TURNS[0], {"role": "assistant", "content": "<think>a</think>Hello"}, *TURNS[2:]]
+    data = opened(tmp_path, {"messages": thought}, tokenizer=make_tokenizer(template))
+    assert answers(data) == ["Hello<|im_end|>", "See you<|im_end|>"] and "prompt_supervised" not in defects(data)
+
+
 def test_instructions(tmp_path: Path) -> None:
     record = {"instruction": "Add", "input": "1 and 1", "output": "2", "history": [["Hi", "Hello"]]}
     data = opened(tmp_path, record, Instruct)

@@ -116,7 +116,9 @@ MEANINGS: dict[Defect, Meaning] = {
         "remove them from the text: the template adds them",
     ),
     Defect.CONTENT_LEFT_OUT: Meaning(
-        "warning", "an answer that the template leaves out or changes", "use a template that writes it"
+        "warning",
+        "an answer or a call of a tool that the template leaves out or changes",
+        "use a template that writes it",
     ),
     Defect.SYSTEM_LEFT_OUT: Meaning(
         "warning",
@@ -132,7 +134,7 @@ MEANINGS: dict[Defect, Meaning] = {
         "correct {% generation %} in the template: it must enclose assistant turns only",
     ),
     Defect.REWRITTEN_TURN: Meaning(
-        "note",
+        "warning",
         "earlier answers that the template rewrites when a turn follows (it drops the thinking, for example); "
         "they are context and carry no loss",
         "split each conversation so that every answer is the last one, or use a template with {% generation %}",
