@@ -235,8 +235,8 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         return self.store.place(self._rows[self._row_of(index)])
 
     def content_sha256(self) -> str:
-        """Return a hash of all samples: the folder of the cache is named by a hash of what they depend on."""
-        digest = hashlib.sha256(f"{self.store.folder.name} {self.split} ".encode())
+        """Return a hash of the tokens and labels of all samples, in their order."""
+        digest = hashlib.sha256(self.store.digest.encode())
         digest.update(self._index.tobytes())
         return digest.hexdigest()
 

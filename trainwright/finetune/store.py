@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,10 +67,11 @@ class EncodingOptions:
 
 @dataclass(frozen=True)
 class Store:
-    """A complete folder of tokenized records."""
+    """A complete folder of tokenized records. ``digest`` is a hash of its tokens."""
 
     folder: Path
     shards: int
+    digest: str
     names: tuple[str, ...]
     unit: str
 
@@ -125,16 +126,23 @@ def tokenized(source: RecordSource, encoder: Encoder, options: EncodingOptions, 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
-            shards = _finished(folder)
-            if shards is None:
-                shards = _build(folder, source, encoder, options)
+            done = _finished(folder)
+            if done is None:
+                done = _build(folder, source, encoder, options)
     except OSError as error:
         remedy = "free space or permit writing there, or set cache to another folder"
         raise StorageError(f"the cache {folder} cannot be written: {error.strerror or error}", remedy=remedy) from None
-    return Store(folder, shards, source.names, source.unit)
+    return Store(folder, done.shards, done.digest, source.names, source.unit)
 
 
-def _build(folder: Path, source: RecordSource, encoder: Encoder, options: EncodingOptions) -> int:
+class _Done(NamedTuple):
+    """The number of shards of a complete folder, and the hash of their tokens."""
+
+    shards: int
+    digest: str
+
+
+def _build(folder: Path, source: RecordSource, encoder: Encoder, options: EncodingOptions) -> _Done:
     records = source.records()
     number, layout = 0, ""
     while some := list(islice(records, SHARD_RECORDS)):
@@ -146,8 +154,13 @@ def _build(folder: Path, source: RecordSource, encoder: Encoder, options: Encodi
         number += 1
     if not number:
         raise UsageError(f"{source.names[0]} has no records", remedy="check that it is the right file")
-    _replace(folder / "done.json", json.dumps({"format": FORMAT, "shards": number}).encode())
-    return number
+    digest = hashlib.sha256()
+    for at in range(number):
+        digest.update(np.load(_rows_file(folder, at), allow_pickle=False)["length"].tobytes())
+        digest.update(_load_tokens(folder, at).tobytes())
+    done = _Done(number, digest.hexdigest())
+    _replace(folder / "done.json", json.dumps({"format": FORMAT, **done._asdict()}).encode())
+    return done
 
 
 def _layout_of_first(records: Sequence[FileRecord], options: EncodingOptions) -> str:
@@ -319,14 +332,15 @@ def _is_complete(folder: Path, number: int) -> bool:
     return rows.dtype == ROW and tokens.dtype == TOKEN and int(rows["length"].sum()) == len(tokens)
 
 
-def _finished(folder: Path) -> int | None:
-    """Return the number of shards of a complete folder, else None."""
+def _finished(folder: Path) -> _Done | None:
+    """Return what a complete folder has, else None."""
     try:
         done = json.loads((folder / "done.json").read_text())
-        number = int(done["shards"]) if done["format"] == FORMAT else 0
+        found = _Done(int(done["shards"]), str(done["digest"]))
+        is_readable = done["format"] == FORMAT and found.shards > 0
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return number if number and all(_is_complete(folder, at) for at in range(number)) else None
+    return found if is_readable and all(_is_complete(folder, at) for at in range(found.shards)) else None
 
 
 def _write(path: Path, array: NDArray[Any]) -> None:
