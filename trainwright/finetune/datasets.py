@@ -6,7 +6,7 @@ Shapes: B batch, T tokens of a sequence, or of the longest of a batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -220,6 +220,12 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         shard, begin = self._begins[row]
         found: NDArray[Any] = self._shards[shard][begin : begin + int(self._rows["length"][row])]
         return found
+
+    def shards(self) -> Iterator[tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield the tokens of each shard, the numbers of its rows, and their lengths."""
+        for at, tokens in enumerate(self._shards):
+            numbers = np.flatnonzero(self._begins[:, 0] == at)
+            yield tokens, numbers, self._rows["length"][numbers]
 
     def lengths(self) -> NDArray[np.int64]:
         """Return the number of tokens of each sample (n,)."""
