@@ -84,6 +84,15 @@ def test_answers_carry_loss(template: str, train_on: str, expected: list[str], t
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("key", ["weight", "train", "loss_mask"])
+def test_a_turn_can_be_switched_off(template: str, key: str, tmp_path: Path) -> None:
+    for off, left in ((1, "See you<|im_end|>"), (3, "Hello<|im_end|>")):
+        turns = [{**each, key: 0} if at == off else {**each, key: 1} for at, each in enumerate(TURNS)]
+        data = opened(tmp_path, {"messages": turns}, tokenizer=make_tokenizer(template))
+        assert [each.strip() for each in answers(data)] == [left]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_all_tokens_carry_loss(template: str, tmp_path: Path) -> None:
     data = opened(tmp_path, {"messages": TURNS}, tokenizer=make_tokenizer(template), train_on="all")
     [text] = answers(data)

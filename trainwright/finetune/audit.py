@@ -144,6 +144,7 @@ def audit_set(
         len(left_out),
         int(roles[:, 0].sum()),
         int(roles[:, 1].sum()),
+        longest=int(rows["length"][kept].max(initial=0)),
         roles=tuple(by_role),
         turns=tuple(by_turn),
         findings=most_severe_first(findings),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import UsageError, text_of
 from trainwright.finetune.defects import Defect
-from trainwright.finetune.layouts import BadRecord, Example, Message
+from trainwright.finetune.layouts import NO_LOSS, BadRecord, Example, Message
 
 if TYPE_CHECKING:
     from trainwright.finetune.tokenizer import Tokenizer
@@ -86,9 +86,14 @@ class ChatRenderer:
             if self.train_on == "last" and answers:
                 first = ends[answers[-1] - 1] if answers[-1] else 0
                 spans = [(max(begin, first), end) for begin, end in spans if end > first]
+            starts = (0, *ends)
+            off = [(starts[at], ends[at]) for at in answers if messages[at].get(NO_LOSS)]
+            spans = [each for each in spans if not any(begin <= each[0] < end for begin, end in off)]
             return Rendered(whole, ends, tuple(spans), defects)
         spans = []
         for at in answers[-1:] if self.train_on == "last" else answers:
+            if messages[at].get(NO_LOSS):
+                continue
             if at in rewritten:
                 defects |= Defect.REWRITTEN_TURN
                 continue
@@ -119,7 +124,7 @@ class ChatRenderer:
         shown = _in_parts(messages) if self._wants_parts else messages
         try:
             texts, spans = render_jinja_template(
-                conversations=[[{key: value for key, value in each.items() if value is not None} for each in shown]],
+                conversations=[[_plain(each) for each in shown]],
                 tools=list(tools) if tools else None,
                 chat_template=self._template(tools),
                 add_generation_prompt=prompt,
@@ -262,6 +267,11 @@ def _end_of_content(whole: str, message: Message, least: int) -> int:
         if text and (found := whole.find(text, least)) >= 0:
             return found + len(text)
     return least
+
+
+def _plain(message: Message) -> Message:
+    """Return a message as templates expect it."""
+    return {key: value for key, value in message.items() if value is not None and key != NO_LOSS}
 
 
 def _in_parts(messages: Sequence[Message]) -> list[Message]:

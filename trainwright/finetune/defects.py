@@ -40,6 +40,8 @@ class Defect(IntFlag):
     BAD_RECORD = 1 << 26
     SYSTEM_LEFT_OUT = 1 << 27
     TOO_LONG = 1 << 28
+    EMPTY_PROMPT = 1 << 29
+    OTHER_TEMPLATE = 1 << 30
 
 
 class Meaning(NamedTuple):
@@ -70,6 +72,12 @@ MEANINGS: dict[Defect, Meaning] = {
         "warning",
         "a placeholder such as null or nan as its answer",
         "drop the record: an empty cell was probably written as text",
+    ),
+    Defect.EMPTY_PROMPT: Meaning("warning", "an empty user turn", "fill it in, or drop the record"),
+    Defect.OTHER_TEMPLATE: Meaning(
+        "warning",
+        "the marks of a prompt template inside of a message, so that it is in two templates",
+        "remove marks such as ### Response: or [/INST] from the text: the chat template adds its own",
     ),
     Defect.CUT_ANSWER: Meaning(
         "warning",

@@ -32,6 +32,13 @@ MOJIBAKE = re.compile("\ufffd|Ã[\u0080-\u00bf]|â€[\u0080-\u00ff™œž˜¦�
 """UTF-8 read as Latin-1 or Windows-1252, and the sign that replaces bytes which are not UTF-8."""
 
 
+TEMPLATE_MARKS = re.compile(
+    r"^### (?:Instruction|Response|Input):|\[/INST\]|<</?SYS>>|<\|im_(?:start|end)\|>|<\|eot_id\|>|^ASSISTANT: ",
+    re.MULTILINE,
+)
+"""What common templates write around messages."""
+
+
 class Encoded(NamedTuple):
     """One sequence: ids (T,), which of them carry loss (T,), role codes (T,), messages (T,), and its defects."""
 
@@ -185,6 +192,10 @@ def _content_defects(example: Example) -> Defect:
         found |= Defect.PLACEHOLDER
     if any(MOJIBAKE.search(text) for _, text in parts):
         found |= Defect.MOJIBAKE
+    if any(role == "user" and not text.strip() for role, text in parts):
+        found |= Defect.EMPTY_PROMPT
+    if example.messages and any(TEMPLATE_MARKS.search(text) for _, text in parts):
+        found |= Defect.OTHER_TEMPLATE
     roles = [role for role, _ in parts]
     if answers and example.messages and "assistant" in roles and roles[-1] != "assistant":
         found |= Defect.ENDS_WITHOUT_ANSWER

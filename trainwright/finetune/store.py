@@ -258,6 +258,8 @@ class _Shard:
         parts = [part for each in _examples(item) for part in each.content()]
         extra = _of_pair(item) if isinstance(item, Pair) else Defect(0)
         extra |= Defect.TOO_LONG if is_too_long and self.options.truncate == "drop" else Defect(0)
+        if len(cut) == 2 and np.array_equal(cut[0].ids, cut[1].ids):
+            extra |= Defect.SAME_PAIR
         kept = all(each.supervised.any() for each in cut) and not extra & Defect.TOO_LONG
         identity, signed = content_hash(parts), signature(parts)
         answer = content_hash([each for each in parts if each[0] == "assistant"][-1:])
@@ -299,12 +301,8 @@ def _examples(item: Example | Pair) -> tuple[Example, ...]:
 
 
 def _of_pair(pair: Pair) -> Defect:
-    found = Defect(0)
-    if pair.chosen.content() == pair.rejected.content():
-        found |= Defect.SAME_PAIR
-    if pair.scores is not None and pair.scores[0] < pair.scores[1]:
-        found |= Defect.SCORES_SWAPPED
-    return found
+    is_swapped = pair.scores is not None and pair.scores[0] < pair.scores[1]
+    return Defect.SCORES_SWAPPED if is_swapped else Defect(0)
 
 
 def _tokens_file(folder: Path, number: int) -> Path:
