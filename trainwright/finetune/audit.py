@@ -461,8 +461,8 @@ def _count_batch(
     counts.total += int(real.sum())
     counts.padding += int((~real).sum())
     counts.supervised += int((supervised & real).sum())
-    first = counts.samples - len(labels)
-    names = positions if len(positions) == len(labels) else [*range(first, first + len(labels))]
+    before = counts.samples - len(labels)
+    names = positions if len(positions) == len(labels) else [*range(before, before + len(labels))]
     flat = supervised.flatten(1).any(1)
     counts.unsupervised += tuple(names[at] for at in (~flat).nonzero().flatten().tolist())
     if mask is not None:
