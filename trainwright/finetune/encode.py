@@ -135,7 +135,7 @@ class Encoder:
         if example.prompt is None:
             roles = np.full(size, ROLE_CODES["text"], dtype=np.uint8)
             return Encoded(array, np.ones(size, np.bool_), roles, np.zeros(size, np.uint16), defects)
-        if prompt and prompt[-1] == self.tokenizer.eos_token_id:  # a tokenizer that ends every text
+        if self._adds_end:
             prompt = prompt[:-1]
         shared = next(
             (at for at, (a, b) in enumerate(zip(prompt, ids, strict=False)) if a != b), min(len(prompt), size)
@@ -149,7 +149,13 @@ class Encoder:
 
     def _with_end(self, text: str) -> str:
         end = self.tokenizer.eos_token
-        return text if not end or text.endswith(end) else text + end
+        return text if not end or text.endswith(end) or self._adds_end else text + end
+
+    @cached_property
+    def _adds_end(self) -> bool:
+        """True if the tokenizer ends every text."""
+        ids = self.tokenizer("a", verbose=False)["input_ids"]
+        return bool(ids) and ids[-1] == self.tokenizer.eos_token_id
 
     def _inspected(self, example: Example, found: Encoded) -> Encoded:
         """Return the sequence with the defects that its ids and its content show."""
