@@ -13,12 +13,14 @@ import io
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +32,14 @@ from trainwright.finetune.layouts import BadRecord, Example, Pair, Use, example_
 from trainwright.finetune.read import FileRecord, RecordSource
 from trainwright.finetune.similarity import HASHES, content_hash, signature
 from trainwright.finetune.tokenizer import tokenizer_digest
+from trainwright.runs.printing import printable
 
 FORMAT = 1
 """Increased when the same records give other tokens or other files."""
 SHARD_RECORDS = 1000
 MAX_PROBLEMS_SHOWN = 8
+MIN_SHOWN_S = 2.0
+"""Progress is shown if tokenization takes longer."""
 TOKEN = np.dtype([("id", "<i4"), ("turn", "<u2"), ("role", "u1"), ("supervised", "u1")])
 ROW = np.dtype(
     [
@@ -135,6 +140,27 @@ def tokenized(source: RecordSource, encoder: Encoder, options: EncodingOptions, 
     return Store(folder, done.shards, done.digest, source.names, source.unit)
 
 
+class TokenizationProgress:
+    """Shows on a terminal how many records are tokenized, if it takes long."""
+
+    def __init__(self, name: str, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._out, self._clock = name, out or sys.stderr, clock
+        self._begin_s, self._shown = clock(), ""
+
+    def show(self, records: int) -> None:
+        """Write the number over the one before."""
+        if self._out.isatty() and self._clock() - self._begin_s > MIN_SHOWN_S:
+            self._shown = f"tokenizing {printable(self._name)}: {records:,} records"
+            self._out.write(f"\r{self._shown}")
+            self._out.flush()
+
+    def close(self) -> None:
+        """Erase the line."""
+        if self._shown:
+            self._out.write(f"\r{' ' * len(self._shown)}\r")
+            self._out.flush()
+
+
 class _Done(NamedTuple):
     """The number of shards of a complete folder, and the hash of their tokens."""
 
@@ -145,6 +171,7 @@ class _Done(NamedTuple):
 def _build(folder: Path, source: RecordSource, encoder: Encoder, options: EncodingOptions) -> _Done:
     records = source.records()
     number, layout = 0, ""
+    progress = TokenizationProgress(source.names[0])
     while some := list(islice(records, SHARD_RECORDS)):
         layout = layout or _layout_of_first(some, options)
         if not _is_complete(folder, number):
@@ -152,6 +179,8 @@ def _build(folder: Path, source: RecordSource, encoder: Encoder, options: Encodi
             _write(_tokens_file(folder, number), tokens)
             _write(_rows_file(folder, number), rows)
         number += 1
+        progress.show(number * SHARD_RECORDS)
+    progress.close()
     if not number:
         raise UsageError(f"{source.names[0]} has no records", remedy="check that it is the right file")
     digest = hashlib.sha256()
