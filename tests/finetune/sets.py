@@ -335,6 +335,45 @@ BROKEN: tuple[SetCase, ...] = (
         "repeat an earlier",
         "data.jsonl:9",
     ),
+    SetCase(
+        "empty-question",
+        "chat",
+        lines(with_one(chat, {"messages": [{"role": "user", "content": ""}, said(2)]})),
+        "empty user turn",
+    ),
+    SetCase(
+        "two-templates",
+        "chat",
+        lines(
+            with_one(
+                chat,
+                {
+                    "messages": [
+                        {"role": "user", "content": "### Instruction:\nName a bird.\n\n### Response:\n"},
+                        said(2),
+                    ]
+                },
+            )
+        ),
+        "in two templates",
+    ),
+    SetCase(
+        "llama-marks-in-the-text",
+        "instruct",
+        lines(with_one(alpaca, {**alpaca(2), "instruction": "<s>[INST] Name a bird. [/INST]"})),
+        "in two templates",
+    ),
+    SetCase(
+        "no-difference-after-the-cut",
+        "preference",
+        lines(
+            with_one(
+                pair, {"prompt": [user(2)], "chosen": [said(2, LONG + " yes")], "rejected": [said(2, LONG + " no")]}
+            )
+        ),
+        "equal chosen and rejected",
+        options={"max_length": 150, "truncate": "right"},
+    ),
     # tokens and masks
     SetCase(
         "template-marks-nothing",
@@ -540,6 +579,23 @@ GOOD: tuple[SetCase, ...] = (
     ),
     SetCase("parquet", "chat", parquet([*map(chat, range(8))]), file="data.parquet"),
     SetCase("saved-by-datasets", "chat", saved([*map(chat, range(8))]), file="saved"),
+    SetCase(
+        "turns-without-loss",
+        "chat",
+        lines(
+            [
+                {"messages": [user(at), {**said(at), "weight": 0}, user(at + 1), {**said(at + 5), "weight": 1}]}
+                for at in range(8)
+            ]
+        ),
+    ),
+    SetCase(
+        "markdown-headings",
+        "instruct",
+        lines(
+            [{**alpaca(at), "output": f"### Birds\n\n{answer(at)}\n\n### Input and output\n\nNone."} for at in range(8)]
+        ),
+    ),
     SetCase(
         "short-answers", "instruct", lines([{**alpaca(at), "output": "yes" if at % 3 else "no"} for at in range(12)])
     ),

@@ -84,6 +84,15 @@ def test_answers_carry_loss(template: str, train_on: str, expected: list[str], t
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("key", ["weight", "train", "loss_mask"])
+def test_a_turn_can_be_switched_off(template: str, key: str, tmp_path: Path) -> None:
+    for off, left in ((1, "See you<|im_end|>"), (3, "Hello<|im_end|>")):
+        turns = [{**each, key: 0} if at == off else {**each, key: 1} for at, each in enumerate(TURNS)]
+        data = opened(tmp_path, {"messages": turns}, tokenizer=make_tokenizer(template))
+        assert [each.strip() for each in answers(data)] == [left]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_all_tokens_carry_loss(template: str, tmp_path: Path) -> None:
     data = opened(tmp_path, {"messages": TURNS}, tokenizer=make_tokenizer(template), train_on="all")
     [text] = answers(data)
@@ -141,6 +150,31 @@ def test_tool_calls_carry_loss_and_results_do_not(tmp_path: Path) -> None:
     assert answers(data) == [f'{call["name"]}({{"a": 1}})<|im_end|>\n', "two<|im_end|>\n"]
 
 
+def test_a_template_for_parts_gets_parts(tmp_path: Path) -> None:
+    template = CHATML.replace(
+        "{{ m['content'] }}", "{% for p in m['content'] %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+    )
+    assert answers(opened(tmp_path, {"messages": TURNS}, tokenizer=make_tokenizer(template))) == [
+        "Hello<|im_end|>\n",
+        "See you<|im_end|>\n",
+    ]
+
+
+def test_a_call_that_the_template_leaves_out_is_named(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    record = {"messages": [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    assert "content_left_out" in defects(opened(tmp_path, record))
+
+
+def test_marks_find_the_end_of_a_turn_that_is_rewritten(tmp_path: Path) -> None:
+    template = MARKED.replace(
+        "{% generation %}{{ m['content'] }}", "{% generation %}{{ m['content'].split('</think>')[-1] }}"
+    )
+    thought = [TURNS[0], {"role": "assistant", "content": "<think>a</think>Hello"}, *TURNS[2:]]
+    data = opened(tmp_path, {"messages": thought}, tokenizer=make_tokenizer(template))
+    assert answers(data) == ["Hello<|im_end|>", "See you<|im_end|>"] and "prompt_supervised" not in defects(data)
+
+
 def test_instructions(tmp_path: Path) -> None:
     record = {"instruction": "Add", "input": "1 and 1", "output": "2", "history": [["Hi", "Hello"]]}
     data = opened(tmp_path, record, Instruct)
@@ -152,6 +186,12 @@ def test_a_completion_ends_once(tmp_path: Path) -> None:
     for text in (" blue", " blue</s>"):
         data = opened(tmp_path, {"prompt": "The sky is", "completion": text}, Completion, make_tokenizer(eos="</s>"))
         assert answers(data) == [" blue</s>"]
+
+
+def test_a_tokenizer_that_ends_every_text(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(bos="<s>", eos="</s>", adds_bos=True, adds_eos=True)
+    data = opened(tmp_path, {"prompt": "The sky is", "completion": " blue"}, Completion, tokenizer)
+    assert answers(data) == [" blue</s>"] and defects(data) == set()
 
 
 @pytest.mark.parametrize(

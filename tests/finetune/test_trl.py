@@ -23,7 +23,7 @@ MARKED = (
 """Templates with {% generation %}."""
 UNMARKED = (
     *("llama3", "phi3", "phi3_5", "gemma", "gemma3", "cohere", "cohere2", "lfm2", "qwen2_5_vl", "qwen3_instruct_2507"),
-    *("qwen3_vl", "smolvlm", "idefics3"),
+    "qwen3_vl",
 )
 """Templates without it. TRL trains with its own copy of each, which has it."""
 ALTERNATING = {"gemma"}

@@ -55,20 +55,24 @@ def make_tokenizer(
     eos: str = "<|im_end|>",
     pad: str | None = "<pad>",
     adds_bos: bool = False,
+    adds_eos: bool = False,
     control: tuple[str, ...] = CONTROL,
     unknown: str | None = None,
 ) -> Any:
-    """Return a fast tokenizer with a chat template; with ``adds_bos`` it begins every text with its begin token."""
+    """Return a fast tokenizer with a chat template; with ``adds_bos`` it begins every text with its begin token.
+
+    With ``adds_eos`` it ends every text with its end token.
+    """
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer.from_str(_backend(control, unknown))
-    if adds_bos:
-        assert bos
-        backend.post_processor = TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
-        )
+    added = [*([bos] if adds_bos and bos else []), *([eos] if adds_eos else [])]
+    if added:
+        single = " ".join([*([bos] if adds_bos and bos else []), "$A", *([eos] if adds_eos else [])])
+        ids = [(token, backend.token_to_id(token)) for token in added]
+        backend.post_processor = TemplateProcessing(single=single, special_tokens=ids)
     made = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=bos, eos_token=eos, pad_token=pad, unk_token=unknown
     )

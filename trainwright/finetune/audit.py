@@ -44,7 +44,6 @@ MIN_SAME_ANSWER_WORDS = 4
 MIN_SAMPLES_FOR_SHARES = 8
 MAX_WRAPPERS = 4
 MAX_ENDS_READ = 256
-ROWS_AT_A_TIME = 4096
 MAX_ROWS_COMPARED = 200_000
 """Rows among which near duplicates are sought; it takes 20 us for each."""
 _ROLE_NAMES = {code: name for name, code in ROLE_CODES.items()}
@@ -145,6 +144,7 @@ def audit_set(
         len(left_out),
         int(roles[:, 0].sum()),
         int(roles[:, 1].sum()),
+        longest=int(rows["length"][kept].max(initial=0)),
         roles=tuple(by_role),
         turns=tuple(by_turn),
         findings=most_severe_first(findings),
@@ -171,11 +171,11 @@ def _count_tokens(dataset: TokenizedSet, rows: NDArray[np.int64]) -> tuple[NDArr
     largest = 0
     roles = np.zeros((256, 2), np.int64)
     turns = np.zeros((MAX_TURNS_SHOWN, 2), np.int64)
-    for at in range(0, len(rows), ROWS_AT_A_TIME):
-        parts = [dataset.tokens_of_row(int(row)) for row in rows[at : at + ROWS_AT_A_TIME]]
-        tokens = np.concatenate(parts)
+    for shard, numbers, lengths in dataset.shards():
+        is_wanted = np.isin(numbers, rows)
+        tokens = shard[np.repeat(is_wanted, lengths)]
         largest = max(largest, int(tokens["id"].max(initial=0)))
-        row_of = np.repeat(np.arange(len(parts)), [len(each) for each in parts])
+        row_of = np.repeat(numbers[is_wanted], lengths[is_wanted])
         weights = tokens["supervised"]
         roles[:, 0] += np.bincount(tokens["role"], minlength=256)
         roles[:, 1] += np.bincount(tokens["role"][weights == 1], minlength=256)
@@ -461,7 +461,8 @@ def _count_batch(
     counts.total += int(real.sum())
     counts.padding += int((~real).sum())
     counts.supervised += int((supervised & real).sum())
-    names = positions if len(positions) == len(labels) else [*range(len(labels))]
+    before = counts.samples - len(labels)
+    names = positions if len(positions) == len(labels) else [*range(before, before + len(labels))]
     flat = supervised.flatten(1).any(1)
     counts.unsupervised += tuple(names[at] for at in (~flat).nonzero().flatten().tolist())
     if mask is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import UsageError, text_of
 from trainwright.finetune.defects import Defect
-from trainwright.finetune.layouts import BadRecord, Example, Message
+from trainwright.finetune.layouts import NO_LOSS, BadRecord, Example, Message
 
 if TYPE_CHECKING:
     from trainwright.finetune.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ class ChatRenderer:
         messages, tools, args = example.messages, example.tools, example.template_args
         marked = self.marks_answers(tools) and example.prompt_messages is None and self.train_on != "all"
         whole, marks = self._render(messages, tools, args, marks=marked)
-        ends, rewritten = self._ends(messages, tools, args, whole)
+        ends, rewritten = self._ends(messages, tools, args, whole, marks)
         defects = self._defects(example, whole)
         if self.train_on == "all":
             return Rendered(whole, ends, ((0, len(whole)),), defects)
@@ -86,9 +86,14 @@ class ChatRenderer:
             if self.train_on == "last" and answers:
                 first = ends[answers[-1] - 1] if answers[-1] else 0
                 spans = [(max(begin, first), end) for begin, end in spans if end > first]
+            starts = (0, *ends)
+            off = [(starts[at], ends[at]) for at in answers if messages[at].get(NO_LOSS)]
+            spans = [each for each in spans if not any(begin <= each[0] < end for begin, end in off)]
             return Rendered(whole, ends, tuple(spans), defects)
         spans = []
         for at in answers[-1:] if self.train_on == "last" else answers:
+            if messages[at].get(NO_LOSS):
+                continue
             if at in rewritten:
                 defects |= Defect.REWRITTEN_TURN
                 continue
@@ -116,10 +121,10 @@ class ChatRenderer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         values = {**self.tokenizer.special_tokens_map, **(self.template_args or {}), **args}
-        plain = [{key: value for key, value in each.items() if value is not None} for each in messages]
+        shown = _in_parts(messages) if self._wants_parts else messages
         try:
             texts, spans = render_jinja_template(
-                conversations=[plain],
+                conversations=[[_plain(each) for each in shown]],
                 tools=list(tools) if tools else None,
                 chat_template=self._template(tools),
                 add_generation_prompt=prompt,
@@ -138,8 +143,12 @@ class ChatRenderer:
         tools: Sequence[dict[str, Any]] | None,
         args: Mapping[str, Any],
         whole: str,
+        marks: Sequence[tuple[int, int]],
     ) -> tuple[tuple[int, ...], set[int]]:
-        """Return the end of each message in ``whole``, and the assistant turns that the template rewrites."""
+        """Return the end of each message in ``whole``, and the assistant turns that the template rewrites.
+
+        ``marks`` are the spans that the template marks; they have the ends of turns that it rewrites.
+        """
         ends, rewritten = list[int](), set[int]()
         for at, message in enumerate(messages[:-1]):
             least = ends[-1] if ends else 0
@@ -153,6 +162,8 @@ class ChatRenderer:
                 if message["role"] == "assistant":
                     rewritten.add(at)
                 end = _end_of_content(whole, message, least)
+                if message["role"] == "assistant":
+                    end = next((stop for begin, stop in marks if begin >= least), end)
             ends.append(max(end, least))
         return (*ends, len(whole)), rewritten
 
@@ -198,6 +209,22 @@ class ChatRenderer:
         return sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
 
     @cached_property
+    def _wants_parts(self) -> bool:
+        """True if the template writes contents that are lists of parts, and no strings, as those for images do."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        probe = [{"role": "user", "content": "probed"}]
+        shown = []
+        for messages in (probe, _in_parts(probe)):
+            try:
+                values = {**self.tokenizer.special_tokens_map, **(self.template_args or {})}
+                texts, _ = render_jinja_template([messages], chat_template=self._template(None), **values)
+            except Exception:  # the template raises what it likes
+                texts = [""]
+            shown.append("probed" in texts[0] and "{" not in texts[0].split("probed")[0])
+        return shown == [False, True]
+
+    @cached_property
     def _split_words(self) -> list[str]:
         """Control words of the template that are not one token."""
         words = sorted(set(CONTROL_WORD.findall(self._template(None))))
@@ -218,6 +245,9 @@ class ChatRenderer:
             content = str(message.get("content") or "")
             if any(token in content for token in self._special_tokens):
                 found |= Defect.CONTROL_IN_CONTENT
+            names = [str(each.get("function", each).get("name", "")) for each in message.get("tool_calls") or ()]
+            if any(name not in whole for name in names):
+                found |= Defect.CONTENT_LEFT_OUT
             if content.strip() and content.strip()[-200:] not in whole:
                 if message["role"] in ("system", "developer"):
                     found |= Defect.SYSTEM_LEFT_OUT
@@ -233,8 +263,23 @@ class ChatRenderer:
 def _end_of_content(whole: str, message: Message, least: int) -> int:
     """Return the end of a message's content in ``whole`` after ``least``; ``least`` if it is not there."""
     content = str(message.get("content") or "").strip()
-    found = whole.find(content, least) if content else -1
-    return found + len(content) if found >= 0 else least
+    for text in (content, content.split("</think>")[-1].strip()):
+        if text and (found := whole.find(text, least)) >= 0:
+            return found + len(text)
+    return least
+
+
+def _plain(message: Message) -> Message:
+    """Return a message as templates expect it."""
+    return {key: value for key, value in message.items() if value is not None and key != NO_LOSS}
+
+
+def _in_parts(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose contents are lists with a part of text."""
+    return [
+        {**each, "content": [{"type": "text", "text": each["content"]}]} if each.get("content") else each
+        for each in messages
+    ]
 
 
 def _writes_today(whole: str) -> bool:

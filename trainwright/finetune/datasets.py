@@ -6,7 +6,7 @@ Shapes: B batch, T tokens of a sequence, or of the longest of a batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -221,6 +221,12 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         found: NDArray[Any] = self._shards[shard][begin : begin + int(self._rows["length"][row])]
         return found
 
+    def shards(self) -> Iterator[tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield the tokens of each shard, the numbers of its rows, and their lengths."""
+        for at, tokens in enumerate(self._shards):
+            numbers = np.flatnonzero(self._begins[:, 0] == at)
+            yield tokens, numbers, self._rows["length"][numbers]
+
     def lengths(self) -> NDArray[np.int64]:
         """Return the number of tokens of each sample (n,)."""
         found: NDArray[np.int64] = self._rows["length"][self._index]
@@ -235,8 +241,8 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         return self.store.place(self._rows[self._row_of(index)])
 
     def content_sha256(self) -> str:
-        """Return a hash of all samples: the folder of the cache is named by a hash of what they depend on."""
-        digest = hashlib.sha256(f"{self.store.folder.name} {self.split} ".encode())
+        """Return a hash of the tokens and labels of all samples, in their order."""
+        digest = hashlib.sha256(self.store.digest.encode())
         digest.update(self._index.tobytes())
         return digest.hexdigest()
 

@@ -40,6 +40,8 @@ class Defect(IntFlag):
     BAD_RECORD = 1 << 26
     SYSTEM_LEFT_OUT = 1 << 27
     TOO_LONG = 1 << 28
+    EMPTY_PROMPT = 1 << 29
+    OTHER_TEMPLATE = 1 << 30
 
 
 class Meaning(NamedTuple):
@@ -70,6 +72,12 @@ MEANINGS: dict[Defect, Meaning] = {
         "warning",
         "a placeholder such as null or nan as its answer",
         "drop the record: an empty cell was probably written as text",
+    ),
+    Defect.EMPTY_PROMPT: Meaning("warning", "an empty user turn", "fill it in, or drop the record"),
+    Defect.OTHER_TEMPLATE: Meaning(
+        "warning",
+        "the marks of a prompt template inside of a message, so that it is in two templates",
+        "remove marks such as ### Response: or [/INST] from the text: the chat template adds its own",
     ),
     Defect.CUT_ANSWER: Meaning(
         "warning",
@@ -116,7 +124,9 @@ MEANINGS: dict[Defect, Meaning] = {
         "remove them from the text: the template adds them",
     ),
     Defect.CONTENT_LEFT_OUT: Meaning(
-        "warning", "an answer that the template leaves out or changes", "use a template that writes it"
+        "warning",
+        "an answer or a call of a tool that the template leaves out or changes",
+        "use a template that writes it",
     ),
     Defect.SYSTEM_LEFT_OUT: Meaning(
         "warning",
@@ -132,7 +142,7 @@ MEANINGS: dict[Defect, Meaning] = {
         "correct {% generation %} in the template: it must enclose assistant turns only",
     ),
     Defect.REWRITTEN_TURN: Meaning(
-        "note",
+        "warning",
         "earlier answers that the template rewrites when a turn follows (it drops the thinking, for example); "
         "they are context and carry no loss",
         "split each conversation so that every answer is the last one, or use a template with {% generation %}",

@@ -32,6 +32,13 @@ MOJIBAKE = re.compile("\ufffd|Ã[\u0080-\u00bf]|â€[\u0080-\u00ff™œž˜¦�
 """UTF-8 read as Latin-1 or Windows-1252, and the sign that replaces bytes which are not UTF-8."""
 
 
+TEMPLATE_MARKS = re.compile(
+    r"^### (?:Instruction|Response|Input):|\[/INST\]|<</?SYS>>|<\|im_(?:start|end)\|>|<\|eot_id\|>|^ASSISTANT: ",
+    re.MULTILINE,
+)
+"""What common templates write around messages."""
+
+
 class Encoded(NamedTuple):
     """One sequence: ids (T,), which of them carry loss (T,), role codes (T,), messages (T,), and its defects."""
 
@@ -128,7 +135,7 @@ class Encoder:
         if example.prompt is None:
             roles = np.full(size, ROLE_CODES["text"], dtype=np.uint8)
             return Encoded(array, np.ones(size, np.bool_), roles, np.zeros(size, np.uint16), defects)
-        if prompt and prompt[-1] == self.tokenizer.eos_token_id:  # a tokenizer that ends every text
+        if self._adds_end:
             prompt = prompt[:-1]
         shared = next(
             (at for at, (a, b) in enumerate(zip(prompt, ids, strict=False)) if a != b), min(len(prompt), size)
@@ -142,7 +149,13 @@ class Encoder:
 
     def _with_end(self, text: str) -> str:
         end = self.tokenizer.eos_token
-        return text if not end or text.endswith(end) else text + end
+        return text if not end or text.endswith(end) or self._adds_end else text + end
+
+    @cached_property
+    def _adds_end(self) -> bool:
+        """True if the tokenizer ends every text."""
+        ids = self.tokenizer("a", verbose=False)["input_ids"]
+        return bool(ids) and ids[-1] == self.tokenizer.eos_token_id
 
     def _inspected(self, example: Example, found: Encoded) -> Encoded:
         """Return the sequence with the defects that its ids and its content show."""
@@ -185,6 +198,10 @@ def _content_defects(example: Example) -> Defect:
         found |= Defect.PLACEHOLDER
     if any(MOJIBAKE.search(text) for _, text in parts):
         found |= Defect.MOJIBAKE
+    if any(role == "user" and not text.strip() for role, text in parts):
+        found |= Defect.EMPTY_PROMPT
+    if example.messages and any(TEMPLATE_MARKS.search(text) for _, text in parts):
+        found |= Defect.OTHER_TEMPLATE
     roles = [role for role, _ in parts]
     if answers and example.messages and "assistant" in roles and roles[-1] != "assistant":
         found |= Defect.ENDS_WITHOUT_ANSWER

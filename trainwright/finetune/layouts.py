@@ -36,6 +36,10 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response", "function"), "tool"),
     "system": "system",
 }
+LOSS_KEYS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
+"""Keys of a message that say whether its answer carries loss: 0 or false turns it off."""
+NO_LOSS = "no_loss"
+"""The key of a message whose answer carries no loss. It is removed before the message is rendered."""
 ALPACA_WITH_INPUT = "{instruction}\n\n{input}"
 
 
@@ -168,10 +172,13 @@ def _message(value: object, name: str, roles: Mapping[str, str]) -> Message:
     if "role" not in plain:
         raise BadRecord(f"{name} has no role, its keys are {', '.join(map(str, value))}", "give role and content")
     role = _role(plain["role"], name, roles)
+    switches = {key: plain.pop(key) for key in LOSS_KEYS if isinstance(plain.get(key), bool | int | float)}
+    if any(not each for each in switches.values()):
+        plain[NO_LOSS] = True
     is_call = plain["role"] == "function_call"
     message = {**plain, "role": role}
     if is_call:
-        message = {"role": role, "content": "", "tool_calls": _calls_of_text(plain.get("content"), name)}
+        message |= {"content": "", "tool_calls": _calls_of_text(plain.get("content"), name)}
     elif message.get("tool_calls"):
         _require_calls(message["tool_calls"], name)
         message["content"] = _content(plain.get("content", ""), name)

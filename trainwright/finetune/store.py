@@ -13,12 +13,14 @@ import io
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +32,14 @@ from trainwright.finetune.layouts import BadRecord, Example, Pair, Use, example_
 from trainwright.finetune.read import FileRecord, RecordSource
 from trainwright.finetune.similarity import HASHES, content_hash, signature
 from trainwright.finetune.tokenizer import tokenizer_digest
+from trainwright.runs.printing import printable
 
 FORMAT = 1
 """Increased when the same records give other tokens or other files."""
 SHARD_RECORDS = 1000
 MAX_PROBLEMS_SHOWN = 8
+MIN_SHOWN_S = 2.0
+"""Progress is shown if tokenization takes longer."""
 TOKEN = np.dtype([("id", "<i4"), ("turn", "<u2"), ("role", "u1"), ("supervised", "u1")])
 ROW = np.dtype(
     [
@@ -67,10 +72,11 @@ class EncodingOptions:
 
 @dataclass(frozen=True)
 class Store:
-    """A complete folder of tokenized records."""
+    """A complete folder of tokenized records. ``digest`` is a hash of its tokens."""
 
     folder: Path
     shards: int
+    digest: str
     names: tuple[str, ...]
     unit: str
 
@@ -125,18 +131,47 @@ def tokenized(source: RecordSource, encoder: Encoder, options: EncodingOptions, 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
-            shards = _finished(folder)
-            if shards is None:
-                shards = _build(folder, source, encoder, options)
+            done = _finished(folder)
+            if done is None:
+                done = _build(folder, source, encoder, options)
     except OSError as error:
         remedy = "free space or permit writing there, or set cache to another folder"
         raise StorageError(f"the cache {folder} cannot be written: {error.strerror or error}", remedy=remedy) from None
-    return Store(folder, shards, source.names, source.unit)
+    return Store(folder, done.shards, done.digest, source.names, source.unit)
 
 
-def _build(folder: Path, source: RecordSource, encoder: Encoder, options: EncodingOptions) -> int:
+class TokenizationProgress:
+    """Shows on a terminal how many records are tokenized, if it takes long."""
+
+    def __init__(self, name: str, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._out, self._clock = name, out or sys.stderr, clock
+        self._begin_s, self._shown = clock(), ""
+
+    def show(self, records: int) -> None:
+        """Write the number over the one before."""
+        if self._out.isatty() and self._clock() - self._begin_s > MIN_SHOWN_S:
+            self._shown = f"tokenizing {printable(self._name)}: {records:,} records"
+            self._out.write(f"\r{self._shown}")
+            self._out.flush()
+
+    def close(self) -> None:
+        """Erase the line."""
+        if self._shown:
+            self._out.write(f"\r{' ' * len(self._shown)}\r")
+            self._out.flush()
+
+
+class _Done(NamedTuple):
+    """The number of shards of a complete folder, and the hash of their tokens."""
+
+    shards: int
+    digest: str
+
+
+def _build(folder: Path, source: RecordSource, encoder: Encoder, options: EncodingOptions) -> _Done:
     records = source.records()
     number, layout = 0, ""
+    progress = TokenizationProgress(source.names[0])
     while some := list(islice(records, SHARD_RECORDS)):
         layout = layout or _layout_of_first(some, options)
         if not _is_complete(folder, number):
@@ -144,10 +179,17 @@ def _build(folder: Path, source: RecordSource, encoder: Encoder, options: Encodi
             _write(_tokens_file(folder, number), tokens)
             _write(_rows_file(folder, number), rows)
         number += 1
+        progress.show(number * SHARD_RECORDS)
+    progress.close()
     if not number:
         raise UsageError(f"{source.names[0]} has no records", remedy="check that it is the right file")
-    _replace(folder / "done.json", json.dumps({"format": FORMAT, "shards": number}).encode())
-    return number
+    digest = hashlib.sha256()
+    for at in range(number):
+        digest.update(np.load(_rows_file(folder, at), allow_pickle=False)["length"].tobytes())
+        digest.update(_load_tokens(folder, at).tobytes())
+    done = _Done(number, digest.hexdigest())
+    _replace(folder / "done.json", json.dumps({"format": FORMAT, **done._asdict()}).encode())
+    return done
 
 
 def _layout_of_first(records: Sequence[FileRecord], options: EncodingOptions) -> str:
@@ -245,6 +287,8 @@ class _Shard:
         parts = [part for each in _examples(item) for part in each.content()]
         extra = _of_pair(item) if isinstance(item, Pair) else Defect(0)
         extra |= Defect.TOO_LONG if is_too_long and self.options.truncate == "drop" else Defect(0)
+        if len(cut) == 2 and np.array_equal(cut[0].ids, cut[1].ids):
+            extra |= Defect.SAME_PAIR
         kept = all(each.supervised.any() for each in cut) and not extra & Defect.TOO_LONG
         identity, signed = content_hash(parts), signature(parts)
         answer = content_hash([each for each in parts if each[0] == "assistant"][-1:])
@@ -286,12 +330,8 @@ def _examples(item: Example | Pair) -> tuple[Example, ...]:
 
 
 def _of_pair(pair: Pair) -> Defect:
-    found = Defect(0)
-    if pair.chosen.content() == pair.rejected.content():
-        found |= Defect.SAME_PAIR
-    if pair.scores is not None and pair.scores[0] < pair.scores[1]:
-        found |= Defect.SCORES_SWAPPED
-    return found
+    is_swapped = pair.scores is not None and pair.scores[0] < pair.scores[1]
+    return Defect.SCORES_SWAPPED if is_swapped else Defect(0)
 
 
 def _tokens_file(folder: Path, number: int) -> Path:
@@ -319,14 +359,15 @@ def _is_complete(folder: Path, number: int) -> bool:
     return rows.dtype == ROW and tokens.dtype == TOKEN and int(rows["length"].sum()) == len(tokens)
 
 
-def _finished(folder: Path) -> int | None:
-    """Return the number of shards of a complete folder, else None."""
+def _finished(folder: Path) -> _Done | None:
+    """Return what a complete folder has, else None."""
     try:
         done = json.loads((folder / "done.json").read_text())
-        number = int(done["shards"]) if done["format"] == FORMAT else 0
+        found = _Done(int(done["shards"]), str(done["digest"]))
+        is_readable = done["format"] == FORMAT and found.shards > 0
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return number if number and all(_is_complete(folder, at) for at in range(number)) else None
+    return found if is_readable and all(_is_complete(folder, at) for at in range(found.shards)) else None
 
 
 def _write(path: Path, array: NDArray[Any]) -> None:

@@ -82,6 +82,7 @@ class Supervision:
         size: Samples of the data set; None if unknown.
         left_out: Records that are not trained on.
         total: Tokens of the examined samples, without padding.
+        longest: Tokens of the longest sample.
         supervised: How many of them carry loss.
         padding: Padding beside them.
         roles: By role.
@@ -99,6 +100,7 @@ class Supervision:
     total: int
     supervised: int
     padding: int = 0
+    longest: int = 0
     roles: tuple[LossShare, ...] = ()
     turns: tuple[LossShare, ...] = ()
     findings: tuple[SupervisionFinding, ...] = ()
@@ -127,6 +129,7 @@ class Supervision:
         examined = f"{self.samples:,}" if self.size in (None, self.samples) else f"{self.samples:,} of {self.size:,}"
         text = f"{examined} samples, {self.total:,} {self.unit}, {self.fraction_text} carry loss"
         text += f" ({self.masked_by})" if self.masked_by else ""
+        text += f", the longest has {self.longest:,}" if self.longest else ""
         return text + (f"; {self.left_out:,} records left out" if self.left_out else "")
 
     def lines(self) -> list[str]:

@@ -276,7 +276,8 @@ def try_out(
     if earlier:
         earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step
     opened = open_data(made, recipe, divided.mesh, request, hardware)
-    supervision = audit_parts(made.parts, opened.data.first) if world.rank == 0 else ()
+    left_out = frozenset((*recipe.data.quarantine, *state.quarantine))
+    supervision = audit_parts(made.parts, opened.data.first, left_out) if world.rank == 0 else ()
     if world.size == 1:  # the first batch of one rank says nothing about the others
         require_supervised(supervision)
     notes = (*made.live.plan.notes, *notes_of_data(made.provenance, opened.resumed))

@@ -212,7 +212,7 @@ def _check_data(progress: _Progress, parts: Parts) -> None:
     progress.add(
         data.batch_fits(train, batch.size, batch.micro, drop_last=recipe.data.drop_last, has_batch_norm=has_norm)
     )
-    audits = audit_parts(parts)
+    audits = audit_parts(parts, left_out=left_out)
     progress.add(supervised(audits))
     if any(audit.refusal for audit in audits):
         raise _CannotContinue
