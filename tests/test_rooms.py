@@ -24,7 +24,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": {"recipe", "plan", "distributed", "checkpoint"},
     "data": {"recipe", "plan", "checkpoint"},
     "engine": {"checkpoint", "distributed", "optim"},
-    "assembly": {"recipe", "plan", "distributed", "checkpoint", "models", "data", "optim"},
+    "finetune": {"recipe", "runs", "distributed", "checkpoint", "data", "engine"},
+    "assembly": {"recipe", "plan", "distributed", "checkpoint", "models", "data", "optim", "finetune"},
     "plan/trace": {"recipe", "plan", "distributed", "checkpoint", "models", "data", "optim", "engine", "assembly"},
     "monitoring": {"recipe", "runs", "distributed", "checkpoint", "engine"},
     "recorder": {"runs", "distributed", "checkpoint", "optim", "engine"},
@@ -40,11 +41,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adapters": {"runs", "watching"},
     "training": {
         *("recipe", "plan", "plan/trace", "models", "data", "optim", "assembly", "distributed", "engine", "checkpoint"),
-        *("runs", "monitoring", "recorder", "watching", "report"),
+        *("runs", "monitoring", "recorder", "watching", "report", "finetune"),
     },
     "commands": {
         *("recipe", "plan", "plan/trace", "models", "data", "optim", "assembly", "distributed", "engine", "checkpoint"),
         *(
+            "finetune",
             "runs",
             "monitoring",
             "recorder",

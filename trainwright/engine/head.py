@@ -8,6 +8,7 @@ bounded or not. That is tested once per model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
@@ -56,13 +57,16 @@ def hf_head_of(model: nn.Module) -> Head | None:
     return None if softcap is None else Head(head.weight, head.bias, softcap)
 
 
-def hidden_of_hf(model: nn.Module, ids_BT: Tensor) -> Tensor:
-    """Return hidden_BTD of a model that has an ``hf_head_of``. Compiles the base model if the model is compiled."""
+def hidden_of_hf(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    """Return hidden_BTD of a model that has an ``hf_head_of``, called with these keyword arguments.
+
+    Compiles the base model if the model is compiled.
+    """
     own = getattr(model, "_orig_mod", model)
     base: Any = own.base_model
     if getattr(model, "_compiled_call_impl", None) is not None and base._compiled_call_impl is None:
         base.compile()
-    hidden: Tensor = base(input_ids=ids_BT)[0]
+    hidden: Tensor = base(**inputs)[0]
     return hidden
 
 

@@ -1,0 +1,188 @@
+"""Reference log-probabilities for DPO: computed once with the initial weights of a run, and kept in the cache.
+
+A dataset of preference samples gets two more keys, ``reference_chosen`` and ``reference_rejected``. They are NaN until
+``fill`` has computed them. The cache is keyed by a hash of weights, samples and precision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from trainwright.checkpoint.shards import is_sharded
+from trainwright.data.fingerprint import fingerprint
+from trainwright.data.loading import to_device
+from trainwright.data.token_rows import IDS, TokenRows
+from trainwright.data.unwrap import Unwrapped, length_of
+from trainwright.distributed.group import SOLO, World
+from trainwright.engine.evaluate import evaluating
+from trainwright.errors import UsageError
+from trainwright.finetune.losses import REFERENCE_CHOSEN, REFERENCE_REJECTED, completion_log_probs
+
+Say = Callable[[str], None]
+KIND = "reference"
+"""Folder in the cache."""
+
+
+class WithReference(Dataset[dict[str, Any]]):
+    """Preference samples with the log-probabilities of their completions under the reference model.
+
+    Attributes:
+        values_N2: Those of the chosen and of the rejected completions; NaN until they are known.
+        digest: Identifies the reference model; "" until it is known.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.values_N2 = torch.full((len(dataset), 2), float("nan"))
+        self.digest = ""
+        self.deterministic = type(dataset) is list or bool(getattr(dataset, "deterministic", False))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        chosen, rejected = self.values_N2[index]
+        return {**self.dataset[index], REFERENCE_CHOSEN: chosen, REFERENCE_REJECTED: rejected}
+
+    def content_sha256(self) -> str:
+        """Return a hash of the samples and of the reference model, so that a resume reports another reference."""
+        return hashlib.sha256(f"{fingerprint(self.dataset).sha256} {self.digest}".encode()).hexdigest()
+
+
+def with_reference(loss: object, data: Unwrapped | None) -> Unwrapped | None:
+    """Return the data with keys for the reference, if the loss needs it and the samples do not have it.
+
+    Raises UsageError for data without positions.
+    """
+    if data is None or not getattr(loss, "needs_reference", False) or isinstance(data.dataset, WithReference):
+        return data
+    if data.own_batches is not None or not hasattr(data.dataset, "__getitem__") or not length_of(data.dataset):
+        raise UsageError(
+            "dpo computes the reference for each sample once, so it needs a dataset with __getitem__ and __len__",
+            remedy=f"pass such a dataset, or yield {REFERENCE_CHOSEN} and {REFERENCE_REJECTED} in the batches",
+        )
+    first = data.dataset[0]
+    if isinstance(first, Mapping) and REFERENCE_CHOSEN in first:
+        return data
+    return replace(data, dataset=WithReference(data.dataset))
+
+
+def fill(
+    sets: Sequence[Unwrapped | None],
+    model: nn.Module,
+    device: torch.device,
+    *,
+    batch: int,
+    world: World = SOLO,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    precision: str = "fp32",
+    cache: Path | None = None,
+    say: Say = lambda line: None,
+) -> None:
+    """Compute the reference of datasets that need it with ``model``, or read it from the cache.
+
+    Ranks compute a part each. Every rank calls the model equally often, so it may be sharded.
+    """
+    wanted = [each for each in sets if each is not None and isinstance(each.dataset, WithReference)]
+    if not wanted:
+        return
+    weights = weights_digest(model) if not is_sharded(model) else ""
+    for data in wanted:
+        dataset: WithReference = data.dataset
+        key = hashlib.sha256(f"{weights} {_samples_digest(dataset.dataset)} {precision}".encode()).hexdigest()
+        file = (cache_folder() if cache is None else cache) / KIND / f"{key[:32]}.safetensors"
+        known = world.agree(file.is_file() and weights != "") if world.rank == 0 else world.agree(None)
+        if known:
+            dataset.values_N2 = load_file(file)["log_probs"] if world.rank == 0 else dataset.values_N2
+            world.copy_first_([dataset.values_N2])
+            say(f"reference log-probabilities of {len(dataset):,} pairs: read from {file}")
+        else:
+            say(f"reference log-probabilities of {len(dataset):,} pairs: computing with the initial weights")
+            dataset.values_N2 = _computed(dataset, data, model, device, batch, world, autocast)
+            if world.rank == 0 and weights:
+                _save(file, dataset.values_N2)
+        dataset.digest = f"{weights} {precision}"
+
+
+def _computed(
+    dataset: WithReference,
+    data: Unwrapped,
+    model: nn.Module,
+    device: torch.device,
+    batch: int,
+    world: World,
+    autocast: Callable[[], AbstractContextManager[object]],
+) -> Tensor:
+    """Return (N, 2). Samples of similar length share a batch; the last batches of a rank may repeat its first ones."""
+    collate = data.collate if isinstance(data.collate, TokenRows) else TokenRows()
+    samples = dataset.dataset
+    lengths = [max(len(each[f"{which}_{IDS}"]) for which in ("chosen", "rejected")) for each in _each(samples)]
+    order = sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
+    batches = [order[start : start + batch] for start in range(0, len(order), batch)]
+    rounds = -(-len(batches) // world.size)
+    found_N2 = torch.full((len(dataset), 2), float("nan"), dtype=torch.float32)
+    with evaluating(model):
+        for number in range(rounds):
+            positions = batches[(number * world.size + world.rank) % len(batches)]
+            rows = to_device(collate([samples[position] for position in positions]), device)
+            with autocast():
+                log_probs = completion_log_probs(model, rows)
+            found_N2[positions] = torch.stack(log_probs, 1).float().cpu()
+    for part_N2 in world.collect(found_N2):
+        found_N2 = torch.where(found_N2.isnan(), part_N2, found_N2)
+    if world.size > 1:  # a batch that several ranks computed has one value everywhere
+        world.copy_first_([found_N2])
+    return found_N2
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Return a hash of all parameters and buffers of a model."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        if isinstance(value, Tensor):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(_bytes(value))
+    return digest.hexdigest()
+
+
+def _samples_digest(samples: Any) -> str:
+    digest = hashlib.sha256()
+    for sample in _each(samples):
+        for name in sorted(sample):
+            if name.startswith(("chosen_", "rejected_")):
+                value = torch.as_tensor(sample[name])
+                digest.update(f"{name} {tuple(value.shape)}".encode())
+                digest.update(_bytes(value))
+    return digest.hexdigest()
+
+
+def _bytes(value: Tensor) -> bytes:
+    raw: bytes = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return raw
+
+
+def _each(samples: Any) -> Any:
+    return (samples[position] for position in range(len(samples)))
+
+
+def cache_folder() -> Path:
+    """Return the folder of the cache: ``$TRAINWRIGHT_CACHE``, or ``~/.cache/trainwright``."""
+    return Path(os.environ.get("TRAINWRIGHT_CACHE") or Path.home() / ".cache" / "trainwright")
+
+
+def _save(file: Path, values_N2: Tensor) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_name(f"{file.name}.{os.getpid()}.draft")
+    save_file({"log_probs": values_N2.contiguous()}, draft)
+    draft.replace(file)
