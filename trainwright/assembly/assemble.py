@@ -235,7 +235,7 @@ def _with_reference(parts: Parts, loaded: Loaded) -> Parts:
     with at_recipe(loaded, "data.train"):
         train = with_reference(parts.loss, parts.train)
     with at_recipe(loaded, "data.val"):
-        val = with_reference(parts.loss, parts.val)
+        val = None if parts.val is None else with_reference(parts.loss, parts.val)
         more_val = {name: with_reference(parts.loss, each) for name, each in parts.more_val.items()}
     return replace(parts, train=train, val=val, more_val=more_val)
 

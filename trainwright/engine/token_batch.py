@@ -38,13 +38,13 @@ class TokenBatch(NamedTuple):
 
     Attributes:
         inputs: Keyword arguments of the model.
-        target_BT: The label that follows each token; -100 if none.
-        by_row_BT: The same targets with one row for each row of the batch.
+        target: The label that follows each token; -100 if none.
+        by_row: The same targets with one row for each row of the batch.
     """
 
     inputs: dict[str, Any]
-    target_BT: Tensor
-    by_row_BT: Tensor
+    target: Tensor
+    by_row: Tensor
 
 
 def token_batch(model: nn.Module, batch: Batch) -> TokenBatch:
@@ -137,7 +137,9 @@ def embedding_noise(model: nn.Module, inputs: Mapping[str, Any], alpha: float) -
 
 def sample_lengths(inputs: Mapping[str, Any]) -> Tensor:
     """Return for each position the number of tokens of its sample, (B, T) or (B, 1)."""
-    ids_BT, mask_BT, positions_BT = inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids")
+    ids_BT: Tensor = inputs["input_ids"]
+    mask_BT: Tensor | None = inputs.get("attention_mask")
+    positions_BT: Tensor | None = inputs.get("position_ids")
     if positions_BT is not None:
         sample_BT = (positions_BT == 0).cumsum(-1) - 1
         count_BT = torch.zeros_like(positions_BT).scatter_add_(1, sample_BT, torch.ones_like(positions_BT))

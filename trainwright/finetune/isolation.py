@@ -78,14 +78,14 @@ class Isolation:
 class _Sample(NamedTuple):
     """A sample inside the row that the model is called with."""
 
-    ids_L: Tensor
-    labels_L: Tensor
+    ids: Tensor
+    labels: Tensor
     row: int
     start: int
 
     @property
     def where(self) -> slice:
-        return slice(self.start, self.start + len(self.ids_L))
+        return slice(self.start, self.start + len(self.ids))
 
 
 def compare_alone(model: nn.Module, data: object, *, max_tokens: int | None = None) -> Isolation:
@@ -127,14 +127,14 @@ def _compared(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:
     together = _logits(model, called)
     found = Isolation(rows=len(batch[IDS]), tolerance=TOLERANCES.get(together.dtype, TOLERANCE_ELSEWHERE))
     for sample in _samples(batch, called):
-        alone = token_batch(model, {IDS: sample.ids_L[None], LABELS: sample.labels_L[None]})
+        alone = token_batch(model, {IDS: sample.ids[None], LABELS: sample.labels[None]})
         alone_LV, packed_LV = _logits(model, alone)[0], together[sample.row, sample.where]
         difference = _relative(packed_LV, alone_LV)
         losses = [
             F.cross_entropy(logits_LV.float(), target_L, ignore_index=IGNORE, reduction="sum").item()
             for logits_LV, target_L in (
-                (alone_LV, alone.target_BT[0]),
-                (packed_LV, called.target_BT[sample.row, sample.where]),
+                (alone_LV, alone.target[0]),
+                (packed_LV, called.target[sample.row, sample.where]),
             )
         ]
         found = replace(
@@ -147,7 +147,7 @@ def _compared(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:
             continue
         if not difference <= found.tolerance:
             found = replace(found, reason=_reason(model, called, together, sample, found.tolerance))
-        elif not torch.equal(alone.target_BT[0], called.target_BT[sample.row, sample.where]):
+        elif not torch.equal(alone.target[0], called.target[sample.row, sample.where]):
             found = replace(found, reason="a token is trained to predict the first token of the next sample")
     return found
 
@@ -196,7 +196,7 @@ def _with_shared_rows(data: Mapping[str, Any], max_tokens: int | None) -> dict[s
 def _samples(batch: Mapping[str, Any], called: TokenBatch) -> Iterator[_Sample]:
     """Yield the samples of a batch that have a target, with their place in the rows of the call."""
     ids_BT, labels_BT = batch[IDS], batch[LABELS]
-    one_row = len(called.target_BT) == 1
+    one_row = len(called.target) == 1
     start = 0
     for row in range(len(ids_BT)):
         if ROW_LENGTHS in batch:
@@ -208,7 +208,7 @@ def _samples(batch: Mapping[str, Any], called: TokenBatch) -> Iterator[_Sample]:
         for length in lengths:
             there = slice(inside, inside + length)
             sample = _Sample(ids_BT[row, there], labels_BT[row, there], 0 if one_row else row, start)
-            if bool((sample.labels_L != IGNORE).any()):
+            if bool((sample.labels != IGNORE).any()):
                 yield sample
             inside += length
             start += length

@@ -109,6 +109,7 @@ class Distillation(nn.Module):
         self.teacher = (_loaded_teacher(teacher) if isinstance(teacher, str) else teacher).requires_grad_(False).eval()
         self.temperature = temperature
         self.weight = weight
+        self.register_state_dict_post_hook(_drop_teacher)
 
     def forward(self, model: nn.Module, batch: Batch) -> Loss:
         """Return the summed loss over the labels, with both of its terms."""
@@ -123,13 +124,13 @@ class Distillation(nn.Module):
                 f"{student_BTV.shape[-1]:,}",
                 remedy="use a teacher with the vocabulary of the student",
             )
-        counted_BT = called.target_BT != IGNORE
+        counted_BT = called.target != IGNORE
         student_NV = F.log_softmax(student_BTV[counted_BT].float() / self.temperature, -1)
         teacher_NV = F.log_softmax(teacher_BTV[counted_BT].float() / self.temperature, -1)
         kl = self.temperature**2 * F.kl_div(student_NV, teacher_NV, reduction="sum", log_target=True)
         total = self.weight * kl + (1 - self.weight) * loss.total
         terms = {"kl": kl.detach(), "cross_entropy": loss.total.detach()}
-        return Loss(total, loss.weight, terms, student_BTV, called.target_BT)
+        return Loss(total, loss.weight, terms, student_BTV, called.target)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode; the teacher stays in evaluation mode."""
@@ -137,22 +138,24 @@ class Distillation(nn.Module):
         self.teacher.eval()
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return nothing: a checkpoint does not contain the teacher."""
-        return {}
+
+def _drop_teacher(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Remove the teacher from a state dict, so that no checkpoint contains it."""
+    for name in [each for each in state if each.startswith(f"{prefix}teacher.")]:
+        del state[name]
 
 
 class PairRows(NamedTuple):
     """The completions of B pairs as R rows, the chosen ones first."""
 
-    ids_RT: Tensor
-    labels_RT: Tensor
-    mask_RT: Tensor
+    ids: Tensor
+    labels: Tensor
+    mask: Tensor
 
     @property
     def batch(self) -> dict[str, Tensor]:
         """Return them as a padded batch."""
-        return {IDS: self.ids_RT, LABELS: self.labels_RT, ATTENTION_KEY: self.mask_RT}
+        return {IDS: self.ids, LABELS: self.labels, ATTENTION_KEY: self.mask}
 
 
 def pair_rows(batch: Mapping[str, Tensor]) -> PairRows:
@@ -183,9 +186,7 @@ def completion_log_probs(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple
     """Return the summed log-probability of the labels of the chosen and of the rejected completions, (B,) each."""
     called = token_batch(model, pair_rows(batch).batch)
     logits_RTV = model(**called.inputs).logits
-    loss_RT = F.cross_entropy(
-        logits_RTV.float().transpose(1, 2), called.target_BT, reduction="none", ignore_index=IGNORE
-    )
+    loss_RT = F.cross_entropy(logits_RTV.float().transpose(1, 2), called.target, reduction="none", ignore_index=IGNORE)
     chosen_B, rejected_B = (-loss_RT.sum(1)).chunk(2)
     return chosen_B, rejected_B
 
@@ -195,7 +196,7 @@ def rewards(model: nn.Module, rows: PairRows) -> Tensor:
     with _scores_by_token(model) as scores:
         output = model(**token_batch(model, rows.batch).inputs)
     if scores:
-        last_R = rows.mask_RT.sum(1) - 1
+        last_R = rows.mask.sum(1) - 1
         found_R = scores[-1].gather(1, last_R[:, None, None].expand(-1, 1, scores[-1].shape[-1])).squeeze(1)
     else:
         found_R = getattr(output, "logits", output)
@@ -252,4 +253,3 @@ def _loaded_teacher(folder: str) -> nn.Module:
             remedy="give the folder of a model that save_pretrained wrote",
         ) from None
     return teacher
-

@@ -38,13 +38,13 @@ class WithReference(Dataset[dict[str, Any]]):
     """Preference samples with the log-probabilities of their completions under the reference model.
 
     Attributes:
-        values_N2: Those of the chosen and of the rejected completions; NaN until they are known.
+        values: Those of the chosen and of the rejected completions; NaN until they are known.
         digest: Identifies the reference model; "" until it is known.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self.values_N2 = torch.full((len(dataset), 2), float("nan"))
+        self.values = torch.full((len(dataset), 2), float("nan"))
         self.digest = ""
         self.deterministic = type(dataset) is list or bool(getattr(dataset, "deterministic", False))
 
@@ -52,7 +52,7 @@ class WithReference(Dataset[dict[str, Any]]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        chosen, rejected = self.values_N2[index]
+        chosen, rejected = self.values[index]
         return {**self.dataset[index], REFERENCE_CHOSEN: chosen, REFERENCE_REJECTED: rejected}
 
     def content_sha256(self) -> str:
@@ -60,12 +60,12 @@ class WithReference(Dataset[dict[str, Any]]):
         return hashlib.sha256(f"{fingerprint(self.dataset).sha256} {self.digest}".encode()).hexdigest()
 
 
-def with_reference(loss: object, data: Unwrapped | None) -> Unwrapped | None:
+def with_reference(loss: object, data: Unwrapped) -> Unwrapped:
     """Return the data with keys for the reference, if the loss needs it and the samples do not have it.
 
     Raises UsageError for data without positions.
     """
-    if data is None or not getattr(loss, "needs_reference", False) or isinstance(data.dataset, WithReference):
+    if not getattr(loss, "needs_reference", False) or isinstance(data.dataset, WithReference):
         return data
     if data.own_batches is not None or not hasattr(data.dataset, "__getitem__") or not length_of(data.dataset):
         raise UsageError(
@@ -92,26 +92,27 @@ def fill(
 ) -> None:
     """Compute the reference of datasets that need it with ``model``, or read it from the cache.
 
-    Ranks compute a part each. Every rank calls the model equally often, so it may be sharded.
+    Ranks compute a part each. Every rank calls the model equally often, so it may be sharded; then the cache is not
+    used.
     """
     wanted = [each for each in sets if each is not None and isinstance(each.dataset, WithReference)]
     if not wanted:
         return
-    weights = weights_digest(model) if not is_sharded(model) else ""
+    weights = "" if is_sharded(model) else weights_digest(model)
     for data in wanted:
         dataset: WithReference = data.dataset
         key = hashlib.sha256(f"{weights} {_samples_digest(dataset.dataset)} {precision}".encode()).hexdigest()
         file = (cache_folder() if cache is None else cache) / KIND / f"{key[:32]}.safetensors"
         known = world.agree(file.is_file() and weights != "") if world.rank == 0 else world.agree(None)
         if known:
-            dataset.values_N2 = load_file(file)["log_probs"] if world.rank == 0 else dataset.values_N2
-            world.copy_first_([dataset.values_N2])
+            dataset.values = load_file(file)["log_probs"] if world.rank == 0 else dataset.values
+            world.copy_first_([dataset.values])
             say(f"reference log-probabilities of {len(dataset):,} pairs: read from {file}")
         else:
             say(f"reference log-probabilities of {len(dataset):,} pairs: computing with the initial weights")
-            dataset.values_N2 = _computed(dataset, data, model, device, batch, world, autocast)
+            dataset.values = _computed(dataset, data, model, device, batch, world, autocast)
             if world.rank == 0 and weights:
-                _save(file, dataset.values_N2)
+                _save(file, dataset.values)
         dataset.digest = f"{weights} {precision}"
 
 
@@ -181,8 +182,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TRAINWRIGHT_CACHE") or Path.home() / ".cache" / "trainwright")
 
 
-def _save(file: Path, values_N2: Tensor) -> None:
+def _save(file: Path, values: Tensor) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_name(f"{file.name}.{os.getpid()}.draft")
-    save_file({"log_probs": values_N2.contiguous()}, draft)
+    save_file({"log_probs": values.contiguous()}, draft)
     draft.replace(file)

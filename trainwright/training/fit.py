@@ -295,7 +295,7 @@ def _fit_objects(
     if not isinstance(judge, str):
         require_callable(judge)
     named_metrics, own_metrics = split_metrics(options.get("metrics"))
-    objects = object_arguments(optimizer, schedule, lr=options.get("lr"), warmup=options.get("warmup"))
+    objects = object_arguments(optimizer, schedule, judge, lr=options.get("lr"), warmup=options.get("warmup"))
     asked = {
         **options,
         "until": _until(options.get("until"), options.get("epochs"), options.get("steps")),

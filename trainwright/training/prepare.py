@@ -243,7 +243,7 @@ def make_state(loaded: Loaded, divided: Divided, facts: RunFacts, request: Reque
 def _fill_reference(divided: Divided, recipe: Recipe, request: Request, hardware: Hardware) -> None:
     """Compute the reference of a loss that compares with the initial weights, while the model still has them."""
     parts, named = divided.parts, recipe.precision
-    precision = Precision(named if named not in (None, "auto") else "fp32", hardware.device.type)
+    precision = Precision("fp32" if named is None or named == "auto" else named, hardware.device.type)
     fill(
         [parts.train, parts.val, *parts.more_val.values()],
         parts.model,
