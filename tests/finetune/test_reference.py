@@ -15,9 +15,9 @@ from tests import ranks
 from tests.finetune.test_losses import log_prob
 from tests.finetune.tiny import llama, pairs
 from trainwright.data.unwrap import unwrap
-from trainwright.errors import TrainwrightError
+from trainwright.errors import DataError, TrainwrightError
 from trainwright.finetune.losses import DPO
-from trainwright.finetune.reference import WithReference, fill, weights_digest, with_reference
+from trainwright.finetune.reference import WithReference, fill, require_preferences, weights_digest, with_reference
 
 CPU = torch.device("cpu")
 
@@ -66,6 +66,32 @@ def test_samples_that_have_them_are_left_alone() -> None:
     data = [{**each, "reference_chosen": 0.0, "reference_rejected": 0.0} for each in pairs()]
     given = unwrap(data)
     assert with_reference(DPO(), given) is given
+
+
+def test_pairs_without_preference_are_refused() -> None:
+    data = pairs(4)
+    data[2]["rejected_labels"][:] = -100
+    with pytest.raises(
+        DataError, match="1 of 4 pairs have a completion without a label, the first is pair 2"
+    ) as caught:
+        require_preferences(data)
+    assert list(caught.value.sample_ids) == [2]
+    same = [{**each, "rejected_input_ids": each["chosen_input_ids"]} for each in pairs(4)]
+    with pytest.raises(DataError, match="equal in all 4 pairs"):
+        require_preferences(same)
+
+
+def test_doubtful_pairs_are_reported() -> None:
+    said: list[str] = []
+    require_preferences(pairs(4), said.append)
+    assert not said
+    data = pairs(4)
+    other = {
+        name.replace("chosen", "?").replace("rejected", "chosen").replace("?", "rejected"): value
+        for name, value in data[0].items()
+    }
+    require_preferences([*data, other, {**data[1], "rejected_input_ids": data[1]["chosen_input_ids"]}], said.append)
+    assert "1 of 6 pairs have equal completions" in said[0] and "the other way round" in said[1]
 
 
 @pytest.mark.slow

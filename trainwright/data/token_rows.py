@@ -74,19 +74,19 @@ class TokenRows:
 
 
 def is_token_samples(dataset: Any) -> bool:
-    """Return True if the samples of a dataset are known to be mappings with token ids and labels.
+    """Return True if the samples of a list or of a Hugging Face dataset are mappings with token ids and labels.
 
-    Known are those of a list, of a Hugging Face dataset, and of a dataset of ``trainwright.finetune``. No other dataset
-    is read.
+    No other dataset is read.
     """
     names = getattr(dataset, "column_names", None)
-    if not isinstance(names, list):
-        own = type(dataset).__module__.startswith("trainwright.finetune")
-        first = dataset[0] if (own or type(dataset) is list) and len(dataset) else None
-        names = list(first) if isinstance(first, Mapping) else []
-    return any(prefix + key in names for prefix in PREFIXES for key in (IDS,)) and any(
-        prefix + LABELS in names for prefix in PREFIXES
-    )
+    if type(dataset) is list and dataset and isinstance(dataset[0], Mapping):
+        names = list(dataset[0])
+    return isinstance(names, list) and any({prefix + IDS, prefix + LABELS} <= set(names) for prefix in PREFIXES)
+
+
+def collate_of(dataset: Any, *, padding_free: bool = False) -> TokenRows:
+    """Return the collate function for a dataset of token ids, with its ``pad_id`` if it has one."""
+    return TokenRows(padding_free=padding_free, pad=getattr(dataset, "pad_id", 0))
 
 
 def _as_rows(name: str, values: list[Any]) -> list[Tensor] | None:

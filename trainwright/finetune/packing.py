@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from trainwright.data.padding import IGNORE
-from trainwright.data.token_rows import IDS, LABELS, POSITIONS, TokenRows
+from trainwright.data.token_rows import IDS, LABELS, POSITIONS, TokenRows, collate_of
 from trainwright.data.unwrap import Unwrapped, length_of
 from trainwright.errors import UsageError
 from trainwright.recipe.data import Packing
@@ -105,10 +105,10 @@ def concatenated(samples: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 
 def sample_lengths(dataset: Any) -> list[int]:
-    """Return the number of tokens of each sample: its attribute ``lengths``, or by reading every sample."""
+    """Return the number of tokens of each sample: ``lengths()`` of the dataset, or by reading every sample."""
     known = getattr(dataset, "lengths", None)
-    if known is not None and not callable(known):
-        return [int(length) for length in known]
+    if callable(known):
+        return [int(length) for length in known()]
     return [len(dataset[position][IDS]) for position in range(len(dataset))]
 
 
@@ -121,14 +121,15 @@ def with_packing(data: Unwrapped, packing: Packing) -> Unwrapped:
         return data
     _require_tokens(data)
     if packing.by == "padding_free":
-        return replace(data, collate=TokenRows(padding_free=True))
+        return replace(data, collate=collate_of(data.dataset, padding_free=True))
     if data.order is not None or data.batch_size is not None:
         raise UsageError(
             "data.packing: bfd determines the rows itself, and the data is a DataLoader with batches of samples",
             remedy="pass the dataset instead of the DataLoader; batch.size then counts packed rows",
         )
     assert packing.max_length is not None
-    return replace(data, dataset=Packed(data.dataset, packing.max_length), collate=TokenRows(), loader=None)
+    collate = collate_of(data.dataset)
+    return replace(data, dataset=Packed(data.dataset, packing.max_length), collate=collate, loader=None)
 
 
 def _require_tokens(data: Unwrapped) -> None:

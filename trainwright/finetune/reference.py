@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from trainwright.checkpoint.shards import is_sharded
 from trainwright.data.fingerprint import fingerprint
 from trainwright.data.loading import to_device
-from trainwright.data.token_rows import IDS, TokenRows
+from trainwright.data.padding import IGNORE
+from trainwright.data.token_rows import IDS, LABELS, collate_of
 from trainwright.data.unwrap import Unwrapped, length_of
 from trainwright.distributed.group import SOLO, World
 from trainwright.engine.evaluate import evaluating
-from trainwright.errors import UsageError
+from trainwright.errors import DataError, UsageError
 from trainwright.finetune.losses import REFERENCE_CHOSEN, REFERENCE_REJECTED, completion_log_probs
 
 Say = Callable[[str], None]
@@ -75,7 +76,8 @@ def with_reference(loss: object, data: Unwrapped) -> Unwrapped:
     first = data.dataset[0]
     if isinstance(first, Mapping) and REFERENCE_CHOSEN in first:
         return data
-    return replace(data, dataset=WithReference(data.dataset))
+    collate = collate_of(data.dataset) if data.collate is default_collate else data.collate
+    return replace(data, dataset=WithReference(data.dataset), collate=collate)
 
 
 def fill(
@@ -101,6 +103,7 @@ def fill(
     weights = "" if is_sharded(model) else weights_digest(model)
     for data in wanted:
         dataset: WithReference = data.dataset
+        require_preferences(dataset.dataset, say)
         key = hashlib.sha256(f"{weights} {_samples_digest(dataset.dataset)} {precision}".encode()).hexdigest()
         file = (cache_folder() if cache is None else cache) / KIND / f"{key[:32]}.safetensors"
         known = world.agree(file.is_file() and weights != "") if world.rank == 0 else world.agree(None)
@@ -126,7 +129,6 @@ def _computed(
     autocast: Callable[[], AbstractContextManager[object]],
 ) -> Tensor:
     """Return (N, 2). Samples of similar length share a batch; the last batches of a rank may repeat its first ones."""
-    collate = data.collate if isinstance(data.collate, TokenRows) else TokenRows()
     samples = dataset.dataset
     lengths = [max(len(each[f"{which}_{IDS}"]) for which in ("chosen", "rejected")) for each in _each(samples)]
     order = sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
@@ -136,7 +138,7 @@ def _computed(
     with evaluating(model):
         for number in range(rounds):
             positions = batches[(number * world.size + world.rank) % len(batches)]
-            rows = to_device(collate([samples[position] for position in positions]), device)
+            rows = to_device(data.collate([samples[position] for position in positions]), device)
             with autocast():
                 log_probs = completion_log_probs(model, rows)
             found_N2[positions] = torch.stack(log_probs, 1).float().cpu()
@@ -145,6 +147,40 @@ def _computed(
     if world.size > 1:  # a batch that several ranks computed has one value everywhere
         world.copy_first_([found_N2])
     return found_N2
+
+
+def require_preferences(samples: Any, say: Say = lambda line: None) -> None:
+    """Raise DataError for pairs that carry no preference: completions without a label, or all pairs equal.
+
+    Reports the number of equal pairs and of pairs that are also there the other way round.
+    """
+    unlabelled, equal, seen, reversed_ = list[int](), 0, set[tuple[bytes, bytes]](), 0
+    for position, sample in enumerate(_each(samples)):
+        sides = [torch.as_tensor(sample[f"{which}_{IDS}"]) for which in ("chosen", "rejected")]
+        labels = [torch.as_tensor(sample[f"{which}_{LABELS}"]) for which in ("chosen", "rejected")]
+        if any(not bool((each[1:] != IGNORE).any()) for each in labels):
+            unlabelled.append(position)
+        chosen, rejected = (_bytes(each) for each in sides)
+        equal += chosen == rejected
+        reversed_ += chosen != rejected and (rejected, chosen) in seen
+        seen.add((chosen, rejected))
+    count = len(samples)
+    if unlabelled:
+        raise DataError(
+            f"{len(unlabelled):,} of {count:,} pairs have a completion without a label, the first is pair "
+            f"{unlabelled[0]}: it has no tokens, or a length limit has cut it off",
+            sample_ids=unlabelled[:16],
+            remedy="raise the length limit, or leave these pairs out",
+        )
+    if equal == count:
+        raise DataError(
+            f"the chosen and the rejected completion are equal in all {count:,} pairs, so the loss stays at ln 2",
+            remedy="check the columns that chosen and rejected are read from",
+        )
+    if equal:
+        say(f"{equal:,} of {count:,} pairs have equal completions, which carry no preference")
+    if reversed_:
+        say(f"{reversed_:,} of {count:,} pairs are also there the other way round: their preferences contradict")
 
 
 def weights_digest(model: nn.Module) -> str:
