@@ -116,9 +116,11 @@ def hf_causal_lm(
     """Next-token prediction with a causal model of ``transformers``, per label that is not -100.
 
     A batch is a mapping of ``input_ids`` and unshifted ``labels``, padded, packed or padding-free (see
-    ``engine.token_batch``), or a pair ``(ids_BT, target_BT)`` with a shifted target. ``neftune_alpha`` adds noise to
-    the input embeddings in training. ``chunked`` and ``max_logits_bytes`` are as in ``language_model``. Chunked
-    computation calls ``model.base_model``.
+    ``engine.token_batch``), or a pair ``(ids_BT, target_BT)`` with a shifted target. ``chunked`` and
+    ``max_logits_bytes`` are as in ``language_model``. Chunked computation calls ``model.base_model``.
+
+    Args:
+        neftune_alpha: Size of the noise that is added to the input embeddings in training (NEFTune); 0: none.
 
     Raises:
         UsageError: The batch has no ``input_ids`` or no ``labels``.

@@ -75,8 +75,11 @@ def bradley_terry(model: nn.Module, batch: Batch, *, center: float = 0.0) -> Los
     """Reward model: -log sigmoid of the difference of two rewards (Bradley-Terry), per pair.
 
     The model returns one logit for each row, as ``AutoModelForSequenceClassification`` with ``num_labels=1`` does. The
-    reward is that of the last token that is no padding. ``center`` weights the squared sum of both rewards, which
-    keeps rewards near 0 (https://arxiv.org/abs/2312.09244).
+    reward is that of the last token that is no padding. A key ``margin`` of the batch is subtracted from the
+    difference.
+
+    Args:
+        center: Weight of the squared sum of both rewards, which keeps them near 0 (https://arxiv.org/abs/2312.09244).
     """
     rows = pair_rows(batch)
     rewards_R = rewards(model, rows)

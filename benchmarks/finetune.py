@@ -1,0 +1,159 @@
+"""Supervised fine-tuning of a model of ``transformers``: the cost of ``tw.fit``, and the gain of padding-free batches.
+
+    python -m benchmarks.finetune [--rounds 5] [--steps 160] [--quick] [--threads 1]
+
+A Llama of 1 million parameters is trained on 256 samples whose lengths are skewed: the median is 36 tokens, the longest
+384. Every block of a round trains it for the same number of steps with the same AdamW; the next round begins with
+another block. The plain loop pads each batch and calls ``model(**batch).loss``, as the documentation of
+``transformers`` does. ``tw.fit`` has everything at its default: the doctor, the log and checkpoints. Times are those
+after the first steps.
+
+``fit``           a step of ``tw.fit`` with padded batches, as a ratio to the plain loop
+``fit_median``    the same with the median step
+``padding_free``  samples in a second with ``data.packing: padding_free``, as a ratio to padded batches in ``tw.fit``
+``bfd``           the same with rows of 512 tokens, packed by best fit
+``padding``       fraction of the tokens of padded batches that are padding
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import trainwright as tw
+from benchmarks.figures import about, arguments, figure, ratios
+from trainwright.data.token_rows import TokenRows
+from trainwright.finetune.packing import Packed
+
+VOCAB, SAMPLES, BATCH, ROW_TOKENS, LR = 1000, 256, 16, 512, 1e-3
+FIRST = 16
+"""Steps that are not counted."""
+
+Samples = list[dict[str, Tensor]]
+
+
+def make_model() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=ROW_TOKENS, use_cache=False, **sizes))
+
+
+def make_samples() -> Samples:
+    draw = torch.Generator().manual_seed(0)
+    lengths = (torch.randn(SAMPLES, generator=draw) * 0.9 + 3.6).exp().clamp(8, 384).long().tolist()
+    ids = [torch.randint(VOCAB, (length,), generator=draw) for length in lengths]
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+class Clock:
+    """Wall time after each step, and the number of samples that it trained on."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+
+    def observe(self, result: object, state: object) -> None:
+        self.times_s.append(time.perf_counter())
+
+    def mean_s(self) -> float:
+        counted = self.times_s[min(FIRST, len(self.times_s) // 2) :]
+        return (counted[-1] - counted[0]) / (len(counted) - 1)
+
+    def median_s(self) -> float:
+        return statistics.median(later - earlier for earlier, later in pairwise(self.times_s[FIRST // 4 :]))
+
+
+def plain(samples: Samples, steps: int, clock: Clock) -> None:
+    model, collate = make_model(), TokenRows()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
+    torch.manual_seed(1)
+    loader = torch.utils.data.DataLoader(samples, BATCH, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+    for batch in islice((batch for each in cycle([loader]) for batch in each), steps):
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+        clock.observe(None, None)
+
+
+def by_fit(packing: object, rows_per_step: int = BATCH) -> Callable[[Samples, int, Clock], None]:
+    def run(samples: Samples, steps: int, clock: Clock) -> None:
+        tw.fit(
+            make_model(),
+            samples,
+            "hf_causal_lm",
+            batch=rows_per_step,
+            steps=steps,
+            lr=LR,
+            seed=1,
+            settings={"data.packing": packing, "optimizer.weight_decay": 0.0},
+            observers=[clock],
+            quiet=True,
+        )
+
+    return run
+
+
+def padding(samples: Samples) -> float:
+    """Fraction of padding in batches of a shuffled epoch."""
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(1)).tolist()
+    lengths = [len(samples[at]["input_ids"]) for at in order]
+    padded = sum(max(part) * len(part) for part in _parts(lengths))
+    return 1 - sum(lengths) / padded
+
+
+def _parts(values: Sequence[int]) -> list[Sequence[int]]:
+    return [values[at : at + BATCH] for at in range(0, len(values), BATCH)]
+
+
+def main() -> None:
+    options: Any = arguments(__doc__, rounds=(5, 1), steps=(160, 8))
+    torch.set_num_threads(options.threads)
+    about("finetune")
+    samples = make_samples()
+    packed = Packed(samples, ROW_TOKENS)
+    samples_per_row = len(samples) / len(packed)
+    rows = max(1, round(BATCH / samples_per_row))
+    blocks = {
+        "plain": plain,
+        "padded": by_fit("none"),
+        "padding_free": by_fit("padding_free"),
+        "bfd": by_fit({"by": "bfd", "max_length": ROW_TOKENS}, rows),
+    }
+    seen: dict[str, list[Clock]] = {name: [] for name in blocks}
+    with tempfile.TemporaryDirectory(prefix="finetune-") as folder:
+        os.chdir(folder)
+        for number in range(options.rounds):
+            at = number % len(blocks)
+            for name in [*blocks][at:] + [*blocks][:at]:
+                clock = Clock()
+                blocks[name](samples, options.steps, clock)
+                seen[name].append(clock)
+        os.chdir("/")
+    means = {name: [clock.mean_s() for clock in clocks] for name, clocks in seen.items()}
+    medians = {name: [clock.median_s() for clock in seen[name]] for name in ("plain", "padded")}
+    figure("finetune", "fit", ratios(means["padded"], means["plain"]), unit="ratio", against="plain loop")
+    figure("finetune", "fit_median", ratios(medians["padded"], medians["plain"]), unit="ratio", against="plain loop")
+    figure(
+        "finetune",
+        "padding_free",
+        ratios(means["padded"], means["padding_free"]),
+        unit="ratio",
+        against="padded batches",
+    )
+    by_sample_s = [each / (rows * samples_per_row) for each in means["bfd"]]
+    padded_s = [each / BATCH for each in means["padded"]]
+    figure("finetune", "bfd", ratios(padded_s, by_sample_s), unit="ratio", against="padded batches")
+    figure("finetune", "padding", [padding(samples)], unit="share", against="all tokens")
+
+
+if __name__ == "__main__":
+    main()
