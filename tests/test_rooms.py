@@ -46,7 +46,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commands": {
         *("recipe", "plan", "plan/trace", "models", "data", "optim", "assembly", "distributed", "engine", "checkpoint"),
         *(
-            "finetune",
             "runs",
             "monitoring",
             "recorder",
@@ -57,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "profiling",
             "training",
             "trials",
+            "finetune",
         ),
     },
     "cli": {"recipe", "plan", "runs", "monitoring", "doctor", "report", "training", "commands"},

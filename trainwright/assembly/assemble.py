@@ -484,7 +484,8 @@ def build_dataset(loaded: Loaded, which: str) -> Unwrapped:
 
 def make_dataset(loaded: Loaded, part: Dataset, path: str) -> Unwrapped:
     """Return a dataset that a recipe names at ``path``."""
-    made = make(part.use, part.args, DATASETS, path, loaded.source)
+    args = _with_tokenizer(loaded, part, path)
+    made = make(part.use, args, DATASETS, path, loaded.source)
     with at_recipe(loaded, path):
         found = unwrap(made)
     with at_recipe(loaded, "data.packing"):
@@ -492,10 +493,24 @@ def make_dataset(loaded: Loaded, part: Dataset, path: str) -> Unwrapped:
     if isinstance(found.dataset, ReadyBatches) and found.dataset.once:  # created again for each epoch
 
         def create_again() -> object:
-            return make(part.use, part.args, DATASETS, path, loaded.source)
+            return make(part.use, args, DATASETS, path, loaded.source)
 
         return Unwrapped(ReadyBatches(create_again, kind=part.use))
     return found
+
+
+def _with_tokenizer(loaded: Loaded, part: Dataset, path: str) -> Mapping[str, object]:
+    """Return the arguments of a dataset, with the tokenizer of a pretrained model if the dataset needs one."""
+    model = loaded.recipe.model.args
+    name = model.get("name", model.get("pretrained_model_name_or_path"))
+    if "tokenizer" in part.args or not isinstance(name, str):
+        return part.args
+    accepted = parameters_of(find(part.use, DATASETS, path, loaded.source))
+    if "tokenizer" not in accepted:
+        return part.args
+    same = {"tokenizer_revision": "revision", "trust_remote_code": "trust_remote_code"}
+    found = {ours: model[theirs] for ours, theirs in same.items() if theirs in model and ours in accepted}
+    return {**found, "tokenizer": name, **part.args}
 
 
 def require_in_set(train: Unwrapped, loaded: Loaded) -> None:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.nn.utils.parametrize import is_parametrized
 
 from trainwright.checkpoint.shards import is_sharded
@@ -95,7 +96,7 @@ def _hf_softcap(model: nn.Module) -> float | None:
     """
     if model not in _HF_SOFTCAPS:
         cap = float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
-        if type(next(model.parameters())) is not nn.Parameter:
+        if detect_fake_mode(list(model.parameters())) is not None:
             return cap  # fake tensors: nothing can be compared
         _HF_SOFTCAPS[model] = cap if _is_confirmed(model, cap) else None
     return _HF_SOFTCAPS[model]

@@ -29,6 +29,7 @@ from trainwright.distributed.group import SOLO, World
 from trainwright.engine.evaluate import evaluating
 from trainwright.errors import DataError, UsageError
 from trainwright.finetune.losses import REFERENCE_CHOSEN, REFERENCE_REJECTED, completion_log_probs
+from trainwright.finetune.store import cache_folder
 
 Say = Callable[[str], None]
 KIND = "reference"
@@ -105,7 +106,7 @@ def fill(
         dataset: WithReference = data.dataset
         require_preferences(dataset.dataset, say)
         key = hashlib.sha256(f"{weights} {_samples_digest(dataset.dataset)} {precision}".encode()).hexdigest()
-        file = (cache_folder() if cache is None else cache) / KIND / f"{key[:32]}.safetensors"
+        file = cache_folder(cache) / KIND / f"{key[:32]}.safetensors"
         known = world.agree(file.is_file() and weights != "") if world.rank == 0 else world.agree(None)
         if known:
             dataset.values = load_file(file)["log_probs"] if world.rank == 0 else dataset.values
@@ -211,11 +212,6 @@ def _bytes(value: Tensor) -> bytes:
 
 def _each(samples: Any) -> Any:
     return (samples[position] for position in range(len(samples)))
-
-
-def cache_folder() -> Path:
-    """Return the folder of the cache: ``$TRAINWRIGHT_CACHE``, or ``~/.cache/trainwright``."""
-    return Path(os.environ.get("TRAINWRIGHT_CACHE") or Path.home() / ".cache" / "trainwright")
 
 
 def _save(file: Path, values: Tensor) -> None:

@@ -104,6 +104,11 @@ DATASETS = _by_name(
     Row("digits", "trainwright.data.digits:digits", "1,797 images of handwritten digits, 8 x 8."),
     Row("shapes", "trainwright.data.shapes:shapes", "Generated images of geometric shapes, to classify or segment."),
     Row("interactions", "trainwright.data.interactions:interactions", "Generated choices of items by users."),
+    Row("chat", "trainwright.finetune.datasets:Chat", "Conversations: messages, or sharegpt's conversations."),
+    Row("instruct", "trainwright.finetune.datasets:Instruct", "Instruction, input and output, as in Alpaca."),
+    Row("completion", "trainwright.finetune.datasets:Completion", "A prompt and its completion."),
+    Row("text", "trainwright.finetune.datasets:Texts", "Texts, each of which is trained on completely."),
+    Row("preference", "trainwright.finetune.datasets:Preference", "A chosen and a rejected answer for a prompt."),
     Row("episodes", "trainwright.data.episodes:episodes", "Seeds of episodes, for a loss that plays."),
 )
 

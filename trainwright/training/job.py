@@ -28,6 +28,7 @@ from trainwright.plan.run_time import LAST_EVALUATION, EvaluationCost, training_
 from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.catalog import SPIKE_POLICIES
 from trainwright.recipe.resolve import find
+from trainwright.runs.supervision import Supervision
 from trainwright.training.custom_objects import Live
 from trainwright.training.layout import rank_layout
 from trainwright.watching.budget import predicted_end_s
@@ -77,6 +78,7 @@ class Job:
         mesh: The ranks by axis of parallelism.
         stages: The stages of a pipeline; None without one.
         measured: Measurements of the dry run.
+        supervision: Which tokens or pixels of the data carry loss.
     """
 
     loaded: Loaded
@@ -91,6 +93,7 @@ class Job:
     mesh: RankMesh = ONE
     stages: PipelineStages | None = None
     measured: Measurements = field(default_factory=Measurements)
+    supervision: tuple[Supervision, ...] = ()
 
     @property
     def device(self) -> torch.device:

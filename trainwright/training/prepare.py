@@ -36,6 +36,7 @@ from trainwright.distributed.memory import adapt_to_limits, free_bytes, retain_b
 from trainwright.engine.precision import MatmulMode, Precision
 from trainwright.engine.stage_passes import PipelineStages
 from trainwright.errors import DataError, UsageError
+from trainwright.finetune.audit import tokenized_set_of
 from trainwright.finetune.isolation import require_isolated
 from trainwright.finetune.reference import fill
 from trainwright.monitoring.sinks.factories import sink_factories
@@ -57,6 +58,7 @@ from trainwright.training.problems import all_problems_reported
 from trainwright.training.rank_agreement import copy_first_weights, from_first_rank, require_same_data
 from trainwright.training.resume import Earlier, doubled_length
 from trainwright.training.run_metadata import describe_origin, notes_of_data
+from trainwright.training.supervision import audit_parts, require_supervised
 
 MIN_MEMORY_HEADROOM_RATIO = 16
 """Memory limit / planned memory above which a fragmented heap does not reach the limit."""
@@ -295,6 +297,9 @@ def try_out(
     if earlier:
         earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step
     opened = open_data(made, recipe, divided.mesh, request, hardware)
+    supervision = audit_parts(made.parts, opened.data.first)
+    if world.size == 1 or tokenized_set_of(made.parts.train.dataset) is not None:  # else the ranks see other samples
+        require_supervised(supervision)
     packing = _packing_notes(loaded, made, opened.data.first, divided)
     notes = (*made.live.plan.notes, *notes_of_data(made.provenance, opened.resumed), *packing)
     job = Job(
@@ -310,6 +315,7 @@ def try_out(
         divided.mesh,
         divided.stages,
         Measurements() if opened.data.reads_in_workers else Measurements(pace_of_first(opened.data)),
+        supervision,
     )
     noted = replace(job, plan=replace(job.plan, notes=(*job.plan.notes, *_generator_notes(job))))
     require_same_data(world, made.provenance["data"])

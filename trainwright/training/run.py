@@ -167,7 +167,8 @@ def _lead(
         lines.append(earlier.describe(job.state.step))
     if compares_ranks(job):
         lines.append("the doctor compares the ranks; it does not replay steps of several ranks")
-    for line in [*lines, *preflight(job.plan, time.time())]:
+    audits = [line for audit in job.supervision for line in audit.lines()]
+    for line in [*lines, *preflight(job.plan, time.time()), *audits]:
         progress.say(line)
     if start.serve:
         serve_in_background(folder, progress.print)

@@ -21,6 +21,7 @@ from trainwright.runs.identity import write_identity
 from trainwright.runs.lock import RunLock
 from trainwright.runs.provenance import module_of, modules_of, provenance
 from trainwright.runs.secrets import masked
+from trainwright.runs.supervision import NAME as SUPERVISION
 
 if TYPE_CHECKING:
     from trainwright.training.job import Job
@@ -68,6 +69,13 @@ def write_metadata(folder: RunFolder, job: Job) -> None:
     folder.write_json("plan.json", job.plan.to_json())
     folder.write_json("model.json", model_facts([job.state.model], job.marks))
     folder.write_json("provenance.json", job.provenance)
+    write_supervision(folder, job)
+
+
+def write_supervision(folder: RunFolder, job: Job) -> None:
+    """Write the audit of the data, if there is one."""
+    if job.supervision:
+        folder.write_json(SUPERVISION, job.supervision)
 
 
 def rewrite_metadata(folder: RunFolder, job: Job) -> None:
@@ -81,6 +89,7 @@ def rewrite_metadata(folder: RunFolder, job: Job) -> None:
     folder.write_json("plan.json", job.plan.to_json())
     folder.write_json("model.json", model_facts([job.state.model], job.marks))
     folder.write_json(f"provenance-from-{step}.json", job.provenance)
+    write_supervision(folder, job)
 
 
 def folder_guard(
