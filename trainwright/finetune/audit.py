@@ -62,7 +62,7 @@ def special_ids(*owners: object) -> SpecialIds:
     """Return the special tokens of the first of these that has a tokenizer, else those of a model's configuration."""
     for owner in owners:
         for name in ("tokenizer", "processing_class"):
-            found = getattr(owner, name, None)
+            found: Any = getattr(owner, name, None)
             if hasattr(found, "eos_token_id") and hasattr(found, "decode"):
                 return SpecialIds(found.bos_token_id, found.eos_token_id, found.pad_token_id, found)
     for owner in owners:
@@ -91,7 +91,7 @@ def audit_set(dataset: TokenizedSet, name: str = "train", train: TokenizedSet | 
         findings += _leaks(dataset, rows, train)
     kept = np.flatnonzero(rows["kept"] == 1)
     roles, turns = _count_tokens(dataset, numbers[kept])
-    by_role = [LossShare(_ROLE_NAMES[code], *map(int, roles[code])) for code in np.flatnonzero(roles[:, 0])]
+    by_role = [LossShare(_ROLE_NAMES[code], *map(int, roles[code])) for code in np.flatnonzero(roles[:, 0]).tolist()]
     by_turn = [LossShare(f"answer {at + 1}", *map(int, each)) for at, each in enumerate(turns) if each[0]]
     left_out = np.unique(np.stack([rows["file"], rows["line"]], 1)[rows["kept"] == 0], axis=0)
     return Supervision(
@@ -335,17 +335,23 @@ def _collator_name(collate: object) -> str:
 
 def _labelled(batch: object) -> tuple[Tensor | None, Tensor, Tensor | None] | None:
     """Return (ids of tokens, labels, attention mask) of a batch, if its labels have a value for each position."""
+    ids: object = None
+    mask: object = None
     if isinstance(batch, Mapping):
-        labels, ids, mask = (batch.get(each) for each in ("labels", "input_ids", ATTENTION_KEY))
+        labels, ids, mask = batch.get("labels"), batch.get("input_ids"), batch.get(ATTENTION_KEY)
     elif isinstance(batch, tuple | list) and len(batch) == 2:
-        ids, labels, mask = *batch, None
+        labels = batch[1]
     else:
         return None
     if not isinstance(labels, Tensor) or labels.dtype.is_floating_point or labels.dim() < 2:
         return None
     is_ids = isinstance(ids, Tensor) and not ids.dtype.is_floating_point and ids.shape == labels.shape
     has_mask = isinstance(mask, Tensor) and mask.shape == labels.shape
-    return (ids.cpu() if is_ids and isinstance(batch, Mapping) else None), labels, (mask.cpu() if has_mask else None)
+    return (
+        ids.detach().cpu() if is_ids and isinstance(ids, Tensor) else None,
+        labels,
+        mask.detach().cpu() if has_mask and isinstance(mask, Tensor) else None,
+    )
 
 
 def _count_batch(

@@ -57,8 +57,8 @@ class Encoder:
         return ChatRenderer(self.tokenizer, self.train_on, self.template_args)
 
     @cached_property
-    def _added(self) -> NDArray[np.int64]:
-        return np.array(sorted({*self.tokenizer.get_added_vocab().values(), *self.tokenizer.all_special_ids}))
+    def _added(self) -> frozenset[int]:
+        return frozenset((*self.tokenizer.get_added_vocab().values(), *self.tokenizer.all_special_ids))
 
     def encode(self, examples: Sequence[Example], rendered: Sequence[Rendered | None]) -> list[Encoded]:
         """Return the sequences of examples in their order, uncut. ``rendered`` has the text of each conversation."""
@@ -165,7 +165,7 @@ class Encoder:
         """Return True if the last token that carries loss, white space aside, is a special token."""
         for at in np.flatnonzero(found.supervised)[::-1][:4]:
             token = int(found.ids[at])
-            if np.isin(token, self._added):
+            if token in self._added:
                 return True
             if str(self.tokenizer.decode([token])).strip():
                 return False
