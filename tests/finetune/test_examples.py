@@ -37,10 +37,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("name", "changed"),
     [
         ("sft", ["optimizer.lr=1e-3"]),
-        ("sft", ["optimizer.lr=1e-3", "data.packing={by: bfd, max_length: 400}", "batch.size=2"]),
         ("dpo", ["optimizer.lr=1e-4", "batch.size=8"]),
     ],
-    ids=["sft", "sft packed", "dpo"],
+    ids=["sft", "dpo"],
 )
 def test_an_example_trains(name: str, changed: list[str], folder: Path) -> None:
     result = tw.train(load(EXAMPLES / f"{name}.yaml", overrides=changed), quiet=True)
