@@ -3,8 +3,8 @@
     python -m benchmarks.finetune [--rounds 5] [--steps 80] [--quick] [--threads 1]
 
 A Llama of 0.4 million parameters is trained on 256 samples whose lengths are skewed: the median is 39 tokens, the
-longest 192. Every block of a round trains it for the same number of steps with the same AdamW; the next round begins with
-another block. The plain loop pads each batch and calls ``model(**batch).loss``, as the documentation of
+longest 192. Every block of a round trains it for the same number of steps with the same AdamW; the next round begins
+with another block. The plain loop pads each batch and calls ``model(**batch).loss``, as the documentation of
 ``transformers`` does. ``tw.fit`` has everything at its default: the doctor, the log and checkpoints. Times are those
 after the first steps.
 

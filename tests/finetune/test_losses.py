@@ -14,9 +14,9 @@ from torch.utils.data import default_collate
 from tests.finetune.tiny import EOS, llama, pairs, reward_llama, supervised
 from trainwright.data.token_rows import TokenRows
 from trainwright.engine.losses import hf_causal_lm
-from trainwright.engine.token_batch import sample_lengths
+from trainwright.engine.token_batch import sample_lengths, token_batch
 from trainwright.errors import UsageError
-from trainwright.finetune.losses import DPO, Distillation, bradley_terry
+from trainwright.finetune.losses import DPO, UNKNOWN, Distillation, bradley_terry
 
 
 def log_prob(model: nn.Module, sample: dict[str, Tensor], which: str) -> Tensor:
@@ -67,7 +67,7 @@ def test_dpo_by_hand(beta: float, smoothing: float) -> None:
 
 
 def test_dpo_begins_at_log_2_before_the_reference_is_known() -> None:
-    unknown = [{**each, "reference_chosen": math.nan, "reference_rejected": math.nan} for each in pairs()]
+    unknown = [{**each, "reference_chosen": UNKNOWN, "reference_rejected": UNKNOWN} for each in pairs()]
     loss = DPO()(llama(), TokenRows()(unknown))
     assert loss.total.item() / float(loss.weight) == pytest.approx(math.log(2), rel=1e-6)
 
@@ -155,21 +155,21 @@ def noise_of(model: Any, batch: Any, alpha: float) -> list[Tensor]:
     return [seen[0], plain.detach()]
 
 
-def test_noise_has_the_bound_of_each_sample() -> None:
-    model, alpha = llama().train(), 5.0
-    for batch in (TokenRows()(supervised()), TokenRows(padding_free=True)(supervised())):
-        torch.manual_seed(0)
-        noisy, weight = noise_of(model, batch, alpha)
-        free = "row_lengths" in batch
-        ids = torch.cat([each["input_ids"] for each in supervised()])[None] if free else batch["input_ids"]
-        noise = (noisy - F.embedding(ids, weight)).abs()
-        lengths = torch.tensor([len(each["input_ids"]) for each in supervised()])
-        bound = alpha / (lengths * weight.shape[1]).sqrt()
-        rows = noise[0].split(lengths.tolist()) if free else list(noise)
-        for row, limit in zip(rows, bound, strict=True):
-            assert 0.9 * limit < row.max() < limit * (1 + 1e-5)
-        torch.manual_seed(0)
-        assert noise_of(model, batch, alpha)[0].equal(noisy), "the same generators give the same noise"
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_noise_has_the_bound_of_each_sample(padding_free: bool) -> None:
+    model, alpha, data = llama().train(), 5.0, supervised()
+    batch = TokenRows(padding_free=padding_free)(data)
+    called = token_batch(model, batch)
+    torch.manual_seed(0)
+    noisy, weight = noise_of(model, batch, alpha)
+    noise_RTD = (noisy - F.embedding(called.inputs["input_ids"], weight)).abs()
+    places = called.places or [(row, 0) for row in range(len(data))]
+    for (row, start), sample in zip(places, data, strict=True):
+        length = len(sample["input_ids"])
+        limit = alpha / math.sqrt(length * weight.shape[1])
+        assert 0.9 * limit < noise_RTD[row, start : start + length].max() < limit * (1 + 1e-5)
+    torch.manual_seed(0)
+    assert noise_of(model, batch, alpha)[0].equal(noisy), "the same generators give the same noise"
 
 
 def test_no_noise_in_evaluation() -> None:

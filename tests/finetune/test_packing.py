@@ -18,10 +18,11 @@ from trainwright.checkpoint.batch_cut import cut_micro
 from trainwright.checkpoint.cursor import MicroBatch
 from trainwright.data.token_rows import TokenRows
 from trainwright.data.unwrap import unwrap
+from trainwright.engine.best_fit import best_fit_decreasing
 from trainwright.engine.losses import hf_causal_lm
 from trainwright.engine.token_batch import token_batch
 from trainwright.errors import DataError, RecipeError, UsageError
-from trainwright.finetune.packing import Packed, best_fit_decreasing
+from trainwright.finetune.packing import Packed, packed_rows
 
 BFD = {"data.packing": {"by": "bfd", "max_length": 40}}
 LAYOUTS = [{}, {"data.packing": "padding_free"}, BFD]
@@ -79,7 +80,7 @@ def test_bins_equal_the_naive_search() -> None:
 
 def test_a_sample_that_is_too_long_is_named() -> None:
     with pytest.raises(UsageError, match=r"2 of 3 samples are longer .* sample 2 has 12 tokens"):
-        best_fit_decreasing([11, 3, 12], 10)
+        packed_rows([11, 3, 12], 10)
 
 
 @pytest.mark.parametrize("layout", ["padded", "padding_free", "packed"])
@@ -104,6 +105,21 @@ def test_a_micro_batch_can_be_cut(layout: str) -> None:
     whole = hf_causal_lm(model, batch)
     assert sum(each.total.item() for each in pieces) == pytest.approx(whole.total.item(), rel=1e-5)
     assert sum(int(each.weight) for each in pieces) == int(whole.weight)
+
+
+def test_padding_free_rows_are_no_longer_than_the_longest_sample() -> None:
+    data = supervised()
+    batch = TokenRows(padding_free=True)(data)
+    called = token_batch(llama(), batch)
+    tokens = sum(len(each["input_ids"]) for each in data)
+    assert called.target.shape[1] == 18 and called.target.numel() < 1.2 * tokens < batch["labels"].numel()
+    one = token_batch(llama(), batch, one_row=True)
+    assert one.target.shape == (1, tokens)
+    for (row, start), sample in zip(called.places, data, strict=True):
+        there = slice(start, start + len(sample["input_ids"]))
+        assert called.inputs["input_ids"][row, there].equal(sample["input_ids"])
+        assert called.inputs["position_ids"][row, there].equal(torch.arange(len(sample["input_ids"])))
+        assert called.target[row, there].equal(torch.cat([sample["labels"][1:], torch.tensor([-100])]))
 
 
 def test_flash_attention_gets_one_row() -> None:

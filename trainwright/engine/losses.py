@@ -126,7 +126,7 @@ def hf_causal_lm(
         UsageError: The batch has no ``input_ids`` or no ``labels``.
         DataError: A label is out of range; names the rows. On the CPU only.
     """
-    inputs, target_BT, by_row_BT = token_batch(model, batch)
+    inputs, target_BT, by_row_BT, _ = token_batch(model, batch)
     head = _head_for(chunked, max_logits_bytes, target_BT.numel(), hf_head_of, model)
     with embedding_noise(model, inputs, neftune_alpha):
         output = model(**inputs).logits if head is None else hidden_of_hf(model, inputs)

@@ -10,7 +10,9 @@ padding-free    ``input_ids``, ``labels``, each (B, T), and ``row_lengths``, a l
 ==============  ========================================================================================
 
 A padding-free batch is stored with one row for each sample, so that it can be divided among ranks and into smaller
-micro-batches. The model is called with one row that contains all tokens and no padding.
+micro-batches. The model is called with rows of several samples. That is one row for attention that skips what a token
+does not see (flash, flex). Other attention computes a full mask, whose cost grows with the square of the row, so no row
+is longer than the longest sample.
 
 Shapes: B rows, T tokens of the longest row, D width.
 """
@@ -26,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainwright.engine.best_fit import best_fit_decreasing
 from trainwright.engine.chunked import IGNORE
 from trainwright.engine.loss import Batch
 from trainwright.errors import UsageError
@@ -40,15 +43,19 @@ class TokenBatch(NamedTuple):
         inputs: Keyword arguments of the model.
         target: The label that follows each token; -100 if none.
         by_row: The same targets with one row for each row of the batch.
+        places: Of a padding-free batch, the row and the position in it where each sample begins.
     """
 
     inputs: dict[str, Any]
     target: Tensor
     by_row: Tensor
+    places: tuple[tuple[int, int], ...] = ()
 
 
-def token_batch(model: nn.Module, batch: Batch) -> TokenBatch:
+def token_batch(model: nn.Module, batch: Batch, *, one_row: bool = False) -> TokenBatch:
     """Return the arguments of ``model`` and the targets for a batch of any layout.
+
+    ``one_row`` puts all samples of a packed or padding-free batch into one row, whatever the attention of the model.
 
     Raises UsageError for a batch without ``input_ids`` or ``labels``.
     """
@@ -64,13 +71,16 @@ def token_batch(model: nn.Module, batch: Batch) -> TokenBatch:
     lengths, positions_BT = batch.get(ROW_LENGTHS), batch.get("position_ids")
     mask_BT = batch.get("attention_mask", batch.get("mask"))
     options = {"use_cache": False} if takes(model, "use_cache") else {}
+    flat = one_row or reads_one_row(model)
     if lengths is not None:
-        index_N = unpadded_index(lengths, ids_BT.shape[1]).to(ids_BT.device, non_blocking=True)
-        inputs = {"input_ids": _one_row(ids_BT, index_N), "position_ids": (index_N % ids_BT.shape[1])[None]}
-        return TokenBatch(inputs | options, _one_row(target_BT, index_N), target_BT)
+        layout = arranged(lengths, ids_BT.shape[1], one_row=flat or reads_sparse_rows(model))
+        index_RT, positions_RT, padding_RT = (each.to(ids_BT.device, non_blocking=True) for each in layout.tensors)
+        inputs = {"input_ids": ids_BT.flatten()[index_RT], "position_ids": positions_RT}
+        target_RT = target_BT.flatten()[index_RT].masked_fill(padding_RT, IGNORE)
+        return TokenBatch(inputs | options, target_RT, target_BT, layout.places)
     if positions_BT is not None:
         inputs = {"input_ids": ids_BT, "position_ids": positions_BT}
-        if len(ids_BT) > 1 and _reads_one_row(model):
+        if len(ids_BT) > 1 and flat:
             inputs = {name: value.reshape(1, -1) for name, value in inputs.items()}
             return TokenBatch(inputs | options, target_BT.reshape(1, -1), target_BT)
         return TokenBatch(inputs | options, target_BT, target_BT)
@@ -83,13 +93,38 @@ def following(labels_BT: Tensor) -> Tensor:
     return F.pad(labels_BT[:, 1:], (0, 1), value=IGNORE)
 
 
-def unpadded_index(lengths: Sequence[int], longest: int) -> Tensor:
-    """Return the positions of the tokens that are no padding, in a flattened (B, longest) tensor."""
-    return torch.cat([torch.arange(row * longest, row * longest + each) for row, each in enumerate(lengths)])
+class Layout(NamedTuple):
+    """The rows that samples are arranged in.
+
+    Attributes:
+        tensors: For each position of a row, (R, T): the position of its token in the flattened batch, its position in
+            the sample, and True for padding, which is a sample of its own.
+        places: The row of each sample, and where in it the sample begins.
+    """
+
+    tensors: tuple[Tensor, Tensor, Tensor]
+    places: tuple[tuple[int, int], ...]
 
 
-def _one_row(value_BT: Tensor, index_N: Tensor) -> Tensor:
-    return value_BT.flatten().index_select(0, index_N)[None]
+def arranged(lengths: Sequence[int], longest: int, *, one_row: bool) -> Layout:
+    """Arrange the samples of a (B, longest) tensor in one row, or in rows no longer than the longest sample."""
+    rows = [[*range(len(lengths))]] if one_row else best_fit_decreasing(lengths, max(lengths))
+    width = max(sum(lengths[sample] for sample in row) for row in rows)
+    index_RT = torch.zeros(len(rows), width, dtype=torch.int64, device="cpu")
+    positions_RT, padding_RT = torch.zeros_like(index_RT), torch.ones_like(index_RT, dtype=torch.bool)
+    counting = torch.arange(width, device="cpu")
+    places = [(0, 0)] * len(lengths)
+    for number, row in enumerate(rows):
+        start = 0
+        for sample in row:
+            end = start + lengths[sample]
+            index_RT[number, start:end] = counting[: end - start] + sample * longest
+            positions_RT[number, start:end] = counting[: end - start]
+            places[sample] = (number, start)
+            start = end
+        padding_RT[number, :start] = False
+        positions_RT[number, start:] = counting[: width - start]
+    return Layout((index_RT, positions_RT, padding_RT), tuple(places))
 
 
 def takes(model: nn.Module, name: str) -> bool:
@@ -98,9 +133,18 @@ def takes(model: nn.Module, name: str) -> bool:
     return name in inspect.signature((find() if callable(find) else model).forward).parameters
 
 
-def _reads_one_row(model: nn.Module) -> bool:
+def reads_one_row(model: nn.Module) -> bool:
     """Return True if the attention finds packed samples only in a batch of one row, as flash attention does."""
-    return "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+    return "flash" in _attention(model)
+
+
+def reads_sparse_rows(model: nn.Module) -> bool:
+    """Return True if the cost of attention grows with the tokens that are seen, not with the square of a row."""
+    return "flex" in _attention(model) or reads_one_row(model)
+
+
+def _attention(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
 
 
 @contextmanager

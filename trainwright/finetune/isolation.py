@@ -195,21 +195,15 @@ def _with_shared_rows(data: Mapping[str, Any], max_tokens: int | None) -> dict[s
 
 def _samples(batch: Mapping[str, Any], called: TokenBatch) -> Iterator[_Sample]:
     """Yield the samples of a batch that have a target, with their place in the rows of the call."""
-    ids_BT, labels_BT = batch[IDS], batch[LABELS]
-    one_row = len(called.target) == 1
-    start = 0
-    for row in range(len(ids_BT)):
+    for row, (ids_T, labels_T) in enumerate(zip(batch[IDS], batch[LABELS], strict=True)):
         if ROW_LENGTHS in batch:
-            lengths = [batch[ROW_LENGTHS][row]]
+            begins, ends = [0], [batch[ROW_LENGTHS][row]]
+            number, start = called.places[row]
         else:
             begins = (batch[POSITIONS][row] == 0).nonzero().flatten().tolist()
-            lengths = [end - begin for begin, end in zip(begins, [*begins[1:], ids_BT.shape[1]], strict=True)]
-        inside = 0
-        for length in lengths:
-            there = slice(inside, inside + length)
-            sample = _Sample(ids_BT[row, there], labels_BT[row, there], 0 if one_row else row, start)
+            ends = [*begins[1:], len(ids_T)]
+            number, start = divmod(row * len(ids_T), called.target.shape[1])
+        for begin, end in zip(begins, ends, strict=True):
+            sample = _Sample(ids_T[begin:end], labels_T[begin:end], number, start + begin)
             if bool((sample.labels != IGNORE).any()):
                 yield sample
-            inside += length
-            start += length
-        start = start if one_row else 0

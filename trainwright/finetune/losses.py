@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from trainwright.data.padding import ATTENTION_KEY, IGNORE
 from trainwright.data.token_rows import IDS, LABELS
 from trainwright.engine.loss import Batch, Loss
-from trainwright.engine.losses import hf_causal_lm
-from trainwright.engine.token_batch import token_batch
+from trainwright.engine.token_batch import reads_one_row, takes, token_batch
 from trainwright.errors import UsageError
 
 REFERENCE_CHOSEN, REFERENCE_REJECTED = "reference_chosen", "reference_rejected"
 """Keys of a preference sample: log-probabilities of its completions under the reference model."""
+UNKNOWN = 1.0
+"""The value of a log-probability that is not computed yet; those that are known are not above 0."""
 
 
 class DPO(nn.Module):
@@ -62,7 +63,7 @@ class DPO(nn.Module):
             )
         # Until a run has computed the reference, for example in `trainwright check`, the policy is the reference.
         rewards_B = [
-            self.beta * (policy - torch.where(reference.isnan(), policy.detach(), reference.to(policy.dtype)))
+            self.beta * (policy - torch.where(reference > 0, policy.detach(), reference.to(policy.dtype)))
             for policy, reference in zip(policies_B, references_B, strict=True)
         ]
         margin_B = rewards_B[0] - rewards_B[1]
@@ -116,11 +117,11 @@ class Distillation(nn.Module):
 
     def forward(self, model: nn.Module, batch: Batch) -> Loss:
         """Return the summed loss over the labels, with both of its terms."""
-        called = token_batch(model, batch)
-        loss = hf_causal_lm(model, batch, chunked=False)
-        student_BTV = loss.outputs
+        called = token_batch(model, batch, one_row=reads_one_row(self.teacher))
+        inputs = {name: value for name, value in called.inputs.items() if takes(self.teacher, name)}
+        student_BTV = model(**called.inputs).logits
         with torch.no_grad():
-            teacher_BTV = self.teacher(**token_batch(self.teacher, batch).inputs).logits
+            teacher_BTV = self.teacher(**inputs).logits
         if teacher_BTV.shape[-1] != student_BTV.shape[-1]:
             raise UsageError(
                 f"distillation: the teacher has {teacher_BTV.shape[-1]:,} tokens and the student "
@@ -128,12 +129,17 @@ class Distillation(nn.Module):
                 remedy="use a teacher with the vocabulary of the student",
             )
         counted_BT = called.target != IGNORE
-        student_NV = F.log_softmax(student_BTV[counted_BT].float() / self.temperature, -1)
-        teacher_NV = F.log_softmax(teacher_BTV[counted_BT].float() / self.temperature, -1)
-        kl = self.temperature**2 * F.kl_div(student_NV, teacher_NV, reduction="sum", log_target=True)
-        total = self.weight * kl + (1 - self.weight) * loss.total
-        terms = {"kl": kl.detach(), "cross_entropy": loss.total.detach()}
-        return Loss(total, loss.weight, terms, student_BTV, called.target)
+        student_NV, target_N = student_BTV[counted_BT].float(), called.target[counted_BT]
+        kl = self.temperature**2 * F.kl_div(
+            F.log_softmax(student_NV / self.temperature, -1),
+            F.log_softmax(teacher_BTV[counted_BT].float() / self.temperature, -1),
+            reduction="sum",
+            log_target=True,
+        )
+        cross_entropy = F.cross_entropy(student_NV, target_N, reduction="sum")
+        total = self.weight * kl + (1 - self.weight) * cross_entropy
+        terms = {"kl": kl.detach(), "cross_entropy": cross_entropy.detach()}
+        return Loss(total, float(len(target_N)), terms, student_BTV, called.target)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode; the teacher stays in evaluation mode."""

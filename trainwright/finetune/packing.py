@@ -8,7 +8,6 @@ Shapes: T tokens of a row.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,15 +19,13 @@ from torch.utils.data import Dataset, default_collate
 from trainwright.data.padding import IGNORE
 from trainwright.data.token_rows import IDS, LABELS, POSITIONS, TokenRows, collate_of
 from trainwright.data.unwrap import Unwrapped, length_of
+from trainwright.engine.best_fit import best_fit_decreasing
 from trainwright.errors import UsageError
 from trainwright.recipe.data import Packing
 
 
-def best_fit_decreasing(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Return bins of positions in ``lengths`` whose sums are at most ``max_length``.
-
-    The longest sample comes first, each into the fullest bin that has room for it. Equal lengths keep their order and
-    of equally full bins the oldest is filled, so the bins are a function of the lengths. Zero lengths are left out.
+def packed_rows(lengths: Sequence[int], max_length: int) -> list[list[int]]:
+    """Return the positions of the samples of each row, see ``best_fit_decreasing``.
 
     Raises UsageError for a sample that is longer than ``max_length``.
     """
@@ -40,26 +37,7 @@ def best_fit_decreasing(lengths: Sequence[int], max_length: int) -> list[list[in
             f"{list(lengths).index(longest)} has {longest:,} tokens",
             remedy=f"set data.packing.max_length: {longest}, or shorten the samples: packing keeps them whole",
         )
-    bins: list[list[int]] = []
-    by_room: list[deque[int]] = [deque() for _ in range(max_length + 1)]  # bins by the number of free tokens
-    rooms = 0  # bit n is set if a bin has n free tokens
-    for position in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
-        length = lengths[position]
-        if not length:
-            continue
-        fitting = rooms >> length
-        if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            number = by_room[room].popleft()
-            if not by_room[room]:
-                rooms ^= 1 << room
-        else:
-            room, number = max_length, len(bins)
-            bins.append([])
-        bins[number].append(position)
-        by_room[room - length].append(number)
-        rooms |= 1 << (room - length)
-    return bins
+    return best_fit_decreasing(lengths, max_length)
 
 
 class Packed(Dataset[dict[str, Tensor]]):
@@ -76,7 +54,7 @@ class Packed(Dataset[dict[str, Tensor]]):
         self.dataset = dataset
         self.max_length = max_length
         lengths = sample_lengths(dataset) if lengths is None else lengths
-        self.members = best_fit_decreasing(lengths, max_length)
+        self.members = packed_rows(lengths, max_length)
         self.fill = sum(lengths) / max(1, max_length * len(self.members))
         self.deterministic = type(dataset) is list or bool(getattr(dataset, "deterministic", False))
         for name in ("classes", "tokenizer"):

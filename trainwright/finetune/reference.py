@@ -1,7 +1,7 @@
 """Reference log-probabilities for DPO: computed once with the initial weights of a run, and kept in the cache.
 
-A dataset of preference samples gets two more keys, ``reference_chosen`` and ``reference_rejected``. They are NaN until
-``fill`` has computed them. The cache is keyed by a hash of weights, samples and precision.
+A dataset of preference samples gets two more keys, ``reference_chosen`` and ``reference_rejected``. Their value is
+``UNKNOWN`` until ``fill`` has computed them. The cache is keyed by a hash of weights, samples and precision.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainwright.data.unwrap import Unwrapped, length_of
 from trainwright.distributed.group import SOLO, World
 from trainwright.engine.evaluate import evaluating
 from trainwright.errors import DataError, UsageError
-from trainwright.finetune.losses import REFERENCE_CHOSEN, REFERENCE_REJECTED, completion_log_probs
+from trainwright.finetune.losses import REFERENCE_CHOSEN, REFERENCE_REJECTED, UNKNOWN, completion_log_probs
 from trainwright.finetune.store import cache_folder
 
 Say = Callable[[str], None]
@@ -40,13 +40,13 @@ class WithReference(Dataset[dict[str, Any]]):
     """Preference samples with the log-probabilities of their completions under the reference model.
 
     Attributes:
-        values: Those of the chosen and of the rejected completions; NaN until they are known.
+        values: Those of the chosen and of the rejected completions; UNKNOWN until they are computed.
         digest: Identifies the reference model; "" until it is known.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self.values = torch.full((len(dataset), 2), float("nan"))
+        self.values = torch.full((len(dataset), 2), UNKNOWN)
         self.digest = ""
         self.deterministic = type(dataset) is list or bool(getattr(dataset, "deterministic", False))
 
