@@ -26,7 +26,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"checkpoint", "distributed", "optim"},
     "finetune": {"recipe", "runs", "distributed", "checkpoint", "data", "engine"},
     "assembly": {"recipe", "plan", "distributed", "checkpoint", "models", "data", "optim", "finetune"},
-    "plan/trace": {"recipe", "plan", "distributed", "checkpoint", "models", "data", "optim", "engine", "assembly"},
+    "plan/trace": {
+        *("recipe", "plan", "distributed", "checkpoint", "models", "data", "optim", "engine", "assembly", "finetune"),
+    },
     "monitoring": {"recipe", "runs", "distributed", "checkpoint", "engine"},
     "recorder": {"runs", "distributed", "checkpoint", "optim", "engine"},
     "replay": {"runs", "distributed", "checkpoint", "optim", "engine", "recorder"},

@@ -11,6 +11,8 @@ import trainwright as tw
 from tests.finetune.sets import chat, lines, pair
 from tests.finetune.tokenizers import make_tokenizer
 from trainwright.commands.verify.packing import verify_packing
+from trainwright.errors import RecipeError
+from trainwright.plan.trace.blueprint import make_blueprint
 from trainwright.recipe import load
 
 pytestmark = pytest.mark.slow
@@ -60,3 +62,13 @@ def steps(run: Path) -> list[dict[str, float]]:
 def test_packing_is_proved_by_a_command(folder: Path) -> None:
     proof = verify_packing(EXAMPLES / "sft.yaml", settings=["batch.micro=8"])
     assert proof.exit_code == 0 and proof.samples == 8 and proof.difference < 1e-5
+
+
+def test_a_plan_has_samples_with_the_reference(folder: Path) -> None:
+    blueprint = make_blueprint(load(EXAMPLES / "dpo.yaml"))
+    assert isinstance(blueprint.sample, dict) and "reference_chosen" in blueprint.sample
+
+
+def test_packing_without_packed_rows_is_an_error(folder: Path) -> None:
+    with pytest.raises(RecipeError, match="is none, so no samples share a row"):
+        verify_packing(EXAMPLES / "sft.yaml", settings=["data.packing=none"])

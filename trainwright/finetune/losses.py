@@ -113,7 +113,7 @@ class Distillation(nn.Module):
         self.teacher = (_loaded_teacher(teacher) if isinstance(teacher, str) else teacher).requires_grad_(False).eval()
         self.temperature = temperature
         self.weight = weight
-        self.register_state_dict_post_hook(_drop_teacher)
+        self.register_state_dict_post_hook(_drop_teacher)  # type: ignore[no-untyped-call]
 
     def forward(self, model: nn.Module, batch: Batch) -> Loss:
         """Return the summed loss over the labels, with both of its terms."""

@@ -24,7 +24,8 @@ def verify_packing(recipe: Path, *, settings: Sequence[str] = ()) -> Isolation:
 
     Raises RecipeError for a recipe without packing.
     """
-    loaded = in_one_process(load(recipe, overrides=[*settings, *PLAIN]))
+    overrides: list[Setting] = [*settings, *PLAIN]
+    loaded = in_one_process(load(recipe, overrides=overrides))
     asked = loaded.recipe
     if asked.data.packing.by == "none":
         rule, remedy = "is none, so no samples share a row", "write packing: padding_free"
