@@ -13,9 +13,8 @@ from trainwright.finetune.isolation import Isolation, compare_alone
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import load
-from trainwright.recipe.override import Setting
 
-PLAIN: tuple[Setting, ...] = (("model.activation_checkpointing", "none"), ("model.compile", False))
+PLAIN = ("model.activation_checkpointing=none", "model.compile=false")
 """Settings that do not change logits, and would need a plan or a compiler."""
 
 
@@ -24,8 +23,7 @@ def verify_packing(recipe: Path, *, settings: Sequence[str] = ()) -> Isolation:
 
     Raises RecipeError for a recipe without packing.
     """
-    overrides: list[Setting] = [*settings, *PLAIN]
-    loaded = in_one_process(load(recipe, overrides=overrides))
+    loaded = in_one_process(load(recipe, overrides=[*settings, *PLAIN]))
     asked = loaded.recipe
     if asked.data.packing.by == "none":
         rule, remedy = "is none, so no samples share a row", "write packing: padding_free"
