@@ -33,6 +33,8 @@ from trainwright.data.unwrap import Unwrapped, length_of, unwrap
 from trainwright.distributed import device_name, low_precision
 from trainwright.distributed.group import SOLO, World
 from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError, UsageError, unknown_args
+from trainwright.finetune.packing import with_packing
+from trainwright.finetune.reference import with_reference
 from trainwright.models.pretrained import listed, pretrained_of
 from trainwright.optim.choose import make_optimizer
 from trainwright.optim.groups import GroupRule
@@ -138,10 +140,16 @@ def build_parts(loaded: Loaded, device: torch.device, planned: Checkpointing | N
 
 
 def build_loss(loaded: Loaded) -> Callable[..., Any]:
-    """Return the loss of a recipe. Raises RecipeError if ``chunked`` is set and the loss has no such parameter."""
+    """Return the loss of a recipe. Raises RecipeError if ``chunked`` is set and the loss has no such parameter.
+
+    ``args`` are those of a class or factory, or further arguments of a function ``loss(model, batch, ...)``.
+    """
     ask = loaded.recipe.loss
     loss = find(ask.use, LOSSES, "loss", loaded.source)
-    if ask.args or inspect.isclass(loss):
+    if ask.args and not inspect.isclass(loss) and takes_first(loss, "model"):
+        require_arguments(partial(loss, None, None), ask.args, ask.use, "loss", loaded.source)
+        loss = partial(loss, **ask.args)
+    elif ask.args or inspect.isclass(loss):
         loss = make(ask.use, ask.args, LOSSES, "loss", loaded.source)
     has_chunks = "chunked" in parameters_of(loss)
     if ask.chunked == "auto" or not (ask.chunked or has_chunks):
@@ -175,6 +183,7 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
     recipe = loaded.recipe
     model = parts.model
     notes = list(parts.notes)
+    parts = _with_reference(parts, loaded)
     require_in_set(parts.train, loaded)
     with at_recipe(loaded, "model.use"):
         require_ready(model)
@@ -237,6 +246,16 @@ def pretrained_notes(model: nn.Module) -> Iterator[Note]:
         yield Note("new weights", listed(origin.new), why)
     if origin.unused:
         yield Note("not used", listed(origin.unused), "the model has no weights of these names in its files")
+
+
+def _with_reference(parts: Parts, loaded: Loaded) -> Parts:
+    """Return the data with keys for the log-probabilities of a reference model, if the loss compares with one."""
+    with at_recipe(loaded, "data.train"):
+        train = with_reference(parts.loss, parts.train)
+    with at_recipe(loaded, "data.val"):
+        val = None if parts.val is None else with_reference(parts.loss, parts.val)
+        more_val = {name: with_reference(parts.loss, each) for name, each in parts.more_val.items()}
+    return replace(parts, train=train, val=val, more_val=more_val)
 
 
 def gather_facts(
@@ -487,6 +506,8 @@ def make_dataset(loaded: Loaded, part: Dataset, path: str) -> Unwrapped:
     made = make(part.use, args, DATASETS, path, loaded.source)
     with at_recipe(loaded, path):
         found = unwrap(made)
+    with at_recipe(loaded, "data.packing"):
+        found = with_packing(found, loaded.recipe.data.packing)
     if isinstance(found.dataset, ReadyBatches) and found.dataset.once:  # created again for each epoch
 
         def create_again() -> object:

@@ -324,6 +324,16 @@ def verify_parallel(
     finish(proof, as_json)
 
 
+@verb("packing", of=verify_app)
+def verify_packing(recipe: RecipePath, settings: Settings = None, as_json: Json = False) -> None:
+    """Prove on the first batch that packed samples do not see each other: logits and losses equal those alone."""
+    from trainwright.commands.verify.packing import verify_packing as verify
+
+    with user_output_to_stderr(as_json):
+        proof = verify(recipe, settings=settings or ())
+    finish_printed(proof, as_json)
+
+
 @verb()
 def version(as_json: Json = False) -> None:
     """Print the version."""

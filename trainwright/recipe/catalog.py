@@ -143,6 +143,9 @@ LOSSES = _by_name(
     Row("language_model", "trainwright.engine.losses:language_model", "Cross-entropy of the next token."),
     Row("mse", "trainwright.engine.losses:mse", "Mean squared error."),
     Row("hf_causal_lm", "trainwright.engine.losses:hf_causal_lm", "Next token, for a model of transformers."),
+    Row("dpo", "trainwright.finetune.losses:DPO", "Direct preference optimization: chosen over rejected completions."),
+    Row("bradley_terry", "trainwright.finetune.losses:bradley_terry", "Reward model: chosen above rejected."),
+    Row("distillation", "trainwright.finetune.losses:Distillation", "The distribution of a teacher, for each token."),
     Row("reinforce", "trainwright.engine.policy_gradient:Reinforce", "Policy gradient: the loss plays episodes."),
     Row("of_model", "trainwright.engine.loss:ModelLoss", "The loss that the model itself returns."),
 )

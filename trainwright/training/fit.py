@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainwright.assembly.assemble import Parts, build_loss
+from trainwright.assembly.assemble import Parts, at_recipe, build_loss
 from trainwright.assembly.model import require_ready
 from trainwright.checkpoint.rng import RngBag
 from trainwright.data.ready_batches import REPEATABLE_REMEDY, ReadyBatches
@@ -21,6 +21,7 @@ from trainwright.data.unwrap import Unwrapped, unwrap
 from trainwright.engine.loss import ModelLoss, require_callable
 from trainwright.engine.observer import as_observer
 from trainwright.errors import UsageError, require_choice
+from trainwright.finetune.packing import with_packing
 from trainwright.models.pretrained import load_pretrained
 from trainwright.monitoring.signals import forward_signal
 from trainwright.plan.make import Note
@@ -306,7 +307,7 @@ def _fit_objects(
     if not isinstance(judge, str):
         require_callable(judge)
     named_metrics, own_metrics = split_metrics(options.get("metrics"))
-    objects = object_arguments(optimizer, schedule, lr=options.get("lr"), warmup=options.get("warmup"))
+    objects = object_arguments(optimizer, schedule, judge, lr=options.get("lr"), warmup=options.get("warmup"))
     asked = {
         **options,
         "until": _until(options.get("until"), options.get("epochs"), options.get("steps")),
@@ -319,7 +320,6 @@ def _fit_objects(
     take = partial(_unwrapped, model, judge)
     train_data = take(data, "data")
     sets = {name: take(each, f"val[{name!r}]" if name else "val") for name, each in _by_name(val).items()}
-    val_name, val_data = next(iter(sets.items()), ("val", None))
     _require_usable(train_data, sets.values(), batch)
     overrides = _overrides({} if settings is None else settings, by_path, objects)
     says_batch = {str(path) for path, _ in overrides if str(path).split(".")[0] == "batch"}
@@ -334,6 +334,10 @@ def _fit_objects(
     loaded = from_mapping(recipe, overrides=[*overrides, *more], name="tw.fit")
     if judge is no_loss:
         require_no_loss_needed(loaded.recipe)
+    with at_recipe(loaded, "data.packing"):
+        train_data = with_packing(train_data, loaded.recipe.data.packing)
+        sets = {name: with_packing(each, loaded.recipe.data.packing) for name, each in sets.items()}
+    val_name, val_data = next(iter(sets.items()), ("val", None))
     is_seeded = "seed" in loaded.stated
     parts = Parts(
         model,

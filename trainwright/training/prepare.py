@@ -27,6 +27,7 @@ from trainwright.assembly.assemble import Parts, at_recipe, build_loading, build
 from trainwright.assembly.assemble import prepare as prepare_parts
 from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.rng import seed_all, set_deterministic
+from trainwright.checkpoint.shards import is_sharded
 from trainwright.checkpoint.spikes import SpikeDetector
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.epoch_length import with_epoch_counted
@@ -35,6 +36,8 @@ from trainwright.distributed.memory import adapt_to_limits, free_bytes, retain_b
 from trainwright.engine.precision import MatmulMode, Precision
 from trainwright.engine.stage_passes import PipelineStages
 from trainwright.errors import DataError, UsageError
+from trainwright.finetune.isolation import require_isolated
+from trainwright.finetune.reference import fill
 from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.plan.devices import Device
 from trainwright.plan.machine import read_machine
@@ -216,6 +219,7 @@ def divide(resolved: Resolved, parts: Parts, planned: Planned, request: Request,
 def make_state(loaded: Loaded, divided: Divided, facts: RunFacts, request: Request, hardware: Hardware) -> MadeRun:
     """Make optimizer, schedule and state, seed the generators, and load the state of the earlier part of the run."""
     recipe, earlier = loaded.recipe, request.earlier
+    _fill_reference(divided, recipe, request, hardware)
     live = build_live(divided.parts, loaded, divided.plan)
     state = live.state
     state.spikes, state.stages = SpikeDetector(recipe.spikes.factor), divided.mesh.stages
@@ -235,6 +239,22 @@ def make_state(loaded: Loaded, divided: Divided, facts: RunFacts, request: Reque
     state.scaler = Precision(precision, hardware.device.type).scaler(hardware.device)
     accepted = from_first_rank(request.world, earlier.load(state, recipe, precision, provenance))
     return MadeRun(live, parts, provenance, precision, accepted)
+
+
+def _fill_reference(divided: Divided, recipe: Recipe, request: Request, hardware: Hardware) -> None:
+    """Compute the reference of a loss that compares with the initial weights, while the model still has them."""
+    parts, named = divided.parts, recipe.precision
+    precision = Precision("fp32" if named is None or named == "auto" else named, hardware.device.type)
+    fill(
+        [parts.train, parts.val, *parts.more_val.values()],
+        parts.model,
+        hardware.device,
+        batch=divided.plan.batch.micro,
+        world=request.world,
+        autocast=precision.autocast,
+        precision=precision.name,
+        say=request.say,
+    )
 
 
 def _with_loss_of_logits(parts: Parts, plan: Plan) -> Parts:
@@ -280,7 +300,8 @@ def try_out(
     supervision = audit_parts(made.parts, opened.data.first, left_out) if world.rank == 0 else ()
     if world.size == 1:  # the first batch of one rank says nothing about the others
         require_supervised(supervision)
-    notes = (*made.live.plan.notes, *notes_of_data(made.provenance, opened.resumed))
+    packing = _packing_notes(loaded, made, opened.data.first, divided)
+    notes = (*made.live.plan.notes, *notes_of_data(made.provenance, opened.resumed), *packing)
     job = Job(
         loaded,
         made.parts,
@@ -309,6 +330,25 @@ def try_out(
     ends_in_s = agreed.plan.ends_in_s if loaded.within_s is None else loaded.within_s
     header = run_header(agreed, opened.data.first, earlier)
     return replace(agreed, plan=replace(agreed.plan, header=header, ends_in_s=ends_in_s))
+
+
+def _packing_notes(loaded: Loaded, made: MadeRun, first: StepBatch, divided: Divided) -> Iterator[Note]:
+    """Yield a note on packed samples. Raises RecipeError if samples of the first batch see each other."""
+    packing, degrees = loaded.recipe.data.packing, made.live.plan.degrees
+    if packing.by == "none":
+        return
+    with at_recipe(loaded, "data.packing"):
+        for axis in ("context", "pipeline"):
+            if getattr(degrees, axis) > 1:
+                remedy = f"set data.packing: none, or leave parallel.{axis} out"
+                raise UsageError(f"packed samples cannot be divided by parallel.{axis}", remedy=remedy)
+        if is_sharded(made.live.state.model) or degrees.tensor > 1:
+            yield Note("packing", packing.by, "not compared with samples alone, because ranks divide the weights")
+            return
+        found = require_isolated(made.live.state.model, first.micro[0])
+    fill = getattr(made.parts.train.dataset, "fill", None)
+    rows = "" if fill is None else f", {fill:.0%} of the rows are tokens"
+    yield Note("packing", f"{packing.by}{rows}", f"samples do not see each other: {found.lines()[-1]}")
 
 
 def _generator_notes(job: Job) -> Iterator[Note]:

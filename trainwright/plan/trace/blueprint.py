@@ -27,6 +27,7 @@ from trainwright.engine.chunked import CHUNK_BYTES_ELSEWHERE, logits_bytes
 from trainwright.engine.head import head_of, hf_head_of
 from trainwright.engine.loss import Loss
 from trainwright.errors import DataError, RecipeError, UsageError
+from trainwright.finetune.reference import with_reference
 from trainwright.optim.choose import make_optimizer
 from trainwright.optim.groups import GroupRule
 from trainwright.optim.user_optimizers import as_one, require_optimizer
@@ -203,12 +204,13 @@ def make_blueprint(loaded: Loaded, parts: Parts | None = None) -> Blueprint:
 
     Raises RecipeError for what cannot be built, DataError when no sample can be read.
     """
-    train = build_dataset(loaded, "train") if parts is None else parts.train
+    loss = build_loss(loaded) if parts is None else parts.loss
+    train = with_reference(loss, build_dataset(loaded, "train") if parts is None else parts.train)
     with preserved_rng():  # samples may be augmented
         sample = _largest_sample(train, loaded.recipe.data.quarantine)
     if parts is not None:
-        return Blueprint(loaded, train, parts.loss, sample, parts.model, parts.optimizer)
-    return Blueprint(loaded, train, build_loss(loaded), sample)
+        return Blueprint(loaded, train, loss, sample, parts.model, parts.optimizer)
+    return Blueprint(loaded, train, loss, sample)
 
 
 def fake_copy(model: nn.Module, device: torch.device) -> nn.Module:
