@@ -93,7 +93,7 @@ def following(labels_BT: Tensor) -> Tensor:
     return F.pad(labels_BT[:, 1:], (0, 1), value=IGNORE)
 
 
-class Layout(NamedTuple):
+class RowLayout(NamedTuple):
     """The rows that samples are arranged in.
 
     Attributes:
@@ -106,7 +106,7 @@ class Layout(NamedTuple):
     places: tuple[tuple[int, int], ...]
 
 
-def arranged(lengths: Sequence[int], longest: int, *, one_row: bool) -> Layout:
+def arranged(lengths: Sequence[int], longest: int, *, one_row: bool) -> RowLayout:
     """Arrange the samples of a (B, longest) tensor in one row, or in rows no longer than the longest sample."""
     rows = [[*range(len(lengths))]] if one_row else best_fit_decreasing(lengths, max(lengths))
     width = max(sum(lengths[sample] for sample in row) for row in rows)
@@ -124,7 +124,7 @@ def arranged(lengths: Sequence[int], longest: int, *, one_row: bool) -> Layout:
             start = end
         padding_RT[number, :start] = False
         positions_RT[number, start:] = counting[: width - start]
-    return Layout((index_RT, positions_RT, padding_RT), tuple(places))
+    return RowLayout((index_RT, positions_RT, padding_RT), tuple(places))
 
 
 def takes(model: nn.Module, name: str) -> bool:
