@@ -123,7 +123,9 @@ def metric(row: recipe.Row) -> list[str]:
 def device(each: Device) -> list[str]:
     best = each.training_precision
     memory, flops = f"{each.memory_bytes / 2**30:.1f} GiB", f"{each.flops[best] / 1e12:g} TFLOP/s in {best}"
-    return [f"`{each.name}`", memory, f"{each.bandwidth / 1e12:.2f} TB/s", flops, each.source.split(", http")[0]]
+    price = "" if each.price is None else f"${each.price:g}: {each.priced}"
+    source = each.source.split(", http")[0]
+    return [f"`{each.name}`", memory, f"{each.bandwidth / 1e12:.2f} TB/s", flops, price, source]
 
 
 def page() -> str:
@@ -153,7 +155,8 @@ def page() -> str:
             table(("name", "what it is", "args"), map(metric, recipe.METRICS.values())),
             "## Devices that a plan may be made for",
             table(
-                ("name", "memory", "bandwidth", "training arithmetic", "source"), map(device, known_devices().values())
+                ("name", "memory", "bandwidth", "training arithmetic", "price of an hour", "source"),
+                map(device, known_devices().values()),
             ),
         ]
     )

@@ -48,6 +48,7 @@ def figures(bench: str, *options: str) -> list[dict[str, Any]]:
         ("startup", (), {"import_extra", "help_extra", "first_step"}),
         ("time_foretold", (), {"demo-digits_3steps_step", "demo-digits_3steps_run"}),
         ("time_to_loss", ("--seconds", "0.2"), {"same_loss", "loss_plain", "loss_ours"}),
+        ("finetune", ("--steps", "4"), {"fit", "fit_cpu", "fit_median", "padding_free", "bfd", "padding"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

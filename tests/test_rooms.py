@@ -24,8 +24,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": {"recipe", "plan", "distributed", "checkpoint"},
     "data": {"recipe", "plan", "checkpoint"},
     "engine": {"checkpoint", "distributed", "optim"},
-    "assembly": {"recipe", "plan", "distributed", "checkpoint", "models", "data", "optim"},
-    "plan/trace": {"recipe", "plan", "distributed", "checkpoint", "models", "data", "optim", "engine", "assembly"},
+    "finetune": {"recipe", "runs", "distributed", "checkpoint", "data", "engine"},
+    "assembly": {"recipe", "plan", "distributed", "checkpoint", "models", "data", "optim", "finetune"},
+    "plan/trace": {
+        *("recipe", "plan", "distributed", "checkpoint", "models", "data", "optim", "engine", "assembly", "finetune"),
+    },
     "monitoring": {"recipe", "runs", "distributed", "checkpoint", "engine"},
     "recorder": {"runs", "distributed", "checkpoint", "optim", "engine"},
     "replay": {"runs", "distributed", "checkpoint", "optim", "engine", "recorder"},
@@ -40,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adapters": {"runs", "watching"},
     "training": {
         *("recipe", "plan", "plan/trace", "models", "data", "optim", "assembly", "distributed", "engine", "checkpoint"),
-        *("runs", "monitoring", "recorder", "watching", "report"),
+        *("runs", "monitoring", "recorder", "watching", "report", "finetune"),
     },
     "commands": {
         *("recipe", "plan", "plan/trace", "models", "data", "optim", "assembly", "distributed", "engine", "checkpoint"),
@@ -55,6 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "profiling",
             "training",
             "trials",
+            "finetune",
         ),
     },
     "cli": {"recipe", "plan", "runs", "monitoring", "doctor", "report", "training", "commands"},

@@ -34,7 +34,7 @@ average batch-size check checks compare compare-optimizers convert demo diagnose
 graph init ladder launch lr-range mup-check plan predict profile replay report resume runs schema serve sweep train
 verify version
 """
-VERIFY = "checkpoint parallel plain resume"
+VERIFY = "checkpoint packing parallel plain resume"
 LAUNCH = "kubeflow kubernetes skypilot slurm"
 
 

@@ -1,135 +1,111 @@
-"""AdamW with moments of 8 and 4 bits, against torchao's own classes."""
+"""Linear layers with weights of 4 bits: values, gradients, and adapters on top of them."""
 
 from __future__ import annotations
 
-import copy
 from importlib.util import find_spec
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
-from tests import forked
-from trainwright.engine.guard import update_on_device
+from trainwright.assembly.adapters import add_adapters, config_of, plain_weights
+from trainwright.assembly.quantized import Linear4bit, full_weights, quantize_linear_layers
 from trainwright.errors import UsageError
-from trainwright.optim import quantized
-from trainwright.optim.choose import make_optimizer
-from trainwright.optim.quantized import AdamW4bit, AdamW8bit
 from trainwright.optim.torchao import torchao_module
+from trainwright.plan.trace.fake_tensors import fake_tensors
+from trainwright.recipe import Lora
 
-pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
-BOTH = pytest.mark.parametrize("kind", [AdamW8bit, AdamW4bit], ids=lambda kind: kind.__name__)
-OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")]
+EACH_KIND = pytest.mark.parametrize("kind", ["nf4", "int4"])
+EACH_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
-def network() -> nn.Module:
-    """Three quantized tensors, and some that are too small or no multiple of a block."""
+def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Linear(64, 67), nn.Linear(67, 64))
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64, bias=False), nn.Linear(64, 3)).to(dtype)
 
 
-def train(model: nn.Module, optimizer: Optimizer, steps: int, first: int = 0) -> None:
-    for step in range(first, first + steps):
-        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        F.mse_loss(model(x), x.roll(1, 1)).backward()
-        optimizer.step()
-
-
-def tensors(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    return [(name, value) for state in optimizer.state.values() for name, value in state.items()]
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-
-@BOTH
-@pytest.mark.parametrize("chunk", [2**20, 1024], ids=["whole", "chunks"])
-def test_the_bits_are_those_of_torchao(
-    kind: type[AdamW8bit | AdamW4bit], chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quantized, "CHUNK_VALUES", chunk)
-    ours = network()
-    theirs, unquantized = copy.deepcopy(ours), copy.deepcopy(ours)
-    reference = getattr(torchao_module("optim", "this test"), kind.__name__)(theirs.parameters(), **OPTIONS)
-    train(ours, kind(ours.parameters(), **OPTIONS), 4)  # type: ignore[arg-type]
-    with torch.compiler.set_stance("force_eager"):
-        train(theirs, reference, 4)
-    assert_same(ours, theirs)
-    train(unquantized, torch.optim.AdamW(unquantized.parameters(), **OPTIONS), 4)  # type: ignore[arg-type]
-    assert not torch.equal(ours[0].weight, unquantized[0].weight)  # type: ignore[index]
-
-
-@BOTH
-def test_the_state_is_plain_tensors_and_small_ones_stay_as_they_are(kind: type[AdamW8bit | AdamW4bit]) -> None:
-    model = network()
-    optimizer = kind(model.parameters())
-    train(model, optimizer, 1)
-    assert {type(value) for _, value in tensors(optimizer)} == {Tensor}
-    by_name = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
-    assert {name for name, state in by_name.items() if "exp_avg_codes" in state} == {"0.weight", "2.weight"}
-    large, small = by_name["0.weight"], by_name["0.bias"]
-    per_code = 1 if kind is AdamW8bit else 2
-    assert (large["exp_avg_codes"].dtype, large["exp_avg_codes"].numel()) == (torch.uint8, 64 * 128 // per_code)
-    assert small["exp_avg"].dtype == torch.float32
-
-
-@BOTH
-def test_it_goes_on_from_its_state_dict(kind: type[AdamW8bit | AdamW4bit]) -> None:
-    straight = network()
-    one = kind(straight.parameters(), lr=1e-2)
-    train(straight, one, 3)
-    stopped = copy.deepcopy(straight)
-    two = kind(stopped.parameters(), lr=1e-2)
-    two.load_state_dict(copy.deepcopy(one.state_dict()))
-    assert [(name, value.dtype) for name, value in tensors(two)] == [(n, v.dtype) for n, v in tensors(one)]
-    for model, optimizer in ((straight, one), (stopped, two)):
-        train(model, optimizer, 3, first=3)
-    assert_same(straight, stopped)
-
-
-@BOTH
-def test_a_skipped_update_leaves_every_bit(kind: type[AdamW8bit | AdamW4bit]) -> None:
-    model = network()
-    optimizer = kind(model.parameters(), lr=1e-2)
-    train(model, optimizer, 2)
-    before = copy.deepcopy([*model.parameters(), *(value for _, value in tensors(optimizer))])
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, torch.inf)
-    update_on_device(torch.tensor(True), optimizer)
-    after = [*model.parameters(), *(value for _, value in tensors(optimizer))]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-def test_a_weight_that_does_not_lie_row_by_row() -> None:
-    torch.manual_seed(0)
-    row = nn.Conv2d(32, 64, 3)
-    column = copy.deepcopy(row).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    for layer in (row, column):
-        optimizer = AdamW8bit(layer.parameters(), lr=1e-2)
-        for _ in range(2):
-            layer.weight.grad = torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(1))
-            optimizer.step()
-    assert not column.weight.is_contiguous()
-    assert torch.equal(row.weight, column.weight)
-
-
-@pytest.mark.parametrize("size", [0, 3, 100, 2.5])
-def test_a_block_is_a_power_of_two(size: object) -> None:
-    with pytest.raises(UsageError, match="power of 2"):
-        make_optimizer("adamw8bit", network(), args={"block_size": size})
-
-
-@pytest.mark.process
-@pytest.mark.slow
-def test_the_import_of_torchao_prints_nothing() -> None:
-    done = forked.run(
-        "import logging; logging.getLogger('torchao').setLevel('INFO')\n"
-        "from trainwright.optim.torchao import torchao_module as module\n"
-        "module('float8', 'a test'), module('prototype.moe_training.mxfp8_linear', 'a test')\n"
-        "assert logging.getLogger('torchao').level == logging.INFO\n"
+@EACH_DTYPE
+def test_nf4_has_the_values_of_torchao(dtype: torch.dtype) -> None:
+    model = layers(dtype)
+    expected = [
+        torchao_module("quantization", "a test").to_nf4(model[i].weight, 64, 128).get_original_weight() for i in (0, 2)
+    ]
+    assert quantize_linear_layers(model, "nf4") == (["0", "2"], [])
+    assert torch.equal(model[0].weight, expected[0]) and torch.equal(model[2].weight, expected[1])
+    assert (
+        sum(each.nbytes for each in model[0].parameters() if each is not model[0].bias) < 0.6 * model[0].weight.numel()
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@EACH_DTYPE
+def test_int4_rounds_to_sixteen_levels_a_group(dtype: torch.dtype) -> None:
+    model = layers(dtype)
+    weight = model[0].weight.detach().clone()
+    quantize_linear_layers(model, "int4")
+    rounded = model[0].weight.view(128, 2, 32)
+    step = weight.view(128, 2, 32).abs().amax(-1, keepdim=True).float() / 7
+    assert ((rounded - weight.view(128, 2, 32)).abs().float() <= 1.1 * step).all()
+    assert max(len(group.unique()) for row in rounded for group in row) <= 16
+
+
+@EACH_KIND
+def test_forward_and_gradient_are_those_of_the_full_weight(kind: str) -> None:
+    model = layers()
+    quantize_linear_layers(model, kind)
+    plain = layers()
+    plain.load_state_dict(full_weights(model.state_dict()))
+    x = torch.randn(5, 64)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outputs = [each(x) for each, x in zip((model, plain), inputs, strict=True)]
+    torch.testing.assert_close(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(inputs[0]).float().sum().backward()
+
+
+@EACH_KIND
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_adapters_train_on_it_and_are_merged(kind: str, dora: bool) -> None:
+    pytest.importorskip("peft")
+    lora = Lora(rank=4, targets=("0", "2"), quantize=kind, dora=dora)  # type: ignore[arg-type]
+    model, notes = add_adapters(layers(), lora)
+    assert [(note.topic, note.choice) for note in notes] == [("quantized", f"2 linear layers, {kind}")]
+    trained = [each for each in model.parameters() if each.requires_grad]
+    assert len(trained) == (6 if dora else 4)
+    x, y = torch.randn(16, 64), torch.randn(16, 3)
+    optimizer, losses = torch.optim.Adam(trained, lr=0.01), []
+    for _ in range(20):
+        loss = nn.functional.mse_loss(model(x), y)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    merged = layers()
+    merged.load_state_dict(plain_weights(model.state_dict(), config_of(lora)))
+    torch.testing.assert_close(merged(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@EACH_KIND
+def test_under_fake_tensors_it_has_the_sizes_of_the_real_one(kind: str) -> None:
+    real = layers()
+    quantize_linear_layers(real, kind)
+    with fake_tensors():
+        simulated = layers()
+        quantize_linear_layers(simulated, kind)
+        assert simulated(torch.empty(2, 64)).shape == (2, 3)
+    sizes = [
+        {name: (each.shape, each.dtype) for name, each in model.state_dict().items()} for model in (real, simulated)
+    ]
+    assert sizes[0] == sizes[1]
+
+
+def test_layers_that_cannot_be_quantized_stay() -> None:
+    model = nn.Sequential(nn.Linear(64, 40), nn.Linear(40, 40), nn.Linear(40, 3))
+    assert quantize_linear_layers(model, "nf4") == (["0"], ["1"])
+    assert isinstance(model[0], Linear4bit) and type(model[1]) is nn.Linear
+    with pytest.raises(UsageError, match="multiple of 64"):
+        quantize_linear_layers(nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 3)), "nf4")

@@ -229,19 +229,16 @@ def test_lightning_cli(tmp_path: Path) -> None:
 def test_axolotl(tmp_path: Path) -> None:
     conversion = converted(tmp_path, AXOLOTL)
     recipe = check_complete(conversion, tmp_path)
-    assert recipe["model"]["use"] == "transformers:AutoModelForCausalLM.from_pretrained"
-    assert recipe["model"]["args"] == {
-        "pretrained_model_name_or_path": "tiny",
-        "attn_implementation": "flash_attention_2",
-    }
-    assert recipe["model"]["lora"] == {"rank": 16, "alpha": 32.0, "dropout": 0.05, "targets": []}
+    assert recipe["model"]["use"] == "hf"
+    assert recipe["model"]["args"] == {"name": "tiny", "attn_implementation": "flash_attention_2"}
+    lora = {"rank": 16, "alpha": 32.0, "dropout": 0.05, "targets": ["all-linear"], "quantize": "nf4"}
+    assert recipe["model"]["lora"] == lora
     assert recipe["optimizer"]["lr"] == 2e-4 and recipe["optimizer"]["clip"]["at"] == 1.0
     assert recipe["schedule"] == {"use": "cosine", "floor": 0.1, "warmup": "10steps"}
     assert (recipe["evaluation"]["every"], recipe["checkpoint"]["every"]) == ("0.25ep", "1ep")
     assert recipe["parallel"] == {"tensor": 2} and recipe["loss"] == "hf_causal_lm" and recipe["precision"] == "auto"
     assert outcomes(conversion, "not supported") == {
-        *("trust_remote_code", "load_in_4bit", "adapter", "datasets", "val_set_size", "sequence_len"),
-        "special_tokens",
+        *("trust_remote_code", "datasets", "val_set_size", "sequence_len", "special_tokens"),
     }
     assert recipe["optimizer"]["use"] == "adamw8bit"
     assert {*conversion.to_fill_in} == {"data.train", "data.val"}
@@ -292,7 +289,7 @@ def test_a_converted_recipe_trains_when_it_is_filled_in(source: str, tmp_path: P
     if source == "axolotl":
         transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("peft")
         sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-        config = transformers.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, **sizes)
+        config = transformers.LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, **sizes)
         transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "tiny")
     converted(tmp_path, {"lightning": LIGHTNING, "axolotl": AXOLOTL}[source], out=tmp_path / "recipe.yaml")
     settings = [word for each in FILLED_IN[source] for word in ("--set", each)]
@@ -356,7 +353,7 @@ def test_the_command_writes_the_recipe_and_overwrites_nothing(tmp_path: Path) ->
     words = ["convert", str(tmp_path / "a.yaml"), "--output", str(tmp_path / "recipe.yaml")]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0 and f"wrote {tmp_path / 'recipe.yaml'}" in done.output
-    assert "  remedy: adapters of full weights (model.lora), on a device that holds them" in done.output
+    assert "  remedy: read it, then set model.trust_remote_code: true" in done.output
     assert "wandb_entity" not in done.output  # it is off
     again = CliRunner().invoke(app, words)
     assert again.exit_code == 2 and "exists already" in again.stderr

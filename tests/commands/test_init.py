@@ -39,7 +39,6 @@ SCORES = {
     "classification": Score("accuracy", 0.96, 1),
     "segmentation": Score("mean_iou", 0.85, 1),
     "language-model": Score("perplexity", 1, 11),  # pairs of characters give 14
-    "finetune": Score("perplexity", 1, 17),  # single characters give 27
     "table": Score("accuracy", 0.96, 1),
     "rl": Score("reward", 400, 500),
     "loop": Score("accuracy", 0.98, 1),

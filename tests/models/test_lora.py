@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from importlib.util import find_spec
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from trainwright.errors import MissingExtra, UsageError
 from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
-from trainwright.models.lora import add_lora
+from trainwright.models.lora import adapters_of, add_lora, merged_weights
 from trainwright.models.lstm import lstm
 from trainwright.models.mlp import mlp
 
@@ -126,6 +127,80 @@ def test_without_lists_of_blocks_all_but_the_last_linear_layer_are_adapted() -> 
     model = add_lora(mlp(sizes=[6, 5, 4, 3]), rank=2, alpha=2)
     adapted = {name.split(".lora_A")[0] for name, each in model.named_parameters() if ".lora_A." in name}
     assert adapted == {"layers.linear0", "layers.linear1"}
+
+
+EACH_KIND = pytest.mark.parametrize(
+    "kind",
+    [{}, {"dora": True}, {"rslora": True}, {"init": "gaussian"}, {"init": "orthogonal"}, {"init": "pissa"}],
+    ids=["lora", "dora", "rslora", "gaussian", "orthogonal", "pissa"],
+)
+theirs_warn = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks transformers
+
+
+@theirs_warn
+@EACH_KIND
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_weights_equal_those_of_peft_at_the_start_and_after_five_steps(dtype: torch.dtype, kind: Any) -> None:
+    """Also the merged weights. The adapters of a bf16 model are fp32."""
+    import peft
+
+    torch.manual_seed(1)
+    start = their_llama().to(dtype)
+    torch.manual_seed(3)
+    ours = add_lora(copy.deepcopy(start), rank=4, alpha=8, dropout=0.1, targets=["all-linear"], **kind)
+    switches = {"use_dora": "dora" in kind, "use_rslora": "rslora" in kind, "init_lora_weights": kind.get("init", True)}
+    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules="all-linear", **switches)
+    torch.manual_seed(3)
+    theirs = peft.get_peft_model(copy.deepcopy(start), config)
+    for steps in (0, 5):
+        for model in (ours, theirs):
+            torch.manual_seed(9)
+            optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+            for _ in range(steps):
+                optimizer.zero_grad()
+                model(input_ids=IDS, labels=IDS).loss.backward()
+                optimizer.step()
+        expected = {name.removeprefix("base_model.model."): each for name, each in theirs.state_dict().items()}
+        assert ours.state_dict().keys() == expected.keys()
+        for name, each in ours.state_dict().items():
+            assert torch.equal(each, expected[name]) and (each.dtype == torch.float32 or "lora_" not in name), name
+    merged = merged_weights(ours.state_dict(), adapters_of(ours)["default"])
+    expected = theirs.merge_and_unload().state_dict()
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(each, expected[name]) for name, each in merged.items())
+
+
+@theirs_warn
+@pytest.mark.parametrize("kind", ["embedding", "conv1d", "whole module", "patterns"])
+def test_adapters_of_other_layers_are_merged_as_peft_does(kind: str) -> None:
+    import peft
+
+    model = their_gpt() if kind == "conv1d" else their_llama()
+    switches: dict[str, Any] = {
+        "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+        "conv1d": {"target_modules": ["c_proj"], "fan_in_fan_out": True},  # c_proj of the attention is square
+        "whole module": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        "patterns": {
+            "target_modules": ["q_proj", "v_proj"],
+            "rank_pattern": {"v_proj": 2},
+            "alpha_pattern": {"v_proj": 9},
+        },
+    }[kind]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5, **switches))
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.5)
+    merged = merged_weights(adapted.state_dict(), adapters_of(adapted)["default"])
+    expected = adapted.merge_and_unload().state_dict()
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(each, expected[name]) for name, each in merged.items())
+
+
+def test_all_linear_leaves_the_output_layer_out() -> None:
+    adapted = add_lora(their_llama(), rank=2, targets=["all-linear"])
+    names = {name.split(".lora_A")[0].rpartition(".")[2] for name, _ in adapted.named_parameters() if "lora_A" in name}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 def test_wrong_targets_and_sizes_are_refused_with_a_remedy() -> None:

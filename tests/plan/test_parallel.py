@@ -72,6 +72,11 @@ def test_what_does_not_go_with_sharding_is_refused_all_at_once() -> None:
         "batch": {"micro": 2},
         "parallel": {"shard": 2, "exact": True},
     }
+    quantized = from_mapping(
+        {**asked, "model": {"use": "mlp", "lora": {"quantize": "nf4"}}, "optimizer": "adamw"}
+    ).recipe
+    with pytest.raises(RecipeError, match=r"model.lora.quantize: does not work with parallel.shard"):
+        solve_layout(quantized, 2)
     recipe = from_mapping(asked).recipe
     with pytest.raises(RecipeError) as caught:
         solve_layout(recipe, 2)

@@ -163,6 +163,19 @@ def between(before: dict[str, Any], after: dict[str, Any]) -> Change:
     return only(compare_recipes(before, after, step=STEP))
 
 
+@each_row(
+    ("was", "now", "kind"),
+    [
+        ("none", "padding_free", "safe"),
+        ("none", "{by: bfd, max_length: 64}", "maths"),
+        ("{by: bfd, max_length: 64}", "{by: bfd, max_length: 32}", "maths"),
+    ],
+)
+def test_packing_rows_is_other_data_and_leaving_out_padding_is_not(was: str, now: str, kind: str) -> None:
+    changes = compare_recipes(recipe(f"data.packing={was}"), recipe(f"data.packing={now}"), step=STEP)
+    assert {change.kind for change in changes} == {kind}
+
+
 def test_a_checkpoint_of_an_earlier_version_lacks_keys() -> None:
     settings = ("model.lora={rank: 8}", 'optimizer.groups=[{match: "*.embed.*"}]', "data.val=digits")
     before, after = recipe(*settings), recipe(*settings)

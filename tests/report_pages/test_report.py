@@ -23,10 +23,31 @@ from trainwright.report.pages.view import RunView
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.lock import RunLock
 from trainwright.runs.records import Logged, NotSaved, Quarantined, Saved, Skipped, Telemetry, to_json
+from trainwright.runs.supervision import DecodedSample, LossShare, MarkedText, Supervision, SupervisionFinding
 
 
 def page_of(folder: RunFolder) -> Page:
     return Page(write_report([folder.path]).path.read_text())
+
+
+def test_a_report_shows_what_carries_loss(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "tuned", [started(), step(1), ended(1)])
+    sample = DecodedSample("chats.jsonl:1", (MarkedText("<|user|><b>Hi</b>", False), MarkedText("Hello", True)))
+    remedy = "fill in the answer"
+    finding = SupervisionFinding(
+        "empty_answer", "warning", "1 sequence has an empty answer", remedy, 1, "chats.jsonl:7"
+    )
+    audit = Supervision(
+        *("train", "tokens", "train_on: assistant", 3, 3, 1, 1000, 250),
+        roles=(LossShare("user", 700, 0), LossShare("assistant", 300, 250)),
+        findings=(finding,),
+        decoded=(sample,),
+    )
+    folder.write_json("supervision.json", [audit])
+    text = write_report([folder.path]).path.read_text()
+    for shown in ("25.0 % of 1,000 tokens", "83.3 %", "empty answer", remedy, "chats.jsonl:1", "<mark>Hello</mark>"):
+        assert shown in text, shown
+    assert "&lt;|user|&gt;&lt;b&gt;Hi" in text and "<b>Hi" not in text
 
 
 def test_a_report_shows_the_run(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from trainwright.runs.records import (
     Unexamined,
     to_json,
 )
+from trainwright.runs.supervision import DecodedSample, LossShare, MarkedText, Supervision, SupervisionFinding
 
 
 def make_whole_run(root: Path) -> Path:
@@ -71,6 +72,16 @@ def make_whole_run(root: Path) -> Path:
         ece=0.1,
     )
     folder.write_json("errors.json", bad.to_json())
+    shares = (LossShare("user", 5, 0), LossShare("assistant", 5, 4))
+    finding = SupervisionFinding("empty_answer", "warning", "1 of 3 has an empty answer", "fill it in", 1, "a:2")
+    sample = DecodedSample("a:1", (MarkedText("hello", False), MarkedText("you", True)))
+    audit = Supervision(
+        *("train", "tokens", "train_on: assistant", 3, 3, 0, 10, 4),
+        roles=shares,
+        findings=(finding,),
+        decoded=(sample,),
+    )
+    folder.write_json("supervision.json", [audit])
     folder.write_text("samples/samples.txt", "--- once upon a time\n")
     folder.write_text("graph.svg", "<svg></svg>")
     (folder.path / "report.html").unlink()

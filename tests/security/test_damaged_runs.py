@@ -94,7 +94,7 @@ READ_BY = {
     "log.jsonl": ("diagnose", "deep", "checks", "runs", *SHOWN),
     "recipe.yaml": ("diagnose", "runs", "export", "resume", "replay", *SHOWN),
     **dict.fromkeys(("plan.json", "provenance.json"), ("runs", *SHOWN)),
-    **dict.fromkeys(("model.json", "profile.json", "errors.json", "graph.svg"), SHOWN[:2]),
+    **dict.fromkeys(("model.json", "profile.json", "errors.json", "supervision.json", "graph.svg"), SHOWN[:2]),
     **dict.fromkeys(("samples", "samples/samples.txt"), SHOWN[:2]),
     "lock": ("runs", "serve", "resume"),
     "report.html": ("report",),
@@ -133,7 +133,9 @@ def test_the_reason_is_shown(bad: Path) -> None:
     assert "log.jsonl cannot be read: it is a pipe" in page and "plan.json cannot be read: it is a pipe" in page
 
 
-@pytest.mark.parametrize("name", ["plan.json", "provenance.json", "model.json", "profile.json", "errors.json"])
+@pytest.mark.parametrize(
+    "name", ["plan.json", "provenance.json", "model.json", "profile.json", "errors.json", "supervision.json"]
+)
 def test_a_value_that_no_run_writes(bad: Path, name: str) -> None:
     value, other = json.loads((bad / name).read_text()), RunView.read("runs/other")
     for number, text in enumerate(mutants(value)):

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from trainwright.assembly.adapters import add_adapters
 from trainwright.assembly.checkpointing import checkpointing_as_requested
 from trainwright.assembly.linear_layers import convert_linear_layers, note_of, note_of_rounding, round_linear_layers
 from trainwright.assembly.retain_grad import retain_grad_problems
@@ -34,7 +35,9 @@ from trainwright.data.unwrap import Unwrapped, length_of, unwrap
 from trainwright.distributed import device_name, low_precision
 from trainwright.distributed.group import SOLO, World
 from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError, UsageError, unknown_args
-from trainwright.models.lora import add_lora
+from trainwright.finetune.packing import with_packing
+from trainwright.finetune.reference import with_reference
+from trainwright.models.pretrained import listed, pretrained_of
 from trainwright.optim.choose import make_optimizer
 from trainwright.optim.groups import GroupRule
 from trainwright.optim.schedule import make_schedule
@@ -148,10 +151,16 @@ def build_parts(loaded: Loaded, device: torch.device, planned: Checkpointing | N
 
 
 def build_loss(loaded: Loaded) -> Callable[..., Any]:
-    """Return the loss of a recipe. Raises RecipeError if ``chunked`` is set and the loss has no such parameter."""
+    """Return the loss of a recipe. Raises RecipeError if ``chunked`` is set and the loss has no such parameter.
+
+    ``args`` are those of a class or factory, or further arguments of a function ``loss(model, batch, ...)``.
+    """
     ask = loaded.recipe.loss
     loss = find(ask.use, LOSSES, "loss", loaded.source)
-    if ask.args or inspect.isclass(loss):
+    if ask.args and not inspect.isclass(loss) and takes_first(loss, "model"):
+        require_arguments(partial(loss, None, None), ask.args, ask.use, "loss", loaded.source)
+        loss = partial(loss, **ask.args)
+    elif ask.args or inspect.isclass(loss):
         loss = make(ask.use, ask.args, LOSSES, "loss", loaded.source)
     has_chunks = "chunked" in parameters_of(loss)
     if ask.chunked == "auto" or not (ask.chunked or has_chunks):
@@ -171,6 +180,8 @@ def build_model(loaded: Loaded, train: Unwrapped | None = None) -> tuple[nn.Modu
     if not isinstance(model, nn.Module):
         got, remedy = type(model).__name__, "return the module from it"
         raise RecipeError(Problem("model.use", "must give an nn.Module", got, remedy, where("model.use")))
+    if recipe.model.use in MODELS and pretrained_of(model) is None:
+        vars(model)["newly_initialized"] = True  # for the doctor: adapters need pretrained weights
     return model, notes
 
 
@@ -183,12 +194,15 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
     recipe = loaded.recipe
     model = parts.model
     notes = list(parts.notes)
+    parts = _with_reference(parts, loaded)
     require_in_set(parts.train, loaded)
     with at_recipe(loaded.source, "model.use"):
         require_ready(model)
+    notes += pretrained_notes(model)
     if recipe.model.lora is not None:
         with at_recipe(loaded.source, "model.lora"):
-            model = add_lora(model, **recipe.model.lora.model_dump())
+            model, found = add_adapters(model, recipe.model.lora)
+        notes += found
     if recipe.model.qat is not None:
         with at_recipe(loaded.source, "model.qat"):
             if recipe.precision in ("fp8", "mxfp8"):
@@ -230,6 +244,28 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
     if recipe.model.compile:
         compile_in_place(model)
     return replace(parts, model=model, notes=tuple(notes), prepared=True)
+
+
+def pretrained_notes(model: nn.Module) -> Iterator[Note]:
+    """Yield notes on the files of a pretrained model, and on names that only the files or only the model has."""
+    origin = pretrained_of(model)
+    if origin is None:
+        return
+    yield Note("model", origin.name, f"{type(model).__name__}, {origin.dtype}, revision {origin.revision[:19]}")
+    if origin.new:
+        why = "these weights are not in the files of the model; a new head is normal"
+        yield Note("new weights", listed(origin.new), why)
+    if origin.unused:
+        yield Note("not used", listed(origin.unused), "the model has no weights of these names in its files")
+
+
+def _with_reference(parts: Parts, loaded: Loaded) -> Parts:
+    """Return the data with keys for the log-probabilities of a reference model, if the loss compares with one."""
+    with at_recipe(loaded.source, "data.train"):
+        train = with_reference(parts.loss, parts.train)
+    with at_recipe(loaded.source, "data.val"):
+        val_sets = {name: with_reference(parts.loss, each) for name, each in parts.val_sets.items()}
+    return replace(parts, train=train, val_sets=val_sets)
 
 
 def gather_facts(
@@ -470,16 +506,33 @@ def build_dataset(loaded: Loaded, which: str) -> Unwrapped:
 
 def make_dataset(loaded: Loaded, part: Dataset, path: str) -> Unwrapped:
     """Return a dataset that a recipe names at ``path``."""
-    made = make(part.use, part.args, DATASETS, path, loaded.source)
+    args = _with_tokenizer(loaded, part, path)
+    made = make(part.use, args, DATASETS, path, loaded.source)
     with at_recipe(loaded.source, path):
         found = unwrap(made)
+    with at_recipe(loaded.source, "data.packing"):
+        found = with_packing(found, loaded.recipe.data.packing)
     if isinstance(found.dataset, ReadyBatches) and found.dataset.once:  # created again for each epoch
 
         def create_again() -> object:
-            return make(part.use, part.args, DATASETS, path, loaded.source)
+            return make(part.use, args, DATASETS, path, loaded.source)
 
         return Unwrapped(ReadyBatches(create_again, kind=part.use))
     return found
+
+
+def _with_tokenizer(loaded: Loaded, part: Dataset, path: str) -> Mapping[str, object]:
+    """Return the arguments of a dataset, with the tokenizer of a pretrained model if the dataset needs one."""
+    model = loaded.recipe.model.args
+    name = model.get("name", model.get("pretrained_model_name_or_path"))
+    if "tokenizer" in part.args or not isinstance(name, str):
+        return part.args
+    accepted = parameters_of(find(part.use, DATASETS, path, loaded.source))
+    if "tokenizer" not in accepted:
+        return part.args
+    same = {"tokenizer_revision": "revision", "trust_remote_code": "trust_remote_code"}
+    found = {ours: model[theirs] for ours, theirs in same.items() if theirs in model and ours in accepted}
+    return {**found, "tokenizer": name, **part.args}
 
 
 def require_in_set(train: Unwrapped, loaded: Loaded) -> None:
@@ -500,6 +553,7 @@ def _with_classes(loaded: Loaded, train: Unwrapped | None) -> tuple[dict[str, ob
     name = next((n for n in ("vocab_size", "classes") if n in accepted), None)
     if ask.use == "hf":
         name = "num_labels" if "Classification" in str(args.get("architecture")) else "vocab_size"
+        name = None if name == "vocab_size" and "name" in args else name  # that of the pretrained weights
     if name is None or name in args:
         return args, ()
     classes = getattr((train or build_dataset(loaded, "train")).dataset, "classes", None)

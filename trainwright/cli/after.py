@@ -127,21 +127,42 @@ def explain(
 @verb()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    layout: Annotated[str, typer.Option("--format", help="safetensors, hf, state_dict or quantized.")] = "safetensors",
+    layout: Annotated[
+        str | None, typer.Option("--format", help="safetensors (default), hf, state_dict or quantized.")
+    ] = None,
     which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint.")] = "last",
     average: Annotated[bool, typer.Option("--average", help="Export the average of the weights.")] = False,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Export only the LoRA adapter, in PEFT's layout.")] = False,
+    adapter: Annotated[
+        bool,
+        typer.Option("--adapter/--merge", help="Only the LoRA adapter, in PEFT's layout; or merged (default)."),
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="A new folder; else in the run's export/.")] = None,
+    hf: Annotated[
+        Path | None, typer.Option("--hf", metavar="FOLDER", help="Short for --format hf --out FOLDER.")
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="NAME", help="Upload it to the hub: user/model. Private if new.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write the weights of a run for other programs."""
     from trainwright.commands.export import export as write
+    from trainwright.commands.export import push as upload
 
-    done = write(run, format=layout, which=which, average=average, adapter=adapter, out=out)
+    if hf is not None and (out is not None or layout not in (None, "hf")):
+        raise UsageError("--hf is short for --format hf --out", remedy="leave --format and --out out")
+    layout = layout or ("hf" if hf is not None or (push is not None and not adapter) else "safetensors")
+    if push is not None and layout != "hf" and not adapter:
+        raise UsageError(
+            f"--push uploads the layout of the hub, not --format {layout}", remedy="--hf FOLDER --push NAME"
+        )
+    done = write(run, format=layout, which=which, average=average, adapter=adapter, out=out or hf)
     for message in done.stepped_over:
         print(printable(f"checkpoint skipped: {message}"), file=sys.stderr)
     summary = f"{done.path}\n  step {done.step:,}, {done.tensors} tensors, {done.bytes:,} bytes"
     print(json.dumps(done.to_json()) if as_json else printable(summary))
+    if push is not None:
+        print(printable(f"uploaded: {upload(done.path, push)}"), file=sys.stderr)
 
 
 @verb()
@@ -301,6 +322,16 @@ def verify_parallel(
     proof = verify(recipe, ranks=ranks, steps=steps, settings=settings or (), say=say)
     say("\n".join(proof.lines()))
     finish(proof, as_json)
+
+
+@verb("packing", of=verify_app)
+def verify_packing(recipe: RecipePath, settings: Settings = None, as_json: Json = False) -> None:
+    """Prove on the first batch that packed samples do not see each other: logits and losses equal those alone."""
+    from trainwright.commands.verify.packing import verify_packing as verify
+
+    with user_output_to_stderr(as_json):
+        proof = verify(recipe, settings=settings or ())
+    finish_printed(proof, as_json)
 
 
 @verb()

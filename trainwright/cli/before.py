@@ -31,18 +31,24 @@ def init(
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="KIND", help="classification, segmentation, language-model, finetune, table; rl, loop: no recipe."
+            metavar="KIND", help="classification, segmentation, language-model, table, finetune; rl, loop: no recipe."
         ),
     ],
     folder: Annotated[
         Path | None, typer.Argument(metavar="FOLDER", help="A new folder. Default: the name of the kind.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="finetune: the folder or hub name of a pretrained model.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="FILE", help="finetune: conversations, instructions, completions or texts.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a small project that trains as it is into a new folder: recipe, model, data, a test and a README."""
     from trainwright.commands.init import init as write
 
-    finish_printed(write(kind, folder), as_json)
+    finish_printed(write(kind, folder, model=model, data=data), as_json)
 
 
 @verb()

@@ -89,9 +89,9 @@ def chosen_model(of: object, model: nn.Module | None, which: str, *, average: bo
         parts = parts_of_run(
             folder, remedy=f"in Python: tw.evaluate({str(folder.path)!r}, data, loss, model=your_model)"
         )
-        model = rebuilt(loaded, weights, parts.model)
+        model = rebuilt(folder, loaded, weights, parts.model)
     else:
-        model = rebuilt(loaded, weights)
+        model = rebuilt(folder, loaded, weights)
     return ChosenModel(model, loaded, step_of(checkpoint), parts=parts)
 
 

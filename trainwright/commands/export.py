@@ -5,17 +5,18 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from trainwright.assembly.adapters import config_of, plain_weights
 from trainwright.assembly.assemble import at_recipe, build_model
 from trainwright.assembly.linear_layers import SCALE_SUFFIX, integer_weights, round_linear_layers
 from trainwright.checkpoint.contents import require_whole
@@ -24,23 +25,31 @@ from trainwright.checkpoint.rng import preserved_rng
 from trainwright.checkpoint.staging import on_host
 from trainwright.checkpoint.store import checkpoints, newest_valid, read_best
 from trainwright.checkpoint.weights import load_plain_state_dict, plain_state_dict, read_weights, unwrapped
-from trainwright.errors import CheckpointError, MissingExtra, StorageError, UsageError, require_choice
-from trainwright.models.lora import add_lora, merge_lora
+from trainwright.errors import CheckpointError, MissingExtra, StorageError, UsageError, require_choice, text_of
+from trainwright.models.lora import adapters_of, save_adapter
+from trainwright.models.pretrained import build_empty, hub_model_of, save_hub_model
 from trainwright.recipe import Loaded, Recipe, load
 from trainwright.recipe.resolve import is_live
-from trainwright.recipe.schema import Lora
+from trainwright.report.model_card import model_card
 from trainwright.runs.drafts import draft_of, remove_leftovers
+from trainwright.runs.files import UnreadableFile
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.identity import identity_of
+from trainwright.runs.shapes import ProvenanceFile, read_as
 from trainwright.runs.storage import make_subfolder, storage_error
 from trainwright.runs.system_calls import fsync
 from trainwright.training.resume import restart_command, resume_command
 from trainwright.training.subject import parts_of_run
 
 FORMATS = ("safetensors", "hf", "state_dict", "quantized")
-_MODEL_FORMATS = ("hf", "quantized")
-"""Formats whose files depend on more than the weights."""
-_ADAPTER = (".lora_A.default.weight", ".lora_B.default.weight")
+
+
+@dataclass(frozen=True)
+class ExportDraft:
+    """The folder that an export writes into, and the metadata of its safetensors files."""
+
+    folder: Path
+    about: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -81,8 +90,9 @@ def export(
 
     Args:
         run: The run folder.
-        format: ``safetensors`` (model.safetensors), ``state_dict`` (model.pt), ``hf`` (the layout of the transformers
-            library) or ``quantized`` (model.safetensors with the integers of a run with ``model.qat``).
+        format: ``safetensors`` (model.safetensors), ``state_dict`` (model.pt), ``hf`` (the layout of the hub:
+            safetensors, configurations, tokenizer, model card) or ``quantized`` (model.safetensors with the integers of
+            a run with ``model.qat``).
         which: ``last`` (the newest intact checkpoint), ``best`` or a step.
         average: Use the moving average of the weights.
         adapter: Write LoRA adapters alone in PEFT's layout, instead of merging them into the weights.
@@ -96,9 +106,8 @@ def export(
     require_choice("the format", format, FORMATS)
     folder = RunFolder.open(run)
     loaded = load(folder.recipe, environ={})
-    _require_possible(loaded.recipe, format, adapter)
-    needs_model = not adapter and (format in _MODEL_FORMATS or loaded.recipe.model.lora is not None)
-    made = _build_recorded_model(folder, loaded.recipe) if needs_model and is_live(loaded.recipe.model.use) else None
+    _require_possible(folder, loaded.recipe, format, adapter)
+    config = _adapter_config(folder, loaded.recipe) if adapter else None
     checkpoint, stepped_over = chosen_checkpoint(folder, which)
     step, kind = step_of(checkpoint), "adapter" if adapter else format
     assert step is not None, "a folder of another name is not listed as a checkpoint"
@@ -106,11 +115,12 @@ def export(
     with draft_folder(out) as draft:
         weights = read_weights(checkpoint, average=average)
         about = {"format": "pt", "step": str(step), "weights": "average" if average else "trained"}
-        if adapter:
-            assert loaded.recipe.model.lora is not None
-            tensors = _save_adapter(weights, loaded.recipe.model.lora, draft, about)
+        if config is not None:
+            base = _provenance(folder).base
+            head, name = (base.head, base.name) if base else ([], None)
+            tensors = save_adapter(weights, config, draft, head=head, base=name, about=about)
         else:
-            tensors = _save_model(weights, loaded, made, format, draft, about)
+            tensors = _save_model(folder, loaded, weights, format, ExportDraft(draft, about))
         num_bytes = sum(file.stat().st_size for file in draft.rglob("*"))
     return Exported(out, format, step, tensors, num_bytes, stepped_over)
 
@@ -128,8 +138,8 @@ def new_folder(run: RunFolder, name: str, out: Path | None) -> Path:
     return out
 
 
-def _require_possible(recipe: Recipe, layout: str, adapter: bool) -> None:
-    if adapter and recipe.model.lora is None:
+def _require_possible(run: RunFolder, recipe: Recipe, layout: str, adapter: bool) -> None:
+    if adapter and _adapter_config(run, recipe) is None:
         raise UsageError("the run trained no adapter (its recipe has no model.lora)", remedy="leave --adapter out")
     if layout == "quantized" and recipe.model.qat is None:
         remedy = "train it with model.qat, or leave --format out"
@@ -138,10 +148,14 @@ def _require_possible(recipe: Recipe, layout: str, adapter: bool) -> None:
         raise UsageError("an adapter is written in PEFT's layout, which is safetensors", remedy="leave --format out")
 
 
-def _build_recorded_model(folder: RunFolder, recipe: Recipe) -> nn.Module:
-    """Return the model that the recorded function of a run builds. Raises UsageError if none is recorded."""
-    other = "--format safetensors" if recipe.model.lora is None else "--adapter"
-    remedy = f"export with {other}, which needs no model, and load that into the model in Python"
+def _live_model(folder: RunFolder, recipe: Recipe) -> nn.Module | None:
+    """Return the model that the recorded function of a run of ``tw.fit`` builds; None for a run of a recipe.
+
+    Raises UsageError if no function is recorded.
+    """
+    if not is_live(recipe.model.use):
+        return None
+    remedy = "export with --format safetensors, which needs no model, and load that into the model in Python"
     with preserved_rng():
         return parts_of_run(folder, remedy=remedy).model
 
@@ -171,29 +185,80 @@ def chosen_checkpoint(run: RunFolder, which: str) -> tuple[Path, tuple[str, ...]
     return by_step[int(which)], ()
 
 
-def _save_model(
-    weights: dict[str, object],
-    loaded: Loaded,
-    made: nn.Module | None,
-    layout: str,
-    folder: Path,
-    about: dict[str, str],
-) -> int:
-    if layout in _MODEL_FORMATS or loaded.recipe.model.lora is not None:  # only these need the model itself
-        model = rebuilt(loaded, weights, made)
-        weights = plain_state_dict(model)
+def _save_model(run: RunFolder, loaded: Loaded, weights: dict[str, object], layout: str, draft: ExportDraft) -> int:
+    if layout == "hf":
+        return _save_hub(run, loaded, weights, draft)
     if layout == "quantized":
+        model = rebuilt(run, loaded, weights, _live_model(run, loaded.recipe))
+        weights = plain_state_dict(model)
         for name, integers, scale in integer_weights(model):
             weights |= {name: integers, f"{name}{SCALE_SUFFIX}": scale}
-    if layout == "hf":
-        _save_pretrained(model, folder)
-    elif layout in ("safetensors", "quantized"):
-        save_safetensors(weights, folder, about)
+    else:
+        weights = without_adapters(run, loaded.recipe, weights)
+    if layout in ("safetensors", "quantized"):
+        save_safetensors(weights, draft.folder, draft.about)
     else:
         whole = io.BytesIO()  # as large as the model; torch.save to a file does not report a full disk
         torch.save(weights, whole)
-        (folder / "model.pt").write_bytes(whole.getbuffer())
+        (draft.folder / "model.pt").write_bytes(whole.getbuffer())
     return len(weights)
+
+
+def without_adapters(run: RunFolder, recipe: Recipe, weights: Mapping[str, object]) -> dict[str, object]:
+    """Return the weights of a checkpoint with merged adapters and full weights, under the names of the base model."""
+    try:
+        return plain_weights(weights, _adapter_config(run, recipe))
+    except UsageError as error:
+        raise UsageError(error.message, remedy="export the adapter alone: --adapter") from None
+
+
+def _adapter_config(run: RunFolder, recipe: Recipe) -> dict[str, Any] | None:
+    """Return the fields of PEFT's configuration of the adapters that a run trained; None if it trained none."""
+    adapters = _provenance(run).adapters or {}
+    if len(adapters) > 1:
+        remedy = "load the run's safetensors in Python, and merge or save them by PEFT"
+        raise UsageError(f"the run has several adapters: {', '.join(adapters)}", remedy=remedy)
+    for config in adapters.values():
+        if config.get("peft_type", "LORA") != "LORA":
+            remedy = "export with --format safetensors, and load that in Python"
+            raise UsageError(f"the adapters are {config['peft_type']}, not LoRA", remedy=remedy)
+        return config
+    return None if recipe.model.lora is None else config_of(recipe.model.lora)
+
+
+def _provenance(run: RunFolder) -> ProvenanceFile:
+    try:
+        return read_as(run.provenance, ProvenanceFile)
+    except UnreadableFile:
+        return ProvenanceFile()
+
+
+def _save_hub(run: RunFolder, loaded: Loaded, weights: Mapping[str, object], draft: ExportDraft) -> int:
+    """Write the layout of the hub: weights, configurations, tokenizer and a model card."""
+    model = _hub_model(run, loaded, weights)
+    save_hub_model(model, draft.folder)
+    for path in run.hub.iterdir() if run.hub.is_dir() else ():
+        if not (draft.folder / path.name).exists():
+            shutil.copyfile(path, draft.folder / path.name)
+    card = model_card(run, int(draft.about["step"]), type(model).__name__)
+    (draft.folder / "README.md").write_text(card, "utf-8")
+    return len(model.state_dict())
+
+
+def _hub_model(run: RunFolder, loaded: Loaded, weights: Mapping[str, object]) -> nn.Module:
+    if run.hub.is_dir():
+        with suppress(UsageError):  # its class is code of the base model's repository
+            model: nn.Module = build_empty(run.hub)
+            model.load_state_dict(without_adapters(run, loaded.recipe, weights), assign=True)
+            model.tie_weights()  # type: ignore[operator]
+            return model
+    model = rebuilt(run, loaded, weights, _live_model(run, loaded.recipe))
+    if hub_model_of(model) is None:
+        raise UsageError(
+            f"--format hf is for models of the transformers library (PreTrainedModel), not for {type(model).__name__}",
+            remedy="use --format safetensors",
+        )
+    return model
 
 
 def save_safetensors(weights: Mapping[str, object], folder: Path, about: dict[str, str]) -> None:
@@ -210,17 +275,16 @@ def _tensors(weights: Mapping[str, object]) -> dict[str, Tensor]:
     return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
 
 
-def rebuilt(loaded: Loaded, weights: Mapping[str, object], made: nn.Module | None = None) -> nn.Module:
-    """Return the recipe's model, or ``made``, with these weights and merged adapters, on the CPU.
+def rebuilt(run: RunFolder, loaded: Loaded, weights: Mapping[str, object], made: nn.Module | None = None) -> nn.Module:
+    """Return the recipe's model, or ``made``, with the weights of a checkpoint, on the CPU. Adapters are merged, except
+    those that ``made`` has itself.
 
     ``made`` is the model from the recorded function of the run.
     """
-    lora = loaded.recipe.model.lora
     with preserved_rng():
         model = build_model(loaded)[0] if made is None else made
-        if lora is not None:
-            with at_recipe(loaded.source, "model.lora"):
-                model = add_lora(model, **lora.model_dump())
+        if not adapters_of(model):
+            weights = without_adapters(run, loaded.recipe, weights)
         if loaded.recipe.model.qat is not None:
             with at_recipe(loaded.source, "model.qat"):
                 round_linear_layers(model, loaded.recipe.model.qat)
@@ -232,52 +296,37 @@ def rebuilt(loaded: Loaded, weights: Mapping[str, object], made: nn.Module | Non
             f"the checkpoint does not fit the model built from the recipe: {' '.join(str(error).split())[:400]}",
             remedy="give the recipe and code that it was trained with, or --format safetensors, which builds no model",
         ) from None
+    return model
+
+
+def push(folder: Path, name: str, *, private: bool = True) -> str:
+    """Upload an exported folder to the hub by ``huggingface_hub``, and return the address of the model.
+
+    Args:
+        folder: The folder.
+        name: The repository, ``user/model``. It is created if it does not exist.
+        private: A new repository is private.
+
+    Raises:
+        UsageError: The hub refuses the upload, or cannot be reached.
+    """
     try:
-        return model if lora is None else merge_lora(model)
-    except UsageError as error:
-        raise UsageError(error.message, remedy="export the adapter alone: --adapter") from None
-
-
-def _save_pretrained(model: nn.Module, folder: Path) -> None:
-    base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)  # imported if it built the model
-    if base is None or not isinstance(model, base):
-        raise UsageError(
-            f"--format hf is for models of the transformers library (PreTrainedModel), not for {type(model).__name__}",
-            remedy="use --format safetensors",
-        )
-    model.save_pretrained(folder)
-
-
-def _save_adapter(weights: Mapping[str, object], lora: Lora, folder: Path, about: dict[str, str]) -> int:
-    """Write the layout of ``PeftModel.save_pretrained`` from names and shapes alone, without building a model."""
-    try:
-        import peft
+        import huggingface_hub
+        import huggingface_hub.errors
     except ModuleNotFoundError as error:
-        if error.name != "peft":
+        if error.name != "huggingface_hub":
             raise
-        raise MissingExtra("peft", needed_for="--adapter") from None
-    all_tensors = _tensors(weights)
-    tensors = {name: value for name, value in all_tensors.items() if name.endswith(_ADAPTER)}
-    targets = sorted({name.rpartition(".lora_")[0] for name in tensors})
-    config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=targets,
-        bias="none",
-        fan_in_fan_out=any(_is_transposed(all_tensors, target) for target in targets),
-        inference_mode=True,
-    )
-    config.save_pretrained(folder)
-    renamed = {f"base_model.model.{name.removesuffix('.default.weight')}.weight": tensors[name] for name in tensors}
-    save_file(on_host(renamed), folder / "adapter_model.safetensors", about)
-    return len(renamed)
-
-
-def _is_transposed(weights: Mapping[str, Tensor], target: str) -> bool:
-    """Return True if a layer has its weight as (in, out), as transformers' Conv1D; False for a square one."""
-    rows, columns = weights[f"{target}.base_layer.weight"].shape
-    return rows != columns and rows == weights[f"{target}.lora_A.default.weight"].shape[1]
+        raise MissingExtra("huggingface_hub", needed_for="--push") from None
+    api = huggingface_hub.HfApi()
+    try:
+        created = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(repo_id=created.repo_id, folder_path=folder, commit_message="Upload a model by Trainwright")
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+        raise UsageError(
+            f"{folder} is written, but it cannot be uploaded to {name}: {text_of(error, lines=1)[:300]}",
+            remedy=f"log in (hf auth login) or set HF_TOKEN, then: hf upload {name} {folder}",
+        ) from None
+    return str(created)
 
 
 @contextmanager

@@ -19,12 +19,13 @@ KINDS = {
     "classification": ("pytest", "sklearn"),
     "segmentation": ("pytest",),
     "language-model": ("pytest",),
-    "finetune": ("pytest", "peft", "transformers"),
     "table": ("pytest", "sklearn"),
     "rl": ("pytest", "gymnasium"),
     "loop": ("pytest",),
 }
 """The kinds of projects, and the modules that each imports in addition to those of Trainwright."""
+FINETUNE = "finetune"
+"""The kind of project that is written for one pretrained model and one file of data."""
 
 
 @dataclass(frozen=True)
@@ -65,30 +66,43 @@ class NewProject:
         }
 
 
-def init(kind: str, folder: str | Path | None = None) -> NewProject:
+def init(
+    kind: str, folder: str | Path | None = None, *, model: str | Path | None = None, data: str | Path | None = None
+) -> NewProject:
     """Write a small project that trains as it is: recipe, model, data, a test and a README.
 
+    With ``finetune``, write recipes that fine-tune ``model`` on ``data``. The layout of the records, the chat template
+    and the lengths of the samples decide what is in them. No weights are read.
+
     Args:
-        kind: ``classification``, ``segmentation``, ``language-model``, ``finetune``, ``table``; or ``rl``, a policy
+        kind: ``classification``, ``segmentation``, ``language-model``, ``table``; ``finetune``; or ``rl``, a policy
             gradient by ``tw.fit``, and ``loop``, a plain PyTorch loop under ``tw.watch``: both with ``train.py``
             instead of a recipe.
         folder: A folder that does not exist or is empty. Default: the kind, in the current folder.
+        model: For ``finetune``: the folder or the hub name of a pretrained model.
+        data: For ``finetune``: a file of conversations, instructions, prompts with completions, or texts.
 
     Returns:
         The folder, the names of its files, and the commands that test, train and evaluate it.
 
     Raises:
-        UsageError: The kind is unknown, or the folder holds something already; nothing is overwritten.
+        UsageError: The kind is unknown, or the folder holds something already; nothing is overwritten. For
+            ``finetune``: the model or the data cannot be used.
         StorageError: The folder cannot be written.
     """
-    require_choice("kind", kind, KINDS)
+    require_choice("kind", kind, [*KINDS, FINETUNE])
     path = Path(kind if folder is None else folder)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UsageError(f"{path} exists already", remedy=f"name a new folder: trainwright init {kind} FOLDER")
+    files = _finetune_files(model, data) if kind == FINETUNE else {}
+    if kind != FINETUNE and (model is not None or data is not None):
+        raise UsageError(f"--model and --data are for finetune, not for {kind}", remedy="leave them out")
     template = TEMPLATES / kind.replace("-", "_")
     try:
-        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-            raise UsageError(f"{path} exists already", remedy=f"name a new folder: trainwright init {kind} FOLDER")
         path.mkdir(parents=True, exist_ok=True)
-        for file in sorted(template.iterdir()):
+        for name, text in files.items():
+            (path / name).write_text(text, "utf-8")
+        for file in sorted(template.iterdir()) if kind in KINDS else ():
             if file.is_file():  # skips __pycache__ of an installer
                 shutil.copyfile(file, path / file.name)
         if (path / "recipe.yaml").exists():
@@ -100,5 +114,16 @@ def init(kind: str, folder: str | Path | None = None) -> NewProject:
         path,
         files=tuple(sorted(file.name for file in path.iterdir())),
         commands=tuple(re.findall(r"^ {4}(\S.*)$", (path / "README.md").read_text("utf-8"), re.MULTILINE)),
-        missing=tuple(module for module in KINDS[kind] if find_spec(module) is None),
+        missing=tuple(module for module in KINDS.get(kind, ("peft",)) if find_spec(module) is None),
     )
+
+
+def _finetune_files(model: str | Path | None, data: str | Path | None) -> dict[str, str]:
+    if model is None or data is None:
+        raise UsageError(
+            "init finetune needs a model and a file of data",
+            remedy="trainwright init finetune --model FOLDER --data FILE.jsonl",
+        )
+    from trainwright.commands.init_finetune import files_of, gather
+
+    return files_of(gather(str(model), str(data)))

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.assembly.assemble import Parts
 from trainwright.errors import StorageError, TrainwrightError, text_of
-from trainwright.plan.devices import FRAGMENTATION_FRACTION, known_devices, load_devices
+from trainwright.plan.devices import FRAGMENTATION_FRACTION, Device, known_devices, load_devices
 from trainwright.plan.explain import human_bytes, human_seconds, memory_in_words, step_in_words
 from trainwright.plan.layout import Option
 from trainwright.plan.make import Plan
 from trainwright.plan.parallel import in_one_process
+from trainwright.plan.trace.finetuning import MethodForecast, compares_methods, forecast_methods, precision_on
 from trainwright.plan.trace.local_device import named_device
 from trainwright.plan.trace.run_forecast import Forecast, Point, forecast, frontier
 from trainwright.recipe import Loaded
@@ -44,6 +46,10 @@ class ShownPlan:
     measured: Plan | None = None
     """The plan of a run on this machine with its dry run; None if the forecast is for another device."""
     why_not_measured: str = ""
+    methods: tuple[MethodForecast, ...] = ()
+    """Full fine-tuning, LoRA and QLoRA, for a recipe with a pretrained model."""
+    devices: tuple[Device, ...] = ()
+    """The devices for which the run is priced."""
 
     @property
     def exit_code(self) -> int:
@@ -67,7 +73,8 @@ class ShownPlan:
             *self._choice(),
             *(f"  {note.topic:<13} {note.choice}: {note.why}" for note in made.notes),
         ]
-        return [*lines, *self._unseen(), *self._frontier(), f"planned in {human_seconds(self.planned_s)}"]
+        fine_tuning = [*method_lines(self.methods, device), *price_lines(self.methods, self.devices)]
+        return [*lines, *self._unseen(), *self._frontier(), *fine_tuning, f"planned in {human_seconds(self.planned_s)}"]
 
     def _measured(self) -> list[str]:
         """Return the measurements of a dry run on this machine, as before the first step of ``train``, and what is not
@@ -158,11 +165,75 @@ class ShownPlan:
             "remedies": [{**vars(each), "settings": list(each.settings)} for each in made.remedies],
             "notes": [vars(note) for note in made.notes],
             "frontier": [vars(point) for point in self.points],
+            "methods": [_method(each, device) for each in self.methods],
+            "prices": [_price(self.methods, each) for each in self.devices if self.methods],
             "held": dict(made.trace.held),
             "measured": _measured(self.measured),
             "planned_s": self.planned_s,
             "exit": self.exit_code,
         }
+
+
+def method_lines(methods: Sequence[MethodForecast], device: Device) -> Iterator[str]:
+    """Yield a table: which method fits a device, and with which length of a sequence."""
+    if not methods:
+        return
+    tokens = methods[0].tokens
+    yield ""
+    yield f"fine-tuning on {device.name}, one sequence at a time, blocks recomputed, {precision_on(device)}"
+    yield f"  {'method':<7} {'trained':>15} {f'at {tokens:,} tokens':>16} {'fits':>5} {'longest sequence':>17}"
+    for each in methods:
+        at = each.at(tokens, device)
+        longest = each.longest(device)
+        limit = " (the model's limit)" if longest >= each.max_tokens // 64 * 64 else ""
+        fits = "yes" if at.fits else "no"
+        yield (
+            f"  {each.method:<7} {each.trainable:>15,} {human_bytes(at.peak_bytes):>16} {fits:>5} "
+            f"{f'{longest:,}' if longest else 'none':>17}{limit}"
+        )
+        if each.settings:
+            yield f"          {' '.join(f'--set {shlex.quote(setting)}' for setting in each.settings)}"
+
+
+def price_lines(methods: Sequence[MethodForecast], devices: Sequence[Device]) -> Iterator[str]:
+    """Yield a table: time and price of the steps of the run on each device."""
+    if not methods or methods[0].steps is None:
+        return
+    yield ""
+    yield f"time and price of {methods[0].steps:,} steps of {methods[0].sequences} sequences, by the roofline model"
+    yield f"  {'device':<15} {'$ an hour':>9}  {'  '.join(f'{each.method:<22}' for each in methods)}".rstrip()
+    for device in devices:
+        cells = [_run_cell(each, device) for each in methods]
+        price = "not known" if device.price is None else f"{device.price:.2f}"
+        priced = f"  ({device.priced})" if device.priced else ""
+        yield f"  {device.name:<15} {price:>9}  {'  '.join(f'{cell:<22}' for cell in cells).rstrip()}{priced}"
+
+
+def _run_cell(method: MethodForecast, device: Device) -> str:
+    if not method.at(method.tokens, device).fits:
+        return "does not fit"
+    run_s = method.run_s(device)
+    assert run_s is not None
+    price = "" if device.price is None else f", ${run_s / 3600 * device.price:.3g}"
+    return f"{human_seconds(run_s)}{price}"
+
+
+def _method(each: MethodForecast, device: Device) -> dict[str, object]:
+    at = each.at(each.tokens, device)
+    return {
+        "method": each.method,
+        "trainable": each.trainable,
+        "tokens": each.tokens,
+        "peak_bytes": at.peak_bytes,
+        "fits": at.fits,
+        "longest": each.longest(device),
+        "settings": list(each.settings),
+    }
+
+
+def _price(methods: Sequence[MethodForecast], device: Device) -> dict[str, object]:
+    run_s = {each.method: each.run_s(device) if each.at(each.tokens, device).fits else None for each in methods}
+    return {"device": device.name, "price": device.price, "priced": device.priced, "run_s": run_s}
 
 
 def _option(option: Option) -> dict[str, object]:
@@ -237,7 +308,20 @@ def show_plan(
     points: Sequence[Point] = frontier(made, loaded, parts=parts) if with_frontier else ()
     is_here = device is None and memory is None
     measured, why_not = _dry_run(loaded, parts, made) if is_here else (None, "")
-    shown = ShownPlan(made, tuple(points), time.perf_counter() - start, recipe, measured, why_not)
+    with all_problems_reported(loaded, parts):
+        methods = forecast_methods(loaded, target, parts) if compares_methods(loaded.recipe) else []
+    priced = [each for each in table.values() if each.kind == "cuda" and each.price is not None]
+    others = [target] if target.kind == "cuda" and target.name not in {each.name for each in priced} else []
+    shown = ShownPlan(
+        made,
+        tuple(points),
+        time.perf_counter() - start,
+        recipe,
+        measured,
+        why_not,
+        tuple(methods),
+        (*others, *sorted(priced, key=lambda each: each.price or 0.0)),
+    )
     if svg is not None:
         try:
             title = f"{made.name} on {target.name}, {shown.title}"

@@ -104,7 +104,7 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
     The generators are seeded from (seed, epoch, index) before each sample is read, so a sample is the same in any
     micro-batch. Draws for several samples at once, by a collate function or in ``__getitems__``, use a seed of the
     micro-batch. A dataset with ``deterministic = True`` (or a TensorDataset) is not seeded; if it has
-    ``fetch_batch(ids)``, full batches are read with it.
+    ``fetch_batch(ids)`` and there is no collate function, full batches are read with it.
 
     If ``on_bad_sample`` is "quarantine", a sample that cannot be read or collated is left out. The other samples are
     the same as if it had been known before.
@@ -125,8 +125,8 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
         self.in_progress = InProgress(0)
         inner = _inside_subsets(dataset)
         self.samples_draw = not (isinstance(inner, TensorDataset) or getattr(inner, "deterministic", False))
-        self.makes_batches = hasattr(dataset, "fetch_batch") and not self.samples_draw
-        own_collate = collate is not default_collate and not self.makes_batches
+        own_collate = collate is not default_collate
+        self.makes_batches = hasattr(dataset, "fetch_batch") and not self.samples_draw and not own_collate
         self.sliced = is_sliced(dataset, collate)
         self.in_batches = self.sliced or self.makes_batches or hasattr(inner, "__getitems__")
         self.batches_draw = own_collate or (self.samples_draw and self.in_batches)

@@ -28,6 +28,7 @@ from trainwright.data.mixture import Mixture
 from trainwright.data.read_files import OpenFiles
 from trainwright.data.ready_batches import ReadyBatches
 from trainwright.data.sample_order import LoaderOrder, UserOrder
+from trainwright.data.token_rows import TokenRows, is_token_samples
 from trainwright.data.workers import WorkerInit
 from trainwright.errors import UsageError, text_of
 from trainwright.plan.user_batches import UserBatches
@@ -96,7 +97,8 @@ def unwrap(data: object) -> Unwrapped:
     elif isinstance(data, Mixture):
         unwrapped = Unwrapped(data, order=UserOrder(data.order))
     else:
-        unwrapped = Unwrapped(_with_tensors(_dataset(data)))
+        dataset = _with_tensors(_dataset(data))
+        unwrapped = Unwrapped(dataset, collate=TokenRows() if is_token_samples(dataset) else default_collate)
     _require_length(unwrapped)
     return unwrapped
 

@@ -8,12 +8,14 @@ bounded or not. That is tested once per model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.nn.utils.parametrize import is_parametrized
 
 from trainwright.checkpoint.shards import is_sharded
@@ -56,13 +58,16 @@ def hf_head_of(model: nn.Module) -> Head | None:
     return None if softcap is None else Head(head.weight, head.bias, softcap)
 
 
-def hidden_of_hf(model: nn.Module, ids_BT: Tensor) -> Tensor:
-    """Return hidden_BTD of a model that has an ``hf_head_of``. Compiles the base model if the model is compiled."""
+def hidden_of_hf(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    """Return hidden_BTD of a model that has an ``hf_head_of``, called with these keyword arguments.
+
+    Compiles the base model if the model is compiled.
+    """
     own = getattr(model, "_orig_mod", model)
     base: Any = own.base_model
     if getattr(model, "_compiled_call_impl", None) is not None and base._compiled_call_impl is None:
         base.compile()
-    hidden: Tensor = base(input_ids=ids_BT)[0]
+    hidden: Tensor = base(**inputs)[0]
     return hidden
 
 
@@ -91,7 +96,7 @@ def _hf_softcap(model: nn.Module) -> float | None:
     """
     if model not in _HF_SOFTCAPS:
         cap = float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
-        if type(next(model.parameters())) is not nn.Parameter:
+        if detect_fake_mode(list(model.parameters())) is not None:
             return cap  # fake tensors: nothing can be compared
         _HF_SOFTCAPS[model] = cap if _is_confirmed(model, cap) else None
     return _HF_SOFTCAPS[model]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainwright.engine.chunked import IGNORE, chunked_cross_entropy, logits_bytes
 from trainwright.engine.head import Head, head_of, hf_head_of, hidden_of_hf
 from trainwright.engine.loss import Batch, Loss
+from trainwright.engine.token_batch import embedding_noise, token_batch
 from trainwright.engine.user_log import log
 from trainwright.errors import DataError, UsageError
 
@@ -105,16 +106,37 @@ def mse(model: nn.Module, batch: Batch) -> Loss:
 
 
 def hf_causal_lm(
-    model: nn.Module, batch: Batch, *, chunked: Chunked = "auto", max_logits_bytes: int | None = None
+    model: nn.Module,
+    batch: Batch,
+    *,
+    neftune_alpha: float = 0.0,
+    chunked: Chunked = "auto",
+    max_logits_bytes: int | None = None,
 ) -> Loss:
-    """Next-token prediction with a causal model of ``transformers``: batch ``(ids_BT, target_BT)``, shifted target.
+    """Next-token prediction with a causal model of ``transformers``, per label that is not -100.
 
-    ``chunked`` and ``max_logits_bytes`` are as in ``language_model``. Chunked computation calls ``model.base_model``.
+    A batch is a mapping of ``input_ids`` and unshifted ``labels``, padded, packed or padding-free (see
+    ``engine.token_batch``), or a pair ``(ids_BT, target_BT)`` with a shifted target. ``chunked`` and
+    ``max_logits_bytes`` are as in ``language_model``. Chunked computation calls ``model.base_model``.
+
+    Args:
+        neftune_alpha: Size of the noise that is added to the input embeddings in training (NEFTune); 0: none.
+
+    Raises:
+        UsageError: The batch has no ``input_ids`` or no ``labels``.
+        DataError: A label is out of range; names the rows. On the CPU only.
     """
-    ids_BT, target_BT = batch
-    if head := _head_for(chunked, max_logits_bytes, target_BT.numel(), hf_head_of, model):
-        return _chunked_loss(hidden_of_hf(model, ids_BT), head, target_BT)
-    return _token_loss(model(input_ids=ids_BT).logits, target_BT)
+    inputs, target_BT, by_row_BT, _ = token_batch(model, batch)
+    head = _head_for(chunked, max_logits_bytes, target_BT.numel(), hf_head_of, model)
+    with embedding_noise(model, inputs, neftune_alpha):
+        output = model(**inputs).logits if head is None else hidden_of_hf(model, inputs)
+    try:
+        return _token_loss(output, target_BT) if head is None else _chunked_loss(output, head, target_BT)
+    except DataError:
+        if target_BT is by_row_BT:
+            raise
+        classes = output.shape[-1] if head is None else len(head.weight)
+        raise _out_of_range(by_row_BT.flatten(), classes, len(by_row_BT)) from None
 
 
 def _head_for(

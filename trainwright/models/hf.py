@@ -1,4 +1,4 @@
-"""A model of the ``transformers`` library from its configuration class, with new weights and no download."""
+"""A model of the ``transformers`` library: pretrained, by its name, or with new weights, by its architecture."""
 
 from __future__ import annotations
 
@@ -8,35 +8,62 @@ from typing import Any
 
 from torch import nn
 
-from trainwright.errors import MissingExtra, UsageError, suggest
+from trainwright.errors import UsageError, suggest
+from trainwright.models.pretrained import load_pretrained, require_transformers, short
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def hf_model(*, architecture: str = "GPT2LMHeadModel", **config: object) -> nn.Module:
-    """A model of the library ``transformers`` with new weights.
+def hf_model(
+    *,
+    name: str | None = None,
+    architecture: str | None = None,
+    revision: str | None = None,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    **config: object,
+) -> nn.Module:
+    """A model of the library ``transformers``: pretrained with ``name``, or with new weights.
 
-    Its forward returns a ModelOutput, whose attribute ``logits`` holds the logits. Default ids of special tokens that
-    are not below ``vocab_size`` are left out.
+    A pretrained model is read from a folder, or from the cache of the Hugging Face hub; only a name that the cache does
+    not hold is downloaded. Weights are read from safetensors only. Without a name, the model is built from its
+    configuration, and default ids of special tokens that are not below ``vocab_size`` are left out. The forward
+    returns a ModelOutput, whose attribute ``logits`` holds the logits.
 
     Args:
-        architecture: Name of the class: ``GPT2LMHeadModel``, ``LlamaForCausalLM``, ...
-        **config: Values of its configuration, such as ``n_layer: 2``. ``vocab_size``, or ``num_labels`` of a model
-            for classification, is taken from the training set where a recipe leaves it out.
+        name: A folder with config.json and safetensors, or a name on the hub: ``org/model``.
+        architecture: Name of the class: ``GPT2LMHeadModel``, ``LlamaForCausalLM``, ... Default: with a name the class
+            in its config.json, else ``GPT2LMHeadModel``.
+        revision: Commit, tag or branch of a name on the hub. The run records the commit.
+        dtype: Dtype of the pretrained weights: fp32, bf16, fp16, or auto for that of the files. Default: fp32.
+        trust_remote_code: Execute Python files of the repository of a model that transformers does not have.
+        **config: Values of its configuration, such as ``n_layer: 2``. Without a name, ``vocab_size``, or
+            ``num_labels`` of a model for classification, is taken from the training set where a recipe leaves it out.
 
-    Raises UsageError for an unknown architecture or key, MissingExtra without transformers.
+    Raises UsageError for an unknown name, architecture or key, MissingExtra without transformers.
     """
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise  # transformers is installed but broken: its error message is more helpful
-        raise MissingExtra("transformers", needed_for="hf_model") from None
+    if name is not None:
+        return load_pretrained(
+            name,
+            architecture=architecture,
+            revision=revision,
+            dtype=dtype or "fp32",
+            trust_remote_code=trust_remote_code,
+            **config,
+        )
+    if revision is not None or dtype is not None or trust_remote_code:
+        remedy = "add name: FOLDER, or leave them out"
+        raise UsageError("revision, dtype and trust_remote_code are for pretrained weights", remedy=remedy)
+    return _new_model(architecture or "GPT2LMHeadModel", config)
+
+
+def _new_model(architecture: str, config: Mapping[str, object]) -> nn.Module:
+    transformers = require_transformers("hf_model")
     config_class = getattr(getattr(transformers, architecture, None), "config_class", None)
     if config_class is None:
         names = [name for name in dir(transformers) if "For" in name or name.endswith("Model")]
         raise UsageError(
-            f"transformers has no architecture {architecture!r}", remedy=_short(suggest(architecture, names))
+            f"transformers has no architecture {architecture!r}", remedy=short(suggest(architecture, names))
         )
     _require_known(config_class, config)
     try:
@@ -67,7 +94,3 @@ def _without_unusable_tokens(config_class: Any, config: Mapping[str, object]) ->
     defaults = config_class()
     unusable = [name for name in TOKEN_IDS if isinstance(id_ := getattr(defaults, name, None), int) and id_ >= size]
     return {**dict.fromkeys(unusable), **config}
-
-
-def _short(remedy: str, limit: int = 300) -> str:
-    return remedy if len(remedy) <= limit else "see the list of models in the transformers documentation"

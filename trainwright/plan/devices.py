@@ -28,7 +28,8 @@ class Device:
     ``host_bandwidth`` is the rate in bytes/s at which an update on the host reads and writes; ``host_memory_bytes`` is
     the free host memory, 0 if unknown. ``reach_flops`` and ``reach_bandwidth`` are the fractions of these figures that
     good kernels reach. ``launch_s`` is the host's time to launch one operator, the minimum that an operator takes.
-    ``node`` is the machine that contains the device.
+    ``node`` is the machine that contains the device. ``price`` is that of an hour in US dollars, None if unknown;
+    ``priced`` names whose price it is, and when.
     """
 
     name: str
@@ -44,6 +45,8 @@ class Device:
     host_bandwidth: float = 40e9
     host_memory_bytes: int = 0
     node: ClusterNode = SINGLE_DEVICE_NODE
+    price: float | None = None
+    priced: str = ""
 
     @property
     def usable_bytes(self) -> int:
@@ -73,11 +76,19 @@ class Device:
 
 
 def find_device(name: str, table: Mapping[str, Device]) -> Device:
-    """Return the device with this name; case, blanks and underscores do not matter. Raises UsageError if unknown."""
-    key = name.strip().lower().replace("_", "-").replace(" ", "-")
-    if key not in table:
+    """Return the device with this name; case, blanks, hyphens and underscores do not matter.
+
+    Raises UsageError if unknown.
+    """
+    by_letters = {_letters(known): device for known, device in table.items()}
+    if (found := table.get(name) or by_letters.get(_letters(name))) is None:
+        key = name.strip().lower().replace("_", "-").replace(" ", "-")
         raise UsageError(f"no device {name!r} is known", remedy=f"{suggest(key, table)}; or give --devices FILE")
-    return table[key]
+    return found
+
+
+def _letters(name: str) -> str:
+    return "".join(each for each in name.lower() if each.isalnum())
 
 
 @cache
@@ -113,7 +124,7 @@ def parse_devices(text: str, name: str) -> Mapping[str, Device]:
 
 
 _RATES = ("bandwidth", "host_link", "reach_flops", "reach_bandwidth", "launch_s", "host_bandwidth")
-_OPTIONAL = ("source", "kind", "node", *_RATES[1:])
+_OPTIONAL = ("source", "kind", "node", "price", "priced", *_RATES[1:])
 _REQUIRED = ("memory", "bandwidth", "flops")
 
 
@@ -128,6 +139,8 @@ def _device(name: str, figures: object, where: str, problems: list[Problem]) -> 
     for key in row:
         if key not in (*_REQUIRED, *_OPTIONAL):
             wrong(key, "is no figure of a device", suggest(str(key), (*_REQUIRED, *_OPTIONAL)))
+    if "price" in row and not _positive(row["price"]):
+        wrong("price", "must be a number above 0", "write for example price: 1.79, in US dollars an hour")
     numbers = [key for key in _RATES if key in row]
     for key in {"bandwidth", *numbers}:
         if not _positive(row.get(key)):
@@ -154,6 +167,8 @@ def _device(name: str, figures: object, where: str, problems: list[Problem]) -> 
         flops={key: float(value) for key, value in flops.items()},
         source=str(row.get("source", where)),
         node=node,
+        price=float(row["price"]) if "price" in row else None,
+        priced=str(row.get("priced", where)) if "price" in row else "",
     )
     rates: dict[str, Any] = {key: float(row[key]) for key in numbers if key != "bandwidth"}
     return replace(device, **rates)

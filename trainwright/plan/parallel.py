@@ -81,6 +81,10 @@ def _of_sharding(recipe: Recipe) -> Iterator[Problem]:
     if recipe.optimizer.offload is True:
         rule = "cannot be true with parallel.shard: each rank has a part of the optimizer's state already"
         yield Problem("optimizer.offload", rule, got="true", remedy="leave it out, or raise parallel.shard")
+    if (lora := recipe.model.lora) is not None and lora.quantize != "none":
+        rule = "does not work with parallel.shard: codes of 4 bits are not divided among ranks"
+        remedy = f"leave it out, or write {nearest_to_it}"
+        yield Problem("model.lora.quantize", rule, got=lora.quantize, remedy=remedy)
 
 
 def _of_sync_batchnorm(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:

@@ -168,7 +168,13 @@ def compare_provenance(before: Provenance, after: Provenance) -> list[Change]:
 
     A fact that is unknown on one side is reported as unknown, and as safe.
     """
-    return [*_data(before, after), *_code(before, after), *_packages(before, after), *_machine(before, after)]
+    return [
+        *_data(before, after),
+        *_base(before, after),
+        *_code(before, after),
+        *_packages(before, after),
+        *_machine(before, after),
+    ]
 
 
 def _data(before: Provenance, after: Provenance) -> Iterator[Change]:
@@ -185,6 +191,16 @@ def _data(before: Provenance, after: Provenance) -> Iterator[Change]:
         if old is None or new is None or old == new or not _comparable(old, new):
             verdict = "safe", "whether the data is the same is not known"
         yield Change(f"data.{name}", _brief(old), _brief(new), *verdict)
+
+
+def _base(before: Provenance, after: Provenance) -> Iterator[Change]:
+    """Compare the files of the pretrained model that a run starts from."""
+    was, now = ((side.get("base") or {}).get("revision") for side in (before, after))
+    if was and now and was != now:
+        why = (
+            "the files of the pretrained model differ; the weights come from the checkpoint, the configuration does not"
+        )
+        yield Change("model.args.name", _brief(was), _brief(now), "maths", why)
 
 
 def _same_training_set(before: Provenance, after: Provenance) -> str:

@@ -49,6 +49,13 @@ def _until(found: RecipeDifference) -> Verdict:
     return "safe", "the run continues from its step; the warm-up stays, and a decay of the learning rate ends later"
 
 
+def _packing(found: RecipeDifference) -> Verdict:
+    ways = [recipe["data"].get("packing", {}).get("by") for recipe in (found.before, found.after)]
+    if "bfd" in ways:
+        return "maths", "rows hold other samples, so batch.size counts something else and the next epoch begins at once"
+    return "safe", "the same samples make a step, with or without padding: last bits"
+
+
 def _batch(found: RecipeDifference) -> Verdict:
     was, now = _global_batch(found.before), _global_batch(found.after)
     sizes = [recipe["batch"].get("size") for recipe in (found.before, found.after)]
@@ -152,6 +159,7 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "data.more_val.use": VALIDATION,
     "data.more_val.args": VALIDATION,
     "data.more_val.name": VALIDATION,
+    **dict.fromkeys(("data.packing.by", "data.packing.max_length"), _packing),
     "data.workers": _READING,
     "data.prefetch": _READING,
     "data.timeout": _READING,

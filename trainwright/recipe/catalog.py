@@ -10,17 +10,21 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 
 @dataclass(frozen=True)
 class Row:
-    """``name`` is the name in a recipe, ``factory`` is ``package.module:callable``, ``doc`` one sentence for users."""
+    """``name`` is the name in a recipe, ``factory`` is ``package.module:callable``, ``doc`` one sentence for users.
+
+    ``keys`` are arguments of the factory that a recipe may also write beside ``use`` instead of in ``args``.
+    """
 
     name: str
     factory: str
     doc: str
+    keys: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,12 @@ MODELS = _by_name(
     Row("actor-critic", "trainwright.models.policy:actor_critic", "A policy and a value, for PPO."),
     Row("lstm", "trainwright.models.lstm:lstm", "An LSTM language model."),
     Row("mlp", "trainwright.models.mlp:mlp", "Linear layers with an activation between them."),
-    Row("hf", "trainwright.models.hf:hf_model", "A model of the transformers library."),
+    Row(
+        "hf",
+        "trainwright.models.hf:hf_model",
+        "A model of the transformers library: pretrained weights by name, or new ones by architecture.",
+        keys=("name", "architecture", "revision", "dtype", "trust_remote_code"),
+    ),
     Row("timm", "trainwright.models.image_libraries:timm_model", "An image model of the timm library."),
     Row("torchvision", "trainwright.models.image_libraries:torchvision_model", "An image model of torchvision."),
 )
@@ -104,6 +113,28 @@ DATASETS = _by_name(
     Row("digits", "trainwright.data.digits:digits", "1,797 images of handwritten digits, 8 x 8."),
     Row("shapes", "trainwright.data.shapes:shapes", "Generated images of geometric shapes, to classify or segment."),
     Row("interactions", "trainwright.data.interactions:interactions", "Generated choices of items by users."),
+    Row(
+        "chat",
+        "trainwright.finetune.datasets:Chat",
+        "Conversations: messages, or sharegpt's conversations.",
+        keys=("path",),
+    ),
+    Row(
+        "instruct",
+        "trainwright.finetune.datasets:Instruct",
+        "Instruction, input and output, as in Alpaca.",
+        keys=("path",),
+    ),
+    Row("completion", "trainwright.finetune.datasets:Completion", "A prompt and its completion.", keys=("path",)),
+    Row(
+        "text", "trainwright.finetune.datasets:Texts", "Texts, each of which is trained on completely.", keys=("path",)
+    ),
+    Row(
+        "preference",
+        "trainwright.finetune.datasets:Preference",
+        "A chosen and a rejected answer for a prompt.",
+        keys=("path",),
+    ),
     Row("episodes", "trainwright.data.episodes:episodes", "Seeds of episodes, for a loss that plays."),
 )
 
@@ -112,6 +143,9 @@ LOSSES = _by_name(
     Row("language_model", "trainwright.engine.losses:language_model", "Cross-entropy of the next token."),
     Row("mse", "trainwright.engine.losses:mse", "Mean squared error."),
     Row("hf_causal_lm", "trainwright.engine.losses:hf_causal_lm", "Next token, for a model of transformers."),
+    Row("dpo", "trainwright.finetune.losses:DPO", "Direct preference optimization: chosen over rejected completions."),
+    Row("bradley_terry", "trainwright.finetune.losses:bradley_terry", "Reward model: chosen above rejected."),
+    Row("distillation", "trainwright.finetune.losses:Distillation", "The distribution of a teacher, for each token."),
     Row("reinforce", "trainwright.engine.policy_gradient:Reinforce", "Policy gradient: the loss plays episodes."),
     Row("of_model", "trainwright.engine.loss:ModelLoss", "The loss that the model itself returns."),
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from trainwright.errors import Problem, RecipeError
 from trainwright.recipe.catalog import DATASETS, METRICS, OBSERVERS
 from trainwright.recipe.duration import Duration
 from trainwright.recipe.section import Count, Part, SampleId, Section, Text, require_time
@@ -26,6 +27,32 @@ class FurtherSet(Dataset):
     name: Text = Field(description="The prefix of its figures, as in noisy.loss.", examples=["noisy"])
 
 
+class Packing(Section):
+    """How samples of tokens of different lengths share a forward pass."""
+
+    by: Literal["none", "bfd", "padding_free"] = Field(
+        default="none",
+        description="none: rows padded to the longest sample; bfd: whole samples packed into rows of max_length by "
+        "best fit decreasing, batch.size counts rows; padding_free: the samples of a micro-batch in one row.",
+    )
+    max_length: Count | None = Field(default=None, description="bfd: the largest number of tokens in a row.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: object) -> object:
+        return {"by": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _length_is_of_rows(self) -> Packing:
+        if self.by == "bfd" and self.max_length is None:
+            rule, remedy = "is required by bfd", "write packing: {by: bfd, max_length: 2048}"
+            raise RecipeError(Problem("max_length", rule, remedy=remedy))
+        if self.by != "bfd" and self.max_length is not None:
+            rule, remedy = f"has no effect on by: {self.by}", "leave it out, or write by: bfd"
+            raise RecipeError(Problem("max_length", rule, got=str(self.max_length), remedy=remedy))
+        return self
+
+
 class Data(Section):
     """The training and validation data, and how they are read."""
 
@@ -33,6 +60,11 @@ class Data(Section):
     val: Dataset | None = Field(default=None, description="The validation set.", examples=["digits"])
     more_val: Annotated[tuple[FurtherSet, ...], Field(strict=False)] = Field(
         default=(), description="Further validation sets; the best checkpoint and patience use the first one."
+    )
+    packing: Packing = Field(
+        default_factory=Packing,
+        description="Samples of tokens: padded, packed into rows, or padding-free.",
+        examples=["padding_free"],
     )
     workers: int = Field(default=0, ge=0, le=1024, description="Processes that load data; 0: the training process.")
     prefetch: Count = Field(default=2, description="Batches that each worker loads ahead.")

@@ -43,7 +43,7 @@ from trainwright.recipe.data import Data, MetricPart, Watcher
 from trainwright.recipe.duration import Duration
 from trainwright.recipe.formatting import LARGEST_INT
 from trainwright.recipe.parallel import Parallel
-from trainwright.recipe.section import Count, Part, Section, Text, Texts, Warmup, require_time
+from trainwright.recipe.section import Count, Part, Section, Text, TextOrTexts, Texts, Warmup, require_time
 from trainwright.recipe.short_name import ShortName
 
 DEFAULT_BATCH_SIZE = 32
@@ -55,8 +55,21 @@ class Lora(Section):
     rank: Count = Field(default=8, description="Rank of the added matrices.")
     alpha: float = Field(default=16.0, gt=0, description="The update is scaled by alpha / rank.")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before the added matrices.")
-    targets: Texts = Field(
-        default=(), description="Names of linear layers, or their last parts; empty: chosen by Trainwright."
+    targets: TextOrTexts = Field(
+        default=(),
+        description="Names of linear layers, or their last parts; all-linear: all but the output layer. Empty: those "
+        "in the blocks of the model.",
+        examples=["all-linear"],
+    )
+    dora: bool = Field(default=False, description="Also train the norm of each column of the weights (DoRA).")
+    rslora: bool = Field(default=False, description="Scale the update by alpha / sqrt(rank) (rsLoRA).")
+    init: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = Field(
+        default="default",
+        description="Initial adapters. pissa and olora start from a decomposition of the weights, and change them.",
+    )
+    quantize: Literal["none", "nf4", "int4"] = Field(
+        default="none",
+        description="Keep the frozen linear layers in 4 bits (QLoRA), by torchao.",
     )
 
 

@@ -31,7 +31,8 @@ class Source:
     def place(self, path: str) -> Place:
         """Return the Place of a dotted path; the empty path is the whole recipe."""
         while path and path not in self.places:
-            path = path.rpartition(".")[0]
+            beside = path.replace(".args.", ".")  # an argument that is written beside ``use``
+            path = beside if beside in self.places else path.rpartition(".")[0]
         return self.places.get(path, Place(self.name))
 
     @property

@@ -13,13 +13,15 @@ from trainwright.recipe.load import Loaded
 
 _CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 """``package.module:attribute``."""
+TRUST = "trust_remote_code"
 
 
 def require_allowed(loaded: Loaded, packages: Sequence[str]) -> None:
     """Raise RecipeError, with every place, if the recipe names a callable outside of ``packages``.
 
     ``packages`` are names of packages or modules: ``torch.nn`` allows ``torch.nn:MSELoss``, not ``torch.hub:load``.
-    The names of built-in parts (``adamw``, ``cosine``) are always allowed.
+    The names of built-in parts (``adamw``, ``cosine``) are always allowed. ``trust_remote_code: true`` is allowed by
+    that name.
     """
     problems = []
     for path, use in _callables(loaded.recipe.model_dump(mode="json"), ""):
@@ -40,6 +42,8 @@ def _callables(value: object, path: str) -> Iterator[tuple[str, str]]:
         yield path, value
     elif isinstance(value, dict):
         for key, each in value.items():
+            if key == TRUST and each is True:  # it runs the files of a repository
+                yield f"{path}.{key}", TRUST
             yield from _callables(each, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list):
         for index, each in enumerate(value):

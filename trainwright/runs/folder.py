@@ -60,6 +60,11 @@ class RunFolder:
     def traces(self) -> Path:
         return self.path / "traces"
 
+    @property
+    def hub(self) -> Path:
+        """Configuration and tokenizer of a model of ``transformers``, in the layout of the hub."""
+        return self.path / "hub"
+
     @classmethod
     def create(cls, root: Path | str, name: str) -> RunFolder:
         """Create ``root/name``, or ``root/name-2`` and so on if that exists.

@@ -87,6 +87,18 @@ class ObjectsShape(FileShape):
     is_seeded: bool
 
 
+class BaseModelShape(FileShape):
+    """The pretrained model that a run starts from. ``revision`` is a commit, or a hash of the files.
+
+    ``head`` are the weights that its files do not contain, and that are trained beside adapters.
+    """
+
+    name: str
+    revision: str
+    dtype: str = ""
+    head: list[str] = []
+
+
 class SeedsShape(FileShape):
     """The seeds of a run."""
 
@@ -105,6 +117,8 @@ class ProvenanceFile(FileShape):
     packages: Packages | None = None
     environment: dict[str, str] | None = None
     data: dict[str, str | None] | None = None
+    base: BaseModelShape | None = None
+    adapters: dict[str, dict[str, Any]] | None = None
     launch: LaunchShape | None = None
     objects: ObjectsShape | None = None
     seeds: SeedsShape | None = None

@@ -91,7 +91,10 @@ def _remedy(name: str, known: Iterable[str]) -> str:
 
 
 OBJECT_SECTIONS = (("model",), ("loss",), ("data", "train"), ("data", "val"), ("data", "more_val"))
-"""Recipe sections that ``fit`` always receives as objects: ``settings`` may set neither ``use`` nor ``args``."""
+"""Recipe sections that ``fit`` receives as objects: ``settings`` may set neither ``use`` nor ``args``.
+
+A loss may also be a name; its ``args`` may then be set.
+"""
 
 
 class ObjectArguments(NamedTuple):
@@ -112,8 +115,10 @@ class ObjectArguments(NamedTuple):
     def conflicting_argument(self, keys: Sequence[str]) -> str:
         """Return the argument, passed as an object, that a setting at this path would contradict; "" for none."""
         for section in OBJECT_SECTIONS:
-            if tuple(keys[: len(section)]) == section and (
-                len(keys) == len(section) or keys[len(section)] in ("use", "args")
+            if (
+                section[0] not in self.may_set
+                and tuple(keys[: len(section)]) == section
+                and (len(keys) == len(section) or keys[len(section)] in ("use", "args"))
             ):
                 return section[-1]
         if keys[0] not in self.may_set:
@@ -123,9 +128,11 @@ class ObjectArguments(NamedTuple):
         return "" if is_allowed else keys[0]
 
 
-def object_arguments(optimizer: object, schedule: object, *, lr: float | None, warmup: str | None) -> ObjectArguments:
+def object_arguments(
+    optimizer: object, schedule: object, loss: object, *, lr: float | None, warmup: str | None
+) -> ObjectArguments:
     """Return the passed objects with their recipe sections. Raises UsageError for an argument without effect."""
-    found = ObjectArguments(None, None, {}, {})
+    found = ObjectArguments(None, None, {}, {"loss": None} if isinstance(loss, str) else {})
     if optimizer is not None and not isinstance(optimizer, str):
         found = found._replace(optimizer=optimizer)
         found.sections["optimizer"] = {"use": live_name(optimizer), **_rates(optimizer, lr)}

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainwright.assembly.assemble import CustomObjects, Parts, build_loss, require_ready
+from trainwright.assembly.assemble import CustomObjects, Parts, at_recipe, build_loss, require_ready
 from trainwright.checkpoint.rng import RngBag
 from trainwright.data.ready_batches import REPEATABLE_REMEDY, ReadyBatches
 from trainwright.data.unwrap import Unwrapped, unwrap
 from trainwright.engine.loss import ModelLoss, require_callable
 from trainwright.engine.observer import as_observer
 from trainwright.errors import UsageError, require_choice
+from trainwright.finetune.packing import with_packing
+from trainwright.models.pretrained import load_pretrained
 from trainwright.monitoring.signals import forward_signal
 from trainwright.plan.make import Note
 from trainwright.recipe import LOSSES, Loaded, from_mapping
@@ -68,8 +70,9 @@ SHORT_NAMES = {
     "name": "name",
 }
 """Maps arguments of ``fit`` to the recipe key that each sets."""
-ModelLike: TypeAlias = nn.Module | str | Callable[[], object]
-"""A module, or a function that returns the arguments of ``tw.fit``, passed as such or as ``"module:function"``."""
+ModelLike: TypeAlias = nn.Module | str | Path | Callable[[], object]
+"""A module, the folder or the hub name of a pretrained model, or a function that returns the arguments of ``tw.fit``,
+passed as such or as ``"module:function"``."""
 
 
 class RunOptions(TypedDict, total=False):
@@ -153,9 +156,10 @@ def fit(
     docs/how-to/train-your-model.md has the table of defaults. ``tw.verify_plain`` compares ``fit`` with the loop.
 
     Args:
-        model: The module to train. Alternatively a function without arguments, passed as such or as
-            ``"module:function"``, that returns ``(model, data, loss, optimizer)``, a shorter tuple of these, or a dict
-            of arguments of ``tw.fit``. The run folder then records the function, so that commands can build the
+        model: The module to train; or the folder or the hub name of a pretrained model of ``transformers``, which is
+            loaded in float32 (docs/how-to/fine-tune.md). Alternatively a function without arguments, passed as such or
+            as ``"module:function"``, that returns ``(model, data, loss, optimizer)``, a shorter tuple of these, or a
+            dict of arguments of ``tw.fit``. The run folder then records the function, so that commands can build the
             objects again to resume, replay and profile the run.
         data: A Dataset, a DataLoader, a tuple or dict of tensors (or NumPy arrays) of the same length, or ready
             batches: any other iterable, or a function without arguments that returns one. The sampler, batch sampler,
@@ -276,6 +280,15 @@ def fit_objects(
     Raises UsageError or RecipeError as ``tw.fit`` does.
     """
     require_known("fit", options, [*RunOptions.__annotations__, "steps"])
+    if isinstance(model, Path) or (isinstance(model, str) and ":" not in model):
+        if data is None:
+            raise UsageError(
+                f"fit: the model is {str(model)!r}, and data are missing",
+                remedy="pass data for this pretrained model; or pass an nn.Module, or a function that returns "
+                "(model, data, loss), or its name 'module:function'",
+            )
+        with seeded(options.get("seed")):
+            model = load_pretrained(model)
     if not isinstance(model, nn.Module):
         with seeded(options.get("seed")):
             made = call_function(model, {"data": data, "loss": loss, **options})
@@ -299,7 +312,7 @@ def _fit_objects(
     if not isinstance(judge, str):
         require_callable(judge)
     named_metrics, own_metrics = split_metrics(options.get("metrics"))
-    objects = object_arguments(optimizer, schedule, lr=options.get("lr"), warmup=options.get("warmup"))
+    objects = object_arguments(optimizer, schedule, judge, lr=options.get("lr"), warmup=options.get("warmup"))
     asked = {
         **options,
         "until": _until(options.get("until"), options.get("epochs"), options.get("steps")),
@@ -312,7 +325,6 @@ def _fit_objects(
     take = partial(_unwrapped, model, judge)
     train_data = take(data, "data")
     sets = {name: take(each, f"val[{name!r}]" if name else "val") for name, each in _by_name(val).items()}
-    val_sets = {name or "val": each for name, each in sets.items()}
     _require_usable(train_data, sets.values(), batch)
     overrides = _overrides({} if settings is None else settings, by_path, objects)
     says_batch = {str(path) for path, _ in overrides if str(path).split(".")[0] == "batch"}
@@ -327,6 +339,10 @@ def _fit_objects(
     loaded = from_mapping(recipe, overrides=[*overrides, *more], name="tw.fit")
     if judge is no_loss:
         require_no_loss_needed(loaded.recipe)
+    with at_recipe(loaded.source, "data.packing"):
+        train_data = with_packing(train_data, loaded.recipe.data.packing)
+        sets = {name: with_packing(each, loaded.recipe.data.packing) for name, each in sets.items()}
+    val_sets = {name or "val": each for name, each in sets.items()}
     is_seeded = "seed" in loaded.stated
     custom = CustomObjects(
         optimizer=objects.optimizer,

@@ -39,7 +39,7 @@ from trainwright.checkpoint.average import WeightAverage
 from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.isolation import NotIsolated
 from trainwright.checkpoint.rng import seed_all, set_deterministic
-from trainwright.checkpoint.shards import locals_of
+from trainwright.checkpoint.shards import is_sharded, locals_of
 from trainwright.checkpoint.spikes import SpikeDetector
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.epoch_length import with_epoch_counted
@@ -58,6 +58,8 @@ from trainwright.engine.stage_passes import PipelineStages, StagedPasses
 from trainwright.engine.step import Probe, StepFn, make_step
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import DataError, UsageError
+from trainwright.finetune.isolation import require_isolated
+from trainwright.finetune.reference import fill
 from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import EXAMINATIONS
@@ -81,6 +83,7 @@ from trainwright.plan.trace.resolve import Resolved, has_open_settings, is_for, 
 from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.catalog import SPIKE_POLICIES
 from trainwright.recipe.resolve import find, is_live, parameters_of
+from trainwright.runs.supervision import Supervision
 from trainwright.training.custom_objects import Live, build_live, measured_state, memory_note
 from trainwright.training.custom_step import without_dry_run
 from trainwright.training.first_batch import time_workers, try_batch
@@ -90,6 +93,7 @@ from trainwright.training.problems import all_problems_reported
 from trainwright.training.rank_agreement import copy_first_weights, require_same_data
 from trainwright.training.resume import Earlier, doubled_length
 from trainwright.training.run_metadata import describe_origin, notes_of_data
+from trainwright.training.supervision import audit_parts, require_supervised
 from trainwright.watching.budget import predicted_end_s, predicted_from_start_s
 
 ENDING_S = 0.5
@@ -137,6 +141,7 @@ class Job:
         mesh: The ranks by axis of parallelism.
         stages: The stages of a pipeline; None without one.
         measured: Measurements of the dry run.
+        supervision: Which tokens or pixels of the data carry loss.
     """
 
     loaded: Loaded
@@ -151,6 +156,7 @@ class Job:
     mesh: RankMesh = ONE
     stages: PipelineStages | None = None
     measured: Measurements = field(default_factory=Measurements)
+    supervision: tuple[Supervision, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -435,6 +441,7 @@ def divide(resolved: Resolved, parts: Parts, planned: Planned, request: Request,
 def make_state(loaded: Loaded, divided: Divided, facts: RunFacts, request: Request, hardware: Hardware) -> MadeRun:
     """Make optimizer, schedule and state, seed the generators, and load the state of the earlier part of the run."""
     recipe, earlier = loaded.recipe, request.earlier
+    _fill_reference(divided, recipe, request, hardware)
     live = build_live(divided.parts, loaded, divided.plan)
     state = live.state
     state.spikes, state.stages = SpikeDetector(recipe.spikes.factor), divided.mesh.stages
@@ -454,6 +461,23 @@ def make_state(loaded: Loaded, divided: Divided, facts: RunFacts, request: Reque
     state.scaler = Precision(precision, hardware.device.type).scaler(hardware.device)
     accepted = from_first_rank(request.world, earlier.load(state, recipe, precision, provenance))
     return MadeRun(live, parts, provenance, precision, accepted)
+
+
+def _fill_reference(divided: Divided, recipe: Recipe, request: Request, hardware: Hardware) -> None:
+    """Compute the reference of a loss that compares with the initial weights, while the model still has them."""
+    parts = divided.parts
+    named = recipe.precision
+    precision = Precision("fp32" if named is None or named == "auto" else named, hardware.device.type)
+    fill(
+        [parts.train, *parts.val_sets.values()],
+        parts.model,
+        hardware.device,
+        batch=divided.plan.batch.micro,
+        world=request.world,
+        autocast=precision.autocast,
+        precision=precision.name,
+        say=request.say,
+    )
 
 
 def _with_loss_of_logits(parts: Parts, plan: Plan) -> Parts:
@@ -495,7 +519,12 @@ def try_out(
     if earlier:
         earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step
     opened = open_data(made, recipe, divided.mesh, request, hardware)
-    notes = (*made.live.plan.notes, *notes_of_data(made.provenance, opened.resumed))
+    left_out = frozenset((*recipe.data.quarantine, *state.quarantine))
+    supervision = audit_parts(made.parts, opened.data.first, left_out) if world.rank == 0 else ()
+    if world.size == 1:  # the first batch of one rank says nothing about the others
+        require_supervised(supervision)
+    packing = _packing_notes(loaded, made, opened.data.first, divided)
+    notes = (*made.live.plan.notes, *notes_of_data(made.provenance, opened.resumed), *packing)
     job = Job(
         loaded,
         made.parts,
@@ -509,6 +538,7 @@ def try_out(
         divided.mesh,
         divided.stages,
         Measurements() if opened.data.reads_in_workers else Measurements(pace_of_first(opened.data)),
+        supervision,
     )
     noted = replace(job, plan=replace(job.plan, notes=(*job.plan.notes, *_generator_notes(job))))
     require_same_data(world, made.provenance["data"])
@@ -524,6 +554,25 @@ def try_out(
     header = run_header(agreed, opened.data.first, earlier)
     predicted = replace(agreed.plan.predicted, ends_in_s=ends_in_s)
     return replace(agreed, plan=replace(agreed.plan, header=header, predicted=predicted))
+
+
+def _packing_notes(loaded: Loaded, made: MadeRun, first: StepBatch, divided: Divided) -> Iterator[Note]:
+    """Yield a note on packed samples. Raises RecipeError if samples of the first batch see each other."""
+    packing, degrees = loaded.recipe.data.packing, made.live.plan.degrees
+    if packing.by == "none":
+        return
+    with at_recipe(loaded.source, "data.packing"):
+        for axis in ("context", "pipeline"):
+            if getattr(degrees, axis) > 1:
+                remedy = f"set data.packing: none, or leave parallel.{axis} out"
+                raise UsageError(f"packed samples cannot be divided by parallel.{axis}", remedy=remedy)
+        if is_sharded(made.live.state.model) or degrees.tensor > 1:
+            yield Note("packing", packing.by, "not compared with samples alone, because ranks divide the weights")
+            return
+        found = require_isolated(made.live.state.model, first.micro[0])
+    fill = getattr(made.parts.train.dataset, "fill", None)
+    rows = "" if fill is None else f", {fill:.0%} of the rows are tokens"
+    yield Note("packing", f"{packing.by}{rows}", f"samples do not see each other: {found.lines()[-1]}")
 
 
 def _generator_notes(job: Job) -> Iterator[Note]:

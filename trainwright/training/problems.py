@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from trainwright.assembly.adapters import add_adapters
 from trainwright.assembly.assemble import (
     Parts,
     build_dataset,
@@ -32,7 +33,6 @@ from trainwright.assembly.retain_grad import retain_grad_problems
 from trainwright.checkpoint.rng import preserved_rng, seed_all
 from trainwright.data.unwrap import Unwrapped
 from trainwright.errors import MissingExtra, Problem, Problems, RecipeError, TrainwrightError, UsageError
-from trainwright.models.lora import add_lora
 from trainwright.monitoring.alerts.setup import require_channels
 from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.optim import schedule as schedules
@@ -184,7 +184,7 @@ class _Examination:
         ask = self.recipe.model
         if ask.lora is not None:
             with self._at("model.lora"), fake_tensors():
-                model = add_lora(model, **ask.lora.model_dump())
+                model, _ = add_adapters(model, ask.lora, is_simulated=True)
         wrong = list(unmatched_patterns(model, ask.freeze))
         self.problems.found += wrong
         if ask.freeze and not wrong:

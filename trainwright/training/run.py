@@ -181,7 +181,8 @@ def enter_folder(job: Job, earlier: Earlier | None, process: Process, *, serve: 
     assert isinstance(lock, RunLock)
     (rewrite_metadata if earlier else write_metadata)(folder, job)
     process.closing.callback(leave_report, folder, say)
-    for line in [*_notices(job, folder, lock, earlier), *preflight(job.plan, time.time())]:
+    audits = [line for audit in job.supervision for line in audit.lines()]
+    for line in [*_notices(job, folder, lock, earlier), *preflight(job.plan, time.time()), *audits]:
         say(line)
     if serve:
         serve_in_background(folder, progress.print)

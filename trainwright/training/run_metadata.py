@@ -10,17 +10,22 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trainwright.assembly.assemble import Parts
+from trainwright.checkpoint.weights import unwrapped
 from trainwright.data.fingerprint import fingerprint
+from trainwright.models.lora import adapters_of
+from trainwright.models.pretrained import pretrained_of, write_hub_files
 from trainwright.monitoring.module_tree import model_facts
 from trainwright.plan.make import Note
 from trainwright.recipe import Recipe, dump_masked
-from trainwright.runs.drafts import remove_leftovers
+from trainwright.runs.drafts import draft_of, remove, remove_leftovers
 from trainwright.runs.files import read_text
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.identity import write_identity
 from trainwright.runs.lock import RunLock
 from trainwright.runs.provenance import module_of, modules_of, provenance
 from trainwright.runs.secrets import masked
+from trainwright.runs.storage import storage_error
+from trainwright.runs.supervision import NAME as SUPERVISION
 
 if TYPE_CHECKING:
     from trainwright.training.job import Job
@@ -40,6 +45,11 @@ def describe_origin(recipe: Recipe, parts: Parts) -> dict[str, Any]:
         live=[*modules, *roots, parts.train.collate, *filter(None, [parts.train.worker_init])],
         command=sys.argv,
     )
+    if origin := pretrained_of(parts.model):
+        head = [name for name in origin.new if name not in origin.new_in_base]
+        found["base"] = {"name": origin.name, "revision": origin.revision, "dtype": origin.dtype, "head": head}
+    if adapters := adapters_of(parts.model):
+        found["adapters"] = adapters
     return found | {"objects": dict(parts.custom.rebuild)} if parts.custom.rebuild else found
 
 
@@ -68,6 +78,29 @@ def write_metadata(folder: RunFolder, job: Job) -> None:
     folder.write_json("plan.json", job.plan.to_json())
     folder.write_json("model.json", model_facts([job.state.model], job.marks))
     folder.write_json("provenance.json", job.provenance)
+    _write_hub(folder, job)
+    write_supervision(folder, job)
+
+
+def _write_hub(folder: RunFolder, job: Job) -> None:
+    """Write the files with which an export builds a model of ``transformers`` without the base model's folder."""
+    if folder.hub.exists():
+        return
+    draft = draft_of(folder.hub)
+    try:
+        draft.mkdir()
+        if write_hub_files(unwrapped(job.state.model), draft):
+            draft.rename(folder.hub)
+    except OSError as error:
+        raise storage_error(error, folder.hub, "write") from error
+    finally:
+        remove(draft)
+
+
+def write_supervision(folder: RunFolder, job: Job) -> None:
+    """Write the audit of the data, if there is one."""
+    if job.supervision:
+        folder.write_json(SUPERVISION, job.supervision)
 
 
 def rewrite_metadata(folder: RunFolder, job: Job) -> None:
@@ -81,6 +114,8 @@ def rewrite_metadata(folder: RunFolder, job: Job) -> None:
     folder.write_json("plan.json", job.plan.to_json())
     folder.write_json("model.json", model_facts([job.state.model], job.marks))
     folder.write_json(f"provenance-from-{step}.json", job.provenance)
+    _write_hub(folder, job)
+    write_supervision(folder, job)
 
 
 def folder_guard(

@@ -30,6 +30,7 @@ from trainwright.commands.check.rate import RateEvidence, learning_rate
 from trainwright.commands.check.samples import DatasetSample, read
 from trainwright.commands.check.sandbox import Sandbox, untouched
 from trainwright.commands.check.smoke import STEPS, SmokeRun, afterwards, diagnosed, smoke, trained
+from trainwright.commands.check.supervision import supervised
 from trainwright.commands.check.verdict import Checkup, Verdict
 from trainwright.data.loading import Loading, StepBatches
 from trainwright.distributed import choose_device
@@ -45,6 +46,7 @@ from trainwright.training.custom_step import require_loss
 from trainwright.training.job import Job, prepare
 from trainwright.training.problems import all_problems_reported
 from trainwright.training.run import process_settings
+from trainwright.training.supervision import audit_parts
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,10 @@ def _check_data(progress: _Progress, parts: Parts) -> None:
     progress.add(
         data.batch_fits(train, batch.size, batch.micro, drop_last=recipe.data.drop_last, has_batch_norm=has_norm)
     )
+    audits = audit_parts(parts, left_out=left_out)
+    progress.add(supervised(audits))
+    if any(audit.refusal for audit in audits):
+        raise _CannotContinue
     progress.add(data.repeated(train))
     progress.add(data.overlap(train, progress.val))
     progress.add(contradictions(train))

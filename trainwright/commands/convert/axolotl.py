@@ -50,7 +50,6 @@ DEFAULTS: Mapping[str, object] = {
     "seed": 42,
 }
 """Defaults of axolotl that change the result; the recipe states them."""
-PRETRAINED = "transformers:AutoModelForCausalLM.from_pretrained"
 ATTENTION: Mapping[str, str] = {
     "flash_attention": "flash_attention_2",
     "sdp_attention": "sdpa",
@@ -65,9 +64,9 @@ PREFERENCE = "see examples/dpo.py for a custom loss"
 
 
 def base_model(draft: Draft, key: str, value: object) -> None:
-    settings = {"model.use": PRETRAINED, "model.args.pretrained_model_name_or_path": value}
+    settings = {"model.use": "hf", "model.args.name": value}
     draft.take(
-        key, value, settings, "its weights are read by transformers, in float32 unless model.args.dtype says more"
+        key, value, settings, "its weights are read from safetensors, in float32 unless model.args.dtype says more"
     )
 
 
@@ -76,9 +75,16 @@ def adapter(draft: Draft, key: str, value: object) -> None:
         draft.skip(key, value, "off")
     elif value == "lora":
         draft.take(key, value, {"model.lora.rank": 8})
+    elif value == "qlora":
+        draft.take(key, value, {"model.lora.rank": 8, "model.lora.quantize": "nf4"}, "by torchao")
     else:
-        if value == "qlora":
-            draft.settings["model.lora.rank"] = 8
+        draft.refuse(key, value, "no such adapters", "model.lora has LoRA, DoRA, rsLoRA and QLoRA")
+
+
+def in_4_bits(draft: Draft, key: str, value: object) -> None:
+    if is_inactive(value) or "model.lora.quantize" in draft.settings:
+        draft.skip(key, value, "as adapter says")
+    else:
         draft.refuse(key, value, QUANTIZED, WITHOUT_QUANTIZED)
 
 
@@ -95,11 +101,11 @@ def of_lora(name: str) -> Rule:
 
 
 def target_linear(draft: Draft, key: str, value: object) -> None:
-    """Target every linear layer but the head, as a recipe without targets does."""
+    """Target every linear layer but the output layer."""
     if is_inactive(value) or "model.lora.targets" in draft.settings:
         draft.skip(key, value, "off")
     else:
-        draft.take(key, value, {"model.lora.targets": []}, "every linear layer of the blocks")
+        draft.take(key, value, {"model.lora.targets": ["all-linear"]})
 
 
 def attention(draft: Draft, key: str, value: object) -> None:
@@ -165,10 +171,13 @@ OFF = nothing("off, or as here")
 RULES: Mapping[str, Rule] = {
     "base_model": base_model,
     "model_type": nothing("transformers finds the class"),
-    "trust_remote_code": refused("code of a model hub is not executed", "name a function of yours in model.use"),
+    "trust_remote_code": refused(
+        "code of a repository is not executed unasked", "read it, then set model.trust_remote_code: true"
+    ),
+    "revision_of_model": at("model.args.revision"),
     "load_in_8bit": refused(QUANTIZED, WITHOUT_QUANTIZED),
-    "load_in_4bit": refused(QUANTIZED, WITHOUT_QUANTIZED),
     "adapter": adapter,
+    "load_in_4bit": in_4_bits,
     "lora_r": of_lora("rank"),
     "lora_alpha": of_lora("alpha"),
     "lora_dropout": of_lora("dropout"),
@@ -176,8 +185,8 @@ RULES: Mapping[str, Rule] = {
     "lora_target_linear": target_linear,
     "lora_modules_to_save": refused("adapters only", "train all weights, or freeze by model.freeze"),
     "lora_model_dir": refused("adapters begin at zero", "trainwright resume RUN continues a run"),
-    "peft_use_dora": refused("no such adapters", "name a function that returns the model with them"),
-    "peft_use_rslora": refused("the update is scaled by alpha / rank", "set model.lora.alpha: alpha * sqrt(rank)"),
+    "peft_use_dora": of_lora("dora"),
+    "peft_use_rslora": of_lora("rslora"),
     **dict.fromkeys(("flash_attention", "sdp_attention", "eager_attention", "flex_attention"), attention),
     "attn_implementation": attention,
     "output_dir": folder_as_name,

@@ -76,6 +76,22 @@ def standing(run: RunContext, names: Sequence[str], step: int) -> list[str] | No
     return [name for name in names if all(name in look for look in looks)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PretrainedFacts:
+    """The origin of the weights of a model that Trainwright has built.
+
+    Attributes:
+        missing: Names of weights of the pretrained part that are not in its files.
+        is_random: The model was built without pretrained weights.
+        adapters: Number of layers with low-rank adapters.
+    """
+
+    experiment: ClassVar[str] = "pretrained"
+    missing: tuple[str, ...] = ()
+    is_random: bool = False
+    adapters: int = 0
+
+
 def is_left_as_it_is(run: RunContext, names: Sequence[str]) -> bool:
     """Returns True if weights without a gradient are used unchanged on purpose: outside of the trained path, or
     pretrained.

@@ -24,6 +24,7 @@ from trainwright.doctor.measure.mixed_precision import MixedPrecision
 from trainwright.doctor.measure.modes import Modes, in_eval_mode
 from trainwright.doctor.measure.modules import Modules
 from trainwright.doctor.measure.nonfinite import NonfiniteListener
+from trainwright.doctor.measure.pretrained import PretrainedProbe
 from trainwright.doctor.measure.ranks.probe import make_ranks_probe
 from trainwright.doctor.measure.rows import InputRows
 from trainwright.doctor.measure.schedule import Schedules
@@ -46,6 +47,7 @@ LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     MovingWeights,
     Targets,
     Schedules,
+    PretrainedProbe,
 )
 """Each creates a listener for a loop; None if there is nothing to observe."""
 LIVE_LOOP_LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (

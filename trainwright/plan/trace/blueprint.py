@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset
 
+from trainwright.assembly.adapters import add_adapters
 from trainwright.assembly.assemble import (
     Parts,
     at_recipe,
@@ -33,7 +34,7 @@ from trainwright.engine.chunked import CHUNK_BYTES_ELSEWHERE, logits_bytes
 from trainwright.engine.head import head_of, hf_head_of
 from trainwright.engine.loss import Loss
 from trainwright.errors import DataError, RecipeError, UsageError
-from trainwright.models.lora import add_lora
+from trainwright.finetune.reference import with_reference
 from trainwright.optim.choose import make_optimizer
 from trainwright.optim.groups import GroupRule
 from trainwright.optim.user_optimizers import as_one, require_optimizer
@@ -146,7 +147,7 @@ class Blueprint:
         recipe, model = self.loaded.recipe, self.bare_model(device)
         if recipe.model.lora is not None:
             with at_recipe(self.loaded.source, "model.lora"):
-                model = add_lora(model, **recipe.model.lora.model_dump())
+                model, _ = add_adapters(model, recipe.model.lora, is_simulated=True)
         if recipe.model.freeze:
             with at_recipe(self.loaded.source, "model.freeze"):
                 freeze(model, recipe.model.freeze)
@@ -209,12 +210,13 @@ def make_blueprint(loaded: Loaded, parts: Parts | None = None) -> Blueprint:
 
     Raises RecipeError for what cannot be built, DataError when no sample can be read.
     """
-    train = build_dataset(loaded, "train") if parts is None else parts.train
+    loss = build_loss(loaded) if parts is None else parts.loss
+    train = with_reference(loss, build_dataset(loaded, "train") if parts is None else parts.train)
     with preserved_rng():  # samples may be augmented
         sample = _largest_sample(train, loaded.recipe.data.quarantine)
     if parts is not None:
-        return Blueprint(loaded, train, parts.loss, sample, parts.model, parts.custom.optimizer)
-    return Blueprint(loaded, train, build_loss(loaded), sample)
+        return Blueprint(loaded, train, loss, sample, parts.model, parts.custom.optimizer)
+    return Blueprint(loaded, train, loss, sample)
 
 
 def fake_copy(model: nn.Module, device: torch.device) -> nn.Module:

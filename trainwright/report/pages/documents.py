@@ -16,10 +16,12 @@ from trainwright.plan.explain import human_seconds
 from trainwright.report import bad_cases
 from trainwright.report.bad_cases import BadCases
 from trainwright.report.chart import Series, line_chart_svg
+from trainwright.runs import supervision
 from trainwright.runs.files import UnreadableFile, read_end_of_text, read_text
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.secrets import masked
 from trainwright.runs.shapes import ModelFile, Number, PlanFile, ProfileFile, ProvenanceFile, read_as, read_object
+from trainwright.runs.supervision import Supervision
 
 T = TypeVar("T")
 PICTURES = {"graph.svg": "The graph of a step", "timeline.svg": "The memory of a step, as it was planned"}
@@ -47,7 +49,16 @@ class RunDocuments:
     @property
     def unreadable(self) -> dict[str, str]:
         """The reason why each unreadable document is not shown, by the name of its file."""
-        for _ in (self.recipe, self.plan, self.provenance, self.model, self.bad_cases, self.profile, self.pictures):
+        for _ in (
+            self.recipe,
+            self.plan,
+            self.provenance,
+            self.model,
+            self.bad_cases,
+            self.supervision,
+            self.profile,
+            self.pictures,
+        ):
             pass
         return self._unreadable
 
@@ -110,6 +121,11 @@ class RunDocuments:
     def bad_cases(self) -> BadCases | None:
         """The result of `trainwright errors`; None if it has not run."""
         return self._read(self.folder.path / bad_cases.NAME, bad_cases.read_bad_cases, None)
+
+    @cached_property
+    def supervision(self) -> tuple[Supervision, ...]:
+        """The audits of the data in supervision.json; () for a run without labels that could be masked."""
+        return self._read(self.folder.path / supervision.NAME, supervision.read_supervision, ())
 
     @cached_property
     def profile(self) -> ProfilePanel | None:

@@ -1,0 +1,156 @@
+"""Supervised fine-tuning of a model of ``transformers``: the cost of ``tw.fit``, and the gain of padding-free batches.
+
+    python -m benchmarks.finetune [--rounds 5] [--steps 80] [--quick] [--threads 1]
+
+A Llama of 0.4 million parameters is trained on 256 samples whose lengths are skewed: the median is 39 tokens, the
+longest 192. Every block of a round trains it for the same number of steps with the same AdamW; the next round begins
+with another block. The plain loop pads each batch and calls ``model(**batch).loss``, as the documentation of
+``transformers`` does. ``tw.fit`` has everything at its default: the doctor, the log and checkpoints. Times are those
+after the first steps.
+
+``fit``           a step of ``tw.fit`` with padded batches, as a ratio to the plain loop
+``fit_cpu``       the same in CPU time of the training thread, which other work on the machine disturbs less
+``fit_median``    the same in wall time of the median step, which leaves out saves and examinations
+``padding_free``  samples in a second with ``data.packing: padding_free``, as a ratio to padded batches in ``tw.fit``
+``bfd``           the same with rows of 256 tokens, packed by best fit; each with ``_cpu``, too
+``padding``       fraction of the tokens of padded batches that are padding
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import trainwright as tw
+from benchmarks.figures import about, arguments, figure, ratios
+from trainwright.data.token_rows import TokenRows
+from trainwright.finetune.packing import Packed
+
+VOCAB, SAMPLES, BATCH, ROW_TOKENS, LR = 500, 256, 16, 256, 1e-3
+FIRST = 16
+"""Steps that are not counted."""
+
+Samples = list[dict[str, Tensor]]
+
+
+def make_model() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=ROW_TOKENS, use_cache=False, **sizes))
+
+
+def make_samples() -> Samples:
+    draw = torch.Generator().manual_seed(0)
+    lengths = (torch.randn(SAMPLES, generator=draw) * 0.9 + 3.6).exp().clamp(8, 192).long().tolist()
+    ids = [torch.randint(VOCAB, (length,), generator=draw) for length in lengths]
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+class Clock:
+    """Wall time and CPU time of the training thread after each step."""
+
+    def __init__(self) -> None:
+        self.times_s: list[tuple[float, float]] = []
+
+    def observe(self, result: object, state: object) -> None:
+        self.times_s.append((time.perf_counter(), time.thread_time()))
+
+    def step_s(self) -> tuple[float, float, float]:
+        """Return the mean wall time, the mean CPU time, and the median wall time of the steps after the first."""
+        counted = self.times_s[min(FIRST, len(self.times_s) // 2) :]
+        wall, cpu = (each[-1] - each[0] for each in zip(*counted, strict=True))
+        median = statistics.median(later[0] - earlier[0] for earlier, later in pairwise(counted))
+        return wall / (len(counted) - 1), cpu / (len(counted) - 1), median
+
+
+def plain(samples: Samples, steps: int, clock: Clock) -> None:
+    model, collate = make_model(), TokenRows()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
+    torch.manual_seed(1)
+    loader = torch.utils.data.DataLoader(samples, BATCH, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+    for batch in islice((batch for each in cycle([loader]) for batch in each), steps):
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+        clock.observe(None, None)
+
+
+def by_fit(packing: object, rows_per_step: int = BATCH) -> Callable[[Samples, int, Clock], None]:
+    def run(samples: Samples, steps: int, clock: Clock) -> None:
+        tw.fit(
+            make_model(),
+            samples,
+            "hf_causal_lm",
+            batch=rows_per_step,
+            steps=steps,
+            lr=LR,
+            seed=1,
+            settings={"data.packing": packing, "optimizer.weight_decay": 0.0},
+            observers=[clock],
+            quiet=True,
+        )
+
+    return run
+
+
+def padding(samples: Samples) -> float:
+    """Fraction of padding in batches of a shuffled epoch."""
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(1)).tolist()
+    lengths = [len(samples[at]["input_ids"]) for at in order]
+    padded = sum(max(part) * len(part) for part in _parts(lengths))
+    return 1 - sum(lengths) / padded
+
+
+def _parts(values: Sequence[int]) -> list[Sequence[int]]:
+    return [values[at : at + BATCH] for at in range(0, len(values), BATCH)]
+
+
+def main() -> None:
+    options: Any = arguments(__doc__, rounds=(5, 1), steps=(80, 8))
+    torch.set_num_threads(options.threads)
+    about("finetune")
+    samples = make_samples()
+    packed = Packed(samples, ROW_TOKENS)
+    samples_per_row = len(samples) / len(packed)
+    rows = max(1, round(BATCH / samples_per_row))
+    blocks = {
+        "plain": plain,
+        "padded": by_fit("none"),
+        "padding_free": by_fit("padding_free"),
+        "bfd": by_fit({"by": "bfd", "max_length": ROW_TOKENS}, rows),
+    }
+    seen: dict[str, list[Clock]] = {name: [] for name in blocks}
+    with tempfile.TemporaryDirectory(prefix="finetune-") as folder:
+        os.chdir(folder)
+        for number in range(options.rounds):
+            at = number % len(blocks)
+            for name in [*blocks][at:] + [*blocks][:at]:
+                clock = Clock()
+                blocks[name](samples, options.steps, clock)
+                seen[name].append(clock)
+        os.chdir("/")
+    samples_per_step = {"plain": BATCH, "padded": BATCH, "padding_free": BATCH, "bfd": rows * samples_per_row}
+    for at, kind in enumerate(("", "_cpu", "_median")):
+        sample_s = {
+            name: [clock.step_s()[at] / samples_per_step[name] for clock in clocks] for name, clocks in seen.items()
+        }
+        cost = ratios(sample_s["padded"], sample_s["plain"])
+        figure("finetune", f"fit{kind}", cost, unit="ratio", against="plain loop")
+        for name in ("padding_free", "bfd") if kind != "_median" else ():
+            gain = ratios(sample_s["padded"], sample_s[name])
+            figure("finetune", f"{name}{kind}", gain, unit="ratio", against="padded batches")
+    figure("finetune", "padding", [padding(samples)], unit="share", against="all tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Records of every kind of file, each with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.finetune.sets import alpaca, chat, lines, saved
+from trainwright.errors import UsageError
+from trainwright.finetune.read import open_source
+
+
+def places(path: Path) -> list[str]:
+    source = open_source(path)
+    return [source.place(each.file, each.line) for each in source.records()]
+
+
+def test_lines_count_empty_ones(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\n{"text": "a"}\n\n{"text": "b"}\n')
+    assert places(tmp_path / "a.jsonl") == ["a.jsonl:2", "a.jsonl:4"]
+
+
+def test_a_json_list_counts_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([alpaca(0), alpaca(1)], indent=1))
+    assert places(tmp_path / "a.json") == ["a.json:2", "a.json:7"]
+
+
+@pytest.mark.parametrize("inside", ["data", "records"])
+def test_a_json_object_with_a_list_inside(inside: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"version": 1, inside: [alpaca(0), alpaca(1)]}))
+    assert [each.fields for each in open_source(tmp_path / "a.json").records()] == [alpaca(0), alpaca(1)]
+
+
+def test_json_lines_in_a_json_file(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(lines([chat(0), chat(1)]))
+    assert places(tmp_path / "a.json") == ["a.json:1", "a.json:2"]
+
+
+def test_a_single_conversation_in_a_json_file(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(chat(0)))
+    assert [each.fields for each in open_source(tmp_path / "a.json").records()] == [chat(0)]
+
+
+def test_csv_fields_may_have_several_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('prompt,completion\n"one\ntwo",x\nthree,"[1, 2]"\n')
+    source = open_source(tmp_path / "a.csv")
+    found = list(source.records())
+    assert [each.line for each in found] == [2, 4]
+    assert found[0].fields == {"prompt": "one\ntwo", "completion": "x"} and found[1].fields["completion"] == [1, 2]
+
+
+def test_a_folder_of_files_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.jsonl").write_bytes(lines([chat(0), chat(1)]))
+    (tmp_path / "README.md").write_text("about")
+    assert places(tmp_path) == ["a.jsonl:1", "a.jsonl:2", "b.jsonl:1", "b.jsonl:2"]
+
+
+def test_a_saved_dataset_and_its_splits(tmp_path: Path) -> None:
+    import datasets
+
+    saved([chat(0)])(tmp_path / "one")
+    both = {name: datasets.Dataset.from_list([chat(at)]) for at, name in enumerate(("train", "test"))}
+    datasets.DatasetDict(both).save_to_disk(str(tmp_path / "both"))
+    assert places(tmp_path / "one") == ["one row 0"]
+    [record] = open_source(tmp_path / "both", split="test").records()
+    assert record.fields["messages"][0]["content"] == chat(1)["messages"][0]["content"]
+    with pytest.raises(UsageError, match="no split 'val'") as caught:
+        open_source(tmp_path / "both", split="val")
+    assert "train, test" in caught.value.remedy
+
+
+def test_the_digest_is_that_of_the_content(tmp_path: Path) -> None:
+    for folder in ("one", "two", "three"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.jsonl").write_bytes(lines([chat(0 if folder != "three" else 1)]))
+    one, two, three = (open_source(tmp_path / folder / "a.jsonl").digest for folder in ("one", "two", "three"))
+    assert one == two != three
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("chat.jsonl", "did you mean .*chats.jsonl"),
+        ("./nothing", "no file or folder"),
+        ("notes.txt", "no known format"),
+        ("empty", "holds no data"),
+        ("mixed", "mixes .parquet"),
+        ("a.parquet", "not readable"),
+    ],
+)
+def test_mistakes_are_named(name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").touch()
+    Path("notes.txt").touch()
+    Path("empty").mkdir()
+    Path("mixed").mkdir()
+    Path("mixed/a.parquet").touch()
+    Path("mixed/a.csv").touch()
+    Path("a.parquet").write_bytes(b"PAR1 nothing")
+    if name == "a.parquet":
+        [record] = open_source(name).records()
+        assert says in record.problem
+        return
+    with pytest.raises(UsageError, match=f"(?s).*{says}"):
+        open_source(name)

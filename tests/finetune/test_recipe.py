@@ -1,0 +1,75 @@
+"""A recipe that names a file of conversations and a model: the tokenizer, the audit and errors with their places."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainwright as tw
+from tests.finetune.sets import chat, lines
+from tests.finetune.tokenizers import make_tokenizer
+from trainwright.errors import RecipeError
+from trainwright.runs.supervision import read_supervision
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+RECIPE = """\
+name: tuned
+until: 3steps
+model:
+  use: "transformers:GPT2LMHeadModel.from_pretrained"
+  args: {pretrained_model_name_or_path: model}
+data:
+  train: {use: chat, args: {path: chats.jsonl, val_fraction: 0.2, cache: cache}}
+  val: {use: chat, args: {path: chats.jsonl, val_fraction: 0.2, split: val, cache: cache}}
+loss: of_model
+batch: {size: 4}
+optimizer: {use: adamw, lr: 1e-3}
+folder: runs
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model and its tokenizer, a file of conversations, and a recipe."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    monkeypatch.chdir(tmp_path)
+    tokenizer = make_tokenizer()
+    ids = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = GPT2Config(vocab_size=len(tokenizer), n_layer=1, n_head=1, n_embd=8, n_positions=256, **ids)
+    GPT2LMHeadModel(config).save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    Path("chats.jsonl").write_bytes(lines([*map(chat, range(20))]))
+    Path("sft.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def test_a_recipe_trains_on_conversations(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = tw.train(tw.load("sft.yaml"))
+    assert result.ending == "finished"
+    train, val = read_supervision(result.run / "supervision.json")
+    assert (train.data, val.data) == ("train", "val") and train.samples + val.samples == 20
+    assert train.findings == () and 0.3 < train.fraction < 0.8
+    printed = capsys.readouterr().out
+    assert "supervision: " in printed and "⟦" in printed and "carry loss" in printed
+    assert "<mark>" in (result.run / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("chats.jsonl, val", "chat.jsonl, val"), ("did you mean chats.jsonl", "sft.yaml:7")),
+        (("{path: chats.jsonl, val_fraction: 0.2, cache", "{path: bad.jsonl, cache"), ("bad.jsonl:2", "sft.yaml:7")),
+        (("val_fraction: 0.2, cache", "val_fracton: 0.2, cache"), ("did you mean 'val_fraction'", "sft.yaml:7")),
+    ],
+    ids=["path", "record", "argument"],
+)
+def test_mistakes_are_named_with_their_place(project: Path, change: tuple[str, str], says: Any) -> None:
+    Path("bad.jsonl").write_bytes(lines([chat(0), {"messages": 3}]))
+    Path("sft.yaml").write_text(RECIPE.replace(*change, 1))
+    with pytest.raises(RecipeError) as caught:
+        tw.train(tw.load("sft.yaml"), quiet=True)
+    assert all(each in str(caught.value) for each in says), caught.value

@@ -1,0 +1,211 @@
+"""``init finetune``: writes recipes that fine-tune one model on one file of conversations, prompts or texts."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections import Counter
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from trainwright.errors import UsageError
+from trainwright.finetune.datasets import Chat, Completion, Instruct, Texts, TokenizedSet
+from trainwright.finetune.layouts import LAYOUTS, USES, Use
+from trainwright.finetune.read import open_source
+from trainwright.models.pretrained import find_folder, read_json, require_weights
+
+MAX_RECORDS_READ = 1000
+"""Records that are read to recognize the layout of a file."""
+MIN_BASE_IN_BF16 = 1_000_000_000
+"""Weights of a base model from which on adapters are trained on bf16 weights, which halves its memory."""
+MIN_FULL_BATCHES = 20
+"""Steps that an epoch should have. A small data set gets a smaller batch."""
+DATASETS: dict[Use, type[TokenizedSet]] = {"chat": Chat, "instruct": Instruct, "completion": Completion, "text": Texts}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts about a model and a file from which the recipes are written.
+
+    Attributes:
+        model: Name or path of the model.
+        architecture: Class of the model.
+        weights: Number of weights.
+        limit: Number of positions of the model; None if the configuration does not state it.
+        data: Path of the data.
+        use: Kind of the data.
+        layout: Layout of the records.
+        samples: Samples with tokens that carry loss.
+        lengths: Tokens of a sample: the median and the maximum.
+        longer: Samples that are longer than the limit.
+        has_template: The tokenizer has a chat template.
+    """
+
+    model: str
+    architecture: str
+    weights: int
+    limit: int | None
+    data: str
+    use: Use
+    layout: str
+    samples: int
+    lengths: tuple[int, int]
+    longer: int
+    has_template: bool
+
+    @property
+    def val_fraction(self) -> float:
+        """The fraction of the records that is held out; 0 for a file that is too small."""
+        return 0.05 if self.samples >= 400 else 0.1 if self.samples >= 20 else 0.0
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step: 16, or fewer if an epoch had less than MIN_FULL_BATCHES steps."""
+        most = max(1, self.samples // MIN_FULL_BATCHES)
+        return min(16, 1 << (most.bit_length() - 1))
+
+
+def gather(model: str, data: str) -> Facts:
+    """Read the configuration of the model, and tokenize the file. No weights are read.
+
+    Raises:
+        UsageError: There is no such model or file, its layout is not known, or a record cannot be used.
+    """
+    folder = find_folder(model)
+    require_weights(folder)
+    config = read_json(folder / "config.json")
+    use, layout = _layout(data)
+    name, path = _absolute(model), _absolute(data)
+    tokenized = DATASETS[use](path, tokenizer=str(folder))
+    lengths = tokenized.lengths()
+    known = [config.get(key) for key in ("max_position_embeddings", "n_positions")]
+    limit = next((each for each in known if isinstance(each, int)), None)
+    return Facts(
+        name,
+        str((config.get("architectures") or ["unknown"])[0]),
+        _count_weights(folder),
+        limit,
+        path,
+        use,
+        layout,
+        len(tokenized),
+        (int(np.median(lengths)), int(lengths.max())),
+        0 if limit is None else int((lengths > limit).sum()),
+        bool(tokenized.tokenizer.chat_template),
+    )
+
+
+def files_of(facts: Facts) -> dict[str, str]:
+    """Return the content of each file of the project by its name."""
+    return {
+        "recipe.yaml": recipe_text(facts, lora=True),
+        "full.yaml": recipe_text(facts, lora=False),
+        "README.md": _readme(facts),
+    }
+
+
+def run_name(facts: Facts) -> str:
+    """Return the name of the run: that of the model and of the file."""
+    parts = (Path(facts.model).name, Path(facts.data).stem)
+    return re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.") or "finetune"
+
+
+def recipe_text(facts: Facts, *, lora: bool) -> str:
+    """Return a recipe as text, with the reason of each choice that follows from the model or the data."""
+    name = run_name(facts) if lora else f"{run_name(facts)}-full"
+    dtype = "bf16" if lora and facts.weights >= MIN_BASE_IN_BF16 else "fp32"
+    held = f", val_fraction: {facts.val_fraction}" if facts.val_fraction else ""
+    cut = f", max_length: {facts.limit}, truncate: right" if facts.longer else ""
+    lines = [
+        "# yaml-language-server: $schema=recipe.schema.json",
+        f"# {facts.architecture} with {facts.weights:,} weights; {facts.samples:,} samples ({facts.layout}),",
+        f"# {facts.lengths[0]:,} tokens in the median, {facts.lengths[1]:,} at most",
+        f"name: {name}",
+        "until: 3ep",
+        "model:",
+        "  use: hf",
+        f"  name: {json.dumps(facts.model)}",
+        f"  dtype: {dtype}"
+        + ("  # the frozen base in half of the memory; adapters are fp32" if dtype == "bf16" else ""),
+    ]
+    if lora:
+        lines += [
+            "  lora:  # all other weights are frozen; with quantize: nf4 they take 4 bits each (QLoRA)",
+            "    {rank: 16, alpha: 32.0, dropout: 0.05, targets: all-linear}",
+        ]
+    lines.append("data:")
+    if facts.longer:
+        lines.append(
+            f"  # {facts.longer:,} samples are longer than the {facts.limit:,} positions of the model, and are cut"
+        )
+    lines.append(f"  train: {{use: {facts.use}, args: {{path: {json.dumps(facts.data)}{held}{cut}}}}}")
+    if held:
+        lines.append(f"  val: {{use: {facts.use}, args: {{path: {json.dumps(facts.data)}{held}, split: val{cut}}}}}")
+    lines += [
+        "loss: of_model",
+        f"batch: {{size: {facts.batch}}}",
+        "precision: auto  # bf16 where the device has it",
+        f"optimizer: {{use: adamw, lr: {'2e-4' if lora else '2e-5'}, weight_decay: 0.0, clip: {{by: norm, at: 1.0}}}}",
+        "schedule: {use: cosine, warmup: 0.03run}",
+    ]
+    if held:
+        lines.append("evaluation: {every: 0.2run}")
+    return "\n".join(lines) + "\n"
+
+
+def _readme(facts: Facts) -> str:
+    template = "its chat template" if facts.has_template and facts.use in ("chat", "instruct") else "no chat template"
+    return f"""# Fine-tuning
+
+`{facts.model}` on the {facts.samples:,} samples of `{facts.data}` ({facts.layout}), with {template}.
+`recipe.yaml` trains low-rank adapters, `full.yaml` all weights.
+
+    trainwright train recipe.yaml
+    trainwright export runs/{run_name(facts)} --merge --hf merged
+
+`merged` loads with `AutoModel` of transformers. `trainwright check recipe.yaml` shows which tokens carry loss, and
+`trainwright plan recipe.yaml --device rtx4090` what fits a device.
+"""
+
+
+def _layout(data: str) -> tuple[Use, str]:
+    """Return use and layout of the records of a file: those of most of its first records."""
+    records = islice(open_source(data).records(), MAX_RECORDS_READ)
+    fields = [each.fields for each in records if isinstance(each.fields, dict)]
+    found: Counter[str] = Counter()
+    for each in fields:
+        present = {name for name, value in each.items() if value is not None}
+        found.update([next((name for name, keys in LAYOUTS.items() if present.issuperset(keys)), "")])
+    layout = found.most_common(1)[0][0] if found else ""
+    use = next((use for use, layouts in USES.items() if layout in layouts), None)
+    if use is None:
+        keys = ", ".join(sorted({str(key) for each in fields[:20] for key in each})) or "none"
+        known = "; ".join(" + ".join(keys) for keys in LAYOUTS.values())
+        remedy = f"rename the keys to one of: {known}; or write a recipe with data.train.args.columns"
+        raise UsageError(f"the records of {data} are of no known layout (their keys: {keys})", remedy=remedy)
+    if use == "preference":
+        remedy = "give a file of conversations here, and train on preferences with a recipe of your own after that"
+        raise UsageError(f"{data} holds preferences, which init finetune writes no recipe for", remedy=remedy)
+    return use, layout
+
+
+def _absolute(name: str) -> str:
+    """Return the absolute path of a file or folder, and any other name unchanged."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name
+
+
+def _count_weights(folder: Path) -> int:
+    """Return the number of weights by the headers of the safetensors files."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(size))
+        total += sum(prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
+    return total

@@ -1,0 +1,1 @@
+"""Data for fine-tuning language models: conversations to tokens, and the audit of what they supervise."""

@@ -1,0 +1,382 @@
+"""Map-style datasets of tokenized conversations, completions, texts and preferences.
+
+Shapes: B batch, T tokens of a sequence, or of the longest of a batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from trainwright.data.padding import IGNORE
+from trainwright.errors import UsageError, require_choice, suggest_file
+from trainwright.finetune.chat import ChatRenderer
+from trainwright.finetune.defects import Defect
+from trainwright.finetune.encode import Encoder, TrainOn, Truncate
+from trainwright.finetune.layouts import Use
+from trainwright.finetune.read import open_source
+from trainwright.finetune.similarity import groups, is_held_out
+from trainwright.finetune.store import EncodingOptions, Store, cache_folder, tokenized
+from trainwright.finetune.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from trainwright.finetune.tokenizer import Tokenizer
+
+Split: TypeAlias = Literal["train", "val"]
+OnBadRecord: TypeAlias = Literal["stop", "skip"]
+
+
+@dataclass(frozen=True)
+class TokenizerSource:
+    """How to load the tokenizer again in another process."""
+
+    name: str | Path
+    revision: str | None = None
+    trust_remote_code: bool = False
+    chat_template: str | None = None
+
+    def load(self) -> Tokenizer:
+        found = load_tokenizer(self.name, revision=self.revision, trust_remote_code=self.trust_remote_code)
+        return _with_template(found, self.chat_template)
+
+
+class TokenizedSet(Dataset[dict[str, Tensor]]):
+    """Records of a file, a folder or a hub dataset as token ids and labels.
+
+    A sample is a dict of ``input_ids`` and ``labels``, int64 (T,), aligned as in ``transformers``. Labels are -100
+    where no loss is computed. A sample of ``preference`` has ``chosen_`` and ``rejected_`` ids and labels. Samples
+    without any label are left out. Tokens are kept in a cache, whose folder depends on the content of the files, the
+    tokenizer and the options.
+
+    Args:
+        path: A .jsonl, .json, .csv or .parquet file, a folder of such files or one written by ``save_to_disk``, or
+            the name of a hub dataset.
+        tokenizer: Folder or hub name of the tokenizer; in a recipe by default that of ``model.args.name``.
+        split: ``train``, or ``val``, which is what ``val_fraction`` holds out.
+        val_fraction: Fraction of the records that is held out, chosen by their content. Equal and nearly equal
+            records stay on one side.
+        train_on: Tokens that carry loss: those of each ``assistant`` turn, of the ``last`` one, or ``all``.
+        max_length: Maximum number of tokens of a sequence; null: no limit.
+        truncate: What happens to longer ones: an ``error``, cut at the ``left`` or ``right``, or ``drop``.
+        chat_template: A file with another chat template, or its text.
+        template_args: Values for the chat template, such as ``{enable_thinking: false}``.
+        columns: Names of the file's keys for those of a layout, such as ``{completion: answer}``.
+        roles: Roles of the chat template for those in the file, such as ``{bot: assistant}``.
+        on_bad_record: A record that cannot be used ends the run, or is skipped and reported.
+        source_split: Split of a hub dataset or of a saved one.
+        revision: Branch, tag or commit of a hub dataset.
+        tokenizer_revision: Branch, tag or commit of a hub tokenizer.
+        trust_remote_code: Permit code in the repository of the tokenizer to run.
+        cache: Folder of the cache; null: ``$TRAINWRIGHT_CACHE``, else ``~/.cache/trainwright``.
+
+    Raises UsageError for records that cannot be used, with file and line of the first ones.
+    """
+
+    use: ClassVar[Use] = "chat"
+    deterministic = True  # samples draw no random numbers
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        tokenizer: str | Path | Tokenizer | None = None,
+        split: Split = "train",
+        val_fraction: float = 0.0,
+        train_on: TrainOn = "assistant",
+        max_length: int | None = None,
+        truncate: Truncate = "error",
+        chat_template: str | Path | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        columns: Mapping[str, str] | None = None,
+        roles: Mapping[str, str] | None = None,
+        on_bad_record: OnBadRecord = "stop",
+        source_split: str = "train",
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        trust_remote_code: bool = False,
+        cache: str | Path | None = None,
+    ) -> None:
+        require_choice("split", split, get_args(Split))
+        require_choice("train_on", train_on, get_args(TrainOn))
+        require_choice("truncate", truncate, get_args(Truncate))
+        require_choice("on_bad_record", on_bad_record, get_args(OnBadRecord))
+        _require_numbers(max_length, val_fraction, split)
+        if tokenizer is None:
+            remedy = "set tokenizer to a folder or a hub name, or model.args.name in the recipe"
+            raise UsageError("there is no tokenizer", remedy=remedy)
+        template = _template_text(chat_template)
+        if isinstance(tokenizer, str | Path):
+            self._source: TokenizerSource | None = TokenizerSource(
+                tokenizer, tokenizer_revision, trust_remote_code, template
+            )
+            self._tokenizer: Tokenizer | None = self._source.load()
+        else:
+            self._source, self._tokenizer = None, _with_template(tokenizer, template)
+        encoder = Encoder(self.tokenizer, train_on, max_length, truncate, template_args)
+        if not self.tokenizer.is_fast:
+            remedy = "use a fast tokenizer: it has the file tokenizer.json"
+            raise UsageError(f"{type(self.tokenizer).__name__} gives no positions of its tokens", remedy=remedy)
+        if self.use in ("chat", "instruct"):
+            encoder.renderer.require_template()
+        source = open_source(path, split=source_split, revision=revision)
+        options = EncodingOptions(
+            self.use,
+            train_on,
+            max_length,
+            truncate,
+            on_bad_record,
+            dict(template_args or {}),
+            dict(columns or {}),
+            dict(roles or {}),
+        )
+        self.store = tokenized(source, encoder, options, cache_folder(cache))
+        self.train_on = train_on
+        self.max_length = max_length
+        self.split = split
+        self.pad_id = _pad_id(self.tokenizer)
+        self._rows = self.store.rows()
+        self._begins = _begins(self._rows, [len(each) for each in self.store.tokens()])
+        self._chosen = _side(self._rows, split, val_fraction)
+        is_sample = (self._rows["kept"] == 1) & (self._rows["rejected"] == 0)  # a rejected row follows its chosen one
+        self._index = self._chosen[is_sample[self._chosen]]
+        if not len(self._index):
+            raise self._nothing_supervised()
+
+    def _nothing_supervised(self) -> UsageError:
+        """Return the error of a set in which no sample has a token that carries loss."""
+        rows = self.rows()
+        defects = rows["defects"].astype(np.int64)
+        place = self.store.place(rows[0])
+
+        def have(defect: Defect) -> bool:
+            return bool((defects & int(defect)).any())
+
+        if (defects & int(Defect.BAD_RECORD)).all():
+            why, remedy = "no record can be used", "leave out on_bad_record to see what is wrong with each"
+        elif (defects & int(Defect.NO_ANSWER)).all():
+            why, remedy = "no record has an assistant turn", "check the roles, or set train_on: all"
+        elif have(Defect.TRUNCATED | Defect.TOO_LONG):
+            why, remedy = f"max_length: {self.max_length} cuts every answer off", "raise max_length"
+        elif have(Defect.REWRITTEN_TURN):
+            why = "the chat template rewrites every answer, since a turn follows it"
+            remedy = "end conversations with an answer, or use a template with {% generation %}"
+        elif self.use == "chat" and self.renderer.marks_answers():
+            why = "{% generation %} in the chat template encloses no assistant text"
+            remedy = "put it around the content and the end of each assistant turn, or remove it from the template"
+        else:
+            why, remedy = "no token carries loss", "check the records and the chat template"
+        return UsageError(f"nothing is supervised: {why}; the first record is {place}", remedy=remedy)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, loaded again in a worker process."""
+        if self._tokenizer is None:
+            assert self._source is not None
+            self._tokenizer = self._source.load()
+        return self._tokenizer
+
+    @property
+    def renderer(self) -> ChatRenderer:
+        return ChatRenderer(self.tokenizer, self.train_on)
+
+    @cached_property
+    def _shards(self) -> list[NDArray[Any]]:
+        return self.store.tokens()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in vars(self).items() if name != "_shards"}
+        return state if self._source is None else {**state, "_tokenizer": None}
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids, labels = self._sequence(self._row_of(index))
+        return {"input_ids": ids, "labels": labels}
+
+    def _row_of(self, index: int) -> int:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")  # ends iteration over a sequence
+        return int(self._index[index % len(self)])
+
+    def _sequence(self, row: int) -> tuple[Tensor, Tensor]:
+        tokens = self.tokens_of_row(row)
+        ids = torch.from_numpy(tokens["id"].astype(np.int64))
+        mask = torch.from_numpy(tokens["supervised"] == 0)
+        return ids, ids.masked_fill(mask, IGNORE)
+
+    def tokens_of_row(self, row: int) -> NDArray[Any]:
+        """Return the tokens of a row of ``rows``, see ``store.TOKEN``."""
+        shard, begin = self._begins[row]
+        found: NDArray[Any] = self._shards[shard][begin : begin + int(self._rows["length"][row])]
+        return found
+
+    def shards(self) -> Iterator[tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield the tokens of each shard, the numbers of its rows, and their lengths."""
+        for at, tokens in enumerate(self._shards):
+            numbers = np.flatnonzero(self._begins[:, 0] == at)
+            yield tokens, numbers, self._rows["length"][numbers]
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the number of tokens of each sample (n,)."""
+        found: NDArray[np.int64] = self._rows["length"][self._index]
+        return found
+
+    def fetch_batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+        """Return the samples as tensors (B, T), padded on the right; ``attention_mask`` is 0 there, labels -100."""
+        return padded([self[int(at)] for at in indices], self.pad_id)
+
+    def place(self, index: int) -> str:
+        """Return ``file:line`` of a sample."""
+        return self.store.place(self._rows[self._row_of(index)])
+
+    def content_sha256(self) -> str:
+        """Return a hash of the tokens and labels of all samples, in their order."""
+        digest = hashlib.sha256(self.store.digest.encode())
+        digest.update(self._index.tobytes())
+        return digest.hexdigest()
+
+    def rows(self) -> NDArray[Any]:
+        """Return the rows of this split, those that are left out included, see ``store.ROW``."""
+        found: NDArray[Any] = self._rows[self._chosen]
+        return found
+
+    def row_numbers(self) -> NDArray[np.int64]:
+        """Return the numbers of ``rows`` in the store."""
+        return self._chosen
+
+
+class Chat(TokenizedSet):
+    __doc__ = TokenizedSet.__doc__
+    use: ClassVar[Use] = "chat"
+
+
+class Instruct(TokenizedSet):
+    __doc__ = TokenizedSet.__doc__
+    use: ClassVar[Use] = "instruct"
+
+
+class Completion(TokenizedSet):
+    __doc__ = TokenizedSet.__doc__
+    use: ClassVar[Use] = "completion"
+
+
+class Texts(TokenizedSet):
+    __doc__ = TokenizedSet.__doc__
+    use: ClassVar[Use] = "text"
+
+
+class Preference(TokenizedSet):
+    __doc__ = TokenizedSet.__doc__
+    use: ClassVar[Use] = "preference"
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self._row_of(index)
+        chosen_ids, chosen_labels = self._sequence(row)
+        rejected_ids, rejected_labels = self._sequence(row + 1)
+        return {
+            "chosen_input_ids": chosen_ids,
+            "chosen_labels": chosen_labels,
+            "rejected_input_ids": rejected_ids,
+            "rejected_labels": rejected_labels,
+        }
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the number of tokens of each pair (n,)."""
+        found: NDArray[np.int64] = self._rows["length"][self._index] + self._rows["length"][self._index + 1]
+        return found
+
+
+def padded(samples: Sequence[Mapping[str, Tensor]], pad_id: int) -> dict[str, Tensor]:
+    """Return samples as tensors (B, T), padded on the right, with an attention mask for each kind of ids.
+
+    Labels are -100 in the padding by position, so that an end token that is also the padding token keeps its label.
+    """
+    batch = {}
+    for name in samples[0]:
+        rows = [each[name] for each in samples]
+        fill = IGNORE if name.endswith("labels") else pad_id
+        batch[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+        if name.endswith("input_ids"):
+            lengths = torch.tensor([len(row) for row in rows], device="cpu")
+            mask = torch.arange(batch[name].shape[1], device="cpu") < lengths[:, None]
+            batch[name.replace("input_ids", "attention_mask")] = mask.long()
+    return batch
+
+
+def _pad_id(tokenizer: Tokenizer) -> int:
+    found = tokenizer.pad_token_id
+    found = tokenizer.eos_token_id if found is None else found
+    return 0 if found is None else int(found)
+
+
+def _begins(rows: NDArray[Any], sizes: Sequence[int]) -> NDArray[np.int64]:
+    """Return (shard, first token in it) of each row (n, 2)."""
+    ends = np.cumsum(rows["length"])
+    begins = ends - rows["length"]
+    bounds = np.cumsum([0, *sizes])
+    shards = np.minimum(np.searchsorted(bounds[1:], begins, side="right"), len(sizes) - 1)
+    return np.stack([shards, begins - bounds[shards]], 1)
+
+
+def _side(rows: NDArray[Any], split: Split, fraction: float) -> NDArray[np.int64]:
+    """Return the rows of a split. The rows of a pair have one hash, so they stay together."""
+    if not fraction:
+        return np.arange(len(rows), dtype=np.int64)
+    held = is_held_out(rows["hash"], groups(rows["hash"], rows["signature"]), fraction)
+    found: NDArray[np.int64] = np.flatnonzero(held if split == "val" else ~held)
+    usable = int((rows["kept"][found] == 1).sum())
+    if not usable and (rows["kept"] == 1).any():
+        remedy = "raise val_fraction, or name a file of its own in data.val" if split == "val" else "lower val_fraction"
+        raise UsageError(f"val_fraction: {fraction} leaves no sample for {split}", remedy=remedy)
+    return found
+
+
+def _with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def _template_text(template: str | Path | None) -> str | None:
+    """Return the text of a template, which is given as such or as a file."""
+    if template is None or (isinstance(template, str) and "{" in template):
+        return template
+    file = Path(template).expanduser()
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = suggest_file(file, "a chat template")
+        raise UsageError(f"the chat template {file} cannot be read: {error}", remedy=remedy) from None
+
+
+def _require_numbers(max_length: int | None, fraction: float, split: str) -> None:
+    if max_length is not None and max_length < 2:
+        raise UsageError(f"max_length={max_length} leaves nothing to predict", remedy="try max_length: 2048")
+    if not 0 <= fraction < 1:
+        raise UsageError(f"val_fraction must be in [0, 1); got {fraction}", remedy="try val_fraction: 0.05")
+    if split == "val" and not fraction:
+        raise UsageError("split: val has no samples without val_fraction", remedy="give both sets val_fraction: 0.05")
+
+
+__all__ = [
+    "Chat",
+    "Completion",
+    "Defect",
+    "Instruct",
+    "Preference",
+    "Store",
+    "Texts",
+    "TokenizedSet",
+    "padded",
+]

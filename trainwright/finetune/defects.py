@@ -1,0 +1,177 @@
+"""Properties of single samples that the audit counts, found while they are tokenized."""
+
+from __future__ import annotations
+
+from enum import IntFlag
+from typing import Literal, NamedTuple, TypeAlias
+
+Severity: TypeAlias = Literal["error", "warning", "note"]
+
+
+class Defect(IntFlag):
+    """One bit for each property of a sample."""
+
+    UNSUPERVISED = 1 << 0
+    TRUNCATED = 1 << 1
+    CUT_ANSWER = 1 << 2
+    EMPTY_ANSWER = 1 << 3
+    NO_ANSWER = 1 << 4
+    ENDS_WITHOUT_ANSWER = 1 << 5
+    SAME_ROLE = 1 << 6
+    REPEATED_TURN = 1 << 7
+    LATE_SYSTEM = 1 << 8
+    NO_END = 1 << 9
+    DOUBLED_BOS = 1 << 10
+    DOUBLED_EOS = 1 << 11
+    UNKNOWN_TOKEN = 1 << 12
+    SPLIT_CONTROL = 1 << 13
+    CONTROL_IN_CONTENT = 1 << 14
+    REWRITTEN_TURN = 1 << 15
+    OTHER_PROMPT = 1 << 16
+    MERGED_BOUNDARY = 1 << 17
+    CONTENT_LEFT_OUT = 1 << 18
+    TOOLS_LEFT_OUT = 1 << 19
+    PROMPT_SUPERVISED = 1 << 20
+    MOJIBAKE = 1 << 21
+    PLACEHOLDER = 1 << 22
+    SAME_PAIR = 1 << 23
+    SCORES_SWAPPED = 1 << 24
+    DATED = 1 << 25
+    BAD_RECORD = 1 << 26
+    SYSTEM_LEFT_OUT = 1 << 27
+    TOO_LONG = 1 << 28
+    EMPTY_PROMPT = 1 << 29
+    OTHER_TEMPLATE = 1 << 30
+
+
+class Meaning(NamedTuple):
+    """The severity of a defect, the end of a sentence about the samples that have it, and the remedy."""
+
+    severity: Severity
+    says: str
+    remedy: str
+
+
+MEANINGS: dict[Defect, Meaning] = {
+    Defect.BAD_RECORD: Meaning(
+        "warning", "no usable record; they are left out", "leave out on_bad_record to see what is wrong with each"
+    ),
+    Defect.TOO_LONG: Meaning("note", "more tokens than max_length; they are left out", "raise max_length to keep them"),
+    Defect.NO_ANSWER: Meaning(
+        "warning", "no assistant turn, so nothing to learn", "drop these records, or set train_on: all"
+    ),
+    Defect.UNSUPERVISED: Meaning(
+        "warning",
+        "no token that carries loss; such samples are left out",
+        "raise max_length if the answer was cut off; else check the template and train_on",
+    ),
+    Defect.EMPTY_ANSWER: Meaning(
+        "warning", "an empty answer, which trains the model to stop at once", "fill in the answer, or drop the record"
+    ),
+    Defect.PLACEHOLDER: Meaning(
+        "warning",
+        "a placeholder such as null or nan as its answer",
+        "drop the record: an empty cell was probably written as text",
+    ),
+    Defect.EMPTY_PROMPT: Meaning("warning", "an empty user turn", "fill it in, or drop the record"),
+    Defect.OTHER_TEMPLATE: Meaning(
+        "warning",
+        "the marks of a prompt template inside of a message, so that it is in two templates",
+        "remove marks such as ### Response: or [/INST] from the text: the chat template adds its own",
+    ),
+    Defect.CUT_ANSWER: Meaning(
+        "warning",
+        "an answer cut off at max_length: its end is not trained",
+        "raise max_length, or set truncate: drop",
+    ),
+    Defect.TRUNCATED: Meaning("note", "tokens cut off at max_length", "raise max_length to keep them"),
+    Defect.NO_END: Meaning(
+        "warning",
+        "a last answer without an end token that carries loss: the model does not learn to stop",
+        "let the template end an assistant turn with a special token inside of it, or use a tokenizer that has one",
+    ),
+    Defect.DOUBLED_BOS: Meaning(
+        "warning",
+        "two begin tokens in a row",
+        "remove the begin token from the text or from the template: the tokenizer adds it",
+    ),
+    Defect.DOUBLED_EOS: Meaning(
+        "warning", "two end tokens in a row", "remove the end token from the text: it is added once"
+    ),
+    Defect.ENDS_WITHOUT_ANSWER: Meaning(
+        "warning", "turns after the last answer, which carry no loss", "drop the turns after the last answer"
+    ),
+    Defect.SAME_ROLE: Meaning(
+        "warning", "two turns of one role in a row", "join them into one turn, or look for a turn that is missing"
+    ),
+    Defect.REPEATED_TURN: Meaning("warning", "the same turn twice in a row", "remove the repeated turn"),
+    Defect.LATE_SYSTEM: Meaning(
+        "warning", "a system message after the first turn", "move it to the front, or make it a user turn"
+    ),
+    Defect.UNKNOWN_TOKEN: Meaning(
+        "warning",
+        "the unknown token inside of what is trained",
+        "use a tokenizer that has these characters, or remove them from the text",
+    ),
+    Defect.SPLIT_CONTROL: Meaning(
+        "warning",
+        "control words of the template that are no single tokens of this tokenizer",
+        "add them as special tokens and resize the embedding, or use the template that belongs to the tokenizer",
+    ),
+    Defect.CONTROL_IN_CONTENT: Meaning(
+        "warning",
+        "special tokens written inside of a message, which end or begin turns there",
+        "remove them from the text: the template adds them",
+    ),
+    Defect.CONTENT_LEFT_OUT: Meaning(
+        "warning",
+        "an answer or a call of a tool that the template leaves out or changes",
+        "use a template that writes it",
+    ),
+    Defect.SYSTEM_LEFT_OUT: Meaning(
+        "warning",
+        "a system message that the template leaves out",
+        "use a template that writes it, or put it into the first user turn",
+    ),
+    Defect.TOOLS_LEFT_OUT: Meaning(
+        "warning", "tools that the template leaves out", "use a template that writes tools, or leave them out"
+    ),
+    Defect.PROMPT_SUPERVISED: Meaning(
+        "warning",
+        "tokens of user, system or tool turns that carry loss",
+        "correct {% generation %} in the template: it must enclose assistant turns only",
+    ),
+    Defect.REWRITTEN_TURN: Meaning(
+        "warning",
+        "earlier answers that the template rewrites when a turn follows (it drops the thinking, for example); "
+        "they are context and carry no loss",
+        "split each conversation so that every answer is the last one, or use a template with {% generation %}",
+    ),
+    Defect.OTHER_PROMPT: Meaning(
+        "note",
+        "an answer that begins otherwise than after the generation prompt of the template",
+        "begin the answer as the template prompts for it (with <think>, for example)",
+    ),
+    Defect.MERGED_BOUNDARY: Meaning(
+        "warning",
+        "a token across the end of the prompt: alone, the prompt is split into other tokens",
+        "move the space: end the prompt without it, and begin the completion with it",
+    ),
+    Defect.MOJIBAKE: Meaning(
+        "warning",
+        "text that was decoded with the wrong encoding",
+        "read the original as UTF-8 and write it again",
+    ),
+    Defect.SAME_PAIR: Meaning(
+        "warning", "equal chosen and rejected answers, which carry no preference", "drop these records"
+    ),
+    Defect.SCORES_SWAPPED: Meaning(
+        "warning", "a chosen answer with a lower score than the rejected one", "swap them, or drop the record"
+    ),
+    Defect.DATED: Meaning(
+        "note",
+        "the date of today, which the template writes",
+        "fix it, so that the tokens are the same tomorrow: template_args: {date_string: 26 Jul 2024}",
+    ),
+}
+"""All defects that are reported, in the order of the report."""

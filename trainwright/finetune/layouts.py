@@ -1,0 +1,345 @@
+"""The common layouts of records for fine-tuning, recognized by their keys, as examples of one form."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Literal, TypeAlias
+
+Use: TypeAlias = Literal["chat", "instruct", "completion", "text", "preference"]
+Message: TypeAlias = dict[str, Any]
+
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "preference": ("chosen", "rejected"),
+    "prompt and completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+"""The keys that a record of each layout has."""
+USES: dict[Use, tuple[str, ...]] = {
+    "chat": ("messages", "sharegpt"),
+    "instruct": ("alpaca",),
+    "completion": ("prompt and completion",),
+    "text": ("text",),
+    "preference": ("preference",),
+}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of the messages layout. ``ROLES.index`` plus 1 is the code of a role; 0 is none."""
+SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response", "function"), "tool"),
+    "system": "system",
+}
+LOSS_KEYS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
+"""Keys of a message that say whether its answer carries loss: 0 or false turns it off."""
+NO_LOSS = "no_loss"
+"""The key of a message whose answer carries no loss. It is removed before the message is rendered."""
+ALPACA_WITH_INPUT = "{instruction}\n\n{input}"
+
+
+class BadRecord(Exception):
+    """A record that cannot be used: what is wrong, and the remedy."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem)
+        self.problem, self.remedy = problem, remedy
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence to train on: a conversation, or a prompt and its completion.
+
+    Attributes:
+        messages: The conversation; empty for plain text.
+        tools: Schemas of its tools.
+        prompt_messages: Number of messages before the completion; None: every assistant turn is an answer.
+        prompt: Plain prompt.
+        completion: Plain completion; with ``prompt`` None all of the text.
+        template_args: Values for the chat template from the record.
+    """
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[dict[str, Any], ...] | None = None
+    prompt_messages: int | None = None
+    prompt: str | None = None
+    completion: str = ""
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def content(self) -> list[tuple[str, str]]:
+        """Return (role, text) of every part, to compare examples with."""
+        if self.messages:
+            return [(each["role"], text_of_message(each)) for each in self.messages]
+        prompt = [] if self.prompt is None else [("user", self.prompt)]
+        return [*prompt, ("assistant" if self.prompt is not None else "text", self.completion)]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A preferred and a rejected example with one prompt. ``scores`` are those of the record, if it has any."""
+
+    chosen: Example
+    rejected: Example
+    scores: tuple[float, float] | None = None
+
+
+def text_of_message(message: Mapping[str, Any]) -> str:
+    """Return everything that a message says: its content, and its calls of tools as JSON."""
+    calls = message.get("tool_calls")
+    parts = [str(message.get("content") or ""), json.dumps(calls, sort_keys=True) if calls else ""]
+    return "\n".join(filter(None, parts))
+
+
+def layout_of(fields: Mapping[str, Any], use: Use) -> str:
+    """Return the layout of a record. Raises BadRecord for keys that the use does not know."""
+    present = {name for name, value in fields.items() if value is not None}
+    for layout in USES[use]:
+        if present.issuperset(LAYOUTS[layout]):
+            return layout
+    fitting = [layout for layout, keys in LAYOUTS.items() if present.issuperset(keys)]
+    others = [each for layout in fitting for each, layouts in USES.items() if layout in layouts]
+    keys = " or ".join(" + ".join(LAYOUTS[layout]) for layout in USES[use])
+    if others:
+        raise BadRecord(f"the layout {fitting[0]!r} does not fit {use!r}", f"set use: {others[0]}")
+    for layout in USES[use]:
+        missing = [key for key in LAYOUTS[layout] if key not in present]
+        if len(missing) < len(LAYOUTS[layout]):
+            is_null = missing[0] in fields
+            raise BadRecord(f"{missing[0]!r} is {'null' if is_null else 'missing'}", "fill it in, or drop the record")
+    for key in (key for layout in USES[use] for key in LAYOUTS[layout]):
+        if near := get_close_matches(key, [*map(str, fields)], n=1):
+            raise BadRecord(f"no key {key!r}, it has {near[0]!r}", f"rename it, or set columns: {{{key}: {near[0]}}}")
+    shown = ", ".join(sorted(map(str, fields))) or "none"
+    raise BadRecord(f"its keys ({shown}) are of no known layout", f"rename them to {keys}, or set columns")
+
+
+def example_of(fields: Mapping[str, Any], use: Use, roles: Mapping[str, str]) -> tuple[str, Example | Pair]:
+    """Return the layout of a record and its example. Raises BadRecord."""
+    layout = layout_of(fields, use)
+    match layout:
+        case "messages":
+            found: Example | Pair = _conversation(fields, fields["messages"], "messages", roles)
+        case "sharegpt":
+            found = _conversation(fields, fields["conversations"], "conversations", {**SHAREGPT_ROLES, **roles})
+        case "alpaca":
+            found = _alpaca(fields)
+        case "prompt and completion":
+            found = _completion(fields, roles)
+        case "text":
+            found = Example(completion=_text(fields["text"], "text"))
+        case _:
+            found = _pair(fields, roles)
+    return layout, found
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        kind = "null" if value is None else type(value).__name__
+        raise BadRecord(f"{name} is {kind}, not text", "write it as a string")
+    return value
+
+
+def _conversation(fields: Mapping[str, Any], value: object, name: str, roles: Mapping[str, str]) -> Example:
+    messages = _messages(value, name, roles)
+    system = fields.get("system")
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": _text(system, "system")})
+    return Example(tuple(messages), _tools(fields), template_args=_template_args(fields))
+
+
+def _messages(value: object, name: str, roles: Mapping[str, str]) -> list[Message]:
+    if isinstance(value, str):
+        raise BadRecord(f"{name} is a string, not a list", "write the list itself, not its text: json.loads first")
+    if not isinstance(value, list | tuple):
+        raise BadRecord(f"{name} is {type(value).__name__}, not a list", "give a list of messages")
+    if not value:
+        raise BadRecord(f"{name} is empty", "drop the record")
+    return [_message(each, f"{name}[{at}]", roles) for at, each in enumerate(value)]
+
+
+def _message(value: object, name: str, roles: Mapping[str, str]) -> Message:
+    if not isinstance(value, Mapping):
+        raise BadRecord(f"{name} is {type(value).__name__}, not an object", "give {role: ..., content: ...}")
+    plain = {key: each for key, each in value.items() if each is not None}
+    if "role" not in plain and "from" in plain:
+        plain = {"role": plain.pop("from"), "content": plain.pop("value", None), **plain}
+        roles = {**SHAREGPT_ROLES, **roles}
+    if "role" not in plain:
+        raise BadRecord(f"{name} has no role, its keys are {', '.join(map(str, value))}", "give role and content")
+    role = _role(plain["role"], name, roles)
+    switches = {key: plain.pop(key) for key in LOSS_KEYS if isinstance(plain.get(key), bool | int | float)}
+    if any(not each for each in switches.values()):
+        plain[NO_LOSS] = True
+    is_call = plain["role"] == "function_call"
+    message = {**plain, "role": role}
+    if is_call:
+        message |= {"content": "", "tool_calls": _calls_of_text(plain.get("content"), name)}
+    elif message.get("tool_calls"):
+        _require_calls(message["tool_calls"], name)
+        message["content"] = _content(plain.get("content", ""), name)
+    elif plain.get("content") is None:
+        raise BadRecord(f"{name} has no content", "fill it in, or drop the message")
+    else:
+        message["content"] = _content(plain["content"], name)
+    return {key: each for key, each in message.items() if not (key == "tool_calls" and not each)}
+
+
+def _role(value: object, name: str, roles: Mapping[str, str]) -> str:
+    text = str(value)
+    role = roles.get(text, text)
+    if role in ROLES:
+        return role
+    meant = SHAREGPT_ROLES.get(text.lower()) or text.strip().lower()
+    if meant not in ROLES:
+        meant = next(iter(get_close_matches(meant, ROLES, n=1)), "")
+    known = ", ".join(ROLES)
+    hint = f"did you mean {meant!r}? rename it, or set roles: {{{text}: {meant}}}" if meant else f"roles are {known}"
+    raise BadRecord(f"{name} has the role {text!r}, which no chat template knows", hint)
+
+
+def _content(value: object, name: str) -> str:
+    if isinstance(value, list) and all(isinstance(part, Mapping) for part in value):
+        kinds = sorted({str(part.get("type", "text")) for part in value} - {"text"})
+        if kinds:
+            raise BadRecord(
+                f"{name} has parts of {', '.join(kinds)}", "only text can be trained on here; leave them out"
+            )
+        return "".join(_text(part.get("text"), f"{name}.text") for part in value)
+    return _text(value, f"{name}.content")
+
+
+def _require_calls(calls: object, name: str) -> None:
+    if not isinstance(calls, list):
+        raise BadRecord(f"{name}.tool_calls is {type(calls).__name__}, not a list", "give a list of calls")
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadRecord(f"{name} calls a tool without a name", "give {function: {name: ..., arguments: {...}}}")
+
+
+def _calls_of_text(value: object, name: str) -> list[dict[str, Any]]:
+    try:
+        call = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        call = None
+    if not isinstance(call, Mapping) or "name" not in call:
+        raise BadRecord(f"{name} is no call of a function", 'give {"name": ..., "arguments": {...}} as JSON')
+    return [{"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}]
+
+
+def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
+    tools = fields.get("tools")
+    if isinstance(tools, str):
+        if not tools.strip():
+            return None
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise BadRecord(f"tools is not JSON: {error}", "write it with json.dumps") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(each, Mapping) for each in tools):
+        raise BadRecord("tools is no list of schemas", "give a list of JSON schemas")
+    return tuple(dict(each) for each in tools)
+
+
+def _template_args(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = fields.get("chat_template_kwargs") or {}
+    if not isinstance(found, Mapping):
+        raise BadRecord("chat_template_kwargs is no object", "give {name: value}")
+    return found
+
+
+def _alpaca(fields: Mapping[str, Any]) -> Example:
+    instruction, answer = _text(fields["instruction"], "instruction"), _text(fields["output"], "output")
+    given = fields.get("input")
+    given = "" if given is None else _text(given, "input")
+    if not instruction.strip() and not given.strip():
+        raise BadRecord("instruction and input are empty", "fill them in, or drop the record")
+    question = ALPACA_WITH_INPUT.format(instruction=instruction, input=given) if given.strip() else instruction
+    messages: list[Message] = []
+    if fields.get("system"):
+        messages.append({"role": "system", "content": _text(fields["system"], "system")})
+    for turn in fields.get("history") or ():
+        if not isinstance(turn, list | tuple) or len(turn) != 2:
+            raise BadRecord("history is no list of [instruction, output]", "give pairs")
+        messages += [
+            {"role": "user", "content": _text(turn[0], "history")},
+            {"role": "assistant", "content": _text(turn[1], "history")},
+        ]
+    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return Example(tuple(messages))
+
+
+def _completion(fields: Mapping[str, Any], roles: Mapping[str, str]) -> Example:
+    prompt, completion = fields["prompt"], fields["completion"]
+    if isinstance(prompt, str) != isinstance(completion, str):
+        remedy = "give both as strings, or both as lists of messages"
+        raise BadRecord("one of prompt and completion is text, the other a list of messages", remedy)
+    if isinstance(prompt, str):
+        return Example(prompt=prompt, completion=_text(completion, "completion"))
+    before, after = _messages(prompt, "prompt", roles), _messages(completion, "completion", roles)
+    return Example((*before, *after), _tools(fields), len(before), template_args=_template_args(fields))
+
+
+def _pair(fields: Mapping[str, Any], roles: Mapping[str, str]) -> Pair:
+    chosen, rejected, prompt = fields["chosen"], fields["rejected"], fields.get("prompt")
+    kinds = {isinstance(each, str) for each in (chosen, rejected)}
+    if len(kinds) > 1:
+        raise BadRecord("one of chosen and rejected is text, the other a list", "give both in one form")
+    scores = _scores(fields)
+    if kinds == {True}:
+        if prompt is None:
+            shared = _shared_turns(chosen, rejected)
+            chosen, rejected, prompt = chosen[len(shared) :], rejected[len(shared) :], shared
+        if not isinstance(prompt, str):
+            raise BadRecord("prompt is a list of messages, chosen is text", "give all in one form")
+        texts = Example(prompt=prompt, completion=chosen), Example(prompt=prompt, completion=rejected)
+        return Pair(*texts, scores=scores)
+    good, bad = _messages(chosen, "chosen", roles), _messages(rejected, "rejected", roles)
+    before: list[Message] = []
+    if isinstance(prompt, list | tuple):
+        before = _messages(prompt, "prompt", roles)
+    elif isinstance(prompt, str) and good[0]["role"] == "assistant":
+        before = [{"role": "user", "content": prompt}]
+    if not before:  # the conversations repeat the prompt
+        before = _shared(good, bad)
+    count = len(before)
+    if not count:
+        raise BadRecord("chosen and rejected begin with different messages", "give both the same prompt")
+    if not all(each[:count] == before and len(each) > count for each in (good, bad)):
+        good, bad = before + good, before + bad
+    tools, args = _tools(fields), _template_args(fields)
+    one, other = (Example(tuple(each), tools, count, template_args=args) for each in (good, bad))
+    return Pair(one, other, scores)
+
+
+def _shared(good: list[Message], bad: list[Message]) -> list[Message]:
+    """Return the messages before the first difference; the answer of equal conversations is the last message."""
+    limit = min(len(good), len(bad)) - 1
+    return good[: next((at for at in range(limit) if good[at] != bad[at]), limit)]
+
+
+def _shared_turns(chosen: str, rejected: str) -> str:
+    """Return the shared beginning of two texts up to the last mark of a turn, as in ``\\n\\nAssistant:``."""
+    limit = next((at for at, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    common = chosen[: min(len(chosen), len(rejected)) if limit is None else limit]
+    marks = [each.end() for each in re.finditer(r"\n\n(?:Assistant|Human):", common)]
+    return common[: marks[-1]] if marks else ""
+
+
+def _scores(fields: Mapping[str, Any]) -> tuple[float, float] | None:
+    for good, bad in (
+        ("score_chosen", "score_rejected"),
+        ("chosen_score", "rejected_score"),
+        ("chosen_rating", "rejected_rating"),
+    ):
+        values = fields.get(good), fields.get(bad)
+        if all(isinstance(each, int | float) for each in values):
+            return float(values[0]), float(values[1])  # type: ignore[arg-type]
+    return None

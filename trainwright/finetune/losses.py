@@ -1,0 +1,264 @@
+"""Losses of fine-tuning beyond the next token: preferences (DPO), reward models, and distillation.
+
+Each returns a sum over pairs or tokens and its weight, so accumulation and ranks give the gradient of the full batch.
+
+Shapes: B pairs, R = 2B rows (chosen, then rejected), T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainwright.data.padding import ATTENTION_KEY, IGNORE
+from trainwright.data.token_rows import IDS, LABELS
+from trainwright.engine.loss import Batch, Loss
+from trainwright.engine.token_batch import reads_one_row, takes, token_batch
+from trainwright.errors import UsageError
+
+REFERENCE_CHOSEN, REFERENCE_REJECTED = "reference_chosen", "reference_rejected"
+"""Keys of a preference sample: log-probabilities of its completions under the reference model."""
+UNKNOWN = 1.0
+"""The value of a log-probability that is not computed yet; those that are known are not above 0."""
+
+
+class DPO(nn.Module):
+    """Direct preference optimization (https://arxiv.org/abs/2305.18290), with the sigmoid loss.
+
+    A batch has ``chosen_input_ids``, ``chosen_labels`` (unshifted; -100 on the prompt), the same for ``rejected_``, and
+    ``reference_chosen`` and ``reference_rejected``, the log-probabilities of the completions under the reference model.
+    A run computes these with its initial weights, before the first step.
+
+    Args:
+        beta: Strength of the bond to the reference model.
+        label_smoothing: Probability that a preference is the wrong way round (conservative DPO).
+    """
+
+    needs_reference = True
+
+    def __init__(self, beta: float = 0.1, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        if beta <= 0:
+            raise UsageError(f"dpo: beta must be above 0; got {beta}", remedy="try beta: 0.1")
+        if not 0 <= label_smoothing < 0.5:
+            rule = f"dpo: label_smoothing must be in [0, 0.5); got {label_smoothing}"
+            raise UsageError(rule, remedy="leave it out, or try label_smoothing: 0.1")
+        self.beta = beta
+        self.label_smoothing = label_smoothing
+
+    def forward(self, model: nn.Module, batch: Batch) -> Loss:
+        """Return the summed loss over the pairs, with the margin and accuracy of the implied rewards."""
+        policies_B = completion_log_probs(model, batch)
+        references_B = [batch.get(name) for name in (REFERENCE_CHOSEN, REFERENCE_REJECTED)]
+        if None in references_B:
+            raise UsageError(
+                f"dpo: the batch has no {REFERENCE_CHOSEN} and {REFERENCE_REJECTED}",
+                remedy="train with tw.fit or a recipe, which compute them, or see "
+                "trainwright.finetune.reference.with_reference",
+            )
+        # Until a run has computed the reference, for example in `trainwright check`, the policy is the reference.
+        rewards_B = [
+            self.beta * (policy - torch.where(reference > 0, policy.detach(), reference.to(policy.dtype)))
+            for policy, reference in zip(policies_B, references_B, strict=True)
+        ]
+        margin_B = rewards_B[0] - rewards_B[1]
+        smoothing = self.label_smoothing
+        loss_B = -(1 - smoothing) * F.logsigmoid(margin_B) - smoothing * F.logsigmoid(-margin_B)
+        return Loss(loss_B.sum(), float(len(loss_B)), _reward_metrics(*rewards_B))
+
+
+def bradley_terry(model: nn.Module, batch: Batch, *, center: float = 0.0) -> Loss:
+    """Reward model: -log sigmoid of the difference of two rewards (Bradley-Terry), per pair.
+
+    The model returns one logit for each row, as ``AutoModelForSequenceClassification`` with ``num_labels=1`` does. The
+    reward is that of the last token that is no padding. A key ``margin`` of the batch is subtracted from the
+    difference.
+
+    Args:
+        center: Weight of the squared sum of both rewards, which keeps them near 0 (https://arxiv.org/abs/2312.09244).
+    """
+    rows = pair_rows(batch)
+    rewards_R = rewards(model, rows)
+    chosen_B, rejected_B = rewards_R.chunk(2)
+    loss_B = -F.logsigmoid(chosen_B - rejected_B - batch.get("margin", 0.0))
+    if center:
+        loss_B = loss_B + center * (chosen_B + rejected_B).square()
+    return Loss(loss_B.sum(), float(len(loss_B)), _reward_metrics(chosen_B, rejected_B))
+
+
+class Distillation(nn.Module):
+    """Knowledge distillation of a causal language model: forward KL from a teacher, per label that is not -100.
+
+    The loss of a token is ``weight * T**2 * KL(teacher || student) + (1 - weight) * cross-entropy``, both
+    distributions at temperature T (https://arxiv.org/abs/1503.02531). Batches are those of ``hf_causal_lm``.
+
+    Args:
+        teacher: A module, or the folder of a model of transformers. It is frozen and not saved in checkpoints.
+        temperature: Temperature of both distributions.
+        weight: Weight of the KL divergence; the rest is that of the labels.
+    """
+
+    def __init__(self, teacher: nn.Module | str, temperature: float = 1.0, weight: float = 1.0) -> None:
+        super().__init__()
+        if temperature <= 0 or not 0 <= weight <= 1:
+            raise UsageError(
+                f"distillation: temperature={temperature} must be above 0 and weight={weight} in [0, 1]",
+                remedy="try temperature: 2.0 and weight: 0.5",
+            )
+        self.teacher = (_loaded_teacher(teacher) if isinstance(teacher, str) else teacher).requires_grad_(False).eval()
+        self.temperature = temperature
+        self.weight = weight
+        self.register_state_dict_post_hook(_drop_teacher)  # type: ignore[no-untyped-call]
+
+    def forward(self, model: nn.Module, batch: Batch) -> Loss:
+        """Return the summed loss over the labels, with both of its terms."""
+        called = token_batch(model, batch, one_row=reads_one_row(self.teacher))
+        inputs = {name: value for name, value in called.inputs.items() if takes(self.teacher, name)}
+        student_BTV = model(**called.inputs).logits
+        with torch.no_grad():
+            teacher_BTV = self.teacher(**inputs).logits
+        if teacher_BTV.shape[-1] != student_BTV.shape[-1]:
+            raise UsageError(
+                f"distillation: the teacher has {teacher_BTV.shape[-1]:,} tokens and the student "
+                f"{student_BTV.shape[-1]:,}",
+                remedy="use a teacher with the vocabulary of the student",
+            )
+        counted_BT = called.target != IGNORE
+        student_NV, target_N = student_BTV[counted_BT].float(), called.target[counted_BT]
+        kl = self.temperature**2 * F.kl_div(
+            F.log_softmax(student_NV / self.temperature, -1),
+            F.log_softmax(teacher_BTV[counted_BT].float() / self.temperature, -1),
+            reduction="sum",
+            log_target=True,
+        )
+        cross_entropy = F.cross_entropy(student_NV, target_N, reduction="sum")
+        total = self.weight * kl + (1 - self.weight) * cross_entropy
+        terms = {"kl": kl.detach(), "cross_entropy": cross_entropy.detach()}
+        return Loss(total, float(len(target_N)), terms, student_BTV, called.target)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode; the teacher stays in evaluation mode."""
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+
+def _drop_teacher(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Remove the teacher from a state dict, so that no checkpoint contains it."""
+    for name in [each for each in state if each.startswith(f"{prefix}teacher.")]:
+        del state[name]
+
+
+class PairRows(NamedTuple):
+    """The completions of B pairs as R rows, the chosen ones first."""
+
+    ids: Tensor
+    labels: Tensor
+    mask: Tensor
+
+    @property
+    def batch(self) -> dict[str, Tensor]:
+        """Return them as a padded batch."""
+        return {IDS: self.ids, LABELS: self.labels, ATTENTION_KEY: self.mask}
+
+
+def pair_rows(batch: Mapping[str, Tensor]) -> PairRows:
+    """Return both completions of each pair of a batch in one tensor, padded to the longest.
+
+    Raises UsageError for a batch that has no pairs.
+    """
+    needed = [f"{which}_{key}" for which in ("chosen", "rejected") for key in (IDS, LABELS)]
+    if not isinstance(batch, Mapping) or any(name not in batch for name in needed):
+        got = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise UsageError(
+            f"the loss compares two completions, and the batch has {got}", remedy=f"give samples with {needed}"
+        )
+    longest = max(batch[f"{which}_{IDS}"].shape[1] for which in ("chosen", "rejected"))
+
+    def joined(key: str, fill: int) -> Tensor:
+        parts = []
+        for which in ("chosen", "rejected"):
+            part = batch.get(f"{which}_{key}")
+            part = torch.ones_like(batch[f"{which}_{IDS}"]) if part is None else part
+            parts.append(F.pad(part, (0, longest - part.shape[1]), value=fill))
+        return torch.cat(parts)
+
+    return PairRows(joined(IDS, 0), joined(LABELS, IGNORE), joined(ATTENTION_KEY, 0))
+
+
+def completion_log_probs(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the summed log-probability of the labels of the chosen and of the rejected completions, (B,) each."""
+    called = token_batch(model, pair_rows(batch).batch)
+    logits_RTV = model(**called.inputs).logits
+    loss_RT = F.cross_entropy(logits_RTV.float().transpose(1, 2), called.target, reduction="none", ignore_index=IGNORE)
+    chosen_B, rejected_B = (-loss_RT.sum(1)).chunk(2)
+    return chosen_B, rejected_B
+
+
+def rewards(model: nn.Module, rows: PairRows) -> Tensor:
+    """Return the reward of each row, (R,): the score of its last token that is no padding."""
+    with _scores_by_token(model) as scores:
+        output = model(**token_batch(model, rows.batch).inputs)
+    if scores:
+        last_R = rows.mask.sum(1) - 1
+        found_R = scores[-1].gather(1, last_R[:, None, None].expand(-1, 1, scores[-1].shape[-1])).squeeze(1)
+    else:
+        found_R = getattr(output, "logits", output)
+    if found_R.dim() > 1 and found_R.shape[-1] != 1:
+        raise UsageError(
+            f"a reward model returns one logit for each row; this one returns {tuple(found_R.shape)}",
+            remedy="build it with num_labels: 1, such as AutoModelForSequenceClassification",
+        )
+    return found_R.reshape(-1).float()
+
+
+@contextmanager
+def _scores_by_token(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Context in which the scores (R, T, 1) of a model of transformers are kept, for all tokens.
+
+    Such a model returns the score of the last token that is not ``pad_token_id``: the wrong one if padding is also the
+    end of a text. It refuses several rows without that id.
+    """
+    find = getattr(model, "get_base_model", None)
+    base: Any = find() if callable(find) else model
+    head, config, found = getattr(base, "score", None), getattr(base, "config", None), list[Tensor]()
+    if not isinstance(head, nn.Module) or config is None:
+        yield found
+        return
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    pad = text.pad_token_id
+    handle = head.register_forward_hook(lambda module, args, output: found.append(output))
+    text.pad_token_id = 0 if pad is None else pad
+    try:
+        yield found
+    finally:
+        text.pad_token_id = pad
+        handle.remove()
+
+
+def _reward_metrics(chosen_B: Tensor, rejected_B: Tensor) -> dict[str, Tensor]:
+    chosen_B, rejected_B = chosen_B.detach(), rejected_B.detach()
+    return {
+        "reward_chosen": chosen_B.sum(),
+        "reward_rejected": rejected_B.sum(),
+        "reward_margin": (chosen_B - rejected_B).sum(),
+        "reward_accuracy": (chosen_B > rejected_B).sum(),
+    }
+
+
+def _loaded_teacher(folder: str) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        teacher: nn.Module = AutoModelForCausalLM.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"distillation: the teacher {folder!r} cannot be loaded: {str(error).splitlines()[0]}",
+            remedy="give the folder of a model that save_pretrained wrote",
+        ) from None
+    return teacher

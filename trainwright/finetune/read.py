@@ -1,0 +1,299 @@
+"""Reads records from jsonl, json, csv and parquet files, folders and the hub, each with its place in the file."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import MissingExtra, UsageError, suggest_file, text_of
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json")
+"""A folder with one of these files was written by ``save_to_disk`` of the package datasets."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One record: its file (by its number in ``RecordSource.names``), its line or row, and its fields or a problem."""
+
+    file: int
+    line: int
+    fields: Mapping[str, Any]
+    problem: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class RecordSource:
+    """Where records come from.
+
+    Attributes:
+        names: Names of the files, as users know them.
+        digest: Hash of the content.
+        unit: What ``FileRecord.line`` counts: ``line`` from 1, or ``row`` from 0.
+        files: The files; empty for a dataset of the package datasets.
+        dataset: That dataset.
+    """
+
+    names: tuple[str, ...]
+    digest: str
+    unit: str
+    files: tuple[Path, ...] = ()
+    dataset: Any = None
+
+    def place(self, file: int, line: int) -> str:
+        """Return ``file:line``, or ``file row n`` for formats without lines."""
+        return f"{self.names[file]}:{line}" if self.unit == "line" else f"{self.names[file]} row {line}"
+
+    def records(self) -> Iterator[FileRecord]:
+        """Yield all records in the order of the files."""
+        if self.dataset is not None:
+            for row, fields in enumerate(self.dataset):
+                yield FileRecord(0, row, fields)
+            return
+        for number, path in enumerate(self.files):
+            yield from _READERS[path.suffix](number, path)
+
+
+def open_source(path: str | Path, *, split: str = "train", revision: str | None = None) -> RecordSource:
+    """Find the records that ``path`` names: a file, a folder, or the name of a dataset on the Hugging Face hub.
+
+    Args:
+        path: A .jsonl, .json, .csv or .parquet file, a folder of such files or one that ``save_to_disk`` wrote, or
+            a hub name.
+        split: Split of a dataset that has several.
+        revision: Branch, tag or commit of a hub dataset.
+
+    Raises:
+        UsageError: There are no such records.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        if any((local / name).exists() for name in SAVED_BY_DATASETS):
+            return _saved(local, split)
+        files = tuple(sorted(each for each in local.iterdir() if each.suffix in SUFFIXES))
+        if not files:
+            remedy = f"put files of {', '.join(SUFFIXES)} there, or a dataset written by save_to_disk"
+            raise UsageError(f"the folder {local} holds no data", remedy=remedy)
+        return _of_files(files)
+    if local.suffix in SUFFIXES or local.exists():
+        if not local.is_file():
+            raise UsageError(f"there is no file {local}", remedy=suggest_file(local, "the data"))
+        if local.suffix not in SUFFIXES:
+            raise UsageError(f"{local} is of no known format", remedy=f"give a file of {', '.join(SUFFIXES)}")
+        return _of_files((local,))
+    text = str(path)
+    if isinstance(path, Path) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1:
+        raise UsageError(f"there is no file or folder {local}", remedy=suggest_file(local, "the data"))
+    return _hub(text, split, revision)
+
+
+def _of_files(files: tuple[Path, ...]) -> RecordSource:
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.name} {path.stat().st_size}:".encode())
+        with path.open("rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
+    units = {"row" if path.suffix == ".parquet" else "line" for path in files}
+    if len(units) > 1:
+        remedy = "put them into folders of their own"
+        raise UsageError(f"the folder {files[0].parent} mixes .parquet with other formats", remedy=remedy)
+    return RecordSource(tuple(path.name for path in files), digest.hexdigest(), units.pop(), files)
+
+
+def _library() -> Any:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        if error.name != "datasets":
+            raise
+        raise MissingExtra("datasets", needed_for="a dataset that is no file") from None
+    return datasets
+
+
+def _saved(folder: Path, split: str) -> RecordSource:
+    library = _library()
+    try:
+        found = library.load_from_disk(str(folder))
+    except Exception as error:
+        remedy = "write it again with dataset.save_to_disk(folder)"
+        raise UsageError(f"{folder} cannot be read: {text_of(error, lines=1)}", remedy=remedy) from None
+    return _of_dataset(_split_of(found, split, str(folder)), folder.name)
+
+
+def _hub(name: str, split: str, revision: str | None) -> RecordSource:
+    library = _library()
+    try:
+        found = library.load_dataset(name, revision=revision)
+    except Exception as error:  # of the hub client, the network, or the format
+        remedy = f"check the name and the network, or give a file; relative paths start at {Path.cwd()}"
+        raise UsageError(f"the dataset {name!r} cannot be loaded: {text_of(error, lines=1)}", remedy=remedy) from None
+    return _of_dataset(_split_of(found, split, name), name)
+
+
+def _split_of(found: Any, split: str, name: str) -> Any:
+    if not isinstance(found, dict):
+        return found
+    if split not in found:
+        remedy = f"it has {', '.join(found)}: set source_split"
+        raise UsageError(f"{name} has no split {split!r}", remedy=remedy)
+    return found[split]
+
+
+def _of_dataset(dataset: Any, name: str) -> RecordSource:
+    plain = dataset.with_format(None)
+    return RecordSource((name,), hashlib.sha256(str(dataset._fingerprint).encode()).hexdigest(), "row", dataset=plain)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str | None, str]]:
+    """Yield (line number, text, problem) of a UTF-8 file; the text is None where it cannot be decoded."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if number == 1 and raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+                yield number, None, "the file is UTF-16"
+                return
+            if number == 1 and raw.startswith(b"\xef\xbb\xbf"):
+                raw = raw[3:]
+            try:
+                yield number, raw.decode("utf-8"), ""
+            except UnicodeDecodeError as error:
+                yield number, None, f"not UTF-8 at byte {error.start} of the line"
+
+
+def _jsonl(number: int, path: Path) -> Iterator[FileRecord]:
+    encoding = f"convert it: iconv -f LATIN1 -t UTF-8 {path.name} (or the encoding that it has)"
+    for line, text, problem in _lines(path):
+        if text is None:
+            yield FileRecord(number, line, {}, problem, encoding)
+        elif text.strip():
+            yield _parsed(number, line, text)
+
+
+def _parsed(number: int, line: int, text: str) -> FileRecord:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        quoted = text.lstrip().startswith("{'")
+        remedy = "write it with json.dumps, not str(): JSON has double quotes" if quoted else "write it with json.dumps"
+        if not text.endswith("\n") and not text.rstrip().endswith("}"):
+            remedy = "the file ends in the middle of a record: write or copy it again"
+        return FileRecord(number, line, {}, f"not JSON: {error}", remedy)
+    if not isinstance(value, dict):
+        return FileRecord(number, line, {}, f"a {type(value).__name__}, not an object", "write one {...} a line")
+    return FileRecord(number, line, value)
+
+
+def _json(number: int, path: Path) -> Iterator[FileRecord]:
+    """Yield the objects of a JSON list. A file with one object a line is read as .jsonl."""
+    texts = []
+    for line, text, problem in _lines(path):
+        if text is None:
+            remedy = f"convert it: iconv -f LATIN1 -t UTF-8 {path.name} (or the encoding that it has)"
+            yield FileRecord(number, line, {}, problem, remedy)
+            return
+        texts.append(text)
+    text = "".join(texts)
+    if text.lstrip().startswith("{"):
+        yield from _one_object_or_lines(number, text, path)
+        return
+    decoder, at = json.JSONDecoder(), text.find("[") + 1
+    while at:
+        at = _skip(text, at)
+        if text[at : at + 1] in ("]", ""):
+            if not text[at:]:
+                yield FileRecord(number, _line_at(text, at), {}, "the list has no end", "write or copy the file again")
+            return
+        line = _line_at(text, at)
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except ValueError as error:
+            yield FileRecord(number, line, {}, f"not JSON: {error}", "write it with json.dump")
+            return
+        if isinstance(value, dict):
+            yield FileRecord(number, line, value)
+        else:
+            yield FileRecord(number, line, {}, f"a {type(value).__name__}, not an object", "give a list of objects")
+    if text.strip():
+        yield FileRecord(number, 1, {}, "no list of records", "give a list of objects: [{...}, {...}]")
+
+
+def _one_object_or_lines(number: int, text: str, path: Path) -> Iterator[FileRecord]:
+    lines = text.splitlines()
+    try:
+        value = json.loads(text)
+    except ValueError:
+        for line, each in enumerate(lines, start=1):
+            if each.strip():
+                yield _parsed(number, line, f"{each}\n" if line < len(lines) else each)
+        return
+    lists = [name for name, each in value.items() if isinstance(each, list) and each and isinstance(each[0], dict)]
+    if len(lists) == 1 and lists[0] not in ("messages", "conversations"):  # {"data": [...]}
+        for row, each in enumerate(value[lists[0]]):
+            yield FileRecord(number, row, each)
+        return
+    yield FileRecord(number, 1, value)
+
+
+def _skip(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n,":
+        at += 1
+    return at
+
+
+def _line_at(text: str, at: int) -> int:
+    return text.count("\n", 0, at) + 1
+
+
+def _csv(number: int, path: Path) -> Iterator[FileRecord]:
+    problems = [(line, problem) for line, text, problem in _lines(path) if text is None]
+    if problems:
+        line, problem = problems[0]
+        yield FileRecord(number, line, {}, problem, f"convert it: iconv -f LATIN1 -t UTF-8 {path.name}")
+        return
+    csv.field_size_limit(2**31 - 1)
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = csv.reader(file)
+        names = next(rows, [])
+        begin = rows.line_num + 1
+        for row in rows:
+            if row and len(row) != len(names):
+                problem = f"{len(row)} fields, the header has {len(names)}"
+                yield FileRecord(number, begin, {}, problem, "quote fields that contain commas or line ends")
+            elif row:
+                yield FileRecord(number, begin, {name: _cell(each) for name, each in zip(names, row, strict=True)})
+            begin = rows.line_num + 1
+
+
+def _cell(text: str) -> object:
+    """Return a list or object that was written as JSON into a cell, else the text."""
+    if text[:1] in "[{" and text[:1]:
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+    return text
+
+
+def _parquet(number: int, path: Path) -> Iterator[FileRecord]:
+    try:
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        raise MissingExtra("pyarrow", needed_for=".parquet files") from None
+    row = 0
+    try:
+        with parquet.ParquetFile(path) as table:
+            for batch in table.iter_batches(batch_size=256):
+                for fields in batch.to_pylist():
+                    yield FileRecord(number, row, fields)
+                    row += 1
+    except Exception as error:  # pyarrow has errors of its own
+        yield FileRecord(number, row, {}, f"not readable: {text_of(error, lines=1)}", "write or copy the file again")
+
+
+_READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}

@@ -1,0 +1,401 @@
+"""Keeps tokenized records in a folder of the cache that is named by a hash of everything that they depend on.
+
+A shard is two files of NumPy arrays without pickled objects: ``shard-00000.tokens.npy`` and ``shard-00000.rows.npy``.
+Each is written under another name, flushed to the disk and renamed, the rows last. A shard is complete when it has
+rows. Tokenization that was killed goes on after the last complete shard and gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainwright.errors import StorageError, UsageError
+from trainwright.finetune.defects import Defect
+from trainwright.finetune.encode import Encoded, Encoder
+from trainwright.finetune.layouts import BadRecord, Example, Pair, Use, example_of
+from trainwright.finetune.read import FileRecord, RecordSource
+from trainwright.finetune.similarity import HASHES, content_hash, signature
+from trainwright.finetune.tokenizer import tokenizer_digest
+from trainwright.runs.printing import printable
+
+FORMAT = 1
+"""Increased when the same records give other tokens or other files."""
+SHARD_RECORDS = 1000
+MAX_PROBLEMS_SHOWN = 8
+MIN_SHOWN_S = 2.0
+"""Progress is shown if tokenization takes longer."""
+TOKEN = np.dtype([("id", "<i4"), ("turn", "<u2"), ("role", "u1"), ("supervised", "u1")])
+ROW = np.dtype(
+    [
+        ("length", "<i8"),
+        ("line", "<i8"),
+        ("hash", "<u8"),
+        ("answer", "<u8"),
+        ("defects", "<u4"),
+        ("file", "<u2"),
+        ("kept", "u1"),
+        ("rejected", "u1"),
+        ("signature", "<u4", (HASHES,)),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class EncodingOptions:
+    """What determines the tokens of a record, besides the tokenizer."""
+
+    use: Use
+    train_on: str = "assistant"
+    max_length: int | None = None
+    truncate: str = "error"
+    on_bad_record: str = "stop"
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Store:
+    """A complete folder of tokenized records. ``digest`` is a hash of its tokens."""
+
+    folder: Path
+    shards: int
+    digest: str
+    names: tuple[str, ...]
+    unit: str
+
+    def rows(self) -> NDArray[Any]:
+        """Return all rows, those that are left out included."""
+        return np.concatenate([np.load(_rows_file(self.folder, at), allow_pickle=False) for at in range(self.shards)])
+
+    def tokens(self) -> list[NDArray[Any]]:
+        """Return the tokens of each shard, memory-mapped."""
+        return [_load_tokens(self.folder, at) for at in range(self.shards)]
+
+    def place(self, row: Any) -> str:
+        """Return the place of a row in the files of the user."""
+        name, line = self.names[int(row["file"])], int(row["line"])
+        return f"{name}:{line}" if self.unit == "line" else f"{name} row {line}"
+
+
+def cache_folder(given: str | Path | None = None) -> Path:
+    """Return the folder of the cache: as given, ``$TRAINWRIGHT_CACHE``, or ``~/.cache/trainwright``."""
+    if given is not None:
+        return Path(given).expanduser()
+    if named := os.environ.get("TRAINWRIGHT_CACHE"):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainwright"
+
+
+def store_key(source: RecordSource, encoder: Encoder, options: EncodingOptions) -> str:
+    """Return the hash of everything that the tokens depend on."""
+    import tokenizers
+    import transformers
+
+    facts = {
+        "format": FORMAT,
+        "source": source.digest,
+        "names": source.names,
+        "tokenizer": tokenizer_digest(encoder.tokenizer),
+        "options": asdict(options),
+        "versions": [transformers.__version__, tokenizers.__version__],
+        "shard": SHARD_RECORDS,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def tokenized(source: RecordSource, encoder: Encoder, options: EncodingOptions, cache: Path) -> Store:
+    """Return the tokenized records of a source, from the cache if it has them.
+
+    Raises:
+        UsageError: Records cannot be used. Names the first of them with file and line.
+        StorageError: The cache cannot be written.
+    """
+    folder = cache / "tokens" / store_key(source, encoder, options)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            done = _finished(folder)
+            if done is None:
+                done = _build(folder, source, encoder, options)
+    except OSError as error:
+        remedy = "free space or permit writing there, or set cache to another folder"
+        raise StorageError(f"the cache {folder} cannot be written: {error.strerror or error}", remedy=remedy) from None
+    return Store(folder, done.shards, done.digest, source.names, source.unit)
+
+
+class TokenizationProgress:
+    """Shows on a terminal how many records are tokenized, if it takes long."""
+
+    def __init__(self, name: str, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._out, self._clock = name, out or sys.stderr, clock
+        self._begin_s, self._shown = clock(), ""
+
+    def show(self, records: int) -> None:
+        """Write the number over the one before."""
+        if self._out.isatty() and self._clock() - self._begin_s > MIN_SHOWN_S:
+            self._shown = f"tokenizing {printable(self._name)}: {records:,} records"
+            self._out.write(f"\r{self._shown}")
+            self._out.flush()
+
+    def close(self) -> None:
+        """Erase the line."""
+        if self._shown:
+            self._out.write(f"\r{' ' * len(self._shown)}\r")
+            self._out.flush()
+
+
+class _Done(NamedTuple):
+    """The number of shards of a complete folder, and the hash of their tokens."""
+
+    shards: int
+    digest: str
+
+
+def _build(folder: Path, source: RecordSource, encoder: Encoder, options: EncodingOptions) -> _Done:
+    records = source.records()
+    number, layout = 0, ""
+    progress = TokenizationProgress(source.names[0])
+    while some := list(islice(records, SHARD_RECORDS)):
+        layout = layout or _layout_of_first(some, options)
+        if not _is_complete(folder, number):
+            rows, tokens = _Shard(source, encoder, options, layout).encode(some)
+            _write(_tokens_file(folder, number), tokens)
+            _write(_rows_file(folder, number), rows)
+        number += 1
+        progress.show(number * SHARD_RECORDS)
+    progress.close()
+    if not number:
+        raise UsageError(f"{source.names[0]} has no records", remedy="check that it is the right file")
+    digest = hashlib.sha256()
+    for at in range(number):
+        digest.update(np.load(_rows_file(folder, at), allow_pickle=False)["length"].tobytes())
+        digest.update(_load_tokens(folder, at).tobytes())
+    done = _Done(number, digest.hexdigest())
+    _replace(folder / "done.json", json.dumps({"format": FORMAT, **done._asdict()}).encode())
+    return done
+
+
+def _layout_of_first(records: Sequence[FileRecord], options: EncodingOptions) -> str:
+    for record in records:
+        with suppress(BadRecord):
+            return example_of(_renamed(record.fields, options.columns), options.use, options.roles)[0]
+    return ""
+
+
+def _renamed(fields: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the fields with the names of the layouts; ``columns`` maps them to those in the file."""
+    if not columns:
+        return fields
+    return {**fields, **{name: fields[theirs] for name, theirs in columns.items() if theirs in fields}}
+
+
+class _Shard:
+    """Encodes the records of one shard."""
+
+    def __init__(self, source: RecordSource, encoder: Encoder, options: EncodingOptions, layout: str) -> None:
+        self.source, self.encoder, self.options, self.layout = source, encoder, options, layout
+        self.problems: list[tuple[FileRecord, BadRecord]] = []
+
+    def encode(self, records: Sequence[FileRecord]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return rows and tokens. Raises UsageError for bad records, unless they are to be skipped."""
+        parsed = [(record, self._parsed(record)) for record in records]
+        examples = [each for _, item in parsed if item for each in _examples(item)]
+        rendered = []
+        bad_examples = set()
+        at = 0
+        for record, item in parsed:
+            for each in _examples(item) if item else ():
+                try:
+                    rendered.append(self.encoder.renderer.render(each) if each.messages else None)
+                except BadRecord as error:
+                    self.problems.append((record, error))
+                    rendered.append(None)
+                    bad_examples.add(at)
+                at += 1
+        if self.problems and self.options.on_bad_record == "stop":
+            raise self._error(len(records))
+        usable = [at not in bad_examples for at in range(len(examples))]
+        found = iter(
+            self.encoder.encode(
+                [each for each, good in zip(examples, usable, strict=True) if good],
+                [each for each, good in zip(rendered, usable, strict=True) if good],
+            )
+        )
+        encoded = [next(found) if good else None for good in usable]
+        rows, tokens, at = [], [], 0
+        too_long: list[tuple[FileRecord, int]] = []
+        for record, item in parsed:
+            count = len(_examples(item)) if item else 0
+            sequences, at = encoded[at : at + count], at + count
+            made = self._rows(record, item, sequences, too_long)
+            rows += [row for row, _ in made]
+            tokens += [each for _, each in made if each is not None]
+        if too_long:
+            raise self._too_long(too_long)
+        return np.array(rows, dtype=ROW), np.concatenate([*tokens, np.zeros(0, TOKEN)])
+
+    def _parsed(self, record: FileRecord) -> Example | Pair | None:
+        try:
+            if record.problem:
+                raise BadRecord(record.problem, record.remedy)
+            fields = _renamed(record.fields, self.options.columns)
+            layout, found = example_of(fields, self.options.use, self.options.roles)
+            if layout != self.layout:
+                raise BadRecord(
+                    f"it is of the layout {layout!r}, the records before are {self.layout!r}",
+                    "convert the file to one layout, or make two data sets of it",
+                )
+            return found
+        except BadRecord as error:
+            self.problems.append((record, error))
+            return None
+
+    def _rows(
+        self,
+        record: FileRecord,
+        item: Example | Pair | None,
+        sequences: Sequence[Encoded | None],
+        too_long: list[tuple[FileRecord, int]],
+    ) -> list[tuple[Any, NDArray[Any] | None]]:
+        """Return (row, tokens) of each sequence of a record; no tokens if the record is left out."""
+        none = np.zeros(HASHES, np.uint32)
+        if item is None or any(each is None for each in sequences):
+            return [((0, record.line, 0, 0, int(Defect.BAD_RECORD), record.file, 0, 0, none), None)]
+        whole = [each for each in sequences if each is not None]
+        longest = max(len(each.ids) for each in whole)
+        is_too_long = any(map(self.encoder.is_too_long, whole))
+        if is_too_long and self.options.truncate == "error":
+            too_long.append((record, longest))
+        cut = [self.encoder.cut(each) for each in whole]
+        parts = [part for each in _examples(item) for part in each.content()]
+        extra = _of_pair(item) if isinstance(item, Pair) else Defect(0)
+        extra |= Defect.TOO_LONG if is_too_long and self.options.truncate == "drop" else Defect(0)
+        if len(cut) == 2 and np.array_equal(cut[0].ids, cut[1].ids):
+            extra |= Defect.SAME_PAIR
+        kept = all(each.supervised.any() for each in cut) and not extra & Defect.TOO_LONG
+        identity, signed = content_hash(parts), signature(parts)
+        answer = content_hash([each for each in parts if each[0] == "assistant"][-1:])
+        made: list[tuple[Any, NDArray[Any] | None]] = []
+        for number, each in enumerate(cut):
+            tokens = np.zeros(len(each.ids), TOKEN)
+            tokens["id"], tokens["turn"], tokens["role"] = each.ids, each.turns, each.roles
+            tokens["supervised"] = each.supervised
+            defects = int(each.defects | extra)
+            row = (len(tokens), record.line, identity, answer, defects, record.file, kept, number, signed)
+            made.append((row, tokens))
+        return made
+
+    def _error(self, count: int) -> UsageError:
+        shown = [
+            f"{self.source.place(record.file, record.line)}: {error.problem}\n    remedy: {error.remedy}"
+            for record, error in self.problems[:MAX_PROBLEMS_SHOWN]
+        ]
+        more = len(self.problems) - len(shown)
+        rest = [f"and {more} more in these {count:,} records"] if more else []
+        total = len({(record.file, record.line) for record, _ in self.problems})
+        head = f"{total} record{'' if total == 1 else 's'} cannot be used:"
+        remedy = "repair them, or set on_bad_record: skip, which leaves them out and counts them"
+        return UsageError("\n  ".join([head, *shown, *rest]), remedy=remedy)
+
+    def _too_long(self, found: Sequence[tuple[FileRecord, int]]) -> UsageError:
+        (record, length), limit = found[0], self.options.max_length
+        place = self.source.place(record.file, record.line)
+        longest = max(each for _, each in found)
+        count = f"{len(found)} record{' is' if len(found) == 1 else 's are'}"
+        return UsageError(
+            f"{count} longer than max_length: {limit}; {place} has {length} tokens, the longest {longest}",
+            remedy=f"set max_length: {longest}, or truncate: right, left or drop",
+        )
+
+
+def _examples(item: Example | Pair) -> tuple[Example, ...]:
+    return (item.chosen, item.rejected) if isinstance(item, Pair) else (item,)
+
+
+def _of_pair(pair: Pair) -> Defect:
+    is_swapped = pair.scores is not None and pair.scores[0] < pair.scores[1]
+    return Defect.SCORES_SWAPPED if is_swapped else Defect(0)
+
+
+def _tokens_file(folder: Path, number: int) -> Path:
+    return folder / f"shard-{number:05d}.tokens.npy"
+
+
+def _rows_file(folder: Path, number: int) -> Path:
+    return folder / f"shard-{number:05d}.rows.npy"
+
+
+def _load_tokens(folder: Path, number: int) -> NDArray[Any]:
+    file = _tokens_file(folder, number)
+    try:
+        return np.asarray(np.load(file, allow_pickle=False, mmap_mode="r"))  # slices of a plain array are faster
+    except ValueError:  # an array without values cannot be mapped
+        return np.load(file, allow_pickle=False)  # type: ignore[no-any-return]
+
+
+def _is_complete(folder: Path, number: int) -> bool:
+    try:
+        rows = np.load(_rows_file(folder, number), allow_pickle=False)
+        tokens = _load_tokens(folder, number)
+    except (OSError, ValueError, EOFError):
+        return False
+    return rows.dtype == ROW and tokens.dtype == TOKEN and int(rows["length"].sum()) == len(tokens)
+
+
+def _finished(folder: Path) -> _Done | None:
+    """Return what a complete folder has, else None."""
+    try:
+        done = json.loads((folder / "done.json").read_text())
+        found = _Done(int(done["shards"]), str(done["digest"]))
+        is_readable = done["format"] == FORMAT and found.shards > 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if is_readable and all(_is_complete(folder, at) for at in range(found.shards)) else None
+
+
+def _write(path: Path, array: NDArray[Any]) -> None:
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    _replace(path, buffer.getvalue())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file so that it is there completely or not at all."""
+    own = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with own.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        own.replace(path)
+    except BaseException:
+        own.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process tokenize; others wait for its result. The lock ends with the process that holds it."""
+    with (folder / "lock").open("w") as file:
+        with suppress(OSError):  # a file system without locks: several processes write the same bytes
+            fcntl.flock(file, fcntl.LOCK_EX)
+            for left in folder.glob(".*"):  # of a process that was killed
+                left.unlink(missing_ok=True)
+        yield

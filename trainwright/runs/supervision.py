@@ -1,0 +1,181 @@
+"""The supervision audit of a run: which tokens or pixels carry loss, as ``supervision.json`` in the run folder."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from trainwright.runs.files import UnreadableFile, read_json
+
+NAME = "supervision.json"
+BEGIN_MARK, END_MARK = "⟦", "⟧"
+"""What encloses the text that carries loss."""
+WIDTH = 118
+MAX_FINDINGS_PRINTED = 12
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True)
+class LossShare:
+    """The tokens of one role or of one answer, and how many of them carry loss."""
+
+    name: str
+    tokens: int
+    supervised: int
+
+    @property
+    def fraction(self) -> float:
+        return self.supervised / self.tokens if self.tokens else 0.0
+
+    @property
+    def fraction_text(self) -> str:
+        return percent(self.fraction)
+
+
+@dataclass(frozen=True)
+class SupervisionFinding:
+    """One thing that was noticed: ``samples`` samples have it, and ``place`` is the first of them."""
+
+    name: str
+    severity: Severity
+    message: str
+    remedy: str
+    samples: int
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """A part of a decoded sample."""
+
+    text: str
+    supervised: bool
+
+
+@dataclass(frozen=True)
+class DecodedSample:
+    """A decoded sample, in parts that carry loss or do not."""
+
+    place: str
+    parts: tuple[MarkedText, ...]
+
+    def line(self) -> str:
+        """Return the text in one line, with marks around what carries loss."""
+        text = (f"{BEGIN_MARK}{each.text}{END_MARK}" if each.supervised else each.text for each in self.parts)
+        return "".join(text).replace("\r", "").replace("\n", "\\n")
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """The audit of one data set.
+
+    Attributes:
+        data: ``train`` or ``val``.
+        unit: What is counted: ``tokens``, ``pixels`` or ``targets``.
+        masked_by: What decides which of them carry loss.
+        samples: Samples that were examined.
+        size: Samples of the data set; None if unknown.
+        left_out: Records that are not trained on.
+        total: Tokens of the examined samples, without padding.
+        longest: Tokens of the longest sample.
+        supervised: How many of them carry loss.
+        padding: Padding beside them.
+        roles: By role.
+        turns: By number of the answer in its conversation.
+        findings: What was noticed, the most severe first.
+        decoded: A few samples as text.
+    """
+
+    data: str
+    unit: str
+    masked_by: str
+    samples: int
+    size: int | None
+    left_out: int
+    total: int
+    supervised: int
+    padding: int = 0
+    longest: int = 0
+    roles: tuple[LossShare, ...] = ()
+    turns: tuple[LossShare, ...] = ()
+    findings: tuple[SupervisionFinding, ...] = ()
+    decoded: tuple[DecodedSample, ...] = ()
+
+    @property
+    def fraction(self) -> float:
+        """The fraction of tokens that carry loss."""
+        return self.supervised / self.total if self.total else 0.0
+
+    @property
+    def fraction_text(self) -> str:
+        return percent(self.fraction)
+
+    @property
+    def refusal(self) -> SupervisionFinding | None:
+        """The finding for which the data set cannot be trained on."""
+        return next((each for each in self.findings if each.severity == "error"), None)
+
+    @property
+    def warnings(self) -> tuple[SupervisionFinding, ...]:
+        return tuple(each for each in self.findings if each.severity != "note")
+
+    def summary(self) -> str:
+        """Return the numbers in one line."""
+        examined = f"{self.samples:,}" if self.size in (None, self.samples) else f"{self.samples:,} of {self.size:,}"
+        text = f"{examined} samples, {self.total:,} {self.unit}, {self.fraction_text} carry loss"
+        text += f" ({self.masked_by})" if self.masked_by else ""
+        text += f", the longest has {self.longest:,}" if self.longest else ""
+        return text + (f"; {self.left_out:,} records left out" if self.left_out else "")
+
+    def lines(self) -> list[str]:
+        """Return the report as text, with decoded samples of a training set."""
+        found = _wrapped("supervision: " if self.data == "train" else f"supervision of {self.data}: ", self.summary())
+        if shares := self.shares():
+            found += _wrapped("  ", shares)
+        for each in self.findings[:MAX_FINDINGS_PRINTED]:
+            found += _wrapped(f"  {each.severity}: ", each.message)
+            found += _wrapped("    remedy: ", each.remedy)
+        for sample in self.decoded if self.data == "train" else ():
+            found += _wrapped(f"  {sample.place}: ", sample.line())
+        return found
+
+    def shares(self) -> str:
+        """Return the fractions by role and by answer as text; "" if they are unknown."""
+        groups = self.roles, self.turns if len(self.turns) > 1 else ()
+        return "; ".join(", ".join(map(_described, each)) for each in groups if each)
+
+
+def percent(fraction: float) -> str:
+    """Return a fraction as a percentage; only a true 0 or 1 is shown as such."""
+    text = f"{100 * fraction:.1f}"
+    if text == "0.0" and fraction > 0:
+        return "less than 0.1 %"
+    return f"{text} %" if text != "100.0" or fraction == 1 else "99.9 %"
+
+
+def read_supervision(path: Path) -> tuple[Supervision, ...]:
+    """Return the audits in a ``supervision.json``. Raises UnreadableFile."""
+    try:
+        return TypeAdapter(tuple[Supervision, ...]).validate_python(read_json(path))
+    except ValidationError as error:
+        raise UnreadableFile(path, f"{error.error_count()} values are not as Trainwright writes them") from None
+
+
+def _described(share: LossShare) -> str:
+    return f"{share.name}: {share.fraction_text} of {share.tokens:,}"
+
+
+def _wrapped(head: str, text: str) -> list[str]:
+    indent = " " * min(len(head), 12)
+    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False) or [head]
+
+
+def most_severe_first(findings: Sequence[SupervisionFinding]) -> tuple[SupervisionFinding, ...]:
+    """Return findings by severity, otherwise in their order."""
+    order = ("error", "warning", "note")
+    return tuple(sorted(findings, key=lambda each: order.index(each.severity)))

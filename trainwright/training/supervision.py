@@ -1,0 +1,79 @@
+"""Audits what a run is supervised by, before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from trainwright.assembly.assemble import Parts
+from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.rng import preserved_rng
+from trainwright.data.first_samples import first_samples
+from trainwright.data.padding import IGNORE
+from trainwright.data.unwrap import Unwrapped
+from trainwright.engine.loss import ModelLoss
+from trainwright.errors import DataError
+from trainwright.finetune.audit import audit_batches, audit_set, limits_of, special_ids, tokenized_set_of
+from trainwright.runs.supervision import Supervision
+
+MAX_SAMPLES_READ = 64
+"""Samples that are read before a set is refused because its first batch carries no loss."""
+
+
+def audit_parts(
+    parts: Parts, first: StepBatch | None = None, left_out: Collection[int] = ()
+) -> tuple[Supervision, ...]:
+    """Return the audits of the data sets: all of a tokenized set, of any other its first batch.
+
+    Args:
+        parts: Model, data sets and loss.
+        first: The first batch; None: read some samples.
+        left_out: Positions of samples that are not read.
+    """
+    limits = limits_of(parts.model)
+    train = tokenized_set_of(parts.train.dataset)
+    found = _audit_of_batches(parts, first, left_out)
+    if train is not None:  # its batches tell only if a collate function masks everything
+        found = [audit_set(train, limits=limits), *(each for each in found if each.refusal is not None)]
+    val = tokenized_set_of(parts.val.dataset) if parts.val is not None else None
+    return (*found, *([audit_set(val, "val", train, limits)] if val is not None else []))
+
+
+def require_supervised(audits: Sequence[Supervision]) -> None:
+    """Raise DataError for a training set in which nothing carries loss."""
+    for audit in audits:
+        if audit.refusal is not None:
+            raise DataError(audit.refusal.message, remedy=audit.refusal.remedy)
+
+
+def _audit_of_batches(parts: Parts, first: StepBatch | None, left_out: Collection[int]) -> list[Supervision]:
+    batches = [(micro.data, micro.ids.tolist()) for micro in first.micro] if first is not None else []
+    found = _audited(parts, batches)
+    if first is None or (found is not None and found.refusal is not None):
+        with preserved_rng():
+            found = _audited(parts, chain(batches, _read_batches(parts.train, left_out)))
+    return [] if found is None else [found]
+
+
+def _audited(parts: Parts, batches: Any) -> Supervision | None:
+    ignore_index = getattr(parts.loss, "ignore_index", IGNORE)
+    return audit_batches(
+        batches,
+        special=special_ids(parts.train.collate, parts.train.origin, parts.model),
+        collate=parts.train.collate,
+        ignore_index=ignore_index if isinstance(ignore_index, int) else IGNORE,
+        model_shifts=isinstance(parts.loss, ModelLoss) and hasattr(parts.model, "config"),
+        size=parts.train.samples,
+    )
+
+
+def _read_batches(data: Unwrapped, left_out: Collection[int]) -> Iterator[tuple[object, list[int]]]:
+    """Yield batches of one sample each, as the collate function makes them."""
+    if not hasattr(data.dataset, "__getitem__"):
+        return
+    for sample in first_samples(data.dataset, MAX_SAMPLES_READ, left_out):
+        try:
+            yield data.collate([sample]), []
+        except Exception:  # reading its batch reports the error
+            continue
