@@ -7,7 +7,7 @@ MIN_WAIT_S = 0.01
 """Collating a batch of small samples takes less."""
 
 
-@check(stage="input")
+@check(stage="input", severity="info")
 def waits_for_data(run: RunContext) -> Results:
     """A large part of each step is waited for its data.
 
