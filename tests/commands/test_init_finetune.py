@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,8 +89,26 @@ def test_the_recipes_state_what_the_model_and_the_file_require(folder: Path) -> 
     assert lora.data.train.use == "chat" and lora.data.train.args["val_fraction"] == 0.1
     assert lora.data.val is not None and lora.data.val.args["split"] == "val"
     assert lora.batch.size == 2 and lora.name == "base-chats" and full.name == "base-chats-full"
+    assert lora.loss.use == full.loss.use == "hf_causal_lm" and lora.data.packing.by == "none"
     text = (project.folder / "recipe.yaml").read_text()
     assert "40 samples (messages)" in text and "LlamaForCausalLM with" in text
+
+
+def test_samples_of_very_different_lengths_share_a_row(folder: Path) -> None:
+    answers = ["egg", "fox " * 60]
+    turns = [
+        [{"role": "user", "content": f"{at}"}, {"role": "assistant", "content": answers[at % 8 == 0]}]
+        for at in range(160)
+    ]
+    Path("chats.jsonl").write_bytes(lines([{"messages": each} for each in turns]))
+    project = tw.init("finetune", model="base", data="chats.jsonl")
+    text = (project.folder / "recipe.yaml").read_text()
+    assert re.search(
+        r"# in rows of their own, [3-9]\d% of the tokens of a batch would be padding\n  packing: padd", text
+    )
+    loaded = load(project.folder / "recipe.yaml", environ={}, overrides=["until=2steps"])
+    assert loaded.recipe.data.packing.by == "padding_free"
+    assert tw.train(loaded, quiet=True).ending == "finished"
 
 
 RECORDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainwright.errors import UsageError
 from trainwright.finetune.datasets import Chat, Completion, Instruct, Texts, TokenizedSet
@@ -25,6 +26,8 @@ MIN_BASE_IN_BF16 = 1_000_000_000
 """Weights of a base model from which on adapters are trained on bf16 weights, which halves its memory."""
 MIN_FULL_BATCHES = 20
 """Steps that an epoch should have. A small data set gets a smaller batch."""
+MAX_PADDING_FRACTION = 1 / 3
+"""Padding tokens / all tokens of the batches, above which the samples of a micro-batch share one row instead."""
 DATASETS: dict[Use, type[TokenizedSet]] = {"chat": Chat, "instruct": Instruct, "completion": Completion, "text": Texts}
 
 
@@ -44,6 +47,7 @@ class Facts:
         lengths: Tokens of a sample: the median and the maximum.
         longer: Samples that are longer than the limit.
         has_template: The tokenizer has a chat template.
+        padding: Fraction of the tokens that are padding if each batch is padded to its longest sample.
     """
 
     model: str
@@ -57,6 +61,7 @@ class Facts:
     lengths: tuple[int, int]
     longer: int
     has_template: bool
+    padding: float
 
     @property
     def val_fraction(self) -> float:
@@ -65,9 +70,8 @@ class Facts:
 
     @property
     def batch(self) -> int:
-        """Samples of a step: 16, or fewer if an epoch had less than MIN_FULL_BATCHES steps."""
-        most = max(1, self.samples // MIN_FULL_BATCHES)
-        return min(16, 1 << (most.bit_length() - 1))
+        """Samples of a step."""
+        return _batch_size(self.samples)
 
 
 def gather(model: str, data: str) -> Facts:
@@ -97,6 +101,7 @@ def gather(model: str, data: str) -> Facts:
         (int(np.median(lengths)), int(lengths.max())),
         0 if limit is None else int((lengths > limit).sum()),
         bool(tokenized.tokenizer.chat_template),
+        _padding(lengths if limit is None else np.minimum(lengths, limit), _batch_size(len(lengths))),
     )
 
 
@@ -146,8 +151,11 @@ def recipe_text(facts: Facts, *, lora: bool) -> str:
     lines.append(f"  train: {{use: {facts.use}, args: {{path: {json.dumps(facts.data)}{held}{cut}}}}}")
     if held:
         lines.append(f"  val: {{use: {facts.use}, args: {{path: {json.dumps(facts.data)}{held}, split: val{cut}}}}}")
+    if facts.padding > MAX_PADDING_FRACTION:
+        lines.append(f"  # in rows of their own, {facts.padding:.0%} of the tokens of a batch would be padding")
+        lines.append("  packing: padding_free")
     lines += [
-        "loss: of_model",
+        "loss: hf_causal_lm  # counts each token once, over accumulation and ranks",
         f"batch: {{size: {facts.batch}}}",
         "precision: auto  # bf16 where the device has it",
         f"optimizer: {{use: adamw, lr: {'2e-4' if lora else '2e-5'}, weight_decay: 0.0, clip: {{by: norm, at: 1.0}}}}",
@@ -156,6 +164,19 @@ def recipe_text(facts: Facts, *, lora: bool) -> str:
     if held:
         lines.append("evaluation: {every: 0.2run}")
     return "\n".join(lines) + "\n"
+
+
+def _batch_size(samples: int) -> int:
+    """Return the samples of a step: 16, or fewer if an epoch had less than MIN_FULL_BATCHES steps."""
+    most = max(1, samples // MIN_FULL_BATCHES)
+    return min(16, 1 << (most.bit_length() - 1))
+
+
+def _padding(lengths: NDArray[np.int64], batch: int) -> float:
+    """Return the fraction of padding in batches of samples in a random order."""
+    shuffled = np.random.default_rng(0).permutation(lengths)
+    rows = [shuffled[at : at + batch] for at in range(0, len(shuffled), batch)]
+    return 1 - float(lengths.sum()) / sum(len(each) * int(each.max()) for each in rows)
 
 
 def _readme(facts: Facts) -> str:
