@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": {"recipe", "plan", "distributed", "checkpoint"},
     "data": {"recipe", "plan", "checkpoint"},
     "engine": {"checkpoint", "distributed", "optim"},
-    "finetune": {"recipe", "runs", "distributed", "checkpoint", "data", "engine"},
+    "finetune": {"recipe", "runs", "distributed", "checkpoint", "data", "engine", "models"},
     "assembly": {"recipe", "plan", "distributed", "checkpoint", "models", "data", "optim", "finetune"},
     "plan/trace": {
         *("recipe", "plan", "distributed", "checkpoint", "models", "data", "optim", "engine", "assembly", "finetune"),

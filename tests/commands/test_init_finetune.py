@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import trainwright as tw
-from tests.finetune.sets import chat, lines
+from tests.finetune.sets import chat, lines, pair
 from tests.finetune.tokenizers import make_tokenizer
 from tests.forked import COMMAND_LINE, run
 from tests.models.hub_server import serving
@@ -88,8 +89,26 @@ def test_the_recipes_state_what_the_model_and_the_file_require(folder: Path) -> 
     assert lora.data.train.use == "chat" and lora.data.train.args["val_fraction"] == 0.1
     assert lora.data.val is not None and lora.data.val.args["split"] == "val"
     assert lora.batch.size == 2 and lora.name == "base-chats" and full.name == "base-chats-full"
+    assert lora.loss.use == full.loss.use == "hf_causal_lm" and lora.data.packing.by == "none"
     text = (project.folder / "recipe.yaml").read_text()
     assert "40 samples (messages)" in text and "LlamaForCausalLM with" in text
+
+
+def test_samples_of_very_different_lengths_share_a_row(folder: Path) -> None:
+    answers = ["egg", "fox " * 60]
+    turns = [
+        [{"role": "user", "content": f"{at}"}, {"role": "assistant", "content": answers[at % 8 == 0]}]
+        for at in range(160)
+    ]
+    Path("chats.jsonl").write_bytes(lines([{"messages": each} for each in turns]))
+    project = tw.init("finetune", model="base", data="chats.jsonl")
+    text = (project.folder / "recipe.yaml").read_text()
+    assert re.search(
+        r"# in rows of their own, [3-9]\d% of the tokens of a batch would be padding\n  packing: padd", text
+    )
+    loaded = load(project.folder / "recipe.yaml", environ={}, overrides=["until=2steps"])
+    assert loaded.recipe.data.packing.by == "padding_free"
+    assert tw.train(loaded, quiet=True).ending == "finished"
 
 
 RECORDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -120,6 +139,26 @@ def test_samples_that_are_too_long_are_cut_and_said(folder: Path) -> None:
     assert (train.args["max_length"], train.args["truncate"]) == (256, "right")
 
 
+def test_preferences_are_trained_on_by_dpo(folder: Path) -> None:
+    records = [pair(at) for at in range(40)]
+    records[7]["rejected"] = [{"role": "assistant", "content": "dog " * 500}]
+    Path("pairs.jsonl").write_bytes(lines(records))
+    project = tw.init("finetune", model="base", data="pairs.jsonl")
+    text = (project.folder / "recipe.yaml").read_text()
+    assert (
+        "40 pairs (preference)" in text
+        and "1 pairs are longer than the 256 positions of the model, and are left out" in text
+    )
+    lora, full = (load(project.folder / name, environ={}) for name in ("recipe.yaml", "full.yaml"))
+    assert (lora.recipe.loss.use, lora.recipe.loss.args) == ("dpo", {"beta": 0.1})
+    assert lora.recipe.data.train.use == "preference" and lora.recipe.data.train.args["truncate"] == "drop"
+    assert lora.recipe.checkpoint.best == "reward_accuracy" and full.recipe.model.lora is None
+    for loaded in (lora, full):
+        result = tw.train(loaded, quiet=True)
+        assert result.ending == "finished" and {"reward_margin", "reward_accuracy"} <= set(result.metrics)
+        assert [each.code for each in result.findings if each.severity != "info"] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -127,13 +166,11 @@ def test_samples_that_are_too_long_are_cut_and_said(folder: Path) -> None:
         (["--model", "bse", "--data", "chats.jsonl"], "bse is no folder"),
         (["--model", "base", "--data", "chat.jsonl"], "there is no file"),
         (["--model", "base", "--data", "odd.jsonl"], "of no known layout (their keys: answer, question)"),
-        (["--model", "base", "--data", "pairs.jsonl"], "holds preferences"),
         (["--model", "base", "--data", "empty.jsonl"], "of no known layout (their keys: none)"),
     ],
 )
 def test_a_model_or_file_that_cannot_be_used(folder: Path, arguments: list[str], message: str) -> None:
     Path("odd.jsonl").write_text('{"question": "a", "answer": "b"}\n')
-    Path("pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     Path("empty.jsonl").write_text("")
     done = CliRunner().invoke(app, ["init", "finetune", *arguments])
     assert done.exit_code in (1, 2) and message in " ".join(done.output.split()), done.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,8 +143,19 @@ def test_a_teacher_with_another_vocabulary_is_refused() -> None:
 
 
 def test_a_teacher_that_is_not_there_is_named() -> None:
-    with pytest.raises(UsageError, match="cannot be loaded"):
+    with pytest.raises(UsageError, match="there is no folder /no/such/folder"):
         Distillation("/no/such/folder")
+
+
+def test_the_weights_of_a_teacher_are_not_unpickled(tmp_path: Path) -> None:
+    made = llama()
+    made.save_pretrained(tmp_path)
+    loaded = Distillation(str(tmp_path)).teacher
+    assert all(map(torch.equal, loaded.state_dict().values(), made.state_dict().values()))
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(made.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UsageError, match="are pickled"):
+        Distillation(str(tmp_path))
 
 
 def noise_of(model: Any, batch: Any, alpha: float) -> list[Tensor]:

@@ -220,6 +220,9 @@ def test_lengths_of_pairs(tmp_path: Path) -> None:
     data = Preference(tmp_path / "data.jsonl", tokenizer=make_tokenizer(), cache=tmp_path / "cache")
     assert len(data) == 5
     assert data.lengths().tolist() == [len(each["chosen_input_ids"]) + len(each["rejected_input_ids"]) for each in data]
+    assert data.longest().tolist() == [
+        max(len(each["chosen_input_ids"]), len(each["rejected_input_ids"])) for each in data
+    ]
     assert {"chosen_attention_mask", "rejected_labels"} <= data.fetch_batch(np.array([0, 1])).keys()
 
 

@@ -41,7 +41,7 @@ def init(
         str | None, typer.Option(metavar="NAME", help="finetune: the folder or hub name of a pretrained model.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(metavar="FILE", help="finetune: conversations, instructions, completions or texts.")
+        str | None, typer.Option(metavar="FILE", help="finetune: conversations, completions, texts or preferences.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -80,7 +80,8 @@ def init(
             instead of a recipe.
         folder: A folder that does not exist or is empty. Default: the kind, in the current folder.
         model: For ``finetune``: the folder or the hub name of a pretrained model.
-        data: For ``finetune``: a file of conversations, instructions, prompts with completions, or texts.
+        data: For ``finetune``: a file of conversations, instructions, prompts with completions, texts, or
+            preferences, which are trained on by DPO.
 
     Returns:
         The folder, the names of its files, and the commands that test, train and evaluate it.

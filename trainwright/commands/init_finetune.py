@@ -1,4 +1,4 @@
-"""``init finetune``: writes recipes that fine-tune one model on one file of conversations, prompts or texts."""
+"""``init finetune``: writes recipes that fine-tune a model on conversations, prompts, texts or preferences."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainwright.errors import UsageError
-from trainwright.finetune.datasets import Chat, Completion, Instruct, Texts, TokenizedSet
+from trainwright.finetune.datasets import Chat, Completion, Instruct, Preference, Texts, TokenizedSet
 from trainwright.finetune.layouts import LAYOUTS, USES, Use
 from trainwright.finetune.read import open_source
 from trainwright.models.pretrained import find_folder, read_json, require_weights
@@ -25,7 +26,9 @@ MIN_BASE_IN_BF16 = 1_000_000_000
 """Weights of a base model from which on adapters are trained on bf16 weights, which halves its memory."""
 MIN_FULL_BATCHES = 20
 """Steps that an epoch should have. A small data set gets a smaller batch."""
-DATASETS: dict[Use, type[TokenizedSet]] = {"chat": Chat, "instruct": Instruct, "completion": Completion, "text": Texts}
+MAX_PADDING_FRACTION = 1 / 3
+"""Padding tokens / all tokens of the batches, above which the samples of a micro-batch share one row instead."""
+DATASETS: dict[Use, type[TokenizedSet]] = {each.use: each for each in (Chat, Instruct, Completion, Texts, Preference)}
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,10 @@ class Facts:
         use: Kind of the data.
         layout: Layout of the records.
         samples: Samples with tokens that carry loss.
-        lengths: Tokens of a sample: the median and the maximum.
+        lengths: Tokens of a sample, or of the longer completion of a pair with its prompt: the median and the maximum.
         longer: Samples that are longer than the limit.
         has_template: The tokenizer has a chat template.
+        padding: Fraction of the tokens that are padding if each batch is padded to its longest sample.
     """
 
     model: str
@@ -57,6 +61,12 @@ class Facts:
     lengths: tuple[int, int]
     longer: int
     has_template: bool
+    padding: float
+
+    @property
+    def are_pairs(self) -> bool:
+        """True for preferences, which are trained on by DPO."""
+        return self.use == "preference"
 
     @property
     def val_fraction(self) -> float:
@@ -65,9 +75,8 @@ class Facts:
 
     @property
     def batch(self) -> int:
-        """Samples of a step: 16, or fewer if an epoch had less than MIN_FULL_BATCHES steps."""
-        most = max(1, self.samples // MIN_FULL_BATCHES)
-        return min(16, 1 << (most.bit_length() - 1))
+        """Samples of a step."""
+        return _batch_size(self.samples)
 
 
 def gather(model: str, data: str) -> Facts:
@@ -82,7 +91,7 @@ def gather(model: str, data: str) -> Facts:
     use, layout = _layout(data)
     name, path = _absolute(model), _absolute(data)
     tokenized = DATASETS[use](path, tokenizer=str(folder))
-    lengths = tokenized.lengths()
+    lengths = tokenized.longest()
     known = [config.get(key) for key in ("max_position_embeddings", "n_positions")]
     limit = next((each for each in known if isinstance(each, int)), None)
     return Facts(
@@ -97,6 +106,7 @@ def gather(model: str, data: str) -> Facts:
         (int(np.median(lengths)), int(lengths.max())),
         0 if limit is None else int((lengths > limit).sum()),
         bool(tokenized.tokenizer.chat_template),
+        _padding(lengths if limit is None else np.minimum(lengths, limit), _batch_size(len(lengths))),
     )
 
 
@@ -120,14 +130,16 @@ def recipe_text(facts: Facts, *, lora: bool) -> str:
     name = run_name(facts) if lora else f"{run_name(facts)}-full"
     dtype = "bf16" if lora and facts.weights >= MIN_BASE_IN_BF16 else "fp32"
     held = f", val_fraction: {facts.val_fraction}" if facts.val_fraction else ""
-    cut = f", max_length: {facts.limit}, truncate: right" if facts.longer else ""
+    truncate = "drop" if facts.are_pairs else "right"  # a pair needs the ends of both completions
+    cut = f", max_length: {facts.limit}, truncate: {truncate}" if facts.longer else ""
     lines = [
         "# yaml-language-server: $schema=recipe.schema.json",
-        f"# {facts.architecture} with {facts.weights:,} weights; {facts.samples:,} samples ({facts.layout}),",
+        f"# {facts.architecture} with {facts.weights:,} weights; {facts.samples:,} {_noun(facts)} ({facts.layout}),",
         f"# {facts.lengths[0]:,} tokens in the median, {facts.lengths[1]:,} at most",
         f"name: {name}",
-        "until: 3ep",
-        "model:",
+        f"until: {'1ep' if facts.are_pairs else '3ep'}",
+        "model:"
+        + ("  # after supervised fine-tuning; its weights at the start are the reference" if facts.are_pairs else ""),
         "  use: hf",
         f"  name: {json.dumps(facts.model)}",
         f"  dtype: {dtype}"
@@ -141,29 +153,69 @@ def recipe_text(facts: Facts, *, lora: bool) -> str:
     lines.append("data:")
     if facts.longer:
         lines.append(
-            f"  # {facts.longer:,} samples are longer than the {facts.limit:,} positions of the model, and are cut"
+            f"  # {facts.longer:,} {_noun(facts)} are longer than the {facts.limit:,} positions of the model, and are "
+            + ("left out" if facts.are_pairs else "cut")
         )
     lines.append(f"  train: {{use: {facts.use}, args: {{path: {json.dumps(facts.data)}{held}{cut}}}}}")
     if held:
         lines.append(f"  val: {{use: {facts.use}, args: {{path: {json.dumps(facts.data)}{held}, split: val{cut}}}}}")
-    lines += [
-        "loss: of_model",
-        f"batch: {{size: {facts.batch}}}",
-        "precision: auto  # bf16 where the device has it",
-        f"optimizer: {{use: adamw, lr: {'2e-4' if lora else '2e-5'}, weight_decay: 0.0, clip: {{by: norm, at: 1.0}}}}",
-        "schedule: {use: cosine, warmup: 0.03run}",
-    ]
+    if facts.padding > MAX_PADDING_FRACTION and not facts.are_pairs:
+        lines.append(f"  # in rows of their own, {facts.padding:.0%} of the tokens of a batch would be padding")
+        lines.append("  packing: padding_free")
+    lines += [*_objective(facts, lora)]
     if held:
         lines.append("evaluation: {every: 0.2run}")
+    if held and facts.are_pairs:
+        lines.append("checkpoint: {best: reward_accuracy, best_mode: max}")
     return "\n".join(lines) + "\n"
 
 
+def _objective(facts: Facts, lora: bool) -> tuple[str, ...]:
+    """Return the lines from the loss to the schedule."""
+    if facts.are_pairs:
+        loss, schedule = "{use: dpo, args: {beta: 0.1}}", "{use: linear, warmup: 0.1run}"
+        lr = "1e-5" if lora else "1e-6"
+    else:
+        loss, schedule = (
+            "hf_causal_lm  # counts each token once, over accumulation and ranks",
+            "{use: cosine, warmup: 0.03run}",
+        )
+        lr = "2e-4" if lora else "2e-5"
+    return (
+        f"loss: {loss}",
+        f"batch: {{size: {facts.batch}}}",
+        "precision: auto  # bf16 where the device has it",
+        f"optimizer: {{use: adamw, lr: {lr}, weight_decay: 0.0, clip: {{by: norm, at: 1.0}}}}",
+        f"schedule: {schedule}",
+    )
+
+
+def _noun(facts: Facts) -> str:
+    return "pairs" if facts.are_pairs else "samples"
+
+
+def _batch_size(samples: int) -> int:
+    """Return the samples of a step: 16, or fewer if an epoch had less than MIN_FULL_BATCHES steps."""
+    most = max(1, samples // MIN_FULL_BATCHES)
+    return min(16, 1 << (most.bit_length() - 1))
+
+
+def _padding(lengths: NDArray[np.int64], batch: int) -> float:
+    """Return the fraction of padding in batches of samples in a random order."""
+    shuffled = np.random.default_rng(0).permutation(lengths)
+    rows = [shuffled[at : at + batch] for at in range(0, len(shuffled), batch)]
+    return 1 - float(lengths.sum()) / sum(len(each) * int(each.max()) for each in rows)
+
+
 def _readme(facts: Facts) -> str:
-    template = "its chat template" if facts.has_template and facts.use in ("chat", "instruct") else "no chat template"
+    template = ""
+    if facts.use in ("chat", "instruct"):
+        template = f", with {'its' if facts.has_template else 'no'} chat template"
+    by = ", both by direct preference optimization" if facts.are_pairs else ""
     return f"""# Fine-tuning
 
-`{facts.model}` on the {facts.samples:,} samples of `{facts.data}` ({facts.layout}), with {template}.
-`recipe.yaml` trains low-rank adapters, `full.yaml` all weights.
+`{facts.model}` on the {facts.samples:,} {_noun(facts)} of `{facts.data}` ({facts.layout}){template}.
+`recipe.yaml` trains low-rank adapters, `full.yaml` all weights{by}.
 
     trainwright train recipe.yaml
     trainwright export runs/{run_name(facts)} --merge --hf merged
@@ -188,9 +240,6 @@ def _layout(data: str) -> tuple[Use, str]:
         known = "; ".join(" + ".join(keys) for keys in LAYOUTS.values())
         remedy = f"rename the keys to one of: {known}; or write a recipe with data.train.args.columns"
         raise UsageError(f"the records of {data} are of no known layout (their keys: {keys})", remedy=remedy)
-    if use == "preference":
-        remedy = "give a file of conversations here, and train on preferences with a recipe of your own after that"
-        raise UsageError(f"{data} holds preferences, which init finetune writes no recipe for", remedy=remedy)
     return use, layout
 
 

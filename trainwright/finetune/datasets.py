@@ -232,6 +232,10 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         found: NDArray[np.int64] = self._rows["length"][self._index]
         return found
 
+    def longest(self) -> NDArray[np.int64]:
+        """Return the number of tokens of the longest sequence of each sample (n,)."""
+        return self.lengths()
+
     def fetch_batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         """Return the samples as tensors (B, T), padded on the right; ``attention_mask`` is 0 there, labels -100."""
         return padded([self[int(at)] for at in indices], self.pad_id)
@@ -294,6 +298,11 @@ class Preference(TokenizedSet):
     def lengths(self) -> NDArray[np.int64]:
         """Return the number of tokens of each pair (n,)."""
         found: NDArray[np.int64] = self._rows["length"][self._index] + self._rows["length"][self._index + 1]
+        return found
+
+    def longest(self) -> NDArray[np.int64]:
+        """Return the number of tokens of the longer completion of each pair with its prompt (n,)."""
+        found: NDArray[np.int64] = np.maximum(self._rows["length"][self._index], self._rows["length"][self._index + 1])
         return found
 
 

@@ -20,6 +20,7 @@ from trainwright.data.token_rows import IDS, LABELS
 from trainwright.engine.loss import Batch, Loss
 from trainwright.engine.token_batch import reads_one_row, takes, token_batch
 from trainwright.errors import UsageError
+from trainwright.models.pretrained import load_pretrained
 
 REFERENCE_CHOSEN, REFERENCE_REJECTED = "reference_chosen", "reference_rejected"
 """Keys of a preference sample: log-probabilities of its completions under the reference model."""
@@ -98,7 +99,8 @@ class Distillation(nn.Module):
     distributions at temperature T (https://arxiv.org/abs/1503.02531). Batches are those of ``hf_causal_lm``.
 
     Args:
-        teacher: A module, or the folder of a model of transformers. It is frozen and not saved in checkpoints.
+        teacher: A module, or the folder or hub name of a model of transformers. It is frozen and not saved in
+            checkpoints.
         temperature: Temperature of both distributions.
         weight: Weight of the KL divergence; the rest is that of the labels.
     """
@@ -110,7 +112,8 @@ class Distillation(nn.Module):
                 f"distillation: temperature={temperature} must be above 0 and weight={weight} in [0, 1]",
                 remedy="try temperature: 2.0 and weight: 0.5",
             )
-        self.teacher = (_loaded_teacher(teacher) if isinstance(teacher, str) else teacher).requires_grad_(False).eval()
+        model = load_pretrained(teacher, dtype="auto") if isinstance(teacher, str) else teacher
+        self.teacher = model.requires_grad_(False).eval()
         self.temperature = temperature
         self.weight = weight
         self.register_state_dict_post_hook(_drop_teacher)  # type: ignore[no-untyped-call]
@@ -249,16 +252,3 @@ def _reward_metrics(chosen_B: Tensor, rejected_B: Tensor) -> dict[str, Tensor]:
         "reward_margin": (chosen_B - rejected_B).sum(),
         "reward_accuracy": (chosen_B > rejected_B).sum(),
     }
-
-
-def _loaded_teacher(folder: str) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        teacher: nn.Module = AutoModelForCausalLM.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"distillation: the teacher {folder!r} cannot be loaded: {str(error).splitlines()[0]}",
-            remedy="give the folder of a model that save_pretrained wrote",
-        ) from None
-    return teacher

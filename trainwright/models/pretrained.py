@@ -37,6 +37,10 @@ DTYPES: Mapping[str, torch.dtype | None] = {
 """Names of dtypes; ``auto`` is the dtype that the weights were saved in."""
 SAVED_AS = (".json", ".safetensors", ".jinja", ".model", ".txt", ".py")
 """Suffixes of the files that define a model and its tokenizer. A model card does not."""
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "vocab.txt", "spiece.model"),
+)
+"""A folder with one of these files is that of a tokenizer."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -83,7 +87,9 @@ def require_transformers(needed_for: str) -> Any:
     return transformers
 
 
-def find_folder(name: str | os.PathLike[str], revision: str | None = None, *, code: bool = False) -> Path:
+def find_folder(
+    name: str | os.PathLike[str], revision: str | None = None, *, code: bool = False, weights: bool = True
+) -> Path:
     """Return the folder with the files of a pretrained model.
 
     A local folder and a model that the hub's cache holds completely are used without any call to the network. Other
@@ -93,6 +99,7 @@ def find_folder(name: str | os.PathLike[str], revision: str | None = None, *, co
         name: A folder, or a name on the hub such as ``org/model``.
         revision: A commit, tag or branch on the hub. Default: ``main`` as it was when it was downloaded.
         code: Also download the Python files of the repository.
+        weights: False if only the tokenizer is needed.
 
     Raises:
         UsageError: There is no such folder, and the name is neither in the cache nor can it be downloaded.
@@ -108,14 +115,17 @@ def find_folder(name: str | os.PathLike[str], revision: str | None = None, *, co
         raise UsageError(f"there is no folder {text}", remedy=suggest_file(folder, "a folder with config.json"))
     hub = _hub()
     cached, missing = None, ""
+    # Without these patterns, a snapshot that lacks only a README counts as incomplete.
+    needed = [*(["config.json"] if weights else TOKENIZER_FILES), *(["*.py"] if code else [])]
     try:
-        cached = Path(hub.snapshot_download(text, revision=revision, local_files_only=True))
-        missing = _missing_weights(cached)
+        cached = Path(hub.snapshot_download(text, revision=revision, local_files_only=True, allow_patterns=needed))
+        missing = _missing_weights(cached) if weights else _missing_tokenizer(cached)
     except hub.errors.LocalEntryNotFoundError:
         pass
     if cached is not None and not missing:
         return cached
-    patterns = [f"*{suffix}" for suffix in SAVED_AS if code or suffix != ".py"]
+    left_out = {".py": not code, ".safetensors": not weights}
+    patterns = [f"*{suffix}" for suffix in SAVED_AS if not left_out.get(suffix)]
     try:
         return Path(hub.snapshot_download(text, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
@@ -148,6 +158,11 @@ def _missing_weights(folder: Path) -> str:
         names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
         return next((f"no {name}" for name in names if not (folder / str(name)).is_file()), "")
     return "" if (folder / WEIGHTS).is_file() else f"no {WEIGHTS}"
+
+
+def _missing_tokenizer(folder: Path) -> str:
+    """Return what the tokenizer in a folder lacks; "" if there is one."""
+    return "" if any((folder / name).is_file() for name in TOKENIZER_FILES) else f"no {TOKENIZER_FILES[0]}"
 
 
 def read_json(path: Path) -> dict[str, Any]:

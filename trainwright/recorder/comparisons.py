@@ -34,8 +34,6 @@ JOINS = frozenset(
     | {"pairwise_distance", "cosine_similarity", "logical_and", "bitwise_and", "and"}
 )
 """Functions with which a metric written by hand compares outputs with targets."""
-MAX_LOSSES = 512
-"""Maximum number of losses that are kept of one evaluation."""
 
 
 @cache
@@ -98,10 +96,7 @@ class Made:
 
 
 class ComparedOutputs(PausableMode):
-    """Tracks tensors computed from outputs of a model while it runs. Holds no tensors except 0-d losses.
-
-    ``losses`` are means over a batch that torch's loss functions, or the model, returned.
-    """
+    """Tracks tensors computed from outputs of a model while it runs. Holds no tensors."""
 
     def __init__(self, sites: EvaluationSites) -> None:
         super().__init__()
@@ -116,7 +111,6 @@ class ComparedOutputs(PausableMode):
         self._outputs.clear()
         self._own.clear()
         self._generating: set[Site] = set()  # sites whose outputs become inputs again, as in a sampler
-        self.losses: list[Tensor] = []
 
     @property
     def are_there(self) -> bool:
@@ -135,10 +129,8 @@ class ComparedOutputs(PausableMode):
             self._generating.add(site)
         for each in tensors:
             self._remember(each, Made(frozenset({site})))
-        is_loss = [each for each in tensors if not each.dim() and each.is_floating_point()]
-        if is_loss and len(given) > 1:
+        if len(given) > 1 and any(not each.dim() and each.is_floating_point() for each in tensors):
             self._sites.add({site})
-            self._keep_loss(is_loss[0])
 
     def __torch_function__(
         self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
@@ -165,20 +157,12 @@ class ComparedOutputs(PausableMode):
                 self._sites.add(sites)
             return
         targets = [each for each in inputs if self._may_be_target(each)]
-        is_loss = name in loss_functions()
         is_equality = name in EQUALITY and any(each.numel() > 1 or inputs[0].numel() == 1 for each in targets)
-        if targets and (is_loss or is_equality):
+        if targets and (is_equality or name in loss_functions()):
             self._sites.add(sites)
-            if is_loss:
-                targets_per_loss = targets[0].numel() if kwargs.get("reduction") == "sum" else 1
-                self._keep_loss(result, targets_per_loss)
         is_joined |= name in JOINS and any(each.dim() for each in targets)
         for each in [inputs[0]] if name == "setitem" else tensors_of(result, 2):
             self._remember(each, Made(sites, is_joined))
-
-    def _keep_loss(self, loss: object, num_targets: int = 1) -> None:
-        if isinstance(loss, Tensor) and not loss.dim() and len(self.losses) < MAX_LOSSES:
-            self.losses.append(loss.detach() / num_targets)
 
     def _remember(self, tensor: Tensor, made: Made) -> None:
         key = id(tensor)
