@@ -34,7 +34,7 @@ def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setattr(
-        "trainwright.training.run.MIN_FRACTION_SAVE_INTERVAL_S", 0.0
+        "trainwright.training.open_run.MIN_FRACTION_SAVE_INTERVAL_S", 0.0
     )  # these runs take a fraction of a second
     threads = torch.get_num_threads()
     yield importlib.import_module(request.param)

@@ -12,20 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from tests.finetune.tiny import EOS, llama, pairs, reward_llama, supervised
+from tests.finetune.tiny import EOS, llama, log_prob, pairs, reward_llama, supervised
 from trainwright.data.token_rows import TokenRows
 from trainwright.engine.losses import hf_causal_lm
 from trainwright.engine.token_batch import sample_lengths, token_batch
 from trainwright.errors import UsageError
 from trainwright.finetune.losses import DPO, UNKNOWN, Distillation, bradley_terry
-
-
-def log_prob(model: nn.Module, sample: dict[str, Tensor], which: str) -> Tensor:
-    """The log-probability of a completion, alone."""
-    ids_T, labels_T = sample[f"{which}_input_ids"], sample[f"{which}_labels"]
-    logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-    chosen_T = labels_T[1:] != -100
-    return logits_TV[chosen_T].gather(1, labels_T[1:][chosen_T][:, None]).sum()
 
 
 def policy_and_reference() -> tuple[Any, Any]:

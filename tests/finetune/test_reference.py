@@ -12,8 +12,7 @@ import torch
 
 import trainwright as tw
 from tests import ranks
-from tests.finetune.test_losses import log_prob
-from tests.finetune.tiny import llama, pairs
+from tests.finetune.tiny import llama, log_prob, pairs
 from trainwright.data.unwrap import unwrap
 from trainwright.errors import DataError, TrainwrightError
 from trainwright.finetune.losses import DPO

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 VOCAB, PAD, EOS = 64, 62, 63
 SIZES: dict[str, Any] = {
@@ -68,3 +68,11 @@ def pairs(count: int = 16) -> list[dict[str, Tensor]]:
 
 def prompt_length(sample: dict[str, Tensor]) -> int:
     return int((sample["chosen_labels"] == -100).sum())
+
+
+def log_prob(model: nn.Module, sample: dict[str, Tensor], which: str) -> Tensor:
+    """The log-probability of a completion, alone."""
+    ids_T, labels_T = sample[f"{which}_input_ids"], sample[f"{which}_labels"]
+    logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+    chosen_T = labels_T[1:] != -100
+    return logits_TV[chosen_T].gather(1, labels_T[1:][chosen_T][:, None]).sum()

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -250,14 +251,23 @@ def _line_at(text: str, at: int) -> int:
     return text.count("\n", 0, at) + 1
 
 
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """Allow fields of any length in csv files. The limit is of the process, so it is put back."""
+    before = csv.field_size_limit(2**31 - 1)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
 def _csv(number: int, path: Path) -> Iterator[FileRecord]:
     problems = [(line, problem) for line, text, problem in _lines(path) if text is None]
     if problems:
         line, problem = problems[0]
         yield FileRecord(number, line, {}, problem, f"convert it: iconv -f LATIN1 -t UTF-8 {path.name}")
         return
-    csv.field_size_limit(2**31 - 1)
-    with path.open(newline="", encoding="utf-8-sig") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file, _long_fields():
         rows = csv.reader(file)
         names = next(rows, [])
         begin = rows.line_num + 1

@@ -7,7 +7,6 @@ rows. Tokenization that was killed goes on after the last complete shard and giv
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
@@ -33,12 +32,14 @@ from trainwright.finetune.read import FileRecord, RecordSource
 from trainwright.finetune.similarity import HASHES, content_hash, signature
 from trainwright.finetune.tokenizer import tokenizer_digest
 from trainwright.runs.printing import printable
+from trainwright.runs.system_calls import try_lock
 
 FORMAT = 1
 """Increased when the same records give other tokens or other files."""
 SHARD_RECORDS = 1000
 MAX_PROBLEMS_SHOWN = 8
 MIN_SHOWN_S = 2.0
+LOCK_POLL_S = 0.1
 """Progress is shown if tokenization takes longer."""
 TOKEN = np.dtype([("id", "<i4"), ("turn", "<u2"), ("role", "u1"), ("supervised", "u1")])
 ROW = np.dtype(
@@ -395,7 +396,8 @@ def _locked(folder: Path) -> Iterator[None]:
     """Let one process tokenize; others wait for its result. The lock ends with the process that holds it."""
     with (folder / "lock").open("w") as file:
         with suppress(OSError):  # a file system without locks: several processes write the same bytes
-            fcntl.flock(file, fcntl.LOCK_EX)
+            while not try_lock(file.fileno()):
+                time.sleep(LOCK_POLL_S)
             for left in folder.glob(".*"):  # of a process that was killed
                 left.unlink(missing_ok=True)
         yield
