@@ -13,7 +13,7 @@ from trainwright.assembly.assemble import Parts
 from trainwright.checkpoint.weights import unwrapped
 from trainwright.data.fingerprint import fingerprint
 from trainwright.models.lora import adapters_of
-from trainwright.models.pretrained import pretrained_of, write_hub_files
+from trainwright.models.pretrained import hub_model_of, pretrained_of, write_hub_files
 from trainwright.monitoring.module_tree import model_facts
 from trainwright.plan.make import Note
 from trainwright.recipe import Recipe, dump_masked
@@ -84,12 +84,13 @@ def write_metadata(folder: RunFolder, job: Job) -> None:
 
 def _write_hub(folder: RunFolder, job: Job) -> None:
     """Write the files with which an export builds a model of ``transformers`` without the base model's folder."""
-    if folder.hub.exists():
+    model = unwrapped(job.state.model)
+    if folder.hub.exists() or hub_model_of(model) is None:
         return
     draft = draft_of(folder.hub)
     try:
         draft.mkdir()
-        if write_hub_files(unwrapped(job.state.model), draft):
+        if write_hub_files(model, draft):
             draft.rename(folder.hub)
     except OSError as error:
         raise storage_error(error, folder.hub, "write") from error
