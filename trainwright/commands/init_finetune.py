@@ -234,8 +234,8 @@ def _readme(facts: Facts) -> str:
     trainwright export runs/{run_name(facts)} --merge --hf merged
 
 `merged` loads with `AutoModel` of transformers. `trainwright check recipe.yaml` shows which tokens carry loss, and
-`trainwright plan recipe.yaml --device rtx4090` what fits a device. `trainwright resume runs/{run_name(facts)}` continues
-a run that was stopped or killed.
+`trainwright plan recipe.yaml --device rtx4090` what fits a device.
+`trainwright resume runs/{run_name(facts)}` continues a run that was stopped or killed.
 """
 
 
