@@ -252,12 +252,17 @@ def text_of(error: BaseException, *, lines: int | None = None) -> str:
 
 
 def suggest_file(path: Path, what: str) -> str:
-    """Return a remedy for a missing file or folder: the nearest name, or the folder of relative paths."""
+    """Return a remedy for a missing file or folder: the nearest name, or the folder of relative paths.
+
+    The names are compared without their suffix, because short names with the same suffix look similar.
+    """
     try:
         beside = [each.name for each in path.parent.iterdir()]
     except OSError:
         beside = []
-    near = get_close_matches(path.name[:100], beside, n=1)
+    stems = get_close_matches(path.stem[:100], {Path(each).stem for each in beside}, n=len(beside) or 1)
+    similar = sorted(each for each in beside if Path(each).stem in stems)
+    near = get_close_matches(path.name[:100], similar, n=1)
     if near:
         return f"did you mean {path.with_name(near[0])}?"
     return f"give the path of {what}; relative ones start at {Path.cwd()}"

@@ -177,6 +177,42 @@ def test_a_model_or_file_that_cannot_be_used(folder: Path, arguments: list[str],
     assert not Path("finetune").exists()
 
 
-def test_other_kinds_take_no_model(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "arguments", [{"model": "base"}, {"on_bad_record": "skip"}, {"chat_template": "chat.jinja"}], ids=str
+)
+def test_other_kinds_take_no_options_of_finetune(folder: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="are for finetune, not for table"):
-        tw.init("table", model="base")
+        tw.init("table", **arguments)
+
+
+def test_a_tokenizer_without_a_template_gets_that_of_a_file(folder: Path) -> None:
+    tokenizer = make_tokenizer()
+    Path("chat.jinja").write_text(tokenizer.chat_template)
+    tokenizer.chat_template = None
+    for file in Path("base").glob("*.jinja"):
+        file.unlink()
+    tokenizer.save_pretrained("base")
+    with pytest.raises(UsageError, match="has no chat template") as caught:
+        tw.init("finetune", model="base", data="chats.jsonl")
+    assert "--chat-template FILE" in caught.value.remedy
+    done = CliRunner().invoke(
+        app, shlex.split("init finetune --model base --data chats.jsonl --chat-template chat.jinja")
+    )
+    assert done.exit_code == 0, done.output
+    data = load(Path("finetune/recipe.yaml"), environ={}).recipe.data
+    assert data.val is not None
+    assert [each.args["chat_template"] for each in (data.train, data.val)] == [str(folder / "chat.jinja")] * 2
+    assert "with the chat template" in Path("finetune/README.md").read_text()
+
+
+def test_records_that_cannot_be_used_are_skipped_on_request(folder: Path) -> None:
+    with Path("chats.jsonl").open("ab") as file:
+        file.write(lines([{"messages": "no list"}]))
+    with pytest.raises(UsageError, match="1 record cannot be used") as caught:
+        tw.init("finetune", model="base", data="chats.jsonl")
+    assert "--on-bad-record skip" in caught.value.remedy
+    tw.init("finetune", model="base", data="chats.jsonl", on_bad_record="skip")
+    data = load(Path("finetune/recipe.yaml"), environ={}).recipe.data
+    assert data.val is not None and data.train.args["on_bad_record"] == data.val.args["on_bad_record"] == "skip"
+    with pytest.raises(UsageError, match="on_bad_record must be one of stop, skip"):
+        tw.init("finetune", "other", model="base", data="chats.jsonl", on_bad_record="drop")  # type: ignore[arg-type]

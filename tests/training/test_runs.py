@@ -42,6 +42,9 @@ def test_a_run_folder_has_its_papers(folder: Path) -> None:
     assert invoke("train", str(run / "recipe.yaml"))[0] == 0, "the recipe in the folder runs as it stands"
 
 
+EARLIER_RUN = "runs/halves was stopped; runs/halves-2 is a new run. To continue the earlier one: "
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_sigterm_saves_and_the_resumed_run_has_the_same_bits(folder: Path, workers: str) -> None:
@@ -57,6 +60,7 @@ def test_sigterm_saves_and_the_resumed_run_has_the_same_bits(folder: Path, worke
     halfway, broken = newest_valid(folder / "runs/halves/checkpoints")
     assert halfway is not None and not broken
     assert 25 <= int(halfway.name.removeprefix("step-")) < 60
+    assert EARLIER_RUN in invoke("train", "slow.yaml", "--set", "name=halves", "--set", "until=2steps")[1]
     assert invoke("resume", "runs/halves", "--set", "data.workers=0")[0] == 0
     straight = load_file(folder / "runs/straight/checkpoints/step-00000060/model.safetensors")
     halves = load_file(folder / "runs/halves/checkpoints/step-00000060/model.safetensors")

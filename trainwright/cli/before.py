@@ -43,12 +43,26 @@ def init(
     data: Annotated[
         str | None, typer.Option(metavar="FILE", help="finetune: conversations, completions, texts or preferences.")
     ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="FILE", help="finetune: the chat template, for a tokenizer without one.")
+    ] = None,
+    on_bad_record: Annotated[
+        str, typer.Option(metavar="stop|skip", help="finetune: skip leaves out records that cannot be used.")
+    ] = "stop",
     as_json: Json = False,
 ) -> None:
     """Write a small project that trains as it is into a new folder: recipe, model, data, a test and a README."""
     from trainwright.commands.init import init as write
 
-    finish_printed(write(kind, folder, model=model, data=data), as_json)
+    made = write(
+        kind,
+        folder,
+        model=model,
+        data=data,
+        chat_template=chat_template,
+        on_bad_record=on_bad_record,  # type: ignore[arg-type]  # init checks it
+    )
+    finish_printed(made, as_json)
 
 
 @verb()

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from trainwright.errors import StorageError, UsageError, install_remedy, require_choice
 from trainwright.recipe import json_schema
@@ -26,6 +27,21 @@ KINDS = {
 """The kinds of projects, and the modules that each imports in addition to those of Trainwright."""
 FINETUNE = "finetune"
 """The kind of project that is written for one pretrained model and one file of data."""
+
+OnBadRecord = Literal["stop", "skip"]
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Options of the data set of ``finetune``, which its recipes repeat.
+
+    Attributes:
+        chat_template: A file with a chat template; None for that of the tokenizer.
+        on_bad_record: The reaction to a record that cannot be used.
+    """
+
+    chat_template: str | None = None
+    on_bad_record: OnBadRecord = "stop"
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,13 @@ class NewProject:
 
 
 def init(
-    kind: str, folder: str | Path | None = None, *, model: str | Path | None = None, data: str | Path | None = None
+    kind: str,
+    folder: str | Path | None = None,
+    *,
+    model: str | Path | None = None,
+    data: str | Path | None = None,
+    chat_template: str | Path | None = None,
+    on_bad_record: OnBadRecord = "stop",
 ) -> NewProject:
     """Write a small project that trains as it is: recipe, model, data, a test and a README.
 
@@ -82,6 +104,8 @@ def init(
         model: For ``finetune``: the folder or the hub name of a pretrained model.
         data: For ``finetune``: a file of conversations, instructions, prompts with completions, texts, or
             preferences, which are trained on by DPO.
+        chat_template: For ``finetune``: a file with the chat template, for a tokenizer that has none.
+        on_bad_record: For ``finetune``: ``skip`` leaves out records that cannot be used.
 
     Returns:
         The folder, the names of its files, and the commands that test, train and evaluate it.
@@ -95,9 +119,11 @@ def init(
     path = Path(kind if folder is None else folder)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UsageError(f"{path} exists already", remedy=f"name a new folder: trainwright init {kind} FOLDER")
-    files = _finetune_files(model, data) if kind == FINETUNE else {}
-    if kind != FINETUNE and (model is not None or data is not None):
-        raise UsageError(f"--model and --data are for finetune, not for {kind}", remedy="leave them out")
+    options = DataOptions(None if chat_template is None else str(chat_template), on_bad_record)
+    files = _finetune_files(model, data, options) if kind == FINETUNE else {}
+    if kind != FINETUNE and (model is not None or data is not None or options != DataOptions()):
+        rule = f"--model, --data, --chat-template and --on-bad-record are for finetune, not for {kind}"
+        raise UsageError(rule, remedy="leave them out")
     template = TEMPLATES / kind.replace("-", "_")
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -119,7 +145,7 @@ def init(
     )
 
 
-def _finetune_files(model: str | Path | None, data: str | Path | None) -> dict[str, str]:
+def _finetune_files(model: str | Path | None, data: str | Path | None, options: DataOptions) -> dict[str, str]:
     if model is None or data is None:
         raise UsageError(
             "init finetune needs a model and a file of data",
@@ -127,4 +153,4 @@ def _finetune_files(model: str | Path | None, data: str | Path | None) -> dict[s
         )
     from trainwright.commands.init_finetune import files_of, gather
 
-    return files_of(gather(str(model), str(data)))
+    return files_of(gather(str(model), str(data), options))

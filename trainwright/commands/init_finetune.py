@@ -6,7 +6,7 @@ import json
 import re
 import struct
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from trainwright.commands.init import DataOptions
 from trainwright.errors import UsageError
 from trainwright.finetune.datasets import Chat, Completion, Instruct, Preference, Texts, TokenizedSet
 from trainwright.finetune.layouts import LAYOUTS, USES, Use
@@ -46,8 +47,8 @@ class Facts:
         samples: Samples with tokens that carry loss.
         lengths: Tokens of a sample, or of the longer completion of a pair with its prompt: the median and the maximum.
         longer: Samples that are longer than the limit.
-        has_template: The tokenizer has a chat template.
         padding: Fraction of the tokens that are padding if each batch is padded to its longest sample.
+        options: Options of the data set.
     """
 
     model: str
@@ -60,8 +61,8 @@ class Facts:
     samples: int
     lengths: tuple[int, int]
     longer: int
-    has_template: bool
     padding: float
+    options: DataOptions
 
     @property
     def are_pairs(self) -> bool:
@@ -79,18 +80,24 @@ class Facts:
         return _batch_size(self.samples)
 
 
-def gather(model: str, data: str) -> Facts:
+def gather(model: str, data: str, options: DataOptions) -> Facts:
     """Read the configuration of the model, and tokenize the file. No weights are read.
 
     Raises:
         UsageError: There is no such model or file, its layout is not known, or a record cannot be used.
     """
+    if options.chat_template is not None:
+        options = replace(options, chat_template=_absolute(options.chat_template))
     folder = find_folder(model)
     require_weights(folder)
     config = read_json(folder / "config.json")
     use, layout = _layout(data)
     name, path = _absolute(model), _absolute(data)
-    tokenized = DATASETS[use](path, tokenizer=str(folder))
+    try:
+        tokenized = DATASETS[use](path, tokenizer=str(folder), **asdict(options))
+    except UsageError as error:
+        remedy = f"{error.remedy}. Options of init: --chat-template FILE, --on-bad-record skip"
+        raise UsageError(error.message, remedy=remedy) from None
     lengths = tokenized.longest()
     known = [config.get(key) for key in ("max_position_embeddings", "n_positions")]
     limit = next((each for each in known if isinstance(each, int)), None)
@@ -105,8 +112,8 @@ def gather(model: str, data: str) -> Facts:
         len(tokenized),
         (int(np.median(lengths)), int(lengths.max())),
         0 if limit is None else int((lengths > limit).sum()),
-        bool(tokenized.tokenizer.chat_template),
         _padding(lengths if limit is None else np.minimum(lengths, limit), _batch_size(len(lengths))),
+        options,
     )
 
 
@@ -156,9 +163,14 @@ def recipe_text(facts: Facts, *, lora: bool) -> str:
             f"  # {facts.longer:,} {_noun(facts)} are longer than the {facts.limit:,} positions of the model, and are "
             + ("left out" if facts.are_pairs else "cut")
         )
-    lines.append(f"  train: {{use: {facts.use}, args: {{path: {json.dumps(facts.data)}{held}{cut}}}}}")
+    args = f"path: {json.dumps(facts.data)}{held}{cut}"
+    if facts.options.chat_template is not None:
+        args += f", chat_template: {json.dumps(facts.options.chat_template)}"
+    if facts.options.on_bad_record != "stop":
+        args += f", on_bad_record: {facts.options.on_bad_record}"
+    lines.append(f"  train: {{use: {facts.use}, args: {{{args}}}}}")
     if held:
-        lines.append(f"  val: {{use: {facts.use}, args: {{path: {json.dumps(facts.data)}{held}, split: val{cut}}}}}")
+        lines.append(f"  val: {{use: {facts.use}, args: {{{args}, split: val}}}}")
     if facts.padding > MAX_PADDING_FRACTION and not facts.are_pairs:
         lines.append(f"  # in rows of their own, {facts.padding:.0%} of the tokens of a batch would be padding")
         lines.append("  packing: padding_free")
@@ -210,7 +222,8 @@ def _padding(lengths: NDArray[np.int64], batch: int) -> float:
 def _readme(facts: Facts) -> str:
     template = ""
     if facts.use in ("chat", "instruct"):
-        template = f", with {'its' if facts.has_template else 'no'} chat template"
+        given = facts.options.chat_template
+        template = f", with the chat template `{given}`" if given else ", with its chat template"
     by = ", both by direct preference optimization" if facts.are_pairs else ""
     return f"""# Fine-tuning
 
@@ -222,6 +235,7 @@ def _readme(facts: Facts) -> str:
 
 `merged` loads with `AutoModel` of transformers. `trainwright check recipe.yaml` shows which tokens carry loss, and
 `trainwright plan recipe.yaml --device rtx4090` what fits a device.
+`trainwright resume runs/{run_name(facts)}` continues a run that was stopped or killed.
 """
 
 

@@ -256,7 +256,10 @@ class _Unpacked:
 
 
 class ModelLoss:
-    """The loss that a model returns itself, as models of ``transformers`` do: a mean over the samples of a batch.
+    """The loss that a model returns itself, as models of ``transformers`` do: a mean over the micro-batch.
+
+    The means of the micro-batches of a step are weighted by their numbers of samples. For a causal language model,
+    whose mean is over labelled tokens, use ``hf_causal_lm``: then the loss of a step does not depend on accumulation.
 
     The loss is ``output.loss``, ``output["loss"]``, the first element of a tuple, or the output itself. A batch that is
     a mapping is passed by keywords, a tuple by position. Metrics get the logits (``output.logits``, or the second

@@ -57,8 +57,8 @@ class Lora(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before the added matrices.")
     targets: TextOrTexts = Field(
         default=(),
-        description="Names of linear layers, or their last parts; all-linear: all but the output layer. Empty: those "
-        "in the blocks of the model.",
+        description="Names of linear layers, or their last parts; all-linear: all but the output layer. An empty list "
+        "selects all linear layers inside the repeated blocks of the model.",
         examples=["all-linear"],
     )
     dora: bool = Field(default=False, description="Also train the norm of each column of the weights (DoRA).")

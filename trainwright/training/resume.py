@@ -6,7 +6,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,17 +21,19 @@ from trainwright.checkpoint.store import checkpoints, newest_valid, set_aside_ne
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed import Launch
 from trainwright.engine.precision import PrecisionName
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, StorageError, UsageError
 from trainwright.plan.batch import batch_of
 from trainwright.plan.make import ResumedValues, RunFacts, Spent, SwaPlan, choose_precision
 from trainwright.plan.resume_changes import Change, CommandWith, compare, on_command_line, require_accepted
 from trainwright.recipe import Duration, Recipe, load
 from trainwright.recipe.resolve import is_live
 from trainwright.runs.deaths import CRASH_LOOP, require_no_crash_loop
+from trainwright.runs.ending import KILLED, state_of
 from trainwright.runs.files import UnreadableFile
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.identity import identity_of
 from trainwright.runs.lock import NoLock, RunLock
+from trainwright.runs.reader import read_end
 from trainwright.runs.secrets import masked
 from trainwright.runs.shapes import PlanFile, ProvenanceFile, read_as, read_object
 
@@ -228,15 +230,32 @@ def _earlier_at(
 
 def interrupted_run(root: Path, name: str, launch: Launch) -> RunFolder | None:
     """Return the newest run of that name that the same call of the same launch began; None if there is none."""
-    folders = [path for path in root.glob(f"{name}*") if re.fullmatch(rf"{re.escape(name)}(-\d+)?", path.name)]
-    begun = [path for path in folders if (path / "provenance.json").is_file()]
-    for path in sorted(begun, key=lambda path: (path / "provenance.json").stat().st_mtime_ns, reverse=True):
-        folder = RunFolder(path)
+    for folder in _newest_runs(root, name):
         with suppress(UnreadableFile):
             made_by = read_as(folder.provenance, ProvenanceFile).launch
             if made_by and (made_by.job, made_by.call) == (launch.job, launch.call):
                 return folder
     return None
+
+
+def unfinished_before(new: RunFolder, name: str) -> Iterator[str]:
+    """Yield a line with the command that resumes the newest other run of that name, if it was stopped or killed."""
+    before = next((each for each in _newest_runs(new.path.parent, name) if each.path != new.path), None)
+    if before is None:
+        return
+    with suppress(UsageError, StorageError, UnreadableFile):  # a log that is missing or cannot be read
+        state = state_of(before.path, read_end(before.log))
+        if state in ("stopped", KILLED):
+            command = resume_command(before)
+            yield f"{before.path} was {state}; {new.path} is a new run. To continue the earlier one: {command}"
+
+
+def _newest_runs(root: Path, name: str) -> list[RunFolder]:
+    """Return the runs of a name that have begun, the newest first."""
+    folders = [path for path in root.glob(f"{name}*") if re.fullmatch(rf"{re.escape(name)}(-\d+)?", path.name)]
+    begun = [path for path in folders if (path / "provenance.json").is_file()]
+    begun.sort(key=lambda path: (path / "provenance.json").stat().st_mtime_ns, reverse=True)
+    return [RunFolder(path) for path in begun]
 
 
 def _require_resumable(checkpoint: Path) -> None:

@@ -37,6 +37,7 @@ from trainwright.monitoring.signals import Signals, grace_s
 from trainwright.monitoring.terminal import Console
 from trainwright.plan.explain import preflight
 from trainwright.recipe import Loaded, require_unmasked
+from trainwright.recipe.resolve import is_live
 from trainwright.report.pages.report import leave_report
 from trainwright.report.server.serve import serve_in_background
 from trainwright.runs.folder import RunFolder
@@ -47,7 +48,7 @@ from trainwright.training.layout import require_layout
 from trainwright.training.open_run import Extra, HeldFolder, Process, compares_ranks, measure_norms, open_run
 from trainwright.training.problems import all_problems_reported
 from trainwright.training.result import Result, finish
-from trainwright.training.resume import Earlier, find_earlier, follow_earlier, interrupted_run
+from trainwright.training.resume import Earlier, find_earlier, follow_earlier, interrupted_run, unfinished_before
 from trainwright.training.run_metadata import rewrite_metadata, write_metadata
 
 
@@ -205,6 +206,8 @@ def _notices(job: Job, folder: RunFolder, lock: RunLock, earlier: Earlier | None
         yield f"the file system of {folder.path} does not support locks: make sure that no other process trains there"
     if earlier:
         yield earlier.describe(job.state.step)
+    elif not is_live(job.recipe.model.use):
+        yield from unfinished_before(folder, job.recipe.name)
     if compares_ranks(job):
         yield "the doctor compares the ranks; it does not replay steps of several ranks"
 
