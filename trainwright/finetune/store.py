@@ -42,6 +42,8 @@ MAX_PROBLEMS_SHOWN = 8
 """Kinds of problems."""
 MAX_PLACES_SHOWN = 3
 """Further records with one problem."""
+POSITION = re.compile(r"\[\d+\]|(?:line|column|char|byte) \d+")
+"""What differs between records that have one problem."""
 MIN_SHOWN_S = 2.0
 """Progress is shown if tokenization takes longer."""
 TOKEN = np.dtype([("id", "<i4"), ("turn", "<u2"), ("role", "u1"), ("supervised", "u1")])
@@ -310,7 +312,7 @@ class _Shard:
     def _error(self, count: int) -> UsageError:
         kinds: dict[str, list[tuple[FileRecord, BadRecord]]] = {}
         for record, error in self.problems:
-            kinds.setdefault(re.sub(r"\d+", "0", error.problem), []).append((record, error))
+            kinds.setdefault(POSITION.sub("", error.problem), []).append((record, error))
         shown = [self._shown(found) for found in list(kinds.values())[:MAX_PROBLEMS_SHOWN]]
         more = sum(len(found) for found in list(kinds.values())[MAX_PROBLEMS_SHOWN:])
         rest = [f"and {more} more in these {count:,} records"] if more else []
