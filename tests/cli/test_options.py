@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import trainwright as tw
 from trainwright.cli import app
+from trainwright.cli.app import line_printer
 from trainwright.doctor.pages import codes
 from trainwright.recipe import load
 from trainwright.recipe.load import builtin_recipes
@@ -58,3 +59,9 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     done = subprocess.run([sys.executable, "-m", "trainwright", "explain"], stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     assert done.stderr == b""
+
+
+def test_lines_are_printed_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "data.jsonl:10:100: :smile: [bold]x[/bold]"
+    line_printer(False)(text)
+    assert capsys.readouterr().out == f"{text}\n"

@@ -107,3 +107,25 @@ def test_arrays_of_numpy_are_of_the_default_dtype() -> None:
     result = tw.fit(head(), (array, LABELS.numpy()), CE, until="2steps", batch=3)
     assert result.step == 2
     assert torch.equal(tw.predict(result, array), tw.predict(result, torch.from_numpy(array).float()))
+
+
+class Positions(nn.Module):
+    """A model with learned positions, as GPT-2 has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(20, 4), nn.Embedding(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.wte(ids) + self.wpe(torch.arange(ids.shape[1])[None])
+        return found
+
+
+def test_positions_are_no_token_ids() -> None:
+    model = Positions()
+    with (
+        pytest.raises(UsageError, match=r"(?s)sequence has 12 tokens.*8 positions.*max_length: 8") as error,
+        explaining(model),
+    ):
+        model(torch.ones(2, 12, dtype=torch.long))
+    assert "num_embeddings" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Data sets as people write them: 46 with a fault from public complaints, and 22 good ones.
+"""Data sets as people write them: 48 with a fault from public complaints, and 22 good ones.
 
 Each broken set says what its report must contain, and the place of the record at fault.
 """
@@ -6,6 +6,7 @@ Each broken set says what its report must contain, and the place of the record a
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from tests.finetune.tokenizers import CHATML
 
+ERROR_PAGE = "<html><head><title>502 Bad Gateway</title></head><body>nginx</body></html>"
 TOPICS = (
     *("eggs", "Paris", "sorting", "foxes", "wizards", "bread", "tides", "chess", "glass", "rivers", "moths", "paper"),
     *("salt", "clocks", "maps", "ink", "wool", "bees", "kites", "soap"),
@@ -291,7 +293,19 @@ BROKEN: tuple[SetCase, ...] = (
     # answers
     SetCase("empty-answer", "chat", lines(with_one(chat, {"messages": [user(2), said(2, "")]})), "empty answer"),
     SetCase("blank-output", "instruct", lines(with_one(alpaca, {**alpaca(2), "output": "  \n"})), "empty answer"),
-    SetCase("nan-from-pandas", "instruct", lines(with_one(alpaca, {**alpaca(2), "output": "nan"})), "placeholder"),
+    SetCase("nan-from-pandas", "instruct", lines(with_one(alpaca, {**alpaca(2), "output": math.nan})), "NaN"),
+    SetCase(
+        "error-page",
+        "chat",
+        lines(with_one(chat, {"messages": [user(2), said(2, ERROR_PAGE)]})),
+        "HTML error page",
+    ),
+    SetCase(
+        "answer-first",
+        "chat",
+        lines(with_one(sharegpt, {"conversations": sharegpt(2)["conversations"][::-1]})),
+        "an assistant turn first",
+    ),
     SetCase(
         "mojibake",
         "instruct",
@@ -371,7 +385,7 @@ BROKEN: tuple[SetCase, ...] = (
                 pair, {"prompt": [user(2)], "chosen": [said(2, LONG + " yes")], "rejected": [said(2, LONG + " no")]}
             )
         ),
-        "equal chosen and rejected",
+        "equal only because max_length cut them",
         options={"max_length": 150, "truncate": "right"},
     ),
     # tokens and masks

@@ -248,3 +248,59 @@ def test_a_template_that_writes_the_date_is_noted(tmp_path: Path) -> None:
         tmp_path, {"messages": TURNS}, tokenizer=make_tokenizer(template), template_args={"date_string": "1 May 1999"}
     )
     assert "dated" not in defects(fixed)
+
+
+CALLS = CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{% for c in m.tool_calls or [] %}CALL{% endfor %}")
+
+
+def calling(arguments: object) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": "find", "arguments": arguments}}
+    return {"messages": [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize(
+    ("written", "is_parsed"),
+    [
+        ('{{ {"name": c.function.name, "arguments": c.function.arguments} | tojson }}', True),
+        ('{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments }}}', False),
+        ('{"name": "{{ c.function.name }}", "arguments": {{ "" + c.function.arguments }}}', False),
+    ],
+    ids=["tojson", "printed", "only-text"],
+)
+def test_arguments_as_json_text_are_not_encoded_twice(written: str, is_parsed: bool, tmp_path: Path) -> None:
+    data = opened(tmp_path, calling('{"name": "x"}'), tokenizer=make_tokenizer(CALLS.replace("CALL", written)))
+    assert answers(data) == ['{"name": "find", "arguments": {"name": "x"}}<|im_end|>\n']
+    assert ("parsed_arguments" in defects(data)) is is_parsed
+
+
+def test_arguments_that_are_no_object_stay_text(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(CALLS.replace("CALL", "{{ c.function.name }} {{ c.function.arguments | tojson }}"))
+    assert answers(opened(tmp_path, calling("x = 1"), tokenizer=tokenizer)) == ['find "x = 1"<|im_end|>\n']
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"reasoning_content": "First a thought."}, "field_left_out"),
+        ({"thinking": "First a thought."}, "field_left_out"),
+        ({"name": "Ann"}, "field_left_out"),
+        ({"tool_calls": calling({"a": "Rome"})["messages"][1]["tool_calls"]}, "content_left_out"),
+    ],
+    ids=["reasoning_content", "thinking", "name", "tool_calls"],
+)
+def test_a_field_that_the_template_leaves_out_is_named(changed: dict[str, Any], name: str, tmp_path: Path) -> None:
+    data = opened(tmp_path, {"messages": [TURNS[0], {**TURNS[1], **changed}]})
+    assert defects(data) == {name}
+    [finding] = audit_set(data).findings
+    assert (finding.severity, finding.samples, finding.place) == ("warning", 1, "data.jsonl:1")
+
+
+def test_arguments_that_the_template_leaves_out_are_named(tmp_path: Path) -> None:
+    data = opened(tmp_path, calling({"a": "Rome"}), tokenizer=make_tokenizer(CALLS.replace("CALL", "find")))
+    assert defects(data) == {"content_left_out"}
+
+
+def test_an_end_outside_of_generation_is_to_be_moved(tmp_path: Path) -> None:
+    template = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    [finding] = audit_set(opened(tmp_path, {"messages": TURNS}, tokenizer=make_tokenizer(template))).findings
+    assert finding.name == "no_end" and "move the end token" in finding.remedy and "endgeneration" in finding.remedy

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.finetune.sets import BROKEN, GOOD, SetCase
+from tests.finetune.sets import BROKEN, GOOD, SetCase, alpaca, lines, pair, said, sharegpt, user, with_one
 from tests.finetune.tokenizers import make_tokenizer
 from trainwright.errors import UsageError
 from trainwright.finetune.audit import audit_set
@@ -44,3 +44,36 @@ def test_a_good_set_is_silent(case: SetCase, tmp_path: Path) -> None:
 
 def test_there_are_enough_sets() -> None:
     assert len(BROKEN) >= 40 and len(GOOD) >= 20
+
+
+def test_nan_may_be_the_right_answer(tmp_path: Path) -> None:
+    records = with_one(alpaca, {"instruction": "What is 0/0 in JavaScript?", "input": "", "output": "NaN"})
+    case = SetCase("nan", "instruct", lines(records))
+    [found] = [each for each in audit_set(open_case(case, tmp_path)).findings if each.name == "placeholder"]
+    assert found.severity == "note" and "drop" not in found.remedy
+
+
+def test_a_conversation_that_begins_with_the_assistant_keeps_its_last_turn(tmp_path: Path) -> None:
+    turns = [*sharegpt(2)["conversations"][::-1], *sharegpt(3)["conversations"][::-1]]
+    told = report(SetCase("first", "chat", lines(with_one(sharegpt, {"conversations": turns}))), tmp_path)
+    assert not any("after the last answer" in each for each in told)
+
+
+def test_pairs_are_counted_as_pairs(tmp_path: Path) -> None:
+    equal = {"prompt": [user(2)], "chosen": [said(2)], "rejected": [said(2)]}
+    [told] = report(SetCase("pairs", "preference", lines(with_one(pair, equal))), tmp_path)
+    assert told.startswith("1 of 8 pairs has equal chosen and rejected answers")
+
+
+def test_one_problem_is_named_once(tmp_path: Path) -> None:
+    records = [{"messages": [user(at), {"role": "assistant", "content": None}]} for at in range(12)]
+    [told] = report(SetCase("null", "chat", lines(records)), tmp_path)
+    assert told.count("no content") == 1 and "12 records" in told
+    assert "data.jsonl:1:" in told and "data.jsonl:2, data.jsonl:3, data.jsonl:4 and 8 more" in told
+
+
+@pytest.mark.parametrize("file", ["data.jsonl", "data.json", "data.csv", "data.parquet"])
+def test_a_web_page_is_no_data(file: str, tmp_path: Path) -> None:
+    page = b"\xef\xbb\xbf\n<!DOCTYPE html>\n<html><head><title>404 Not Found</title></head></html>\n"
+    [told] = report(SetCase("page", "chat", page, file=file), tmp_path)
+    assert "is an HTML page with the title '404 Not Found'" in told and "on_bad_record" not in told

@@ -305,3 +305,10 @@ def test_the_pace_of_the_first_line_counts_from_the_first_step() -> None:
     now_s[0] = 100.0
     run(state, batches(1), make_step(loss), until=for_steps(1), observers=[progress])
     assert file.getvalue() == "", "ten seconds have not passed since the first step began"
+
+
+def test_text_is_printed_unchanged() -> None:
+    out = io.StringIO()
+    text = "data.jsonl:10:100: :smile: [bold]x[/bold]"
+    Progress(Console(file=out)).print(text)
+    assert out.getvalue() == f"{text}\n"

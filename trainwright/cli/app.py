@@ -217,7 +217,7 @@ def console_for(as_json: bool) -> Console:
 def line_printer(as_json: bool) -> Callable[[str], None]:
     """Return a function that prints a line on this console, without markup."""
     console = console_for(as_json)
-    return lambda line: console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+    return lambda line: console.print(printable(line), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def finish(result: VerbResult, as_json: bool) -> None:

@@ -69,9 +69,11 @@ def find_lr(
         out.write_text(svg, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error}", remedy="give another --out") from None
-    console.print(line_chart_text([curve], width=72, height=16, marks=marks, log_x=True), markup=False, highlight=False)
+    chart = line_chart_text([curve], width=72, height=16, marks=marks, log_x=True)
+    console.print(chart, markup=False, emoji=False, highlight=False)
     suggestion = f"{found.suggestion:.3g}" if found.suggestion else "none: the loss never fell by 1 %"
-    console.print(f"suggested lr  {suggestion}\nrecipe's lr   {lr:.3g}\npicture       {out}", highlight=False)
+    text = f"suggested lr  {suggestion}\nrecipe's lr   {lr:.3g}\npicture       {out}"
+    console.print(text, markup=False, emoji=False, highlight=False)
     return {
         "suggestion": found.suggestion,
         "diverged_at": found.stopped_at,

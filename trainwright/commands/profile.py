@@ -101,7 +101,11 @@ def _tried(
     build: Build, job: Job, advice: Sequence[Advice], budget_s: float, console: Console
 ) -> Iterator[TriedAdvice]:
     if budget_s > 0 and advice:
-        trials = Trials(build, job, budget_s, lambda line: console.print(line, highlight=False, markup=False))
+
+        def show(line: str) -> None:
+            console.print(line, highlight=False, markup=False, emoji=False)
+
+        trials = Trials(build, job, budget_s, show)
         yield from trials.of(advice)
 
 

@@ -125,10 +125,22 @@ def _ids(call: _Call) -> str:
         return "ids are whole numbers: ids.long()"
     if not ids.numel() or (int(ids.min()) >= 0 and int(ids.max()) < rows):
         return ""
+    if _are_positions(ids):
+        return (
+            f"these are positions: the sequence has {ids.shape[-1]:,} tokens, and the model has an embedding for "
+            f"{rows:,} positions; set max_length: {rows} for the data set or the tokenizer, or enlarge the embedding"
+        )
     return (
         f"the ids reach from {int(ids.min())} to {int(ids.max())}, and the embedding has rows 0 to {rows - 1}: give it "
         "more (num_embeddings), or check how ids are made"
     )
+
+
+def _are_positions(ids: Tensor) -> bool:
+    """Return True if each id is the one before plus 1, or 0, where another packed sample begins."""
+    if not ids.dim() or ids.shape[-1] < 2:
+        return False
+    return bool(((ids[..., 1:] == ids[..., :-1] + 1) | (ids[..., 1:] == 0)).all()) and bool((ids[..., 1:] > 0).any())
 
 
 def _other_type(call: _Call) -> str:

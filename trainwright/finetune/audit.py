@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainwright.data.padding import ATTENTION_KEY, IGNORE
 from trainwright.finetune.datasets import Preference, TokenizedSet
-from trainwright.finetune.defects import MEANINGS
+from trainwright.finetune.defects import MEANINGS, Defect
 from trainwright.finetune.encode import ROLE_CODES
 from trainwright.finetune.similarity import near_pairs
 from trainwright.runs.supervision import (
@@ -238,13 +238,17 @@ def _other_end(
 
 def _defect_findings(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[SupervisionFinding]:
     defects = rows["defects"].astype(np.int64)
+    pairs = np.cumsum(rows["rejected"] == 0)  # a rejected row follows its chosen one
+    unit = "pairs" if isinstance(dataset, Preference) else "sequences"
     for defect, (severity, says, remedy) in MEANINGS.items():
         has = np.flatnonzero(defects & int(defect))
         if len(has):
-            place = dataset.store.place(rows[has[0]])
-            verb = "has" if len(has) == 1 else "have"
-            message = f"{len(has):,} of {len(rows):,} sequences {verb} {says}; the first is {place}"
-            yield SupervisionFinding(str(defect.name).lower(), severity, message, remedy, len(has), place)
+            place, count = dataset.store.place(rows[has[0]]), len(np.unique(pairs[has]))
+            verb = "has" if count == 1 else "have"
+            message = f"{count:,} of {int(pairs[-1]):,} {unit} {verb} {says}; the first is {place}"
+            if defect == Defect.NO_END and dataset.tokenizer.chat_template and dataset.renderer.marks_answers():
+                remedy = "move the end token of a turn into its {% generation %} block, before {% endgeneration %}"
+            yield SupervisionFinding(str(defect.name).lower(), severity, message, remedy, count, place)
 
 
 def _samples(rows: NDArray[Any]) -> NDArray[np.int64]:

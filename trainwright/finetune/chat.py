@@ -7,10 +7,11 @@ template rewrites the turn when another follows, and the model would never write
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CONTROL_WORD = re.compile(r"<\|[^|<>\s]{1,40}\|>|<(?:start|end)_of_turn>")
 """What a template writes to mark turns, in the common templates. Each must be one token."""
+
+NOT_WRITTEN = ("role", "type", "id", "tool_call_id", NO_LOSS)
+"""Keys of a message or a call whose values a template need not write."""
+LEFT_OUT = {"content": Defect.CONTENT_LEFT_OUT, "tool_calls": Defect.CONTENT_LEFT_OUT}
 
 
 @dataclass(frozen=True)
@@ -69,11 +74,14 @@ class ChatRenderer:
 
     def render(self, example: Example) -> Rendered:
         """Return the text of a conversation with its spans. Raises BadRecord if the template rejects it."""
+        parsed = self._parsed(example.messages)
+        is_parsed = parsed != example.messages
+        example = replace(example, messages=parsed)
         messages, tools, args = example.messages, example.tools, example.template_args
         marked = self.marks_answers(tools) and example.prompt_messages is None and self.train_on != "all"
         whole, marks = self._render(messages, tools, args, marks=marked)
         ends, rewritten = self._ends(messages, tools, args, whole, marks)
-        defects = self._defects(example, whole)
+        defects = self._defects(example, whole) | (Defect.PARSED_ARGUMENTS if is_parsed else Defect(0))
         if self.train_on == "all":
             return Rendered(whole, ends, ((0, len(whole)),), defects)
         if example.prompt_messages is not None:
@@ -105,6 +113,29 @@ class ChatRenderer:
                 defects |= Defect.OTHER_PROMPT
             spans.append((begin, ends[at]))
         return Rendered(whole, ends, tuple(spans), defects)
+
+    def _parsed(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """Return messages with the arguments of calls as objects, unless the template writes only strings as JSON."""
+        is_text = any(
+            isinstance(each.get("function", each).get("arguments"), str)
+            for message in messages
+            for each in message.get("tool_calls") or ()
+        )
+        return messages if not is_text or self._wants_text else tuple(map(_with_objects, messages))
+
+    @cached_property
+    def _wants_text(self) -> bool:
+        """True if the template writes the arguments of a call only if they are a string, or objects as Python does."""
+        texts = []
+        for arguments in ({"topic": "a"}, '{"topic": "a"}'):
+            call = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+            answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+            try:
+                texts.append(self._render([{"role": "user", "content": "Hi"}, answer], None, {})[0])
+            except BadRecord:
+                texts.append("")
+        of_object, of_text = texts
+        return "topic" in of_text and ("topic" not in of_object or "'topic':" in of_object)
 
     def _template(self, tools: object) -> str:
         return str(self.tokenizer.get_chat_template(None, tools))
@@ -245,14 +276,12 @@ class ChatRenderer:
             content = str(message.get("content") or "")
             if any(token in content for token in self._special_tokens):
                 found |= Defect.CONTROL_IN_CONTENT
-            names = [str(each.get("function", each).get("name", "")) for each in message.get("tool_calls") or ()]
-            if any(name not in whole for name in names):
-                found |= Defect.CONTENT_LEFT_OUT
-            if content.strip() and content.strip()[-200:] not in whole:
-                if message["role"] in ("system", "developer"):
-                    found |= Defect.SYSTEM_LEFT_OUT
-                elif message is example.messages[-1] and "</think>" not in content:
-                    found |= Defect.CONTENT_LEFT_OUT
+        # A template may drop the thinking of earlier turns, so only the last turn of each role counts.
+        last = {(message["role"], key): value for message in example.messages for key, value in message.items()}
+        for (role, key), value in last.items():
+            if key not in NOT_WRITTEN and not all(_is_in(each, whole) for each in _texts(value)):
+                is_system = role in ("system", "developer")
+                found |= LEFT_OUT.get(key, Defect.FIELD_LEFT_OUT) if not is_system else Defect.SYSTEM_LEFT_OUT
         if example.tools:
             names = [str(each.get("function", each).get("name", "")) for each in example.tools]
             if not any(name and name in whole for name in names):
@@ -267,6 +296,42 @@ def _end_of_content(whole: str, message: Message, least: int) -> int:
         if text and (found := whole.find(text, least)) >= 0:
             return found + len(text)
     return least
+
+
+def _with_objects(message: Message) -> Message:
+    """Return a message in which arguments that are a JSON object in a string are that object."""
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [_with_object(each) for each in message["tool_calls"]]}
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": _with_object(call["function"])}
+    try:
+        arguments = json.loads(call["arguments"])
+    except (KeyError, TypeError, ValueError):
+        return dict(call)
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else dict(call)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield the texts and numbers inside of a field of a message, without ids and types."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if key not in NOT_WRITTEN:
+                yield from _texts(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
+    elif isinstance(value, str | int | float) and not isinstance(value, bool):
+        yield str(value)
+
+
+def _is_in(text: str, whole: str) -> bool:
+    """Return True if the end of ``text`` is in ``whole``, as it is or as JSON; the thinking in it may be left out."""
+    end = text.split("</think>")[-1].strip()[-200:]
+    return any(each in whole for each in (end, json.dumps(end)[1:-1], json.dumps(end, ensure_ascii=False)[1:-1]))
 
 
 def _plain(message: Message) -> Message:

@@ -42,6 +42,11 @@ class Defect(IntFlag):
     TOO_LONG = 1 << 28
     EMPTY_PROMPT = 1 << 29
     OTHER_TEMPLATE = 1 << 30
+    ANSWER_FIRST = 1 << 31
+    CUT_PAIR = 1 << 32
+    HTML_ERROR = 1 << 33
+    PARSED_ARGUMENTS = 1 << 34
+    FIELD_LEFT_OUT = 1 << 35
 
 
 class Meaning(NamedTuple):
@@ -69,9 +74,14 @@ MEANINGS: dict[Defect, Meaning] = {
         "warning", "an empty answer, which trains the model to stop at once", "fill in the answer, or drop the record"
     ),
     Defect.PLACEHOLDER: Meaning(
+        "note",
+        "a word such as null or nan as the answer",
+        "keep it if that is the answer; fill it in if an empty cell was written as text",
+    ),
+    Defect.HTML_ERROR: Meaning(
         "warning",
-        "a placeholder such as null or nan as its answer",
-        "drop the record: an empty cell was probably written as text",
+        "an HTML error page as the answer: a request failed when the data was made",
+        "drop these records, or make their answers again",
     ),
     Defect.EMPTY_PROMPT: Meaning("warning", "an empty user turn", "fill it in, or drop the record"),
     Defect.OTHER_TEMPLATE: Meaning(
@@ -101,6 +111,11 @@ MEANINGS: dict[Defect, Meaning] = {
     Defect.ENDS_WITHOUT_ANSWER: Meaning(
         "warning", "turns after the last answer, which carry no loss", "drop the turns after the last answer"
     ),
+    Defect.ANSWER_FIRST: Meaning(
+        "warning",
+        "an assistant turn first and no answer last: its roles are swapped, or its first user turn is missing",
+        "swap the roles, or put a user turn in front of the first answer",
+    ),
     Defect.SAME_ROLE: Meaning(
         "warning", "two turns of one role in a row", "join them into one turn, or look for a turn that is missing"
     ),
@@ -125,8 +140,18 @@ MEANINGS: dict[Defect, Meaning] = {
     ),
     Defect.CONTENT_LEFT_OUT: Meaning(
         "warning",
-        "an answer or a call of a tool that the template leaves out or changes",
+        "the text of a turn or a call of a tool that the template leaves out or changes",
         "use a template that writes it",
+    ),
+    Defect.FIELD_LEFT_OUT: Meaning(
+        "warning",
+        "fields of a message, such as reasoning_content, thinking or name, that the template leaves out",
+        "use a template that writes them, move their text into content, or remove them from the records",
+    ),
+    Defect.PARSED_ARGUMENTS: Meaning(
+        "note",
+        "calls of tools with arguments as JSON text; they are parsed, since the template writes objects as JSON",
+        "write arguments as an object to have the same tokens elsewhere",
     ),
     Defect.SYSTEM_LEFT_OUT: Meaning(
         "warning",
@@ -164,6 +189,11 @@ MEANINGS: dict[Defect, Meaning] = {
     ),
     Defect.SAME_PAIR: Meaning(
         "warning", "equal chosen and rejected answers, which carry no preference", "drop these records"
+    ),
+    Defect.CUT_PAIR: Meaning(
+        "warning",
+        "chosen and rejected answers that are equal only because max_length cut them",
+        "raise max_length, or set truncate: drop to leave out what is too long",
     ),
     Defect.SCORES_SWAPPED: Meaning(
         "warning", "a chosen answer with a lower score than the rejected one", "swap them, or drop the record"

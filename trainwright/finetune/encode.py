@@ -39,6 +39,13 @@ TEMPLATE_MARKS = re.compile(
 """What common templates write around messages."""
 
 
+HTML_ERROR = re.compile(
+    r"\s*(?:<!doctype html[^>]*>\s*)?<html\b.{0,2000}?<title>[^<]*(?:\b[45]\d\d\b|error|denied|not found|unavailable)",
+    re.IGNORECASE | re.DOTALL,
+)
+"""The beginning of a page that a server sends instead of an answer."""
+
+
 class Encoded(NamedTuple):
     """One sequence: ids (T,), which of them carry loss (T,), role codes (T,), messages (T,), and its defects."""
 
@@ -196,6 +203,8 @@ def _content_defects(example: Example) -> Defect:
         found |= Defect.EMPTY_ANSWER
     if any(each.strip().lower() in PLACEHOLDERS for each in answers) and "text" not in {role for role, _ in parts}:
         found |= Defect.PLACEHOLDER
+    if any(HTML_ERROR.match(each) for each in answers):
+        found |= Defect.HTML_ERROR
     if any(MOJIBAKE.search(text) for _, text in parts):
         found |= Defect.MOJIBAKE
     if any(role == "user" and not text.strip() for role, text in parts):
@@ -204,7 +213,8 @@ def _content_defects(example: Example) -> Defect:
         found |= Defect.OTHER_TEMPLATE
     roles = [role for role, _ in parts]
     if answers and example.messages and "assistant" in roles and roles[-1] != "assistant":
-        found |= Defect.ENDS_WITHOUT_ANSWER
+        begins = next(role for role in roles if role not in ("system", "developer"))
+        found |= Defect.ANSWER_FIRST if begins == "assistant" else Defect.ENDS_WITHOUT_ANSWER
     for (role, text), (following, after) in pairwise(parts):
         if role == following and role != "tool":
             found |= Defect.REPEATED_TURN if text == after else Defect.SAME_ROLE

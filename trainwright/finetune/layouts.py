@@ -139,6 +139,8 @@ def example_of(fields: Mapping[str, Any], use: Use, roles: Mapping[str, str]) ->
 
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str):
+        if isinstance(value, float) and value != value:
+            raise BadRecord(f"{name} is NaN, an empty cell", "fill it in, or drop the record")
         kind = "null" if value is None else type(value).__name__
         raise BadRecord(f"{name} is {kind}, not text", "write it as a string")
     return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 from trainwright.errors import MissingExtra, UsageError, suggest_file, text_of
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+HTML = re.compile(r"<!doctype\s+html|<html\b|<head\b", re.IGNORECASE)
 SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json")
 """A folder with one of these files was written by ``save_to_disk`` of the package datasets."""
 
@@ -97,6 +99,7 @@ def open_source(path: str | Path, *, split: str = "train", revision: str | None 
 def _of_files(files: tuple[Path, ...]) -> RecordSource:
     digest = hashlib.sha256()
     for path in files:
+        _require_no_html(path)
         digest.update(f"{path.name} {path.stat().st_size}:".encode())
         with path.open("rb") as file:
             while block := file.read(2**20):
@@ -106,6 +109,18 @@ def _of_files(files: tuple[Path, ...]) -> RecordSource:
         remedy = "put them into folders of their own"
         raise UsageError(f"the folder {files[0].parent} mixes .parquet with other formats", remedy=remedy)
     return RecordSource(tuple(path.name for path in files), digest.hexdigest(), units.pop(), files)
+
+
+def _require_no_html(path: Path) -> None:
+    """Raise UsageError for a web page, which a failed download leaves in place of the data."""
+    with path.open("rb") as file:
+        head = file.read(4096)
+    text = head.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n")
+    if HTML.match(text):
+        title = re.search(r"<title>\s*([^<]*)", text, re.IGNORECASE)
+        named = f" with the title {title[1].strip()!r}" if title and title[1].strip() else ""
+        remedy = "download the file again: a server sends such a page for a wrong address or a missing permission"
+        raise UsageError(f"{path} is an HTML page{named}, not data", remedy=remedy)
 
 
 def _library() -> Any:

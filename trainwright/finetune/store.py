@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import secrets
 import sys
 import time
@@ -34,10 +35,15 @@ from trainwright.finetune.tokenizer import tokenizer_digest
 from trainwright.runs.printing import printable
 from trainwright.runs.system_calls import try_lock
 
-FORMAT = 1
+FORMAT = 2
 """Increased when the same records give other tokens or other files."""
 SHARD_RECORDS = 1000
 MAX_PROBLEMS_SHOWN = 8
+"""Kinds of problems."""
+MAX_PLACES_SHOWN = 3
+"""Further records with one problem."""
+POSITION = re.compile(r"\[\d+\]|(?:line|column|char|byte) \d+")
+"""What differs between records that have one problem."""
 MIN_SHOWN_S = 2.0
 LOCK_POLL_S = 0.1
 """Progress is shown if tokenization takes longer."""
@@ -48,7 +54,7 @@ ROW = np.dtype(
         ("line", "<i8"),
         ("hash", "<u8"),
         ("answer", "<u8"),
-        ("defects", "<u4"),
+        ("defects", "<u8"),
         ("file", "<u2"),
         ("kept", "u1"),
         ("rejected", "u1"),
@@ -289,7 +295,8 @@ class _Shard:
         extra = _of_pair(item) if isinstance(item, Pair) else Defect(0)
         extra |= Defect.TOO_LONG if is_too_long and self.options.truncate == "drop" else Defect(0)
         if len(cut) == 2 and np.array_equal(cut[0].ids, cut[1].ids):
-            extra |= Defect.SAME_PAIR
+            is_same = np.array_equal(whole[0].ids, whole[1].ids)
+            extra |= Defect.SAME_PAIR if is_same else Defect.CUT_PAIR
         kept = all(each.supervised.any() for each in cut) and not extra & Defect.TOO_LONG
         identity, signed = content_hash(parts), signature(parts)
         answer = content_hash([each for each in parts if each[0] == "assistant"][-1:])
@@ -304,16 +311,26 @@ class _Shard:
         return made
 
     def _error(self, count: int) -> UsageError:
-        shown = [
-            f"{self.source.place(record.file, record.line)}: {error.problem}\n    remedy: {error.remedy}"
-            for record, error in self.problems[:MAX_PROBLEMS_SHOWN]
-        ]
-        more = len(self.problems) - len(shown)
+        kinds: dict[str, list[tuple[FileRecord, BadRecord]]] = {}
+        for record, error in self.problems:
+            kinds.setdefault(POSITION.sub("", error.problem), []).append((record, error))
+        shown = [self._shown(found) for found in list(kinds.values())[:MAX_PROBLEMS_SHOWN]]
+        more = sum(len(found) for found in list(kinds.values())[MAX_PROBLEMS_SHOWN:])
         rest = [f"and {more} more in these {count:,} records"] if more else []
         total = len({(record.file, record.line) for record, _ in self.problems})
         head = f"{total} record{'' if total == 1 else 's'} cannot be used:"
         remedy = "repair them, or set on_bad_record: skip, which leaves them out and counts them"
         return UsageError("\n  ".join([head, *shown, *rest]), remedy=remedy)
+
+    def _shown(self, found: Sequence[tuple[FileRecord, BadRecord]]) -> str:
+        """Return one problem with its first records."""
+        error = found[0][1]
+        first, *rest = dict.fromkeys(self.source.place(record.file, record.line) for record, _ in found)
+        more = f" and {len(rest) - MAX_PLACES_SHOWN:,} more" if len(rest) > MAX_PLACES_SHOWN else ""
+        also = (
+            f"\n    {len(rest) + 1:,} records have it: also {', '.join(rest[:MAX_PLACES_SHOWN])}{more}" if rest else ""
+        )
+        return f"{first}: {error.problem}{also}\n    remedy: {error.remedy}"
 
     def _too_long(self, found: Sequence[tuple[FileRecord, int]]) -> UsageError:
         (record, length), limit = found[0], self.options.max_length

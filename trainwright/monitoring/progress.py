@@ -202,7 +202,7 @@ class Progress:
         if self._quiet:
             return
         try:
-            self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+            self._console.print(printable(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
         except (OSError, SystemExit):  # a reader that closed the pipe must not stop the training
             self._quiet = True
 

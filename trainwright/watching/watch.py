@@ -247,7 +247,8 @@ class Watch:
             with suppress(
                 OSError, ValueError
             ):  # stderr was closed, which must neither end the loop nor hide its exception
-                self._console.print(printable(masked(line)), highlight=False, markup=False, soft_wrap=True)
+                text = printable(masked(line))
+                self._console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def watch(

@@ -9,10 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.commands.check.checked import AMPLE, UNTRAINED, checked, model
 from trainwright.commands.check.learning import ONE_BATCH_MAX_STEPS, BatchFit, by_heart
 from trainwright.commands.check.rate import RateEvidence, learning_rate
+from trainwright.commands.check.samples import _parts
 from trainwright.commands.check.smoke import SmokeRun, afterwards, diagnosed, trained
 from trainwright.commands.check.verdict import Checkup, Verdict
 from trainwright.engine.lr_range import LrRange
@@ -218,3 +220,14 @@ def test_without_time_to_train_nothing_is_claimed() -> None:
 def test_what_a_short_training_raises_is_a_verdict() -> None:
     found = checked({"loss": "tests.commands.check.parts:sixteen_fail"}, AMPLE)
     assert found.exit_code == 3 and any("16 samples" in each.seen for each in found.verdicts)
+
+
+def test_a_list_of_token_ids_has_no_label() -> None:
+    inputs, target = _parts([1, 5, 202])
+    assert target is None and inputs[0].tolist() == [1, 5, 202]
+    assert _parts((1, 5, 202))[1] is None
+
+
+@pytest.mark.parametrize("sample", [(4, 1), ([0.5, 2.0], 1), [torch.ones(3), 1]], ids=["pair", "row", "list"])
+def test_the_last_of_other_sequences_is_the_label(sample: object) -> None:
+    assert int(_parts(sample)[1]) == 1  # type: ignore[arg-type]

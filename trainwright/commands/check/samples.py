@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -197,17 +198,25 @@ def _positions(size: int, most: int) -> Iterator[int]:
 
 
 def _parts(sample: object) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Return inputs and target of a sample: the target is the last of a sequence, or the value with a target's key."""
+    """Return inputs and target of a sample: the target is the last of a sequence, or the value with a target's key.
+
+    A flat list of integers is a row of token ids, without a target.
+    """
     if isinstance(sample, Mapping):
         key = next((name for name in TARGETS if name in sample), None)
         inputs = [_tensor(value) for name, value in sample.items() if name != key]
         target = _tensor(sample[key]) if key is not None else None
-    elif isinstance(sample, tuple | list) and len(sample) > 1:
+    elif isinstance(sample, tuple | list) and len(sample) > 1 and not _is_row_of_ids(sample):
         *first, last = sample
         inputs, target = [_tensor(value) for value in first], _tensor(last)
     else:
         inputs, target = [_tensor(sample)], None
     return tuple(x for x in inputs if x is not None), target
+
+
+def _is_row_of_ids(sample: tuple[object, ...] | list[object]) -> bool:
+    """Return True for a list of integers, or a tuple of more than two: a tuple of two may be an input and a label."""
+    return all(isinstance(x, Integral) for x in sample) and (isinstance(sample, list) or len(sample) > 2)
 
 
 def _tensor(value: object) -> Tensor | None:
