@@ -136,7 +136,11 @@ def test_every_recipe_in_the_box_passes(path: Path) -> None:
         pytest.importorskip(package)
     smaller = [*SMALL[path.name], *SMALLER.get(path.stem, ()), "device=cpu"]
     found = check(load(path, overrides=smaller), budget=SHORT)
-    assert [v for v in found.verdicts if v.word in ("warn", "fail")] == []
+    odd = [v.seen for v in found.verdicts if v.word in ("warn", "fail")]
+    if path.stem.endswith("-lora"):  # they show the setting; the base model has random weights, and that is said
+        assert len(odd) == 1 and "random" in odd[0], odd
+    else:
+        assert odd == []
     assert found.exit_code == 0
     (memory,) = (v for v in found.verdicts if v.what == "memory")
     assert memory.seen.startswith("a step peaks at"), "with LoRA, too, the step is traced"
