@@ -97,9 +97,7 @@ class StepTemplate:
         known: Tensor | float = norm
         if clip is not None:
             found = float(norm) if norm.is_cpu else norm
-            known = min(found, clip.at) if isinstance(found, float) else found.clamp(max=clip.at)
-            if isinstance(found, float) and found != found:
-                known = found
+            known = min(found, clip.at) if isinstance(found, float) else found.clamp(max=clip.at)  # NaN stays NaN
             events = tuple((k, {**v, "norm": found} if k == "clip" else v) for k, v in events)
         updates = [
             OptimizerStep(n, [hyperparameters(group) for group in each.param_groups])
