@@ -684,6 +684,8 @@ class LossListener(Probe):
     """Measures the loss functions that the loop calls outside of its models, in some of the steps."""
 
     name = LossFacts.experiment
+    hears_every_step = True
+    """It sets the listener of the tape for the next step."""
 
     def __init__(self, tape: Tape, subject: LiveObjects) -> None:
         self._tape, self._subject = tape, subject
