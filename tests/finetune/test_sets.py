@@ -21,7 +21,7 @@ def open_case(case: SetCase, folder: Path) -> TokenizedSet:
 
 
 def report(case: SetCase, folder: Path) -> list[str]:
-    """What a user is told: the error, or the warnings of the audit."""
+    """Return the message for the user: the error, or the warnings of the audit."""
     try:
         found = audit_set(open_case(case, folder))
     except UsageError as error:

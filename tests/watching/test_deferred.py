@@ -15,6 +15,7 @@ from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.engine.precision import Precision
 from trainwright.engine.step import StepFn
 from trainwright.optim.clip import make_clip
+from trainwright.recorder.listener import has_listeners
 from trainwright.recorder.program import Call
 from trainwright.replay.session import ReplaySession
 from trainwright.runs.records import Examined, Record, Watched
@@ -129,6 +130,22 @@ def test_the_operation_of_a_step_that_raised_is_known(run: Run) -> None:
     (unfinished,) = [each for each in run.written if isinstance(each, Examined) and each.experiment == "unfinished"]
     assert unfinished.step == STEP and "cross_entropy" in unfinished.values["failed"]["op"]
     assert all(map(torch.equal, weights, run.model.parameters()))
+
+
+@pytest.mark.slow
+def test_an_interrupted_step_leaves_the_thread_with_its_events() -> None:
+    def interrupted(model: nn.Module, both: tuple[Tensor, Tensor]) -> Tensor:
+        if len(run.losses) == STEP - 1:
+            raise KeyboardInterrupt
+        return by_hand(model, both)
+
+    run = Run(loss=interrupted)
+    run.train(STEP - 1)
+    assert run.session.is_next_deferred
+    with pytest.raises(KeyboardInterrupt):
+        run.advance(run.state, batch(STEP))
+    assert has_listeners()
+    run.session.leave()
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ ROW_LENGTHS = "row_lengths"
 
 
 class TokenBatch(NamedTuple):
-    """What a causal language model is called with.
+    """The arguments for a call of a causal language model.
 
     Attributes:
         inputs: Keyword arguments of the model.

@@ -86,7 +86,7 @@ def tokenized_set_of(dataset: object) -> TokenizedSet | None:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What a model accepts, if known: ids below ``rows``, ``positions`` tokens, and ids at which generation ends."""
+    """Limits of a model, if known: ids below ``rows``, ``positions`` tokens, and ids at which generation ends."""
 
     rows: int | None = None
     positions: int | None = None
@@ -351,7 +351,7 @@ def _short(text: str, limit: int = 60) -> str:
 
 @dataclass
 class _Counts:
-    """What the batches of any data set showed so far."""
+    """Counts over the batches of any data set."""
 
     unit: str = ""
     samples: int = 0

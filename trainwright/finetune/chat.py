@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CONTROL_WORD = re.compile(r"<\|[^|<>\s]{1,40}\|>|<(?:start|end)_of_turn>")
-"""What a template writes to mark turns, in the common templates. Each must be one token."""
+"""Marks of turns in common templates. Each must be one token."""
 
 NOT_WRITTEN = ("role", "type", "id", "tool_call_id", NO_LOSS)
 """Keys of a message or a call whose values a template need not write."""

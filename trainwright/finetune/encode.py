@@ -36,7 +36,7 @@ TEMPLATE_MARKS = re.compile(
     r"^### (?:Instruction|Response|Input):|\[/INST\]|<</?SYS>>|<\|im_(?:start|end)\|>|<\|eot_id\|>|^ASSISTANT: ",
     re.MULTILINE,
 )
-"""What common templates write around messages."""
+"""Text that common templates write around messages."""
 
 
 HTML_ERROR = re.compile(

@@ -43,7 +43,7 @@ MAX_PROBLEMS_SHOWN = 8
 MAX_PLACES_SHOWN = 3
 """Further records with one problem."""
 POSITION = re.compile(r"\[\d+\]|(?:line|column|char|byte) \d+")
-"""What differs between records that have one problem."""
+"""The part of a message that differs between records with the same problem."""
 MIN_SHOWN_S = 2.0
 LOCK_POLL_S = 0.1
 """Progress is shown if tokenization takes longer."""
@@ -65,7 +65,7 @@ ROW = np.dtype(
 
 @dataclass(frozen=True)
 class EncodingOptions:
-    """What determines the tokens of a record, besides the tokenizer."""
+    """The settings that determine the tokens of a record, besides the tokenizer."""
 
     use: Use
     train_on: str = "assistant"

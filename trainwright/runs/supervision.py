@@ -14,7 +14,7 @@ from trainwright.runs.files import UnreadableFile, read_json
 
 NAME = "supervision.json"
 BEGIN_MARK, END_MARK = "⟦", "⟧"
-"""What encloses the text that carries loss."""
+"""Brackets around the text that carries loss."""
 WIDTH = 118
 MAX_FINDINGS_PRINTED = 12
 Severity = Literal["error", "warning", "note"]

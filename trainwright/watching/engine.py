@@ -13,9 +13,9 @@ from trainwright.checkpoint.snapshot import Snapshot
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.step import StepFn, StepResult
 from trainwright.engine.witness import StepWitness
-from trainwright.errors import TrainwrightError
+from trainwright.errors import OutOfMemoryError, TrainwrightError
 from trainwright.monitoring.journal import Journal
-from trainwright.recorder.deferred import DeferredRecorder, repeat
+from trainwright.recorder.deferred import DeferredRecorder, StepInputs, repeat
 from trainwright.recorder.engine_source import EngineSource, called_roots
 from trainwright.recorder.probes import LoopObjects
 from trainwright.recorder.program import RecordedStep
@@ -86,14 +86,16 @@ class EngineSession(WatchSession):
             self.witness.template = self._template if self.is_next_deferred and self.witness.passes else None
             try:
                 result = advance(state, batch)
-            except Exception:
-                self._record_failed()
+            except BaseException as error:  # also Ctrl-C: else later runs of this thread would have no events
+                inputs = self.witness.take_inputs()
+                is_repeated = isinstance(error, Exception) and not isinstance(error, OutOfMemoryError)
+                if inputs is not None and is_repeated:
+                    self._record_failed(inputs)
                 raise
-            finally:
-                if self._failed is not None or self.recording.failed is not None:
-                    self.witness.take_inputs()
             if self._failed is None and self.recording.failed is None:
                 self._guarded(lambda: self.witness.end_step(result))
+            else:
+                self.witness.take_inputs()
             return result
 
         return recorded
@@ -108,9 +110,9 @@ class EngineSession(WatchSession):
         with replayer.stage(snapshot):
             self._deferred.record(steps, replayer.deadline.check)
 
-    def _record_failed(self) -> None:
+    def _record_failed(self, inputs: StepInputs) -> None:
         """Repeats a deferred step that raised, so that its program up to the error is known."""
-        if (inputs := self.witness.take_inputs()) is None or self.witness.passes is None:
+        if self.witness.passes is None:
             return
         try:
             with self.runner.replayer.stage(self._objects.snapshot(self.step)):
