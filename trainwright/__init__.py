@@ -40,7 +40,7 @@ _HOME = {
     "for_seconds": "trainwright.engine.run_length",
     "for_steps": "trainwright.engine.run_length",
     "init": "trainwright.commands.init",
-    "convert": "trainwright.commands.convert.convert",
+    "convert": "trainwright.commands.convert",
     "ladder": "trainwright.commands.ladder.climb",
     "load": "trainwright.recipe.load",
     "load_checkpoint": "trainwright.checkpoint.checkpoint",
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from trainwright.checkpoint.train_state import TrainState as TrainState
     from trainwright.commands.bad_cases import bad_cases as bad_cases
     from trainwright.commands.compare_optimizers import compare_optimizers as compare_optimizers
-    from trainwright.commands.convert.convert import convert as convert
+    from trainwright.commands.convert import convert as convert
     from trainwright.commands.evaluate import evaluate as evaluate
     from trainwright.commands.evaluate import predict as predict
     from trainwright.commands.init import init as init

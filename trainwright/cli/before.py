@@ -67,23 +67,16 @@ def init(
 
 @verb()
 def convert(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="JSON of TrainingArguments, YAML of LightningCLI, or YAML of axolotl."),
-    ],
-    source: Annotated[
-        str | None,
-        typer.Option("--from", metavar="FORMAT", help="trainer, lightning or axolotl. Default: by its keys."),
-    ] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON of TrainingArguments of transformers.")],
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the recipe there instead of printing it.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Turn the settings of another trainer into a recipe, and list each key that has no counterpart."""
-    from trainwright.commands.convert.convert import convert as run_convert
+    """Turn TrainingArguments of transformers into a recipe, and list each key that has no counterpart."""
+    from trainwright.commands.convert import convert as run_convert
 
-    finish_printed(run_convert(file, source=source, out=output), as_json)
+    finish_printed(run_convert(file, out=output), as_json)
 
 
 @verb()
