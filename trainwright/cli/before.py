@@ -111,7 +111,7 @@ def plan(
 
     recipe, svg = recipe_and_picture(recipe, svg, "timeline.svg")
     if ranks is not None:
-        from trainwright.commands.plan_ranks import plan_ranks
+        from trainwright.commands.plan import plan_ranks
         from trainwright.training.problems import all_problems_reported
 
         loaded = load(recipe, overrides=settings or [])
@@ -177,7 +177,7 @@ def batch_size(
     budget_s = seconds_of(budget, "--budget")
     subject = subject_of(recipe, settings)
     from trainwright.commands.batch_size import find_batch_size
-    from trainwright.recipe.byte_size import parse_bytes
+    from trainwright.recipe.formatting import parse_bytes
 
     limit, say = parse_bytes(memory) if memory else None, line_printer(as_json)
     with user_output_to_stderr(as_json):

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.engine.loop import steps
+from trainwright.engine.loop import for_steps, steps
 from trainwright.engine.loss import Loss
 from trainwright.engine.precision import FP32, Precision
-from trainwright.engine.run_length import for_steps
 from trainwright.engine.step import make_step
 from trainwright.optim.clip import ClipFn, no_clip
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainwright.errors import Problem, RecipeError
-from trainwright.plan.degrees import Degrees
-from trainwright.plan.parallel import NEEDS_WHOLE
+from trainwright.plan.parallel import NEEDS_WHOLE, Degrees
 from trainwright.recipe import Recipe
 
 UNTIE = "write model.args.tied: false, for a model of transformers model.args.tie_word_embeddings: false"

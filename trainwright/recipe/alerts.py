@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from trainwright.errors import Problem, RecipeError, UsageError
-from trainwright.recipe.byte_size import parse_bytes
 from trainwright.recipe.duration import Duration
+from trainwright.recipe.formatting import parse_bytes
 from trainwright.recipe.section import Section, Text, Texts, require_time
 
 

@@ -104,7 +104,7 @@ MODELS = _by_name(
 
 DATASETS = _by_name(
     Row("python-topics", "trainwright.data.text:python_topics", "Characters of Python's help topics."),
-    Row("masked-topics", "trainwright.data.masked:masked_topics", "The same with characters hidden, for an encoder."),
+    Row("masked-topics", "trainwright.data.text:masked_topics", "The same with characters hidden, for an encoder."),
     Row("stdlib-source", "trainwright.data.text:stdlib_source", "Characters of the source of Python's library."),
     Row("text-file", "trainwright.data.text:text_file", "Characters of a text file."),
     Row("tokens", "trainwright.data.tokens:Tokens", "Ids of tokens in a file, memory-mapped: nanoGPT's train.bin."),

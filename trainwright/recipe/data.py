@@ -9,8 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from trainwright.errors import Problem, RecipeError
 from trainwright.recipe.catalog import DATASETS, METRICS, OBSERVERS
 from trainwright.recipe.duration import Duration
-from trainwright.recipe.section import Count, Part, SampleId, Section, Text, require_time
-from trainwright.recipe.short_name import ShortName
+from trainwright.recipe.section import Count, Part, SampleId, Section, ShortName, Text, require_time
 
 
 class Dataset(Part):

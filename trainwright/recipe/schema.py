@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -22,12 +22,11 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from trainwright.errors import Problem, RecipeError, UsageError
 from trainwright.recipe.alerts import Alerts
-from trainwright.recipe.byte_size import parse_bytes
 from trainwright.recipe.catalog import (
     CUSTOM_OPTIMIZER,
     LOSSES,
@@ -41,10 +40,9 @@ from trainwright.recipe.catalog import (
 )
 from trainwright.recipe.data import Data, MetricPart, Watcher
 from trainwright.recipe.duration import Duration
-from trainwright.recipe.formatting import LARGEST_INT
+from trainwright.recipe.formatting import LARGEST_INT, parse_bytes
 from trainwright.recipe.parallel import Parallel
-from trainwright.recipe.section import Count, Part, Section, Text, TextOrTexts, Texts, Warmup, require_time
-from trainwright.recipe.short_name import ShortName
+from trainwright.recipe.section import Count, Part, Section, ShortName, Text, TextOrTexts, Texts, Warmup, require_time
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -630,3 +628,23 @@ class ActivationCheckpointing:
             raise UsageError(f"must be one of {', '.join(NAMES)}, or a peak such as 12GiB", remedy=remedy)
         parse_bytes(text)
         return text
+
+
+class _Generator(GenerateJsonSchema):
+    def encode_default(self, dft: object) -> object:
+        return str(dft) if isinstance(dft, Duration) else super().encode_default(dft)
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema, draft 2020-12, of a recipe file."""
+    schema = Recipe.model_json_schema(schema_generator=_Generator)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_without_titles(schema)}
+
+
+def _without_titles(schema: Any) -> Any:
+    """Remove pydantic's titles, which only repeat the keys. A *property* called title is a mapping, not a string."""
+    if isinstance(schema, dict):
+        return {
+            key: _without_titles(value) for key, value in schema.items() if key != "title" or isinstance(value, dict)
+        }
+    return [_without_titles(item) for item in schema] if isinstance(schema, list) else schema

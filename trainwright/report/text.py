@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.runs.figures import figure
+from trainwright.runs.printing import figure
 from trainwright.runs.records import Ended, Evaluated
 
 

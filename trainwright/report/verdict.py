@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from trainwright.doctor.trend import slope_in_errors
 from trainwright.runs.ending import KILLED, RUNNING, UNKNOWN, state_of
-from trainwright.runs.figures import figure
 from trainwright.runs.findings import Severity, findings_in
 from trainwright.runs.folder import RunFolder
+from trainwright.runs.printing import figure
 from trainwright.runs.reader import read_course, read_end
 from trainwright.runs.records import (
     Ended,

@@ -18,8 +18,8 @@ from trainwright.engine.named_metrics import LossPerplexity, metric_args_of_loss
 from trainwright.engine.observer import Observer, as_observer
 from trainwright.errors import Problem, RecipeError, UsageError
 from trainwright.optim.clip import AdaptiveClip, ClipFn, make_clip
+from trainwright.optim.schedule import SwaSchedule
 from trainwright.optim.stepped_schedule import ScheduleFn, SteppedSchedule
-from trainwright.optim.swa_schedule import SwaSchedule
 from trainwright.optim.user_optimizers import not_trained
 from trainwright.plan.make import Note, Plan
 from trainwright.recipe import METRICS, OBSERVERS, OPTIMIZERS, Loaded, Part, Recipe, Row, require_unmasked

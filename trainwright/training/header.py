@@ -14,8 +14,8 @@ from trainwright.checkpoint.optimizer_modes import names_with_modes, with_modes
 from trainwright.data.ready_batches import ReadyBatches
 from trainwright.engine.chunked import logits_bytes
 from trainwright.engine.head import head_of, hf_head_of
+from trainwright.optim.schedule import SwaSchedule
 from trainwright.optim.stepped_schedule import SteppedSchedule
-from trainwright.optim.swa_schedule import SwaSchedule
 from trainwright.optim.user_optimizers import makes_own_groups
 from trainwright.plan.explain import human_bytes
 from trainwright.plan.header import Origin, RunHeader, Setting, origins_in

@@ -26,17 +26,15 @@ from trainwright.distributed.group import Ranks
 from trainwright.distributed.split_plan import SplitPlan, model_shape, split_plan
 from trainwright.engine.compressed import GradientSum, PowerSgd, sum_in_bf16, sum_whole
 from trainwright.engine.evaluate import evaluating
-from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn
+from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn, loss_of_part
 from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.rank_layout import RankLayout
-from trainwright.engine.sequence_part import loss_of_part
 from trainwright.engine.stage_passes import PipelineStages, StagedPasses, inputs_of
 from trainwright.engine.synced_norms import LOCAL_STATISTICS, SyncedNorms
 from trainwright.errors import OutOfMemoryError, TrainwrightError, UsageError, text_of
 from trainwright.models.gpt import TENSOR_PLAN
-from trainwright.plan.degrees import Degrees
 from trainwright.plan.make import Note
-from trainwright.plan.parallel import solve_layout
+from trainwright.plan.parallel import Degrees, solve_layout
 from trainwright.plan.splits import require_fitting
 from trainwright.recipe import Loaded
 from trainwright.recipe.parallel import Parallel

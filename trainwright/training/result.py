@@ -18,8 +18,7 @@ from trainwright.engine.loss import Loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet
 from trainwright.report.findings import exit_code
 from trainwright.report.text import Ending, closing
-from trainwright.runs.folder import RunFolder
-from trainwright.runs.identity import identity_of
+from trainwright.runs.folder import RunFolder, identity_of
 from trainwright.runs.json_values import strict
 from trainwright.runs.records import Ended, Found, RunVerdict
 from trainwright.training.job import Job

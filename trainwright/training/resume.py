@@ -30,8 +30,7 @@ from trainwright.recipe.resolve import is_live
 from trainwright.runs.deaths import CRASH_LOOP, require_no_crash_loop
 from trainwright.runs.ending import KILLED, state_of
 from trainwright.runs.files import UnreadableFile
-from trainwright.runs.folder import RunFolder
-from trainwright.runs.identity import identity_of
+from trainwright.runs.folder import RunFolder, identity_of
 from trainwright.runs.lock import NoLock, RunLock
 from trainwright.runs.reader import read_end
 from trainwright.runs.secrets import masked

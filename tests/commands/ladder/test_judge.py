@@ -8,8 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.commands.ladder.judge import Band, MeasuredRung, band_of, gain, judge, measured, windows
-from trainwright.commands.ladder.result import Ladder, RungResult, commented
+from trainwright.commands.ladder.result import (
+    Band,
+    Ladder,
+    MeasuredRung,
+    RungResult,
+    band_of,
+    commented,
+    gain,
+    judge,
+    measured,
+    windows,
+)
 from trainwright.commands.ladder.rungs import batch_settings, length_settings, own_length, rungs_of, steps_of
 from trainwright.recipe.load import from_mapping
 from trainwright.runs.records import Found

@@ -16,10 +16,9 @@ from trainwright.commands.check.first_batch import LossRecorder
 from trainwright.commands.check.sandbox import Sandbox, within
 from trainwright.commands.check.verdict import Verdict, first_of
 from trainwright.engine.evaluate import evaluating
-from trainwright.engine.loop import steps
+from trainwright.engine.loop import for_steps, steps
 from trainwright.engine.loss import as_loss_fn
 from trainwright.engine.lr_range import LrRange, lr_range
-from trainwright.engine.run_length import for_steps
 from trainwright.engine.step import make_step
 from trainwright.training.custom_objects import build_clip
 

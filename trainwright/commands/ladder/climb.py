@@ -20,19 +20,26 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trainwright.commands.ladder.judge import (
+from trainwright.commands.ladder.result import (
     BAND_FACTOR,
+    BEST,
+    HEAD,
     MIN_BAND,
+    PAGE,
+    REPORT,
     Band,
+    Ladder,
     MeasuredRung,
+    RungResult,
     RungVerdict,
     band_of,
+    commented,
     judge,
     measured,
     new_finding,
+    notes_of,
     unhealthy,
 )
-from trainwright.commands.ladder.result import BEST, HEAD, PAGE, REPORT, Ladder, RungResult, commented, notes_of
 from trainwright.commands.ladder.rungs import (
     BASELINE,
     SECOND_SEED,

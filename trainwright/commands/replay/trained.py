@@ -33,8 +33,7 @@ from trainwright.replay import bundle as bundles
 from trainwright.replay.bundle import BundleError
 from trainwright.replay.replayer import NotReplayable, Replayer
 from trainwright.replay.session import ReplaySession
-from trainwright.runs.folder import RunFolder
-from trainwright.runs.identity import identity_of
+from trainwright.runs.folder import RunFolder, identity_of
 from trainwright.runs.json_values import Facts
 from trainwright.runs.lock import RunLock
 from trainwright.runs.reader import read

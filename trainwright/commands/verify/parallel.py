@@ -27,8 +27,7 @@ from trainwright.checkpoint.rng import preserved_rng, reseed
 from trainwright.engine.loss import as_loss_fn, call_loss
 from trainwright.errors import TrainwrightError, UsageError
 from trainwright.plan.batch import batch_of
-from trainwright.plan.degrees import AXES
-from trainwright.plan.parallel import in_one_process, solve_layout
+from trainwright.plan.parallel import AXES, in_one_process, solve_layout
 from trainwright.recipe import Loaded, load
 from trainwright.recipe.parallel import Parallel
 from trainwright.runs.reader import read

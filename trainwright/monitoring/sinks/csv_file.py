@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainwright.runs.drafts import draft_of
 from trainwright.runs.files import lines_of, open_file
+from trainwright.runs.storage import draft_of
 
 NAME = "metrics.csv"
 HEAD = ("step", "name", "value")

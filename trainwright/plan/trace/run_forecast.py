@@ -24,7 +24,7 @@ from trainwright.plan.trace.checkpointing_planner import CheckpointingPlanner, S
 from trainwright.plan.trace.layouts import POLICIES, LayoutSurvey
 from trainwright.plan.trace.traced_step import trace_step
 from trainwright.recipe import Loaded, Recipe
-from trainwright.recipe.byte_size import parse_bytes
+from trainwright.recipe.formatting import parse_bytes
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from trainwright.plan.trace.fake_tensors import (
     untraceable,
 )
 from trainwright.plan.trace.hidden_memory import hidden_memory
-from trainwright.plan.trace.operator_call import OpArgs, OperatorCall, OpKwargs, OpResult, tensors_in
-from trainwright.plan.trace.work import WorkLog
+from trainwright.plan.trace.operator_call import OpArgs, OperatorCall, OpKwargs, OpResult, WorkLog, tensors_in
 
 BLOCK_BYTES: dict[DeviceName, int] = {"cpu": 1, "cuda": 512}
 """The multiple to which the allocator rounds sizes up."""
