@@ -35,7 +35,7 @@ graph init ladder launch lr-range mup-check plan predict profile replay report r
 verify version
 """
 VERIFY = "checkpoint packing parallel plain resume"
-LAUNCH = "kubeflow kubernetes skypilot slurm"
+LAUNCH = "kubernetes skypilot slurm"
 
 
 def python(code: str) -> str:

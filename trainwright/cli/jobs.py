@@ -108,27 +108,6 @@ def launch_kubernetes(
     _print(job.written(output), as_json)
 
 
-@verb("kubeflow", of=launch_app)
-def launch_kubeflow(
-    recipe: RecipePath,
-    ranks: Ranks,
-    image: Image,
-    volume: Volume,
-    stack: Stack = None,
-    grace: Grace = 120,
-    output: Output = None,
-    settings: Settings = None,
-    as_json: Json = False,
-) -> None:
-    """Write a manifest for Kubeflow Trainer 2: a TrainingRuntime and a TrainJob."""
-    from trainwright.commands.launch import Shape, kubeflow_job
-    from trainwright.recipe import load
-
-    loaded, shape = load(recipe, overrides=settings or []), Shape.parse(ranks)
-    job = kubeflow_job(loaded, shape, image=image, volume=volume, settings=settings or [], grace_s=grace, stack=stack)
-    _print(job.written(output), as_json)
-
-
 @verb("skypilot", of=launch_app)
 def launch_skypilot(
     recipe: RecipePath,

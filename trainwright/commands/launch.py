@@ -1,4 +1,4 @@
-"""``launch slurm``, ``kubernetes``, ``kubeflow`` and ``skypilot``: writes job files for schedulers.
+"""``launch slurm``, ``kubernetes`` and ``skypilot``: writes job files for schedulers.
 
 All start one torchrun per machine, with the rendezvous on the first machine. With a stack (``cu130``), each machine
 first compares itself with it by ``trainwright env``. Slurm and Kubernetes send a signal so that the run saves before
@@ -32,6 +32,9 @@ SHUTDOWN_MARGIN_S = 30
 """Seconds of the grace period for torchrun to end remaining ranks and itself."""
 MIN_GRACE_S = 60
 MEETING_PORT = 29500
+USAGE_ERROR = 2
+CONTAINER = "trainwright"
+"""The name of the container, and of the program in it."""
 IMAGE_GROUP = 1000
 """The group of the user in containers/Dockerfile, which must be able to write to volumes."""
 
@@ -232,10 +235,13 @@ def kubernetes_job(
     name = dns_label(loaded.recipe.name)
     meeting = ["--rdzv-endpoint", f"{name}-0.{name}:{MEETING_PORT}", "--rdzv-id", "$(JOB_UID)"]
     uid = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
-    container = _container("trainwright", loaded, shape, image, settings, grace_s, meeting)
-    container["env"] = [{"name": "JOB_UID", "valueFrom": uid}, *_environment(grace_s)]
+    words = [CONTAINER, *_command("/recipe/recipe.yaml", [*settings, "folder=/runs"]), "--"]
+    words += ["--nnodes", str(shape.nodes), "--nproc-per-node", str(shape.each), "--rdzv-backend", "c10d"]
+    words += [*meeting, *_limits(grace_s).split()]
+    gpus = 0 if loaded.recipe.device == "cpu" else shape.each
+    container = _container(image, words, "recipe", grace_s, gpus, [{"name": "JOB_UID", "valueFrom": uid}])
     documents = [
-        _config_map(loaded, name),
+        _config_map(name, {"recipe.yaml": Path(loaded.source.name).read_text("utf-8")}),
         {
             "apiVersion": "v1",
             "kind": "Service",
@@ -247,80 +253,19 @@ def kubernetes_job(
                 "ports": [{"name": "meeting", "port": MEETING_PORT}],
             },
         },
-        {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": {"name": name, "labels": {"trainwright/run": name}},
-            "spec": {
-                "completionMode": "Indexed",
+        _indexed_job(
+            name,
+            {"trainwright/run": name},
+            {
                 "completions": shape.nodes,
                 "parallelism": shape.nodes,
                 "backoffLimit": MAX_POD_FAILURES * shape.nodes,
-                "podFailurePolicy": _failure_policy("trainwright"),
-                "template": {
-                    "metadata": {"labels": {"trainwright/run": name}},
-                    "spec": {
-                        "restartPolicy": "Never",
-                        "subdomain": name,
-                        **_pod(name, container, volume, grace_s, _check(stack, loaded, shape)),
-                    },
-                },
+                "podFailurePolicy": _failure_policy(FINAL_EXIT_CODES),
             },
-        },
+            {"subdomain": name, **_pod(container, "recipe", name, volume, grace_s, _check(stack, loaded, shape))},
+        ),
     ]
     head = f"# {name}: made by `trainwright launch kubernetes`. One pod a node, which is torchrun.\n"
-    return JobFile(head + write_all(documents), "kubectl apply -f")
-
-
-def kubeflow_job(
-    loaded: Loaded,
-    shape: Shape,
-    *,
-    image: str,
-    volume: str,
-    settings: Sequence[str] = (),
-    grace_s: int = 120,
-    stack: str | None = None,
-) -> JobFile:
-    """Return a manifest for Kubeflow Trainer 2: the recipe as a ConfigMap, a TrainingRuntime, and a TrainJob.
-
-    The operator makes the Service, and passes each pod the address of the first one (``PET_MASTER_ADDR``). The
-    arguments and errors are those of ``kubernetes_job``.
-    """
-    _require(loaded, shape, grace_s, elsewhere=True)
-    name = dns_label(loaded.recipe.name)
-    meeting = ["--rdzv-endpoint", f"$(PET_MASTER_ADDR):{MEETING_PORT}", "--rdzv-id", name]
-    container = _container("node", loaded, shape, image, settings, grace_s, meeting)
-    container["env"] = _environment(grace_s)
-    pod = {"restartPolicy": "Never", **_pod(name, container, volume, grace_s, _check(stack, loaded, shape))}
-    job = {"backoffLimit": MAX_POD_FAILURES, "podFailurePolicy": _failure_policy("node"), "template": {"spec": pod}}
-    api, step = "trainer.kubeflow.org/v1alpha1", {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    documents = [
-        _config_map(loaded, name),
-        {
-            "apiVersion": api,
-            "kind": "TrainingRuntime",
-            "metadata": {"name": name, "labels": {"trainer.kubeflow.org/framework": "torch"}},
-            "spec": {
-                "mlPolicy": {"numNodes": shape.nodes, "torch": {}},
-                "template": {
-                    "spec": {
-                        "replicatedJobs": [{"name": "node", "template": {"metadata": {"labels": step}, "spec": job}}]
-                    }
-                },
-            },
-        },
-        {
-            "apiVersion": api,
-            "kind": "TrainJob",
-            "metadata": {"name": name},
-            "spec": {
-                "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name},
-                "trainer": {"numNodes": shape.nodes, "numProcPerNode": shape.each},
-            },
-        },
-    ]
-    head = f"# {name}: made by `trainwright launch kubeflow`. One pod a node, which is torchrun.\n"
     return JobFile(head + write_all(documents), "kubectl apply -f")
 
 
@@ -378,36 +323,50 @@ def skypilot_job(
     return JobFile(head + write_all([task]), "sky jobs launch")
 
 
-def _config_map(loaded: Loaded, name: str) -> dict[str, object]:
-    recipe = Path(loaded.source.name).read_text("utf-8")
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"recipe.yaml": recipe}}
-
-
-def _failure_policy(container: str) -> dict[str, object]:
+def _failure_policy(final: Sequence[int]) -> dict[str, object]:
     """Return the pod failure policy. The first matching rule applies. Ignore: a new pod that does not count as a
-    failure.
+    failure. ``final`` are exit codes that another attempt would repeat.
     """
 
     def ends_with(codes: Sequence[int]) -> dict[str, object]:
-        return {"containerName": container, "operator": "In", "values": list(codes)}
+        return {"containerName": CONTAINER, "operator": "In", "values": list(codes)}
 
     return {
         "rules": [
-            {"action": "FailJob", "onExitCodes": ends_with(FINAL_EXIT_CODES)},
+            {"action": "FailJob", "onExitCodes": ends_with(final)},
             {"action": "Ignore", "onExitCodes": ends_with([STOPPED_AND_SAVED])},
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         ]
     }
 
 
-def _pod(name: str, container: dict[str, object], volume: str, grace_s: int, check: Sequence[str]) -> dict[str, object]:
-    """Return the common part of the pods of a Job and of a TrainJob.
+def _indexed_job(
+    name: str, labels: dict[str, str], pods: dict[str, object], pod: dict[str, object]
+) -> dict[str, object]:
+    """Return a Job whose pods have an index. ``pods`` are its numbers of pods and of their failures."""
+    template = {"metadata": {"labels": labels}, "spec": {"restartPolicy": "Never", **pod}}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {"completionMode": "Indexed", **pods, "template": template},
+    }
+
+
+def _config_map(name: str, files: dict[str, str]) -> dict[str, object]:
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": files}
+
+
+def _pod(
+    container: dict[str, object], mounted: str, name: str, volume: str, grace_s: int, check: Sequence[str] = ()
+) -> dict[str, object]:
+    """Return the common part of the pods of a run and of a sweep. ``mounted`` is the volume of the ConfigMap ``name``.
 
     The check runs in a separate container before ranks start. If it fails, the pod fails, and its successor may be
     placed on another node. It has the same resources, because the driver is visible only to containers with a GPU.
     """
     resources = {"resources": container["resources"]} if "resources" in container else {}
-    first = {"name": "env", "image": container["image"], "command": ["trainwright", *check], **resources}
+    first = {"name": "env", "image": container["image"], "command": [CONTAINER, *check], **resources}
     return {
         "terminationGracePeriodSeconds": grace_s,
         "securityContext": {"fsGroup": IMAGE_GROUP, "fsGroupChangePolicy": "OnRootMismatch"},
@@ -415,40 +374,28 @@ def _pod(name: str, container: dict[str, object], volume: str, grace_s: int, che
         "containers": [container],
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": volume}},
-            {"name": "recipe", "configMap": {"name": name}},
+            {"name": mounted, "configMap": {"name": name}},
             {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
 
 
 def _container(
-    name: str,
-    loaded: Loaded,
-    shape: Shape,
-    image: str,
-    settings: Sequence[str],
-    grace_s: int,
-    meeting: Sequence[str],
+    image: str, command: Sequence[str], mounted: str, grace_s: int, gpus: int, env: Sequence[dict[str, object]] = ()
 ) -> dict[str, object]:
-    words = ["trainwright", *_command("/recipe/recipe.yaml", [*settings, "folder=/runs"]), "--"]
-    words += ["--nnodes", str(shape.nodes), "--nproc-per-node", str(shape.each), "--rdzv-backend", "c10d"]
-    found: dict[str, object] = {
-        "name": name,
+    grace: dict[str, object] = {"name": "TRAINWRIGHT_GRACE_S", "value": str(grace_s - SHUTDOWN_MARGIN_S)}
+    return {
+        "name": CONTAINER,
         "image": image,
-        "command": [*words, *meeting, *_limits(grace_s).split()],
+        "command": [*command],
+        "env": [*env, grace],
         "volumeMounts": [
             {"name": "runs", "mountPath": "/runs"},
-            {"name": "recipe", "mountPath": "/recipe", "readOnly": True},
+            {"name": mounted, "mountPath": f"/{mounted}", "readOnly": True},
             {"name": "shared-memory", "mountPath": "/dev/shm"},
         ],
+        **({"resources": {"limits": {"nvidia.com/gpu": gpus}}} if gpus else {}),
     }
-    return (
-        found if loaded.recipe.device == "cpu" else {**found, "resources": {"limits": {"nvidia.com/gpu": shape.each}}}
-    )
-
-
-def _environment(grace_s: int) -> list[dict[str, object]]:
-    return [{"name": "TRAINWRIGHT_GRACE_S", "value": str(grace_s - SHUTDOWN_MARGIN_S)}]
 
 
 def _check(stack: str | None, loaded: Loaded, shape: Shape) -> list[str]:
@@ -495,8 +442,6 @@ def dns_label(name: str) -> str:
     label = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:50].strip("-")
     return label if label and label[0].isalpha() else f"run-{label}".strip("-")
 
-
-USAGE_ERROR = 2
 
 _SBATCH_OF_SWEEP = """\
 #!/bin/bash
@@ -563,64 +508,24 @@ def kubernetes_sweep(
     sweep.require_no_price()
     name = dns_label(sweep.name)
     inside = replace(sweep, recipe=Path("recipe.yaml"), folder=Path("/runs") / sweep.folder.name)
-    container: dict[str, object] = {
-        "name": "trainwright",
-        "image": image,
-        "command": ["trainwright", "sweep", f"/sweep/{SPEC}", "--trial", "$(JOB_COMPLETION_INDEX)"],
-        "env": [{"name": "TRAINWRIGHT_GRACE_S", "value": str(grace_s - SHUTDOWN_MARGIN_S)}],
-        "volumeMounts": [
-            {"name": "runs", "mountPath": "/runs"},
-            {"name": "sweep", "mountPath": "/sweep", "readOnly": True},
-            {"name": "shared-memory", "mountPath": "/dev/shm"},
-        ],
-    }
-    if _device(sweep) != "cpu":
-        container["resources"] = {"limits": {"nvidia.com/gpu": 1}}
+    words = [CONTAINER, "sweep", f"/sweep/{SPEC}", "--trial", "$(JOB_COMPLETION_INDEX)"]
+    container = _container(image, words, "sweep", grace_s, int(_device(sweep) != "cpu"))
     documents = [
-        {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": {"name": name},
-            "data": {SPEC: inside.to_yaml(), "recipe.yaml": sweep.recipe.read_text("utf-8")},
-        },
-        {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": {"name": name, "labels": {"trainwright/sweep": name}},
-            "spec": {
-                "completionMode": "Indexed",
+        _config_map(name, {SPEC: inside.to_yaml(), "recipe.yaml": sweep.recipe.read_text("utf-8")}),
+        _indexed_job(
+            name,
+            {"trainwright/sweep": name},
+            {
                 "completions": sweep.trials,
                 "parallelism": min(at_once or sweep.trials, sweep.trials),
                 "backoffLimitPerIndex": MAX_POD_FAILURES,
-                "podFailurePolicy": {  # Ignore: a new pod, which does not count as a failure
-                    "rules": [
-                        {"action": "FailJob", "onExitCodes": _ends_with(USAGE_ERROR)},
-                        {"action": "Ignore", "onExitCodes": _ends_with(STOPPED_AND_SAVED)},
-                        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                    ]
-                },
-                "template": {
-                    "metadata": {"labels": {"trainwright/sweep": name}},
-                    "spec": {
-                        "restartPolicy": "Never",
-                        "terminationGracePeriodSeconds": grace_s,
-                        "containers": [container],
-                        "volumes": [
-                            {"name": "runs", "persistentVolumeClaim": {"claimName": volume}},
-                            {"name": "sweep", "configMap": {"name": name}},
-                            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-                        ],
-                    },
-                },
+                "podFailurePolicy": _failure_policy([USAGE_ERROR]),
             },
-        },
+            _pod(container, "sweep", name, volume, grace_s),
+        ),
     ]
     head = f"# {name}: made by `trainwright launch kubernetes`. A pod is one trial of a sweep.\n"
     return JobFile(head + write_all(documents), "kubectl apply -f")
-
-
-def _ends_with(code: int) -> dict[str, object]:
-    return {"containerName": "trainwright", "operator": "In", "values": [code]}
 
 
 def _device(sweep: Sweep) -> str:
