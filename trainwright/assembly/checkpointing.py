@@ -358,7 +358,7 @@ def _contexts(keep: tuple[str, ...]) -> Contexts:
     """Return torch's contexts of the forward pass and of its second run, which torch.compile supports."""
     rule = KeepRule(keep)
 
-    def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    def policy(_context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         is_saved = isinstance(op, OpOverload) and rule.site(op, args, kwargs) is not None
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 

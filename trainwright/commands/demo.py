@@ -78,7 +78,7 @@ class TextSamples:
         self._say = say
         self._left = sorted(at)
 
-    def observe(self, result: StepResult, state: TrainState) -> None:
+    def observe(self, _result: StepResult, state: TrainState) -> None:
         share = state.fraction
         if self._left and share >= self._left[0]:
             self._left = [each for each in self._left if each > share]

@@ -219,7 +219,7 @@ def profile(
     recipe = loaded.recipe.model_copy(update={"name": f"{loaded.recipe.name}-profile", "log": log})
     observers: list[ProfileObserver] = []
 
-    def listen(job: Job, folder: RunFolder, progress: Progress) -> Observer:
+    def listen(job: Job, folder: RunFolder, _progress: Progress) -> Observer:
         observers.append(ProfileObserver(job, folder, for_s))
         return observers[0]
 
@@ -265,7 +265,7 @@ class ProfileObserver:
         self._session = ProfileSession(roots, trace=folder.traces / TRACE, for_s=for_s)
         self._thread = threading.get_ident()
 
-    def observe(self, result: StepResult, state: TrainState) -> Stop | None:
+    def observe(self, _result: StepResult, _state: TrainState) -> Stop | None:
         self._session.mark()
         return Stop("all is measured", save=False) if self._session.done else None
 

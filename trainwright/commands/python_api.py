@@ -331,7 +331,7 @@ def _without_a_trace() -> Iterator[None]:
 
 
 def _say(quiet: bool) -> Callable[[str], None]:
-    return (lambda text: None) if quiet else print
+    return (lambda _text: None) if quiet else print
 
 
 def _printed(found: L, quiet: bool) -> L:

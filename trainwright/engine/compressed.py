@@ -22,12 +22,12 @@ class GradientSum(Protocol):
     def __call__(self, world: World, state: TrainState, grads: Sequence[Tensor], weight: Tensor | float, /) -> None: ...
 
 
-def sum_whole(world: World, state: TrainState, grads: Sequence[Tensor], weight: Tensor | float) -> None:
+def sum_whole(world: World, _state: TrainState, grads: Sequence[Tensor], _weight: Tensor | float) -> None:
     """Sum without compression."""
     world.sum_(grads)
 
 
-def sum_in_bf16(world: World, state: TrainState, grads: Sequence[Tensor], weight: Tensor | float) -> None:
+def sum_in_bf16(world: World, _state: TrainState, grads: Sequence[Tensor], _weight: Tensor | float) -> None:
     """Round each rank's gradient and each partial sum to bfloat16, which halves the bytes of fp32."""
     assert isinstance(world, Ranks)
     world.sum_by_(partial(bf16_compress_hook, world.group), grads)

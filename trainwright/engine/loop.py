@@ -46,7 +46,7 @@ class Saver(Periodic, Protocol):
 class _Never:
     last: EvaluationResult | None = None
 
-    def due(self, state: TrainState) -> bool:
+    def due(self, _state: TrainState) -> bool:
         return False
 
     def __call__(self, state: TrainState) -> None: ...
@@ -226,7 +226,7 @@ def run(
     evaluation: Evaluator = NEVER,
     saving: Saver = NEVER,
     world: World = SOLO,
-    complete: Callable[[TrainState], None] = lambda state: None,
+    complete: Callable[[TrainState], None] = lambda _state: None,
 ) -> Outcome:
     """Train until done, stopped or out of data: advance, evaluate if due, observe, agree, save if due.
 

@@ -65,7 +65,7 @@ def lr_range(
     for group in state.optimizer.param_groups:  # every group keeps its ratio to the first
         group["initial_lr"] = group["lr"] / state.optimizer.param_groups[0]["lr"] * lowest
     growth = (highest / lowest) ** (1 / max(num_steps - 1, 1))
-    advance = make_step(loss, schedule=lambda step, fraction: growth**step, precision=precision, clip=clip)
+    advance = make_step(loss, schedule=lambda step, _fraction: growth**step, precision=precision, clip=clip)
     lrs: list[float] = []
     losses: list[float] = []
     average, best = 0.0, math.inf

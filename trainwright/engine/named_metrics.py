@@ -408,7 +408,7 @@ def accuracy(
         predicted = batch.scores.argmax(-1) if is_class else (batch.scores > 0.5).long()
         return _counted(predicted == batch.target, batch)
 
-    make = _measures("accuracy", lambda task, device: Mean(hits))
+    make = _measures(lambda _task, _device: Mean(hits))
     return NamedMetric("accuracy", make, task=task, ignore_index=ignore_index, from_logits=from_logits)
 
 
@@ -421,7 +421,7 @@ def top_k(k: int = 5, *, ignore_index: int | None = None) -> NamedMetric:
         best = batch.scores.topk(k, dim=-1).indices
         return _counted((best == batch.target[:, None]).any(-1), batch)
 
-    make = _measures(f"top_{k}", lambda task, device: Mean(hits), ("multiclass",))
+    make = _measures(lambda _task, _device: Mean(hits), ("multiclass",))
     return NamedMetric(f"top_{k}", make, ignore_index=ignore_index)
 
 
@@ -438,20 +438,20 @@ def perplexity(*, ignore_index: int | None = None) -> NamedMetric:
         total = F.cross_entropy(logarithms, target, reduction="sum", ignore_index=IGNORE)
         return total, batch.counts.sum()
 
-    make = _measures("perplexity", lambda task, device: Mean(surprise, math.exp), ("multiclass",))
+    make = _measures(lambda _task, _device: Mean(surprise, math.exp), ("multiclass",))
     return NamedMetric("perplexity", make, ignore_index=ignore_index)
 
 
-def _no_batch(batch: Aligned, task: Task) -> tuple[Tensor, Tensor | int]:
+def _no_batch(_batch: Aligned, _task: Task) -> tuple[Tensor, Tensor | int]:
     raise AssertionError("it takes losses, and no batches")
 
 
 def _error(name: str, of: Callable[[Tensor], Tensor], finish: Callable[[float], float] = float) -> NamedMetric:
-    def errors(batch: Aligned, task: Task) -> tuple[Tensor, Tensor | int]:
+    def errors(batch: Aligned, _task: Task) -> tuple[Tensor, Tensor | int]:
         found = of(widest(batch.scores) - widest(batch.target))
         return found.sum(), found.numel()
 
-    return NamedMetric(name, lambda task, device: Mean(errors, finish), is_regression=True)
+    return NamedMetric(name, lambda _task, _device: Mean(errors, finish), is_regression=True)
 
 
 def mae() -> NamedMetric:
@@ -475,7 +475,7 @@ def _counted(right: Tensor, batch: Aligned) -> tuple[Tensor, Tensor | int]:
 
 
 def _measures(
-    name: str, make: Callable[[Task, torch.device], Measure], kinds: tuple[str, ...] = TASKS
+    make: Callable[[Task, torch.device], Measure], kinds: tuple[str, ...] = TASKS
 ) -> Callable[[Task, torch.device], Measure]:
     """Return ``make``, restricted to the tasks that the metric is defined for."""
 
@@ -537,7 +537,7 @@ def classification_metric(
         return TorchmetricsMeasure(metric.to(device), classes_for_scores=is_balanced and task.kind == "binary")
 
     kinds = tuple(kind for kind, found in by_kind.items() if found is not None)
-    made = _measures(name, make, kinds)
+    made = _measures(make, kinds)
     return NamedMetric(name, made, task=task, ignore_index=ignore_index, from_logits=from_logits)
 
 

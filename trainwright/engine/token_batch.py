@@ -197,7 +197,7 @@ def embedding_noise(model: nn.Module, inputs: Mapping[str, Any], alpha: float) -
         )
     lengths_BT1 = sample_lengths(inputs)[..., None]
 
-    def add_noise(module: nn.Module, args: object, output_BTD: Tensor) -> Tensor:
+    def add_noise(_module: nn.Module, _args: object, output_BTD: Tensor) -> Tensor:
         bound_BT1 = (alpha / (lengths_BT1 * output_BTD.shape[-1]).sqrt()).to(output_BTD.dtype)
         return output_BTD + torch.zeros_like(output_BTD).uniform_(-1, 1) * bound_BT1
 

@@ -54,7 +54,7 @@ class Logbook:
         )
         self.telemetry = TelemetryReader(self.journal, self.sinks, folder=folder.path, gpu_indices=gpu_indices)
         self.ended: Ended | None = None
-        self.judge: Callable[[Ended], RunVerdict | None] = lambda ended: None
+        self.judge: Callable[[Ended], RunVerdict | None] = lambda _ended: None
 
     @property
     def seconds(self) -> float:

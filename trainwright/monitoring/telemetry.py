@@ -53,7 +53,7 @@ class TelemetryReader:
         self._gpus = Gpus(gpu_indices)
         self._due_s = clock()
 
-    def observe(self, result: StepResult, state: TrainState) -> None:
+    def observe(self, result: StepResult, _state: TrainState) -> None:
         if self._clock() < self._due_s:
             return
         self._due_s = self._clock() + self._every_s

@@ -151,7 +151,7 @@ class ZClip(AdaptiveClip):
         self._warmup = max(2, warmup)
 
     @torch.no_grad()
-    def _decide(self, parameters: Sequence[Tensor], total_norm: Tensor, statistics: Tensor) -> tuple[ClipFn, Tensor]:
+    def _decide(self, _parameters: Sequence[Tensor], total_norm: Tensor, statistics: Tensor) -> tuple[ClipFn, Tensor]:
         count, mean, variance = statistics.unbind()
         norm, deviation = total_norm.double(), variance.sqrt()
         is_warm = count < self._warmup
@@ -236,7 +236,7 @@ class AdaGC(AdaptiveClip):
         self._set(new)
 
 
-def _scale_each(factors: Tensor, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
+def _scale_each(factors: Tensor, parameters: Sequence[Tensor], _total_norm: Tensor) -> None:
     grads = locals_of(p.grad for p in parameters if p.grad is not None)
     with torch.no_grad():
         for grad, factor in zip(grads, factors.unbind(), strict=True):

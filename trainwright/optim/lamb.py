@@ -42,7 +42,7 @@ class Lamb(GuardedOptimizer):
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "adapt": adapt}
         super().__init__(params, defaults)
 
-    def _tensors(self, group: Group) -> tuple[str, ...]:
+    def _tensors(self, _group: Group) -> tuple[str, ...]:
         return "step", "exp_avg", "exp_avg_sq"
 
     def _kind(self, group: Group, parameter: Tensor) -> object:

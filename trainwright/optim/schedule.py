@@ -85,7 +85,7 @@ class ConstantSchedule:
     def __call__(self, step: int, fraction: float) -> float:
         return self._warm(step, fraction) * self._decay(step, fraction)
 
-    def _decay(self, step: int, fraction: float) -> float:
+    def _decay(self, _step: int, _fraction: float) -> float:
         return 1.0
 
     def _in_steps(self, span: Span) -> bool:
@@ -310,7 +310,7 @@ class SwaSchedule(SteppedSchedule):
 
     def __init__(
         self,
-        base: ScheduleFn | SteppedSchedule,
+        base: Callable[[int, float], float | None] | SteppedSchedule,
         optimizer: Optimizer,
         plan: SwaPlan,
         lr: float,

@@ -394,7 +394,7 @@ def _for_number(got: object, field: FieldInfo | None) -> str:
     return f"write {_example(field)}"
 
 
-def _for_bool(got: object, field: FieldInfo | None) -> str:
+def _for_bool(got: object, _field: FieldInfo | None) -> str:
     word = str(got).lower() if isinstance(got, (str, int)) and abs(len(str(got))) < 9 else ""
     if word in ("yes", "on", "y", "1", "true"):
         return "write true, without quotes"
@@ -407,7 +407,7 @@ def _for_text(got: object, field: FieldInfo | None) -> str:
     return f"write {_example(field)}"
 
 
-def _for_list(got: object, field: FieldInfo | None) -> str:
+def _for_list(got: object, _field: FieldInfo | None) -> str:
     return (
         f"write [{got}]"
         if isinstance(got, str) and len(got) < 60
@@ -427,8 +427,8 @@ _REMEDIES: dict[str, Callable[[object, FieldInfo | None], str]] = {
     "string_type": _for_text,
     "tuple_type": _for_list,
     "model_type": _for_mapping,
-    "invalid_key": lambda got, field: "put quotes around the key, or delete it",
-    "string_unicode": lambda got, field: "write the character itself",
+    "invalid_key": lambda _got, _field: "put quotes around the key, or delete it",
+    "string_unicode": lambda _got, _field: "write the character itself",
 }
 
 

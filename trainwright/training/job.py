@@ -344,7 +344,7 @@ def prepare(
     earlier: Earlier | None = None,
     world: World = SOLO,
     launch: Launch = ALONE,
-    say: Say = lambda line: None,
+    say: Say = lambda _line: None,
 ) -> Job:
     """Build and plan a run and do a dry run. Nothing is trained, and the random generators are unchanged.
 
@@ -523,7 +523,7 @@ def try_out(
     supervision = audit_parts(made.parts, opened.data.first, left_out) if world.rank == 0 else ()
     if world.size == 1:  # the first batch of one rank says nothing about the others
         require_supervised(supervision)
-    packing = _packing_notes(loaded, made, opened.data.first, divided)
+    packing = _packing_notes(loaded, made, opened.data.first)
     notes = (*made.live.plan.notes, *notes_of_data(made.provenance, opened.resumed), *packing)
     job = Job(
         loaded,
@@ -556,7 +556,7 @@ def try_out(
     return replace(agreed, plan=replace(agreed.plan, header=header, predicted=predicted))
 
 
-def _packing_notes(loaded: Loaded, made: MadeRun, first: StepBatch, divided: Divided) -> Iterator[Note]:
+def _packing_notes(loaded: Loaded, made: MadeRun, first: StepBatch) -> Iterator[Note]:
     """Yield a note on packed samples. Raises RecipeError if samples of the first batch see each other."""
     packing, degrees = loaded.recipe.data.packing, made.live.plan.degrees
     if packing.by == "none":

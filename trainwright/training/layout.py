@@ -251,7 +251,7 @@ def evaluation_loss(
     if stages is None:
         return loss
 
-    def through_stages(model: nn.Module, batch: Batch) -> Loss:
+    def through_stages(_model: nn.Module, batch: Batch) -> Loss:
         return stages.evaluate(batch, loss_fn)
 
     return through_stages

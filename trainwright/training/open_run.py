@@ -290,8 +290,8 @@ def _instrumented(job: Job, doctor: EngineObserver | RanksObserver | None, logbo
 def make_doctor(
     job: Job,
     folder: RunFolder,
-    write: Callable[[Record], None] = lambda record: None,
-    say: Callable[[str], None] = lambda line: None,
+    write: Callable[[Record], None] = lambda _record: None,
+    say: Callable[[str], None] = lambda _line: None,
 ) -> EngineObserver | RanksObserver | None:
     """Return the doctor of this rank, which replays steps or, with several ranks, compares them; None without one.
 
@@ -380,7 +380,7 @@ def _checkpoint_note(job: Job, folder: RunFolder, saving: Saving) -> Iterator[No
         raise
 
 
-def measure_norms(job: Job, say: Callable[[str], None] = lambda line: None) -> None:
+def measure_norms(job: Job, say: Callable[[str], None] = lambda _line: None) -> None:
     """Measure the BatchNorm statistics of the SWA average on the training batches that would come next."""
     average, ask = job.state.ema, job.recipe.model.swa
     if ask is None or not isinstance(average, Swa) or not average.num_updates or average.is_complete:
@@ -638,7 +638,7 @@ class Heartbeat:
         self._lock = lock
         lock.beat(state.step + 1)
 
-    def observe(self, result: StepResult, state: TrainState) -> None:
+    def observe(self, result: StepResult, _state: TrainState) -> None:
         self._lock.beat(result.step + 1)
 
     def close(self) -> None:

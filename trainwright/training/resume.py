@@ -304,7 +304,7 @@ def doubled_length(until: Duration) -> str:
 
 def python_command(folder: RunFolder) -> CommandWith:
     """Return the CommandWith for a run of live objects, which only Python can resume."""
-    return lambda paths, undo=(): f"tw.fit(..., resume={str(folder.path)!r}, accept={list(paths)})"
+    return lambda paths, _undo=(): f"tw.fit(..., resume={str(folder.path)!r}, accept={list(paths)})"
 
 
 def this_command(folder: RunFolder) -> str:

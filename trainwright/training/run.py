@@ -99,7 +99,7 @@ def train(
                 evaluation=run.evaluation or NEVER,
                 saving=run.saving,
                 world=process.world,
-                complete=lambda state: measure_norms(job, say),
+                complete=lambda _state: measure_norms(job, say),
             )
             process.world.least(0)  # the first rank has saved: torchrun ends all ranks when one exits
             run.record_end(outcome, job.state)

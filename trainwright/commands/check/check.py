@@ -93,7 +93,7 @@ def check(
     given: Parts | None = None,
     *,
     budget: Budget = Budget(),
-    tell: Callable[[str], None] = lambda text: None,
+    tell: Callable[[str], None] = lambda _text: None,
 ) -> Checkup:
     """Check everything that can keep a recipe from training. Leaves no file and no setting behind.
 

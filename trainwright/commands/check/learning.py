@@ -224,7 +224,7 @@ def _inspect(sandbox: Sandbox, model: nn.Module, micro: MicroBatch) -> tuple[boo
     recorder, dead = LossRecorder(), list[str]()
 
     def hook_for(name: str) -> Callable[[nn.Module, object, object], None]:
-        def hook(module: nn.Module, args: object, output: object) -> None:
+        def hook(_module: nn.Module, _args: object, output: object) -> None:
             if isinstance(output, Tensor) and output.numel() and not bool(output.any()):
                 dead.append(name)
 

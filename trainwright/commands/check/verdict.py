@@ -39,7 +39,7 @@ class Checkup:
     """
 
     recipe: str
-    tell: Callable[[str], None] = lambda text: None
+    tell: Callable[[str], None] = lambda _text: None
     verdicts: list[Verdict] = field(default_factory=list)
     seconds: float = 0.0
     complete: bool = True

@@ -126,7 +126,7 @@ def ladder(
     load(
         recipe, overrides=[*settings, *words(length_settings(loaded.recipe, count))]
     )  # raises for a warm-up that does not fit
-    tell = say or ((lambda text: None) if quiet else print)
+    tell = say or ((lambda _text: None) if quiet else print)
     climb = _Climb(Path(recipe), tuple(settings), loaded, count, place, threads or _threads(), budget_s, tell)
     found = climb.run([*rungs_of(loaded.recipe, skip)])
     if say is None:
@@ -279,7 +279,7 @@ class _Climb:
                 self._slow.add(folder.name)
         if trial.ended not in ("finished", "failed", "stopped"):
             trial = replace(trial, reason=trial.reason or f"its process ended, {trial.ended}")
-        found = measured(trial, self._steps // factor, self._batch * factor)
+        found = measured(trial, self._batch * factor)
         return found, RungResult(name, RungVerdict("baseline"), settings, folder, found)
 
     def _wait_for(self, folder: Path) -> None:

@@ -100,8 +100,8 @@ class RungVerdict:
         return f"{self.outcome}: {self.why}" if self.why else self.outcome
 
 
-def measured(trial: Trial, steps: int, batch: int) -> MeasuredRung:
-    """Return the measurements of a trial of ``steps`` steps with ``batch`` samples each."""
+def measured(trial: Trial, batch: int) -> MeasuredRung:
+    """Return the measurements of a trial whose steps have ``batch`` samples each."""
     curve = windows([loss for _, loss in trial.losses])
     later_s = trial.step_seconds[len(trial.step_seconds) // 2 :]
     return MeasuredRung(

@@ -160,7 +160,7 @@ def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun, parts: P
     for file in origin.checkpoint.iterdir():
         _link(file, held / file.name)
     again = f"trainwright replay {origin.source}"
-    earlier = Earlier(folder, lock, held, read_run_metadata(held), ("all",), lambda paths, undo=(): again, done.notes)
+    earlier = Earlier(folder, lock, held, read_run_metadata(held), ("all",), lambda _paths, _undo=(): again, done.notes)
     return prepare(in_one_process(load(origin.recipe, overrides=quiet, environ={})), parts, earlier=earlier)
 
 

@@ -378,7 +378,7 @@ def _stopping() -> Iterator[threading.Event]:
         yield stop
         return
 
-    def handle(number: int, frame: object) -> None:
+    def handle(number: int, _frame: object) -> None:
         if stop.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop.set()
@@ -543,4 +543,4 @@ def sweep(
         name=name,
         folder=None if folder is None else str(folder),
     )
-    return run_sweep(found, say=(lambda line: None) if quiet else print)
+    return run_sweep(found, say=(lambda _line: None) if quiet else print)

@@ -143,7 +143,7 @@ class RunRanks(Protocol):
     def __call__(self, words: Sequence[str], ranks: int, folder: Path, /) -> tuple[int, str]: ...
 
 
-def by_torchrun(words: Sequence[str], ranks: int, folder: Path) -> tuple[int, str]:
+def by_torchrun(words: Sequence[str], ranks: int, _folder: Path) -> tuple[int, str]:
     """Run ranks by torchrun, as the command line does."""
     more = ["--", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # the same on both sides
@@ -158,7 +158,7 @@ def verify_parallel(
     ranks: int = 2,
     steps: int = 5,
     settings: Sequence[str] = (),
-    say: Callable[[str], None] = lambda text: None,
+    say: Callable[[str], None] = lambda _text: None,
     run_ranks: RunRanks = by_torchrun,
 ) -> LayoutProof:
     """Train the first ``steps`` in one process, in one with smaller micro-batches, and on ``ranks``, and compare them.

@@ -74,7 +74,7 @@ class AlertWatch:
         self._thread.start()
         return self
 
-    def observe(self, result: StepResult, state: TrainState) -> None:
+    def observe(self, result: StepResult, _state: TrainState) -> None:
         self.note(result.step)
 
     def note(self, step: int) -> None:

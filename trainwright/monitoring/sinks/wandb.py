@@ -16,7 +16,7 @@ from trainwright.errors import MissingExtra
 class WeightsAndBiases:
     """A Sink. ``wandb sync <run folder>/wandb/offline-run-*`` uploads an offline run later."""
 
-    def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, object], **_more: object) -> None:
         try:
             import wandb
         except ImportError as error:

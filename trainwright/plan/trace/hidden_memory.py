@@ -247,7 +247,7 @@ def _promotion(call: OperatorCall) -> HiddenMemory:
     return HiddenMemory(sum(tensor.numel() * common.itemsize for tensor in inputs if tensor.dtype is not common))
 
 
-def _cudnn_convolution(call: OperatorCall) -> HiddenMemory:
+def _cudnn_convolution(_call: OperatorCall) -> HiddenMemory:
     why = "cuDNN chooses an algorithm, and with it the size of its workspace, on the device"
     return HiddenMemory(why=why, bound=None)
 

@@ -316,16 +316,16 @@ def _above(name: str) -> Iterable[str]:
         yield name
 
 
-def _record_output(name: str, sizes: Sizes, module: nn.Module, inputs: object, output: object) -> None:
+def _record_output(name: str, sizes: Sizes, _module: nn.Module, _inputs: object, output: object) -> None:
     sizes.setdefault(name, []).append(next((each.nbytes for each in _tensors(output)), 0))
 
 
-def _record_input(name: str, sizes: Sizes, module: nn.Module, inputs: object) -> None:
+def _record_input(name: str, sizes: Sizes, _module: nn.Module, inputs: object) -> None:
     """Record the size of the input, which is that of its gradient."""
     sizes.setdefault(name, []).append(next((each.nbytes for each in _tensors(inputs)), 0))
 
 
-def _gather(name: str, sizes: Sizes, ranks: int, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+def _gather(name: str, sizes: Sizes, ranks: int, _module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
     whole = torch.cat([output] * ranks, -1)
     sizes.setdefault(name, []).append(whole.nbytes)
     return whole

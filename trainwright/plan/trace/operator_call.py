@@ -71,7 +71,7 @@ FlopFormula = Callable[..., int]
 """Takes the arguments of an operator and ``out_val``, its result; returns FLOPs."""
 
 
-def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> int:
+def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *_args: object, **_kwargs: object) -> int:
     return int(
         sdpa_flop_count(  # type: ignore[no-untyped-call]
             query.shape, key.shape, value.shape
@@ -80,7 +80,7 @@ def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *args: object, 
 
 
 def _attention_on_cpu_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_args: object, **_kwargs: object
 ) -> int:
     return int(
         sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
@@ -89,16 +89,16 @@ def _attention_on_cpu_backward(
     )
 
 
-def _lstm_on_cpu(x_TBD: Tensor, w_input: Tensor, w_hidden: Tensor, *args: object, **kwargs: object) -> int:
+def _lstm_on_cpu(x_TBD: Tensor, w_input: Tensor, w_hidden: Tensor, *_args: object, **_kwargs: object) -> int:
     steps = prod(x_TBD.shape[:2])
     return 2 * steps * (w_input.numel() + w_hidden.numel())
 
 
-def _lstm_on_cpu_backward(x_TBD: Tensor, w_input: Tensor, w_hidden: Tensor, *args: object, **kwargs: object) -> int:
+def _lstm_on_cpu_backward(x_TBD: Tensor, w_input: Tensor, w_hidden: Tensor, *_args: object, **_kwargs: object) -> int:
     return 2 * _lstm_on_cpu(x_TBD, w_input, w_hidden)
 
 
-def _grouped_product(a: Tensor, b: Tensor, *args: object, **kwargs: object) -> int:
+def _grouped_product(a: Tensor, b: Tensor, *_args: object, **_kwargs: object) -> int:
     """Count the product of each row with one matrix, however many matrices there are."""
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (len(a) if a.dim() == b.dim() == 3 else 1)
 

@@ -258,7 +258,7 @@ def _advance(objects: TracedObjects, tracker: Tracker, precision: Precision, cli
         tracker.begin_micro_batch()
         return inner(model, batch)
 
-    def begin_update(state: TrainState) -> dict[str, Tensor]:
+    def begin_update(_state: TrainState) -> dict[str, Tensor]:
         if objects.optimizer is None:
             tracker.end()
         tracker.begin_update()

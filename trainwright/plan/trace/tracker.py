@@ -277,7 +277,7 @@ def call_without_values(op: OpOverload, args: OpArgs, kwargs: OpKwargs) -> OpRes
 
 
 def _grouped_product(
-    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: object = None, out_dtype: torch.dtype | None = None
+    a: Tensor, b: Tensor, offs: Tensor | None = None, _bias: object = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return the product of rows (N, I) and matrices (E, I, O): (N, O).
 
