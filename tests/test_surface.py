@@ -80,7 +80,7 @@ def test_verbs() -> None:
         "import trainwright.recipe",
         "import trainwright.plan.make, trainwright.plan.explain, trainwright.plan.machine",
         "import trainwright.runs.reader, trainwright.runs.folder, trainwright.runs.provenance",
-        "import trainwright.report.text, trainwright.report.chart, trainwright.report.environment",
+        "import trainwright.training.result, trainwright.report.chart, trainwright.report.environment",
     ],
 )
 def test_torch_stays_unloaded(code: str) -> None:

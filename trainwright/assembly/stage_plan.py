@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.distributed.split_plan import names_like
 from trainwright.errors import UsageError, text_of
-from trainwright.recipe.parallel import StageStyle
+from trainwright.recipe.schema import StageStyle
 
 TRANSFORMERS_STAGES: Mapping[str, Mapping[str, StageStyle]] = {
     "gpt2": {

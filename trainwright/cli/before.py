@@ -18,6 +18,7 @@ from trainwright.cli.app import (
     finish_printed,
     line_printer,
     recipe_and_picture,
+    recipe_of,
     seconds_of,
     subject_of,
     user_output_to_stderr,
@@ -99,7 +100,6 @@ def plan(
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Memory against time of activation checkpointing.")
     ] = False,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the timeline of a step there.")] = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Number of such devices: memory, exchanges and time of each layout.")
     ] = None,
@@ -109,7 +109,7 @@ def plan(
     """Predict memory and time of a step without the device, and choose the layout; exit 3 if it does not fit."""
     from trainwright.recipe import load
 
-    recipe, svg = recipe_and_picture(recipe, svg, "timeline.svg")
+    recipe = recipe_of(recipe)
     if ranks is not None:
         from trainwright.commands.plan import plan_ranks
         from trainwright.training.problems import all_problems_reported
@@ -129,7 +129,6 @@ def plan(
             device=device,
             memory=memory,
             devices=devices,
-            svg=svg,
         )
     finish_printed(shown, as_json)
 

@@ -1,4 +1,4 @@
-"""``plan RECIPE``: shows the forecast of a run as text, as a picture and as JSON."""
+"""``plan RECIPE``: shows the forecast of a run as text and as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.assembly.assemble import Parts
-from trainwright.errors import StorageError, TrainwrightError, UsageError, text_of
+from trainwright.errors import TrainwrightError, UsageError, text_of
 from trainwright.plan.devices import FRAGMENTATION_FRACTION, Device, known_devices, load_devices
 from trainwright.plan.explain import human_bytes, human_seconds, memory_in_words, step_in_words
 from trainwright.plan.layout import Option
@@ -40,7 +40,6 @@ from trainwright.report.forecast import (
     memory_lines,
     placement_lines,
     runner_up_lines,
-    timeline_svg,
     timeline_text,
     traffic_lines,
     usable_line,
@@ -313,13 +312,12 @@ def show_plan(
     memory: str | None = None,
     devices: Path | None = None,
     with_frontier: bool = False,
-    svg: Path | None = None,
 ) -> ShownPlan:
-    """Forecast the recipe, or ``parts`` instead of what it names, and write the picture to ``svg``.
+    """Forecast the recipe, or ``parts`` instead of what it names, and show it.
 
     For this machine, a dry run also measures a step. ``parts`` must not be used afterwards.
 
-    Raises UsageError for an unknown device or size, StorageError if the picture cannot be written.
+    Raises UsageError for an unknown device or size.
     """
     start = time.perf_counter()
     table = known_devices() if devices is None else load_devices(devices)
@@ -334,7 +332,7 @@ def show_plan(
         methods = forecast_methods(loaded, target, parts) if compares_methods(loaded.recipe) else []
     priced = [each for each in table.values() if each.kind == "cuda" and each.price is not None]
     others = [target] if target.kind == "cuda" and target.name not in {each.name for each in priced} else []
-    shown = ShownPlan(
+    return ShownPlan(
         made,
         tuple(points),
         time.perf_counter() - start,
@@ -344,13 +342,6 @@ def show_plan(
         tuple(methods),
         (*others, *sorted(priced, key=lambda each: each.price or 0.0)),
     )
-    if svg is not None:
-        try:
-            title = f"{made.name} on {target.name}, {shown.title}"
-            svg.write_text(timeline_svg(made.trace, target, title, made.shown.pass_s), "utf-8")
-        except OSError as error:
-            raise StorageError(f"{svg} cannot be written: {error}", remedy="give another --svg") from None
-    return shown
 
 
 MAX_RANKS = 1 << 16

@@ -24,11 +24,9 @@ from trainwright.monitoring.terminal import Console
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.parallel import in_one_process
 from trainwright.plan.trace.local_device import local_device
-from trainwright.profiling.facts import ProfileFacts
-from trainwright.profiling.pairs import MIN_ROUNDS, ROUNDS, SpeedUp, compare_timings
 from trainwright.profiling.session import TIMED_S, ProfileSession
-from trainwright.profiling.verdict import Advice, judge
-from trainwright.profiling.words import Profile, TriedAdvice
+from trainwright.profiling.verdict import Advice, ProfileFacts, judge
+from trainwright.profiling.words import MIN_ROUNDS, ROUNDS, Profile, SpeedUp, TriedAdvice, compare_timings
 from trainwright.report.pages.report import write_report
 from trainwright.runs.folder import RunFolder
 from trainwright.training.job import Job, make_advance, prepare

@@ -21,7 +21,7 @@ from trainwright.data.token_rows import IDS, LABELS, POSITIONS, TokenRows, colla
 from trainwright.data.unwrap import Unwrapped, length_of
 from trainwright.engine.token_batch import best_fit_decreasing
 from trainwright.errors import UsageError
-from trainwright.recipe.data import Packing
+from trainwright.recipe.schema import Packing
 
 
 def packed_rows(lengths: Sequence[int], max_length: int) -> list[list[int]]:

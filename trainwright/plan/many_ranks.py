@@ -22,7 +22,7 @@ from trainwright.plan.splits import ModelShape, require_fitting
 from trainwright.plan.traffic import NO_COMPRESSION, Activations, Compression, StepTraffic, Traffic
 from trainwright.plan.units import Weights, Zero, shard_layout
 from trainwright.recipe import Recipe
-from trainwright.recipe.parallel import Parallel
+from trainwright.recipe.schema import Parallel
 
 MAX_MICRO_SIZES = 8
 MAX_PIPELINE_STAGES = 16

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from trainwright.errors import Problem, RecipeError
 from trainwright.recipe import Loaded, Recipe
-from trainwright.recipe.parallel import Parallel
+from trainwright.recipe.schema import Parallel
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """From the outside in: consecutive ranks differ in the last axis first."""

@@ -18,7 +18,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import trainwright
-from trainwright.profiling.facts import ModuleTime, OperatorTime
+from trainwright.profiling.verdict import ModuleTime, OperatorTime
 from trainwright.runs.storage import make_subfolder
 
 _PACKAGE = str(Path(trainwright.__file__).parent) + "/"

@@ -17,13 +17,14 @@ from trainwright.recipe.catalog import (
     SinkRow,
     optimizer_row,
 )
-from trainwright.recipe.data import Data, Dataset
 from trainwright.recipe.duration import Duration, Unit
 from trainwright.recipe.load import Loaded, dump, dump_masked, from_mapping, load
 from trainwright.recipe.schema import (
     Batch,
     Checkpoint,
     Clip,
+    Data,
+    Dataset,
     Evaluation,
     Group,
     Log,

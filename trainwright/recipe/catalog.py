@@ -89,7 +89,7 @@ MODELS = _by_name(
     Row("unet", "trainwright.models.unet:unet", "A U-Net for segmentation."),
     Row("diffusion", "trainwright.models.diffusion:diffusion", "A denoising diffusion model of images (DDPM)."),
     Row("two-tower", "trainwright.models.two_tower:two_tower", "A recommender: a tower of users and one of items."),
-    Row("actor-critic", "trainwright.models.policy:actor_critic", "A policy and a value, for PPO."),
+    Row("actor-critic", "trainwright.models.mlp:actor_critic", "A policy and a value, for PPO."),
     Row("lstm", "trainwright.models.lstm:lstm", "An LSTM language model."),
     Row("mlp", "trainwright.models.mlp:mlp", "Linear layers with an activation between them."),
     Row(
@@ -255,7 +255,7 @@ OPTIMIZERS = _by_name(
     ),
     OptimizerRow(
         "lars",
-        "trainwright.optim.lars:Lars",
+        "trainwright.optim.lamb:Lars",
         "Momentum whose learning rate per layer follows the norm of the weights, for very large batches.",
         state_per_weight=1,
         decoupled=False,

@@ -15,12 +15,11 @@ from pydantic.fields import FieldInfo
 
 from trainwright.errors import Problem, RecipeError, UsageError
 from trainwright.recipe.formatting import format_value, readable
-from trainwright.recipe.outline import choices, field_at, is_index, is_list, section_at
+from trainwright.recipe.outline import choices, closest_choice, field_at, for_unknown_key, is_index, is_list, section_at
 from trainwright.recipe.override import Setting, apply, from_environment, from_settings
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.section import Part, Section
 from trainwright.recipe.source import Source
-from trainwright.recipe.suggest import closest_choice, for_unknown_key
 from trainwright.recipe.yaml_core import Document, UnreadableError, core_tag, read, write
 from trainwright.runs.secrets import MASK, is_secret, masked
 

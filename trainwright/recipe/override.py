@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from trainwright.errors import Problem
 from trainwright.recipe.formatting import format_value, readable
 from trainwright.recipe.outline import field_at, is_index, is_list, section_at
-from trainwright.recipe.parallel import PLANNED, Parallel
+from trainwright.recipe.schema import PLANNED, Parallel
 from trainwright.recipe.section import Part
 from trainwright.recipe.source import Place
 from trainwright.recipe.yaml_core import Document, UnreadableError, read

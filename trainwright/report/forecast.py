@@ -1,16 +1,15 @@
-"""Formats a plan: the memory of a step over time, its duration, and recommended changes, as text and charts."""
+"""Formats a plan: the memory of a step over time, its duration, and recommended changes, as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 
-from trainwright.plan.call_trace import KINDS, Kind, Moment, Phase, Trace
+from trainwright.plan.call_trace import KINDS, Kind, Moment, Trace
 from trainwright.plan.devices import CUDA_CONTEXT_BYTES, FRAGMENTATION_FRACTION, Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.layout import Option
 from trainwright.plan.many_ranks import Placement, against
-from trainwright.report.svg import INK, TITLE, root, text
 
 SIGNS: Mapping[Kind, str] = {
     "weights": "W",
@@ -21,24 +20,8 @@ SIGNS: Mapping[Kind, str] = {
     "temporaries": "t",
     "inputs": "i",
 }
-COLOURS: Mapping[Kind, str] = {
-    "weights": "#1f7fd0",
-    "buffers": "#0f8a94",
-    "optimizer": "#9a5fd6",
-    "gradients": "#cf5f1a",
-    "activations": "#1f8f4e",
-    "temporaries": "#d0455f",
-    "inputs": "#767676",
-}
 OUTSIDE_MODULES = "the loss or the model's own code"
 """The name of work that happens in no submodule of the model."""
-MIN_PASS_WIDTH = 0.1
-"""The minimum width of a pass in a chart, as a fraction of the chart's width."""
-_WIDTH, _HEIGHT = 860, 430
-_LEFT = 70
-_RIGHT = 700
-_TOP = 44
-_BOTTOM = 370
 
 
 def layout_lines(option: Option, device: Device, title: str) -> list[str]:
@@ -198,112 +181,6 @@ def _bar(moment: Moment, scale: float) -> str:
         total += moment.held.get(kind, 0)
         bar += sign * (round(total * scale) - len(bar))
     return bar
-
-
-def timeline_svg(trace: Trace, device: Device, title: str, pass_s: Mapping[Phase, float]) -> str:
-    """Return the step from left to right with memory stacked by kind, as one self-contained <svg> element.
-
-    The width of a pass is its fraction of the time, and at least ``MIN_PASS_WIDTH``; ``pass_s`` are the seconds of one
-    pass of each phase. Within a pass all operators have equal width.
-    """
-    moments = stretches(trace.moments, _RIGHT - _LEFT)
-    edges = _edges(moments, pass_s)
-    most = max(trace.peak.total * 1.05, min(device.usable_bytes * 1.05, trace.peak.total * 2), 1)
-    parts = [
-        root(_WIDTH, _HEIGHT, title),
-        text(_LEFT, 20, title, TITLE),
-        *_areas(moments, edges, most),
-        *_scale(most),
-        *_passes(moments, edges),
-        *_parts(moments, edges),
-        *_limit(device, most),
-        *_legend(trace),
-    ]
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _edges(moments: Sequence[Moment], pass_s: Mapping[Phase, float]) -> list[float]:
-    """Return the x of the left edge of each moment, and of the right edge of the last."""
-    passes = [list(group) for _, group in groupby(moments, key=_pass)]
-    seconds = {**pass_s, "backward": pass_s.get("backward", 0.0) + pass_s.get("checkpointing", 0.0)}
-    times = [seconds.get(_pass(each[0]), 0.0) for each in passes]  # type: ignore[call-overload]
-    wide = [max(time / (sum(times) or 1.0), MIN_PASS_WIDTH) for time in times]
-    edges = [float(_LEFT)]
-    for each, share in zip(passes, wide, strict=True):
-        step = (_RIGHT - _LEFT) * share / sum(wide) / len(each)
-        edges += [edges[-1] + step * number for number in range(1, len(each) + 1)]
-    return edges
-
-
-def _areas(moments: Sequence[Moment], edges: Sequence[float], most: float) -> Iterator[str]:
-    """Yield one polygon for each kind, stacked from the bottom up."""
-    below = [0] * len(moments)
-    for kind in SIGNS:
-        above = [low + moment.held.get(kind, 0) for low, moment in zip(below, moments, strict=True)]
-        if above != below:
-            there = list(_steps(above, edges, most))
-            back = list(_steps(below, edges, most))[::-1]
-            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*there, *back])
-            yield f'<polygon points="{points}" fill="{COLOURS[kind]}" fill-opacity="0.85"/>'
-        below = above
-
-
-def _steps(heights: Sequence[int], edges: Sequence[float], most: float) -> Iterator[tuple[float, float]]:
-    for height, (left, right) in zip(heights, pairwise(edges), strict=True):
-        y = _BOTTOM - height / most * (_BOTTOM - _TOP)
-        yield left, y
-        yield right, y
-
-
-def _scale(most: float) -> Iterator[str]:
-    for quarter in range(5):
-        y = _BOTTOM - quarter / 4 * (_BOTTOM - _TOP)
-        yield f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_RIGHT}" y2="{y:.1f}" stroke="{INK}" stroke-opacity="0.3"/>'
-        yield text(_LEFT - 6, y + 4, human_bytes(most * quarter / 4), 'text-anchor="end"')
-
-
-def _passes(moments: Sequence[Moment], edges: Sequence[float]) -> Iterator[str]:
-    """Yield the name of each pass, and a line at its start."""
-    at = 0
-    for name, group in groupby(moments, key=_pass):
-        x, at = edges[at], at + len(list(group))
-        yield f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_BOTTOM + 6}" stroke="{INK}" stroke-opacity="0.6"/>'
-        if edges[at] - x > 50:
-            yield text(x + 4, _BOTTOM + 18, name)
-
-
-def _parts(moments: Sequence[Moment], edges: Sequence[float]) -> Iterator[str]:
-    """Yield a second line below the passes: their micro-batches."""
-    at = 0
-    for words, group in groupby(_part(moment, moments) for moment in moments):
-        x, at = edges[at], at + len(list(group))
-        if words and edges[at] - x > 120:
-            yield text(x + 4, _BOTTOM + 36, words)
-
-
-def _limit(device: Device, most: float) -> Iterator[str]:
-    if device.usable_bytes > most:
-        return
-    y = _BOTTOM - device.usable_bytes / most * (_BOTTOM - _TOP)
-    yield (
-        f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_RIGHT}" y2="{y:.1f}" stroke="{INK}" stroke-width="2" '
-        'stroke-dasharray="6 4"/>'
-    )
-    yield (
-        f'<line x1="{_RIGHT + 8}" y1="{_TOP + 11}" x2="{_RIGHT + 22}" y2="{_TOP + 11}" stroke="{INK}" stroke-width="2" '
-        'stroke-dasharray="6 2"/>'
-    )
-    yield text(_RIGHT + 26, _TOP + 15, f"usable {human_bytes(device.usable_bytes)}")
-
-
-def _legend(trace: Trace) -> Iterator[str]:
-    """Yield the kinds with their bytes at the peak, from the top down as they are drawn."""
-    shown = [kind for kind in SIGNS if any(moment.held.get(kind) for moment in trace.moments)]
-    yield text(_RIGHT + 8, _BOTTOM + 18, "width: time", 'font-size="10"')
-    for row, kind in enumerate(reversed(shown)):
-        y = _TOP + 40 + 20 * row
-        yield f'<rect x="{_RIGHT + 8}" y="{y - 10}" width="12" height="12" fill="{COLOURS[kind]}"/>'
-        yield text(_RIGHT + 26, y, f"{kind} {human_bytes(trace.peak.held.get(kind, 0))}")
 
 
 def placement_lines(placed: Placement, device: Device, title: str) -> list[str]:

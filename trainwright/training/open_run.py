@@ -44,14 +44,13 @@ from trainwright.monitoring.layer_stats import (
     OutputGradStats,
     scalars_of,
 )
-from trainwright.monitoring.log_window import LogWindow, NotLogging
 from trainwright.monitoring.logbook import Logbook
 from trainwright.monitoring.progress import Progress
 from trainwright.monitoring.remaining import EndTime, Measured, TimeSpent
 from trainwright.monitoring.saving import MIN_FRACTION_SAVE_INTERVAL_S, SavePolicy, Saving, SavingTogether
 from trainwright.monitoring.signals import Signals
 from trainwright.monitoring.sinks import sink_factories
-from trainwright.monitoring.step_log import StepLog
+from trainwright.monitoring.step_log import LogWindow, NotLogging, StepLog
 from trainwright.optim.clip import summed_over_parts
 from trainwright.optim.stepped_schedule import SteppedSchedule
 from trainwright.plan.duration import Interval

@@ -28,11 +28,10 @@ from trainwright.plan.resume_changes import Change, CommandWith, compare, on_com
 from trainwright.recipe import Duration, Recipe, load
 from trainwright.recipe.resolve import is_live
 from trainwright.runs.deaths import CRASH_LOOP, require_no_crash_loop
-from trainwright.runs.ending import KILLED, state_of
 from trainwright.runs.files import UnreadableFile
 from trainwright.runs.folder import RunFolder, identity_of
 from trainwright.runs.lock import NoLock, RunLock
-from trainwright.runs.reader import read_end
+from trainwright.runs.reader import KILLED, read_end, state_of
 from trainwright.runs.secrets import masked
 from trainwright.runs.shapes import PlanFile, ProvenanceFile, read_as, read_object
 

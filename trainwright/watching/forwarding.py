@@ -16,7 +16,7 @@ from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import Layers, Logged, Record, Watched
 
 if TYPE_CHECKING:
-    from trainwright.recipe.alerts import Alerts
+    from trainwright.recipe.schema import Alerts
 
 ANY_RECIPE = {"model": {"use": "mlp", "args": {"sizes": [1, 1]}}, "data": {"train": "digits"}}
 """Completes the two sections to a recipe, so that they are validated like those of a recipe."""

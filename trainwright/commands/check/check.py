@@ -25,8 +25,7 @@ from trainwright.commands.check.first_batch import (
     initial_loss,
     right_loss,
 )
-from trainwright.commands.check.learning import BatchFit
-from trainwright.commands.check.rate import RateEvidence, learning_rate
+from trainwright.commands.check.learning import BatchFit, RateEvidence, learning_rate
 from trainwright.commands.check.samples import DatasetSample, read
 from trainwright.commands.check.sandbox import Sandbox, untouched
 from trainwright.commands.check.smoke import STEPS, SmokeRun, afterwards, diagnosed, smoke, trained

@@ -523,7 +523,7 @@ def sweep(
         >>> result = tw.sweep("demo-digits", {"optimizer.lr": "log:1e-3..1"}, trials=8)  # doctest: +SKIP
         >>> result.best.params  # doctest: +SKIP
     """
-    from trainwright.commands.sweep.space import setting_of
+    from trainwright.commands.sweep.spec import setting_of
 
     found = read_sweep(
         Path(what),

@@ -29,7 +29,7 @@ from trainwright.errors import TrainwrightError, UsageError
 from trainwright.plan.batch import batch_of
 from trainwright.plan.parallel import AXES, in_one_process, solve_layout
 from trainwright.recipe import Loaded, load
-from trainwright.recipe.parallel import Parallel
+from trainwright.recipe.schema import Parallel
 from trainwright.runs.reader import read
 from trainwright.runs.records import Step
 from trainwright.runs.shapes import PlanFile, read_as

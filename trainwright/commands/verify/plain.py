@@ -326,9 +326,7 @@ def _first_difference(
     return None
 
 
-def verify_plain_of(
-    what: str, *, steps: int = STEPS, settings: Sequence[str] = ()
-) -> PlainProof:
+def verify_plain_of(what: str, *, steps: int = STEPS, settings: Sequence[str] = ()) -> PlainProof:
     """Compare the first steps of a recipe, or of ``module:function`` that returns arguments of ``tw.fit``, with a loop.
 
     The function returns ``(model, data, loss)`` or ``(model, data, loss, optimizer)``.

@@ -16,8 +16,8 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.step import StepResult
 from trainwright.monitoring.alerts.channels import Channel, Command, NotDeliveredError, Webhook, desktop
 from trainwright.monitoring.alerts.rules import Alert, AlertRules, Batcher, RuleState
-from trainwright.recipe.alerts import Alerts
 from trainwright.recipe.formatting import parse_bytes
+from trainwright.recipe.schema import Alerts
 from trainwright.runs.files import UnreadableFile, lines_of, open_file
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.reader import decode_lines

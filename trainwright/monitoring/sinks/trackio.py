@@ -33,7 +33,7 @@ class Trackio:
             config=dict(self._config),
             resume="allow" if self._from_step else "never",
             embed=False,
-            auto_log_gpu=False,  # monitoring/telemetry.py reads the machine already
+            auto_log_gpu=False,  # monitoring/logbook.py reads the machine already
             auto_log_cpu=False,
         )
 

@@ -40,7 +40,7 @@ class WeightsAndBiases:
             settings=wandb.Settings(
                 console="off",  # the terminal has the progress line
                 silent=True,
-                x_disable_stats=True,  # monitoring/telemetry.py reads the machine already
+                x_disable_stats=True,  # monitoring/logbook.py reads the machine already
                 x_disable_meta=True,  # provenance.json has it, without all details of the host
                 disable_git=True,
                 disable_code=True,

@@ -49,7 +49,7 @@ from trainwright.plan.trace.run_forecast import precision_on
 from trainwright.plan.traffic import Activations, Compression
 from trainwright.plan.units import Unit, Weight, Weights
 from trainwright.recipe import Loaded, Recipe
-from trainwright.recipe.parallel import TensorStyle
+from trainwright.recipe.schema import TensorStyle
 
 TRACED_BLOCKS = 2
 GATHERS_PER_BLOCK = 2

@@ -33,7 +33,7 @@ from trainwright.plan.trace.run_forecast import (
 )
 from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.formatting import parse_bytes
-from trainwright.recipe.parallel import PLANNED
+from trainwright.recipe.schema import PLANNED
 
 CHECKPOINTING = "model.activation_checkpointing"
 
