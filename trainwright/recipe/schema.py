@@ -521,56 +521,18 @@ class Batch(Section):
 class Clip(Section):
     """Gradient clipping before each update."""
 
-    by: Literal["norm", "value", "agc", "zclip", "adagc", "none"] = Field(
+    by: Literal["norm", "value", "agc", "none"] = Field(
         default="none",
-        description="Global norm, each value, each unit by its weights (agc), the global norm by earlier ones (zclip), "
-        "each tensor by its earlier norms (adagc), or no clipping. norm if only at is given.",
+        description="Global norm, each value, each unit by its weights (agc), or none. norm if only at is given.",
         examples=["norm"],
     )
-    at: float = Field(
-        default=1.0, gt=0, description="The bound; for adagc: of the global norm during its warm-up; zclip has none."
-    )
-    z: float | None = Field(
-        default=None,
-        gt=0,
-        description="zclip: standard deviations above the mean from which on a norm is clipped; null: 2.5.",
-        examples=[3.0],
-    )
-    ratio: float | None = Field(
-        default=None,
-        gt=0,
-        description="adagc: the largest norm of a tensor, relative to its average; null: 1.05.",
-        examples=[1.2],
-    )
-    decay: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="zclip, adagc: decay of the moving averages; null: 0.97 and 0.98.",
-        examples=[0.95],
-    )
-    warmup: Count | None = Field(
-        default=None,
-        description="zclip, adagc: steps before the averages are used; null: 25 and 100.",
-        examples=[50],
-    )
+    at: float = Field(default=1.0, gt=0, description="The bound.")
 
     @model_validator(mode="before")
     @classmethod
     def _by_norm(cls, value: object) -> object:
         """Let a bound without a measure bound the global norm; without this rule it would have no effect."""
         return {"by": "norm", **value} if isinstance(value, dict) and "at" in value else value
-
-    @model_validator(mode="after")
-    def _no_idle_key(self) -> Clip:
-        own = {"zclip": ("z", "decay", "warmup"), "adagc": ("ratio", "decay", "warmup")}.get(self.by, ())
-        idle = [key for key in ("z", "ratio", "decay", "warmup") if getattr(self, key) is not None and key not in own]
-        idle += ["at"] if self.by == "zclip" and self.at != 1.0 else []
-        if idle:
-            takes = f"its keys are {', '.join(own)}" if own else "it has no further key"
-            rule = f"has no effect on by: {self.by}"
-            raise RecipeError([Problem(key, rule, remedy=f"leave it out; {takes}") for key in idle])
-        return self
 
 
 class Group(Section):

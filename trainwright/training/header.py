@@ -131,9 +131,8 @@ class _Header:
         ask = self.job.recipe.optimizer.clip
         if self.job.parts.custom.advance is not None:
             return Setting("clip", "done by the custom step", "asked")
-        shown = ask.by if ask.by in ("none", "zclip") else f"{ask.by} at {ask.at:g}"
-        options = [f"{name} {value:g}" for name in ("z", "ratio", "decay", "warmup") if (value := getattr(ask, name))]
-        return self._setting("clip", ", ".join([shown, *options]), "optimizer.clip")
+        shown = ask.by if ask.by == "none" else f"{ask.by} at {ask.at:g}"
+        return self._setting("clip", shown, "optimizer.clip")
 
     def _precision(self) -> Setting:
         ask, job = self.job.recipe.precision, self.job

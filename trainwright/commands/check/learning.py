@@ -21,7 +21,6 @@ from trainwright.engine.loop import for_steps, steps
 from trainwright.engine.loss import as_loss_fn
 from trainwright.engine.lr_range import LrRange, lr_range
 from trainwright.engine.step import make_step
-from trainwright.training.custom_objects import build_clip
 
 LOWEST_LR = 1e-6
 HIGHEST_LR = 10.0
@@ -57,7 +56,7 @@ def range_test(sandbox: Sandbox, *, budget_s: float, step_s: float) -> LrRange |
             highest=HIGHEST_LR,
             num_steps=RANGE_STEPS,
             precision=sandbox.job.precision,
-            clip=build_clip(sandbox.job.recipe, state),
+            clip=sandbox.job.built.clip,
         )
     return found if found.stopped_at is not None or len(found.lrs) == RANGE_STEPS else None
 
@@ -78,7 +77,7 @@ def first_update(sandbox: Sandbox) -> float:
     """Return the norm of the first update at the peak rate / norm of the weights."""
     job = sandbox.job
     with sandbox.fresh() as state:
-        advance = make_step(job.parts.loss, precision=job.precision, clip=build_clip(job.recipe, state))
+        advance = make_step(job.parts.loss, precision=job.precision, clip=job.built.clip)
         trained = [p for group in state.optimizer.param_groups for p in group["params"]]
         before = [p.detach().clone() for p in trained]
         advance(state, sandbox.kept[0])
@@ -150,7 +149,7 @@ def learn_by_heart(sandbox: Sandbox, *, lr: float, budget_s: float) -> BatchFit:
     batch = StepBatch((micro,))
     job, ever = sandbox.job, set[str]()
     with sandbox.fresh() as state:
-        advance = make_step(job.parts.loss, precision=job.precision, clip=build_clip(job.recipe, state))
+        advance = make_step(job.parts.loss, precision=job.precision, clip=job.built.clip)
         without_dropout(state.model)
         scale_lr(state, lr)
         for result in steps(state, within(_same(batch), budget_s), advance, until=for_steps(ONE_BATCH_MAX_STEPS)):

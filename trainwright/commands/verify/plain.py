@@ -384,8 +384,8 @@ def _require_comparable(loaded: Loaded) -> None:
     recipe = loaded.recipe
     for wrong, what, remedy in (
         (
-            recipe.optimizer.clip.by in ("agc", "zclip", "adagc"),
-            f"clips by {recipe.optimizer.clip.by}, for which torch has no function",
+            recipe.optimizer.clip.by == "agc",
+            "clips by agc, for which torch has no function",
             "clip by norm",
         ),
         (recipe.precision == "fp16", "computes in fp16, whose loss scale is not compared", "--set precision=bf16"),
