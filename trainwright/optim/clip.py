@@ -113,7 +113,7 @@ def _clip_by_norm(at: float, parameters: Sequence[Tensor], total_norm: Tensor) -
         return
     grads = locals_of(p.grad for p in parameters if p.grad is not None)
     if not _are_uniform(grads):
-        clip_grads_with_norm_(parameters, at, total_norm)  # type: ignore[arg-type]  # a 0-d tensor works as well
+        clip_grads_with_norm_(parameters, at, total_norm)
         return
     with torch.no_grad():
         torch._foreach_mul_(grads, (total_norm + 1e-6).reciprocal_().mul_(at).clamp_(max=1.0))

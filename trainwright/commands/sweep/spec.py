@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from trainwright.errors import Problem, Problems, RecipeError, UsageError, suggest
 from trainwright.recipe import Loaded, load
 from trainwright.recipe.duration import Duration
-from trainwright.recipe.override import ENV_PREFIX, RESERVED_ENV
+from trainwright.recipe.load import ENV_PREFIX, RESERVED_ENV
 from trainwright.recipe.schema import NAME_PATTERN
 from trainwright.recipe.source import Place
 from trainwright.recipe.yaml_core import Document, UnreadableError, read, write
