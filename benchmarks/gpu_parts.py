@@ -99,8 +99,8 @@ class Gpt:
 
     def train(self, steps: int) -> None:
         """Takes steps, without waiting for the device."""
+        from trainwright.engine.loop import for_steps
         from trainwright.engine.loop import steps as engine_steps
-        from trainwright.engine.run_length import for_steps
 
         until = for_steps(self.state.step + steps)
         for _ in engine_steps(self.state, self.batches(), self.advance, until=until):  # type: ignore[arg-type]

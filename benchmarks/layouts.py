@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.figures import about, arguments, figure
-from trainwright.commands.plan_ranks import on_ranks, runnable
+from trainwright.commands.plan import on_ranks, runnable
 from trainwright.plan.many_ranks import ManyRanks, Placement, best_of
 from trainwright.recipe import Loaded, load
 

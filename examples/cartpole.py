@@ -9,7 +9,7 @@ import torch
 import trainwright as tw
 from trainwright.data.episodes import episodes
 from trainwright.engine.policy_gradient import PPO, Reinforce
-from trainwright.models.policy import actor_critic
+from trainwright.models.mlp import actor_critic
 
 # score: episode_return >= 150    the mean over 20 episodes of the validation; at best 500, 22 for a random policy
 

@@ -118,7 +118,7 @@ def walk_batch(*, doctor: bool) -> Walk:
     first = read.files.index("data/fetch.py")
     again = next(at for at, file in enumerate(read.files) if at > first + 1 and file == "checkpoint/cursor.py")
     end = next(at for at, file in enumerate(read.files) if at > again and file == "data/fetch.py")
-    trained.files = [*read.files[first:end], *trained.files[4:]]  # the first four have the batch of the step before
+    trained.files = [*read.files[first:end], *trained.files[3:]]  # the first three have the batch of the step before
     trained.names = {**trained.names, **{file: read.names[file] for file in read.files[first:end]}}
     return trained
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.data.order import epoch_order
+from trainwright.data.sample_order import epoch_order
 
 SEED = 1337  # of the order, where no other is asked for
 

@@ -22,8 +22,8 @@ from trainwright.errors import RecipeError, UsageError, install_remedy
 from trainwright.optim.choose import make_optimizer
 from trainwright.optim.guarded import GuardedOptimizer
 from trainwright.plan.devices import find_device, known_devices, load_devices
+from trainwright.plan.layout import why_not_offloaded
 from trainwright.plan.memory import memory_bytes
-from trainwright.plan.offload import why_not_offloaded
 from trainwright.plan.resume_changes import compare_recipes
 from trainwright.plan.trace.run_forecast import forecast
 from trainwright.recipe import (

@@ -35,7 +35,7 @@ graph init ladder launch lr-range mup-check plan predict profile replay report r
 verify version
 """
 VERIFY = "checkpoint packing parallel plain resume"
-LAUNCH = "kubeflow kubernetes skypilot slurm"
+LAUNCH = "kubernetes skypilot slurm"
 
 
 def python(code: str) -> str:
@@ -80,7 +80,7 @@ def test_verbs() -> None:
         "import trainwright.recipe",
         "import trainwright.plan.make, trainwright.plan.explain, trainwright.plan.machine",
         "import trainwright.runs.reader, trainwright.runs.folder, trainwright.runs.provenance",
-        "import trainwright.report.text, trainwright.report.chart, trainwright.report.environment",
+        "import trainwright.training.result, trainwright.report.chart, trainwright.report.environment",
     ],
 )
 def test_torch_stays_unloaded(code: str) -> None:

@@ -37,10 +37,10 @@ _HOME = {
     "evaluate": "trainwright.commands.evaluate",
     "files": "trainwright.data.read_files",
     "fit": "trainwright.training.fit",
-    "for_seconds": "trainwright.engine.run_length",
-    "for_steps": "trainwright.engine.run_length",
+    "for_seconds": "trainwright.engine.loop",
+    "for_steps": "trainwright.engine.loop",
     "init": "trainwright.commands.init",
-    "convert": "trainwright.commands.convert.convert",
+    "convert": "trainwright.commands.convert",
     "ladder": "trainwright.commands.ladder.climb",
     "load": "trainwright.recipe.load",
     "load_checkpoint": "trainwright.checkpoint.checkpoint",
@@ -60,7 +60,7 @@ _HOME = {
     "replay": "trainwright.commands.python_api",
     "save_checkpoint": "trainwright.checkpoint.checkpoint",
     "steps": "trainwright.engine.loop",
-    "sweep": "trainwright.commands.sweep.call",
+    "sweep": "trainwright.commands.sweep.control",
     "table": "trainwright.data.table",
     "train": "trainwright.training.run",
     "verify_plain": "trainwright.commands.verify.plain",
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from trainwright.checkpoint.train_state import TrainState as TrainState
     from trainwright.commands.bad_cases import bad_cases as bad_cases
     from trainwright.commands.compare_optimizers import compare_optimizers as compare_optimizers
-    from trainwright.commands.convert.convert import convert as convert
+    from trainwright.commands.convert import convert as convert
     from trainwright.commands.evaluate import evaluate as evaluate
     from trainwright.commands.evaluate import predict as predict
     from trainwright.commands.init import init as init
@@ -95,7 +95,7 @@ if TYPE_CHECKING:
     from trainwright.commands.python_api import profile as profile
     from trainwright.commands.python_api import replay as replay
     from trainwright.commands.python_api import verify_resume as verify_resume
-    from trainwright.commands.sweep.call import sweep as sweep
+    from trainwright.commands.sweep.control import sweep as sweep
     from trainwright.commands.verify.plain import verify_plain as verify_plain
     from trainwright.data.loading import Loading as Loading
     from trainwright.data.loading import StepBatches as StepBatches
@@ -104,14 +104,14 @@ if TYPE_CHECKING:
     from trainwright.data.read_files import files as files
     from trainwright.data.table import table as table
     from trainwright.engine.loop import Outcome as Outcome
+    from trainwright.engine.loop import for_seconds as for_seconds
+    from trainwright.engine.loop import for_steps as for_steps
     from trainwright.engine.loop import steps as steps
     from trainwright.engine.loss import Loss as Loss
     from trainwright.engine.manual_step import make_own_step as make_own_step
     from trainwright.engine.observer import Observer as Observer
     from trainwright.engine.observer import Stop as Stop
     from trainwright.engine.precision import Precision as Precision
-    from trainwright.engine.run_length import for_seconds as for_seconds
-    from trainwright.engine.run_length import for_steps as for_steps
     from trainwright.engine.step import Probe as Probe
     from trainwright.engine.step import StepResult as StepResult
     from trainwright.engine.step import make_step as make_step

@@ -16,8 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.assembly.assemble import Parts, prepare
-from trainwright.assembly.checkpointing import SELECTIVE, apply_checkpointing, checkpointing_as_requested, find_blocks
-from trainwright.assembly.selective import draws_random_numbers
+from trainwright.assembly.checkpointing import (
+    SELECTIVE,
+    apply_checkpointing,
+    checkpointing_as_requested,
+    draws_random_numbers,
+    find_blocks,
+)
 from trainwright.checkpoint.codec import same_bits
 from trainwright.data.unwrap import unwrap
 from trainwright.errors import RecipeError, UsageError

@@ -16,8 +16,7 @@ from tests.assembly.optim_net import DECAY, LR, STEPS, assert_near, fill_grads, 
 from trainwright.errors import UsageError
 from trainwright.optim.choose import make_optimizer
 from trainwright.optim.groups import GroupRule
-from trainwright.optim.lamb import Lamb
-from trainwright.optim.lars import Lars
+from trainwright.optim.lamb import Lamb, Lars
 from trainwright.optim.muon import Muon, muon_groups, orthogonalize
 from trainwright.recipe import OPTIMIZERS
 from trainwright.recipe.resolve import import_factory

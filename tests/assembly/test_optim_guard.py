@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from tests.assembly.optim_net import DECAY, LR, STEPS, assert_near, fill_grads, net, train
 from trainwright.errors import UsageError
 from trainwright.optim.choose import make_optimizer
-from trainwright.optim.lamb import Lamb
-from trainwright.optim.lars import Lars
+from trainwright.optim.lamb import Lamb, Lars
 
 OURS = ["muon", "lamb", "lars"]
 GUARDED = [*OURS, "sgd", "adam", "adamw"]

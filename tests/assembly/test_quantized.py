@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.assembly.adapters import add_adapters, config_of, plain_weights
-from trainwright.assembly.quantized import Linear4bit, full_weights, quantize_linear_layers
+from trainwright.assembly.adapters import (
+    Linear4bit,
+    add_adapters,
+    config_of,
+    full_weights,
+    plain_weights,
+    quantize_linear_layers,
+)
 from trainwright.errors import UsageError
 from trainwright.optim.torchao import torchao_module
 from trainwright.plan.trace.fake_tensors import fake_tensors

@@ -20,8 +20,7 @@ from trainwright.data.loading import EvaluationBatches, Loading, StepBatches
 from trainwright.data.ready_batches import ReadyBatches, ReadyStream, silent
 from trainwright.data.unwrap import length_of, unwrap
 from trainwright.errors import DataError, RecipeError, UsageError
-from trainwright.plan.batch import batch_of
-from trainwright.plan.user_batches import UserBatches, require_fits
+from trainwright.plan.batch import UserBatches, batch_of, require_fits
 from trainwright.recipe import from_mapping
 
 LOADING = Loading(1, 1, seed=3)

@@ -14,7 +14,7 @@ from trainwright.engine.losses import language_model
 from trainwright.engine.stage_passes import _ModelStandIn
 from trainwright.errors import RecipeError, UsageError
 from trainwright.models.hf import hf_model
-from trainwright.plan.degrees import Degrees
+from trainwright.plan.parallel import Degrees
 from trainwright.plan.splits import ModelShape, require_fitting
 from trainwright.recipe import from_mapping
 

@@ -15,7 +15,7 @@ from trainwright.errors import RecipeError, UsageError
 from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
 from trainwright.models.mlp import mlp
-from trainwright.plan.degrees import Degrees
+from trainwright.plan.parallel import Degrees
 from trainwright.plan.splits import nearest_divisor, require_fitting
 from trainwright.recipe import Recipe, from_mapping
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from trainwright.checkpoint.cursor import StepBatch
-from trainwright.data.in_progress import InProgress
+from trainwright.data.fetch import InProgress
 from trainwright.data.loading import Loading, StepBatches
 from trainwright.errors import DataError
 

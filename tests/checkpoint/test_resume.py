@@ -22,9 +22,8 @@ from trainwright.checkpoint.rng import RngBag, seed_all
 from trainwright.checkpoint.store import newest_valid
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.loading import Loading, StepBatches
-from trainwright.engine.loop import steps
+from trainwright.engine.loop import for_steps, steps
 from trainwright.engine.precision import Precision, PrecisionName
-from trainwright.engine.run_length import for_steps
 from trainwright.engine.step import make_step
 from trainwright.optim.clip import make_clip
 from trainwright.optim.muon import Muon, muon_groups

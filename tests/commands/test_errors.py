@@ -23,12 +23,11 @@ from tests.report_pages.runs import ended, make_run, started, step
 from trainwright.checkpoint.cursor import MicroBatch
 from trainwright.cli import app
 from trainwright.commands.bad_cases import errors_in_folds
-from trainwright.commands.bad_cases.find import label_order
-from trainwright.commands.bad_cases.samples import class_names
+from trainwright.commands.bad_cases.find import class_names, label_order
 from trainwright.commands.bad_cases.scores import NUM_BINS, Scores, Tally, score
-from trainwright.data.columns import Columns
 from trainwright.data.digits import digits
 from trainwright.data.text import CharText
+from trainwright.data.unwrap import Columns
 from trainwright.errors import UsageError
 from trainwright.recipe import from_mapping
 from trainwright.report.bad_cases import NAME, read_bad_cases

@@ -236,41 +236,15 @@ def test_a_node_that_does_not_fit_the_stack_ends_the_slurm_job_before_training(p
     assert job.returncode == 1 and not (project / "runs").exists(), stderr
 
 
-@pytest.mark.parametrize("kind", ["kubernetes", "kubeflow"])
-def test_a_pod_compares_its_node_with_the_stack_before_ranks_start(project: Path, kind: str) -> None:
+def test_a_pod_compares_its_node_with_the_stack_before_ranks_start(project: Path) -> None:
     words = ["--ranks", "2x8", "--image", "registry/run:1", "--volume", "runs", "--set", "device=auto"]
-    *_, job = pinned = [*yaml.safe_load_all(launched(kind, str(project / "recipe.yaml"), *words, "--stack", "cu130"))]
-    holder = job if kind == "kubernetes" else pinned[1]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]
-    pod = holder["spec"]["template"]["spec"]
+    *_, job = yaml.safe_load_all(launched("kubernetes", str(project / "recipe.yaml"), *words, "--stack", "cu130"))
+    pod = job["spec"]["template"]["spec"]
     [check], [container] = pod["initContainers"], pod["containers"]
     assert check["command"] == ["trainwright", "env", "--stack", "cu130", "--gpus", "8"]
     assert pod["securityContext"]["fsGroup"] == 1000
     assert (check["image"], check["resources"]) == (container["image"], container["resources"])
-    assert "initContainers" not in launched(kind, str(project / "recipe.yaml"), *words)
-
-
-def test_a_train_job_keeps_to_the_api_of_kubeflow_trainer(project: Path) -> None:
-    recipe = project / "recipe.yaml"
-    words = ["--image", "registry/run:1", "--volume", "runs", "--set", "device=auto", "--set", "name=GPT_7b.v2"]
-    config, runtime, job = yaml.safe_load_all(launched("kubeflow", str(recipe), "--ranks", "2x8", *words))
-    assert [each["kind"] for each in (config, runtime, job)] == ["ConfigMap", "TrainingRuntime", "TrainJob"]
-    assert {each["apiVersion"] for each in (runtime, job)} == {"trainer.kubeflow.org/v1alpha1"}
-    assert {each["metadata"]["name"] for each in (config, runtime, job)} == {"gpt-7b-v2"}
-    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": "gpt-7b-v2"}
-    assert job["spec"] == {"runtimeRef": reference, "trainer": {"numNodes": 2, "numProcPerNode": 8}}
-    assert runtime["spec"]["mlPolicy"] == {"numNodes": 2, "torch": {}}
-    # the operator finds the pods of a TrainJob by this label, and its variables go to the container of this name
-    [replicated] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    assert replicated["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    pod = replicated["template"]["spec"]["template"]["spec"]
-    [container] = pod["containers"]
-    assert replicated["name"] == container["name"] == "node"
-    command = container["command"]
-    assert command[command.index("--rdzv-endpoint") + 1] == "$(PET_MASTER_ADDR):29500"
-    assert command[command.index("--nnodes") + 1] == "2" and "folder=/runs" in command
-    assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
-    rules = replicated["template"]["spec"]["podFailurePolicy"]["rules"]
-    assert {rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule} == {"node"}
+    assert "initContainers" not in launched("kubernetes", str(project / "recipe.yaml"), *words)
 
 
 def test_a_task_of_skypilot(project: Path) -> None:

@@ -16,8 +16,7 @@ from benchmarks.sweep import prepare
 from trainwright.cli import app
 from trainwright.commands.sweep import Sweep, SweepResult, is_sweep_file, over_of, read_sweep
 from trainwright.commands.sweep.result import ranked
-from trainwright.commands.sweep.space import parse_dimension
-from trainwright.commands.sweep.spec import SweepBudget, differences, spec_of
+from trainwright.commands.sweep.spec import SweepBudget, differences, parse_dimension, spec_of
 from trainwright.commands.sweep.study import JOURNAL, StudyTrials, TrialRow, quiet_optuna
 from trainwright.errors import RecipeError, UsageError
 

@@ -14,8 +14,8 @@ import torch
 from trainwright.checkpoint.cursor import Cursor
 from trainwright.data.fingerprint import fingerprint
 from trainwright.data.loading import Loading, StepBatches
-from trainwright.data.order import epoch_order
 from trainwright.data.read_files import OpenFiles, files
+from trainwright.data.sample_order import epoch_order
 from trainwright.errors import DataError, StorageError, UsageError
 
 SIZES = {"a": 5, "b": 0, "c": 11, "d": 3, "e": 18}

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainwright.data.masked import IGNORE, masked_topics
 from trainwright.data.shapes import FIGURES, shapes
-from trainwright.data.text import python_topics
+from trainwright.data.text import IGNORE, masked_topics, python_topics
 from trainwright.errors import UsageError
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainwright.data.order import epoch_order
+from trainwright.data.sample_order import epoch_order
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 257, 10_000])

@@ -23,8 +23,7 @@ from trainwright.engine.guard import update_on_device
 from trainwright.engine.precision import Precision, PrecisionName
 from trainwright.engine.step import StepFn, make_step
 from trainwright.optim.clip import make_clip
-from trainwright.optim.lamb import Lamb
-from trainwright.optim.lars import Lars
+from trainwright.optim.lamb import Lamb, Lars
 from trainwright.optim.muon import Muon
 
 ROWS, MICRO, BAD_ROW = 12, 4, 6

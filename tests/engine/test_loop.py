@@ -14,9 +14,8 @@ from tests.engine.plain import cut
 from trainwright.checkpoint.cursor import BadSample, Cursor, StepBatch
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import Solo
-from trainwright.engine.loop import Outcome, run, steps
+from trainwright.engine.loop import Outcome, for_seconds, for_steps, run, steps
 from trainwright.engine.observer import Stop
-from trainwright.engine.run_length import for_seconds, for_steps
 from trainwright.engine.step import StepFn, StepResult, make_step
 from trainwright.errors import UsageError
 

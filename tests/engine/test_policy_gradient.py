@@ -16,8 +16,7 @@ from tests.report_pages.reading import Page, curves_of
 from trainwright.data.episodes import episodes
 from trainwright.engine.policy_gradient import PPO, EpisodePlayer, Reinforce, Trajectories, discounted_sums, normalize
 from trainwright.errors import MissingExtra, UsageError
-from trainwright.models.mlp import mlp
-from trainwright.models.policy import actor_critic
+from trainwright.models.mlp import actor_critic, mlp
 from trainwright.report.pages.report import write_report
 
 gymnasium = pytest.importorskip("gymnasium")

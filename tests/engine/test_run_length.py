@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.engine.run_length import ByTheClock
+from trainwright.engine.loop import ByTheClock
 
 
 class Clock:

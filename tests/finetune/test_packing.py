@@ -18,9 +18,8 @@ from trainwright.checkpoint.batch_cut import cut_micro
 from trainwright.checkpoint.cursor import MicroBatch
 from trainwright.data.token_rows import TokenRows
 from trainwright.data.unwrap import unwrap
-from trainwright.engine.best_fit import best_fit_decreasing
 from trainwright.engine.losses import hf_causal_lm
-from trainwright.engine.token_batch import token_batch
+from trainwright.engine.token_batch import best_fit_decreasing, token_batch
 from trainwright.errors import DataError, RecipeError, UsageError
 from trainwright.finetune.packing import Packed, packed_rows
 

@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from trainwright.models.last_positions import LastPositions
+from trainwright.models.gpt import LastPositions
 
 
 def test_queries_see_all_before_them_and_themselves_and_the_mask_is_made_once() -> None:

@@ -12,8 +12,8 @@ from trainwright.checkpoint.cursor import Cursor, MicroBatch, StepBatch
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.loop import run
 from trainwright.engine.step import make_step
-from trainwright.monitoring.heartbeat import Heartbeat
 from trainwright.runs.lock import RunLock
+from trainwright.training.open_run import Heartbeat
 
 
 @pytest.mark.parametrize("dies_in", [41, 43])

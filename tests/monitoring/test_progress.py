@@ -19,9 +19,8 @@ from torch import Tensor
 from tests.monitoring.small_run import batches, make_state
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.evaluate import EvaluationResult
-from trainwright.engine.loop import run
+from trainwright.engine.loop import for_steps, run
 from trainwright.engine.loss import Loss
-from trainwright.engine.run_length import for_steps
 from trainwright.engine.step import StepResult, make_step
 from trainwright.monitoring.cadence import Every
 from trainwright.monitoring.journal import Journal

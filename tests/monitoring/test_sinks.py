@@ -29,9 +29,8 @@ import trainwright as tw
 from tests import forked
 from trainwright.errors import MissingExtra, StorageError, UsageError
 from trainwright.monitoring import sinks as sinks_room
-from trainwright.monitoring.sinks import QueuedSink, close_sinks, open_sinks
+from trainwright.monitoring.sinks import QueuedSink, close_sinks, open_sinks, sink_factories
 from trainwright.monitoring.sinks.csv_file import CsvFile
-from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.monitoring.sinks.tensorboard import TensorBoard
 from trainwright.recipe import SINKS, SinkRow
 
@@ -226,7 +225,7 @@ def test_a_package_that_is_not_installed(name: str) -> None:
     module = {"openmetrics": "prometheus_client"}.get(name, name)
     code = (
         f"import sys; sys.modules[{module!r}] = None\n"  # Python's own way to make an import fail
-        "from trainwright.monitoring.sinks.factories import sink_factories\n"
+        "from trainwright.monitoring.sinks import sink_factories\n"
         "from trainwright.errors import MissingExtra\n"
         f"try: sink_factories([{name!r}])\n"
         "except MissingExtra as error: print(error)"
@@ -355,7 +354,7 @@ sys.addaudithook(refuse)
 """Nothing but the loopback can be reached, and whoever tries is named."""
 WRITE = """
 from pathlib import Path
-from trainwright.monitoring.sinks.factories import sink_factories
+from trainwright.monitoring.sinks import sink_factories
 from trainwright.monitoring.sinks import open_sinks
 
 def warn(text):
@@ -467,7 +466,7 @@ def test_trackio_has_the_run_beside_the_runs(tmp_path: Path) -> None:
 WANDB_RUN = """
 import sys
 from pathlib import Path
-from trainwright.monitoring.sinks.factories import sink_factories
+from trainwright.monitoring.sinks import sink_factories
 from trainwright.monitoring.sinks import open_sinks
 (sink,) = open_sinks(sink_factories(["wandb"]), Path(sys.argv[1]), {"lr": 0.1, "model": {"size": "tiny"}}, sys.exit)
 sink.scalars(1, {"loss": 2.5, "grad_norm": float("inf")})

@@ -14,7 +14,7 @@ import torch
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.step import StepResult
-from trainwright.monitoring.telemetry import Gpus, TelemetryReader, host_values
+from trainwright.monitoring.logbook import Gpus, TelemetryReader, host_values
 from trainwright.plan.machine import read_gpus
 from trainwright.runs.reader import read
 from trainwright.runs.records import Telemetry as TelemetryRecord

@@ -7,8 +7,7 @@ from dataclasses import replace
 from tests.plan.traces import GIB, scaled
 from tests.rows import each_row
 from trainwright.plan.devices import Device
-from trainwright.plan.layout import Layout, choose, micro_sizes, weigh
-from trainwright.plan.offload import Offload
+from trainwright.plan.layout import Layout, Offload, choose, micro_sizes, weigh
 from trainwright.plan.remedies import PeakMemory, remedies
 
 DEVICE = Device("some", "cuda", 80 * GIB, 2e12, {"fp32": 2e13, "bf16": 3e14}, host_link=3e10, launch_s=0.0)

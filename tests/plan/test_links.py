@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 
 from trainwright.errors import RecipeError
-from trainwright.plan.degrees import Degrees
-from trainwright.plan.devices import known_devices, parse_devices
-from trainwright.plan.links import (
+from trainwright.plan.devices import (
     HOP_LATENCY_S,
     LINK_EFFICIENCY,
     NETWORK_HOP_LATENCY_S,
     ClusterNode,
     RankGroup,
     group_of,
+    known_devices,
+    parse_devices,
     seconds,
 )
+from trainwright.plan.parallel import Degrees
 
 DGX = ClusterNode(8, link=450e9, network=400e9)
 GB = 10**9

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.traces import GIB, scaled
-from trainwright.plan.degrees import Degrees
 from trainwright.plan.devices import find_device, known_devices
 from trainwright.plan.layout import Layout
 from trainwright.plan.many_ranks import ManyRanks, RankModel, best_of
+from trainwright.plan.parallel import Degrees
 from trainwright.plan.splits import ModelShape
 from trainwright.plan.traffic import Activations
 from trainwright.plan.units import Unit, Weight, Weights

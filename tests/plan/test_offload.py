@@ -9,8 +9,7 @@ import pytest
 from tests.plan.traces import GIB, scaled
 from tests.rows import each_row
 from trainwright.plan.devices import Device, parse_devices
-from trainwright.plan.layout import Layout, choose, offload_layouts, weigh
-from trainwright.plan.offload import offload_of, why_not_offloaded
+from trainwright.plan.layout import Layout, choose, offload_layouts, offload_of, weigh, why_not_offloaded
 from trainwright.recipe import OPTIMIZERS
 
 DEVICE = Device("some", "cuda", 80 * GIB, 2e12, {"fp32": 2e13, "bf16": 3e14}, host_link=3e10, launch_s=0.0)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from trainwright.errors import RecipeError
-from trainwright.plan.degrees import Degrees, nearest, place_of
 from trainwright.plan.memory import memory_bytes
-from trainwright.plan.parallel import solve_degrees, solve_layout
+from trainwright.plan.parallel import Degrees, nearest, place_of, solve_degrees, solve_layout
 from trainwright.recipe import from_mapping
-from trainwright.recipe.parallel import Parallel
+from trainwright.recipe.schema import Parallel
 
 
 def test_what_is_auto_follows_from_the_ranks() -> None:

@@ -14,6 +14,8 @@ import pytest
 from tests.rows import each_row
 from trainwright.errors import UsageError
 from trainwright.plan.resume_changes import (
+    RULES,
+    UNKNOWN,
     Change,
     compare,
     compare_provenance,
@@ -21,7 +23,6 @@ from trainwright.plan.resume_changes import (
     on_command_line,
     require_accepted,
 )
-from trainwright.plan.resume_rules import RULES, UNKNOWN
 from trainwright.recipe import from_mapping
 from trainwright.recipe.outline import section_at
 from trainwright.runs.provenance import modules_of
@@ -143,7 +144,7 @@ ALIKE = (
 @each_row("path", [*leaves()])
 def test_every_key_is_classed_on_purpose(path: str) -> None:
     assert path in RULES or any(path.startswith(f"{section}.") and section in RULES for section in ALIKE), (
-        f"{path} is new: say in plan/resume_rules.py what it means to change it on resume"
+        f"{path} is new: say in plan/resume_changes.py what it means to change it on resume"
     )
 
 

@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 
 from tests.plan_trace.models import make_gpt
-from trainwright.plan.trace.caching_allocator import MIB, CachingAllocator, reserved_bytes
-from trainwright.plan.trace.traced_step import trace_step
+from trainwright.plan.trace.traced_step import MIB, CachingAllocator, reserved_bytes, trace_step
 
 
 def test_small_blocks_share_a_segment_of_2_mib() -> None:

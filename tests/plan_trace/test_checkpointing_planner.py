@@ -17,9 +17,12 @@ from trainwright.models.mlp import mlp
 from trainwright.models.resnet import resnet
 from trainwright.plan.call_trace import Moment, Trace
 from trainwright.plan.checkpointing import Checkpointing
-from trainwright.plan.trace.block_profile import BlockOp, BlockProfile, BlockSurvey, ForwardDone
 from trainwright.plan.trace.checkpointing_planner import (
+    BlockOp,
+    BlockProfile,
+    BlockSurvey,
     CheckpointingPlanner,
+    ForwardDone,
     Level,
     Speed,
     hull,

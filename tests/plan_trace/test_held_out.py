@@ -10,9 +10,9 @@ from torch import nn
 
 from benchmarks.held_out import MODELS
 from tests.plan_trace.measured import measured_peak
-from trainwright.plan.trace import kernel_memory
+from trainwright.plan.trace import hidden_memory
 from trainwright.plan.trace.fake_tensors import fake_tensors
-from trainwright.plan.trace.kernel_memory import Rows
+from trainwright.plan.trace.hidden_memory import Rows
 from trainwright.plan.trace.traced_step import trace_step
 
 HELD_OUT = (
@@ -44,19 +44,19 @@ def test_a_call_that_is_large_is_made_with_fewer_rows(monkeypatch: pytest.Monkey
     x, weight = torch.zeros(24, 37, 20, 20), torch.zeros(45, 37, 3, 3)
     args = (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     op, rows = torch.ops.aten.convolution.default, Rows((0,), 1e6)
-    whole = kernel_memory.measure_kernel_memory(op, args, rows)
+    whole = hidden_memory.measure_kernel_memory(op, args, rows)
     assert whole is not None and whole.left == 4 * 24 * 45 * 400
     assert whole.scratch > x.nbytes  # channels are padded
-    monkeypatch.setattr(kernel_memory, "MAX_MEASURED_FLOPS", 8e6)
-    assert kernel_memory.measure_kernel_memory(op, args, rows) == whole
+    monkeypatch.setattr(hidden_memory, "MAX_MEASURED_FLOPS", 8e6)
+    assert hidden_memory.measure_kernel_memory(op, args, rows) == whole
 
 
 def test_another_profiler_may_be_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the trace names a bound instead of the measured size."""
-    monkeypatch.setattr(kernel_memory, "_record_allocations", lambda call: None)
-    kernel_memory._allocations.cache_clear()
+    monkeypatch.setattr(hidden_memory, "_record_allocations", lambda call: None)
+    hidden_memory._allocations.cache_clear()
     trace = trace_step(MODELS["conv_dilated"], device="cpu")
-    kernel_memory._allocations.cache_clear()
+    hidden_memory._allocations.cache_clear()
     (row,) = [each for each in trace.unseen if each.op == "convolution_backward"]
     assert row.bound_bytes and "cannot be seen" in row.why
 

@@ -22,18 +22,15 @@ from trainwright.data.unwrap import unwrap
 from trainwright.engine.losses import language_model
 from trainwright.errors import UsageError
 from trainwright.models.gpt import gpt
-from trainwright.plan.degrees import Degrees
-from trainwright.plan.devices import find_device, known_devices
-from trainwright.plan.links import ClusterNode
+from trainwright.plan.devices import ClusterNode, find_device, known_devices
 from trainwright.plan.machine import read_machine
 from trainwright.plan.many_ranks import best_of, choice_notes, grow_layout
-from trainwright.plan.parallel import solve_layout
+from trainwright.plan.parallel import Degrees, solve_layout
 from trainwright.plan.trace.blueprint import make_blueprint
 from trainwright.plan.trace.layouts import LayoutSurvey
 from trainwright.plan.trace.local_device import nominal_cpu
-from trainwright.plan.trace.many_ranks import rank_model, survey_ranks
+from trainwright.plan.trace.many_ranks import options_of, rank_model, survey_ranks
 from trainwright.plan.trace.resolve import has_open_settings, is_for, read_resolved, resolve
-from trainwright.plan.trace.spread import options_of
 from trainwright.plan.traffic import Compression, StepTraffic
 from trainwright.recipe import Loaded, from_mapping, load
 

@@ -7,7 +7,7 @@ from itertools import chain, repeat
 
 import pytest
 
-from trainwright.profiling.pairs import MAX_ERROR_PROBABILITY, MIN_ROUNDS, ROUNDS, compare_timings, speed_up
+from trainwright.profiling.words import MAX_ERROR_PROBABILITY, MIN_ROUNDS, ROUNDS, compare_timings, speed_up
 
 
 @pytest.mark.parametrize("rounds", [MIN_ROUNDS, ROUNDS, 12])

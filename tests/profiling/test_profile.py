@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 import trainwright as tw
 from tests.profiling.planted import WAIT_S, Net, Rows, slow_callback
 from trainwright.cli import app
-from trainwright.commands.profile import ProfiledRun, profile
-from trainwright.commands.profile_trials import Trials, num_rounds
+from trainwright.commands.profile import ProfiledRun, Trials, num_rounds, profile
 from trainwright.errors import UsageError
 from trainwright.profiling.verdict import Advice
 from trainwright.profiling.words import TriedAdvice

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import trainwright as tw
-from trainwright.profiling import stack
-from trainwright.profiling.stack import HostPlace, place_of
+from trainwright.profiling import tracing
+from trainwright.profiling.tracing import HostPlace, place_of
 
 SEEN: dict[str, HostPlace] = {}
 
@@ -91,7 +91,7 @@ def test_of_our_own_loop(tmp_path: Any) -> None:
 
 def test_every_file_of_the_table_exists() -> None:
     """Otherwise a renamed module would lose its phase without an error."""
-    for key in stack._FILES:
+    for key in tracing._FILES:
         name, _, function = key.partition(":")
         assert Path(name).exists(), name
         assert f"def {function}" in Path(name).read_text() if function else True, key

@@ -9,8 +9,7 @@ import pytest
 
 from trainwright.plan.call_trace import Work
 from trainwright.plan.devices import Device, known_devices
-from trainwright.profiling.facts import HostSync, Hot, ProfileFacts
-from trainwright.profiling.verdict import Bound, judge
+from trainwright.profiling.verdict import Bound, HostSync, Hot, ProfileFacts, judge
 from trainwright.profiling.words import Profile
 
 H100 = known_devices()["h100-80gb"]

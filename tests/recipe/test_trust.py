@@ -6,7 +6,7 @@ import pytest
 
 from trainwright.errors import RecipeError
 from trainwright.recipe import from_mapping
-from trainwright.recipe.trust import require_allowed
+from trainwright.recipe.resolve import require_allowed
 
 
 @pytest.mark.parametrize("data", [False, True], ids=["of the model", "of the tokenizer"])

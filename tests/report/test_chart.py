@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from tests.rows import each_row
-from trainwright.report.axis import Axis
 from trainwright.report.chart import Mark, Series, line_chart_svg, line_chart_text
-from trainwright.report.svg import INK, PALETTE
+from trainwright.report.svg import INK, PALETTE, Axis
 
 SVG = "{http://www.w3.org/2000/svg}"
 LABELS: dict[str, Any] = {"title": "t", "x_label": "x", "y_label": "y"}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.report.text import Ending, closing
-from trainwright.runs.figures import figure
+from trainwright.runs.printing import figure
 from trainwright.runs.records import Ended, Evaluated, RunVerdict
+from trainwright.training.result import Ending, closing
 
 VERDICT = RunVerdict(word="no finding", sentence="finished without a finding: training loss 3.000 -> 1.500")
 ENDED = Ended(

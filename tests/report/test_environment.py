@@ -14,9 +14,18 @@ import torch
 
 from tests.rows import each_row
 from trainwright.plan.machine import Gpu, Machine
-from trainwright.report.environment import Line, exit_status, judge, render, runs_on, worst
+from trainwright.report.environment import (
+    Line,
+    SystemFacts,
+    TorchFacts,
+    exit_status,
+    gather,
+    judge,
+    render,
+    runs_on,
+    worst,
+)
 from trainwright.report.stacks import DRIVERS, OLDEST_DRIVERS, STACKS
-from trainwright.report.system import SystemFacts, TorchFacts, gather
 
 GIB = 1 << 30
 H100 = Gpu(0, "NVIDIA H100", 80 * GIB, (9, 0), "570.86")
@@ -269,7 +278,7 @@ def run(code: str, **variables: str) -> str:
 def test_a_torch_that_cannot_be_imported_is_a_line_and_no_traceback() -> None:
     said = run(
         "import sys; sys.modules['torch'] = None\n"
-        "from trainwright.report.system import gather\n"
+        "from trainwright.report.environment import gather\n"
         "from trainwright.report.environment import judge, render\n"
         "print(render(judge(gather())))"
     )
@@ -280,7 +289,7 @@ def test_a_torch_that_cannot_be_imported_is_a_line_and_no_traceback() -> None:
 def test_oversubscribed_threads_for_real() -> None:
     said = run(
         "import torch; torch.set_num_threads(999)\n"  # as a CPU quota does that OpenMP does not know of
-        "from trainwright.report.system import gather\n"
+        "from trainwright.report.environment import gather\n"
         "from trainwright.report.environment import judge, render\n"
         "print(render(judge(gather())))",
         OMP_NUM_THREADS="2",

@@ -10,8 +10,17 @@ from itertools import combinations
 from tests.rows import each_row
 from trainwright.plan.fold import Folded, NodeRun, fold
 from trainwright.plan.profile import LOSS, GraphProfile, ModuleProfile, Node, SavedTensor
-from trainwright.report.graph import Headline, graph_text, human_count, ops_text, size_text
-from trainwright.report.graph_svg import CHARACTER, SIZE, graph_svg, lanes_of
+from trainwright.report.graph import (
+    CHARACTER,
+    SIZE,
+    Headline,
+    graph_svg,
+    graph_text,
+    human_count,
+    lanes_of,
+    ops_text,
+    size_text,
+)
 from trainwright.report.svg import INK, PALETTE
 
 SVG = "{http://www.w3.org/2000/svg}"

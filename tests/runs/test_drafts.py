@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.runs.drafts import draft_of, remove_leftovers
+from trainwright.runs.storage import draft_of, remove_leftovers
 
 
 def draft_by(pid: int, folder: Path, *, name: str = "plan.json", place: str | None = None) -> Path:

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import trainwright as tw
 from tests.report_pages.runs import BEGAN_S, found
-from trainwright.profiling.facts import ModuleTime, OperatorTime, ProfileFacts
+from trainwright.profiling.verdict import ModuleTime, OperatorTime, ProfileFacts
 from trainwright.report.bad_cases import BadCase, BadCases, ConfidenceBin, ConfusedPair, LossSlice, SamplePreview
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.json_values import strict

@@ -29,9 +29,8 @@ from trainwright.checkpoint.rng import RngBag
 from trainwright.checkpoint.store import newest_valid
 from trainwright.distributed import SOLO, Ranks, World
 from trainwright.distributed.memory import adapt_to_limits, give_back
-from trainwright.engine.loop import run
+from trainwright.engine.loop import for_steps, run
 from trainwright.engine.rank_layout import RankLayout
-from trainwright.engine.run_length import for_steps
 from trainwright.errors import TrainwrightError
 
 WIDE = 1024

@@ -25,7 +25,7 @@ from trainwright.engine.losses import language_model
 from trainwright.engine.rank_layout import RankLayout
 from trainwright.errors import OutOfMemoryError, UsageError
 from trainwright.models.gpt import gpt
-from trainwright.plan.degrees import AXES, Degrees
+from trainwright.plan.parallel import AXES, Degrees
 from trainwright.recipe import from_mapping
 from trainwright.training.layout import evaluation_loss, lay_out
 

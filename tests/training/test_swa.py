@@ -25,8 +25,8 @@ from trainwright.checkpoint.manifest import name_of
 from trainwright.checkpoint.weights import plain_state_dict, read_weights
 from trainwright.engine.step import set_lr
 from trainwright.errors import CheckpointError, TrainwrightError
+from trainwright.optim.schedule import SwaSchedule
 from trainwright.optim.stepped_schedule import unchanged
-from trainwright.optim.swa_schedule import SwaSchedule
 from trainwright.plan.make import SwaPlan
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]  # each starts threads that read the machine

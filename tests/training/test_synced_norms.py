@@ -14,7 +14,7 @@ from torch import nn
 
 from tests import ranks
 from tests.training.ranked import numbers_of
-from trainwright.data.order import epoch_order
+from trainwright.data.sample_order import epoch_order
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainwright.engine.run_length import ByTheClock
+from trainwright.engine.loop import ByTheClock
 from trainwright.monitoring.remaining import Measured
 from trainwright.recipe import from_mapping
 from trainwright.training.job import ENDING_S, Job, prepare, until_of
-from trainwright.training.time_left import seconds_left
+from trainwright.training.open_run import seconds_left
 from trainwright.watching.budget import predicted_end_s
 
 pytestmark = pytest.mark.slow

@@ -48,10 +48,10 @@ class WatchCallback(_Callback):  # type: ignore[misc]
         self._is_open = True
         self.watch.listen_to_children()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, _trainer: Trainer, _pl_module: LightningModule) -> None:
         self._leave(None)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, _trainer: Trainer, _pl_module: LightningModule, exception: BaseException) -> None:
         self._leave(exception)
 
     def _leave(self, error: BaseException | None) -> None:

@@ -35,7 +35,7 @@ class WatchTrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         return [] if self.watch is None else self.watch.findings()
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
+        self, args: TrainingArguments, _state: TrainerState, _control: TrainerControl, **objects: Any
     ) -> None:
         self._leave(None)
         optimizer, loader = objects["optimizer"], objects["train_dataloader"]
@@ -51,7 +51,7 @@ class WatchTrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         self._undo = _on_exception(self._leave)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: object
+        self, _args: TrainingArguments, _state: TrainerState, _control: TrainerControl, **_objects: object
     ) -> None:
         self._leave(None)
 

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from trainwright.assembly.stage_plan import StagedModel
-from trainwright.recipe.parallel import PipelineSchedule
+from trainwright.recipe.schema import PipelineSchedule
 
 
 def stage_blocks(blocks: int, stages: int) -> list[list[int]]:

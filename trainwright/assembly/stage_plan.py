@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.distributed.split_plan import names_like
 from trainwright.errors import UsageError, text_of
-from trainwright.recipe.parallel import StageStyle
+from trainwright.recipe.schema import StageStyle
 
 TRANSFORMERS_STAGES: Mapping[str, Mapping[str, StageStyle]] = {
     "gpt2": {
@@ -112,7 +112,7 @@ class _Elsewhere(nn.Module):
         super().__init__()
         self.width = module.embedding_dim if isinstance(module, nn.Embedding) else None
 
-    def forward(self, x: Tensor, *more: object, **named: object) -> Tensor:
+    def forward(self, x: Tensor, *_more: object, **_named: object) -> Tensor:
         if x.is_floating_point():
             return x
         if self.width is None:
@@ -157,7 +157,7 @@ class StagedModel:
         for name in self.plan.elsewhere(blocks, is_first=is_first, is_last=is_last):
             self.model.set_submodule(name, _Elsewhere(self.model.get_submodule(name)))
 
-        def forward(model: nn.Module, x: Tensor) -> Tensor:
+        def forward(_model: nn.Module, x: Tensor) -> Tensor:
             return self._forward(x, is_first=is_first)
 
         self.model.forward = MethodType(forward, self.model)

@@ -29,8 +29,8 @@ from trainwright.checkpoint.manifest import (
     verify,
 )
 from trainwright.errors import CheckpointError
-from trainwright.runs.drafts import remove
 from trainwright.runs.files import UnreadableFile, read_json
+from trainwright.runs.storage import remove
 from trainwright.runs.system_calls import fsync
 
 BEST_FILE = "best.json"

@@ -175,7 +175,19 @@ def recipe_and_picture(path: Path, picture: Path | None, name: str) -> tuple[Pat
     """
     if not path.is_dir():
         return path, picture
-    from trainwright.errors import StorageError, UsageError
+    from trainwright.errors import StorageError
+
+    recipe = recipe_of(path)
+    if picture is None and (path / name).is_symlink():
+        raise StorageError(f"cannot write {path / name}: it is a symbolic link", remedy="remove that link")
+    return recipe, picture or path / name
+
+
+def recipe_of(path: Path) -> Path:
+    """Return the recipe of a run folder; a recipe itself. Raises UsageError for a folder without a recipe."""
+    if not path.is_dir():
+        return path
+    from trainwright.errors import UsageError
     from trainwright.runs.folder import RunFolder
 
     run = RunFolder.open(path)
@@ -184,9 +196,7 @@ def recipe_and_picture(path: Path, picture: Path | None, name: str) -> tuple[Pat
             f"{path} has no recipe.yaml: it is the run of a custom loop",
             remedy="give a run of tw.fit or of trainwright train",
         )
-    if picture is None and (run.path / name).is_symlink():
-        raise StorageError(f"cannot write {run.path / name}: it is a symbolic link", remedy="remove that link")
-    return run.recipe, picture or run.path / name
+    return run.recipe
 
 
 def subject_of(what: Path, settings: list[str] | None, environ: Mapping[str, str] | None = None) -> Subject:

@@ -18,6 +18,7 @@ from trainwright.cli.app import (
     finish_printed,
     line_printer,
     recipe_and_picture,
+    recipe_of,
     seconds_of,
     subject_of,
     user_output_to_stderr,
@@ -67,23 +68,16 @@ def init(
 
 @verb()
 def convert(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="JSON of TrainingArguments, YAML of LightningCLI, or YAML of axolotl."),
-    ],
-    source: Annotated[
-        str | None,
-        typer.Option("--from", metavar="FORMAT", help="trainer, lightning or axolotl. Default: by its keys."),
-    ] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON of TrainingArguments of transformers.")],
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the recipe there instead of printing it.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Turn the settings of another trainer into a recipe, and list each key that has no counterpart."""
-    from trainwright.commands.convert.convert import convert as run_convert
+    """Turn TrainingArguments of transformers into a recipe, and list each key that has no counterpart."""
+    from trainwright.commands.convert import convert as run_convert
 
-    finish_printed(run_convert(file, source=source, out=output), as_json)
+    finish_printed(run_convert(file, out=output), as_json)
 
 
 @verb()
@@ -106,7 +100,6 @@ def plan(
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Memory against time of activation checkpointing.")
     ] = False,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the timeline of a step there.")] = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Number of such devices: memory, exchanges and time of each layout.")
     ] = None,
@@ -116,9 +109,9 @@ def plan(
     """Predict memory and time of a step without the device, and choose the layout; exit 3 if it does not fit."""
     from trainwright.recipe import load
 
-    recipe, svg = recipe_and_picture(recipe, svg, "timeline.svg")
+    recipe = recipe_of(recipe)
     if ranks is not None:
-        from trainwright.commands.plan_ranks import plan_ranks
+        from trainwright.commands.plan import plan_ranks
         from trainwright.training.problems import all_problems_reported
 
         loaded = load(recipe, overrides=settings or [])
@@ -136,7 +129,6 @@ def plan(
             device=device,
             memory=memory,
             devices=devices,
-            svg=svg,
         )
     finish_printed(shown, as_json)
 
@@ -184,7 +176,7 @@ def batch_size(
     budget_s = seconds_of(budget, "--budget")
     subject = subject_of(recipe, settings)
     from trainwright.commands.batch_size import find_batch_size
-    from trainwright.recipe.byte_size import parse_bytes
+    from trainwright.recipe.formatting import parse_bytes
 
     limit, say = parse_bytes(memory) if memory else None, line_printer(as_json)
     with user_output_to_stderr(as_json):

@@ -61,7 +61,7 @@ def launch_slurm(
     named = {"time": time, "partition": partition, "account": account}
     pairs = [*(f"{key}={value}" for key, value in named.items() if value), *(directives or [])]
     if sweep := _sweep(recipe, ranks, settings, image=image, stack=stack):
-        from trainwright.commands.sweep.cluster import slurm_sweep
+        from trainwright.commands.launch import slurm_sweep
 
         words = [str(recipe.absolute()), *(word for each in settings or [] for word in ("--set", each))]
         job = slurm_sweep(sweep, words, at_once=at_once, grace_s=grace, directives=pairs)
@@ -98,34 +98,13 @@ def launch_kubernetes(
     from trainwright.recipe import load
 
     if sweep := _sweep(recipe, ranks, settings, stack=stack):
-        from trainwright.commands.sweep.cluster import kubernetes_sweep
+        from trainwright.commands.launch import kubernetes_sweep
 
         manifest = kubernetes_sweep(sweep, image=image, volume=volume, at_once=at_once, grace_s=grace)
         _print(manifest.written(output), as_json)
         return
     loaded, shape = load(recipe, overrides=settings or []), Shape.parse(ranks)
     job = kubernetes_job(loaded, shape, image=image, volume=volume, settings=settings or [], grace_s=grace, stack=stack)
-    _print(job.written(output), as_json)
-
-
-@verb("kubeflow", of=launch_app)
-def launch_kubeflow(
-    recipe: RecipePath,
-    ranks: Ranks,
-    image: Image,
-    volume: Volume,
-    stack: Stack = None,
-    grace: Grace = 120,
-    output: Output = None,
-    settings: Settings = None,
-    as_json: Json = False,
-) -> None:
-    """Write a manifest for Kubeflow Trainer 2: a TrainingRuntime and a TrainJob."""
-    from trainwright.commands.launch import Shape, kubeflow_job
-    from trainwright.recipe import load
-
-    loaded, shape = load(recipe, overrides=settings or []), Shape.parse(ranks)
-    job = kubeflow_job(loaded, shape, image=image, volume=volume, settings=settings or [], grace_s=grace, stack=stack)
     _print(job.written(output), as_json)
 
 

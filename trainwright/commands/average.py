@@ -16,8 +16,7 @@ from trainwright.checkpoint.store import checkpoints
 from trainwright.checkpoint.weights import read_weights
 from trainwright.commands.export import draft_folder, new_folder, save_safetensors
 from trainwright.errors import CheckpointError, UsageError
-from trainwright.runs.folder import RunFolder
-from trainwright.runs.identity import identity_of
+from trainwright.runs.folder import RunFolder, identity_of
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def find_batch_size(
     most: int | None = None,
     memory_bytes: int | None = None,
     budget_s: float = 120.0,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda _line: None,
 ) -> LargestBatch:
     """Train a few steps at sizes that double while they fit, then at sizes in between.
 

@@ -23,8 +23,7 @@ from trainwright.errors import UsageError, text_of
 from trainwright.recipe import DATASETS, Loaded, load
 from trainwright.recipe.resolve import LIVE, is_live, make
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
-from trainwright.runs.folder import RunFolder
-from trainwright.runs.identity import identity_of
+from trainwright.runs.folder import RunFolder, identity_of
 from trainwright.training.result import Result
 from trainwright.training.subject import parts_of_run
 

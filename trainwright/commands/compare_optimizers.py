@@ -92,7 +92,7 @@ def compare_optimizers(
     settings: Sequence[str] = (),
     range_steps: int = 80,
     threads: int = 1,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda _line: None,
 ) -> OptimizerComparison:
     """Train a recipe once with each optimizer, at a learning rate that a range test finds for it.
 

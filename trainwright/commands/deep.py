@@ -18,10 +18,8 @@ from trainwright.replay.bundle import kind_of
 from trainwright.report.diagnosis import diagnosis_of
 from trainwright.report.examination import can_be_trained_again, while_it_trains
 from trainwright.report.pages.report import leave_report
-from trainwright.runs.ending import RUNNING, state_of
-from trainwright.runs.folder import RunFolder
-from trainwright.runs.identity import identity_of
-from trainwright.runs.reader import read
+from trainwright.runs.folder import RunFolder, identity_of
+from trainwright.runs.reader import RUNNING, read, state_of
 from trainwright.runs.records import Ended, Examined, Found, Record, Unexamined, Watched
 from trainwright.runs.writer import LogWriter
 

@@ -31,12 +31,10 @@ from trainwright.models.pretrained import build_empty, hub_model_of, save_hub_mo
 from trainwright.recipe import Loaded, Recipe, load
 from trainwright.recipe.resolve import is_live
 from trainwright.report.model_card import model_card
-from trainwright.runs.drafts import draft_of, remove_leftovers
 from trainwright.runs.files import UnreadableFile
-from trainwright.runs.folder import RunFolder
-from trainwright.runs.identity import identity_of
+from trainwright.runs.folder import RunFolder, identity_of
 from trainwright.runs.shapes import ProvenanceFile, read_as
-from trainwright.runs.storage import make_subfolder, storage_error
+from trainwright.runs.storage import draft_of, make_subfolder, remove_leftovers, storage_error
 from trainwright.runs.system_calls import fsync
 from trainwright.training.resume import restart_command, resume_command
 from trainwright.training.subject import parts_of_run

@@ -25,8 +25,7 @@ from trainwright.plan.trace.graph_profiler import GraphProfiler
 from trainwright.plan.trace.local_device import nominal_cpu
 from trainwright.plan.trace.traced_step import TracedObjects, trace_step
 from trainwright.recipe import Loaded, Recipe
-from trainwright.report.graph import Headline, graph_text
-from trainwright.report.graph_svg import graph_svg
+from trainwright.report.graph import Headline, graph_svg, graph_text
 
 SAMPLES = 2
 """Samples of the drawn micro-batch if the recipe leaves its size to the plan."""

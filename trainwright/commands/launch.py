@@ -1,4 +1,4 @@
-"""``launch slurm``, ``kubernetes``, ``kubeflow`` and ``skypilot``: writes job files for schedulers.
+"""``launch slurm``, ``kubernetes`` and ``skypilot``: writes job files for schedulers.
 
 All start one torchrun per machine, with the rendezvous on the first machine. With a stack (``cu130``), each machine
 first compares itself with it by ``trainwright env``. Slurm and Kubernetes send a signal so that the run saves before
@@ -11,11 +11,12 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trainwright.commands.sweep.spec import SPEC, Sweep
 from trainwright.errors import RecipeError, StorageError, UsageError, require_choice
-from trainwright.recipe import Loaded
+from trainwright.recipe import Loaded, load
 from trainwright.recipe.yaml_core import write_all
 from trainwright.report.stacks import STACKS
 from trainwright.training.problems import problems_of
@@ -31,6 +32,9 @@ SHUTDOWN_MARGIN_S = 30
 """Seconds of the grace period for torchrun to end remaining ranks and itself."""
 MIN_GRACE_S = 60
 MEETING_PORT = 29500
+USAGE_ERROR = 2
+CONTAINER = "trainwright"
+"""The name of the container, and of the program in it."""
 IMAGE_GROUP = 1000
 """The group of the user in containers/Dockerfile, which must be able to write to volumes."""
 
@@ -231,10 +235,13 @@ def kubernetes_job(
     name = dns_label(loaded.recipe.name)
     meeting = ["--rdzv-endpoint", f"{name}-0.{name}:{MEETING_PORT}", "--rdzv-id", "$(JOB_UID)"]
     uid = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
-    container = _container("trainwright", loaded, shape, image, settings, grace_s, meeting)
-    container["env"] = [{"name": "JOB_UID", "valueFrom": uid}, *_environment(grace_s)]
+    words = [CONTAINER, *_command("/recipe/recipe.yaml", [*settings, "folder=/runs"]), "--"]
+    words += ["--nnodes", str(shape.nodes), "--nproc-per-node", str(shape.each), "--rdzv-backend", "c10d"]
+    words += [*meeting, *_limits(grace_s).split()]
+    gpus = 0 if loaded.recipe.device == "cpu" else shape.each
+    container = _container(image, words, "recipe", grace_s, gpus, [{"name": "JOB_UID", "valueFrom": uid}])
     documents = [
-        _config_map(loaded, name),
+        _config_map(name, {"recipe.yaml": Path(loaded.source.name).read_text("utf-8")}),
         {
             "apiVersion": "v1",
             "kind": "Service",
@@ -246,80 +253,19 @@ def kubernetes_job(
                 "ports": [{"name": "meeting", "port": MEETING_PORT}],
             },
         },
-        {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": {"name": name, "labels": {"trainwright/run": name}},
-            "spec": {
-                "completionMode": "Indexed",
+        _indexed_job(
+            name,
+            {"trainwright/run": name},
+            {
                 "completions": shape.nodes,
                 "parallelism": shape.nodes,
                 "backoffLimit": MAX_POD_FAILURES * shape.nodes,
-                "podFailurePolicy": _failure_policy("trainwright"),
-                "template": {
-                    "metadata": {"labels": {"trainwright/run": name}},
-                    "spec": {
-                        "restartPolicy": "Never",
-                        "subdomain": name,
-                        **_pod(name, container, volume, grace_s, _check(stack, loaded, shape)),
-                    },
-                },
+                "podFailurePolicy": _failure_policy(FINAL_EXIT_CODES),
             },
-        },
+            {"subdomain": name, **_pod(container, "recipe", name, volume, grace_s, _check(stack, loaded, shape))},
+        ),
     ]
     head = f"# {name}: made by `trainwright launch kubernetes`. One pod a node, which is torchrun.\n"
-    return JobFile(head + write_all(documents), "kubectl apply -f")
-
-
-def kubeflow_job(
-    loaded: Loaded,
-    shape: Shape,
-    *,
-    image: str,
-    volume: str,
-    settings: Sequence[str] = (),
-    grace_s: int = 120,
-    stack: str | None = None,
-) -> JobFile:
-    """Return a manifest for Kubeflow Trainer 2: the recipe as a ConfigMap, a TrainingRuntime, and a TrainJob.
-
-    The operator makes the Service, and passes each pod the address of the first one (``PET_MASTER_ADDR``). The
-    arguments and errors are those of ``kubernetes_job``.
-    """
-    _require(loaded, shape, grace_s, elsewhere=True)
-    name = dns_label(loaded.recipe.name)
-    meeting = ["--rdzv-endpoint", f"$(PET_MASTER_ADDR):{MEETING_PORT}", "--rdzv-id", name]
-    container = _container("node", loaded, shape, image, settings, grace_s, meeting)
-    container["env"] = _environment(grace_s)
-    pod = {"restartPolicy": "Never", **_pod(name, container, volume, grace_s, _check(stack, loaded, shape))}
-    job = {"backoffLimit": MAX_POD_FAILURES, "podFailurePolicy": _failure_policy("node"), "template": {"spec": pod}}
-    api, step = "trainer.kubeflow.org/v1alpha1", {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    documents = [
-        _config_map(loaded, name),
-        {
-            "apiVersion": api,
-            "kind": "TrainingRuntime",
-            "metadata": {"name": name, "labels": {"trainer.kubeflow.org/framework": "torch"}},
-            "spec": {
-                "mlPolicy": {"numNodes": shape.nodes, "torch": {}},
-                "template": {
-                    "spec": {
-                        "replicatedJobs": [{"name": "node", "template": {"metadata": {"labels": step}, "spec": job}}]
-                    }
-                },
-            },
-        },
-        {
-            "apiVersion": api,
-            "kind": "TrainJob",
-            "metadata": {"name": name},
-            "spec": {
-                "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name},
-                "trainer": {"numNodes": shape.nodes, "numProcPerNode": shape.each},
-            },
-        },
-    ]
-    head = f"# {name}: made by `trainwright launch kubeflow`. One pod a node, which is torchrun.\n"
     return JobFile(head + write_all(documents), "kubectl apply -f")
 
 
@@ -377,36 +323,50 @@ def skypilot_job(
     return JobFile(head + write_all([task]), "sky jobs launch")
 
 
-def _config_map(loaded: Loaded, name: str) -> dict[str, object]:
-    recipe = Path(loaded.source.name).read_text("utf-8")
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"recipe.yaml": recipe}}
-
-
-def _failure_policy(container: str) -> dict[str, object]:
+def _failure_policy(final: Sequence[int]) -> dict[str, object]:
     """Return the pod failure policy. The first matching rule applies. Ignore: a new pod that does not count as a
-    failure.
+    failure. ``final`` are exit codes that another attempt would repeat.
     """
 
     def ends_with(codes: Sequence[int]) -> dict[str, object]:
-        return {"containerName": container, "operator": "In", "values": list(codes)}
+        return {"containerName": CONTAINER, "operator": "In", "values": list(codes)}
 
     return {
         "rules": [
-            {"action": "FailJob", "onExitCodes": ends_with(FINAL_EXIT_CODES)},
+            {"action": "FailJob", "onExitCodes": ends_with(final)},
             {"action": "Ignore", "onExitCodes": ends_with([STOPPED_AND_SAVED])},
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         ]
     }
 
 
-def _pod(name: str, container: dict[str, object], volume: str, grace_s: int, check: Sequence[str]) -> dict[str, object]:
-    """Return the common part of the pods of a Job and of a TrainJob.
+def _indexed_job(
+    name: str, labels: dict[str, str], pods: dict[str, object], pod: dict[str, object]
+) -> dict[str, object]:
+    """Return a Job whose pods have an index. ``pods`` are its numbers of pods and of their failures."""
+    template = {"metadata": {"labels": labels}, "spec": {"restartPolicy": "Never", **pod}}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {"completionMode": "Indexed", **pods, "template": template},
+    }
+
+
+def _config_map(name: str, files: dict[str, str]) -> dict[str, object]:
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": files}
+
+
+def _pod(
+    container: dict[str, object], mounted: str, name: str, volume: str, grace_s: int, check: Sequence[str] = ()
+) -> dict[str, object]:
+    """Return the common part of the pods of a run and of a sweep. ``mounted`` is the volume of the ConfigMap ``name``.
 
     The check runs in a separate container before ranks start. If it fails, the pod fails, and its successor may be
     placed on another node. It has the same resources, because the driver is visible only to containers with a GPU.
     """
     resources = {"resources": container["resources"]} if "resources" in container else {}
-    first = {"name": "env", "image": container["image"], "command": ["trainwright", *check], **resources}
+    first = {"name": "env", "image": container["image"], "command": [CONTAINER, *check], **resources}
     return {
         "terminationGracePeriodSeconds": grace_s,
         "securityContext": {"fsGroup": IMAGE_GROUP, "fsGroupChangePolicy": "OnRootMismatch"},
@@ -414,40 +374,28 @@ def _pod(name: str, container: dict[str, object], volume: str, grace_s: int, che
         "containers": [container],
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": volume}},
-            {"name": "recipe", "configMap": {"name": name}},
+            {"name": mounted, "configMap": {"name": name}},
             {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
 
 
 def _container(
-    name: str,
-    loaded: Loaded,
-    shape: Shape,
-    image: str,
-    settings: Sequence[str],
-    grace_s: int,
-    meeting: Sequence[str],
+    image: str, command: Sequence[str], mounted: str, grace_s: int, gpus: int, env: Sequence[dict[str, object]] = ()
 ) -> dict[str, object]:
-    words = ["trainwright", *_command("/recipe/recipe.yaml", [*settings, "folder=/runs"]), "--"]
-    words += ["--nnodes", str(shape.nodes), "--nproc-per-node", str(shape.each), "--rdzv-backend", "c10d"]
-    found: dict[str, object] = {
-        "name": name,
+    grace: dict[str, object] = {"name": "TRAINWRIGHT_GRACE_S", "value": str(grace_s - SHUTDOWN_MARGIN_S)}
+    return {
+        "name": CONTAINER,
         "image": image,
-        "command": [*words, *meeting, *_limits(grace_s).split()],
+        "command": [*command],
+        "env": [*env, grace],
         "volumeMounts": [
             {"name": "runs", "mountPath": "/runs"},
-            {"name": "recipe", "mountPath": "/recipe", "readOnly": True},
+            {"name": mounted, "mountPath": f"/{mounted}", "readOnly": True},
             {"name": "shared-memory", "mountPath": "/dev/shm"},
         ],
+        **({"resources": {"limits": {"nvidia.com/gpu": gpus}}} if gpus else {}),
     }
-    return (
-        found if loaded.recipe.device == "cpu" else {**found, "resources": {"limits": {"nvidia.com/gpu": shape.each}}}
-    )
-
-
-def _environment(grace_s: int) -> list[dict[str, object]]:
-    return [{"name": "TRAINWRIGHT_GRACE_S", "value": str(grace_s - SHUTDOWN_MARGIN_S)}]
 
 
 def _check(stack: str | None, loaded: Loaded, shape: Shape) -> list[str]:
@@ -493,3 +441,92 @@ def dns_label(name: str) -> str:
     """Return the name as a Kubernetes host label, short enough for ``-INDEX`` to follow within 63 characters."""
     label = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:50].strip("-")
     return label if label and label[0].isalpha() else f"run-{label}".strip("-")
+
+
+_SBATCH_OF_SWEEP = """\
+#!/bin/bash
+# {name}: made by `trainwright launch slurm`. A task of the array is one trial.
+{header}
+
+export TRAINWRIGHT_GRACE_S={grace_s}
+"""
+_SBATCH_OF_SWEEP += (
+    SBATCH_SAVE
+    + """
+{program} --trial "$SLURM_ARRAY_TASK_ID" &
+step=$!
+"""
+)
+_SBATCH_OF_SWEEP += SBATCH_WAIT
+
+
+def slurm_sweep(
+    sweep: Sweep,
+    arguments: Sequence[str],
+    *,
+    at_once: int | None = None,
+    grace_s: int = 120,
+    directives: Sequence[str] = (),
+) -> JobFile:
+    """Return an sbatch script with an array of jobs. ``arguments`` are those of ``trainwright sweep``.
+
+    Raises UsageError for wrong options and for a budget in USD.
+    """
+    require_grace(grace_s)
+    sweep.require_no_price()
+    limit = f"%{at_once}" if at_once else ""
+    own = {
+        "job-name": f"job-name={sweep.name}",
+        "array": f"array=0-{sweep.trials - 1}{limit}",
+        "ntasks": "ntasks=1",
+        "cpus-per-task": f"cpus-per-task={sweep.threads}",
+        **({"gpus-per-task": "gpus-per-task=1"} if _device(sweep) != "cpu" else {}),
+        "signal": f"signal=B:USR1@{grace_s}",
+        "requeue": "requeue",
+        "open-mode": "open-mode=append",
+    }
+    program = [sys.executable, "-m", "trainwright", "sweep", *arguments]
+    text = _SBATCH_OF_SWEEP.format(
+        name=sweep.name,
+        header=sbatch_header(own, directives),
+        grace_s=grace_s - SHUTDOWN_MARGIN_S,
+        program=shlex.join(program),
+        stopped=STOPPED_AND_SAVED,
+    )
+    return JobFile(text, "sbatch")
+
+
+def kubernetes_sweep(
+    sweep: Sweep, *, image: str, volume: str, at_once: int | None = None, grace_s: int = 120
+) -> JobFile:
+    """Return a manifest: sweep and recipe as a ConfigMap, and an indexed Job whose pods are the trials.
+
+    ``volume`` is the name of the PersistentVolumeClaim for the folder of the sweep. Raises UsageError for a short grace
+    period and for a budget in USD.
+    """
+    require_grace(grace_s)
+    sweep.require_no_price()
+    name = dns_label(sweep.name)
+    inside = replace(sweep, recipe=Path("recipe.yaml"), folder=Path("/runs") / sweep.folder.name)
+    words = [CONTAINER, "sweep", f"/sweep/{SPEC}", "--trial", "$(JOB_COMPLETION_INDEX)"]
+    container = _container(image, words, "sweep", grace_s, int(_device(sweep) != "cpu"))
+    documents = [
+        _config_map(name, {SPEC: inside.to_yaml(), "recipe.yaml": sweep.recipe.read_text("utf-8")}),
+        _indexed_job(
+            name,
+            {"trainwright/sweep": name},
+            {
+                "completions": sweep.trials,
+                "parallelism": min(at_once or sweep.trials, sweep.trials),
+                "backoffLimitPerIndex": MAX_POD_FAILURES,
+                "podFailurePolicy": _failure_policy([USAGE_ERROR]),
+            },
+            _pod(container, "sweep", name, volume, grace_s),
+        ),
+    ]
+    head = f"# {name}: made by `trainwright launch kubernetes`. A pod is one trial of a sweep.\n"
+    return JobFile(head + write_all(documents), "kubectl apply -f")
+
+
+def _device(sweep: Sweep) -> str:
+    return load(sweep.recipe, overrides=sweep.settings, environ={}).recipe.device

@@ -29,7 +29,7 @@ from trainwright.commands.verify.resume import verify_resume as verify_resume_of
 from trainwright.engine.lr_range import LrRange
 from trainwright.errors import UsageError
 from trainwright.monitoring.terminal import Console
-from trainwright.recipe.byte_size import parse_bytes
+from trainwright.recipe.formatting import parse_bytes
 from trainwright.runs.folder import RunFolder
 from trainwright.training.fit import FitOptions, ModelLike, RunOptions
 from trainwright.training.run import process_settings
@@ -331,7 +331,7 @@ def _without_a_trace() -> Iterator[None]:
 
 
 def _say(quiet: bool) -> Callable[[str], None]:
-    return (lambda text: None) if quiet else print
+    return (lambda _text: None) if quiet else print
 
 
 def _printed(found: L, quiet: bool) -> L:

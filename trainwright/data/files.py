@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trainwright.data.order import epoch_order
+from trainwright.data.sample_order import epoch_order
 from trainwright.errors import StorageError, UsageError
 
 Read: TypeAlias = Callable[[str], Iterable[Any]]

@@ -174,7 +174,7 @@ _SEEDED = (torch.Generator, random.Random, np.random.RandomState, np.random.Gene
 
 
 @singledispatch
-def _seed(generator: object, seed: int) -> None:
+def _seed(generator: object, _seed: int) -> None:
     """Seed a generator of one of these classes."""
     raise TypeError(f"{type(generator).__name__} is not seeded")
 

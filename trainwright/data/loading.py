@@ -30,10 +30,9 @@ from trainwright.data.fetch import (
     keys_of_rank,
 )
 from trainwright.data.files import FilesOrder
-from trainwright.data.order import epoch_order
 from trainwright.data.read_files import OpenFiles
 from trainwright.data.ready_batches import ReadyBatches, ReadyStream, Say, comparison_message, silent
-from trainwright.data.sample_order import LoaderOrder, UserOrder, regrouped
+from trainwright.data.sample_order import LoaderOrder, UserOrder, epoch_order, regrouped
 from trainwright.data.unwrap import length_of
 from trainwright.data.workers import WorkerInit, Workers, read_in_workers
 from trainwright.errors import DataError, UsageError

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Sampler
 
-from trainwright.data.order import epoch_order
+from trainwright.data.sample_order import epoch_order
 from trainwright.errors import UsageError
 
 Sized: TypeAlias = Any

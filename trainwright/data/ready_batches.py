@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
+from functools import lru_cache
 from itertools import chain, count
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,7 +19,6 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from trainwright.checkpoint.codec import Tree, encode
 from trainwright.checkpoint.cursor import Cursor, EpochStart, MicroBatch, StreamState, count_rows
 from trainwright.checkpoint.rng import RngBag, seed_of
-from trainwright.data.batch_digest import digest_with
 from trainwright.data.collation import Batch
 from trainwright.data.generators import HeldGenerators, UserGenerators, prepare_epoch, set_epoch
 from trainwright.data.workers import preserved_sigchld
@@ -401,3 +402,58 @@ def _as_tensors(data: Batch) -> Batch:
             return data
         return type(data)([each if isinstance(each, Tensor) else _as_tensors(each) for each in data])
     return {key: _as_tensors(value) for key, value in data.items()} if type(data) is dict else data
+
+
+_NUMPY_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.uint8, torch.bool),
+)
+"""Dtypes that NumPy also has; tensors of others are compared by their bytes."""
+MAX_VALUES_COMPARED = 512
+"""Maximum number of values per tensor in a digest, spread evenly: some microseconds per tensor of any size."""
+
+
+def digest_with(before: str, data: Batch) -> str:
+    """Return the digest of the previous batches and this one."""
+    parts = [before.encode()]
+    _add(parts, data, 0)
+    return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
+
+
+def _add(parts: list[bytes], data: object, depth: int) -> None:
+    """Add the compared parts of a batch.
+
+    A tensor on a GPU adds only its shape, because its values would cost a sync.
+    """
+    if isinstance(data, Tensor):
+        parts.append(_kind_of(data.dtype, data.shape))
+        if data.is_cpu and data.layout == torch.strided and data.numel():
+            parts.append(_some_values(data))
+    elif isinstance(data, tuple | list):
+        parts.append(str(len(data)).encode())
+        for each in data[:MAX_VALUES_COMPARED]:
+            _add(parts, each, depth)
+    elif isinstance(data, Mapping):
+        for key, value in data.items():
+            parts.append(repr(key).encode())
+            _add(parts, value, depth)
+    elif isinstance(data, str | bytes | bool | int | float | None):
+        parts.append(repr(data).encode())
+    elif depth < 4 and hasattr(data, "__dict__"):  # a batch of graphs, or any class of the user's
+        _add(parts, vars(data), depth + 1)
+
+
+@lru_cache(maxsize=256)
+def _kind_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    return f"{dtype}{tuple(shape)}".encode()
+
+
+def _some_values(tensor: Tensor) -> bytes:
+    """Return the bytes of some values, without copying the others in any memory layout."""
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    if plain.dtype not in _NUMPY_DTYPES:
+        plain = plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()])
+    flat = plain.numpy().ravel(order="K")
+    return flat[:: -(-len(flat) // MAX_VALUES_COMPARED)].tobytes()

@@ -34,7 +34,7 @@ class TokenRows:
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         batch: dict[str, Any] = {}
-        rows = {name: _as_rows(name, [each[name] for each in samples]) for name in samples[0]}
+        rows = {name: _as_rows([each[name] for each in samples]) for name in samples[0]}
         for prefix in PREFIXES:
             if rows.get(prefix + IDS) is not None:
                 batch |= self._padded(prefix, rows)
@@ -89,7 +89,7 @@ def collate_of(dataset: Any, *, padding_free: bool = False) -> TokenRows:
     return TokenRows(padding_free=padding_free, pad=getattr(dataset, "pad_id", 0))
 
 
-def _as_rows(name: str, values: list[Any]) -> list[Tensor] | None:
+def _as_rows(values: list[Any]) -> list[Tensor] | None:
     """Return 1-dimensional tensors of numbers, one for each sample; None for other values."""
     if not all(isinstance(value, Tensor | list | tuple) or hasattr(value, "__array__") for value in values):
         return None

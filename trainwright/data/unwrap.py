@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -22,7 +24,6 @@ from torch.utils.data import (
 )
 
 from trainwright.data.collation import Collate, Sample
-from trainwright.data.columns import Columns
 from trainwright.data.fetch import AnyDataset
 from trainwright.data.mixture import Mixture
 from trainwright.data.read_files import OpenFiles
@@ -31,7 +32,27 @@ from trainwright.data.sample_order import LoaderOrder, UserOrder
 from trainwright.data.token_rows import TokenRows, is_token_samples
 from trainwright.data.workers import WorkerInit
 from trainwright.errors import UsageError, text_of
-from trainwright.plan.user_batches import UserBatches
+from trainwright.plan.batch import UserBatches
+
+
+class Columns(Dataset[dict[str, Tensor]]):
+    """A dataset of dicts with the rows of ``columns``, whose first dimensions are equal."""
+
+    deterministic = True
+
+    def __init__(self, columns: Mapping[str, Tensor]) -> None:
+        self.columns = dict(columns)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: column[index] for name, column in self.columns.items()}
+
+    def fetch_batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+        """Return the collated batch of these samples."""
+        rows = torch.from_numpy(np.asarray(indices, dtype=np.int64))
+        return {name: column.index_select(0, rows) for name, column in self.columns.items()}
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainwright.data.collation import Batch
-from trainwright.data.fetch import Failed, Fetch, Fetched, FetchStream, Key
-from trainwright.data.in_progress import InProgress
+from trainwright.data.fetch import Failed, Fetch, Fetched, FetchStream, InProgress, Key
 from trainwright.errors import DataError, text_of
 
 POLL_S = 0.5

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainwright.distributed.group import SOLO, Ranks, World
-from trainwright.plan.degrees import AXES, ONE_RANK, Degrees, place_of
+from trainwright.plan.parallel import AXES, ONE_RANK, Degrees, place_of
 
 
 @dataclass(frozen=True)

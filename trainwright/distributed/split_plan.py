@@ -13,7 +13,7 @@ from torch import nn
 
 from trainwright.errors import UsageError, suggest
 from trainwright.plan.splits import Cut, ModelShape
-from trainwright.recipe.parallel import TensorStyle
+from trainwright.recipe.schema import TensorStyle
 
 SplitPlan = dict[str, TensorStyle]
 """The style of each module that has one, by module name."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 from trainwright.distributed.split_plan import SplitPlan, ties_of
 from trainwright.errors import UsageError
-from trainwright.recipe.parallel import TensorStyle
+from trainwright.recipe.schema import TensorStyle
 
 
 def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh, plan: SplitPlan, *, sequence: bool) -> None:

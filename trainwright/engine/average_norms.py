@@ -67,10 +67,10 @@ class _Passes(nn.Module):
         self._model, self._norms = (model,), norms
         self._loss_fn, self._precision = loss_fn, precision
 
-    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+    def modules(self, *_options: object, **_named_options: object) -> Iterator[nn.Module]:
         return iter(self._norms)
 
-    def train(self, mode: bool = True) -> _Passes:
+    def train(self, *_mode: bool, **_named_mode: bool) -> _Passes:
         return self
 
     def forward(self, micro: MicroBatch) -> None:

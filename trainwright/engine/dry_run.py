@@ -276,7 +276,7 @@ def _measure_first_forward(state: TrainState, batch: StepBatch, loss_fn: LossFn)
         # tensor that holds the operator, a cycle through C++ that is never collected.
         return tensor.detach()
 
-    def watch(module: nn.Module, inputs: object, kwargs: dict[str, object], output: object) -> None:
+    def watch(module: nn.Module, _inputs: object, kwargs: dict[str, object], output: object) -> None:
         logits = getattr(output, "logits", output)
         if kwargs.get("hidden"):  # the input of the head: the loss computes the logits in chunks
             head = head_of(module)

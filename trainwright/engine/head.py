@@ -112,7 +112,7 @@ def _is_confirmed(model: Any, softcap: float) -> bool:
     head, inputs = model.get_output_embeddings(), []
     known_V = torch.linspace(-60, 60, head.out_features, device=head.weight.device)
 
-    def replaced(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def replaced(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         inputs.append(args[0])
         return known_V.to(output.dtype).expand_as(output)
 

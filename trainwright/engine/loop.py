@@ -6,16 +6,149 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.optimizer_modes import use_averaged_weights
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import SOLO, World
+from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.observer import Observer, Stop, as_observer, as_stop
-from trainwright.engine.periodic import NEVER, Evaluator, SaveOnError, SaveOnOutOfMemory, Saver, each_batch
-from trainwright.engine.run_length import Until
 from trainwright.engine.step import StepFn, StepResult
+from trainwright.errors import OutOfMemoryError, UsageError
+
+
+class Periodic(Protocol):
+    """An action that runs when it is due, such as evaluation or saving."""
+
+    def due(self, state: TrainState) -> bool: ...
+    def __call__(self, state: TrainState) -> None: ...
+
+
+class Evaluator(Periodic, Protocol):
+    """Evaluates during a run and once at its end. A step that was evaluated already is not evaluated again."""
+
+    @property
+    def last(self) -> EvaluationResult | None: ...
+    def finish(self, state: TrainState) -> None: ...
+
+
+class Saver(Periodic, Protocol):
+    """Saves the state. A step that was saved already is not saved again. On exit all saves have reached the disk.
+
+    ``rescue`` saves after an exception, if one rank can do that alone.
+    """
+
+    def rescue(self, state: TrainState) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
+class _Never:
+    last: EvaluationResult | None = None
+
+    def due(self, _state: TrainState) -> bool:
+        return False
+
+    def __call__(self, state: TrainState) -> None: ...
+    def finish(self, state: TrainState) -> None: ...
+    def rescue(self, state: TrainState) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
+NEVER = _Never()
+
+
+class SaveOnError:
+    """Saves the state when an exception leaves the context. Does not save on KeyboardInterrupt, which exits at once."""
+
+    def __init__(self, state: TrainState, saving: Saver) -> None:
+        self.state, self.saving = state, saving
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None and issubclass(kind, Exception):
+            self.saving.rescue(self.state)
+
+
+class SaveOnOutOfMemory:
+    """Saves the last good step when memory runs out in the next one and that error left the state intact."""
+
+    def __init__(self, state: TrainState, saving: Saver) -> None:
+        self.state, self.saving = state, saving
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OutOfMemoryError) and error.whole and self.state.step:
+            self.saving.rescue(self.state)
+
+
+def each_batch(batches: Iterable[StepBatch], whole: SaveOnError) -> Iterator[StepBatch]:
+    """Yields the batches. Saves the state if reading one raises."""
+    stream = iter(batches)
+    while True:
+        with whole:
+            batch = next(stream, None)
+        if batch is None:
+            return
+        yield batch
+
+
+Until = Callable[[TrainState], float]
+"""Returns the used fraction of the run: 0 at its start, 1 at its end."""
+
+
+def for_steps(count: int) -> Until:
+    """Return the length of a run of ``count`` optimizer steps."""
+    return _until(count, lambda state: state.step / count)
+
+
+def for_seconds(budget_s: float) -> Until:
+    """Return the length of a run of ``budget_s`` seconds of training; evaluation and saving are not counted."""
+    return _until(budget_s, lambda state: state.elapsed_s / budget_s)
+
+
+class ByTheClock:
+    """A run that ends, including all work after its last step, within ``within_s`` seconds of ``clock`` from now.
+
+    Work between the steps (evaluation, examinations, samples) reduces the time for training. ``after_s`` is the known
+    duration of the work after the last step. In addition, time is reserved for the longest pause so far and the pause
+    before the first step. Trains for at least ``MIN_TRAINING_S``.
+    """
+
+    MIN_TRAINING_S = 1.0
+
+    def __init__(self, within_s: float, after_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._after_s, self._clock = after_s, clock
+        self._now_s = self._begin_s = clock()
+        self._end_s = self._begin_s + within_s
+        self._elapsed_s: float | None = None
+        self._first_s = self._longest_s = self._begins_at_s = self._used = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds by the clock until the run must be over."""
+        return max(0.0, self._end_s - self._clock())
+
+    def __call__(self, state: TrainState) -> float:
+        now_s = self._clock()
+        if self._elapsed_s is None:
+            self._begins_at_s, self._first_s = state.elapsed_s, now_s - self._begin_s
+        else:
+            self._longest_s = max(self._longest_s, now_s - self._now_s - (state.elapsed_s - self._elapsed_s))
+        self._now_s, self._elapsed_s = now_s, state.elapsed_s
+        left_s = self._end_s - self._after_s - self._first_s - self._longest_s - now_s
+        left_s = max(left_s, self._begins_at_s + self.MIN_TRAINING_S - state.elapsed_s, 0.0)
+        # the fraction never decreases
+        self._used = max(self._used, state.elapsed_s / max(state.elapsed_s + left_s, 1e-9))
+        return self._used
+
+
+def _until(amount: float, until: Until) -> Until:
+    if not amount > 0:
+        raise UsageError(f"a run lasts longer than {amount!r}", remedy="write for_steps(1000) or for_seconds(60)")
+    return until
 
 
 class StopRequest(BaseException):
@@ -93,7 +226,7 @@ def run(
     evaluation: Evaluator = NEVER,
     saving: Saver = NEVER,
     world: World = SOLO,
-    complete: Callable[[TrainState], None] = lambda state: None,
+    complete: Callable[[TrainState], None] = lambda _state: None,
 ) -> Outcome:
     """Train until done, stopped or out of data: advance, evaluate if due, observe, agree, save if due.
 

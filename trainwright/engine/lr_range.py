@@ -10,10 +10,9 @@ from torch import Tensor
 
 from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.engine.loop import steps
+from trainwright.engine.loop import for_steps, steps
 from trainwright.engine.loss import Loss
 from trainwright.engine.precision import FP32, Precision
-from trainwright.engine.run_length import for_steps
 from trainwright.engine.step import make_step
 from trainwright.optim.clip import ClipFn, no_clip
 
@@ -66,7 +65,7 @@ def lr_range(
     for group in state.optimizer.param_groups:  # every group keeps its ratio to the first
         group["initial_lr"] = group["lr"] / state.optimizer.param_groups[0]["lr"] * lowest
     growth = (highest / lowest) ** (1 / max(num_steps - 1, 1))
-    advance = make_step(loss, schedule=lambda step, fraction: growth**step, precision=precision, clip=clip)
+    advance = make_step(loss, schedule=lambda step, _fraction: growth**step, precision=precision, clip=clip)
     lrs: list[float] = []
     losses: list[float] = []
     average, best = 0.0, math.inf

@@ -182,7 +182,7 @@ class UpdateGuard:
             for p, _ in self._hidden:
                 p.grad = None
 
-    def _after(self, optimizer: Optimizer, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+    def _after(self, optimizer: Optimizer, _args: Sequence[object], _kwargs: Mapping[str, object]) -> None:
         if optimizer is not self._stepping or not self._is_open:
             return
         self._stepping = None

@@ -135,7 +135,7 @@ class _Used:
                 self._whole[id(live)] = live
                 live.register_post_accumulate_grad_hook(partial(self._record, id(part)))  # type: ignore[no-untyped-call]
 
-    def _record(self, part: int, whole: Tensor) -> None:
+    def _record(self, part: int, _whole: Tensor) -> None:
         self._found.add(part)
 
 

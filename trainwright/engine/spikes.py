@@ -71,7 +71,7 @@ class _NoSpikes:
     """The null object: reads no norm and stores no state."""
 
     def before_step(self, state: TrainState) -> None: ...
-    def decide(self, state: TrainState, grad_norm: Tensor, skipped: Tensor) -> SpikeDecision | None:
+    def decide(self, _state: TrainState, _grad_norm: Tensor, _skipped: Tensor) -> SpikeDecision | None:
         return None
 
     def after_step(self, state: TrainState, batch: StepBatch, done: Accumulated, grad_norm: Tensor) -> None: ...

@@ -41,7 +41,7 @@ from trainwright.engine.sharded import ShardedPasses, without_retry
 from trainwright.engine.spikes import NO_SPIKES, SpikeDecision, SpikeHandler
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OomReport, OutOfMemoryError, UsageError
-from trainwright.optim.clip import AdaptiveClip, ClipFn, global_norm, no_clip
+from trainwright.optim.clip import ClipFn, global_norm, no_clip
 
 
 @dataclass(repr=False)
@@ -182,8 +182,6 @@ def make_step(
         try:
             reports += update(skipped, state, batch)
             recovery.buffers.restore_if(skipped)
-            if isinstance(clip, AdaptiveClip):
-                clip.accept(skipped)
             state.scaler.update(grad_norm)
             state.ema.update(state.step + 1)
         except Exception as error:

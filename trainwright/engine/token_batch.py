@@ -20,6 +20,7 @@ Shapes: B rows, T tokens of the longest row, D width.
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -28,10 +29,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainwright.engine.best_fit import best_fit_decreasing
 from trainwright.engine.chunked import IGNORE
 from trainwright.engine.loss import Batch
 from trainwright.errors import UsageError
+
+
+def best_fit_decreasing(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Return bins of positions in ``lengths`` whose sums are at most ``room``, which no length exceeds.
+
+    The longest item comes first, each into the fullest bin that has room for it. Equal lengths keep their order and of
+    equally full bins the oldest is filled, so the bins are a function of the lengths. Zero lengths are left out.
+    """
+    bins: list[list[int]] = []
+    by_room: list[deque[int]] = [deque() for _ in range(room + 1)]  # bins by the length that still fits
+    rooms = 0  # bit n is set if a bin has room for n
+    for position in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
+        length = lengths[position]
+        if not length:
+            continue
+        fitting = rooms >> length
+        if fitting:
+            left = length + (fitting & -fitting).bit_length() - 1
+            number = by_room[left].popleft()
+            if not by_room[left]:
+                rooms ^= 1 << left
+        else:
+            left, number = room, len(bins)
+            bins.append([])
+        bins[number].append(position)
+        by_room[left - length].append(number)
+        rooms |= 1 << (left - length)
+    return bins
+
 
 ROW_LENGTHS = "row_lengths"
 
@@ -168,7 +197,7 @@ def embedding_noise(model: nn.Module, inputs: Mapping[str, Any], alpha: float) -
         )
     lengths_BT1 = sample_lengths(inputs)[..., None]
 
-    def add_noise(module: nn.Module, args: object, output_BTD: Tensor) -> Tensor:
+    def add_noise(_module: nn.Module, _args: object, output_BTD: Tensor) -> Tensor:
         bound_BT1 = (alpha / (lengths_BT1 * output_BTD.shape[-1]).sqrt()).to(output_BTD.dtype)
         return output_BTD + torch.zeros_like(output_BTD).uniform_(-1, 1) * bound_BT1
 

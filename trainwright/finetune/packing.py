@@ -19,9 +19,9 @@ from torch.utils.data import Dataset, default_collate
 from trainwright.data.padding import IGNORE
 from trainwright.data.token_rows import IDS, LABELS, POSITIONS, TokenRows, collate_of
 from trainwright.data.unwrap import Unwrapped, length_of
-from trainwright.engine.best_fit import best_fit_decreasing
+from trainwright.engine.token_batch import best_fit_decreasing
 from trainwright.errors import UsageError
-from trainwright.recipe.data import Packing
+from trainwright.recipe.schema import Packing
 
 
 def packed_rows(lengths: Sequence[int], max_length: int) -> list[list[int]]:

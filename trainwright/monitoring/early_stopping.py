@@ -47,7 +47,7 @@ class EarlyStopping:
         self.waited = 0
         """Successive evaluations without an improvement."""
 
-    def observe(self, result: StepResult, state: TrainState) -> Stop | None:
+    def observe(self, result: StepResult, _state: TrainState) -> Stop | None:
         if result.evaluation is None:
             return None
         value = result.evaluation.figure(self.metric)

@@ -182,7 +182,7 @@ class LayerStats(HookedStats):
                 self._handles.append(layer.module.register_forward_hook(self._hook(index)))
 
     def _hook(self, index: int) -> Callable[[nn.Module, object, object], None]:
-        def keep(module: nn.Module, given: object, output: object) -> None:
+        def keep(_module: nn.Module, _given: object, output: object) -> None:
             begin_s = time.perf_counter()
             is_new = index not in self._sampled and self._is_live()  # there may be an evaluation between two steps
             if is_new and not is_transformed() and (found := tensor_in(output)) is not None:
@@ -396,7 +396,7 @@ class LayerObserver:
         self._log.before_update(state.step + 1)
         return {}
 
-    def observe(self, result: StepResult, state: TrainState) -> None:
+    def observe(self, result: StepResult, _state: TrainState) -> None:
         self._log.after(result.step, result.step_s)
 
     def close(self) -> None:
@@ -445,7 +445,7 @@ class OutputGradStats(HookedStats):
                     self._sampled[index] = self._sample(own).float()
             self.hooks_s += time.perf_counter() - begin_s
 
-        def keep(module: nn.Module, given: object, output: object) -> None:
+        def keep(_module: nn.Module, _given: object, output: object) -> None:
             if torch.is_grad_enabled() and not is_transformed():
                 found = tensor_in(output)
                 if found is not None and found.requires_grad:
@@ -454,7 +454,7 @@ class OutputGradStats(HookedStats):
         keep.is_recorders = True  # type: ignore[attr-defined]  # not a hook of the user, which a replay would need
         return keep
 
-    def before_update(self, optimizer: Optimizer | None = None) -> None:
+    def before_update(self, _optimizer: Optimizer | None = None) -> None:
         """Remove the hooks after the backward passes of the step."""
         self._unhook()
 

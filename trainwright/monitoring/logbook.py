@@ -11,19 +11,139 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.memory import allocator_retries, held_bytes, reserved_bytes
 from trainwright.errors import OutOfMemoryError, StorageError, TrainwrightError, text_of
 from trainwright.monitoring.cadence import Every
 from trainwright.monitoring.journal import Journal
-from trainwright.monitoring.sinks import SinkFactory, close_sinks, open_sinks
+from trainwright.monitoring.sinks import Sink, SinkFactory, close_sinks, open_sinks
 from trainwright.monitoring.step_log import StepLog
-from trainwright.monitoring.telemetry import TelemetryReader
+from trainwright.runs import records
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import Ended, RunVerdict, Started
 from trainwright.runs.secrets import masked
 from trainwright.runs.writer import LogWriter
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainwright.checkpoint.train_state import TrainState
+    from trainwright.engine.step import StepResult
+
+
+class TelemetryReader:
+    """An observer that writes at most one Telemetry record per ``every_s`` seconds, to the log and to the sinks.
+
+    A step without a record costs one clock comparison (0.1 us). A record costs about 0.15 ms for the host, four NVML
+    calls per GPU, and the counters of torch's allocator. The streams of the device are not synchronized.
+    ``gpu_indices`` are NVML's numbers (``Machine.gpus[i].index``). ``clock`` decides when a record is due,
+    ``wall_clock`` dates the records.
+    """
+
+    def __init__(
+        self,
+        log: Journal | LogWriter,
+        sinks: Sequence[Sink],
+        *,
+        folder: Path,
+        gpu_indices: Sequence[int] = (),
+        every_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._log = log
+        self._sinks = sinks
+        self._folder = folder
+        self._every_s = every_s
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._process = psutil.Process()
+        self._process.cpu_percent()  # the first call has nothing to compare with and returns 0
+        self._gpus = Gpus(gpu_indices)
+        self._due_s = clock()
+
+    def observe(self, result: StepResult, _state: TrainState) -> None:
+        if self._clock() < self._due_s:
+            return
+        self._due_s = self._clock() + self._every_s
+        values = host_values(self._process, self._folder) | self._gpus.values()
+        values |= allocator_values(result.grad_norm.device)
+        self._log.write(records.Telemetry(time_s=self._wall_clock(), step=result.step, values=values))
+        for sink in self._sinks:
+            sink.scalars(result.step, values)
+
+    def close(self) -> None:
+        """Release the driver. Log and sinks belong to their owner."""
+        self._gpus.close()
+
+
+def host_values(process: psutil.Process, folder: Path) -> dict[str, float]:
+    """Return readings of the host. ``cpu_percent`` is of one core (two busy cores are 200), since the last call."""
+    values = {
+        "host/process_memory_bytes": float(process.memory_info().rss),
+        "host/process_cpu_percent": process.cpu_percent(),
+        "host/available_memory_bytes": float(psutil.virtual_memory().available),
+    }
+    if folder.exists():  # the log reports a folder that was deleted during training
+        values["host/disk_free_bytes"] = float(psutil.disk_usage(str(folder)).free)
+    return values
+
+
+def allocator_values(device: torch.device) -> dict[str, float]:
+    """Return the counters of torch's allocator in this process, by torch's number of the device; empty for a CPU."""
+    retries, reserved = allocator_retries(device), reserved_bytes(device)
+    if retries is None or reserved is None:
+        return {}
+    own = f"{device.type}{device.index or 0}"
+    return {
+        f"{own}/allocator_retries": float(retries),
+        f"{own}/allocated_bytes": float(held_bytes(device)),
+        f"{own}/reserved_bytes": float(reserved),
+    }
+
+
+class Gpus:
+    """NVIDIA GPUs by NVML index. Without a driver, or for values that a GPU does not support, there are no readings."""
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        self._handles: dict[int, Any] = {}
+        if not indices:
+            return
+        import pynvml
+
+        self._nvml = pynvml
+        try:
+            pynvml.nvmlInit()
+            self._handles = {index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices}
+        except pynvml.NVMLError:  # no driver, or no such GPU
+            return
+
+    def values(self) -> dict[str, float]:
+        readings: dict[str, float] = {}
+        for index, handle in self._handles.items():
+            for name, read in _GPU_READINGS.items():
+                try:
+                    readings[f"gpu{index}/{name}"] = float(read(self._nvml, handle))
+                except (self._nvml.NVMLError, AttributeError):
+                    continue  # consumer cards and MIG slices lack some; NVML drops deprecated ones
+        return readings
+
+    def close(self) -> None:
+        if self._handles:
+            self._handles = {}
+            self._nvml.nvmlShutdown()
+
+
+_GPU_READINGS: dict[str, Callable[[Any, Any], float]] = {
+    "busy_percent": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+    "memory_bytes": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
+    "temperature_celsius": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+    "power_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,  # NVML has milliwatts
+}
 
 
 class Logbook:
@@ -54,7 +174,7 @@ class Logbook:
         )
         self.telemetry = TelemetryReader(self.journal, self.sinks, folder=folder.path, gpu_indices=gpu_indices)
         self.ended: Ended | None = None
-        self.judge: Callable[[Ended], RunVerdict | None] = lambda ended: None
+        self.judge: Callable[[Ended], RunVerdict | None] = lambda _ended: None
 
     @property
     def seconds(self) -> float:

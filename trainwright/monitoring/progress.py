@@ -21,8 +21,7 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.step import StepResult
 from trainwright.monitoring.terminal import Console, Live, Text
-from trainwright.runs.figures import figure
-from trainwright.runs.printing import printable
+from trainwright.runs.printing import figure, printable
 from trainwright.runs.records import Found
 from trainwright.runs.secrets import masked
 

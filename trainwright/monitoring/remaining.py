@@ -50,7 +50,7 @@ class TimeSpent:
         self._last_s: float | None = None
         self._evaluation_s: float | None = None
 
-    def observe(self, result: StepResult, state: TrainState) -> None:
+    def observe(self, result: StepResult, _state: TrainState) -> None:
         now_s, examined_s = self._clock(), self._examined_s()
         evaluated_s = 0.0
         if result.evaluation is not None:

@@ -154,7 +154,7 @@ class Signals:
         else:
             self._hook(dropped)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal. Prints nothing, because the interrupted thread may be printing."""
         if os.getpid() != self._pid:
             self._in_child(number)
@@ -178,7 +178,7 @@ class Signals:
         if self._at_once:
             raise StopRequest(self._stop(number))
 
-    def _handle_late(self, number: int, frame: FrameType | None) -> None:
+    def _handle_late(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal that ends the process by default while it is ending: only a later signal does so."""
         if time.monotonic() - self._quit_s >= IGNORE_SIGNALS_S:
             signal.signal(number, _default(number))
@@ -267,7 +267,7 @@ class Signals:
         """The name of the received signal; "" for none."""
         return "" if self.received is None else signal.Signals(self.received).name
 
-    def observe(self, result: StepResult, state: TrainState) -> Stop | None:
+    def observe(self, result: StepResult, _state: TrainState) -> Stop | None:
         if self.received is None:
             return None
         self._news.put("reached")

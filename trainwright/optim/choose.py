@@ -26,7 +26,7 @@ from trainwright.optim.user_optimizers import (
     require_plain_step,
     wrong_arguments,
 )
-from trainwright.plan.offload import why_not_offloaded
+from trainwright.plan.layout import why_not_offloaded
 from trainwright.recipe import OPTIMIZER_ALIASES, OPTIMIZER_NAMES, OPTIMIZERS
 from trainwright.recipe.resolve import import_factory
 

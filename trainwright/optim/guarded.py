@@ -45,7 +45,7 @@ class GuardedOptimizer(Optimizer):
     def _update(self, group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """Update one bucket and its state in place."""
 
-    def _kind(self, group: Group, parameter: Tensor) -> Hashable:
+    def _kind(self, _group: Group, parameter: Tensor) -> Hashable:
         """Return a key; parameters with equal keys may share a bucket."""
         return parameter.device, parameter.dtype
 

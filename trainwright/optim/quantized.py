@@ -83,7 +83,7 @@ class _QuantizedAdamW(GuardedOptimizer):
                 if name.endswith(("_codes", "_scale")):
                     state[name] = value.detach().clone().to(state[name].device)
 
-    def _tensors(self, group: Group) -> tuple[str, ...]:
+    def _tensors(self, _group: Group) -> tuple[str, ...]:
         return ("step", *(name for name, _ in MOMENTS))
 
     def _state_of(self, parameter: Tensor, group: Group) -> State:

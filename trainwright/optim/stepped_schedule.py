@@ -45,7 +45,7 @@ class SteppedSchedule:
     def needs_evaluation(self) -> bool:
         return any(isinstance(each, ReduceLROnPlateau) for each in self._schedulers)
 
-    def __call__(self, step: int, fraction: float) -> float | None:
+    def __call__(self, step: int, _fraction: float) -> float | None:
         """Set the rates of the update after ``step`` steps."""
         for due in range(self._done // self._every + 1, step // self._every + 1):
             for scheduler in self._schedulers:

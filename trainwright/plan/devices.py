@@ -10,9 +10,78 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainwright.errors import Problem, RecipeError, UsageError, suggest
-from trainwright.plan.links import SINGLE_DEVICE_NODE, ClusterNode
-from trainwright.recipe.byte_size import parse_bytes
+from trainwright.plan.parallel import AXES, Degrees
+from trainwright.recipe.formatting import parse_bytes
 from trainwright.recipe.yaml_core import UnreadableError, read
+
+Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "send/recv"]
+LINK_EFFICIENCY = 0.8
+"""The fraction of a link's nominal rate that large messages reach."""
+HOP_LATENCY_S = 2e-6
+NETWORK_HOP_LATENCY_S = 1e-5
+"""Seconds until the first byte of a message arrives, within a machine and between two: nominal figures."""
+
+
+@dataclass(frozen=True)
+class ClusterNode:
+    """A machine with ``ranks`` devices. Rates are bytes/s in one direction.
+
+    ``link`` is from one device to the others in the machine; ``network`` from the machine to other machines.
+    """
+
+    ranks: int = 1
+    link: float = 10e9
+    network: float = 1.25e9
+
+
+SINGLE_DEVICE_NODE = ClusterNode()
+"""An unknown machine: one device, nominal links."""
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The ranks along one axis of the mesh: ``size`` in total, ``local`` of them on the same machine."""
+
+    size: int
+    local: int
+
+    @property
+    def nodes(self) -> int:
+        """The number of machines."""
+        return -(-self.size // self.local)
+
+
+def group_of(degrees: Degrees, axis: str, node: ClusterNode) -> RankGroup:
+    """Return the group of a rank along an axis. Consecutive ranks fill a machine before the next one."""
+    size, apart = getattr(degrees, axis), 1
+    for inner in AXES[AXES.index(axis) + 1 :]:
+        apart *= getattr(degrees, inner)
+    return RankGroup(size, min(size, max(1, node.ranks // apart)))
+
+
+def rate(group: RankGroup, node: ClusterNode) -> float:
+    """Return the bytes/s at which a rank of the group sends while all other groups of its kind do the same."""
+    if group.nodes == 1:
+        return node.link * LINK_EFFICIENCY
+    share = node.network * group.local / node.ranks  # as many groups leave a machine as it has of their first ranks
+    return min(node.link, share) * LINK_EFFICIENCY
+
+
+def seconds(collective: Collective, num_bytes: float, group: RankGroup, node: ClusterNode) -> float:
+    """Return the time of one collective. ``num_bytes`` is the size of the complete tensor."""
+    if group.size == 1:
+        return 0.0
+    if collective == "send/recv":
+        across = group.nodes > 1
+        beside = node.network / node.ranks if across else node.link
+        return num_bytes / (min(beside, node.link) * LINK_EFFICIENCY) + (
+            NETWORK_HOP_LATENCY_S if across else HOP_LATENCY_S
+        )
+    rounds = 2 if collective == "all-reduce" else 1
+    between = group.nodes if group.nodes > 1 else 0
+    hops_s = between * NETWORK_HOP_LATENCY_S + (group.size - between) * HOP_LATENCY_S
+    return rounds * (num_bytes * (group.size - 1) / group.size / rate(group, node) + hops_s)
+
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8")
 CUDA_CONTEXT_BYTES = 600 << 20

@@ -8,13 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, cast
 
 from trainwright.errors import Problem, Problems, RecipeError
-from trainwright.plan.batch import BatchPlan, batch_of, scale_lr
-from trainwright.plan.degrees import ONE_RANK, Degrees
+from trainwright.plan.batch import BatchPlan, UserBatches, batch_of, require_fits, scale_lr
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.header import RunHeader
-from trainwright.plan.parallel import solve_layout
-from trainwright.plan.user_batches import UserBatches, require_fits
+from trainwright.plan.parallel import ONE_RANK, Degrees, solve_layout
 from trainwright.recipe import Duration, Recipe
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]

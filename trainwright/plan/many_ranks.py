@@ -11,19 +11,18 @@ from dataclasses import dataclass, field, replace
 
 from trainwright.errors import RecipeError, UsageError
 from trainwright.plan.call_trace import Kind, Moment, Trace, Work
-from trainwright.plan.degrees import AXES, Degrees
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.layout import STEP_TIME_TOLERANCE, Layout, micro_sizes
 from trainwright.plan.make import Note
-from trainwright.plan.parallel import solve_layout
+from trainwright.plan.parallel import AXES, Degrees, solve_layout
 from trainwright.plan.roofline import StepTime, scaled_time
 from trainwright.plan.scale import PASSES, Scaled
 from trainwright.plan.splits import ModelShape, require_fitting
 from trainwright.plan.traffic import NO_COMPRESSION, Activations, Compression, StepTraffic, Traffic
 from trainwright.plan.units import Weights, Zero, shard_layout
 from trainwright.recipe import Recipe
-from trainwright.recipe.parallel import Parallel
+from trainwright.recipe.schema import Parallel
 
 MAX_MICRO_SIZES = 8
 MAX_PIPELINE_STAGES = 16

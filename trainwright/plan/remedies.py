@@ -13,7 +13,7 @@ from typing import Literal
 from trainwright.plan.call_trace import Kind
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes, human_seconds
-from trainwright.plan.offload import Offload
+from trainwright.plan.layout import Offload
 
 Means = Literal["here", "elsewhere", "devices"]
 """here: built-in; elsewhere: by another package through the recipe, untested; devices: on several devices."""

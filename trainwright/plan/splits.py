@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainwright.errors import Problem, RecipeError
-from trainwright.plan.degrees import Degrees
-from trainwright.plan.parallel import NEEDS_WHOLE
+from trainwright.plan.parallel import NEEDS_WHOLE, Degrees
 from trainwright.recipe import Recipe
 
 UNTIE = "write model.args.tied: false, for a model of transformers model.args.tie_word_embeddings: false"
@@ -72,7 +71,7 @@ def _of_tensor(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterator[
         )
     if recipe.optimizer.use in NEEDS_WHOLE:
         yield _unsupported("optimizer.use", recipe.optimizer.use, "tensor", "use adamw, adam or sgd")
-    if recipe.optimizer.clip.by in ("agc", "adagc") and degrees.shard > 1:
+    if recipe.optimizer.clip.by == "agc" and degrees.shard > 1:
         yield _unsupported(
             "optimizer.clip.by", recipe.optimizer.clip.by, "tensor and parallel.shard together", "write norm"
         )
@@ -83,8 +82,6 @@ def _of_pipeline(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterato
     pipeline, schedule = degrees.pipeline, recipe.parallel.schedule
     if pipeline == 1:
         return
-    if recipe.optimizer.clip.by == "adagc":  # a checkpoint has the averages of the first stage only
-        yield _unsupported("optimizer.clip.by", "adagc", "pipeline", "write norm or zclip")
     each = 2 if schedule == "interleaved" else 1
     if shape.blocks is None:
         rule = f"{shape.name} does not say how it is cut into stages"

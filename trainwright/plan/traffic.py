@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from trainwright.plan.degrees import Degrees
-from trainwright.plan.links import ClusterNode, Collective, group_of, seconds
+from trainwright.plan.devices import ClusterNode, Collective, group_of, seconds
+from trainwright.plan.parallel import Degrees
 from trainwright.plan.units import Unit, Weight, Weights, Zero
 
 

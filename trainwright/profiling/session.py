@@ -17,12 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.plan.call_trace import Phase, Work
 from trainwright.plan.trace.fake_tensors import in_backward
-from trainwright.plan.trace.operator_call import OpArgs, OperatorCall, OpKwargs, OpResult, tensors_in
+from trainwright.plan.trace.operator_call import OpArgs, OperatorCall, OpKwargs, OpResult, WorkLog, tensors_in
 from trainwright.plan.trace.tracker import ModulePaths
-from trainwright.plan.trace.work import WorkLog
-from trainwright.profiling.facts import PHASES, HostSync, Hot, ProfileFacts
-from trainwright.profiling.stack import HostPlace, place_of
-from trainwright.profiling.tracing import StepTracer
+from trainwright.profiling.tracing import HostPlace, StepTracer, place_of
+from trainwright.profiling.verdict import PHASES, HostSync, Hot, ProfileFacts
 
 T = TypeVar("T")
 

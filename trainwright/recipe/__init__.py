@@ -17,14 +17,14 @@ from trainwright.recipe.catalog import (
     SinkRow,
     optimizer_row,
 )
-from trainwright.recipe.data import Data, Dataset
 from trainwright.recipe.duration import Duration, Unit
-from trainwright.recipe.editor import json_schema
 from trainwright.recipe.load import Loaded, dump, dump_masked, from_mapping, load
 from trainwright.recipe.schema import (
     Batch,
     Checkpoint,
     Clip,
+    Data,
+    Dataset,
     Evaluation,
     Group,
     Log,
@@ -36,6 +36,7 @@ from trainwright.recipe.schema import (
     Recipe,
     Schedule,
     SpikeHandling,
+    json_schema,
 )
 from trainwright.recipe.section import Part
 from trainwright.recipe.source import Source, problem, require_unmasked

@@ -89,7 +89,7 @@ MODELS = _by_name(
     Row("unet", "trainwright.models.unet:unet", "A U-Net for segmentation."),
     Row("diffusion", "trainwright.models.diffusion:diffusion", "A denoising diffusion model of images (DDPM)."),
     Row("two-tower", "trainwright.models.two_tower:two_tower", "A recommender: a tower of users and one of items."),
-    Row("actor-critic", "trainwright.models.policy:actor_critic", "A policy and a value, for PPO."),
+    Row("actor-critic", "trainwright.models.mlp:actor_critic", "A policy and a value, for PPO."),
     Row("lstm", "trainwright.models.lstm:lstm", "An LSTM language model."),
     Row("mlp", "trainwright.models.mlp:mlp", "Linear layers with an activation between them."),
     Row(
@@ -104,7 +104,7 @@ MODELS = _by_name(
 
 DATASETS = _by_name(
     Row("python-topics", "trainwright.data.text:python_topics", "Characters of Python's help topics."),
-    Row("masked-topics", "trainwright.data.masked:masked_topics", "The same with characters hidden, for an encoder."),
+    Row("masked-topics", "trainwright.data.text:masked_topics", "The same with characters hidden, for an encoder."),
     Row("stdlib-source", "trainwright.data.text:stdlib_source", "Characters of the source of Python's library."),
     Row("text-file", "trainwright.data.text:text_file", "Characters of a text file."),
     Row("tokens", "trainwright.data.tokens:Tokens", "Ids of tokens in a file, memory-mapped: nanoGPT's train.bin."),
@@ -255,7 +255,7 @@ OPTIMIZERS = _by_name(
     ),
     OptimizerRow(
         "lars",
-        "trainwright.optim.lars:Lars",
+        "trainwright.optim.lamb:Lars",
         "Momentum whose learning rate per layer follows the norm of the weights, for very large batches.",
         state_per_weight=1,
         decoupled=False,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 from trainwright.errors import MissingExtra, Problem, RecipeError, UsageError, install_remedy, text_of, unknown_args
 from trainwright.recipe import Row, require_unmasked
+from trainwright.recipe.load import Loaded
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 LIVE = "live"
@@ -165,3 +167,42 @@ def _describe(error: Exception) -> str:
 
 def _public(module: object) -> list[str]:
     return [name for name in dir(module) if not name.startswith("_")][:12]
+
+
+_CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+"""``package.module:attribute``."""
+TRUST = "trust_remote_code"
+
+
+def require_allowed(loaded: Loaded, packages: Sequence[str]) -> None:
+    """Raise RecipeError, with every place, if the recipe names a callable outside of ``packages``.
+
+    ``packages`` are names of packages or modules: ``torch.nn`` allows ``torch.nn:MSELoss``, not ``torch.hub:load``.
+    The names of built-in parts (``adamw``, ``cosine``) are always allowed. ``trust_remote_code: true`` is allowed by
+    that name.
+    """
+    problems = []
+    for path, use in _callables(loaded.recipe.model_dump(mode="json"), ""):
+        module = use.partition(":")[0]
+        if module == "live":  # an object that was passed in Python: nothing is imported by this name
+            continue
+        if not any(f"{module}.".startswith(f"{each}.") for each in packages):
+            remedy = f"read what it does; to run it, add --allow {module}"
+            where = loaded.source.where(path)
+            problems.append(Problem(path, f"{module} is not allowed", got=use, remedy=remedy, where=where))
+    if problems:
+        raise RecipeError(problems)
+
+
+def _callables(value: object, path: str) -> Iterator[tuple[str, str]]:
+    """Yield every string of a recipe that may be imported and called, with its path."""
+    if isinstance(value, str) and _CALLABLE.fullmatch(value):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            if key == TRUST and each is True:  # it runs the files of a repository
+                yield f"{path}.{key}", TRUST
+            yield from _callables(each, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from _callables(each, f"{path}[{index}]")

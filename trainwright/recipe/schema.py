@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -22,16 +22,17 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from trainwright.errors import Problem, RecipeError, UsageError
-from trainwright.recipe.alerts import Alerts
-from trainwright.recipe.byte_size import parse_bytes
 from trainwright.recipe.catalog import (
     CUSTOM_OPTIMIZER,
+    DATASETS,
     LOSSES,
+    METRICS,
     MODELS,
+    OBSERVERS,
     OPTIMIZER_ALIASES,
     OPTIMIZER_NAMES,
     SCHEDULES,
@@ -39,12 +40,294 @@ from trainwright.recipe.catalog import (
     SPIKE_POLICIES,
     optimizer_row,
 )
-from trainwright.recipe.data import Data, MetricPart, Watcher
 from trainwright.recipe.duration import Duration
-from trainwright.recipe.formatting import LARGEST_INT
-from trainwright.recipe.parallel import Parallel
-from trainwright.recipe.section import Count, Part, Section, Text, TextOrTexts, Texts, Warmup, require_time
-from trainwright.recipe.short_name import ShortName
+from trainwright.recipe.formatting import LARGEST_INT, parse_bytes
+from trainwright.recipe.section import (
+    Count,
+    Part,
+    SampleId,
+    Section,
+    ShortName,
+    Text,
+    TextOrTexts,
+    Texts,
+    Warmup,
+    require_time,
+)
+
+
+class Dataset(Part):
+    """A dataset."""
+
+    use: Annotated[str, ShortName("dataset", DATASETS)] = Field(
+        description="A built-in dataset, or package.module:callable that returns one.", examples=["digits"]
+    )
+
+
+class FurtherSet(Dataset):
+    """A further validation set."""
+
+    name: Text = Field(description="The prefix of its figures, as in noisy.loss.", examples=["noisy"])
+
+
+class Packing(Section):
+    """How samples of tokens of different lengths share a forward pass."""
+
+    by: Literal["none", "bfd", "padding_free"] = Field(
+        default="none",
+        description="none: rows padded to the longest sample; bfd: whole samples packed into rows of max_length by "
+        "best fit decreasing, batch.size counts rows; padding_free: the samples of a micro-batch in one row.",
+    )
+    max_length: Count | None = Field(default=None, description="bfd: the largest number of tokens in a row.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: object) -> object:
+        return {"by": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _length_is_of_rows(self) -> Packing:
+        if self.by == "bfd" and self.max_length is None:
+            rule, remedy = "is required by bfd", "write packing: {by: bfd, max_length: 2048}"
+            raise RecipeError(Problem("max_length", rule, remedy=remedy))
+        if self.by != "bfd" and self.max_length is not None:
+            rule, remedy = f"has no effect on by: {self.by}", "leave it out, or write by: bfd"
+            raise RecipeError(Problem("max_length", rule, got=str(self.max_length), remedy=remedy))
+        return self
+
+
+class Data(Section):
+    """The training and validation data, and how they are read."""
+
+    train: Dataset = Field(description="The training set.", examples=["digits"])
+    val: Dataset | None = Field(default=None, description="The validation set.", examples=["digits"])
+    more_val: Annotated[tuple[FurtherSet, ...], Field(strict=False)] = Field(
+        default=(), description="Further validation sets; the best checkpoint and patience use the first one."
+    )
+    packing: Packing = Field(
+        default_factory=Packing,
+        description="Samples of tokens: padded, packed into rows, or padding-free.",
+        examples=["padding_free"],
+    )
+    workers: int = Field(default=0, ge=0, le=1024, description="Processes that load data; 0: the training process.")
+    prefetch: Count = Field(default=2, description="Batches that each worker loads ahead.")
+    timeout: Duration | None = Field(
+        default=Duration(30 * 60, "s"),
+        description="How long to wait for a batch of the workers before the run is saved and ends; null: for ever.",
+    )
+    shuffle: bool = Field(default=True, description="A new order of the samples each epoch.")
+    drop_last: bool = Field(default=False, description="Leave out the short last batch of an epoch.")
+    quarantine: Annotated[tuple[SampleId, ...], Field(strict=False)] = Field(
+        default=(), description="Positions in the training set that are never trained on.", examples=[[137, 4021]]
+    )
+    on_bad_sample: Literal["stop", "quarantine"] = Field(
+        default="stop", description="A sample that cannot be read ends the run, or is put in quarantine and reported."
+    )
+    pin_memory: Literal["auto", True, False] = Field(
+        default="auto", description="Page-locked host memory for faster copies to a GPU."
+    )
+
+    @field_validator("timeout")
+    @classmethod
+    def _on_the_clock(cls, value: Duration | None) -> Duration | None:
+        return require_time(value)
+
+
+class MetricPart(Part):
+    """A metric that is computed over a whole pass."""
+
+    use: Annotated[str, ShortName("metric", METRICS)] = Field(
+        description="A built-in metric, or package.module:callable: a class with update, compute and reset, or a "
+        "function of (outputs, targets).",
+        examples=["accuracy"],
+    )
+    name: Text | None = Field(
+        default=None, description="The name of the metric; null: that of the callable.", examples=["f1"]
+    )
+
+    @property
+    def shown_name(self) -> str:
+        return self.name or self.use.rpartition(":")[2]
+
+
+class Watcher(Part):
+    """An observer, which receives each completed step and may end the run."""
+
+    use: Annotated[str, ShortName("observer", OBSERVERS)] = Field(
+        description="A built-in observer, or package.module:callable: a class, or a function of (result, state).",
+        examples=["early_stopping"],
+    )
+
+
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
+TensorStyle = Literal["column", "row", "column_gathered", "input", "per_head", "sequence", "scatter"]
+"""The styles of a module under tensor parallelism: docs/how-to/several-gpus.md."""
+StageStyle = Literal["first", "block", "last"]
+"""The pipeline stage of a module: the first, one of all, the last."""
+
+
+PLANNED = ("shard", "tensor", "pipeline", "context")
+"""The axes whose degree the plan chooses if it is ``auto``; that of the copies is derived."""
+
+
+class Parallel(Section):
+    """How a run is distributed over the processes that torchrun starts. The product of all degrees is their number.
+
+    The bare word ``auto`` leaves all degrees to the plan.
+    """
+
+    replicate: Literal["auto"] | Count = Field(
+        default="auto",
+        description="Copies of the model, each trained on its part of every batch; auto: from the number of ranks.",
+        examples=[4],
+    )
+    shard: Literal["auto"] | Count = Field(
+        default=1,
+        description="Ranks that shard weights, gradients and optimizer state among them (FSDP); auto: the plan "
+        "chooses it by memory, communication and links.",
+        examples=[8],
+    )
+    zero: Literal[1, 2, 3] = Field(
+        default=3,
+        description="What is sharded at all times: 1 the optimizer state and the weights between "
+        "steps, 2 also the gradients, 3 also the weights within a step.",
+    )
+    tensor: Literal["auto"] | Count = Field(
+        default=1,
+        description="Ranks that divide each layer among them and have the same samples; auto as with shard.",
+        examples=[2],
+    )
+    sequence: bool = Field(
+        default=False, description="Also divide the operators between the divided layers, along the sequence."
+    )
+    context: Literal["auto"] | Count = Field(
+        default=1,
+        description="Ranks that each compute a part of every sequence; auto as with shard, for long sequences.",
+        examples=[2],
+    )
+    plan: dict[str, TensorStyle] = Field(
+        default_factory=dict,
+        description="How tensor parallelism divides the modules of a model without a built-in plan: a style for "
+        "each pattern of names.",
+        examples=[{"blocks.*.up": "column", "blocks.*.down": "row"}],
+    )
+    pipeline: Literal["auto"] | Count = Field(
+        default=1,
+        description="Ranks that each hold a stage of the model: some of its blocks; auto as with shard.",
+        examples=[2],
+    )
+    stages: dict[str, StageStyle] = Field(
+        default_factory=dict,
+        description="The stage of each module of a model that does not define stages: first, block (divided among "
+        "all) or last for each pattern of names.",
+        examples=[{"embed": "first", "layers.*": "block", "norm": "last", "head": "last"}],
+    )
+    schedule: PipelineSchedule = Field(
+        default="1f1b",
+        description="The order of computation in a pipeline: all forward passes first (gpipe), one forward and one "
+        "backward in turn (1f1b), or 1f1b with two stages on each rank (interleaved).",
+    )
+    sync_batchnorm: bool = Field(
+        default=False,
+        description="BatchNorm uses the statistics of the samples of all ranks, as in one process.",
+    )
+    compress: Literal["none", "bf16", "powersgd"] = Field(
+        default="none",
+        description="Compression of gradients between copies of the model: none, each number rounded to bf16, or two "
+        "thin factors of each matrix (PowerSGD).",
+    )
+    compress_rank: Count = Field(default=4, description="Columns of the factors of PowerSGD.", examples=[8])
+    compress_after: Annotated[int, Field(ge=0, le=LARGEST_INT)] = Field(
+        default=1000, description="Steps before PowerSGD begins; a tenth of the run is usual.", examples=[200]
+    )
+    exact: bool = Field(
+        default=False,
+        description="The same bits on any number of ranks: slices of batch.micro samples, summed in a fixed tree.",
+    )
+    timeout: Duration = Field(
+        default=Duration(10 * 60, "s"), description="How long a rank waits for the others before the run ends."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_auto(cls, value: object) -> object:
+        return dict.fromkeys(PLANNED, "auto") if value == "auto" else value
+
+    @property
+    def open_axes(self) -> tuple[str, ...]:
+        """The axes that the plan must choose if there are several ranks."""
+        return tuple(axis for axis in PLANNED if getattr(self, axis) == "auto")
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        mapping = handler.resolve_ref_schema(handler(core_schema))
+        return {"anyOf": [{"const": "auto", "type": "string"}, mapping], "description": mapping.get("description", "")}
+
+    @field_validator("timeout")
+    @classmethod
+    def _on_the_clock(cls, value: Duration) -> Duration:
+        require_time(value)
+        return value
+
+
+def _variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise UsageError(
+            "must be the name of an environment variable: the run folder keeps the recipe, and an address is a secret",
+            remedy="write for example SLACK_WEBHOOK, and export SLACK_WEBHOOK=https://...",
+        )
+    return name
+
+
+def _size(text: str) -> str:
+    parse_bytes(text)
+    return text
+
+
+class Alerts(Section):
+    """Messages about the run, to a webhook, a command or the desktop. Every rule applies to all of them."""
+
+    webhook: Annotated[Text, AfterValidator(_variable)] | None = Field(
+        default=None,
+        description="The environment variable with the address, which receives {text: ...} as JSON, as Slack expects.",
+        examples=["SLACK_WEBHOOK"],
+    )
+    command: Texts = Field(
+        default=(),
+        description="A program with its arguments; it receives the alert as JSON on its standard input.",
+        examples=[["./notify.sh"]],
+    )
+    desktop: bool = Field(default=False, description="A notification on this machine's desktop.")
+    finding: Literal["info", "warning", "critical"] | None = Field(
+        default="critical", description="The lowest severity of a finding that is sent; null: none."
+    )
+    loss_above: float | None = Field(
+        default=None, description="Alert on a training loss above this, or one that is not finite.", examples=[10.0]
+    )
+    no_step_for: Duration | None = Field(
+        default=Duration(30 * 60, "s"), description="Alert if no step was completed for this long, evaluation included."
+    )
+    disk_below: Annotated[Text, AfterValidator(_size)] | None = Field(
+        default="1GiB", description="Alert if less than this is free on the disk of the run folder."
+    )
+    ended: bool = Field(default=True, description="Alert at the end of the run, for any reason.")
+    every: Duration = Field(
+        default=Duration(5 * 60, "s"),
+        description="At most one message of each kind in this time; later ones are joined.",
+    )
+
+    @field_validator("no_step_for", "every")
+    @classmethod
+    def _on_the_clock(cls, value: Duration | None) -> Duration | None:
+        return require_time(value)
+
+    @model_validator(mode="after")
+    def _goes_somewhere(self) -> Alerts:
+        if not (self.webhook or self.command or self.desktop):
+            rule, remedy = "have no destination", "name a webhook, a command, or set desktop: true"
+            raise RecipeError(Problem("", rule, remedy=remedy))
+        return self
+
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -238,56 +521,18 @@ class Batch(Section):
 class Clip(Section):
     """Gradient clipping before each update."""
 
-    by: Literal["norm", "value", "agc", "zclip", "adagc", "none"] = Field(
+    by: Literal["norm", "value", "agc", "none"] = Field(
         default="none",
-        description="Global norm, each value, each unit by its weights (agc), the global norm by earlier ones (zclip), "
-        "each tensor by its earlier norms (adagc), or no clipping. norm if only at is given.",
+        description="Global norm, each value, each unit by its weights (agc), or none. norm if only at is given.",
         examples=["norm"],
     )
-    at: float = Field(
-        default=1.0, gt=0, description="The bound; for adagc: of the global norm during its warm-up; zclip has none."
-    )
-    z: float | None = Field(
-        default=None,
-        gt=0,
-        description="zclip: standard deviations above the mean from which on a norm is clipped; null: 2.5.",
-        examples=[3.0],
-    )
-    ratio: float | None = Field(
-        default=None,
-        gt=0,
-        description="adagc: the largest norm of a tensor, relative to its average; null: 1.05.",
-        examples=[1.2],
-    )
-    decay: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="zclip, adagc: decay of the moving averages; null: 0.97 and 0.98.",
-        examples=[0.95],
-    )
-    warmup: Count | None = Field(
-        default=None,
-        description="zclip, adagc: steps before the averages are used; null: 25 and 100.",
-        examples=[50],
-    )
+    at: float = Field(default=1.0, gt=0, description="The bound.")
 
     @model_validator(mode="before")
     @classmethod
     def _by_norm(cls, value: object) -> object:
         """Let a bound without a measure bound the global norm; without this rule it would have no effect."""
         return {"by": "norm", **value} if isinstance(value, dict) and "at" in value else value
-
-    @model_validator(mode="after")
-    def _no_idle_key(self) -> Clip:
-        own = {"zclip": ("z", "decay", "warmup"), "adagc": ("ratio", "decay", "warmup")}.get(self.by, ())
-        idle = [key for key in ("z", "ratio", "decay", "warmup") if getattr(self, key) is not None and key not in own]
-        idle += ["at"] if self.by == "zclip" and self.at != 1.0 else []
-        if idle:
-            takes = f"its keys are {', '.join(own)}" if own else "it has no further key"
-            rule = f"has no effect on by: {self.by}"
-            raise RecipeError([Problem(key, rule, remedy=f"leave it out; {takes}") for key in idle])
-        return self
 
 
 class Group(Section):
@@ -630,3 +875,23 @@ class ActivationCheckpointing:
             raise UsageError(f"must be one of {', '.join(NAMES)}, or a peak such as 12GiB", remedy=remedy)
         parse_bytes(text)
         return text
+
+
+class _Generator(GenerateJsonSchema):
+    def encode_default(self, dft: object) -> object:
+        return str(dft) if isinstance(dft, Duration) else super().encode_default(dft)
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema, draft 2020-12, of a recipe file."""
+    schema = Recipe.model_json_schema(schema_generator=_Generator)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_without_titles(schema)}
+
+
+def _without_titles(schema: Any) -> Any:
+    """Remove pydantic's titles, which only repeat the keys. A *property* called title is a mapping, not a string."""
+    if isinstance(schema, dict):
+        return {
+            key: _without_titles(value) for key, value in schema.items() if key != "title" or isinstance(value, dict)
+        }
+    return [_without_titles(item) for item in schema] if isinstance(schema, list) else schema

@@ -2,26 +2,168 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated
+import difflib
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     WithJsonSchema,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, core_schema
 
 from trainwright.errors import Problem, RecipeError, UsageError
-from trainwright.recipe.arguments import Args
+from trainwright.recipe.catalog import Row
 from trainwright.recipe.duration import Duration, DurationField
-from trainwright.recipe.formatting import LARGEST_INT
-from trainwright.recipe.short_name import ShortName
+from trainwright.recipe.formatting import LARGEST_INT, format_value, readable
+
+_DOTTED = "package.module:callable"
+
+
+@dataclass(frozen=True, eq=False)
+class ShortName:
+    """Annotates a ``str`` that is one of ``names``, which are read at each check. ``kind`` is for messages.
+
+    ``accepts_references``: ``package.module:callable`` may be named instead.
+    """
+
+    kind: str
+    names: Mapping[str, Row] | Collection[str]
+    accepts_references: bool = True
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        reference = {"type": "string", "pattern": "^[^\\s:]+:[^\\s:]+$"}
+        listed: JsonSchemaValue = {"enum": list(self.names)}
+        if isinstance(self.names, Mapping):  # VS Code shows these beside the values
+            listed["enumDescriptions"] = [row.doc for row in self.names.values()]
+        if not self.accepts_references:
+            return listed
+        return {"anyOf": [listed, reference]} if self.names else reference
+
+    def check(self, text: str) -> str:
+        """Return ``text`` if it is one of the names or a reference. Raises UsageError with a remedy."""
+        if text in self.names or (self.accepts_references and is_reference(text)):
+            return text
+        raise UsageError(f"must be {self._rule()}", remedy=self._remedy(text))
+
+    def _rule(self) -> str:
+        listed = ", ".join(self.names)
+        if not self.accepts_references:
+            return f"one of {listed}"
+        return f"a known {self.kind} ({listed}) or {_DOTTED}" if self.names else _DOTTED
+
+    def _remedy(self, text: str) -> str:
+        module, colon, name = text.partition(":")
+        if colon and module.endswith(".py"):
+            module = module.removesuffix(".py").replace("/", ".").strip(".")
+            return f"write the module as it is imported: {readable(module)}:{readable(name)}"
+        close = difflib.get_close_matches(text[:100].lower().replace("-", "_"), self.names, n=1)
+        if close and not colon:
+            return f"did you mean {close[0]}?"
+        module, dot, name = text.rpartition(".")
+        if self.accepts_references and dot and not colon and is_reference(f"{module}:{name}"):
+            return f"did you mean {module}:{name}? (a colon before the callable)"
+        return f"write one of {', '.join(self.names)}" if self.names else f"write {_DOTTED}"
+
+
+def is_reference(text: str) -> bool:
+    """Return True if ``text`` has the form ``package.module:callable`` (``Class.method`` counts as a callable)."""
+    module, colon, name = text.partition(":")
+    dotted = [*module.split("."), *name.split(".")]
+    return bool(colon) and not module.endswith(".py") and all(part.isidentifier() for part in dotted)
+
+
+MAX_DEPTH = 50
+MAX_VALUES = 10_000  # the same limit as for the nodes of a YAML file
+
+_ONLY = "may hold text, numbers, true, false, null, lists and mappings with text keys only"
+
+
+class _Copy:
+    """Copies ``args`` and collects every problem, with paths relative to ``args``."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.count = 0
+
+    def copy(self, value: object, path: tuple[str, ...]) -> object:
+        self.count += 1
+        if self.count > MAX_VALUES:
+            return None
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, (int, float)):
+            return self._number(value, path)
+        if isinstance(value, str):
+            return self._encodable(value, path)
+        if isinstance(value, (dict, list, tuple)):
+            return self._container(value, path)
+        self._wrong(path, _ONLY, type(value).__name__, "give the name of the thing and look it up in your code")
+        return None
+
+    def _container(self, value: Mapping[object, object] | Sequence[object], path: tuple[str, ...]) -> object:
+        if len(path) > MAX_DEPTH:
+            self._wrong(path[:3], f"may nest at most {MAX_DEPTH} levels deep", "", "flatten it")
+            return None
+        if not isinstance(value, Mapping):
+            return [self.copy(item, (*path, str(index))) for index, item in enumerate(value)]
+        result: dict[str, object] = {}
+        for key, item in value.items():
+            if isinstance(key, str):
+                result[str(self._encodable(key, path))] = self.copy(item, (*path, key))
+            else:
+                self._wrong(
+                    path, "keys must be text", format_value(key), f"put quotes around it: '{format_value(key)}'"
+                )
+        return result
+
+    def _number(self, value: float, path: tuple[str, ...]) -> float | None:
+        if isinstance(value, int):
+            if abs(value) > LARGEST_INT:
+                self._wrong(path, "must fit into 64 bits", format_value(value), "write it as a float, e.g. 1e30")
+                return None
+            return int(value)
+        if math.isnan(value):
+            self._wrong(path, "must not be NaN", ".nan", "write a number, or null for none")
+            return None
+        return float(value)
+
+    def _encodable(self, text: str, path: tuple[str, ...]) -> str | None:
+        if readable(text) != text:
+            self._wrong(path, "must be valid Unicode text", format_value(text), "write the character itself")
+            return None
+        return str(text)
+
+    def _wrong(self, path: tuple[str, ...], rule: str, got: str, remedy: str) -> None:
+        self.problems.append(Problem(readable(".".join(path)), rule, got=got, remedy=remedy))
+
+
+def _plain(value: object) -> object:
+    """Return a deep copy of ``args`` with lists for tuples. Raises RecipeError (paths relative to ``args``)."""
+    if not isinstance(value, dict):
+        return value  # pydantic reports it
+    copying = _Copy()
+    result = copying.copy(value, ())
+    if copying.count > MAX_VALUES:
+        raise RecipeError(Problem("", f"may hold at most {MAX_VALUES} values", remedy="put them into a file"))
+    if copying.problems:
+        raise RecipeError(copying.problems)
+    return result
+
+
+Args = Annotated[dict[str, Any], BeforeValidator(_plain)]
 
 Count = Annotated[int, Field(gt=0, le=LARGEST_INT)]
 SampleId = Annotated[int, Field(ge=0, le=LARGEST_INT)]

@@ -107,7 +107,7 @@ class _Dumper(yaml.SafeDumper):
         tag = core_tag(value or "") if kind is ScalarNode and implicit[0] else _TAG + "str"
         return tag if tag != _TAG + "str" else str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
 
-    def ignore_aliases(self, data: object) -> bool:
+    def ignore_aliases(self, _data: object) -> bool:
         return True
 
 

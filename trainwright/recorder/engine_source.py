@@ -15,7 +15,7 @@ from trainwright.checkpoint.rng import TorchGenerators
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.step import StepResult
 from trainwright.engine.witness import Passes
-from trainwright.optim.clip import AdaptiveClip, ClipFn, GradientClip
+from trainwright.optim.clip import ClipFn, GradientClip
 from trainwright.recorder.calls import is_compiled
 from trainwright.recorder.datasets import length_of
 from trainwright.recorder.deferred import StepInputs, StepTemplate
@@ -152,9 +152,7 @@ class EngineSource:
         tell("on_multiplied", factor)
 
     def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
-        if isinstance(clip, AdaptiveClip):
-            clip = clip.frozen(parameters, total_norm)
-        by, at = (clip.by, float(clip.at)) if isinstance(clip, GradientClip) else ("custom", float("nan"))
+        by, at = (clip.by, clip.at) if isinstance(clip, GradientClip) else ("custom", float("nan"))
         tell("on_clip", by, at, list(parameters), total_norm, clip if by == "custom" else None)
 
     def end_step(self, result: StepResult) -> None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Literal
 
-from trainwright.report.axis import Axis
-from trainwright.report.svg import INK, PALETTE, TITLE, root, text
+from trainwright.report.svg import INK, PALETTE, TITLE, Axis, root, text
 
 _WIDTH, _HEIGHT = 720, 400
 # plot area, in SVG units

@@ -13,11 +13,10 @@ from trainwright.doctor.diagnose import diagnose
 from trainwright.report.examination import Examination, can_be_trained_again
 from trainwright.report.findings import exit_code, lines_of
 from trainwright.report.verdict import verdict_of
-from trainwright.runs.ending import state_of
 from trainwright.runs.findings import findings_in
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.json_values import JsonValue, strict
-from trainwright.runs.reader import LogContents, read_newest
+from trainwright.runs.reader import LogContents, read_newest, state_of
 from trainwright.runs.records import (
     FORMAT_VERSION,
     Ended,

@@ -1,15 +1,15 @@
-"""Formats a plan: the memory of a step over time, its duration, and recommended changes, as text and charts."""
+"""Formats a plan: the memory of a step over time, its duration, and recommended changes, as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 
-from trainwright.plan.call_trace import KINDS, Kind, Moment, Phase, Trace
+from trainwright.plan.call_trace import KINDS, Kind, Moment, Trace
 from trainwright.plan.devices import CUDA_CONTEXT_BYTES, FRAGMENTATION_FRACTION, Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.layout import Option
-from trainwright.report.svg import INK, TITLE, root, text
+from trainwright.plan.many_ranks import Placement, against
 
 SIGNS: Mapping[Kind, str] = {
     "weights": "W",
@@ -20,24 +20,8 @@ SIGNS: Mapping[Kind, str] = {
     "temporaries": "t",
     "inputs": "i",
 }
-COLOURS: Mapping[Kind, str] = {
-    "weights": "#1f7fd0",
-    "buffers": "#0f8a94",
-    "optimizer": "#9a5fd6",
-    "gradients": "#cf5f1a",
-    "activations": "#1f8f4e",
-    "temporaries": "#d0455f",
-    "inputs": "#767676",
-}
 OUTSIDE_MODULES = "the loss or the model's own code"
 """The name of work that happens in no submodule of the model."""
-MIN_PASS_WIDTH = 0.1
-"""The minimum width of a pass in a chart, as a fraction of the chart's width."""
-_WIDTH, _HEIGHT = 860, 430
-_LEFT = 70
-_RIGHT = 700
-_TOP = 44
-_BOTTOM = 370
 
 
 def layout_lines(option: Option, device: Device, title: str) -> list[str]:
@@ -199,107 +183,59 @@ def _bar(moment: Moment, scale: float) -> str:
     return bar
 
 
-def timeline_svg(trace: Trace, device: Device, title: str, pass_s: Mapping[Phase, float]) -> str:
-    """Return the step from left to right with memory stacked by kind, as one self-contained <svg> element.
-
-    The width of a pass is its fraction of the time, and at least ``MIN_PASS_WIDTH``; ``pass_s`` are the seconds of one
-    pass of each phase. Within a pass all operators have equal width.
-    """
-    moments = stretches(trace.moments, _RIGHT - _LEFT)
-    edges = _edges(moments, pass_s)
-    most = max(trace.peak.total * 1.05, min(device.usable_bytes * 1.05, trace.peak.total * 2), 1)
-    parts = [
-        root(_WIDTH, _HEIGHT, title),
-        text(_LEFT, 20, title, TITLE),
-        *_areas(moments, edges, most),
-        *_scale(most),
-        *_passes(moments, edges),
-        *_parts(moments, edges),
-        *_limit(device, most),
-        *_legend(trace),
+def placement_lines(placed: Placement, device: Device, title: str) -> list[str]:
+    """Return one layout as text: its degrees, whether it fits, and the step time."""
+    usable, peak = device.usable_bytes, placed.peak_bytes
+    verdict = f"fits, {human_bytes(usable - peak)} to spare" if placed.fits else "does NOT fit"
+    shape = f"{placed.micro} x {placed.accumulation} (micro-batch x accumulation), checkpointing {placed.policy}"
+    parts = [f"computes {placed.busy_s / placed.step_s:.0%}", f"waits for exchanges {_share(placed.exposed_s, placed)}"]
+    parts += [f"for other stages {_share(placed.bubble_s, placed)}"] if placed.bubble_s else []
+    zero = f", zero {placed.zero}" if placed.degrees.shard > 1 else ""
+    return [
+        f"{title:<11} {placed.degrees}{zero}, {shape}",
+        f"  peak      {human_bytes(peak)} a rank of {human_bytes(usable)} usable: {verdict}",
+        f"  step      {human_seconds(placed.step_s)} by the roofline ({', '.join(parts)}), MFU {placed.mfu:.0%}",
     ]
-    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _edges(moments: Sequence[Moment], pass_s: Mapping[Phase, float]) -> list[float]:
-    """Return the x of the left edge of each moment, and of the right edge of the last."""
-    passes = [list(group) for _, group in groupby(moments, key=_pass)]
-    seconds = {**pass_s, "backward": pass_s.get("backward", 0.0) + pass_s.get("checkpointing", 0.0)}
-    times = [seconds.get(_pass(each[0]), 0.0) for each in passes]  # type: ignore[call-overload]
-    wide = [max(time / (sum(times) or 1.0), MIN_PASS_WIDTH) for time in times]
-    edges = [float(_LEFT)]
-    for each, share in zip(passes, wide, strict=True):
-        step = (_RIGHT - _LEFT) * share / sum(wide) / len(each)
-        edges += [edges[-1] + step * number for number in range(1, len(each) + 1)]
-    return edges
+def memory_by_stage(placed: Placement) -> list[str]:
+    """Return the memory at the peak by kind, and by pipeline stage if there are several."""
+    held = ", ".join(f"{kind} {human_bytes(placed.held[kind])}" for kind in KINDS if placed.held.get(kind))
+    lines = [f"at the peak a rank holds {held}"]
+    if len(placed.stage_bytes) > 1:
+        lines.append("by stage    " + ", ".join(map(human_bytes, placed.stage_bytes)))
+    return lines
 
 
-def _areas(moments: Sequence[Moment], edges: Sequence[float], most: float) -> Iterator[str]:
-    """Yield one polygon for each kind, stacked from the bottom up."""
-    below = [0] * len(moments)
-    for kind in SIGNS:
-        above = [low + moment.held.get(kind, 0) for low, moment in zip(below, moments, strict=True)]
-        if above != below:
-            there = list(_steps(above, edges, most))
-            back = list(_steps(below, edges, most))[::-1]
-            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*there, *back])
-            yield f'<polygon points="{points}" fill="{COLOURS[kind]}" fill-opacity="0.85"/>'
-        below = above
+def traffic_lines(placed: Placement) -> list[str]:
+    """Return a row for each kind of exchange."""
+    if not placed.traffic:
+        return ["exchanges   none"]
+    total = sum(each.num_bytes for each in placed.traffic)
+    hidden = placed.exchange_s - placed.exposed_s
+    taken, behind = human_seconds(placed.exchange_s), human_seconds(max(0.0, hidden))
+    lines = [f"exchanges   {human_bytes(total)} of whole tensors a step, {taken}, {behind} of it while a rank computes"]
+    for each in placed.traffic:
+        how = "overlaps" if each.hides else "waits"
+        lines.append(
+            f"  {each.axis:<10} {each.collective:<15} {each.what:<12} {each.pass_:<9} {each.calls:>7,} calls "
+            f"{human_bytes(each.num_bytes):>9} {human_seconds(each.wait_s):>9}  {how}"
+        )
+    return lines
 
 
-def _steps(heights: Sequence[int], edges: Sequence[float], most: float) -> Iterator[tuple[float, float]]:
-    for height, (left, right) in zip(heights, pairwise(edges), strict=True):
-        y = _BOTTOM - height / most * (_BOTTOM - _TOP)
-        yield left, y
-        yield right, y
+def runner_up_lines(options: Sequence[Placement], best: Placement) -> list[str]:
+    """Return the cost of other layouts."""
+    rows = [f"  {human_seconds(each.step_s):>9}  {each}: {against(each, best)}" for each in options]
+    return ["others", *rows] if rows else []
 
 
-def _scale(most: float) -> Iterator[str]:
-    for quarter in range(5):
-        y = _BOTTOM - quarter / 4 * (_BOTTOM - _TOP)
-        yield f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_RIGHT}" y2="{y:.1f}" stroke="{INK}" stroke-opacity="0.3"/>'
-        yield text(_LEFT - 6, y + 4, human_bytes(most * quarter / 4), 'text-anchor="end"')
+def machine_line(device: Device) -> str:
+    """Return the links of a machine."""
+    node = device.node
+    link, network = f"{node.link / 1e9:g} GB/s", f"{node.network / 1e9:g} GB/s"
+    return f"  machine   {node.ranks} ranks, {link} from one to another, {network} from it to other machines"
 
 
-def _passes(moments: Sequence[Moment], edges: Sequence[float]) -> Iterator[str]:
-    """Yield the name of each pass, and a line at its start."""
-    at = 0
-    for name, group in groupby(moments, key=_pass):
-        x, at = edges[at], at + len(list(group))
-        yield f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_BOTTOM + 6}" stroke="{INK}" stroke-opacity="0.6"/>'
-        if edges[at] - x > 50:
-            yield text(x + 4, _BOTTOM + 18, name)
-
-
-def _parts(moments: Sequence[Moment], edges: Sequence[float]) -> Iterator[str]:
-    """Yield a second line below the passes: their micro-batches."""
-    at = 0
-    for words, group in groupby(_part(moment, moments) for moment in moments):
-        x, at = edges[at], at + len(list(group))
-        if words and edges[at] - x > 120:
-            yield text(x + 4, _BOTTOM + 36, words)
-
-
-def _limit(device: Device, most: float) -> Iterator[str]:
-    if device.usable_bytes > most:
-        return
-    y = _BOTTOM - device.usable_bytes / most * (_BOTTOM - _TOP)
-    yield (
-        f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_RIGHT}" y2="{y:.1f}" stroke="{INK}" stroke-width="2" '
-        'stroke-dasharray="6 4"/>'
-    )
-    yield (
-        f'<line x1="{_RIGHT + 8}" y1="{_TOP + 11}" x2="{_RIGHT + 22}" y2="{_TOP + 11}" stroke="{INK}" stroke-width="2" '
-        'stroke-dasharray="6 2"/>'
-    )
-    yield text(_RIGHT + 26, _TOP + 15, f"usable {human_bytes(device.usable_bytes)}")
-
-
-def _legend(trace: Trace) -> Iterator[str]:
-    """Yield the kinds with their bytes at the peak, from the top down as they are drawn."""
-    shown = [kind for kind in SIGNS if any(moment.held.get(kind) for moment in trace.moments)]
-    yield text(_RIGHT + 8, _BOTTOM + 18, "width: time", 'font-size="10"')
-    for row, kind in enumerate(reversed(shown)):
-        y = _TOP + 40 + 20 * row
-        yield f'<rect x="{_RIGHT + 8}" y="{y - 10}" width="12" height="12" fill="{COLOURS[kind]}"/>'
-        yield text(_RIGHT + 26, y, f"{kind} {human_bytes(trace.peak.held.get(kind, 0))}")
+def _share(seconds: float, placed: Placement) -> str:
+    return f"{seconds / placed.step_s:.0%}"

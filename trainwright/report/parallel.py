@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainwright.report.axis import Axis
-from trainwright.report.svg import INK, TITLE, root, text
+from trainwright.report.svg import INK, TITLE, Axis, root, text
 
 _APART = 170
 _TOP = 60

@@ -9,13 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from trainwright.report.verdict import evaluations_in, verdict_of
-from trainwright.runs.ending import state_of
-from trainwright.runs.figures import figure
 from trainwright.runs.files import reason_of
 from trainwright.runs.folder import RunFolder, runs_in
 from trainwright.runs.json_values import strict
-from trainwright.runs.printing import in_columns
-from trainwright.runs.reader import read_begin_s, read_end
+from trainwright.runs.printing import figure, in_columns
+from trainwright.runs.reader import read_begin_s, read_end, state_of
 from trainwright.runs.records import Ended, RunVerdict, Step, Watched
 
 

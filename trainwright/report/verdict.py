@@ -14,11 +14,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from trainwright.doctor.trend import slope_in_errors
-from trainwright.runs.ending import KILLED, RUNNING, UNKNOWN, state_of
-from trainwright.runs.figures import figure
 from trainwright.runs.findings import Severity, findings_in
 from trainwright.runs.folder import RunFolder
-from trainwright.runs.reader import read_course, read_end
+from trainwright.runs.printing import figure
+from trainwright.runs.reader import KILLED, RUNNING, UNKNOWN, read_course, read_end, state_of
 from trainwright.runs.records import (
     Ended,
     Evaluated,
@@ -84,7 +83,7 @@ class VerdictFacts:
     """The inputs of a verdict.
 
     Args:
-        state: The state of the run (``runs/ending.py``).
+        state: The state of the run (``runs/reader.py``).
         reason: The reason why it ended.
         step: Completed steps, of ``planned_steps``.
         losses: Training losses by step. In a long run they may be means over spans of steps.

@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
+import re
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.errors import UsageError
+from trainwright.runs.files import UnreadableFile, read_text
 from trainwright.runs.json_values import strict
 from trainwright.runs.storage import make_subfolder, storage_error, write_atomically
 
@@ -159,3 +162,28 @@ def _similar_runs(path: Path) -> list[Path]:
 def _newest(root: Path) -> list[Path]:
     """Return the three runs in a folder that were written last."""
     return sorted(runs_in(root), key=_written_ns, reverse=True)[:3]
+
+
+NAME = "run-id"
+
+
+def identity_of(folder: RunFolder) -> str:
+    """Return the identity of a run; "" if it has none, or its file cannot be read."""
+    try:
+        text = read_text(folder.path / NAME).strip()
+    except UnreadableFile:
+        return ""
+    return text if re.fullmatch("[0-9a-f]{16}", text) else ""
+
+
+def ensure_identity(folder: RunFolder) -> str:
+    """Return the identity of a run, creating it if it has none. Raises StorageError."""
+    identity = identity_of(folder) or secrets.token_hex(8)
+    write_identity(folder, identity)
+    return identity
+
+
+def write_identity(folder: RunFolder, identity: str) -> None:
+    """Write the identity of a run unless its folder has it. Raises StorageError."""
+    if identity_of(folder) != identity:
+        folder.write_text(NAME, f"{identity}\n")

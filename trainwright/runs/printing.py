@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -23,3 +24,11 @@ def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows of cells as lines, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def figure(value: float) -> str:
+    """Return a loss with four significant digits, such as `2.912`, `0.01234` and `1.234e-05`."""
+    if not math.isfinite(value):
+        return "not finite"
+    text = f"{value:#.4g}"
+    return text.removesuffix(".")

@@ -24,8 +24,8 @@ from trainwright.optim.user_optimizers import makes_own_groups, takes_first
 from trainwright.plan.trace.blueprint import fake_copy
 from trainwright.plan.trace.fake_tensors import UNTRACEABLE, fake_batch, fake_tensors
 from trainwright.recipe import from_mapping
+from trainwright.recipe.outline import path_of_key
 from trainwright.recipe.resolve import LIVE
-from trainwright.recipe.suggest import path_of_key
 from trainwright.training.custom_objects import named_metrics
 
 if TYPE_CHECKING:

@@ -11,15 +11,14 @@ from torch.optim import Optimizer
 
 from trainwright.assembly.assemble import Parts, at_recipe, build_schedule, build_state
 from trainwright.checkpoint.chained_optimizer import parts_of
-from trainwright.checkpoint.moments import parameter_names
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.metrics import NO_METRICS, MetricSet, metric_set
 from trainwright.engine.named_metrics import LossPerplexity, metric_args_of_loss
 from trainwright.engine.observer import Observer, as_observer
 from trainwright.errors import Problem, RecipeError, UsageError
-from trainwright.optim.clip import AdaptiveClip, ClipFn, make_clip
+from trainwright.optim.clip import ClipFn, make_clip
+from trainwright.optim.schedule import SwaSchedule
 from trainwright.optim.stepped_schedule import ScheduleFn, SteppedSchedule
-from trainwright.optim.swa_schedule import SwaSchedule
 from trainwright.optim.user_optimizers import not_trained
 from trainwright.plan.make import Note, Plan
 from trainwright.recipe import METRICS, OBSERVERS, OPTIMIZERS, Loaded, Part, Recipe, Row, require_unmasked
@@ -56,19 +55,8 @@ def build_live(parts: Parts, loaded: Loaded, plan: Plan) -> Live:
     swa = loaded.recipe.model.swa
     if plan.swa is not None and swa is not None and swa.lr is not None:
         schedule = state.stateful["swa"] = SwaSchedule(schedule, state.optimizer, plan.swa, swa.lr, swa.anneal_by)
-    clip = build_clip(loaded.recipe, state)
-    if isinstance(clip, AdaptiveClip):
-        state.stateful["clip"] = clip
+    clip = make_clip(loaded.recipe.optimizer.clip.by, loaded.recipe.optimizer.clip.at)
     return Live(state, schedule, _make_observers(parts, loaded, state), plan, metrics, train_metrics, clip)
-
-
-def build_clip(recipe: Recipe, state: TrainState) -> ClipFn:
-    """Return the gradient clipping of a recipe, with statistics that start from zero."""
-    ask, optimizer = recipe.optimizer.clip, state.optimizer
-    stated = {name: value for name in ("z", "ratio", "decay", "warmup") if (value := getattr(ask, name)) is not None}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    named = zip(parameter_names(state.model, optimizer), parameters, strict=True)
-    return make_clip(ask.by, ask.at, parameters=named, **stated)
 
 
 def named_metrics(loaded: Loaded, loss: object) -> dict[str, object]:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from trainwright.engine.manual_step import OwnStep
     from trainwright.engine.observer import Observer, Stop
     from trainwright.engine.step import StepResult
-    from trainwright.recipe.override import Setting
+    from trainwright.recipe.load import Setting
 
 OptimizerLike: TypeAlias = Optimizer | Sequence[Optimizer] | Callable[..., Optimizer | Sequence[Optimizer]]
 ScheduleLike: TypeAlias = (

@@ -14,8 +14,8 @@ from trainwright.checkpoint.optimizer_modes import names_with_modes, with_modes
 from trainwright.data.ready_batches import ReadyBatches
 from trainwright.engine.chunked import logits_bytes
 from trainwright.engine.head import head_of, hf_head_of
+from trainwright.optim.schedule import SwaSchedule
 from trainwright.optim.stepped_schedule import SteppedSchedule
-from trainwright.optim.swa_schedule import SwaSchedule
 from trainwright.optim.user_optimizers import makes_own_groups
 from trainwright.plan.explain import human_bytes
 from trainwright.plan.header import Origin, RunHeader, Setting, origins_in
@@ -131,9 +131,8 @@ class _Header:
         ask = self.job.recipe.optimizer.clip
         if self.job.parts.custom.advance is not None:
             return Setting("clip", "done by the custom step", "asked")
-        shown = ask.by if ask.by in ("none", "zclip") else f"{ask.by} at {ask.at:g}"
-        options = [f"{name} {value:g}" for name in ("z", "ratio", "decay", "warmup") if (value := getattr(ask, name))]
-        return self._setting("clip", ", ".join([shown, *options]), "optimizer.clip")
+        shown = ask.by if ask.by == "none" else f"{ask.by} at {ask.at:g}"
+        return self._setting("clip", shown, "optimizer.clip")
 
     def _precision(self) -> Setting:
         ask, job = self.job.recipe.precision, self.job

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from trainwright.assembly.assemble import (
     Parts,
@@ -49,10 +50,10 @@ from trainwright.distributed.group import from_first_rank
 from trainwright.distributed.memory import adapt_to_limits, free_bytes, retain_blocks, rlimits
 from trainwright.engine.dry_run import Mode, time_evaluation
 from trainwright.engine.guard import MAX_COPIED_TABLE_BYTES
+from trainwright.engine.loop import ByTheClock, Until, for_seconds, for_steps
 from trainwright.engine.manual_step import make_own_step
 from trainwright.engine.metrics import OutputKeeper
 from trainwright.engine.precision import MatmulMode, Precision, PrecisionName
-from trainwright.engine.run_length import ByTheClock, Until, for_seconds, for_steps
 from trainwright.engine.spikes import NO_SPIKES, SpikeGuard, SpikeHandler
 from trainwright.engine.stage_passes import PipelineStages, StagedPasses
 from trainwright.engine.step import Probe, StepFn, make_step
@@ -60,7 +61,7 @@ from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import DataError, UsageError
 from trainwright.finetune.isolation import require_isolated
 from trainwright.finetune.reference import fill
-from trainwright.monitoring.sinks.factories import sink_factories
+from trainwright.monitoring.sinks import sink_factories
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import EXAMINATIONS
 from trainwright.plan.machine import Machine, read_machine
@@ -90,7 +91,6 @@ from trainwright.training.first_batch import time_workers, try_batch
 from trainwright.training.header import run_header
 from trainwright.training.layout import PIPELINE_WITHOUT_DRY_RUN, keep_compression, lay_out, rank_layout, tensor_share
 from trainwright.training.problems import all_problems_reported
-from trainwright.training.rank_agreement import copy_first_weights, require_same_data
 from trainwright.training.resume import Earlier, doubled_length
 from trainwright.training.run_metadata import describe_origin, notes_of_data
 from trainwright.training.supervision import audit_parts, require_supervised
@@ -344,7 +344,7 @@ def prepare(
     earlier: Earlier | None = None,
     world: World = SOLO,
     launch: Launch = ALONE,
-    say: Say = lambda line: None,
+    say: Say = lambda _line: None,
 ) -> Job:
     """Build and plan a run and do a dry run. Nothing is trained, and the random generators are unchanged.
 
@@ -523,7 +523,7 @@ def try_out(
     supervision = audit_parts(made.parts, opened.data.first, left_out) if world.rank == 0 else ()
     if world.size == 1:  # the first batch of one rank says nothing about the others
         require_supervised(supervision)
-    packing = _packing_notes(loaded, made, opened.data.first, divided)
+    packing = _packing_notes(loaded, made, opened.data.first)
     notes = (*made.live.plan.notes, *notes_of_data(made.provenance, opened.resumed), *packing)
     job = Job(
         loaded,
@@ -556,7 +556,7 @@ def try_out(
     return replace(agreed, plan=replace(agreed.plan, header=header, predicted=predicted))
 
 
-def _packing_notes(loaded: Loaded, made: MadeRun, first: StepBatch, divided: Divided) -> Iterator[Note]:
+def _packing_notes(loaded: Loaded, made: MadeRun, first: StepBatch) -> Iterator[Note]:
     """Yield a note on packed samples. Raises RecipeError if samples of the first batch see each other."""
     packing, degrees = loaded.recipe.data.packing, made.live.plan.degrees
     if packing.by == "none":
@@ -840,3 +840,51 @@ def _examination_seconds(plan: Plan, job: Job) -> dict[str, float]:
     if not is_watched(job) or not training_s or job.recipe.log.examine == "all":
         return {}
     return {EXAMINATIONS: predicted_from_start_s(training_s * (1 - until_of(plan)(job.state)))}
+
+
+def copy_first_weights(model: nn.Module, loss: object, world: World) -> None:
+    """Copy weights and buffers of the first rank to all ranks, including those of a ``loss`` that is a module.
+
+    Raises UsageError if the model synchronizes ranks itself (DistributedDataParallel, SyncBatchNorm).
+    """
+    if world.size == 1:
+        return
+    _require_no_exchange(model)
+    roots = [model, *([loss] if isinstance(loss, nn.Module) else [])]
+    weights = [each for root in roots for each in root.parameters()]
+    buffers = [each for root in roots for each in root.buffers() if each.is_contiguous()]  # skips expanded tensors
+    world.copy_first_([*weights, *buffers])
+
+
+def require_same_data(world: World, data: Mapping[str, str]) -> None:
+    """Raise DataError if the data fingerprints in ``data`` differ between ranks."""
+    _require_same(world.collect(dict(data)))
+
+
+def _require_no_exchange(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            raise UsageError(
+                "the model is wrapped in DistributedDataParallel, and gradients would be summed twice",
+                remedy="pass the module itself: Trainwright synchronizes the ranks",
+            )
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UsageError(
+                "the model has SyncBatchNorm, which exchanges statistics in each forward pass, even in the dry run "
+                "that the first rank does alone",
+                remedy="use BatchNorm in the model and set parallel.sync_batchnorm: true, which exchanges statistics "
+                "in training steps only",
+            )
+
+
+def _require_same(prints: list[dict[str, str]]) -> None:
+    """Compare fingerprints of the same kind only: not that of a partly read dataset with that of a full one."""
+    for name, first in prints[0].items():
+        for rank, other in enumerate(prints):
+            theirs = other.get(name, "")
+            if theirs != first and theirs.partition("(")[2] == first.partition("(")[2]:
+                raise DataError(
+                    f"rank {rank} has different data in data.{name} than rank 0: an index gives another sample",
+                    remedy="build the same dataset on every rank (a fixed seed for random splits, sorted file names); "
+                    "Trainwright distributes the samples over the ranks",
+                )

@@ -24,23 +24,20 @@ from trainwright.data.ready_batches import ReadyBatches
 from trainwright.distributed import RankMesh, World
 from trainwright.distributed.group import Ranks
 from trainwright.distributed.split_plan import SplitPlan, model_shape, split_plan
-from trainwright.engine.compressed import GradientSum, PowerSgd, sum_in_bf16, sum_whole
 from trainwright.engine.evaluate import evaluating
-from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn
+from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn, loss_of_part
 from trainwright.engine.oom_report import is_out_of_memory
-from trainwright.engine.rank_layout import RankLayout
-from trainwright.engine.sequence_part import loss_of_part
+from trainwright.engine.rank_layout import GradientSum, PowerSgd, RankLayout, sum_in_bf16, sum_whole
 from trainwright.engine.stage_passes import PipelineStages, StagedPasses, inputs_of
 from trainwright.engine.synced_norms import LOCAL_STATISTICS, SyncedNorms
 from trainwright.errors import OutOfMemoryError, TrainwrightError, UsageError, text_of
 from trainwright.models.gpt import TENSOR_PLAN
-from trainwright.plan.degrees import Degrees
 from trainwright.plan.make import Note
-from trainwright.plan.parallel import solve_layout
+from trainwright.plan.parallel import Degrees, solve_layout
 from trainwright.plan.splits import require_fitting
 from trainwright.recipe import Loaded
-from trainwright.recipe.parallel import Parallel
 from trainwright.recipe.resolve import is_live
+from trainwright.recipe.schema import Parallel
 from trainwright.training.custom_step import require_custom_step_fits
 
 POWERSGD = "powersgd"
@@ -253,7 +250,7 @@ def evaluation_loss(
     if stages is None:
         return loss
 
-    def through_stages(model: nn.Module, batch: Batch) -> Loss:
+    def through_stages(_model: nn.Module, batch: Batch) -> Loss:
         return stages.evaluate(batch, loss_fn)
 
     return through_stages

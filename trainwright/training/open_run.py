@@ -3,47 +3,72 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
+
+from trainwright.assembly.assemble import build_loading, validation_sets
+from trainwright.assembly.retain_grad import retained_modules
 from trainwright.checkpoint.average import Swa
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.shards import is_divided
 from trainwright.checkpoint.store import Retention
 from trainwright.checkpoint.train_state import TrainState
+from trainwright.data.loading import EvaluationBatches
+from trainwright.data.ready_batches import ReadyBatches
+from trainwright.data.unwrap import Unwrapped
 from trainwright.distributed import Launch, World
 from trainwright.engine.average_norms import measure_norms_of
-from trainwright.engine.loop import Outcome
+from trainwright.engine.evaluate import EvaluationResult
+from trainwright.engine.loop import NEVER, ByTheClock, Outcome, Saver, Until
+from trainwright.engine.loss import measures_progress, takes_model
 from trainwright.engine.observer import Observer
-from trainwright.engine.periodic import NEVER, Saver
-from trainwright.engine.run_length import Until
-from trainwright.engine.step import StepFn
+from trainwright.engine.step import StepFn, StepResult
 from trainwright.engine.witness import SILENT
-from trainwright.monitoring.alerts.setup import alerting
-from trainwright.monitoring.evaluation import PeriodicEvaluation
-from trainwright.monitoring.heartbeat import Heartbeat
-from trainwright.monitoring.layer_stats import LayerObserver
-from trainwright.monitoring.log_window import LogWindow, NotLogging
+from trainwright.monitoring.alerts.watch import alerting
+from trainwright.monitoring.cadence import Every
+from trainwright.monitoring.evaluation import EvaluationListener, PeriodicEvaluation, ValidationSet
+from trainwright.monitoring.layer_stats import (
+    LayerLog,
+    LayerObserver,
+    LayerStats,
+    OutputGradObserver,
+    OutputGradStats,
+    scalars_of,
+)
 from trainwright.monitoring.logbook import Logbook
 from trainwright.monitoring.progress import Progress
-from trainwright.monitoring.remaining import EndTime, TimeSpent
+from trainwright.monitoring.remaining import EndTime, Measured, TimeSpent
 from trainwright.monitoring.saving import MIN_FRACTION_SAVE_INTERVAL_S, SavePolicy, Saving, SavingTogether
 from trainwright.monitoring.signals import Signals
-from trainwright.monitoring.sinks.factories import sink_factories
+from trainwright.monitoring.sinks import sink_factories
+from trainwright.monitoring.step_log import LogWindow, NotLogging, StepLog
+from trainwright.optim.clip import summed_over_parts
+from trainwright.optim.stepped_schedule import SteppedSchedule
+from trainwright.plan.duration import Interval
 from trainwright.plan.explain import describe_corrected_end
+from trainwright.plan.run_time import EvaluationCost, ReadingPace, predicted_seconds, training_time_s
+from trainwright.recipe.catalog import LOSSES
+from trainwright.recorder.engine_source import EngineLoader, ReportedBatches
+from trainwright.report.pages.log import IncrementalLog
+from trainwright.report.verdict import VerdictFacts, evaluations_in, judge
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.lock import NoLock, RunLock
-from trainwright.runs.records import Ended, Found, Record, RunVerdict
-from trainwright.training.evaluation import every, periodic_evaluation
-from trainwright.training.job import Job, is_watched, make_advance, spike_handler, until_of, until_of_job
-from trainwright.training.layers import layer_observers
+from trainwright.runs.records import Ended, Evaluated, Found, Layers, Logged, OutputGrads, Record, RunVerdict
+from trainwright.training.job import ENDING_S, Job, is_watched, make_advance, spike_handler, until_of, until_of_job
+from trainwright.training.layout import evaluation_loss
 from trainwright.training.resume import resume_command
 from trainwright.training.run_metadata import folder_guard, run_metadata
-from trainwright.training.time_left import seconds_left
-from trainwright.training.verdict import verdict_on
 from trainwright.version import __version__
+from trainwright.watching.budget import predicted_end_s, predicted_s
 from trainwright.watching.engine import EngineObserver
 from trainwright.watching.ranks_observer import RanksObserver
 
@@ -264,8 +289,8 @@ def _instrumented(job: Job, doctor: EngineObserver | RanksObserver | None, logbo
 def make_doctor(
     job: Job,
     folder: RunFolder,
-    write: Callable[[Record], None] = lambda record: None,
-    say: Callable[[str], None] = lambda line: None,
+    write: Callable[[Record], None] = lambda _record: None,
+    say: Callable[[str], None] = lambda _line: None,
 ) -> EngineObserver | RanksObserver | None:
     """Return the doctor of this rank, which replays steps or, with several ranks, compares them; None without one.
 
@@ -354,7 +379,7 @@ def _checkpoint_note(job: Job, folder: RunFolder, saving: Saving) -> Iterator[No
         raise
 
 
-def measure_norms(job: Job, say: Callable[[str], None] = lambda line: None) -> None:
+def measure_norms(job: Job, say: Callable[[str], None] = lambda _line: None) -> None:
     """Measure the BatchNorm statistics of the SWA average on the training batches that would come next."""
     average, ask = job.state.ema, job.recipe.model.swa
     if ask is None or not isinstance(average, Swa) or not average.num_updates or average.is_complete:
@@ -370,3 +395,250 @@ def measure_norms(job: Job, say: Callable[[str], None] = lambda line: None) -> N
 def is_saved(newest: Path | None, step: int) -> bool:
     """Return True if the newest checkpoint is that of this step."""
     return newest is not None and newest.name == f"step-{step:08d}"
+
+
+def periodic_evaluation(
+    job: Job, listeners: Sequence[EvaluationListener] = (), *, is_reported: bool = False
+) -> PeriodicEvaluation | None:
+    """Return the evaluation that the plan schedules; None without a validation set.
+
+    With ``is_reported``, the recorder receives the batches as if they came from a DataLoader.
+    """
+    world = job.mesh.data
+    loading = build_loading(job.parts, job.recipe, job.plan, job.device, world=world)
+    rows = job.recipe.evaluation.batch or loading.micro_size
+    whole_sets = validation_sets(job.parts, job.recipe.evaluation, loading)
+    sets = {name: _in_course(job, whole) for name, whole in whole_sets.items()}
+    if not sets:
+        return None
+    if is_reported:
+        sets = {name: _reported(each, job.parts.val_sets[name]) for name, each in sets.items()}
+    return PeriodicEvaluation(
+        sets,
+        evaluation_loss(job.parts.loss, job.mesh, job.staged(rows)),
+        every(job.plan.cadence.evaluate_every, job.state),
+        precision=job.precision,
+        listeners=[*listeners, *_schedules(job)],
+        world=job.mesh.sums,
+        metrics=job.built.metrics,
+    )
+
+
+def _in_course(job: Job, whole: EvaluationBatches) -> ValidationSet:
+    count = job.plan.cadence.evaluate_batches
+    part = whole.part(count) if count and not job.recipe.evaluation.batches else whole
+    return ValidationSet(part, whole if job.plan.cadence.evaluates_whole else part, count)
+
+
+def _reported(each: ValidationSet, source: Unwrapped | None) -> ValidationSet:
+    """Wrap both batch sequences of a validation set in one loader object."""
+    loader = EngineLoader(None if source is None else source.origin)
+    return ValidationSet(ReportedBatches(loader, each.in_course), ReportedBatches(loader, each.at_end), each.count)
+
+
+def _schedules(job: Job) -> Iterator[EvaluationListener]:
+    if isinstance(job.built.schedule, SteppedSchedule) and job.built.schedule.needs_evaluation:
+        yield _ByMetric(job.built.schedule, job.recipe.checkpoint.best or "loss", job.plan.cadence.evaluate_batches)
+
+
+class _ByMetric(NamedTuple):
+    """Reports a validation metric to a schedule, from evaluations over ``batches`` batches only.
+
+    An evaluation of the full set at the end of a run has another number of batches and is ignored.
+    """
+
+    schedule: SteppedSchedule
+    metric: str
+    batches: int
+
+    def evaluated(self, step: int, seen: EvaluationResult) -> None:
+        if seen.batches == self.batches:
+            self.schedule.evaluated(step, seen.figure(self.metric))
+
+
+def every(interval: Interval, since: TrainState) -> Every:
+    return Every(steps=interval.steps, seconds=interval.seconds, fraction=interval.fraction, since=since)
+
+
+def seconds_left(job: Job, measured: Measured, state: TrainState, until: Until, save_s: float | None) -> float:
+    """Return the seconds until the command ends, extrapolated from measurements of this run.
+
+    ``save_s`` is the duration of the last save, since another one follows at the end. None: no save yet.
+    """
+    if isinstance(until, ByTheClock):
+        return until.left_s
+    plan = replace(job.plan, predicted=replace(job.plan.predicted, step_s=max(measured.step_s, 1e-9)))
+    left = predicted_seconds(plan, _evaluation_cost(job, measured), used=until_of(plan)(state))
+    steps_left = left["training"] / max(measured.step_s, 1e-9)
+    beside_s = steps_left * measured.beside_s + (ENDING_S if save_s is None else save_s)
+    examinations_s = _examinations_s(job, measured, steps_left) if is_watched(job) else 0.0
+    return sum(left.values()) + beside_s + examinations_s
+
+
+def _evaluation_cost(job: Job, measured: Measured) -> EvaluationCost | None:
+    """Return the cost measured in this run; before its first evaluation that of the dry run."""
+    cost, seconds = job.measured.evaluation_cost, measured.evaluation_s
+    if seconds is None:
+        return cost
+    batches = None if cost is None else cost.batches
+    return EvaluationCost(seconds / (job.plan.cadence.evaluate_batches or batches or 1), batches or 1)
+
+
+def _examinations_s(job: Job, measured: Measured, steps_left: float) -> float:
+    """Return the seconds for the remaining examinations, within the budget of the full run."""
+    total_s = training_time_s(replace(job.plan, predicted=replace(job.plan.predicted, step_s=measured.step_s))) or 0.0
+    end_s = predicted_end_s(total_s)
+    left_s = max(0.0, predicted_s(total_s) - measured.examined_s)
+    return min(left_s, end_s + steps_left * measured.examination_s)
+
+
+MIN_WAIT_FRACTION = 0.3
+"""Fraction of the time above which waiting for data is mentioned."""
+MIN_WAIT_S = 1e-3
+"""Mean wait above which waiting for data is mentioned. A worker needs about this time to pass a batch."""
+
+
+def verdict_on(
+    job: Job, folder: RunFolder, ended: Ended, log: StepLog, *, findings: Sequence[Found], examined: bool, saved: bool
+) -> RunVerdict:
+    """Return the verdict on a run from its full log, including earlier processes."""
+    course = IncrementalLog(folder.log)
+    course.advance()
+    return judge(
+        VerdictFacts(
+            state=ended.ending,
+            reason=ended.reason,
+            step=ended.step,
+            planned_steps=job.plan.extent.steps,
+            losses=course.losses,
+            is_one_objective=_is_one_objective(job),
+            chance=job.plan.predicted.expected_loss,
+            evaluations=evaluations_in(course.notes(Evaluated, Logged)),
+            findings=findings,
+            skipped=ended.skipped,
+            examined=examined,
+            saved=saved,
+            troubles=tuple(_troubles(job, log)),
+            references=job.marks,
+        )
+    )
+
+
+def _is_one_objective(job: Job) -> bool:
+    """Return True if the training loss compares model outputs with fixed samples.
+
+    A custom step may train several models against each other. A stream may be generated by the model, and a loss that
+    receives the model may generate data too, such as episodes of a policy.
+    """
+    is_stream = isinstance(job.parts.train.dataset, IterableDataset | ReadyBatches)
+    has_targets = job.recipe.loss.use in LOSSES or not takes_model(job.parts.loss)
+    return job.parts.custom.advance is None and not is_stream and has_targets and measures_progress(job.parts.loss)
+
+
+def _troubles(job: Job, log: StepLog) -> Iterator[str]:
+    if log.wait_share > MIN_WAIT_FRACTION and log.wait_s > MIN_WAIT_S:
+        yield f"{log.wait_share:.0%} of the time went into waiting for data ({_reads_faster(job, log)})"
+
+
+def _reads_faster(job: Job, log: StepLog) -> str:
+    """Return advice on waiting for data, from measurements of this run."""
+    if isinstance(job.parts.train.dataset, ReadyBatches):
+        return "time a loop over the loader alone, with num_workers=0 and with more"
+    return ReadingPace(job.recipe.data.workers, log.wait_s, log.read_s).advice()
+
+
+class CustomStepLayers(LayerObserver):
+    """Records statistics by layer for a custom step, which calls the optimizers itself in any order.
+
+    Parameters of an optimizer that computes gradients in ``step(closure)``, such as LBFGS, are not measured: they have
+    no gradients before the update.
+    """
+
+    def __init__(self, log: LayerLog[Layers], state: TrainState) -> None:
+        super().__init__(log)
+        self._state = state
+        self._handles = [each.register_step_pre_hook(self._before) for each in parts_of(state.optimizer)]
+
+    def _before(self, optimizer: Optimizer, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        if not any(map(callable, (*args, *kwargs.values()))):
+            self._log.before_update(self._state.step + 1, optimizer)
+
+    def close(self) -> None:
+        for each in self._handles:
+            each.remove()
+        super().close()
+
+
+def layer_observers(job: Job, logbook: Logbook | None = None) -> Iterator[LayerObserver]:
+    """Yield the observers of statistics by layer and of output gradients by module.
+
+    ``logbook`` is None on a rank that writes nothing.
+    """
+    yield from _layer_observers(job, logbook)
+    modules = retained_modules(job.state.model, job.recipe.log.retain_grad)
+    if modules and logbook is not None:
+        yield _output_grad_observer(OutputGradStats(modules), logbook)
+
+
+def _output_grad_observer(stats: OutputGradStats, logbook: Logbook) -> OutputGradObserver:
+    def write(record: OutputGrads) -> None:
+        logbook.journal.write(record)
+        values = {f"output_grad_norm/{path}": each for path, each in zip(stats.paths, record.norm) if each == each}
+        for sink in logbook.sinks:
+            sink.scalars(record.step, values)
+
+    return OutputGradObserver(LayerLog(stats, write, OutputGrads), stats)
+
+
+def _layer_observers(job: Job, logbook: Logbook | None) -> Iterator[LayerObserver]:
+    """Yield the observer of statistics by layer, or nothing for a pipeline, whose stages have different layers.
+
+    If ranks have full copies, only the first rank measures. Its gradients and updates are those of all ranks, its
+    activations those of its own samples. If ranks divide the weights, all of them measure their parts in the same
+    steps. A compiled model is not hooked, because that would compile it again.
+    """
+    in_parts = job.divides_weights
+    if not job.recipe.log.layers or job.plan.degrees.pipeline > 1 or (logbook is None and not in_parts):
+        return
+    activations = logbook is not None and not job.recipe.model.compile
+    stats = LayerStats(job.state.model, activations=activations, combine_shards=_summed if in_parts else None)
+
+    def write(record: Layers) -> None:
+        if logbook is not None:
+            logbook.journal.write(record)
+            for sink in logbook.sinks:
+                sink.scalars(record.step, scalars_of(record, stats.paths))
+
+    if stats.layers:
+        log = LayerLog(stats, write, Layers, in_step=in_parts)
+        yield LayerObserver(log) if job.parts.custom.advance is None else CustomStepLayers(log, job.state)
+
+
+def _summed(squares: Tensor, parameters: Sequence[Tensor]) -> None:
+    """Add up the squares of all shards of each parameter, in place. Needs one exchange per distinct sharding."""
+    shardings: dict[object, list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        if is_divided(parameter):
+            shardings.setdefault((parameter.device_mesh, parameter.placements), []).append(index)
+    for indices in shardings.values():
+        if len(indices) == len(parameters):  # indexing columns costs a host sync
+            summed_over_parts(squares, parameters[0])
+        else:
+            squares[:, indices] = summed_over_parts(squares[:, indices], parameters[indices[0]])
+
+
+class Heartbeat:
+    """An observer; costs about 2 us per step.
+
+    A step is in progress until the observers have run. Its evaluation belongs to it, its saving to the next step.
+    """
+
+    def __init__(self, lock: RunLock, state: TrainState) -> None:
+        self._lock = lock
+        lock.beat(state.step + 1)
+
+    def observe(self, result: StepResult, _state: TrainState) -> None:
+        self._lock.beat(result.step + 1)
+
+    def close(self) -> None:
+        """Do nothing: the lock belongs to its owner."""

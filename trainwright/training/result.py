@@ -17,14 +17,63 @@ from trainwright.engine.loop import Outcome
 from trainwright.engine.loss import Loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet
 from trainwright.report.findings import exit_code
-from trainwright.report.text import Ending, closing
-from trainwright.runs.folder import RunFolder
-from trainwright.runs.identity import identity_of
+from trainwright.runs.folder import RunFolder, identity_of
 from trainwright.runs.json_values import strict
-from trainwright.runs.records import Ended, Found, RunVerdict
+from trainwright.runs.printing import figure
+from trainwright.runs.records import Ended, Evaluated, Found, RunVerdict
 from trainwright.training.job import Job
 from trainwright.training.open_run import HeldFolder, OpenRun, Process, Reports, is_saved
 from trainwright.training.resume import doubled_length, resume_command
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The facts for the closing lines.
+
+    Args:
+        ended: The record of the end, with its verdict.
+        run: The run folder.
+        evaluated: The last evaluation.
+        saved: True if the last state is on disk.
+        again: The command that continues the run.
+        longer: The option that doubles its length, appended to ``again``.
+    """
+
+    ended: Ended
+    run: Path
+    evaluated: Evaluated | None
+    saved: bool
+    again: str
+    longer: str
+
+
+def closing(ending: Ending) -> list[str]:
+    """Return the lines to print: the verdict, then exactly three lines (run, reached, next)."""
+    goes_on = ending.ended.ending == "stopped" or not ending.saved or not ending.longer
+    restarts = " train " in ending.again
+    step = (
+        f"{ending.again}   # {'starts again: nothing is saved' if restarts else 'continues from the newest checkpoint'}"
+    )
+    if not goes_on:
+        step = f"{ending.again} {ending.longer}   # trains it further"
+    return [
+        f"verdict: {ending.ended.verdict}",
+        f"run      {ending.run}",
+        f"reached  {reached(ending)}",
+        f"next     {step}",
+    ]
+
+
+def reached(ending: Ending) -> str:
+    """Return steps and losses as text."""
+    ended, seen = ending.ended, ending.evaluated
+    parts = [f"step {ended.step:,}"]
+    if ended.loss is not None:
+        parts.append(f"training loss of the last step {figure(ended.loss)}")
+    if seen is not None:
+        parts.append(f"validation loss {figure(seen.loss)}")
+        parts += [f"{name} {value:.4g}" for name, value in seen.metrics.items()]
+    return ", ".join(parts)
 
 
 @dataclass(frozen=True, repr=False)

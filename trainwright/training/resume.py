@@ -28,12 +28,10 @@ from trainwright.plan.resume_changes import Change, CommandWith, compare, on_com
 from trainwright.recipe import Duration, Recipe, load
 from trainwright.recipe.resolve import is_live
 from trainwright.runs.deaths import CRASH_LOOP, require_no_crash_loop
-from trainwright.runs.ending import KILLED, state_of
 from trainwright.runs.files import UnreadableFile
-from trainwright.runs.folder import RunFolder
-from trainwright.runs.identity import identity_of
+from trainwright.runs.folder import RunFolder, identity_of
 from trainwright.runs.lock import NoLock, RunLock
-from trainwright.runs.reader import read_end
+from trainwright.runs.reader import KILLED, read_end, state_of
 from trainwright.runs.secrets import masked
 from trainwright.runs.shapes import PlanFile, ProvenanceFile, read_as, read_object
 
@@ -305,7 +303,7 @@ def doubled_length(until: Duration) -> str:
 
 def python_command(folder: RunFolder) -> CommandWith:
     """Return the CommandWith for a run of live objects, which only Python can resume."""
-    return lambda paths, undo=(): f"tw.fit(..., resume={str(folder.path)!r}, accept={list(paths)})"
+    return lambda paths, _undo=(): f"tw.fit(..., resume={str(folder.path)!r}, accept={list(paths)})"
 
 
 def this_command(folder: RunFolder) -> str:

@@ -27,11 +27,10 @@ from trainwright.checkpoint.rng import preserved_rng
 from trainwright.distributed import SOLO, Launch, World, joined
 from trainwright.distributed.memory import adapt_to_limits
 from trainwright.engine import loop
-from trainwright.engine.loop import StopRequest
-from trainwright.engine.periodic import NEVER
+from trainwright.engine.loop import NEVER, StopRequest
 from trainwright.engine.precision import MatmulMode
 from trainwright.errors import StoppedError, StorageError, UsageError
-from trainwright.monitoring.alerts.setup import require_channels
+from trainwright.monitoring.alerts.watch import require_channels
 from trainwright.monitoring.progress import Progress
 from trainwright.monitoring.signals import Signals, grace_s
 from trainwright.monitoring.terminal import Console
@@ -40,8 +39,7 @@ from trainwright.recipe import Loaded, require_unmasked
 from trainwright.recipe.resolve import is_live
 from trainwright.report.pages.report import leave_report
 from trainwright.report.server.serve import serve_in_background
-from trainwright.runs.folder import RunFolder
-from trainwright.runs.identity import ensure_identity
+from trainwright.runs.folder import RunFolder, ensure_identity
 from trainwright.runs.lock import NoLock, RunLock
 from trainwright.training.job import Job, prepare
 from trainwright.training.layout import require_layout
@@ -101,7 +99,7 @@ def train(
                 evaluation=run.evaluation or NEVER,
                 saving=run.saving,
                 world=process.world,
-                complete=lambda state: measure_norms(job, say),
+                complete=lambda _state: measure_norms(job, say),
             )
             process.world.least(0)  # the first rank has saved: torchrun ends all ranks when one exits
             run.record_end(outcome, job.state)

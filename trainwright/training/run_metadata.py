@@ -17,14 +17,12 @@ from trainwright.models.pretrained import hub_model_of, pretrained_of, write_hub
 from trainwright.monitoring.module_tree import model_facts
 from trainwright.plan.make import Note
 from trainwright.recipe import Recipe, dump_masked
-from trainwright.runs.drafts import draft_of, remove, remove_leftovers
 from trainwright.runs.files import read_text
-from trainwright.runs.folder import RunFolder
-from trainwright.runs.identity import write_identity
+from trainwright.runs.folder import RunFolder, write_identity
 from trainwright.runs.lock import RunLock
 from trainwright.runs.provenance import module_of, modules_of, provenance
 from trainwright.runs.secrets import masked
-from trainwright.runs.storage import storage_error
+from trainwright.runs.storage import draft_of, remove, remove_leftovers, storage_error
 from trainwright.runs.supervision import NAME as SUPERVISION
 
 if TYPE_CHECKING:

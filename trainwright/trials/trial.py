@@ -17,11 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainwright.errors import StorageError, UsageError
-from trainwright.runs.ending import state_of
 from trainwright.runs.files import UnreadableFile, read_end_of_text
 from trainwright.runs.findings import findings_in
 from trainwright.runs.folder import RunFolder
-from trainwright.runs.reader import read_course
+from trainwright.runs.reader import read_course, state_of
 from trainwright.runs.records import Ended, Evaluated, Found, Record, Started, Step
 from trainwright.trials.child import EXIT_STOPPED
 

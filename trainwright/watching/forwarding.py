@@ -16,7 +16,7 @@ from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import Layers, Logged, Record, Watched
 
 if TYPE_CHECKING:
-    from trainwright.recipe.alerts import Alerts
+    from trainwright.recipe.schema import Alerts
 
 ANY_RECIPE = {"model": {"use": "mlp", "args": {"sizes": [1, 1]}}, "data": {"train": "digits"}}
 """Completes the two sections to a recipe, so that they are validated like those of a recipe."""
@@ -42,8 +42,8 @@ class ForwardingProbe(Probe):
 
     def _read(self, mapping: Mapping[str, object]) -> None:
         """Reads the settings as a recipe would be read."""
-        from trainwright.monitoring.alerts.setup import require_channels
-        from trainwright.monitoring.sinks.factories import sink_factories
+        from trainwright.monitoring.alerts.watch import require_channels
+        from trainwright.monitoring.sinks import sink_factories
         from trainwright.recipe import from_mapping  # takes 0.2 s
 
         recipe = from_mapping(mapping, name="tw.watch").recipe
@@ -68,7 +68,7 @@ class ForwardingProbe(Probe):
         if not self.is_needed:
             yield
             return
-        from trainwright.monitoring.alerts.setup import alerting
+        from trainwright.monitoring.alerts.watch import alerting
 
         process = os.getpid()
         with alerting(self._alerts, folder, say, watched=True) as watching:

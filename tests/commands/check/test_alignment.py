@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainwright.commands.check.alignment import alignment
+from trainwright.commands.check.data import alignment
 from trainwright.commands.check.samples import DatasetSample, SampleItem
 
 CLASSES, WIDTH = 8, 24

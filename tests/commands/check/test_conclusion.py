@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tests.commands.check.checked import AMPLE, UNTRAINED, checked, model
-from trainwright.commands.check.learning import ONE_BATCH_MAX_STEPS, BatchFit, by_heart
-from trainwright.commands.check.rate import RateEvidence, learning_rate
+from trainwright.commands.check.learning import ONE_BATCH_MAX_STEPS, BatchFit, RateEvidence, by_heart, learning_rate
 from trainwright.commands.check.samples import _parts
 from trainwright.commands.check.smoke import SmokeRun, afterwards, diagnosed, trained
 from trainwright.commands.check.verdict import Checkup, Verdict

@@ -8,8 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.commands.ladder.judge import Band, MeasuredRung, band_of, gain, judge, measured, windows
-from trainwright.commands.ladder.result import Ladder, RungResult, commented
+from trainwright.commands.ladder.result import (
+    Band,
+    Ladder,
+    MeasuredRung,
+    RungResult,
+    band_of,
+    commented,
+    gain,
+    judge,
+    measured,
+    windows,
+)
 from trainwright.commands.ladder.rungs import batch_settings, length_settings, own_length, rungs_of, steps_of
 from trainwright.recipe.load import from_mapping
 from trainwright.runs.records import Found
@@ -118,7 +128,7 @@ def test_memory_pays_where_it_costs_less_time_than_it_saves() -> None:
 def test_a_trial_is_measured_by_its_validation_loss_or_its_last_losses() -> None:
     losses = tuple((step, 1 / step) for step in range(1, 161))
     trial = Trial(Path("x"), (), "finished", steps=160, losses=losses, step_seconds=(9.0,) * 80 + (0.5,) * 80)
-    found = measured(trial, 160, 10)
+    found = measured(trial, 10)
     assert found.sample_s == pytest.approx(0.05), "the first steps, which compile, do not count"
     assert found.loss == pytest.approx(sum(1 / step for step in range(151, 161)) / 10)
     assert windows([1.0, 3.0]) == (1.0, 3.0)

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import Subset
+from torch.utils.data import IterableDataset, Subset
 
 from trainwright.assembly.assemble import Parts, build_dataset, build_loss, build_model
-from trainwright.checkpoint.cursor import MicroBatch
-from trainwright.commands.bad_cases.samples import class_names, known_of, samples_of, shown_sample
+from trainwright.checkpoint.cursor import Cursor, MicroBatch
 from trainwright.commands.bad_cases.scores import CollectedScores, Scores, score
-from trainwright.commands.bad_cases.slices import Grouping, Groups, slices_of
 from trainwright.commands.chosen_model import batches_of, chosen_model, loss_of
+from trainwright.data.fetch import AnyDataset, Failed, Fetch, Key
 from trainwright.data.loading import EvaluationBatches, Loading
+from trainwright.data.ready_batches import ReadyBatches
 from trainwright.data.unwrap import length_of
 from trainwright.engine.loss import Loss
-from trainwright.errors import RecipeError, StoppedError, UsageError
+from trainwright.errors import RecipeError, StoppedError, UsageError, text_of
 from trainwright.recipe import Loaded, load
 from trainwright.recipe.resolve import LIVE, find, is_live
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
@@ -32,6 +37,297 @@ from trainwright.report.pages.report import write_report
 from trainwright.runs.folder import RunFolder
 from trainwright.training.result import Result
 from trainwright.training.run import train
+
+MAX_TEXT_CHARS = 300
+MAX_COLUMNS = 40
+MIN_IMAGE_SIDE = 4
+"""Pixels. Smaller arrays are shown as tables."""
+CHANNELS = (1, 3, 4)
+
+
+def each_sample(micro: MicroBatch) -> Iterator[object]:
+    """Yield the samples of a batch. A part of the batch without one row per sample is left out."""
+    for row in range(micro.size):
+        yield _row(micro.data, row, micro.size)
+
+
+def _row(data: object, row: int, size: int) -> object:
+    if isinstance(data, Tensor | np.ndarray):
+        return data[row] if data.ndim and data.shape[0] == size else data
+    if isinstance(data, Mapping):
+        return {key: _row(value, row, size) for key, value in data.items()}
+    if isinstance(data, tuple | list):
+        if len(data) == size and not any(isinstance(each, Tensor | np.ndarray) for each in data):
+            return data[row]
+        return tuple(_row(value, row, size) for value in data)
+    return data
+
+
+def inputs_of(sample: object) -> object:
+    """Return a sample without its target: the first item of a tuple, or a mapping without its labels."""
+    if isinstance(sample, Mapping):
+        return {name: each for name, each in sample.items() if name != "labels"}
+    return sample[0] if isinstance(sample, tuple | list) and len(sample) else sample
+
+
+def samples_of(batches: EvaluationBatches, ids: Collection[int]) -> dict[int, object]:
+    """Return the samples at these positions of a dataset; fewer for a stream that does not repeat them."""
+    dataset, loading, wanted = batches.steps.dataset, batches.steps.loading, set(ids)
+    if not isinstance(dataset, IterableDataset | ReadyBatches):
+        positions = np.array(sorted(wanted), dtype=np.int64)
+        fetch = Fetch(dataset, seed=loading.seed, collate=loading.collate)
+        fetched = fetch[Key(0, 0, positions, True, Cursor())]
+        if isinstance(fetched, Failed):
+            raise fetched.error()
+        found = MicroBatch(fetched.data, fetched.ids)
+        return dict(zip(found.ids.tolist(), each_sample(found), strict=True))
+    kept: dict[int, object] = {}
+    for micro in batches:
+        if wanted & set(micro.ids.tolist()):
+            kept |= {i: each for i, each in zip(micro.ids.tolist(), each_sample(micro), strict=True) if i in wanted}
+        if len(kept) == len(wanted):
+            break
+    return kept
+
+
+def known_of(dataset: AnyDataset, name: str) -> object:
+    """Return an attribute of a dataset, or of the dataset that it is a subset of; None if there is none."""
+    while True:
+        found = getattr(dataset, name, None)
+        if found is not None or not isinstance(dataset, Subset):
+            return found
+        dataset = dataset.dataset
+
+
+def class_names(dataset: AnyDataset, count: int) -> list[str]:
+    """Return the class names of a dataset (``labels``, ``classes``, or ``vocabulary``), or numbers."""
+    for name in ("labels", "classes", "class_names", "vocabulary"):
+        found = known_of(dataset, name)
+        if isinstance(found, Sequence) and len(found) == count and all(isinstance(each, str) for each in found):
+            return [each if each.strip() and each.isprintable() else repr(each) for each in found]
+    return [str(number) for number in range(count)]
+
+
+def shown_sample(sample: object, dataset: AnyDataset, *, side: int) -> SamplePreview:
+    """Return the inputs of a sample as a picture of at most ``side`` pixels per side, as text, or as a table."""
+    inputs = inputs_of(sample)
+    if isinstance(inputs, Mapping):
+        texts = [each for each in inputs.values() if isinstance(each, str)]
+        images = [each for each in inputs.values() if isinstance(each, Tensor) and _channels_last(each) is not None]
+        inputs = images[0] if images else texts[0] if len(texts) == len(inputs) == 1 else inputs
+    if isinstance(inputs, np.ndarray):
+        inputs = torch.from_numpy(np.ascontiguousarray(inputs))
+    if isinstance(inputs, str):
+        return SamplePreview("text", inputs[:MAX_TEXT_CHARS])
+    if isinstance(inputs, Mapping):
+        return SamplePreview("table", _cells({str(key): each for key, each in inputs.items()}))
+    if not isinstance(inputs, Tensor):
+        return SamplePreview("other", type(inputs).__name__)
+    inputs = inputs.detach().cpu()
+    if (image_HWC := _channels_last(inputs)) is not None:
+        return SamplePreview("image", " x ".join(map(str, inputs.shape)), _encoded(_pixels(image_HWC, side)))
+    if inputs.dim() == 1 and not inputs.is_floating_point() and inputs.dtype != torch.bool:
+        return SamplePreview("text", _decoded(inputs, known_of(dataset, "decode"))[:MAX_TEXT_CHARS])
+    if inputs.dim() <= 1:
+        names = known_of(dataset, "inputs")
+        names = names if isinstance(names, Sequence) and len(names) == inputs.numel() else range(inputs.numel())
+        return SamplePreview("table", _cells(dict(zip(map(str, names), inputs.flatten().tolist(), strict=True))))
+    return SamplePreview("other", f"a tensor of shape {tuple(inputs.shape)}")
+
+
+def _decoded(ids: Tensor, decode: object) -> str:
+    if callable(decode):
+        text = decode(ids)
+        if isinstance(text, str):
+            return text
+    return " ".join(map(str, ids.tolist()))
+
+
+def _cells(row: Mapping[str, object]) -> str:
+    cells = []
+    for name, value in list(row.items())[:MAX_COLUMNS]:
+        if isinstance(value, Tensor | np.ndarray | np.generic):
+            value = value.item() if value.ndim == 0 else f"shape {tuple(value.shape)}"
+        cells.append(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}")
+    more = len(row) - len(cells)
+    return (", ".join(cells) + (f", and {more} more" if more else ""))[: 3 * MAX_TEXT_CHARS]
+
+
+def _channels_last(image: Tensor) -> Tensor | None:
+    """Return the image (H, W, C); None for other arrays."""
+    if image.dim() == 2 and (image.is_floating_point() or image.dtype == torch.uint8):
+        image = image[None]
+    if image.dim() != 3 or min(image.shape) < 1:
+        return None
+    if image.shape[0] in CHANNELS and min(image.shape[1:]) >= MIN_IMAGE_SIDE:
+        return image.permute(1, 2, 0)
+    return image if image.shape[2] in CHANNELS and min(image.shape[:2]) >= MIN_IMAGE_SIDE else None
+
+
+def _pixels(image_HWC: Tensor, side: int) -> NDArray[np.uint8]:
+    """Return a reduced picture. Values other than 0 to 1 and bytes are scaled from minimum to maximum."""
+    image = image_HWC[..., :3].float().nan_to_num(0.0, 0.0, 0.0)
+    high, low = float(image.max()), float(image.min())
+    if image_HWC.dtype == torch.uint8:
+        low, high = 0.0, 255.0
+    elif low >= 0 and high <= 1:
+        low, high = 0.0, 1.0
+    image = (image - low) / (high - low if high > low else 1.0)
+    longest = max(image.shape[:2])
+    if longest > side:
+        high_side, wide_side = (max(1, round(each * side / longest)) for each in image.shape[:2])
+        image = F.adaptive_avg_pool2d(image.permute(2, 0, 1), (high_side, wide_side)).permute(1, 2, 0)
+    return (image * 255).round().clamp(0, 255).to(torch.uint8).numpy()
+
+
+def _encoded(pixels_HWC: NDArray[np.uint8]) -> str:
+    """Return a PNG of 8 bits, grey or RGB, in base64 (RFC 2083): header, one filter byte before each row, end."""
+    height, width, channels = pixels_HWC.shape
+    rows = np.concatenate([np.zeros((height, 1), np.uint8), pixels_HWC.reshape(height, -1)], 1).tobytes()
+    header = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 0, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b"")]
+    body = b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
+    return base64.b64encode(b"\x89PNG\r\n\x1a\n" + body).decode()
+
+
+Grouping: TypeAlias = str | Callable[[object], object] | Sequence[object]
+"""The name of a column, a function of a sample, or the value of each sample in the order of the data."""
+MAX_DISTINCT_VALUES = 12
+"""A numeric grouping with more distinct values is divided into quantiles."""
+NUM_QUANTILES = 4
+MAX_SLICES = 50
+
+
+@dataclass
+class Groups:
+    """The value of each sample in each grouping. ``columns`` are the names of the columns of the inputs."""
+
+    by: Mapping[str, Grouping]
+    columns: Sequence[str] = ()
+    _values: dict[str, list[object]] = field(default_factory=dict)
+
+    def watching(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the same batches and record the values of their samples."""
+        columns = {name: by for name, by in self.by.items() if isinstance(by, str) or callable(by)}
+        for micro in batches:
+            for sample in each_sample(micro) if columns else ():
+                for name, by in columns.items():
+                    value = self._column(sample, by) if isinstance(by, str) else _called(name, by, sample)
+                    self._values.setdefault(name, []).append(_plain(value))
+            yield micro
+
+    def _column(self, sample: object, name: str) -> object:
+        if isinstance(sample, Mapping) and name in sample:
+            return sample[name]
+        inputs = inputs_of(sample)
+        if name in self.columns and isinstance(inputs, Tensor):
+            return inputs.flatten()[self.columns.index(name)]
+        known = [str(key) for key in sample] if isinstance(sample, Mapping) else [*self.columns]
+        remedy = (
+            f"it has {', '.join(known)}" if known else "its samples have no named columns; give package.module:callable"
+        )
+        raise UsageError(f"the data has no column {name!r} to group by", remedy=remedy)
+
+    def named(self, count: int) -> Iterator[tuple[str, list[str]]]:
+        """Yield each grouping with the name of the part of each sample."""
+        for name, by in self.by.items():
+            values = self._values.get(name) or [_plain(each) for each in by]  # type: ignore[union-attr]
+            if len(values) != count:
+                raise UsageError(
+                    f"the grouping {name!r} has {len(values)} values for {count} samples",
+                    remedy="give one for each sample, in the order of the data",
+                )
+            yield name, _names(values)
+
+
+def slices_of(grouping: str, names: Sequence[str], scores: Scores) -> list[LossSlice]:
+    """Return the parts of one grouping, the worst first.
+
+    The worst part has the largest lower bound ``at_least`` on the difference of its loss to that of all other samples,
+    so that a part of a few samples does not come first by chance.
+    """
+    counted = scores.weight > 0
+    codes = np.array(names, dtype=object)
+    right = None if scores.label is None else scores.label == scores.predicted
+    found = [_slice(grouping, name, (codes == name) & counted, counted, scores, right) for name in set(names)]
+    listed = sorted((each for each in found if each.count), key=lambda each: (-each.at_least, -each.excess, each.name))
+    return listed[:MAX_SLICES]
+
+
+def _slice(
+    grouping: str,
+    name: str,
+    inside: NDArray[np.bool_],
+    counted: NDArray[np.bool_],
+    scores: Scores,
+    right: NDArray[np.bool_] | None,
+) -> LossSlice:
+    others = counted & ~inside
+    count, rest = int(inside.sum()), int(others.sum())
+    accuracy = float(right[inside].mean()) if right is not None and count else None
+    loss = _mean(scores, inside)
+    if not count or not rest:
+        return LossSlice(grouping, name, count, loss, 0.0, 0.0, accuracy)
+    excess = loss - _mean(scores, others)
+    return LossSlice(grouping, name, count, loss, excess, excess - _margin(scores.loss, inside, counted), accuracy)
+
+
+def _margin(losses: NDArray[np.float64], inside: NDArray[np.bool_], counted: NDArray[np.bool_]) -> float:
+    """Return the half width of the 95 % interval of the difference between the means of a part and of all others.
+
+    The standard error uses the larger of the variance of the part and that of all samples, because a few losses may be
+    similar by chance. A part of one sample has no finite margin.
+    """
+    count, rest = int(inside.sum()), int((counted & ~inside).sum())
+    if count < 2:
+        return float("inf")
+    of_all = float(np.std(losses[counted]))
+    spread = max(of_all, float(np.std(losses[inside], ddof=1)))
+    return _student_t(count - 1) * float(np.sqrt(spread**2 / count + of_all**2 / rest))
+
+
+def _student_t(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's t by the Cornish-Fisher expansion (Abramowitz and Stegun 26.7.5)."""
+    z = 1.959964
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / degrees + second / degrees**2 + third / degrees**3
+
+
+def _mean(scores: Scores, some: NDArray[np.bool_]) -> float:
+    weight = scores.weight[some].sum()
+    return float(scores.total[some].sum() / weight) if weight else float("nan")
+
+
+def _names(values: Sequence[object]) -> list[str]:
+    numbers = [float(each) for each in values if isinstance(each, int | float) and not isinstance(each, bool)]
+    if len(numbers) < len(values) or len(set(numbers)) <= MAX_DISTINCT_VALUES:
+        return [f"{each:g}" if isinstance(each, float) else str(each) for each in values]
+    edges = np.unique(np.quantile(numbers, np.linspace(0, 1, NUM_QUANTILES + 1)))
+    which = np.clip(np.searchsorted(edges, numbers, side="right") - 1, 0, len(edges) - 2)
+    return [f"{edges[each]:.4g} to {edges[each + 1]:.4g}" for each in which.tolist()]
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        if value.size != 1 if isinstance(value, np.ndarray) else getattr(value, "numel", lambda: 1)() != 1:
+            raise UsageError("a grouping returned an array", remedy="return one name or number for each sample")
+        return value.item()
+    return value
+
+
+def _called(name: str, by: Callable[[object], object], sample: object) -> object:
+    try:
+        return by(sample)
+    except Exception as error:
+        raise UsageError(
+            f"the grouping {name!r} raised {text_of(error)}",
+            remedy="it receives one sample of the data, such as (input, target), and must return a name or a number",
+        ) from error
+
 
 PIXELS_BY_COUNT = ((80, 48), (300, 24))
 """Maximum number of pictures and pixels per side: ``errors.json`` stays below one megabyte."""

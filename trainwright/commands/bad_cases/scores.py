@@ -115,7 +115,7 @@ class _LastCall:
         self._handle = self._model.register_forward_hook(self._keep)
         return self
 
-    def _keep(self, module: nn.Module, args: object, output: object) -> None:
+    def _keep(self, _module: nn.Module, _args: object, output: object) -> None:
         self.output = output
 
     def __exit__(self, *error: object) -> None:
@@ -130,7 +130,7 @@ def _forward(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, last: _LastCa
         kept[:] = [found.outputs, found.targets]
         return found.loss
 
-    mean = _mean(call_loss(keeping, model, micro, where), micro.size)
+    mean = _mean(call_loss(keeping, model, micro, where))
     outputs, targets = kept
     outputs = member(last.output, "logits", 0) if outputs is None else member(outputs, "logits", 0)
     targets = _target(micro.data) if targets is None else targets
@@ -139,7 +139,7 @@ def _forward(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, last: _LastCa
         pair = (outputs, targets)
     ways = [*_classifications(*pair)] if pair else []
     fitting = next((each for each in ways if _same(each.losses, mean)), None)
-    classified = fitting or next((each for each in ways if _is_certain(each, *(pair or ()))), None)
+    classified = fitting or (ways[0] if ways and pair and _is_certain(*pair) else None)
     if fitting is not None:
         return _Forward(fitting.losses, fitting, None)
     numbers = _numbers(*pair) if pair and classified is None else None
@@ -154,7 +154,7 @@ def _forward(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, last: _LastCa
     return _Forward(losses, classified, numbers, note)
 
 
-def _mean(loss: Loss | Tensor, size: int) -> float:
+def _mean(loss: Loss | Tensor) -> float:
     if isinstance(loss, Loss):
         weight = float(loss.weight)
         return float(loss.total) / weight if weight else math.nan
@@ -217,7 +217,7 @@ def _are_probabilities(rows: Tensor) -> bool:
     return bool((rows >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-4)
 
 
-def _is_certain(way: Classification, outputs: Tensor, targets: Tensor) -> bool:
+def _is_certain(outputs: Tensor, targets: Tensor) -> bool:
     """Return True if the shapes prove a classification: integer targets, and one more dimension in the outputs."""
     return not targets.is_floating_point() and outputs.dim() == targets.dim() + 1
 

@@ -15,7 +15,7 @@ from trainwright.assembly import assemble
 from trainwright.assembly.assemble import Parts, build_dataset, build_loss, build_model, count_parameters
 from trainwright.checkpoint.rng import preserved_rng, seed_all
 from trainwright.commands.check import data, learning, resources
-from trainwright.commands.check.alignment import alignment, contradictions
+from trainwright.commands.check.data import alignment, contradictions
 from trainwright.commands.check.first_batch import (
     FirstBatch,
     first_batch,
@@ -25,13 +25,11 @@ from trainwright.commands.check.first_batch import (
     initial_loss,
     right_loss,
 )
-from trainwright.commands.check.learning import BatchFit
-from trainwright.commands.check.rate import RateEvidence, learning_rate
+from trainwright.commands.check.learning import BatchFit, RateEvidence, learning_rate
 from trainwright.commands.check.samples import DatasetSample, read
 from trainwright.commands.check.sandbox import Sandbox, untouched
 from trainwright.commands.check.smoke import STEPS, SmokeRun, afterwards, diagnosed, smoke, trained
-from trainwright.commands.check.supervision import supervised
-from trainwright.commands.check.verdict import Checkup, Verdict
+from trainwright.commands.check.verdict import Checkup, Verdict, supervised
 from trainwright.data.loading import Loading, StepBatches
 from trainwright.distributed import choose_device
 from trainwright.distributed.memory import free_bytes
@@ -94,7 +92,7 @@ def check(
     given: Parts | None = None,
     *,
     budget: Budget = Budget(),
-    tell: Callable[[str], None] = lambda text: None,
+    tell: Callable[[str], None] = lambda _text: None,
 ) -> Checkup:
     """Check everything that can keep a recipe from training. Leaves no file and no setting behind.
 

@@ -14,14 +14,13 @@ from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.commands.check.first_batch import LossRecorder
 from trainwright.commands.check.sandbox import Sandbox, within
+from trainwright.commands.check.smoke import SmokeRun
 from trainwright.commands.check.verdict import Verdict, first_of
 from trainwright.engine.evaluate import evaluating
-from trainwright.engine.loop import steps
+from trainwright.engine.loop import for_steps, steps
 from trainwright.engine.loss import as_loss_fn
 from trainwright.engine.lr_range import LrRange, lr_range
-from trainwright.engine.run_length import for_steps
 from trainwright.engine.step import make_step
-from trainwright.training.custom_objects import build_clip
 
 LOWEST_LR = 1e-6
 HIGHEST_LR = 10.0
@@ -57,7 +56,7 @@ def range_test(sandbox: Sandbox, *, budget_s: float, step_s: float) -> LrRange |
             highest=HIGHEST_LR,
             num_steps=RANGE_STEPS,
             precision=sandbox.job.precision,
-            clip=build_clip(sandbox.job.recipe, state),
+            clip=sandbox.job.built.clip,
         )
     return found if found.stopped_at is not None or len(found.lrs) == RANGE_STEPS else None
 
@@ -78,7 +77,7 @@ def first_update(sandbox: Sandbox) -> float:
     """Return the norm of the first update at the peak rate / norm of the weights."""
     job = sandbox.job
     with sandbox.fresh() as state:
-        advance = make_step(job.parts.loss, precision=job.precision, clip=build_clip(job.recipe, state))
+        advance = make_step(job.parts.loss, precision=job.precision, clip=job.built.clip)
         trained = [p for group in state.optimizer.param_groups for p in group["params"]]
         before = [p.detach().clone() for p in trained]
         advance(state, sandbox.kept[0])
@@ -150,7 +149,7 @@ def learn_by_heart(sandbox: Sandbox, *, lr: float, budget_s: float) -> BatchFit:
     batch = StepBatch((micro,))
     job, ever = sandbox.job, set[str]()
     with sandbox.fresh() as state:
-        advance = make_step(job.parts.loss, precision=job.precision, clip=build_clip(job.recipe, state))
+        advance = make_step(job.parts.loss, precision=job.precision, clip=job.built.clip)
         without_dropout(state.model)
         scale_lr(state, lr)
         for result in steps(state, within(_same(batch), budget_s), advance, until=for_steps(ONE_BATCH_MAX_STEPS)):
@@ -225,7 +224,7 @@ def _inspect(sandbox: Sandbox, model: nn.Module, micro: MicroBatch) -> tuple[boo
     recorder, dead = LossRecorder(), list[str]()
 
     def hook_for(name: str) -> Callable[[nn.Module, object, object], None]:
-        def hook(module: nn.Module, args: object, output: object) -> None:
+        def hook(_module: nn.Module, _args: object, output: object) -> None:
             if isinstance(output, Tensor) and output.numel() and not bool(output.any()):
                 dead.append(name)
 
@@ -302,3 +301,139 @@ def _symptoms(fit: BatchFit, inputs_vary: bool) -> Iterator[Verdict]:
     elif fit.zero_grads and fit.steps >= 8:
         message = f"exactly 0 in each step for {first_of(fit.zero_grads)}"
         yield Verdict("warn", "gradients", message, "no gradient reaches them: check for weights of 0 and dead units")
+
+
+MAX_FIRST_UPDATE = 10.0
+"""Norm of the first update / norm of the weights, above which the update destroys the initial weights."""
+MIN_TOTAL_RATE_RATIO = 5.0
+"""Sum of all learning rates / rate at which the loss begins to fall, below which the run learns slowly."""
+CODE_HIGH = "optim.lr_too_high"
+CODE_LOW = "optim.lr_too_low"
+
+
+@dataclass(frozen=True)
+class RateEvidence:
+    """Measurements about the peak learning rate ``lr`` of a recipe.
+
+    Attributes:
+        lr: The peak learning rate.
+        num_steps: Steps of the full run.
+        moved: Norm of the first update / norm of the weights.
+        found: The range test; None if there was no time for it.
+        fits: Trainings on one batch, at the recipe's rate and at others.
+        smoke: The smoke run.
+    """
+
+    lr: float
+    num_steps: float
+    moved: float
+    found: LrRange | None
+    fits: Sequence[BatchFit]
+    smoke: SmokeRun
+
+    @property
+    def learned_at_peak(self) -> bool:
+        """True if the smoke run reached the peak rate and learned."""
+        return self.smoke.learned is True and self.smoke.peak_lr >= 0.5 * self.lr
+
+    @property
+    def explodes_below(self) -> bool:
+        """True if the range test explodes at a lower rate than that of the recipe."""
+        return self.found is not None and self.found.stopped_at is not None and self.lr > self.found.stopped_at
+
+    @property
+    def learns_only_below(self) -> BatchFit | None:
+        """A training that memorized one batch at a lower rate, if the recipe's rate did not."""
+        if any(fit.fell >= LEARNED_LOSS_FALL for fit in self.fits if fit.lr >= self.lr):
+            return None
+        tried = any(fit.lr == self.lr and (fit.diverged or fit.took_all_steps) for fit in self.fits)
+        below = [fit for fit in self.fits if fit.fell >= LEARNED_LOSS_FALL and fit.lr < self.lr]
+        return below[0] if tried and below else None
+
+    def too_high(self) -> list[str]:
+        """Return the signs that the rate is too high, as text."""
+        signs = []
+        if self.explodes_below:
+            assert self.found is not None
+            signs.append(f"the range test explodes at {self.found.stopped_at:.2g}")
+        if (lower := self.learns_only_below) is not None:
+            signs.append(f"one batch is learned at {lower.lr:.2g} and not at this rate")
+        if self.smoke.is_worse_than_a_guess and self.smoke.peak_lr >= 0.5 * self.lr:
+            signs.append(
+                f"the smoke run ends at a loss of {self.smoke.ends[1]:.4g}, that of a guess is {self.smoke.guess:.4g}"
+            )
+        if self.smoke.diverges:
+            signs.append("the smoke run diverges")
+        return signs
+
+
+def learning_rate(seen: RateEvidence) -> Verdict:
+    """Judge the peak rate of the recipe by all measurements.
+
+    If the smoke run did not reach the peak rate, as in a warm-up, the range test alone decides. Small updates add up:
+    if the sum of the rates of all steps is less than the rate at which the loss began to fall, the run ends before the
+    loss falls.
+    """
+    lr, found = seen.lr, seen.found
+    if seen.moved > MAX_FIRST_UPDATE:
+        message = f"{lr:.3g}: the first update changes the weights by {seen.moved:,.3g} times their size"
+        word = "warn" if seen.learned_at_peak else "fail"
+        return Verdict(word, "learning rate", message, "try optimizer.lr at a thousandth of it", CODE_HIGH)  # type: ignore[arg-type]
+    message = f"{lr:.3g}{_in_words(found)}"
+    if signs := seen.too_high():
+        certain = not seen.learned_at_peak and (seen.explodes_below or len(signs) > 1)
+        claim = f"{lr:.3g} is too high" if certain else f"{lr:.3g} may be too high"
+        if seen.learned_at_peak:
+            signs.append(f"yet the first {len(seen.smoke.losses)} steps learn")
+        text = f"{claim}: {', '.join(signs)}"
+        return Verdict("fail" if certain else "warn", "learning rate", text, lower_rate(seen), CODE_HIGH)
+    if found is None:
+        return Verdict("cannot tell", "learning rate", f"{lr:.3g}; a step takes too long for a range test here")
+    start = falls_from(found)
+    if found.suggestion is None or start is None:
+        return Verdict("cannot tell", "learning rate", f"{lr:.3g}; the loss falls at no rate of the range test")
+    if seen.learned_at_peak or lr * seen.num_steps >= MIN_TOTAL_RATE_RATIO * start:
+        if lr < start and not seen.learned_at_peak:
+            message += f"; below that it learns more slowly, which {seen.num_steps:,.0f} steps make up for"
+        return Verdict("ok", "learning rate", message)
+    if lr * seen.num_steps < start and seen.smoke.learned is not True:
+        message = f"{message}: nothing would move in {seen.num_steps:,.0f} steps"
+        return Verdict("fail", "learning rate", message, higher_rate(found, lr), CODE_LOW)
+    return Verdict("warn", "learning rate", f"{message}: it would learn slowly", higher_rate(found, lr), CODE_LOW)
+
+
+def _in_words(found: LrRange | None) -> str:
+    start = falls_from(found) if found is not None else None
+    if found is None or start is None:
+        return ""
+    end = f"it explodes at {found.stopped_at:.2g}" if found.stopped_at else "it never explodes"
+    return f"; in a range test the loss falls from {start:.2g} on, {end}"
+
+
+def lower_rate(seen: RateEvidence) -> str:
+    """Return the remedy for a rate that is too high."""
+    if (good := _recommended(seen.found)) and good[0] < seen.lr:
+        return _try(good[0], min(good[1], seen.lr / 2))
+    lower = seen.learns_only_below
+    return _try(lower.lr, lower.lr) if lower is not None else _try(seen.lr / 10, seen.lr / 10)
+
+
+def higher_rate(found: LrRange, lr: float) -> str:
+    """Return the remedy for a rate that is too low for the number of steps."""
+    good = _recommended(found)
+    if good is None or good[1] <= 1.5 * lr:
+        return "train for more steps (until): the rate itself is as high as the range test allows"
+    return _try(max(good[0], 1.5 * lr), good[1])
+
+
+def _recommended(found: LrRange | None) -> tuple[float, float] | None:
+    """Return the interval from the rate at which the loss begins to fall to a tenth of that at which it is lowest."""
+    if found is None or found.suggestion is None or (start := falls_from(found)) is None:
+        return None
+    return min(start, found.suggestion), found.suggestion
+
+
+def _try(low: float, high: float) -> str:
+    """Return a remedy with an interval of rates, or with one rate if both ends are nearly equal."""
+    between = f"between {low:.1g} and {high:.1g}" if high >= 2 * low else f"near {high:.1g}"
+    return f"try optimizer.lr {between} (trainwright lr-range draws the curve)"

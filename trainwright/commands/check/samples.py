@@ -137,7 +137,7 @@ def read(
     if found.failed and "CUDA" in found.failed[1]:  # samples on the GPU are read in the process that uses it
         found = DatasetSample(size, left_out=len(left_out))
         with preserved_rng():
-            for part in parts(lambda position: None):
+            for part in parts(lambda _position: None):
                 found.add(part)
     found.items.sort(key=lambda item: item.id)
     return found

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
+
+from trainwright.runs.supervision import Severity, Supervision
 
 Word = Literal["ok", "warn", "fail", "cannot tell"]
 
@@ -37,7 +39,7 @@ class Checkup:
     """
 
     recipe: str
-    tell: Callable[[str], None] = lambda text: None
+    tell: Callable[[str], None] = lambda _text: None
     verdicts: list[Verdict] = field(default_factory=list)
     seconds: float = 0.0
     complete: bool = True
@@ -114,3 +116,26 @@ def lines_of(verdict: Verdict) -> list[str]:
 def first_of(names: Sequence[str]) -> str:
     """Return the first three names, and the number of further ones."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+WORDS: dict[Severity, Word] = {"error": "fail", "warning": "warn", "note": "ok"}
+CODES = {
+    "shifted_twice": "data.labels_shifted_twice",
+    "trained_padding": "data.pad_in_loss",
+    "leaked": "data.train_val_overlap",
+    "nearly_leaked": "data.train_val_overlap",
+}
+"""Findings that have a page of ``trainwright explain``."""
+
+
+def supervised(audits: Sequence[Supervision]) -> Iterator[Verdict]:
+    """Yield the audits: numbers, findings, and decoded samples with marks around what carries loss."""
+    for audit in audits:
+        what = "supervision" if audit.data == "train" else f"supervision of {audit.data}"
+        if audit.refusal is None:
+            yield Verdict("ok", what, "; ".join(filter(None, [audit.summary(), audit.shares()])))
+        for finding in audit.findings:
+            code = CODES.get(finding.name, "")
+            yield Verdict(WORDS[finding.severity], what, finding.message, finding.remedy, code)
+        for sample in audit.decoded:
+            yield Verdict("ok", what, f"{sample.place}: {sample.line()}")

@@ -20,19 +20,26 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trainwright.commands.ladder.judge import (
+from trainwright.commands.ladder.result import (
     BAND_FACTOR,
+    BEST,
+    HEAD,
     MIN_BAND,
+    PAGE,
+    REPORT,
     Band,
+    Ladder,
     MeasuredRung,
+    RungResult,
     RungVerdict,
     band_of,
+    commented,
     judge,
     measured,
     new_finding,
+    notes_of,
     unhealthy,
 )
-from trainwright.commands.ladder.result import BEST, HEAD, PAGE, REPORT, Ladder, RungResult, commented, notes_of
 from trainwright.commands.ladder.rungs import (
     BASELINE,
     SECOND_SEED,
@@ -119,7 +126,7 @@ def ladder(
     load(
         recipe, overrides=[*settings, *words(length_settings(loaded.recipe, count))]
     )  # raises for a warm-up that does not fit
-    tell = say or ((lambda text: None) if quiet else print)
+    tell = say or ((lambda _text: None) if quiet else print)
     climb = _Climb(Path(recipe), tuple(settings), loaded, count, place, threads or _threads(), budget_s, tell)
     found = climb.run([*rungs_of(loaded.recipe, skip)])
     if say is None:
@@ -272,7 +279,7 @@ class _Climb:
                 self._slow.add(folder.name)
         if trial.ended not in ("finished", "failed", "stopped"):
             trial = replace(trial, reason=trial.reason or f"its process ended, {trial.ended}")
-        found = measured(trial, self._steps // factor, self._batch * factor)
+        found = measured(trial, self._batch * factor)
         return found, RungResult(name, RungVerdict("baseline"), settings, folder, found)
 
     def _wait_for(self, folder: Path) -> None:

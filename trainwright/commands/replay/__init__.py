@@ -24,7 +24,7 @@ def rerun(
     *,
     model: str | None = None,
     settings: Sequence[str] = (),
-    say: Say = lambda text: None,
+    say: Say = lambda _text: None,
     parts: Parts | None = None,
 ) -> Rerun:
     """Replay ``step`` of a run folder or of a bundle, compare it with its record, and examine it.

@@ -33,8 +33,7 @@ from trainwright.replay import bundle as bundles
 from trainwright.replay.bundle import BundleError
 from trainwright.replay.replayer import NotReplayable, Replayer
 from trainwright.replay.session import ReplaySession
-from trainwright.runs.folder import RunFolder
-from trainwright.runs.identity import identity_of
+from trainwright.runs.folder import RunFolder, identity_of
 from trainwright.runs.json_values import Facts
 from trainwright.runs.lock import RunLock
 from trainwright.runs.reader import read
@@ -161,7 +160,7 @@ def _job(origin: Origin, folder: RunFolder, lock: RunLock, done: Rerun, parts: P
     for file in origin.checkpoint.iterdir():
         _link(file, held / file.name)
     again = f"trainwright replay {origin.source}"
-    earlier = Earlier(folder, lock, held, read_run_metadata(held), ("all",), lambda paths, undo=(): again, done.notes)
+    earlier = Earlier(folder, lock, held, read_run_metadata(held), ("all",), lambda _paths, _undo=(): again, done.notes)
     return prepare(in_one_process(load(origin.recipe, overrides=quiet, environ={})), parts, earlier=earlier)
 
 

@@ -1,7 +1,6 @@
 """``sweep``: trials of a recipe with varied settings, sampled by Optuna, each in an ordinary run folder."""
 
-from trainwright.commands.sweep.call import sweep
-from trainwright.commands.sweep.control import run_one, run_sweep
+from trainwright.commands.sweep.control import run_one, run_sweep, sweep
 from trainwright.commands.sweep.result import SweepResult
 from trainwright.commands.sweep.spec import Sweep, is_sweep_file, over_of, read_sweep
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -24,6 +25,7 @@ from trainwright.commands.sweep.spec import (
     VALIDATION_LOSS,
     Sweep,
     differences,
+    read_sweep,
     spec_of,
     without_overrides,
 )
@@ -41,9 +43,9 @@ from trainwright.plan.explain import human_seconds
 from trainwright.plan.machine import read_machine
 from trainwright.recipe import load
 from trainwright.runs import system_calls
-from trainwright.runs.figures import figure
 from trainwright.runs.files import UnreadableFile, open_file, read_text
 from trainwright.runs.folder import RunFolder
+from trainwright.runs.printing import figure
 from trainwright.runs.reader import decode_lines
 from trainwright.runs.records import Evaluated, Record, Step
 from trainwright.runs.shapes import PlanFile, read_as
@@ -376,7 +378,7 @@ def _stopping() -> Iterator[threading.Event]:
         yield stop
         return
 
-    def handle(number: int, frame: object) -> None:
+    def handle(number: int, _frame: object) -> None:
         if stop.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop.set()
@@ -465,3 +467,80 @@ class ValueReader:
             return None
         self._last_step, self.value = record.step, value
         return record.step, value
+
+
+def sweep(
+    what: Path | str,
+    over: Mapping[str, object] | None = None,
+    *,
+    trials: int | None = None,
+    sampler: Literal["grid", "random", "tpe"] | None = None,
+    pruner: Literal["none", "median", "hyperband"] | None = None,
+    metric: str | None = None,
+    mode: Literal["min", "max"] | None = None,
+    seed: int | None = None,
+    jobs: int | None = None,
+    threads: int | None = None,
+    budget: str | None = None,
+    usd_per_hour: float | None = None,
+    name: str | None = None,
+    folder: Path | str | None = None,
+    settings: Mapping[str, object] | None = None,
+    quiet: bool = False,
+) -> SweepResult:
+    """Train a recipe with many settings, and rank the results.
+
+    Each trial is a process and an ordinary run folder. The same call resumes a sweep that was killed.
+
+    Args:
+        what: A sweep file, the folder of a sweep, or a recipe.
+        over: The varied recipe paths, each with a list of values, or a range such as ``"log:1e-4..1e-1"``,
+            ``"0.0..0.5"`` and ``"int:2..8"``.
+        trials: Number of trials. Default: all points of a grid, else 20.
+        sampler: ``grid``, ``random`` or ``tpe``. Default: a grid if it has no more points than there are trials,
+            else TPE.
+        pruner: ``none``, or ``median`` or ``hyperband``, which stop trials that are worse than others at the same step.
+        metric: ``loss`` (of the validation), ``train_loss``, or the name of a metric of the validation.
+        mode: ``min`` or ``max``; required for a metric that is not a loss.
+        seed: The seed of the sampler. The trials have the seed of the recipe.
+        jobs: Number of concurrent trials. Default: as many as cores and memory allow.
+        threads: CPU threads of each trial, 1 by default. The number changes the last bits of a result.
+        budget: ``"20min"``, ``"24"`` trials, or ``"5USD"``.
+        usd_per_hour: The price of this machine, for a budget in USD.
+        name: The name of the sweep and of its folder.
+        folder: The parent of the folder of the sweep. Default: ``runs``.
+        settings: Settings of all trials, by path.
+        quiet: Print nothing.
+
+    Returns:
+        The table, the best trial and its recipe.
+
+    Raises:
+        RecipeError: The recipe or the sweep is wrong. The error lists every problem.
+        UsageError: The folder holds another sweep.
+
+    Example:
+        >>> result = tw.sweep("demo-digits", {"optimizer.lr": "log:1e-3..1"}, trials=8)  # doctest: +SKIP
+        >>> result.best.params  # doctest: +SKIP
+    """
+    from trainwright.commands.sweep.spec import setting_of
+
+    found = read_sweep(
+        Path(what),
+        over=over,
+        settings=[setting_of(path, value) for path, value in (settings or {}).items()],
+        environ=os.environ,
+        trials=trials,
+        sampler=sampler,
+        pruner=pruner,
+        metric=metric,
+        mode=mode,
+        seed=seed,
+        jobs=jobs,
+        threads=threads,
+        budget=budget,
+        usd_per_hour=usd_per_hour,
+        name=name,
+        folder=None if folder is None else str(folder),
+    )
+    return run_sweep(found, say=(lambda _line: None) if quiet else print)

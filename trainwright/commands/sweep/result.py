@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from trainwright.commands.sweep.space import label_of
-from trainwright.commands.sweep.spec import Sweep
+from trainwright.commands.sweep.spec import Sweep, label_of
 from trainwright.commands.sweep.study import TrialRow
 from trainwright.plan.explain import human_seconds
 from trainwright.recipe import dump_masked, load
-from trainwright.runs.figures import figure
 from trainwright.runs.json_values import strict
-from trainwright.runs.printing import in_columns
+from trainwright.runs.printing import figure, in_columns
 from trainwright.runs.storage import write_atomically
 
 TABLE = "sweep.json"

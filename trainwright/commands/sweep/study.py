@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
-from trainwright.commands.sweep.space import Scalar, grid_points, label_of
-from trainwright.commands.sweep.spec import Sweep
+from trainwright.commands.sweep.spec import Scalar, Sweep, grid_points, label_of
 from trainwright.errors import MissingExtra, StorageError
 from trainwright.runs.files import UnreadableFile
 from trainwright.runs.folder import RunFolder

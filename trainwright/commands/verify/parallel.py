@@ -27,10 +27,9 @@ from trainwright.checkpoint.rng import preserved_rng, reseed
 from trainwright.engine.loss import as_loss_fn, call_loss
 from trainwright.errors import TrainwrightError, UsageError
 from trainwright.plan.batch import batch_of
-from trainwright.plan.degrees import AXES
-from trainwright.plan.parallel import in_one_process, solve_layout
+from trainwright.plan.parallel import AXES, in_one_process, solve_layout
 from trainwright.recipe import Loaded, load
-from trainwright.recipe.parallel import Parallel
+from trainwright.recipe.schema import Parallel
 from trainwright.runs.reader import read
 from trainwright.runs.records import Step
 from trainwright.runs.shapes import PlanFile, read_as
@@ -144,7 +143,7 @@ class RunRanks(Protocol):
     def __call__(self, words: Sequence[str], ranks: int, folder: Path, /) -> tuple[int, str]: ...
 
 
-def by_torchrun(words: Sequence[str], ranks: int, folder: Path) -> tuple[int, str]:
+def by_torchrun(words: Sequence[str], ranks: int, _folder: Path) -> tuple[int, str]:
     """Run ranks by torchrun, as the command line does."""
     more = ["--", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # the same on both sides
@@ -159,7 +158,7 @@ def verify_parallel(
     ranks: int = 2,
     steps: int = 5,
     settings: Sequence[str] = (),
-    say: Callable[[str], None] = lambda text: None,
+    say: Callable[[str], None] = lambda _text: None,
     run_ranks: RunRanks = by_torchrun,
 ) -> LayoutProof:
     """Train the first ``steps`` in one process, in one with smaller micro-batches, and on ``ranks``, and compare them.

@@ -159,7 +159,7 @@ def verify_resume(
     trial: ResumeTrial,
     *,
     keep: bool = False,
-    say: Callable[[str], None] = lambda text: None,
+    say: Callable[[str], None] = lambda _text: None,
     run_part: RunPart = in_new_python,
     build: Build | None = None,
 ) -> Proof:

@@ -66,7 +66,7 @@ class _End:
     def __init__(self, part: TrialPart) -> None:
         self._at, self._committed = part.end_at or 0, part.committed
 
-    def observe(self, result: StepResult, state: TrainState) -> Stop | None:
+    def observe(self, _result: StepResult, state: TrainState) -> Stop | None:
         if state.step < self._at:
             return None
         if self._committed is None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.step import StepResult
-from trainwright.monitoring.alerts.channels import Channel, NotDeliveredError
+from trainwright.monitoring.alerts.channels import Channel, Command, NotDeliveredError, Webhook, desktop
 from trainwright.monitoring.alerts.rules import Alert, AlertRules, Batcher, RuleState
+from trainwright.recipe.formatting import parse_bytes
+from trainwright.recipe.schema import Alerts
 from trainwright.runs.files import UnreadableFile, lines_of, open_file
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.reader import decode_lines
@@ -71,7 +74,7 @@ class AlertWatch:
         self._thread.start()
         return self
 
-    def observe(self, result: StepResult, state: TrainState) -> None:
+    def observe(self, result: StepResult, _state: TrainState) -> None:
         self.note(result.step)
 
     def note(self, step: int) -> None:
@@ -169,3 +172,42 @@ def _free_bytes(path: Path) -> int | None:
         return shutil.disk_usage(path).free
     except OSError:
         return None
+
+
+def require_channels(ask: Alerts | None) -> None:
+    """Raise UsageError before the run for anything that an alert needs and is missing."""
+    if ask is not None:
+        list(_channels(ask, os.environ))
+
+
+def _channels(ask: Alerts, environ: Mapping[str, str]) -> Iterator[Channel]:
+    if ask.webhook is not None:
+        yield Webhook.of_variable(ask.webhook, environ)
+    if ask.command:
+        yield Command.of(ask.command)
+    if ask.desktop:
+        yield desktop()
+
+
+@contextmanager
+def alerting(
+    ask: Alerts | None, folder: RunFolder, warn: Callable[[str], None], *, watched: bool = False
+) -> Iterator[tuple[AlertWatch, ...]]:
+    """Send the alerts of a recipe section within the block. Provides the observers for the steps: none, or one watch.
+
+    The block must end after the last record is in the log. ``watched``: the log is that of a loop under ``tw.watch``.
+    """
+    if ask is None:
+        yield ()
+        return
+    rules = AlertRules(
+        finding=ask.finding,
+        loss_above=ask.loss_above,
+        no_step_s=ask.no_step_for.value if ask.no_step_for else None,
+        disk_below=parse_bytes(ask.disk_below) if ask.disk_below else None,
+        ended=ask.ended,
+        watched=watched,
+    )
+    to = [*_channels(ask, os.environ)]
+    with AlertWatch(folder, rules, to, every_s=ask.every.value, warn=warn) as watch:
+        yield (watch,)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import pkgutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +11,8 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Protocol
 
-from trainwright.errors import TrainwrightError
+from trainwright.errors import MissingExtra, TrainwrightError
+from trainwright.recipe import SINKS
 
 MAX_QUEUED_CALLS = 10_000
 CLOSING_S = 30.0
@@ -139,3 +142,12 @@ def close_sinks(sinks: Sequence[QueuedSink], exit_code: int) -> None:
 def _failure_message(name: str, error: Exception) -> str:
     reason = " ".join(str(error).split()) or "no reason given"
     return f"{name} receives no more of this run, log.jsonl is complete: {type(error).__name__}: {reason}"
+
+
+def sink_factories(names: Sequence[str]) -> dict[str, SinkFactory]:
+    """Return the factories of these sinks by name. Raises MissingExtra if a package is not installed."""
+    rows = [SINKS[name] for name in dict.fromkeys(names)]
+    for row in rows:
+        if row.package and importlib.util.find_spec(row.package) is None:
+            raise MissingExtra(row.package, needed_for=f"the sink {row.name!r}")
+    return {row.name: pkgutil.resolve_name(row.factory) for row in rows}

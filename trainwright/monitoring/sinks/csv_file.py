@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainwright.runs.drafts import draft_of
 from trainwright.runs.files import lines_of, open_file
+from trainwright.runs.storage import draft_of
 
 NAME = "metrics.csv"
 HEAD = ("step", "name", "value")
@@ -18,7 +18,7 @@ HEAD = ("step", "name", "value")
 class CsvFile:
     """A Sink. Rows of an earlier process after ``from_step`` are removed, because a resume repeats those steps."""
 
-    def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
+    def __init__(self, folder: Path, _config: Mapping[str, object], *, from_step: int = 0) -> None:
         self._path, self._from_step = folder / NAME, from_step
 
     def open(self) -> None:
@@ -37,7 +37,7 @@ class CsvFile:
     def text(self, step: int, name: str, text: str) -> None:
         """Do nothing: log.jsonl and samples/ have the texts."""
 
-    def close(self, exit_code: int) -> None:
+    def close(self, _exit_code: int) -> None:
         self._file.close()
 
 

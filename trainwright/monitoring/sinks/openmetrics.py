@@ -23,7 +23,7 @@ DEFAULT = "127.0.0.1:9464"
 class OpenMetrics:
     """A Sink. Each metric is a gauge, ``trainwright_train_loss{run="..."}`` for ``train/loss``, until the run ends."""
 
-    def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
+    def __init__(self, folder: Path, _config: Mapping[str, object], **_more: object) -> None:
         try:
             import prometheus_client
         except ImportError as error:
@@ -59,7 +59,7 @@ class OpenMetrics:
     def text(self, step: int, name: str, text: str) -> None:
         """Do nothing: a metric is a number."""
 
-    def close(self, exit_code: int) -> None:
+    def close(self, _exit_code: int) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -34,7 +34,7 @@ class TensorBoard:
     def text(self, step: int, name: str, text: str) -> None:
         self._writer.add_text(name, _verbatim(text), step)
 
-    def close(self, exit_code: int) -> None:
+    def close(self, _exit_code: int) -> None:
         self._writer.close()
 
 

@@ -33,7 +33,7 @@ class Trackio:
             config=dict(self._config),
             resume="allow" if self._from_step else "never",
             embed=False,
-            auto_log_gpu=False,  # monitoring/telemetry.py reads the machine already
+            auto_log_gpu=False,  # monitoring/logbook.py reads the machine already
             auto_log_cpu=False,
         )
 
@@ -43,7 +43,7 @@ class Trackio:
     def text(self, step: int, name: str, text: str) -> None:
         self._run.log({name: self._trackio.Markdown(f"```\n{text}\n```")}, step=step)
 
-    def close(self, exit_code: int) -> None:
+    def close(self, _exit_code: int) -> None:
         self._run.finish()
 
 

@@ -16,7 +16,7 @@ from trainwright.errors import MissingExtra
 class WeightsAndBiases:
     """A Sink. ``wandb sync <run folder>/wandb/offline-run-*`` uploads an offline run later."""
 
-    def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, object], **_more: object) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -40,7 +40,7 @@ class WeightsAndBiases:
             settings=wandb.Settings(
                 console="off",  # the terminal has the progress line
                 silent=True,
-                x_disable_stats=True,  # monitoring/telemetry.py reads the machine already
+                x_disable_stats=True,  # monitoring/logbook.py reads the machine already
                 x_disable_meta=True,  # provenance.json has it, without all details of the host
                 disable_git=True,
                 disable_code=True,

@@ -260,5 +260,5 @@ def register_missing_kernels() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in IN_PLACE:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
-            library.impl(name, lambda *args, **kwargs: None, "Meta")  # type: ignore[no-untyped-call]
+            library.impl(name, lambda *_args, **_kwargs: None, "Meta")  # type: ignore[no-untyped-call]
     return library

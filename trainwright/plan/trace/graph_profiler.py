@@ -39,13 +39,13 @@ class GraphProfiler:
         handles += [m.register_forward_pre_hook(self._on_enter, with_kwargs=True) for m in model.modules()]
         handles += [m.register_forward_hook(self._on_leave, prepend=True) for m in model.modules()]
 
-    def _on_enter(self, module: nn.Module, args: object, kwargs: object) -> None:
+    def _on_enter(self, _module: nn.Module, args: object, kwargs: object) -> None:
         path = self.paths.stack[-1]
         self.calls[path] += 1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.inputs.setdefault(path, {}).update({t.untyped_storage()._cdata: t.detach() for t in tensors})
 
-    def _on_leave(self, module: nn.Module, args: object, output: object) -> None:
+    def _on_leave(self, module: nn.Module, _args: object, output: object) -> None:
         if module is self.model:
             self._end = next_sequence_number()
         first = next((leaf for leaf in tree_leaves(_values(output)) if isinstance(leaf, Tensor)), None)

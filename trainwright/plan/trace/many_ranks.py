@@ -22,20 +22,34 @@ from trainwright.assembly.stage_plan import stage_plan
 from trainwright.distributed.context_parallel import part_of
 from trainwright.distributed.sharding import units_of
 from trainwright.distributed.split_plan import SplitPlan, model_shape, split_plan
-from trainwright.engine.sequence_part import loss_of_part
+from trainwright.engine.loss import loss_of_part
 from trainwright.errors import UsageError
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.devices import Device
-from trainwright.plan.many_ranks import DIVIDED_POLICIES, Blocks, ManyRanks, RankModel
-from trainwright.plan.splits import ModelShape
+from trainwright.plan.explain import human_bytes
+from trainwright.plan.make import Note
+from trainwright.plan.many_ranks import (
+    DIVIDED_POLICIES,
+    SUPPORTED_AXES,
+    Blocks,
+    ManyRanks,
+    Placement,
+    RankModel,
+    best_of,
+    choice_notes,
+    is_trainable,
+    layouts_of,
+)
+from trainwright.plan.parallel import AXES, Degrees, solve_layout
+from trainwright.plan.splits import ModelShape, require_fitting
 from trainwright.plan.trace.blueprint import Blueprint, make_blueprint
 from trainwright.plan.trace.fake_tensors import fake_tensors
 from trainwright.plan.trace.layouts import POLICIES, LayoutSurvey
 from trainwright.plan.trace.run_forecast import precision_on
 from trainwright.plan.traffic import Activations, Compression
 from trainwright.plan.units import Unit, Weight, Weights
-from trainwright.recipe import Loaded
-from trainwright.recipe.parallel import TensorStyle
+from trainwright.recipe import Loaded, Recipe
+from trainwright.recipe.schema import TensorStyle
 
 TRACED_BLOCKS = 2
 GATHERS_PER_BLOCK = 2
@@ -302,16 +316,16 @@ def _above(name: str) -> Iterable[str]:
         yield name
 
 
-def _record_output(name: str, sizes: Sizes, module: nn.Module, inputs: object, output: object) -> None:
+def _record_output(name: str, sizes: Sizes, _module: nn.Module, _inputs: object, output: object) -> None:
     sizes.setdefault(name, []).append(next((each.nbytes for each in _tensors(output)), 0))
 
 
-def _record_input(name: str, sizes: Sizes, module: nn.Module, inputs: object) -> None:
+def _record_input(name: str, sizes: Sizes, _module: nn.Module, inputs: object) -> None:
     """Record the size of the input, which is that of its gradient."""
     sizes.setdefault(name, []).append(next((each.nbytes for each in _tensors(inputs)), 0))
 
 
-def _gather(name: str, sizes: Sizes, ranks: int, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+def _gather(name: str, sizes: Sizes, ranks: int, _module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
     whole = torch.cat([output] * ranks, -1)
     sizes.setdefault(name, []).append(whole.nbytes)
     return whole
@@ -325,3 +339,61 @@ def _tensors(value: object) -> Iterable[Tensor]:
             yield from _tensors(each)
     elif isinstance(value, Mapping):
         yield from _tensors(list(value.values()))
+
+
+def spread(
+    loaded: Loaded, device: Device, ranks: int, *, parts: Parts | None = None
+) -> tuple[Placement, tuple[Note, ...]]:
+    """Return the layout of a recipe on ``ranks`` of a device, and the reasons. Fixed degrees are kept.
+
+    Raises UsageError when no layout fits the memory.
+    """
+    many = survey_ranks(loaded, device, parts=parts, decides=True)
+    if parts is not None and not _may_have_stages(parts):
+        many = replace(many, shape=replace(many.shape, blocks=None))
+    options = options_of(many, loaded.recipe, ranks)
+    best = best_of(options)
+    if not best.fits:
+        raise UsageError(
+            f"no layout of {ranks} ranks fits: {best.degrees} holds {human_bytes(best.peak_bytes)} a rank, and "
+            f"{human_bytes(device.usable_bytes)} are usable",
+            remedy=f"`trainwright plan RECIPE --ranks {ranks}` shows what each layout holds; or start more ranks",
+        )
+    return best, choice_notes(best, options, device)
+
+
+def _may_have_stages(parts: Parts) -> bool:
+    """Return True if the user's objects work with pipeline stages: a loss without weights, and batches of one size."""
+    own = parts.train.own_batches
+    trains = isinstance(parts.loss, nn.Module) and any(True for _ in parts.loss.parameters())
+    return not trains and not (own is not None and own.ready)
+
+
+def options_of(many: ManyRanks, recipe: Recipe, ranks: int) -> list[Placement]:
+    """Return the layouts that a recipe allows and that the engine can train."""
+    zero = (recipe.parallel.zero,)
+    setting = recipe.model.activation_checkpointing
+    batch = recipe.batch
+    found = []
+    for degrees in _degrees(many, recipe, ranks):
+        policies = [each for each in many.policies(degrees) if each == setting] or many.policies(degrees)
+        if batch.micro == "auto":
+            found += [each for each in many.all([degrees], zero) if each.policy in policies]
+        else:
+            micro = solve_batch(many.size, batch.micro, batch.accumulation, ranks=degrees.data).micro
+            found += [many.place(degrees, zero[0], policy, micro) for policy in policies]
+    return found
+
+
+def _degrees(many: ManyRanks, recipe: Recipe, ranks: int) -> list[Degrees]:
+    ask = recipe.parallel
+    if not ask.open_axes:
+        degrees = solve_layout(recipe, ranks)
+        require_fitting(recipe, degrees, many.shape)
+        return [degrees]
+    candidates = [
+        each
+        for each in layouts_of(ranks, many, SUPPORTED_AXES)
+        if all(getattr(ask, axis) in ("auto", getattr(each, axis)) for axis in AXES)
+    ]
+    return [each for each in candidates if is_trainable(recipe, each, many.shape)] or [solve_layout(recipe, ranks)]

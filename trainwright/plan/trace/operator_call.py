@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from trainwright.plan.call_trace import Phase, Work
+from trainwright.plan.trace import simulated_lstm
 
 OpArgs: TypeAlias = tuple[Any, ...]
 """Positional arguments of an operator: tensors, lists of tensors, numbers, according to its schema."""
@@ -58,3 +64,95 @@ def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
 def nbytes(tensor: Tensor) -> int:
     """Return the bytes of the elements, which for a view are fewer than those of its storage."""
     return tensor.numel() * tensor.element_size()
+
+
+aten = torch.ops.aten
+FlopFormula = Callable[..., int]
+"""Takes the arguments of an operator and ``out_val``, its result; returns FLOPs."""
+
+
+def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *_args: object, **_kwargs: object) -> int:
+    return int(
+        sdpa_flop_count(  # type: ignore[no-untyped-call]
+            query.shape, key.shape, value.shape
+        )
+    )
+
+
+def _attention_on_cpu_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_args: object, **_kwargs: object
+) -> int:
+    return int(
+        sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
+            grad.shape, query.shape, key.shape, value.shape
+        )
+    )
+
+
+def _lstm_on_cpu(x_TBD: Tensor, w_input: Tensor, w_hidden: Tensor, *_args: object, **_kwargs: object) -> int:
+    steps = prod(x_TBD.shape[:2])
+    return 2 * steps * (w_input.numel() + w_hidden.numel())
+
+
+def _lstm_on_cpu_backward(x_TBD: Tensor, w_input: Tensor, w_hidden: Tensor, *_args: object, **_kwargs: object) -> int:
+    return 2 * _lstm_on_cpu(x_TBD, w_input, w_hidden)
+
+
+def _grouped_product(a: Tensor, b: Tensor, *_args: object, **_kwargs: object) -> int:
+    """Count the product of each row with one matrix, however many matrices there are."""
+    return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (len(a) if a.dim() == b.dim() == 3 else 1)
+
+
+EXTRA_FORMULAS: dict[OpOverloadPacket, FlopFormula] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_on_cpu_backward,
+    aten._grouped_mm: _grouped_product,
+    aten.mkldnn_rnn_layer: _lstm_on_cpu,
+    aten.mkldnn_rnn_layer_backward: _lstm_on_cpu_backward,
+}
+"""Formulas that torch's table lacks."""
+
+
+EXTRA_FORMULAS_BY_NAME: dict[str, FlopFormula] = {
+    f"{simulated_lstm.NAMESPACE}::lstm": simulated_lstm.forward_flops,
+    f"{simulated_lstm.NAMESPACE}::lstm_backward": simulated_lstm.backward_flops,
+}
+"""Formulas of operators that are registered only when they are needed."""
+
+
+class WorkLog:
+    """Sums calls by phase, module, operator and dtype."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[Phase, str, str, str], list[int]] = {}
+        self._formulas: dict[OpOverload, FlopFormula | None] = {}
+
+    def add(self, phase: Phase, module: str, call: OperatorCall) -> None:
+        """Count one call, which must not be a view. Keyword arguments count as neither read nor written."""
+        outputs, inputs = tuple(call.outputs()), tuple(tensors_in(call.args))
+        lead = outputs[0] if outputs else inputs[0] if inputs else None
+        dtype = str(lead.dtype).removeprefix("torch.") if lead is not None else ""
+        sums = self._sums.setdefault((phase, module, call.name, dtype), [0, 0, 0])
+        sums[0] += 1
+        sums[1] += self._flops(call)
+        sums[2] += sum(map(nbytes, inputs)) + sum(map(nbytes, outputs))
+
+    def _flops(self, call: OperatorCall) -> int:
+        op = call.op
+        if op not in self._formulas:
+            packet = op._overloadpacket
+            known = _from_torch(flop_registry[packet]) if packet in flop_registry else None
+            self._formulas[op] = EXTRA_FORMULAS.get(packet) or EXTRA_FORMULAS_BY_NAME.get(op._schema.name) or known
+        formula = self._formulas[op]
+        return 0 if formula is None else formula(*call.args, **call.kwargs, out_val=call.result)
+
+    def rows(self) -> tuple[Work, ...]:
+        """Return the sums, in the order of each one's first call."""
+        return tuple(Work(*key, *sums) for key, sums in self._sums.items())
+
+
+def _from_torch(formula: Callable[..., object]) -> FlopFormula:
+    def flops(*args: object, **kwargs: object) -> int:
+        return int(formula(*args, **kwargs))  # type: ignore[call-overload,no-any-return]
+
+    return flops

@@ -15,14 +15,14 @@ from trainwright.assembly.assemble import Parts
 from trainwright.errors import RecipeError, UsageError
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.checkpointing import Checkpointing, describe
-from trainwright.plan.degrees import AXES
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
 from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offload_layouts
 from trainwright.plan.make import Note
-from trainwright.plan.parallel import solve_layout
+from trainwright.plan.parallel import AXES, solve_layout
 from trainwright.plan.trace.blueprint import Blueprint, make_blueprint
 from trainwright.plan.trace.layouts import POLICIES, LayoutSurvey
+from trainwright.plan.trace.many_ranks import spread
 from trainwright.plan.trace.run_forecast import (
     can_offload,
     may_chunk,
@@ -31,10 +31,9 @@ from trainwright.plan.trace.run_forecast import (
     with_budget,
     with_offload,
 )
-from trainwright.plan.trace.spread import spread
 from trainwright.recipe import Loaded, Recipe
-from trainwright.recipe.byte_size import parse_bytes
-from trainwright.recipe.parallel import PLANNED
+from trainwright.recipe.formatting import parse_bytes
+from trainwright.recipe.schema import PLANNED
 
 CHECKPOINTING = "model.activation_checkpointing"
 

@@ -15,16 +15,25 @@ from trainwright.plan.call_trace import Trace
 from trainwright.plan.checkpointing import describe
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
-from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offload_layouts, weigh
+from trainwright.plan.layout import (
+    Choice,
+    Layout,
+    Option,
+    choose,
+    micro_sizes,
+    offload_layouts,
+    offload_of,
+    weigh,
+    why_not_offloaded,
+)
 from trainwright.plan.make import Note, choose_precision, require_fp8
-from trainwright.plan.offload import offload_of, why_not_offloaded
 from trainwright.plan.remedies import PeakMemory, Remedy, remedies
 from trainwright.plan.trace.blueprint import Blueprint, make_blueprint
 from trainwright.plan.trace.checkpointing_planner import CheckpointingPlanner, Speed
 from trainwright.plan.trace.layouts import POLICIES, LayoutSurvey
 from trainwright.plan.trace.traced_step import trace_step
 from trainwright.recipe import Loaded, Recipe
-from trainwright.recipe.byte_size import parse_bytes
+from trainwright.recipe.formatting import parse_bytes
 
 
 @dataclass(frozen=True)

@@ -69,14 +69,14 @@ class _Backend(backend_registration._DummyBackendModule):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
-    def get_rng_state(self, device: object = None) -> Tensor:
+    def get_rng_state(self, _device: object = None) -> Tensor:
         return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
     def set_rng_state(self, state: Tensor, device: object = None) -> None: ...
 
     def manual_seed(self, seed: int) -> None: ...
 
-    def device(self, index: object) -> AbstractContextManager[None]:
+    def device(self, _index: object) -> AbstractContextManager[None]:
         return nullcontext()
 
     def is_available(self) -> bool:

@@ -59,21 +59,23 @@ def simulated_lstm(device_key: str) -> Iterator[None]:
             _SIMULATED.discard(device_key)
 
 
-def forward_flops(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], *args: object, **kwargs: object) -> int:
+def forward_flops(
+    x: Tensor, _h: Tensor, _c: Tensor, weights: Sequence[Tensor], *_args: object, **_kwargs: object
+) -> int:
     """Return the FLOPs of the forward pass: each position with each matrix of weights."""
     positions = prod(x.shape[:-1])
     return 2 * positions * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
 def backward_flops(
-    grad: Tensor, x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], *args: object, **kwargs: object
+    _grad: Tensor, x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], *_args: object, **_kwargs: object
 ) -> int:
     """Return the FLOPs of the backward pass: twice those of the forward pass."""
     return 2 * forward_flops(x, h, c, weights)
 
 
 def _forward(
-    x: Tensor, h: Tensor, c: Tensor, weights: list[Tensor], layers: int, bidirectional: bool, batch_first: bool
+    x: Tensor, h: Tensor, c: Tensor, _weights: list[Tensor], layers: int, bidirectional: bool, _batch_first: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     directions = 2 if bidirectional else 1
     hidden_width = h.shape[-1]
@@ -83,7 +85,7 @@ def _forward(
     return out, torch.empty_like(h), torch.empty_like(c), reserve
 
 
-def _backward(grad: Tensor, x: Tensor, h: Tensor, c: Tensor, weights: list[Tensor], reserve: Tensor) -> list[Tensor]:
+def _backward(_grad: Tensor, x: Tensor, h: Tensor, c: Tensor, weights: list[Tensor], _reserve: Tensor) -> list[Tensor]:
     return [torch.empty_like(each) for each in (x, h, c, *weights)]
 
 
@@ -105,7 +107,7 @@ class _Function(torch.autograd.Function):
 
 
 def _lstm(
-    x: Tensor, state: list[Tensor], weights: list[Tensor], has_biases: bool, layers: int, dropout: float, *flags: bool
+    x: Tensor, state: list[Tensor], weights: list[Tensor], _has_biases: bool, layers: int, _dropout: float, *flags: bool
 ) -> Outputs:
     """``aten::lstm.input``, whose last arguments are train, bidirectional and batch_first."""
     options = (layers, *flags[1:])

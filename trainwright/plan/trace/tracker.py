@@ -26,8 +26,7 @@ from trainwright.plan.trace.fake_tensors import (
     untraceable,
 )
 from trainwright.plan.trace.hidden_memory import hidden_memory
-from trainwright.plan.trace.operator_call import OpArgs, OperatorCall, OpKwargs, OpResult, tensors_in
-from trainwright.plan.trace.work import WorkLog
+from trainwright.plan.trace.operator_call import OpArgs, OperatorCall, OpKwargs, OpResult, WorkLog, tensors_in
 
 BLOCK_BYTES: dict[DeviceName, int] = {"cpu": 1, "cuda": 512}
 """The multiple to which the allocator rounds sizes up."""
@@ -278,7 +277,7 @@ def call_without_values(op: OpOverload, args: OpArgs, kwargs: OpKwargs) -> OpRes
 
 
 def _grouped_product(
-    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: object = None, out_dtype: torch.dtype | None = None
+    a: Tensor, b: Tensor, offs: Tensor | None = None, _bias: object = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return the product of rows (N, I) and matrices (E, I, O): (N, O).
 

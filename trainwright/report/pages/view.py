@@ -15,9 +15,9 @@ from trainwright.report.pages.documents import RunDocuments
 from trainwright.report.pages.log import IncrementalLog
 from trainwright.report.pages.rows import column
 from trainwright.report.verdict import VerdictFacts, evaluations_in, judge
-from trainwright.runs.ending import RUNNING, state_of
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.printing import readable
+from trainwright.runs.reader import RUNNING, state_of
 from trainwright.runs.records import (
     Ended,
     Evaluated,

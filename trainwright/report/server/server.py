@@ -98,7 +98,7 @@ class PageServer:
         ]
         return Guard(Starlette(routes=routes), token, (*LOOPBACK, *hosts), cookie)
 
-    async def _overview(self, request: Request) -> Response:
+    async def _overview(self, _request: Request) -> Response:
         return HTMLResponse(await self._read(lambda: overview_page(self._shelf.overview())))
 
     async def _view(self, request: Request) -> Response:
@@ -124,10 +124,10 @@ class PageServer:
             return _not_found(names)
         return self._stream(lambda: self.news(names, seen))
 
-    async def _runs_data(self, request: Request) -> Response:
+    async def _runs_data(self, _request: Request) -> Response:
         return JSONResponse({"rows": await self._read(self._rows)})
 
-    async def _runs_events(self, request: Request) -> Response:
+    async def _runs_events(self, _request: Request) -> Response:
         shown = ""
 
         def news() -> Mapping[str, JsonValue]:

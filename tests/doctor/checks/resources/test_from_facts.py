@@ -16,7 +16,7 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.discovery import check_of
 from trainwright.doctor.facts.resources import GraphSize, GrowthFacts, HeldResources, MemoryFacts
-from trainwright.monitoring.telemetry import allocator_values
+from trainwright.monitoring.logbook import allocator_values
 from trainwright.runs.records import OutOfMemory, Telemetry, Watched
 
 MIB, GIB = 2**20, 2**30
