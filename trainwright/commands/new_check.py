@@ -14,8 +14,7 @@ _CHECK = '''\
 from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.weights import WeightsFacts  # replace it: see doctor/facts
 
-MAX_RATE = 10.0
-"""The meaning of the limit, and the reason for this number."""
+MAX_RATE = 10.0  # the meaning of the limit, and the reason for this number
 
 
 @check(stage="update", severity="warning", confidence=0.8, needs=WeightsFacts)

@@ -10,8 +10,7 @@ from trainwright.doctor.context import RunContext, by_experiment
 from trainwright.doctor.finding import make_finding
 from trainwright.runs.records import Examined, construct
 
-USER_CHECK_PREFIX = "own."
-"""Prefix of their codes, which are also the names of their experiments."""
+USER_CHECK_PREFIX = "own."  # Prefix of their codes, which are also the names of their experiments
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,20 +22,16 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import own_part
 from trainwright.runs.json_values import Facts, strict
 
-SEARCH_STEP = 24
-"""The step after which copies are searched for, once. The search takes 0.1 s."""
+SEARCH_STEP = 24  # The step after which copies are searched for, once. The search takes 0.1 s.
 SEARCH_STEP_IF_RESUMED = 8
-FOLLOWED_STEPS = 16
-"""Number of steps in which copies are sampled after the search."""
+FOLLOWED_STEPS = 16  # Number of steps in which copies are sampled after the search
 MAX_COPIES = 32
 TENSORS_PER_COPY = 4
 ELEMENTS_PER_TENSOR = 64
 MAX_STEPS_WITHOUT_MOVE = 8
 """A copy that has not moved for this many steps is dropped: a process may hold copies of other runs."""
-MAX_CALLS = 1024
-"""Maximum number of calls without gradients that are recorded."""
-MAX_DEPTH = 2
-"""Depth of submodules that may have copies."""
+MAX_CALLS = 1024  # Maximum number of calls without gradients that are recorded
+MAX_DEPTH = 2  # Depth of submodules that may have copies
 
 
 @dataclass(frozen=True)

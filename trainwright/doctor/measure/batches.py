@@ -41,8 +41,7 @@ from trainwright.replay.session import ReplaySession
 MAX_ROWS = 256
 MAX_COLUMNS = 16384
 MAX_LEARNED_SAMPLES = 1024
-MIN_PADDING = 2
-"""Minimum number of equal ids at the end of a row that count as padding."""
+MIN_PADDING = 2  # Minimum number of equal ids at the end of a row that count as padding
 
 
 @replay(BatchFacts, when="checkup", steps=0.7, value=3.0)

@@ -23,11 +23,9 @@ from trainwright.runs.json_values import Facts, strict
 
 MAX_ROUNDING_RATIO = 1e-5
 """Gradients below this fraction of the largest one are rounding errors, as for a bias before a normalization."""
-ELEMENTS_PER_WEIGHT = 16
-"""Number of elements of each weight that are compared to detect changes."""
+ELEMENTS_PER_WEIGHT = 16  # Number of elements of each weight that are compared to detect changes
 MAX_WEIGHTS_SAMPLED = 64
-MAX_COMPARISONS = 16
-"""Maximum number of updates at which two optimizers are searched for shared parameters."""
+MAX_COMPARISONS = 16  # Maximum number of updates at which two optimizers are searched for shared parameters
 
 
 class Calls(Probe):

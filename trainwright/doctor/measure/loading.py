@@ -71,10 +71,8 @@ def _loaded_moments(optimizer: Optimizer, names: dict[int, str]) -> LoadedMoment
     )
 
 
-MAX_ELEMENTS_COMPARED = 512
-"""Elements of each weight that are compared between a load and the first forward call."""
-MIN_UPDATES_FOR_SCHEDULE = 16
-"""Number of updates after which the counting unit of a schedule is known."""
+MAX_ELEMENTS_COMPARED = 512  # Elements of each weight that are compared between a load and the first forward call
+MIN_UPDATES_FOR_SCHEDULE = 16  # Number of updates after which the counting unit of a schedule is known
 
 
 class ResumeProbe(Probe):

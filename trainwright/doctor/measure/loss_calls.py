@@ -37,8 +37,7 @@ BINARY = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
 DISTANCES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 SQUARED = "squared error"
 MAX_ROWS = 256
-MAX_COLUMNS = 1024
-"""Maximum number of values per sample that are measured."""
+MAX_COLUMNS = 1024  # Maximum number of values per sample that are measured
 MAX_CLASSES = 65536
 BOUNDS = {
     "SigmoidBackward0": ("sigmoid", 0.0, 1.0),
@@ -187,22 +186,14 @@ def room_within(loss: ComparedLoss, low: float, high: float) -> float:
     return 1.0 - float(best) / max(float(equal), 1e-12)
 
 
-EVERY_STEP_UNTIL = 8
-"""All steps until this one are examined."""
-INTERVALS = ((64, 4), (256, 16))
-"""(last step, interval) of the examined steps after EVERY_STEP_UNTIL."""
-LAST_INTERVAL = 64
-"""Interval of examined steps after all of INTERVALS."""
-MAX_VALUES = 8
-"""Number of values that are kept of the first and of the last examined steps."""
-MIN_STEPS_WITH_SIGN = 3
-"""Number of examined steps that must show a mistake that one step may show by chance."""
-MAX_CALLS = 32
-"""Maximum number of measured calls per step."""
-MAX_LOG_PROBABILITY = 1e-3
-"""Upper bound of the logarithm of a probability plus a small epsilon."""
-MAX_NODES = 20_000
-"""Maximum number of visited graph nodes behind a term."""
+EVERY_STEP_UNTIL = 8  # All steps until this one are examined
+INTERVALS = ((64, 4), (256, 16))  # (last step, interval) of the examined steps after EVERY_STEP_UNTIL
+LAST_INTERVAL = 64  # Interval of examined steps after all of INTERVALS
+MAX_VALUES = 8  # Number of values that are kept of the first and of the last examined steps
+MIN_STEPS_WITH_SIGN = 3  # Number of examined steps that must show a mistake that one step may show by chance
+MAX_CALLS = 32  # Maximum number of measured calls per step
+MAX_LOG_PROBABILITY = 1e-3  # Upper bound of the logarithm of a probability plus a small epsilon
+MAX_NODES = 20_000  # Maximum number of visited graph nodes behind a term
 BOUNDED_BELOW = CLASSES | BINARY | DISTANCES | {
     "kl_div", "ctc_loss", "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss",
     "multilabel_soft_margin_loss", SQUARED, "absolute error",

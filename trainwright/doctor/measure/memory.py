@@ -26,8 +26,7 @@ from trainwright.runs.json_values import Facts, strict
 MIN_INTERVAL_STEPS = 16
 """Minimum number of steps between two readings. It doubles when there are more than MAX_READINGS."""
 MAX_READINGS = 64
-UNLIMITED_STEPS = 192
-"""Until this step all readings are taken. Later they take at most MAX_TIME_FRACTION of the time."""
+UNLIMITED_STEPS = 192  # Until this step all readings are taken. Later they take at most MAX_TIME_FRACTION of the time.
 MAX_TIME_FRACTION = 0.004
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

@@ -23,18 +23,13 @@ from trainwright.runs.json_values import Facts, strict
 
 SAMPLED_TENSORS = 8
 SAMPLED_ELEMENTS = 256
-EVERY_UPDATE_UNTIL = 64
-"""All updates until this one are sampled, then every INTERVAL_UPDATES-th."""
+EVERY_UPDATE_UNTIL = 64  # All updates until this one are sampled, then every INTERVAL_UPDATES-th
 INTERVAL_UPDATES = 16
 MAX_SAMPLES = 64
-MAX_WINDOWS = 3
-"""Number of steps with several micro-batches whose gradient sums are compared."""
-MAX_STEPS_OF_SUMS = 16
-"""Last step whose gradient sums are compared."""
-REPORTED_AT = 6
-"""The step after which the first findings are reported."""
-SMALLEST_FP16 = 2.0**-24
-"""Smallest positive float16. All float16 numbers are multiples of it."""
+MAX_WINDOWS = 3  # Number of steps with several micro-batches whose gradient sums are compared
+MAX_STEPS_OF_SUMS = 16  # Last step whose gradient sums are compared
+REPORTED_AT = 6  # The step after which the first findings are reported
+SMALLEST_FP16 = 2.0**-24  # Smallest positive float16. All float16 numbers are multiples of it.
 MOMENTS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
     | {"sum", "step", "mu", "eta", "ax", "prev", "step_size"}

@@ -29,12 +29,9 @@ FLAT_NODES = ("RoundBackward", "FloorBackward", "CeilBackward", "TruncBackward",
 """Autograd nodes whose derivative is 0 everywhere."""
 MAX_NODES = 20_000
 MIN_ROWS = 4
-MIN_WIDTH = 8
-"""Minimum size of vectors whose spread is measured."""
-MAX_RELATIVE_ROUNDING = 1e-4
-"""Relative to the largest output. A normalization over one value leaves rounding of 1e-5."""
-MAX_IDS = 4096
-"""Maximum number of token ids that are read per call."""
+MIN_WIDTH = 8  # Minimum size of vectors whose spread is measured
+MAX_RELATIVE_ROUNDING = 1e-4  # Relative to the largest output. A normalization over one value leaves rounding of 1e-5.
+MAX_IDS = 4096  # Maximum number of token ids that are read per call
 NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm)
 
 

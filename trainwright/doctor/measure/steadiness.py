@@ -17,8 +17,7 @@ from trainwright.recorder.program import Constant, RecordedStep, constants_of
 from trainwright.recorder.user_types import Loader
 from trainwright.runs.json_values import Facts, strict
 
-MAX_PENDING_REPEATS = 4
-"""Number of repeats after which the facts are reported before the next examination."""
+MAX_PENDING_REPEATS = 4  # Number of repeats after which the facts are reported before the next examination
 EVERY_STEP_UNTIL = 64
 """All steps until this one are examined. Later, every INTERVAL_STEPS-th step is, and as many after a repetition."""
 INTERVAL_STEPS = 8
@@ -26,10 +25,8 @@ MAX_STATES = 4096
 MAX_SAMPLES = 256
 ELEMENTS_PER_SAMPLE = 64
 MIN_ELEMENTS_FOR_FIT = 4
-MAX_FIT_ERROR = 1e-5
-"""Maximum relative error of ``now = a * before + b`` that is rounding."""
-MIN_CHANGE = 0.02
-"""Minimum change of ``a`` from 1, and of ``b`` from 0 in standard deviations."""
+MAX_FIT_ERROR = 1e-5  # Maximum relative error of ``now = a * before + b`` that is rounding
+MIN_CHANGE = 0.02  # Minimum change of ``a`` from 1, and of ``b`` from 0 in standard deviations
 
 Key = tuple[int, ...]
 """A sample of a dataset (identity, position), or a slice of a larger tensor (identity, position, size)."""

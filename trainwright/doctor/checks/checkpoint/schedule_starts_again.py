@@ -1,8 +1,7 @@
 from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.checkpoint import ResumeFacts
 
-MIN_UPDATES = 8
-"""Updates after which it is known whether a schedule is stepped once per update."""
+MIN_UPDATES = 8  # Updates after which it is known whether a schedule is stepped once per update
 
 
 @check(stage="update", confidence=0.8, needs=ResumeFacts, points_at="schedule")

@@ -1,8 +1,7 @@
 from trainwright.doctor import Finding, NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.data import SAME, RowsFacts
 
-MIN_EQUAL_MICRO_BATCHES = 3
-"""Equal micro-batches of a step. Two may be two passes over one batch, as in SAM."""
+MIN_EQUAL_MICRO_BATCHES = 3  # Equal micro-batches of a step. Two may be two passes over one batch, as in SAM.
 
 
 @check(points_at="forward", stage="input", needs=RowsFacts)

@@ -1,8 +1,7 @@
 from trainwright.doctor import ExperimentRequest, Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, InputSpread, StandardizedFacts
 
-MAX_STD = 0.02
-"""Inputs with a smaller standard deviation may vary too little."""
+MAX_STD = 0.02  # Inputs with a smaller standard deviation may vary too little
 MAX_STEP = 4
 CONSEQUENCES = ("gradient.vanishing", "model.init_symmetric", "model.dead_relu", "optim.lr_too_low")
 

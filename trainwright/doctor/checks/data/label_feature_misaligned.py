@@ -3,8 +3,7 @@ from trainwright.doctor.facts.data import BatchFacts, LabelSignalFacts
 
 MIN_STEPS = 64
 RECENT_STEPS = 16
-MAX_DEVIATIONS = 2.5
-"""Standard deviations above chance that are still no information about the labels."""
+MAX_DEVIATIONS = 2.5  # Standard deviations above chance that are still no information about the labels
 
 
 @check(stage="label", confidence=0.7, needs=BatchFacts, explains=("optim.lr_too_low",))

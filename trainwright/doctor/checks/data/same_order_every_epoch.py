@@ -1,10 +1,8 @@
 from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.data import EpochRepeat, LoadersFacts, RowsFacts
 
-MIN_SAMPLES = 16
-"""A random order of this many samples repeats by chance once in 16! times."""
-MIN_PERIOD = 4
-"""Minimum number of batches after which they recur."""
+MIN_SAMPLES = 16  # A random order of this many samples repeats by chance once in 16! times
+MIN_PERIOD = 4  # Minimum number of batches after which they recur
 MIN_RECURRED_BATCHES = 8
 
 

@@ -1,11 +1,9 @@
 from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts
 
-MIN_DRAWS_PER_SAMPLE = 32
-"""Mean draws of each drawn sample after which the others would have been drawn, too."""
+MIN_DRAWS_PER_SAMPLE = 32  # Mean draws of each drawn sample after which the others would have been drawn, too
 MIN_DRAWS = 256
-MAX_UNUSED_FRACTION = 0.05
-"""Fraction of the dataset that may be left out."""
+MAX_UNUSED_FRACTION = 0.05  # Fraction of the dataset that may be left out
 
 
 @check(stage="input", confidence=0.85, needs=LoadersFacts)

@@ -1,8 +1,7 @@
 from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import RowsFacts
 
-MIN_EQUAL_GROUPS = 4
-"""Groups of equal batches with different rows. Fewer may be chance."""
+MIN_EQUAL_GROUPS = 4  # Groups of equal batches with different rows. Fewer may be chance.
 
 
 @check(stage="input", confidence=0.95, needs=RowsFacts)

@@ -1,10 +1,8 @@
 from trainwright.doctor import Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, LeakingColumn
 
-MAX_ROUNDING_VARIANCE = 1e-12
-"""Fraction of the variance within classes that is rounding."""
-MIN_SAMPLES_IF_EXACT = 48
-"""Samples of an exact column that suffice in one examination."""
+MAX_ROUNDING_VARIANCE = 1e-12  # Fraction of the variance within classes that is rounding
+MIN_SAMPLES_IF_EXACT = 48  # Samples of an exact column that suffice in one examination
 
 
 @check(stage="input", needs=BatchFacts)

@@ -3,10 +3,8 @@ from trainwright.doctor.facts.data import BatchFacts, TargetsFacts
 
 INTEGER_RANGES = {255: "uint8", 32767: "int16", 65535: "uint16"}
 """Largest ids of small integer types. 127 is left out because it is also the largest ASCII code."""
-MIN_OUTPUTS_BEYOND = 32
-"""Outputs beyond the range. Fewer may be special tokens, or a vocabulary padded to a multiple."""
-MIN_TARGETS_PER_ID = 20
-"""Targets per id of the small integer type after which larger ids would have appeared."""
+MIN_OUTPUTS_BEYOND = 32  # Outputs beyond the range. Fewer may be special tokens, or a vocabulary padded to a multiple.
+MIN_TARGETS_PER_ID = 20  # Targets per id of the small integer type after which larger ids would have appeared
 
 
 @check(stage="label", confidence=0.85, needs=(TargetsFacts, BatchFacts))

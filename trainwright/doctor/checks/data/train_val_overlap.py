@@ -1,14 +1,11 @@
 from trainwright.doctor import NotApplicable, Passed, Result, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import EvaluatedRows, LoadersFacts, RowsFacts
 
-MAX_SHARED_FRACTION = 0.01
-"""Fraction of samples that may be in both sets."""
-MAX_NEW_FRACTION = 0.05
-"""Fraction of new rows in a training that has read all of its data."""
+MAX_SHARED_FRACTION = 0.01  # Fraction of samples that may be in both sets
+MAX_NEW_FRACTION = 0.05  # Fraction of new rows in a training that has read all of its data
 MIN_SHARED_ROWS = 4
 """Equal rows from which on they are reported. Fewer may be equal by chance, as generated curves of few phases are."""
-CHANCE_MULTIPLE = 4.0
-"""Multiple of the number of rows that are equal by chance."""
+CHANCE_MULTIPLE = 4.0  # Multiple of the number of rows that are equal by chance
 
 
 @check(stage="input", confidence=0.9)

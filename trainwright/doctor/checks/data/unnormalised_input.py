@@ -3,10 +3,8 @@ import math
 from trainwright.doctor import ExperimentRequest, Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, StandardizedFacts
 
-MIN_RMS = 10.0
-"""Inputs with a larger root mean square may be too large."""
-MAX_STEP = 4
-"""The last step in which the scale of the loss is evidence about the inputs."""
+MIN_RMS = 10.0  # Inputs with a larger root mean square may be too large
+MAX_STEP = 4  # The last step in which the scale of the loss is evidence about the inputs
 CONSEQUENCES = (
     "gradient.exploding",
     "model.init_too_large",

@@ -1,8 +1,7 @@
 from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts
 
-MIN_RESTARTS = 8
-"""Number of iterators. Fewer may be a test, or short epochs."""
+MIN_RESTARTS = 8  # Number of iterators. Fewer may be a test, or short epochs.
 
 
 @check(stage="input", confidence=0.95, needs=LoadersFacts)

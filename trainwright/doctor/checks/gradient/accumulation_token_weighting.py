@@ -3,10 +3,8 @@ from statistics import variance
 from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.gradient import AccumulationFacts
 
-MIN_COUNT_RATIO = 1.5
-"""Largest count / smallest count."""
-MIN_RELATIVE_ERROR = 0.25
-"""Relative distance of a micro-batch's weight from its fraction of the targets."""
+MIN_COUNT_RATIO = 1.5  # Largest count / smallest count
+MIN_RELATIVE_ERROR = 0.25  # Relative distance of a micro-batch's weight from its fraction of the targets
 
 
 @check(points_at="backward", stage="loss", confidence=0.85, needs=AccumulationFacts)

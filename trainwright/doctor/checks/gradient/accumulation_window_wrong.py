@@ -4,8 +4,7 @@ from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts, kinds
 
 MIN_STEPS = 4
-MIN_FRACTION = 0.75
-"""Fraction of steps that differ. The last step of an epoch may have fewer micro-batches."""
+MIN_FRACTION = 0.75  # Fraction of steps that differ. The last step of an epoch may have fewer micro-batches.
 
 
 @check(points_at="step", stage="backward", confidence=0.85, needs=CallsFacts)

@@ -4,10 +4,8 @@ from trainwright.doctor import RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.calls import kinds
 
 MIN_CLIPS = 16
-MIN_NORM_RATIO = 100.0
-"""Norm / threshold in every clip."""
-PROGRESS_FRACTION = 0.1
-"""Fraction by which the loss falls in spite of the clipping."""
+MIN_NORM_RATIO = 100.0  # Norm / threshold in every clip
+PROGRESS_FRACTION = 0.1  # Fraction by which the loss falls in spite of the clipping
 
 
 @check(points_at="clip", stage="clip", confidence=0.9, explains=("optim.lr_too_low",))

@@ -2,8 +2,7 @@ from trainwright.doctor import Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.calls import kinds
 from trainwright.doctor.facts.updates import UpdateFacts
 
-MAX_STEP = 4
-"""The last step in which the weights are still nearly the initial ones."""
+MAX_STEP = 4  # The last step in which the weights are still nearly the initial ones
 MIN_RELATIVE_GRADIENT = 300.0
 """Relative change of the loss per relative change of the weights. A hundredth of them would triple the loss."""
 

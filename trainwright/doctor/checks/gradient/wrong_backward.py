@@ -3,8 +3,7 @@ from trainwright.doctor.facts.wiring import WiringFacts
 from trainwright.runs.json_values import Facts
 from trainwright.runs.records import Examined
 
-MIN_STANDARD_ERRORS = 4.0
-"""A mean deviates this much by chance once in ten thousand times."""
+MIN_STANDARD_ERRORS = 4.0  # A mean deviates this much by chance once in ten thousand times
 
 
 @check(stage="backward", severity="critical", confidence=0.97, needs=WiringFacts)

@@ -1,8 +1,7 @@
 from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.loss import LossFacts, calls, where_of
 
-MAX_OUTSIDE = 0.02
-"""Fraction of targets that are out of reach."""
+MAX_OUTSIDE = 0.02  # Fraction of targets that are out of reach
 MIN_ROOM = 0.75
 """Fraction of the loss of equal scores that bounded scores can gain.
 

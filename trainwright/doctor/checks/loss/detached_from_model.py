@@ -2,8 +2,7 @@ from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.loss import LossFacts
 from trainwright.runs.records import Watched
 
-MIN_FURTHER_STEPS = 2
-"""Further steps without gradients that rule out a single special batch."""
+MIN_FURTHER_STEPS = 2  # Further steps without gradients that rule out a single special batch
 FOREIGN_LOSS = "the loss is not made of what the watched model returned"
 
 

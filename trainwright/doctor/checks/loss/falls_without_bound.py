@@ -6,8 +6,7 @@ from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.loss import over_most_steps
 
 MIN_STEPS = 32
-MIN_DEPTH_RATIO = 20.0
-"""Distance of the final loss below 0 / largest absolute loss in the first eighth of the run."""
+MIN_DEPTH_RATIO = 20.0  # Distance of the final loss below 0 / largest absolute loss in the first eighth of the run
 
 
 @check(

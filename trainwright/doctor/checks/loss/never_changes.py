@@ -4,10 +4,8 @@ from itertools import takewhile
 from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.weights import WeightsFacts
 
-MIN_STEPS = 16
-"""Consecutive recorded steps with the same loss; three times as many if it is rounded to 16 bits."""
-MAX_RELATIVE_ROUNDING = 2e-6
-"""Relative rounding error of equal sums in float32."""
+MIN_STEPS = 16  # Consecutive recorded steps with the same loss; three times as many if it is rounded to 16 bits
+MAX_RELATIVE_ROUNDING = 2e-6  # Relative rounding error of equal sums in float32
 LN_2 = math.log(2)
 
 

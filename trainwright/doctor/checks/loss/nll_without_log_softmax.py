@@ -3,8 +3,7 @@ from trainwright.doctor.facts.loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, LossF
 
 MIN_ABOVE_0 = 0.1
 """Fraction of the input above 0. The logarithm of a density may be above 0, but not that of a class probability."""
-MAX_OFF_SUM = 0.05
-"""bfloat16 (8 bits) leaves the sum of several hundred probabilities within this distance of 1."""
+MAX_OFF_SUM = 0.05  # bfloat16 (8 bits) leaves the sum of several hundred probabilities within this distance of 1
 
 
 @check(

@@ -5,16 +5,11 @@ from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss, over_most_steps, where_of
 from trainwright.doctor.trend import still_falls
 
-MIN_STEPS = 60
-"""Steps after which something must have been learned."""
-MIN_ROWS = 4
-"""Examined steps among the last ones."""
-MIN_GAIN = 0.02
-"""Minimum gain over a constant prediction, as a fraction of its loss, if anything was learned."""
-MAX_ERROR = 0.04
-"""Maximum standard error of this gain."""
-MIN_SAMPLES_OF_A_CLASS = 30
-"""Minimum number of samples of a class that the model must have been trained on."""
+MIN_STEPS = 60  # Steps after which something must have been learned
+MIN_ROWS = 4  # Examined steps among the last ones
+MIN_GAIN = 0.02  # Minimum gain over a constant prediction, as a fraction of its loss, if anything was learned
+MAX_ERROR = 0.04  # Maximum standard error of this gain
+MIN_SAMPLES_OF_A_CLASS = 30  # Minimum number of samples of a class that the model must have been trained on
 LEARNING_TIME_RATIO = 8
 """Steps for learning from inputs / steps for learning the target mean. Some models need a ratio of six."""
 

@@ -1,8 +1,7 @@
 from trainwright.doctor import Passed, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import TokenLoss, TokensFacts
 
-MIN_SCORE_CHANGE = 1e-3
-"""Change of a score, in standard deviations of the scores, that exceeds rounding."""
+MIN_SCORE_CHANGE = 1e-3  # Change of a score, in standard deviations of the scores, that exceeds rounding
 
 
 @check(stage="label", severity="critical", confidence=0.95, needs=TokensFacts)

@@ -1,8 +1,7 @@
 from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.loss import LossFacts, calls, where_of
 
-MIN_INSIDE = 0.25
-"""Fraction of the sequences in which the ignored class is between targets that count."""
+MIN_INSIDE = 0.25  # Fraction of the sequences in which the ignored class is between targets that count
 
 
 @check(stage="label", confidence=0.85, needs=LossFacts)

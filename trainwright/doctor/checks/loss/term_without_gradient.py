@@ -1,8 +1,7 @@
 from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.loss import LossFacts, over_most_steps
 
-MIN_STEPS = 3
-"""Minimum number of examined steps with the fault."""
+MIN_STEPS = 3  # Minimum number of examined steps with the fault
 KIND_TEXTS = {
     "no_gradient": "has no gradient",
     "not_updated": "is detached from the weights that this update changes: its gradient reaches only others",

@@ -1,12 +1,9 @@
 from trainwright.doctor import NotApplicable, Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss, over_most_steps, where_of
 
-MIN_STEPS = 6
-"""Minimum number of examined steps."""
-STEPS_COMPARED = 3
-"""Number of first and of last steps whose losses are compared."""
-MAX_RELATIVE_DIFFERENCE = 0.1
-"""Relative difference between a loss and its value for some of the samples."""
+MIN_STEPS = 6  # Minimum number of examined steps
+STEPS_COMPARED = 3  # Number of first and of last steps whose losses are compared
+MAX_RELATIVE_DIFFERENCE = 0.1  # Relative difference between a loss and its value for some of the samples
 UNMEASURED_LOSSES = ("log_softmax", "squared error", "absolute error")
 """Functions whose value is not measured or is no loss. The total loss is compared instead."""
 

@@ -2,8 +2,7 @@ from trainwright.doctor import NotApplicable, Results, RunContext, Where, check,
 from trainwright.doctor.facts.layers import LayersFacts
 from trainwright.doctor.trend import still_falls
 
-MAX_EVENNESS = 0.2
-"""Entropy of attention weights / entropy of equal weights. Below it, each row attends to few keys."""
+MAX_EVENNESS = 0.2  # Entropy of attention weights / entropy of equal weights. Below it, each row attends to few keys.
 
 
 @check(stage="forward", confidence=0.85, needs=LayersFacts)

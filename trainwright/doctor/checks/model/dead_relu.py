@@ -2,8 +2,7 @@ from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts, ReluFacts
 from trainwright.doctor.trend import MAX_FALLING_SLOPE, slope_in_errors
 
-MIN_DEAD_FRACTION = 0.4
-"""Fraction of dead units that is a fault."""
+MIN_DEAD_FRACTION = 0.4  # Fraction of dead units that is a fault
 NO_RELU = ReluFacts(dead=0.0, varies=1.0, rows=0, furthest=0.0)
 
 

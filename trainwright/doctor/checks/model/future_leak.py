@@ -1,10 +1,8 @@
 from trainwright.doctor import ExperimentRequest, NotApplicable, Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, TokensFacts
 
-MIN_SCORE_CHANGE = 1e-3
-"""Change of a score, in standard deviations of the scores, that exceeds rounding."""
-MAX_EXAMINATIONS = 2
-"""Number of examinations. Initially a model may not depend on its input yet."""
+MIN_SCORE_CHANGE = 1e-3  # Change of a score, in standard deviations of the scores, that exceeds rounding
+MAX_EXAMINATIONS = 2  # Number of examinations. Initially a model may not depend on its input yet.
 
 
 @check(

@@ -3,10 +3,8 @@ from collections.abc import Sequence
 from trainwright.doctor import ExperimentRequest, RemedyTrial, Results, RunContext, Where, check
 from trainwright.doctor.facts.wiring import ActivatedFacts, WiringFacts
 
-MAX_LOSS_RATIO = 0.7
-"""Remaining loss on one batch with activations / without them."""
-MIN_REMAINING_LOSS = 0.02
-"""Below this loss nothing is left to gain."""
+MAX_LOSS_RATIO = 0.7  # Remaining loss on one batch with activations / without them
+MIN_REMAINING_LOSS = 0.02  # Below this loss nothing is left to gain
 
 
 @check(stage="forward", confidence=0.9, needs=WiringFacts)

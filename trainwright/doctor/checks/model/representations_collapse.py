@@ -1,10 +1,8 @@
 from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.modules import ModulesFacts
 
-MAX_SPREAD = 0.2
-"""Spread of outputs over samples / size of the outputs. Noise in the inputs keeps it at about a tenth."""
-MIN_FALL_RATIO = 2.5
-"""Initial spread / current spread."""
+MAX_SPREAD = 0.2  # Spread of outputs over samples / size of the outputs. Noise in the inputs keeps it at about a tenth.
+MIN_FALL_RATIO = 2.5  # Initial spread / current spread
 
 
 @check(stage="forward", confidence=0.8, needs=ModulesFacts)

@@ -3,8 +3,7 @@ import math
 from trainwright.doctor import ExperimentRequest, NotApplicable, Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.updates import BatchStepsFacts, UpdateFacts
 
-MIN_LOSS_RISE = 0.5
-"""Fraction by which an update raises the loss of its own batch."""
+MIN_LOSS_RISE = 0.5  # Fraction by which an update raises the loss of its own batch
 
 
 @check(

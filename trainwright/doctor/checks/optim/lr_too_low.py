@@ -2,11 +2,9 @@ from trainwright.doctor import Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts
 from trainwright.doctor.facts.updates import UpdateFacts
 
-MAX_UPDATE_RATIO = 2e-6
-"""Norm of an update / norm of the weights. Useful updates have 1e-4 to 1e-2."""
+MAX_UPDATE_RATIO = 2e-6  # Norm of an update / norm of the weights. Useful updates have 1e-4 to 1e-2.
 MIN_STEPS = 8
-MAX_PROGRESS = 0.02
-"""A smaller relative change of the loss is no progress."""
+MAX_PROGRESS = 0.02  # A smaller relative change of the loss is no progress
 MIN_RELATIVE_GRADIENT = 1e-3
 """Relative change of the loss per relative change of the weights. Normal gradients exceed it."""
 

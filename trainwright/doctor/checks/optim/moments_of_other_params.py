@@ -2,10 +2,8 @@ from trainwright.doctor import Passed, Results, RunContext, check, listed
 from trainwright.doctor.facts.updates import LoadedMomentsFacts
 
 MIN_TENSORS = 4
-MIN_LOG10_RATIO = 0.7
-"""Mean log10 of squared gradient / second moment (a factor of 5)."""
-MAX_MATCHED_FRACTION = 0.5
-"""Fraction of this mean that remains once moments and gradients are matched."""
+MIN_LOG10_RATIO = 0.7  # Mean log10 of squared gradient / second moment (a factor of 5)
+MAX_MATCHED_FRACTION = 0.5  # Fraction of this mean that remains once moments and gradients are matched
 
 
 @check(stage="update", confidence=0.85, needs=LoadedMomentsFacts)

@@ -4,8 +4,7 @@ from trainwright.doctor.facts.updates import UpdateFacts
 MIN_STEPS = 24
 MIN_DECAY_PER_STEP = 5e-3
 """Fraction by which a decoupled decay shrinks every weight per step. 0.005 halves them in 140 steps."""
-MIN_GRADIENT_RATIO = 0.5
-"""Norm of a coupled decay / norm of the gradient."""
+MIN_GRADIENT_RATIO = 0.5  # Norm of a coupled decay / norm of the gradient
 
 
 @check(stage="update", confidence=0.85, needs=UpdateFacts)

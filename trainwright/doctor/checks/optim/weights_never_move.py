@@ -1,12 +1,9 @@
 from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.weights import WeightsFacts, is_left_as_it_is
 
-MIN_UPDATES = 4
-"""Updates after which some weight has moved."""
-MIN_UPDATES_FOR_ALL = 12
-"""Updates after which every matrix has moved."""
-MIN_RECENT_UPDATES = 40
-"""Recent updates that show that all weights have stopped."""
+MIN_UPDATES = 4  # Updates after which some weight has moved
+MIN_UPDATES_FOR_ALL = 12  # Updates after which every matrix has moved
+MIN_RECENT_UPDATES = 40  # Recent updates that show that all weights have stopped
 
 
 @check(names_cause=False, stage="update", confidence=0.7, needs=WeightsFacts)

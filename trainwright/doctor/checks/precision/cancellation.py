@@ -1,10 +1,8 @@
 from trainwright.doctor import ExperimentRequest, RemedyTrial, Results, RunContext, Where, by_experiment, check, listed
 from trainwright.doctor.facts.precision import FormatFacts, LossInFp32Facts
 
-MIN_GRADIENT_ERROR = 0.05
-"""Relative error of the gradients."""
-RUN_LENGTH_RATIO = 3
-"""The experiment is requested again when the run is this many times as long."""
+MIN_GRADIENT_ERROR = 0.05  # Relative error of the gradients
+RUN_LENGTH_RATIO = 3  # The experiment is requested again when the run is this many times as long
 
 
 @check(stage="loss", needs=FormatFacts)

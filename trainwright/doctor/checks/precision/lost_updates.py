@@ -2,8 +2,7 @@ from trainwright.doctor import RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.precision import MixedPrecisionFacts
 
 MIN_UPDATES = 4
-MIN_UNCHANGED_FRACTION = 0.5
-"""Fraction of weights that half of the updates leave unchanged."""
+MIN_UNCHANGED_FRACTION = 0.5  # Fraction of weights that half of the updates leave unchanged
 
 
 @check(stage="update", confidence=0.95, needs=MixedPrecisionFacts, explains=("optim.lr_too_low",))

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from trainwright.doctor import Measured, Results, RunContext, check
 from trainwright.doctor.facts.reference import ReferenceFacts, differ, differences, reference_and_traits
 
-NUM_POINTS = 8
-"""Number of compared steps: the first ones, and the last common ones."""
-MIN_DEVIATIONS = 4.0
-"""Standard deviations of the reference run that its batches explain."""
+NUM_POINTS = 8  # Number of compared steps: the first ones, and the last common ones
+MIN_DEVIATIONS = 4.0  # Standard deviations of the reference run that its batches explain
 
 
 @check(stage="loss", confidence=0.7, needs=ReferenceFacts, names_cause=False)

@@ -1,8 +1,7 @@
 from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.reference import ReferenceFacts, differ, differences, differing, reference_and_traits
 
-MIN_SCALE = 0.5
-"""Relative difference of the standard deviations of an input. Batches differ by less."""
+MIN_SCALE = 0.5  # Relative difference of the standard deviations of an input. Batches differ by less.
 
 
 @check(stage="input", confidence=0.8, needs=ReferenceFacts, names_cause=False)

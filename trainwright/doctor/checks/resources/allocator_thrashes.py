@@ -3,8 +3,7 @@ from itertools import pairwise
 from trainwright.doctor import Results, RunContext, check
 from trainwright.runs.records import Telemetry
 
-MIN_FLUSHES_PER_STEP = 0.25
-"""Fewer may come from a single large batch."""
+MIN_FLUSHES_PER_STEP = 0.25  # Fewer may come from a single large batch
 MIN_CONSECUTIVE_INTERVALS = 3
 
 

@@ -1,10 +1,8 @@
 from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.resources import MemoryFacts
 
-MIN_STEPS = 8
-"""Number of steps whose losses or outputs are still alive. A loop may keep the last few."""
-MIN_FRACTION = 0.3
-"""Fraction of all old losses or outputs that are still alive."""
+MIN_STEPS = 8  # Number of steps whose losses or outputs are still alive. A loop may keep the last few.
+MIN_FRACTION = 0.3  # Fraction of all old losses or outputs that are still alive
 
 
 @check(stage="loop", confidence=0.95, needs=MemoryFacts, explains=("resources.memory_grows",))

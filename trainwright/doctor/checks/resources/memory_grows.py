@@ -4,8 +4,7 @@ from trainwright.doctor import Passed, Results, RunContext, check
 from trainwright.doctor.facts.resources import MIN_RISING_READINGS, GrowthFacts
 
 MIB = 2**20
-MIN_STEPS = 64
-"""Steps after which the recorder has reached its final size and caches are filled."""
+MIN_STEPS = 64  # Steps after which the recorder has reached its final size and caches are filled
 MIN_BYTES = 64 * MIB
 MIN_FRACTION = 0.1
 

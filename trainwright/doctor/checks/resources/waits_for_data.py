@@ -3,8 +3,7 @@ import statistics
 from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
 
 MIN_WAIT_FRACTION = 0.5
-MIN_WAIT_S = 0.01
-"""Collating a batch of small samples takes less."""
+MIN_WAIT_S = 0.01  # Collating a batch of small samples takes less
 
 
 @check(stage="input", severity="info")

@@ -1,10 +1,8 @@
 from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.resources import MemoryFacts
 
-MIN_OBJECTS = 100_000
-"""Minimum number of Python objects in the dataset."""
-MIN_BYTES_PER_OBJECT = 6
-"""A tenth of the bytes of an object. Reading one copies the page with its reference count."""
+MIN_OBJECTS = 100_000  # Minimum number of Python objects in the dataset
+MIN_BYTES_PER_OBJECT = 6  # A tenth of the bytes of an object. Reading one copies the page with its reference count.
 
 
 @check(stage="input", needs=MemoryFacts)

@@ -2,10 +2,8 @@ from trainwright.doctor import NotApplicable, Passed, RemedyTrial, Results, RunC
 from trainwright.doctor.facts.schedule import LearningRateFacts
 
 MIN_CALLS = 4
-MAX_RATIO = 2.0
-"""Maximum ratio between the factor and the base learning rate."""
-MAX_BASE_LR = 0.05
-"""Above this base learning rate a factor of a schedule may be near by chance."""
+MAX_RATIO = 2.0  # Maximum ratio between the factor and the base learning rate
+MAX_BASE_LR = 0.05  # Above this base learning rate a factor of a schedule may be near by chance
 
 
 @check(

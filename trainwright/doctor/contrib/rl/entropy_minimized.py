@@ -1,8 +1,7 @@
 from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.loss import LossFacts, over_most_steps, where_of
 
-MIN_STEPS = 6
-"""Examined steps in which the entropy is minimized."""
+MIN_STEPS = 6  # Examined steps in which the entropy is minimized
 
 
 @check(stage="loss", confidence=0.85, needs=LossFacts)
