@@ -1,7 +1,5 @@
 """The doctor's checks as a whole: each has a page, and what they find is folded, ranked and explained."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -66,13 +64,11 @@ class Heat:
     degrees: float = 0.0
 
 
-def hot(run: RunContext) -> Iterator[Result]:
+def hot(run: RunContext, facts: Heat) -> Iterator[Result]:
     """It is hot.
 
     How it is detected: degrees. Usual cause: fire. Fix: water.
     """
-    facts = run.latest(Heat)
-    assert facts is not None
     if facts.degrees < 0:
         yield NotApplicable("there is ice")
     elif facts.degrees < 30:
@@ -91,7 +87,7 @@ def broken(run: RunContext) -> Iterator[Result]:
     yield Passed(str(1 / 0))
 
 
-HOT = Check("test.hot", hot, "loop", "warning", 0.6, needs=(Heat,), explains=("test.slow",))
+HOT = Check("test.hot", hot, "loop", "warning", 0.6, explains=("test.slow",))
 SLOW = Check("test.slow", slow, "loop", "warning", 0.9, names_cause=False)
 
 
@@ -125,7 +121,7 @@ def test_a_cause_takes_in_its_consequences() -> None:
 
 
 def test_causes_are_ranked_before_what_is_only_seen() -> None:
-    alone = Check("test.hot", hot, "loop", "warning", 0.6, needs=(Heat,))
+    alone = Check("test.hot", hot, "loop", "warning", 0.6)
     found = [each.found for each in diagnose(measured(90.0), [SLOW, alone]).findings]
     assert [each.code for each in found] == ["test.hot", "test.slow"], "though its confidence is lower"
     assert sorted(found, key=rank) == found

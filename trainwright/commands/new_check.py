@@ -17,8 +17,8 @@ from trainwright.doctor.facts.weights import WeightsFacts  # replace it: see doc
 MAX_RATE = 10.0  # the meaning of the limit, and the reason for this number
 
 
-@check(stage="update", severity="warning", confidence=0.8, needs=WeightsFacts)
-def {name}(run: RunContext) -> Results:
+@check(stage="update", severity="warning", confidence=0.8)
+def {name}(run: RunContext, facts: WeightsFacts) -> Results:
     """One sentence of 20 to 130 characters that names the fault in the user's words.
 
     Why it matters: the effect on the training.
@@ -38,7 +38,6 @@ def {name}(run: RunContext) -> Results:
     Sources: two independent public reports. Omit a section without content, except for the detection, the cause and
     the fix, which every page has.
     """
-    facts = run.measured(WeightsFacts)
     if not facts.updates:
         yield NotApplicable("why the check does not apply to this run")
     elif facts.highest_rate > MAX_RATE:  # replace this condition

@@ -24,9 +24,6 @@ class CopyFacts:
     kind: str  # Class of the object that holds the copy
     of: str  # Path of the trained module
     moves: tuple[Move, ...]  # The steps in which the copy moved
-    still: tuple[str, ...]  # Names of tensors that never moved while their originals did
-    still_buffers: tuple[str, ...]  # The same for buffers. An evaluation in train mode may have computed them.
-    evaluations: int  # Number of steps before which the copy was called without gradients
     gap: float  # Distance between copy and weights when the copy was found, relative to the norm of the weights
 
 

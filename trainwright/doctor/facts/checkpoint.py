@@ -7,24 +7,6 @@ from typing import ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
-class MomentsFacts:
-    """The state of one optimizer just before its first update since the watch began or its state was loaded."""
-
-    kind: str  # Class of the optimizer
-    with_state: int  # Number of parameters that have a gradient and a state
-    steps: int  # The highest update count of a parameter
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleFacts:
-    """Calls of one scheduler: ``before`` the watch, ``calls`` since then, and ``updates`` of the weights since then."""
-
-    before: int
-    calls: int
-    updates: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class LoadFacts:
     """A call of ``load_state_dict`` on a model."""
 
@@ -47,10 +29,8 @@ class OverwrittenFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeFacts:
-    """Optimizers, schedulers and loads around the start of the watch."""
+    """Loads of the models."""
 
     experiment: ClassVar[str] = "resume"
-    optimizers: tuple[MomentsFacts, ...] = ()
-    schedules: tuple[ScheduleFacts, ...] = ()
     loads: tuple[LoadFacts, ...] = ()
     overwritten: OverwrittenFacts | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trainwright.doctor.context import RunContext
+from trainwright.doctor.context import Every
 from trainwright.runs.records import Where
 
 
@@ -38,7 +38,6 @@ class MeasuredLoss:
     ignored: float = 0.0  # Fraction of the targets that ignore_index leaves out
     ignored_class: int | None = None  # The ignore_index if it is a valid class, else None
     ignored_inside: float = 0.0  # Fraction of the sequences in which targets with that index precede others
-    swapped: bool = False  # The target has a graph and the input has none
     reverses: bool = False  # A custom autograd Function is between the parameters and the input
 
 
@@ -103,29 +102,25 @@ class TermsFacts:
 
 CONSEQUENCES_OF_WRONG_ARGUMENTS = (
     "data.label_feature_misaligned",
-    "loss.falls_without_bound",
-    "loss.never_changes",
-    "loss.no_better_than_constant",
     "model.init_symmetric",
     "model.init_too_large",
     "model.output_same_for_all_samples",
     "optim.lr_too_high",
     "optim.lr_too_low",
-    "optim.weights_never_move",
 )
 """Findings that follow from wrong arguments of a loss function."""
 
 
-def calls(run: RunContext) -> Iterator[tuple[int, LossFacts, MeasuredLoss]]:
+def calls(exams: Every[LossFacts]) -> Iterator[tuple[int, LossFacts, MeasuredLoss]]:
     """Yields each measured call of a loss function with the step of the measurement, newest first."""
-    for step, facts in reversed(run.every(LossFacts)):
+    for step, facts in reversed(exams):
         for call in facts.given:
             yield step, facts, call
 
 
-def over_most_steps(run: RunContext) -> LossFacts | None:
+def over_most_steps(exams: Every[LossFacts]) -> LossFacts:
     """Returns the newest facts that cover the most steps. A newer replay covers one step only."""
-    return max((facts for _, facts in reversed(run.every(LossFacts))), key=lambda each: each.steps, default=None)
+    return max((facts for _, facts in reversed(exams)), key=lambda each: each.steps)
 
 
 def where_of(call: MeasuredLoss, module: str | None = None) -> Where:

@@ -110,12 +110,6 @@ def _thinned(steps: Sequence[Watched]) -> Sequence[Watched]:
     return steps[:: max(1, math.ceil(len(steps) / MAX_POINTS))]
 
 
-def reference_and_traits(run: RunContext) -> tuple[ReferenceFacts, Traits] | None:
-    """Returns the reference and the traits of this run; None while there are too few steps."""
-    reference, here = run.latest(ReferenceFacts), traits_of(run)
-    return (reference, here) if reference is not None and here.steps >= MIN_STEPS else None
-
-
 def differing(rows: Sequence[tuple[str, JsonValue, JsonValue]]) -> list[Measured]:
     """Returns those rows (what, here, in the reference run) whose values are both known and differ."""
     unknown: tuple[JsonValue, ...] = (None, "", [])

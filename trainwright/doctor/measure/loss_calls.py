@@ -426,11 +426,7 @@ class LossCalls:
 
     def _record_loss(self, name: str, args: Args, kwargs: Kwargs, result: Tensor, function: Any) -> None:
         arguments = dict(zip(("input", "target"), args)) | kwargs
-        x, target = arguments.get("input"), arguments.get("target")
-        if isinstance(target, Tensor) and isinstance(x, Tensor) and target.requires_grad and not x.requires_grad:
-            if name in CLASSES | BINARY | {"kl_div"}:
-                self._site(name, shape=tuple(x.shape), swapped=True)
-            return
+        x = arguments.get("input")
         if not isinstance(x, Tensor) or not x.requires_grad or not x.numel():
             return
         fixed: dict[str, Any] = {"shape": tuple(x.shape), "module": self.stack[-1] if self.stack else None}

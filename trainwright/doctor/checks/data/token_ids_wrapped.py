@@ -7,8 +7,8 @@ MIN_OUTPUTS_BEYOND = 32  # Outputs beyond the range. Fewer may be special tokens
 MIN_TARGETS_PER_ID = 20  # Targets per id of the small integer type after which larger ids would have appeared
 
 
-@check(stage="label", confidence=0.85, needs=(TargetsFacts, BatchFacts))
-def token_ids_wrapped(run: RunContext) -> Results:
+@check(stage="label", confidence=0.85)
+def token_ids_wrapped(run: RunContext, facts: TargetsFacts, batch: BatchFacts) -> Results:
     """Token ids wrap around: they were stored in an integer dtype that is too small for the vocabulary.
 
     Why it matters: ids above the largest value of the dtype become other tokens. The model trains on wrong text, and
@@ -26,7 +26,6 @@ def token_ids_wrapped(run: RunContext) -> Results:
 
     Sources: huggingface/transformers#2825, princeton-nlp/LLM-Shearing#65.
     """
-    facts, batch = run.measured(TargetsFacts), run.measured(BatchFacts)
     if batch.classes is None:
         yield NotApplicable("the targets are no classes")
         return
@@ -36,7 +35,6 @@ def token_ids_wrapped(run: RunContext) -> Results:
         yield Passed(f"{facts.targets} targets up to {facts.largest}")
         return
     yield run.finding(
-        run.last_step,
         symptom=f"no token id above {facts.largest} occurs among {facts.targets} targets, and the vocabulary has "
         f"{batch.classes}: ids wrap at the range of {kind}",
         evidence=[("largest target", facts.largest, f"up to {batch.classes - 1}"), ("targets", facts.targets)],

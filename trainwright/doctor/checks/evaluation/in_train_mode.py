@@ -5,8 +5,8 @@ MAX_FRACTION = 0.25
 """Fraction of steps. More frequent passes without gradients belong to the steps (targets, pseudo labels)."""
 
 
-@check(stage="loop", confidence=0.9, needs=ModesFacts)
-def in_train_mode(run: RunContext) -> Results:
+@check(stage="loop", confidence=0.9)
+def in_train_mode(run: RunContext, facts: ModesFacts) -> Results:
     """An evaluation runs in train mode.
 
     Why it matters: dropout is on and batch normalization learns from the validation set, so the validation loss is
@@ -25,7 +25,6 @@ def in_train_mode(run: RunContext) -> Results:
 
     Sources: ethos-ares#20.
     """
-    facts = run.measured(ModesFacts)
     if not facts.depends:
         yield NotApplicable("no module behaves differently in eval mode")
         return
@@ -36,7 +35,6 @@ def in_train_mode(run: RunContext) -> Results:
     elif facts.num_evaluated_in_train <= MAX_FRACTION * facts.steps:
         norms = f"; it updates the running statistics of {facts.norms} normalizations" if facts.norms else ""
         yield run.finding(
-            run.last_step,
             symptom=f"an evaluation after step {bursts[0]} ran in train mode{norms}",
             sure=0.7 if in_eval else None,
             since_step=bursts[0],

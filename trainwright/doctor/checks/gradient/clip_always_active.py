@@ -34,7 +34,6 @@ def clip_always_active(run: RunContext) -> Results:
     if first - last < PROGRESS_FRACTION * abs(first):
         typical = sorted(ratio for _, ratio in clips)[len(clips) // 2]
         yield run.finding(
-            run.last_step,
             symptom=f"every step's gradients are made {typical:.3g} times smaller, and the loss goes from {first:.4g} "
             f"to {last:.4g} in {len(losses)} steps",
             since_step=clips[0][0],

@@ -14,11 +14,7 @@ LN_2 = math.log(2)
     points_at="backward",
     stage="loss",
     confidence=0.9,
-    explains=(
-        "loss.no_better_than_constant",
-        "model.output_same_for_all_samples",
-        "optim.weights_never_move",
-    ),
+    explains=("loss.no_better_than_constant", "model.output_same_for_all_samples", "optim.weights_never_move"),
 )
 def never_changes(run: RunContext) -> Results:
     """The loss has the same value in step after step, whatever the batch is and although weights change.
@@ -55,7 +51,6 @@ def never_changes(run: RunContext) -> Results:
         return
     is_preference = abs(loss - LN_2) < 1e-5
     yield run.finding(
-        run.last_step,
         symptom=f"the loss is {loss:.6g} in {len(same)} recorded steps in a row",
         cause="the loss stays at ln 2 = 0.6931: the margin is always 0, as where the reference model of DPO is the "
         "policy itself, or both scores of a pair are the same"

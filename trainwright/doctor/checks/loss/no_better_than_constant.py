@@ -1,7 +1,7 @@
 import math
 from statistics import fmean, stdev
 
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import Every, NotApplicable, Passed, Results, RunContext, check
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss, over_most_steps, where_of
 from trainwright.doctor.trend import still_falls
 
@@ -14,8 +14,8 @@ LEARNING_TIME_RATIO = 8
 """Steps for learning from inputs / steps for learning the target mean. Some models need a ratio of six."""
 
 
-@check(names_cause=False, stage="label", confidence=0.7, needs=LossFacts)
-def no_better_than_constant(run: RunContext) -> Results:
+@check(names_cause=False, stage="label", confidence=0.7)
+def no_better_than_constant(run: RunContext, exams: Every[LossFacts]) -> Results:
     """At the end the model is no better than a prediction that ignores the inputs.
 
     How it is detected: in the last examined steps the loss is within 2 % of that of a constant prediction, the mean of
@@ -32,8 +32,8 @@ def no_better_than_constant(run: RunContext) -> Results:
     Fix: look at inputs and targets of one batch side by side as they go into model and loss; then train on that batch
     alone, until the loss is near 0.
     """
-    facts = over_most_steps(run)
-    if facts is None or not run.finished or run.last_step < MIN_STEPS:
+    facts = over_most_steps(exams)
+    if not run.finished or run.last_step < MIN_STEPS:
         return
     if facts.rivals or facts.drawn:
         yield NotApplicable("several models, or samples that the model draws")
@@ -52,7 +52,6 @@ def no_better_than_constant(run: RunContext) -> Results:
         last = bad[0]
         value, constant, shuffled = _means(last)
         yield run.finding(
-            run.last_step,
             symptom=f"after {run.last_step} steps {last.op} is {value:.4g}; the best constant prediction has "
             f"{constant:.4g}, and with shuffled targets it is {shuffled:.4g}",
             where=where_of(last),

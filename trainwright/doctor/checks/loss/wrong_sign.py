@@ -1,4 +1,4 @@
-from trainwright.doctor import NotApplicable, Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, NotApplicable, Passed, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss, over_most_steps, where_of
 
 MIN_STEPS = 6  # Minimum number of examined steps
@@ -12,11 +12,10 @@ UNMEASURED_LOSSES = ("log_softmax", "squared error", "absolute error")
     stage="loss",
     severity="critical",
     confidence=0.95,
-    needs=LossFacts,
-    explains=("data.*", "gradient.exploding", "model.init_too_large",
-              "loss.falls_without_bound", "loss.no_better_than_constant", "optim.lr_too_high", "optim.lr_too_low"),
-)  # fmt: skip
-def wrong_sign(run: RunContext) -> Results:
+    explains=("data.*", "gradient.exploding", "model.init_too_large", "optim.lr_too_high", "optim.lr_too_low"),
+    since_step=1,
+)
+def wrong_sign(run: RunContext, exams: Every[LossFacts]) -> Results:
     """The loss is maximized: its sign is wrong.
 
     How it is detected: in every examined step the argument of `backward()` falls where a loss that is bounded below
@@ -32,9 +31,9 @@ def wrong_sign(run: RunContext) -> Results:
 
     Fix: drop the minus, or `maximize=True`.
     """
-    facts = over_most_steps(run)
-    known = [each for _, one in run.every(LossFacts) for each in one.given if each.wants]
-    if facts is None or not known:
+    facts = over_most_steps(exams)
+    known = [each for _, one in exams for each in one.given if each.wants]
+    if not known:
         yield NotApplicable("no loss function that is bounded below")
         return
     if facts.rivals or facts.drawn:
@@ -50,11 +49,9 @@ def wrong_sign(run: RunContext) -> Results:
     name = "negative log-likelihood" if call.op == "log_softmax" else call.op
     early, late = _course(run, call, uphill)
     yield run.finding(
-        run.last_step,
         symptom=f"every update makes {name} larger: {early[0]:.4g} in the first step, {late[-1]:.4g} now",
         cause=f"{name} is maximized: "
         + ("maximize=True" if facts.maximizes else "its sign is turned before backward()"),
-        since_step=1,
         where=where_of(call),
         evidence=[(f"{name} in the first and last steps", [early[0], late[-1]], "falls")],
         trial=RemedyTrial("turned_sign"),

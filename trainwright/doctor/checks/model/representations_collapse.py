@@ -5,8 +5,8 @@ MAX_SPREAD = 0.2  # Spread of outputs over samples / size of the outputs. Noise 
 MIN_FALL_RATIO = 2.5  # Initial spread / current spread
 
 
-@check(stage="forward", confidence=0.8, needs=ModulesFacts)
-def representations_collapse(run: RunContext) -> Results:
+@check(stage="forward", confidence=0.8)
+def representations_collapse(run: RunContext, facts: ModulesFacts) -> Results:
     """The representations collapse: all samples get nearly the same code.
 
     Why it matters: the loss reaches its minimum without anything being learned.
@@ -23,7 +23,6 @@ def representations_collapse(run: RunContext) -> Results:
 
     Sources: PatrickHua/SimSiam#39, lightly-ai/lightly#559.
     """
-    facts = run.measured(ModulesFacts)
     spreads = facts.spreads
     if len(spreads) < 3:
         yield NotApplicable("the loss compares the outputs with data, or they are no vectors")

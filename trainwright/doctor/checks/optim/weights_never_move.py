@@ -6,8 +6,8 @@ MIN_UPDATES_FOR_ALL = 12  # Updates after which every matrix has moved
 MIN_RECENT_UPDATES = 40  # Recent updates that show that all weights have stopped
 
 
-@check(names_cause=False, stage="update", confidence=0.7, needs=WeightsFacts)
-def weights_never_move(run: RunContext) -> Results:
+@check(names_cause=False, stage="update", confidence=0.7)
+def weights_never_move(run: RunContext, facts: WeightsFacts) -> Results:
     """Weights do not learn, though the optimizer updates them at a learning rate above 0.
 
     Why it matters: what does not change learns nothing.
@@ -26,7 +26,6 @@ def weights_never_move(run: RunContext) -> Results:
     Fix: compare a weight and its gradient before and after `optimizer.step()`; make the optimizer of
     `model.parameters()` after the model is complete.
     """
-    facts = run.measured(WeightsFacts)
     if not facts.tensors:
         yield NotApplicable("no trainable tensor belongs to a watched optimizer with a learning rate above 0")
         return

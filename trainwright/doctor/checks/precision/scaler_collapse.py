@@ -47,4 +47,3 @@ def scaler_collapse(run: RunContext) -> Results:
                 ("loss scale", scales[-1] if scales else None),
             ],
         )
-        return

@@ -36,4 +36,3 @@ def allocator_thrashes(run: RunContext) -> Results:
                 symptom=f"the allocator flushed its cache {count:.0f} times in {steps} steps",
                 evidence=[("flushes of the allocator's cache in a step", round(count / steps, 3), 0)],
             )
-            return

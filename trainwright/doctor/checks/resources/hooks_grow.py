@@ -4,8 +4,8 @@ from trainwright.doctor.facts.resources import MIN_RISING_READINGS, GrowthFacts,
 MIN_HOOKS = 4
 
 
-@check(stage="loop", confidence=0.95, needs=GrowthFacts)
-def hooks_grow(run: RunContext) -> Results:
+@check(stage="loop", confidence=0.95)
+def hooks_grow(run: RunContext, facts: GrowthFacts) -> Results:
     """Hooks are registered in the loop and not removed: each call runs all of them.
 
     How it is detected: the hooks of modules and parameters are counted every 16 steps, later less often; four readings
@@ -15,7 +15,6 @@ def hooks_grow(run: RunContext) -> Results:
 
     Fix: register once before the loop, or `handle.remove()` after use.
     """
-    facts = run.measured(GrowthFacts)
     counts = [each.hooks for each in facts.held]
     if not has_grown(counts, MIN_HOOKS):
         yield Passed(f"{counts[-1]} hooks after step {facts.held[-1].step}" if facts and counts else "")

@@ -9,8 +9,8 @@ MIN_BYTES = 64 * MIB
 MIN_FRACTION = 0.1
 
 
-@check(names_cause=False, stage="loop", confidence=0.75, needs=GrowthFacts)
-def memory_grows(run: RunContext) -> Results:
+@check(names_cause=False, stage="loop", confidence=0.75)
+def memory_grows(run: RunContext, facts: GrowthFacts) -> Results:
     """Memory grows from step to step, once caches are filled.
 
     How it is detected: bytes that are allocated and not freed, on the GPU and in the process: over at least eight
@@ -27,7 +27,6 @@ def memory_grows(run: RunContext) -> Results:
 
     Sources: PyTorch FAQ, "My model reports cuda runtime error(2): out of memory".
     """
-    facts = run.measured(GrowthFacts)
     held = [each for each in facts.held if each.step >= MIN_STEPS]
     if len(held) < 2 * MIN_RISING_READINGS:
         return
@@ -37,7 +36,6 @@ def memory_grows(run: RunContext) -> Results:
         grown, lately = sizes[-1] - sizes[0], sizes[-1] - sizes[len(sizes) // 2]
         if rising and grown > max(MIN_BYTES, MIN_FRACTION * sizes[0]) and lately > 0.25 * grown:
             yield run.finding(
-                run.last_step,
                 symptom=f"{name} grows by {grown / MIB / (held[-1].step - held[0].step):.3g} MiB a step: "
                 f"{sizes[0] / MIB:.0f} MiB after step {held[0].step}, {sizes[-1] / MIB:.0f} after step {held[-1].step}",
                 since_step=held[0].step,

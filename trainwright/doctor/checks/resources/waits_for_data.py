@@ -31,7 +31,6 @@ def waits_for_data(run: RunContext) -> Results:
         yield Passed(f"{1000 * wait:.3g} of {1000 * step:.3g} ms of a step are waited for data")
         return
     yield run.finding(
-        run.last_step,
         symptom=f"{1000 * wait:.3g} of {1000 * step:.3g} ms of a step are waited for data",
         evidence=[("fraction of a step that is waited", round(wait / step, 2), f"below {MIN_WAIT_FRACTION:g}")],
     )

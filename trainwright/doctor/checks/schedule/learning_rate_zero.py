@@ -11,8 +11,8 @@ UNDECAYED_FRACTION = 0.5  # Above this fraction of the highest learning rate, no
 DECAYED_FRACTION = 0.01  # Below this fraction of the highest learning rate, a decay has reached its end
 
 
-@check(stage="update", confidence=0.85, needs=WeightsFacts)
-def learning_rate_zero(run: RunContext) -> Results:
+@check(stage="update", confidence=0.85)
+def learning_rate_zero(run: RunContext, facts: WeightsFacts) -> Results:
     """The learning rate is 0, so updates change nothing.
 
     Why it matters: the run goes on, costs time, and learns nothing.
@@ -31,7 +31,6 @@ def learning_rate_zero(run: RunContext) -> Results:
 
     Sources: mosaicml/composer#1384, mlfoundations/open_clip#413.
     """
-    facts = run.measured(WeightsFacts)
     if not facts.at_0_since:
         return
     count = facts.steps - facts.at_0_since + 1
