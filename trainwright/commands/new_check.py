@@ -11,7 +11,7 @@ from trainwright.errors import UsageError, suggest
 from trainwright.runs.json_values import JsonValue
 
 _CHECK = '''\
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.weights import WeightsFacts  # replace it: see doctor/facts
 
 MAX_RATE = 10.0  # the meaning of the limit, and the reason for this number
@@ -46,8 +46,6 @@ def {name}(run: RunContext, facts: WeightsFacts) -> Results:
             symptom=f"the learning rate is {facts.highest_rate:.3g}",
             evidence=[("the measured quantity", facts.highest_rate, MAX_RATE)],
         )
-    else:
-        yield Passed(f"what was compared, such as {facts.updates} updates")
 '''
 _TEST = '''\
 """{code} on faulty and on healthy programs."""

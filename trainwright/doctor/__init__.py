@@ -4,7 +4,7 @@
 Checks need no torch. This module exports what the file of a check imports.
 """
 
-from trainwright.doctor.check import NotApplicable, Passed, Result, Results, check
+from trainwright.doctor.check import NotApplicable, Result, Results, check
 from trainwright.doctor.context import Every, RunContext, by_experiment
 from trainwright.doctor.finding import ExperimentRequest, Finding, Measured, RemedyTrial, in_words, listed
 from trainwright.runs.records import Where
@@ -15,7 +15,6 @@ __all__ = [
     "Finding",
     "Measured",
     "NotApplicable",
-    "Passed",
     "RemedyTrial",
     "Result",
     "Results",

@@ -21,22 +21,13 @@ State: TypeAlias = Literal["passed", "found", "not applicable", "not examined"]
 
 
 @dataclass(frozen=True)
-class Passed:
-    """The comparison that succeeded, such as ``12 parameters over 40 steps``. A
-    check that yields nothing also passed.
-    """
-
-    what: str
-
-
-@dataclass(frozen=True)
 class NotApplicable:
     """The reason why the check does not apply to this run or could not be made."""
 
     why: str
 
 
-Result: TypeAlias = Finding | ExperimentRequest | Passed | NotApplicable
+Result: TypeAlias = Finding | ExperimentRequest | NotApplicable  # A check that yields none has passed.
 Results: TypeAlias = Iterator[Result]
 Judge: TypeAlias = Callable[..., Results]
 

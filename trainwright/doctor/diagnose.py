@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trainwright.doctor.check import Check, CheckState, NotApplicable, Passed, Result
+from trainwright.doctor.check import Check, CheckState, NotApplicable, Result
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.discovery import default_checks
 from trainwright.doctor.finding import ExperimentRequest, Finding, make_finding
@@ -87,8 +87,6 @@ def _state(code: str, results: Sequence[Result]) -> CheckState:
             return CheckState(code, "not examined", each.why)
         if isinstance(each, NotApplicable):
             return CheckState(code, "not applicable", each.why)
-        if isinstance(each, Passed):
-            return CheckState(code, "passed", each.what)
     return CheckState(code, *(("not examined", "nothing was measured for it") if results else ("passed", "")))
 
 

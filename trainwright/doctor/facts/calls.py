@@ -48,8 +48,6 @@ class CallsFacts:
     missing_share: float = 0.0  # Their fraction of the trainable elements
     missing_were_trained: bool = False  # They were trained before the watch began
     doubles: int = 0  # Number of updates with gradients that another optimizer had already applied
-    scaled_clips: int = 0  # Number of clips of gradients that still contained a loss scale
-    scaled_clip: ScaledClip | None = None  # One of them
     # (step, backward passes before the end of an epoch, all backward passes) for each step during which an epoch ended
     split_windows: tuple[tuple[int, int, int], ...] = ()
     accumulation: int | None = None  # Number of micro-batches that was passed to the watch
@@ -68,8 +66,9 @@ class ScalerFacts:
     scaled_updates: int = 0  # Updates with gradients that still contained the loss scale
     since: int = 0  # The first step with such an update
     steps: int = 0  # Calls of ``scaler.step``
-    updates: int = 0  # Calls of ``scaler.update``
     other: int = 0  # Calls of ``scaler.step`` on a scaler that did not scale the loss
+    scaled_clips: int = 0  # Number of clips of gradients that still contained a loss scale
+    scaled_clip: ScaledClip | None = None  # One of them
 
 
 @dataclass(frozen=True)

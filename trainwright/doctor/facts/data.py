@@ -170,7 +170,6 @@ class InputSpread:
     mean: float | None = None
     std: float | None = None
     absmax: float | None = None
-    whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +186,6 @@ class PaddedIds:
     """The id that pads rows."""
 
     id: int  # The id
-    rows: float  # Fraction of the rows that contain padding
     fraction: float  # Fraction of all ids that are padding
 
 

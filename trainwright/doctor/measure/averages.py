@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from trainwright.checkpoint.snapshot import LiveObjects, Snapshot
 from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts, Move
+from trainwright.doctor.measure.tensors import sampled
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.plain_tensors import is_dense
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
-from trainwright.recorder.ranks import own_part
 from trainwright.runs.json_values import Facts, strict
 
 SEARCH_STEP = 24  # The step after which copies are searched for, once. The search takes 0.1 s.
@@ -124,10 +124,7 @@ class Averages(Probe):
 
 
 def _sampled(tensor: Tensor) -> Tensor:
-    flat = own_part(tensor.detach()).reshape(-1)  # a DTensor is not sliced as a whole, because that would communicate
-    return flat[:: max(1, flat.numel() // ELEMENTS_PER_TENSOR)][:ELEMENTS_PER_TENSOR].to(
-        "cpu", torch.float64, copy=True
-    )
+    return sampled(tensor, ELEMENTS_PER_TENSOR).to("cpu", torch.float64)
 
 
 def _move(step: int, before: Sequence[tuple[Tensor, Tensor]], now: Sequence[tuple[Tensor, Tensor]]) -> Move | None:

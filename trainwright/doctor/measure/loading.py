@@ -14,11 +14,11 @@ from torch.utils.hooks import RemovableHandle
 from trainwright.checkpoint.names import named_parameters
 from trainwright.doctor.facts.checkpoint import LoadFacts, OverwrittenFacts, ResumeFacts
 from trainwright.doctor.facts.updates import LoadedMomentsFacts
+from trainwright.doctor.measure.tensors import sampled
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
-from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.runs.json_values import Facts, strict
 
@@ -105,7 +105,8 @@ class ResumeProbe(Probe):
         found = LoadFacts(step=self._updates, tensors=tensors, missing=missing, unexpected=unexpected, prefix=prefix)
         self._loads, self._changed = [*self._loads[-7:], found], True
         if not self._has_begun:
-            self._loaded |= {name: _sampled(p) for name, p in module.named_parameters() if p.dim() > 1}
+            matrices = ((name, p) for name, p in module.named_parameters() if p.dim() > 1)
+            self._loaded |= {name: sampled(p, MAX_ELEMENTS_COMPARED).float() for name, p in matrices}
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         loaded, self._loaded, self._has_begun = self._loaded, {}, True
@@ -113,7 +114,7 @@ class ResumeProbe(Probe):
             return
         now = {name: p for each in self._watched.roots for name, p in each.named_parameters()}
         known = [(name, was, now[name]) for name, was in loaded.items() if name in now]
-        gone = [(name, p) for name, was, p in known if not _is_similar(was, _sampled(p))]
+        gone = [(name, p) for name, was, p in known if not _is_similar(was, sampled(p, MAX_ELEMENTS_COMPARED).float())]
         fraction = sum(p.numel() for _, p in gone) / max(1, sum(p.numel() for _, _, p in known))
         self._overwritten = OverwrittenFacts(weights=len(known), gone=len(gone), fraction=fraction)
         self._changed = True
@@ -138,12 +139,6 @@ def _prefix_between(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> st
         if prefix and {prefix + name for name in shorter} == set(longer):
             return prefix
     return None
-
-
-@torch.no_grad()
-def _sampled(parameter: Tensor) -> Tensor:
-    flat = own_part(parameter.detach()).flatten()
-    return flat[:: max(1, len(flat) // MAX_ELEMENTS_COMPARED)][:MAX_ELEMENTS_COMPARED].float().clone()
 
 
 def _is_similar(was: Tensor, now: Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.facts.steadiness import SteadinessFacts
+from trainwright.doctor.measure.tensors import sampled
 from trainwright.recorder.callers import caller
 from trainwright.recorder.datasets import leaves_of
 from trainwright.recorder.probes import Probe, WatchedObjects
@@ -135,7 +136,7 @@ class Steadiness(Probe):
 
     def _compare(self, key: Key, tensor: Tensor, line: str | None) -> None:
         """Examines whether all repeated data became the same function ``a * x + b`` of their earlier values."""
-        now = _sample(tensor)
+        now = sampled(tensor, ELEMENTS_PER_SAMPLE).double()
         before = self._known.get(key)
         if before is None or before.shape != now.shape:
             if len(self._known) < MAX_SAMPLES:
@@ -170,12 +171,6 @@ class Steadiness(Probe):
             source=self._source,
         )
         return dict(strict(vars(facts)))
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """Returns elements spread over a tensor."""
-    flat = tensor.detach().flatten()
-    return flat[:: max(1, flat.numel() // ELEMENTS_PER_SAMPLE)][:ELEMENTS_PER_SAMPLE].to(torch.float64, copy=True)
 
 
 def _fit(before: Tensor, now: Tensor) -> tuple[float, float] | None:

@@ -1,4 +1,4 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check
 from trainwright.doctor.facts.calls import KeptFacts
 
 USES = {"load": "loaded back", "save": "saved", "": "still kept at the end"}
@@ -23,9 +23,7 @@ def kept_state_changes(run: RunContext, facts: KeptFacts) -> Results:
     """
     if not facts.taken:
         yield NotApplicable("no state_dict() was called on a watched model")
-    elif not facts.changed:
-        yield Passed(f"{facts.taken} dictionaries of state_dict()")
-    else:
+    elif facts.changed:
         kept = facts.changed[0]
         yield run.finding(
             symptom=f"the state that was taken after step {kept.taken} is {USES[kept.used]} after step {kept.used_at}, "

@@ -1,4 +1,4 @@
-from trainwright.doctor import Finding, NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import Finding, NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.data import SAME, RowsFacts
 
 MIN_EQUAL_MICRO_BATCHES = 3  # Equal micro-batches of a step. Two may be two passes over one batch, as in SAM.
@@ -39,8 +39,6 @@ def batches_repeat(run: RunContext, facts: RowsFacts) -> Results:
         )
     elif facts.same >= SAME - 1:
         yield NotApplicable(f"every step has the same {facts.batch} rows, and no larger set is known")
-    else:
-        yield Passed(f"{facts.distinct} rows in {facts.steps} steps")
 
 
 def _same_batch(run: RunContext, facts: RowsFacts) -> Finding:

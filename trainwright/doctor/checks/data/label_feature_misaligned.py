@@ -1,4 +1,4 @@
-from trainwright.doctor import ExperimentRequest, NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import ExperimentRequest, NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, LabelSignalFacts
 
 MIN_STEPS = 64
@@ -29,7 +29,6 @@ def label_feature_misaligned(run: RunContext, facts: BatchFacts) -> Results:
         return
     recent = sum(losses) / max(1, len(losses))
     if run.last_step < MIN_STEPS or len(losses) < RECENT_STEPS or recent < 0.9 * facts.entropy:
-        yield Passed(f"loss {recent:.3g} with the entropy of the labels, {facts.entropy:.3g}")
         return
     if not run.was_tried(LabelSignalFacts):
         yield ExperimentRequest(LabelSignalFacts.experiment, run.last_step)

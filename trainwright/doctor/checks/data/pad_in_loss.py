@@ -1,4 +1,4 @@
-from trainwright.doctor import Every, ExperimentRequest, NotApplicable, Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, ExperimentRequest, NotApplicable, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, PaddingFacts
 
 
@@ -32,7 +32,6 @@ def pad_in_loss(run: RunContext, exams: Every[BatchFacts]) -> Results:
     if facts is None:
         return
     if facts.at_padding <= 1e-6 * facts.elsewhere:
-        yield Passed(f"the gradient of the loss at padding, id {facts.padding.id}")
         return
     yield run.finding(
         symptom=f"{facts.padding.fraction:.0%} of the tokens are padding (id {facts.padding.id}), and the loss counts "

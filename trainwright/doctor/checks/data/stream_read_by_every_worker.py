@@ -1,4 +1,4 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import RowsFacts
 
 MIN_EQUAL_GROUPS = 4  # Groups of equal batches with different rows. Fewer may be chance.
@@ -35,5 +35,3 @@ def stream_read_by_every_worker(run: RunContext, facts: RowsFacts) -> Results:
             where=Where(source=facts.source),
             evidence=[("groups of equal batches", facts.equal_groups, 0), ("workers", facts.workers)],
         )
-    else:
-        yield Passed(f"{facts.groups} groups of {facts.workers} batches")

@@ -1,4 +1,4 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, TargetsFacts
 
 INTEGER_RANGES = {255: "uint8", 32767: "int16", 65535: "uint16"}
@@ -32,7 +32,6 @@ def token_ids_wrapped(run: RunContext, facts: TargetsFacts, batch: BatchFacts) -
     kind = INTEGER_RANGES.get(facts.largest)
     is_certain = facts.targets >= MIN_TARGETS_PER_ID * facts.largest
     if kind is None or not is_certain or batch.classes <= facts.largest + MIN_OUTPUTS_BEYOND:
-        yield Passed(f"{facts.targets} targets up to {facts.largest}")
         return
     yield run.finding(
         symptom=f"no token id above {facts.largest} occurs among {facts.targets} targets, and the vocabulary has "

@@ -1,6 +1,6 @@
 import dataclasses
 
-from trainwright.doctor import Passed, Results, RunContext, Where, check
+from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts
 from trainwright.runs.records import Tried
 
@@ -34,7 +34,6 @@ def worker_rng_duplicate(run: RunContext, facts: LoadersFacts) -> Results:
         return
     among = drawn.equal_workers and drawn.workers > 1
     if not among and not drawn.equal_epochs:
-        yield Passed("one sample, read by two workers in two epochs")
         return
     found = run.finding(
         symptom=f"the {drawn.workers} workers draw the same random numbers"

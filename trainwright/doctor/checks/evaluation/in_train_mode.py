@@ -1,4 +1,4 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check
 from trainwright.doctor.facts.modes import ModesFacts
 
 MAX_FRACTION = 0.25
@@ -30,9 +30,8 @@ def in_train_mode(run: RunContext, facts: ModesFacts) -> Results:
         return
     bursts, in_eval = facts.evaluated_in_train, facts.evaluated_in_eval
     starts_late = bool(bursts and in_eval and bursts[0] > in_eval[0])
-    if facts.steps < 5 or not bursts or (in_eval and not starts_late):
-        yield Passed(f"{len(in_eval)} evaluations")
-    elif facts.num_evaluated_in_train <= MAX_FRACTION * facts.steps:
+    is_unusual = bursts and (starts_late or not in_eval)
+    if facts.steps >= 5 and is_unusual and facts.num_evaluated_in_train <= MAX_FRACTION * facts.steps:
         norms = f"; it updates the running statistics of {facts.norms} normalizations" if facts.norms else ""
         yield run.finding(
             symptom=f"an evaluation after step {bursts[0]} ran in train mode{norms}",

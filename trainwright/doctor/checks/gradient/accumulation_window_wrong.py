@@ -1,6 +1,6 @@
 from collections import Counter
 
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts, kinds
 
 MIN_STEPS = 4
@@ -24,7 +24,7 @@ def accumulation_window_wrong(run: RunContext, facts: CallsFacts) -> Results:
     counts = {each.step: n for each in seen if (n := len(kinds(each, "backward")))}
     if len(counts) < MIN_STEPS:
         return
-    declared, (usual, times) = facts.accumulation or 1, Counter(counts.values()).most_common(1)[0]
+    declared, [(usual, _)] = facts.accumulation or 1, Counter(counts.values()).most_common(1)
     if declared == usual == 1:
         yield NotApplicable("every step has one backward pass")
         return
@@ -44,5 +44,3 @@ def accumulation_window_wrong(run: RunContext, facts: CallsFacts) -> Results:
             sure=0.8,
             evidence=[("backward passes of the first update", 1, usual)],
         )
-    else:
-        yield Passed(f"{times} of {len(counts)} steps have {usual} micro-batches")

@@ -1,7 +1,7 @@
 import math
 
 from trainwright.doctor import Results, RunContext, check
-from trainwright.doctor.facts.calls import CallsFacts
+from trainwright.doctor.facts.calls import ScalerFacts
 
 MIN_SCALE = 64.0
 SCALED_THRESHOLD_FRACTION = 0.02
@@ -20,7 +20,7 @@ SCALED_THRESHOLD_FRACTION = 0.02
         "precision.gradients_not_unscaled",
     ),
 )
-def clip_before_unscale(run: RunContext, facts: CallsFacts) -> Results:
+def clip_before_unscale(run: RunContext, facts: ScalerFacts) -> Results:
     """Gradients are clipped while they still contain the loss scale.
 
     Why it matters: their norm is about 65536 times too large, so every step is clipped, and after unscaling the

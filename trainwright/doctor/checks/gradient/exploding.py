@@ -1,4 +1,4 @@
-from trainwright.doctor import Every, Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.calls import kinds
 from trainwright.doctor.facts.updates import UpdateFacts
 
@@ -34,7 +34,6 @@ def exploding(run: RunContext, exams: Every[UpdateFacts]) -> Results:
         return
     pull, step, facts = pulls[-1]
     if not all(each > MIN_RELATIVE_GRADIENT for each, _, _ in pulls):
-        yield Passed(f"{len(pulls)} updates: at most {max(each for each, _, _ in pulls):.3g}")
         return
     yield run.finding(
         step,

@@ -1,4 +1,4 @@
-from trainwright.doctor import Passed, Results, RunContext, Where, check
+from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.calls import AttributesFacts
 
 
@@ -20,7 +20,6 @@ def attribute_without_effect(run: RunContext, facts: AttributesFacts) -> Results
     Sources: udacity/deep-learning-v2-pytorch#12; discuss.pytorch.org, "requires_grad on a module".
     """
     if not facts.idle:
-        yield Passed("the attributes of parameters, modules and optimizers")
         return
     first = facts.idle[0]
     what = f"{first.count} parameters are trained" if first.known.startswith("requires") else "the learning rate stays"

@@ -1,4 +1,4 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.steadiness import SteadinessFacts
 
 MIN_REPEATS = 4
@@ -29,5 +29,3 @@ def random_state_repeats(run: RunContext, facts: SteadinessFacts) -> Results:
             since_step=facts.since_repeat,
             evidence=[("steps whose random state repeats", facts.repeats, 0)],
         )
-    else:
-        yield Passed(f"{facts.steps} steps")

@@ -1,4 +1,4 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check, listed
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.modes import EvalModule, ModesFacts
 
 
@@ -33,7 +33,6 @@ def trains_in_eval_mode(run: RunContext, facts: ModesFacts) -> Results:
         rows = others if is_whole else _inside([each for each in facts.eval if each.container], others)
         since_loaded = True
     if not rows:
-        yield Passed(f"{facts.depends} modules in {facts.steps} steps")
         return
     names = [each.module for each in rows]
     is_sure = not since_loaded and (is_whole or bool(_inside([e for e in facts.eval if e.container and e.left], rows)))

@@ -1,4 +1,4 @@
-from trainwright.doctor import Every, Finding, Passed, Results, RunContext, Where, check
+from trainwright.doctor import Every, Finding, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import TokensFacts
 
 
@@ -28,7 +28,6 @@ def eos_ignored(run: RunContext, exams: Every[TokensFacts]) -> Results:
             if ends is None:
                 continue
             if ends.targets:
-                yield Passed(f"token {ends.id} is a target")
                 return
             if found is None and loss.offset == 1 and max(ends.within, ends.attended) >= max(2, ends.rows // 8):
                 how = "between targets" if ends.within >= ends.attended else "where the attention mask counts it"

@@ -1,7 +1,7 @@
 import math
 from statistics import fmean, stdev
 
-from trainwright.doctor import Every, NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import Every, NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss, over_most_steps, where_of
 from trainwright.doctor.trend import still_falls
 
@@ -21,8 +21,9 @@ def no_better_than_constant(run: RunContext, exams: Every[LossFacts]) -> Results
     How it is detected: in the last examined steps the loss is within 2 % of that of a constant prediction, the mean of
     all targets so far, and shuffling the targets of the batch does not make it larger by 2 % either.
 
-    Exceptions: the loss still falls; fewer than 30 samples of a class were seen; several models (a discriminator at
-    equilibrium knows nothing), samples drawn by the model, a custom autograd Function that may reverse the gradient.
+    Exceptions: the loss still falls, or fewer than 30 samples of a class were seen; several models, drawn samples or a
+    reversed gradient, where a part may know nothing; a loss beside another of its kind that has been learned, as the
+    inner loss of MAML before the weights are adapted.
 
     Usual cause: targets that do not belong to the inputs, updates that do not work, or outputs that do not depend on
     the inputs.
@@ -42,13 +43,11 @@ def no_better_than_constant(run: RunContext, exams: Every[LossFacts]) -> Results
     if not known:
         yield NotApplicable("no loss function whose targets vary")
         return
-    bad = [each for each in known if _knows_nothing(each)]
-    if not bad:
-        value, constant, _ = _means(known[0])
-        yield Passed(f"{known[0].op} {value:.3g}, a constant prediction {constant:.3g}")
-    elif (why := _still_learns(run, bad)) is not None:
+    learned = {(each.op, each.classes) for each in known if not _knows_nothing(each)}
+    bad = [each for each in known if (each.op, each.classes) not in learned]
+    if bad and (why := _still_learns(run, bad)) is not None:
         yield NotApplicable(f"still learning: {why}")
-    else:
+    elif bad:
         last = bad[0]
         value, constant, shuffled = _means(last)
         yield run.finding(

@@ -1,4 +1,4 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check, in_words, listed
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, in_words, listed
 from trainwright.doctor.facts.function import FunctionFacts
 from trainwright.doctor.facts.layers import LayersFacts
 
@@ -35,9 +35,7 @@ def depends_on_batch_position(run: RunContext) -> Results:
         return
     if facts is None or facts.place is None:
         yield NotApplicable("no loader says what a sample is, or samples are related")
-    elif not facts.place.is_real or (facts.neighbours is not None and facts.neighbours.is_real):
-        yield Passed("samples in another order, unless they are mixed")
-    else:
+    elif facts.place.is_real and not (facts.neighbours and facts.neighbours.is_real):
         found = facts.place
         yield run.finding(
             symptom="the output for a sample changes when only its position in the batch changes, first in "

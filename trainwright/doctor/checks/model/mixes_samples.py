@@ -1,4 +1,4 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check, in_words
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.function import FunctionFacts
 from trainwright.doctor.facts.modules import ModulesFacts
 
@@ -27,7 +27,8 @@ def mixes_samples(run: RunContext, facts: FunctionFacts) -> Results:
     """
     modules = run.latest(ModulesFacts)
     if facts.neighbours is None or not facts.neighbours.is_real or facts.written:
-        yield (NotApplicable(facts.related) if facts.related else Passed("the outputs of a batch"))
+        if facts.related:
+            yield NotApplicable(facts.related)
         return
     if not facts.is_batch and (modules is None or modules.looks < 4 or modules.same_inputs):
         yield NotApplicable("the rows may be one thing, such as the nodes of a graph")

@@ -1,4 +1,4 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.modules import ModulesFacts
 
 MAX_SPREAD = 0.2  # Spread of outputs over samples / size of the outputs. Noise in the inputs keeps it at about a tenth.
@@ -35,5 +35,3 @@ def representations_collapse(run: RunContext, facts: ModulesFacts) -> Results:
             since_step=next(each.step for each in spreads if each.spread < first / MIN_FALL_RATIO),
             evidence=[("spread of the codes", last[-1].spread, first)],
         )
-    else:
-        yield Passed(f"spread {first:.2g} at first, {last[-1].spread:.2g} now")

@@ -1,4 +1,4 @@
-from trainwright.doctor import Passed, RemedyTrial, Results, RunContext, Where, check, listed
+from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.calls import CallsFacts
 
 
@@ -26,7 +26,6 @@ def params_missing(run: RunContext, facts: CallsFacts) -> Results:
     if not run.steps or any(each.stale for each in facts.optimizers):
         return
     if not facts.missing:
-        yield Passed(f"{len(facts.optimizers)} optimizers")
         return
     names = facts.missing
     yield run.finding(

@@ -1,4 +1,4 @@
-from trainwright.doctor import Every, Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.updates import UpdateFacts
 
 MIN_STEPS = 24
@@ -32,7 +32,6 @@ def weight_decay_too_high(run: RunContext, facts: UpdateFacts, exams: Every[Upda
     ratio = decay * rate if facts.decoupled else decay * facts.weight_norm / max(facts.grad_norm, 1e-30)
     now, first = sum(losses[-4:]) / 4, losses[0]
     if ratio <= (MIN_DECAY_PER_STEP if facts.decoupled else MIN_GRADIENT_RATIO) or not now > first - 0.25 * abs(first):
-        yield Passed(f"a decay of {decay:g} at a learning rate of {rate:g}")
         return
     how = f"takes {ratio:.1%} off all weights in each step" if facts.decoupled else f"is {ratio:.2g} times the gradient"
     yield run.finding(

@@ -1,4 +1,4 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.calls import ScalerFacts
 
 
@@ -21,9 +21,7 @@ def gradients_not_unscaled(run: RunContext, facts: ScalerFacts) -> Results:
     """
     if not (facts.steps or facts.scaled_updates):
         yield NotApplicable("no loss is scaled by a GradScaler")
-    elif facts.scaled_updates < 2 and facts.other < 2:
-        yield Passed(f"{facts.steps} steps through the scaler")
-    else:
+    elif facts.scaled_updates >= 2 or facts.other >= 2:
         is_raw = facts.scaled_updates >= 2
         yield run.finding(
             symptom=f"{facts.scaled_updates} updates were made with the loss scale still in the gradients"

@@ -1,4 +1,4 @@
-from trainwright.doctor import Passed, Results, RunContext, Where, check
+from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.resources import MIN_RISING_READINGS, GrowthFacts, has_grown
 
 MIN_HOOKS = 4
@@ -17,7 +17,6 @@ def hooks_grow(run: RunContext, facts: GrowthFacts) -> Results:
     """
     counts = [each.hooks for each in facts.held]
     if not has_grown(counts, MIN_HOOKS):
-        yield Passed(f"{counts[-1]} hooks after step {facts.held[-1].step}" if facts and counts else "")
         return
     begin, end = facts.held[-MIN_RISING_READINGS], facts.held[-1]
     yield run.finding(

@@ -1,4 +1,4 @@
-from trainwright.doctor import NotApplicable, Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import NotApplicable, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts
 
 
@@ -33,5 +33,3 @@ def cosine_climbs(run: RunContext, facts: LearningRateFacts) -> Results:
             evidence=[("calls of scheduler.step()", calls, f"<= {length:g}")],
             trial=RemedyTrial("another_rate", {"lr": max(min(rates), 0.01 * facts.peak)}),
         )
-    else:
-        yield Passed(f"{len(rates)} changes of the learning rate")

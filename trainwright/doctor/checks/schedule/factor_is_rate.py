@@ -1,4 +1,4 @@
-from trainwright.doctor import NotApplicable, Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import NotApplicable, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts
 
 MIN_CALLS = 4
@@ -36,7 +36,6 @@ def factor_is_rate(run: RunContext, facts: LearningRateFacts) -> Results:
     factor = facts.peak / facts.base if facts.base else 1.0
     is_rate = facts.base < MAX_BASE_LR and facts.base / MAX_RATIO < factor < MAX_RATIO * facts.base
     if not is_rate or len(run.steps) < MIN_CALLS or rates[-1] > rates[0]:
-        yield Passed(f"a factor of up to {factor:.3g}")
         return
     yield run.finding(
         symptom=f"the optimizer was made with a learning rate of {facts.base:.3g}, and the schedule makes "

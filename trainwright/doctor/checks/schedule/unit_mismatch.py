@@ -1,6 +1,6 @@
 import math
 
-from trainwright.doctor import NotApplicable, Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import NotApplicable, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts, PartFacts, SchedulerFacts
 
 
@@ -39,8 +39,6 @@ def unit_mismatch(run: RunContext, facts: LearningRateFacts) -> Results:
                 evidence=[("calls of scheduler.step()", each.calls), ("updates", facts.steps)],
                 trial=RemedyTrial("another_rate", {"lr": facts.peak}),
             )
-            return
-    yield Passed(f"{facts.schedulers[0].calls} calls in {facts.steps} steps")
 
 
 def _per_micro_batch(each: SchedulerFacts) -> str:
