@@ -11,15 +11,14 @@ from trainwright.errors import UsageError, suggest
 from trainwright.runs.json_values import JsonValue
 
 _CHECK = '''\
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.weights import WeightsFacts  # replace it: see doctor/facts
 
-MAX_RATE = 10.0
-"""The meaning of the limit, and the reason for this number."""
+MAX_RATE = 10.0  # the meaning of the limit, and the reason for this number
 
 
-@check(stage="update", severity="warning", confidence=0.8, needs=WeightsFacts)
-def {name}(run: RunContext) -> Results:
+@check(stage="update", severity="warning", confidence=0.8)
+def {name}(run: RunContext, facts: WeightsFacts) -> Results:
     """One sentence of 20 to 130 characters that names the fault in the user's words.
 
     Why it matters: the effect on the training.
@@ -39,7 +38,6 @@ def {name}(run: RunContext) -> Results:
     Sources: two independent public reports. Omit a section without content, except for the detection, the cause and
     the fix, which every page has.
     """
-    facts = run.measured(WeightsFacts)
     if not facts.updates:
         yield NotApplicable("why the check does not apply to this run")
     elif facts.highest_rate > MAX_RATE:  # replace this condition
@@ -48,8 +46,6 @@ def {name}(run: RunContext) -> Results:
             symptom=f"the learning rate is {facts.highest_rate:.3g}",
             evidence=[("the measured quantity", facts.highest_rate, MAX_RATE)],
         )
-    else:
-        yield Passed(f"what was compared, such as {facts.updates} updates")
 '''
 _TEST = '''\
 """{code} on faulty and on healthy programs."""

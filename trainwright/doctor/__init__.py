@@ -4,17 +4,17 @@
 Checks need no torch. This module exports what the file of a check imports.
 """
 
-from trainwright.doctor.check import NotApplicable, Passed, Result, Results, check
-from trainwright.doctor.context import RunContext, by_experiment
+from trainwright.doctor.check import NotApplicable, Result, Results, check
+from trainwright.doctor.context import Every, RunContext, by_experiment
 from trainwright.doctor.finding import ExperimentRequest, Finding, Measured, RemedyTrial, in_words, listed
 from trainwright.runs.records import Where
 
 __all__ = [
+    "Every",
     "ExperimentRequest",
     "Finding",
     "Measured",
     "NotApplicable",
-    "Passed",
     "RemedyTrial",
     "Result",
     "Results",

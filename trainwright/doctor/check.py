@@ -6,10 +6,11 @@ function has the name of the file, and the code of its findings is ``<topic>.<na
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args, get_origin
 
 from trainwright.doctor.context import Measurement, RunContext
 from trainwright.doctor.docstring import Page, parse_page
@@ -20,54 +21,51 @@ State: TypeAlias = Literal["passed", "found", "not applicable", "not examined"]
 
 
 @dataclass(frozen=True)
-class Passed:
-    """The comparison that succeeded, such as ``12 parameters over 40 steps``. A
-    check that yields nothing also passed.
-    """
-
-    what: str
-
-
-@dataclass(frozen=True)
 class NotApplicable:
     """The reason why the check does not apply to this run or could not be made."""
 
     why: str
 
 
-Result: TypeAlias = Finding | ExperimentRequest | Passed | NotApplicable
+Result: TypeAlias = Finding | ExperimentRequest | NotApplicable  # A check that yields none has passed.
 Results: TypeAlias = Iterator[Result]
-Judge: TypeAlias = Callable[[RunContext], Results]
+Judge: TypeAlias = Callable[..., Results]
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check and its metadata.
+    """A check and its metadata."""
 
-    Attributes:
-        code: ``topic.name``, the code of its findings.
-        judge: A function of a RunContext that yields findings and requests for further experiments.
-        stage: The part of a training step that its findings are about. Findings may override it.
-        severity: The default severity of its findings.
-        confidence: The default probability that a finding is right.
-        needs: Measurements that the check requires, all of them.
-        explains: Codes of checks, or topics such as ``loss.*``, whose findings follow from a finding of this check.
-            They are folded into it.
-        names_cause: False for a check that detects a symptom without its cause. Causes are ranked first.
-        points_at: The kind of call whose line in the user's source its findings show by default.
-        pack: Its pack in ``contrib``; None for a check that is always made.
-    """
-
-    code: str
-    judge: Judge
-    stage: Stage
-    severity: Severity
-    confidence: float
-    needs: tuple[type[Measurement], ...] = ()
+    code: str  # ``topic.name``, the code of its findings
+    judge: Judge  # Its function. The parameters after the first are the measurements that it needs, all of them.
+    stage: Stage  # The part of a training step that its findings are about. Findings may override it.
+    severity: Severity = "warning"  # The default severity of its findings
+    confidence: float = 0.9  # The default probability that a finding is right
+    # Codes of checks, or topics such as ``loss.*``, whose findings follow from a finding of this check
     explains: tuple[str, ...] = ()
-    names_cause: bool = True
-    points_at: str | None = None
-    pack: str | None = None
+    names_cause: bool = True  # False for a symptom: any cause that is at least as severe explains it
+    points_at: str | None = None  # The kind of call whose line in the user's source its findings show by default
+    since_step: int | None = None  # The first step that shows the fault, if that is always the same
+    pack: str | None = None  # Its pack in ``contrib``; None for a check that is always made
+
+    def results(self, run: RunContext) -> Results:
+        """Yields the results of the check, up to its first finding. All measurements that it needs must exist."""
+        wanted = (run.every(kind) if is_every else run.measured(kind) for kind, is_every in self._parameters)
+        for result in self.judge(run.for_check(self), *wanted):
+            yield result
+            if isinstance(result, Finding):
+                return
+
+    @property
+    def needs(self) -> tuple[type[Measurement], ...]:
+        """The measurements that the check requires."""
+        return tuple(kind for kind, _ in self._parameters)
+
+    @cached_property
+    def _parameters(self) -> list[tuple[type[Measurement], bool]]:
+        """The measurement that each parameter of ``judge`` takes; True for all of them, as ``Every`` says."""
+        wanted = [each.annotation for each in inspect.signature(self.judge).parameters.values()][1:]
+        return [(get_args(get_args(each)[0])[1], True) if get_origin(each) else (each, False) for each in wanted]
 
     @property
     def topic(self) -> str:
@@ -94,19 +92,18 @@ def check(
     stage: Stage,
     severity: Severity = "warning",
     confidence: float = 0.9,
-    needs: type[Measurement] | tuple[type[Measurement], ...] = (),
     explains: tuple[str, ...] = (),
     names_cause: bool = True,
     points_at: str | None = None,
+    since_step: int | None = None,
 ) -> Callable[[Judge], Check]:
     """Decorates a function in a file of its name in ``checks`` or ``contrib`` and makes a Check of it."""
 
     def decorated(judge: Judge) -> Check:
         *_, kind, topic, name = judge.__module__.split(".")
         assert name == judge.__name__ and kind in ("checks", "contrib"), judge.__module__
-        kinds = needs if isinstance(needs, tuple) else (needs,)
         pack = topic if kind == "contrib" else None
         code = f"{topic}.{name}"
-        return Check(code, judge, stage, severity, confidence, kinds, explains, names_cause, points_at, pack)
+        return Check(code, judge, stage, severity, confidence, explains, names_cause, points_at, since_step, pack)
 
     return decorated

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, Unpack
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, TypeVar, Unpack
 
 from trainwright.doctor.finding import Details, Finding, make_finding
 from trainwright.runs.findings import Severity
@@ -23,6 +23,8 @@ class Measurement(Protocol):
 
 
 M = TypeVar("M", bound=Measurement)
+Every: TypeAlias = Sequence[tuple[int, M]]
+"""A parameter of a check: all measurements of a kind with their steps, oldest first."""
 
 
 class RunContext:
@@ -60,12 +62,12 @@ class RunContext:
         return next((self._measured(each, kind) for each in reversed(self._seen(kind))), None)
 
     def measured(self, kind: type[M]) -> M:
-        """Returns the newest measurement of a kind that the check ``needs``."""
+        """Returns the newest measurement of a kind of which there is one."""
         measurement = self.latest(kind)
-        assert measurement is not None, "the check does not declare that it needs it"
+        assert measurement is not None, kind.__name__
         return measurement
 
-    def every(self, kind: type[M]) -> list[tuple[int, M]]:
+    def every(self, kind: type[M]) -> Every[M]:
         """Returns all measurements of a kind with their steps, oldest first."""
         return [(each.step, self._measured(each, kind)) for each in self._seen(kind)]
 
@@ -103,7 +105,7 @@ class RunContext:
 
     def finding(
         self,
-        step: int,
+        step: int | None = None,
         *,
         symptom: str = "",
         cause: str = "",
@@ -115,7 +117,7 @@ class RunContext:
         """Returns a finding of the current check. Defaults come from the check and its docstring.
 
         Args:
-            step: The step that shows it.
+            step: The step that shows it. Default: that of the newest measurement that the check needs, or the last one.
             symptom: What is wrong, with numbers. Default: the first sentence of the docstring.
             cause: The usual cause. Default: that section of the docstring.
             remedy: The fix. Default: that section of the docstring.
@@ -125,8 +127,11 @@ class RunContext:
         """
         check = self._check
         assert check is not None, "findings are made by checks"
+        if step is None:
+            step = self._seen(check.needs[0])[-1].step if check.needs else self.last_step
         details.setdefault("stage", check.stage)
         details.setdefault("names_cause", check.names_cause)
+        details.setdefault("since_step", check.since_step)
         where = details.get("where", Where())
         call = check.points_at or (f"op:{where.op}" if where.op and where.module is None else None)
         if call and where.source is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trainwright.doctor.check import Check, CheckState, NotApplicable, Passed, Result
+from trainwright.doctor.check import Check, CheckState, NotApplicable, Result
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.discovery import default_checks
 from trainwright.doctor.finding import ExperimentRequest, Finding, make_finding
@@ -15,6 +15,7 @@ from trainwright.runs.findings import rank
 from trainwright.runs.records import Where
 
 FAILED_CODE = "doctor.failed"
+TOPICS_OF_LEARNING = ("data", "gradient", "loss", "model", "optim", "precision", "schedule")
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,6 @@ class Diagnosis:
 def diagnose(run: RunContext, checks: Sequence[Check] | None = None) -> Diagnosis:
     """Runs all checks. A finding that explains others takes them as its consequences.
 
-    Of several findings with the same code, the one with the highest confidence is kept.
-
     Args:
         run: The measurements.
         checks: The checks to make. Default: all but the packs.
@@ -40,16 +39,9 @@ def diagnose(run: RunContext, checks: Sequence[Check] | None = None) -> Diagnosi
     """
     chosen = default_checks() if checks is None else checks
     judged = [*((each.code, _results(each, run)) for each in chosen), *user_check_results(run)]
-    findings: dict[str, Finding] = {}
-    requests: dict[ExperimentRequest, None] = {}
-    for _, results in judged:
-        for result in results:
-            if isinstance(result, ExperimentRequest):
-                requests[result] = None
-            elif isinstance(result, Finding):
-                known = findings.get(result.found.code)
-                if known is None or result.found.sure > known.found.sure:
-                    findings[result.found.code] = result
+    results = [each for _, of_one in judged for each in of_one]
+    findings = {each.found.code: each for each in results if isinstance(each, Finding)}
+    requests = dict.fromkeys(each for each in results if isinstance(each, ExperimentRequest))
     states = tuple(_state(code, results) for code, results in judged)
     return Diagnosis(tuple(sorted(_folded(findings.values()), key=_rank)), tuple(requests), states)
 
@@ -79,7 +71,7 @@ def _run_check(check: Check, run: RunContext) -> Iterator[Result]:
         if (why := run.not_measured(kind)) is not None:
             yield _NotExamined(why)
             return
-    yield from check.judge(run.for_check(check))
+    yield from check.results(run)
 
 
 class _NotExamined(NotApplicable):
@@ -95,24 +87,30 @@ def _state(code: str, results: Sequence[Result]) -> CheckState:
             return CheckState(code, "not examined", each.why)
         if isinstance(each, NotApplicable):
             return CheckState(code, "not applicable", each.why)
-        if isinstance(each, Passed):
-            return CheckState(code, "passed", each.what)
     return CheckState(code, *(("not examined", "nothing was measured for it") if results else ("passed", "")))
 
 
 def _folded(findings: Iterable[Finding]) -> list[Finding]:
-    """Moves each finding that another one explains into the consequences of that one."""
+    """Moves each finding that another one explains into the consequences of that one, the likeliest cause first."""
     left = sorted(findings, key=_rank)
     for cause in list(left):
-        if cause not in left:
-            continue
-        taken = [other for other in left if other is not cause and explains(cause.explains, other.found.code)]
+        taken = [each for each in left if cause in left and each is not cause and _explains(cause, each)]
         if taken:
             consequences = (*cause.found.consequences, *(f"{each.found.code}: {each.found.symptom}" for each in taken))
             where = next((e.found.where for e in (cause, *taken) if e.found.where != Where()), Where())
             whole = replace(cause, found=replace(cause.found, consequences=consequences, where=where))
             left = [whole if each is cause else each for each in left if each not in taken]
     return left
+
+
+def _explains(cause: Finding, other: Finding) -> bool:
+    """Returns True if the cause lists the code of the other finding, or both are about learning and the other one is a
+    symptom that is no more severe.
+    """
+    one, two = cause.found, other.found
+    is_symptom = one.names_cause and not two.names_cause and one.severity != "info" and rank(one) < rank(two)
+    are_of_learning = all(each.code.partition(".")[0] in TOPICS_OF_LEARNING for each in (one, two))
+    return (is_symptom and are_of_learning) or explains(cause.explains, two.code)
 
 
 def explains(codes: Sequence[str], code: str) -> bool:

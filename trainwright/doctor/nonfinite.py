@@ -15,8 +15,7 @@ from trainwright.runs.records import Examined, Where
 
 CONSEQUENCES = ("precision.nonfinite_step", "resources.not_reproducible")
 """Findings that follow from any operation that makes a step non-finite."""
-MAX_IDS = 16
-"""Maximum number of sample ids in a finding."""
+MAX_IDS = 16  # Maximum number of sample ids in a finding
 DIVERGED_LOSS_RATIO = 10.0
 """If the loss exceeds the lowest one by this factor, the run has diverged and the operation is not the root cause."""
 

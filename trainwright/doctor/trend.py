@@ -9,8 +9,7 @@ from trainwright.doctor.context import RunContext
 
 MAX_FALLING_SLOPE = -2.0
 """Slope in standard errors below which a fall is significant: 2 % of series without a slope reach it."""
-MIN_LOSSES = 8
-"""Minimum number of losses for a slope."""
+MIN_LOSSES = 8  # Minimum number of losses for a slope
 
 
 def still_falls(run: RunContext) -> bool:

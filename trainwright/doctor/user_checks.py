@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainwright.doctor.check import NotApplicable, Passed, Result
+from trainwright.doctor.check import NotApplicable, Result, Results
 from trainwright.doctor.context import RunContext, by_experiment
 from trainwright.doctor.finding import make_finding
 from trainwright.runs.records import Examined, construct
 
-USER_CHECK_PREFIX = "own."
-"""Prefix of their codes, which are also the names of their experiments."""
+USER_CHECK_PREFIX = "own."  # Prefix of their codes, which are also the names of their experiments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,19 +25,19 @@ def user_check_results(run: RunContext) -> Iterator[tuple[str, list[Result]]]:
     """Yields the code and the results of each user-defined check in this run."""
     for code, outcomes in sorted(by_experiment(run.records).items()):
         if code.startswith(USER_CHECK_PREFIX):
-            yield code, [_result(code, outcomes)]
+            yield code, list(_results(code, outcomes))
 
 
-def _result(code: str, outcomes: list[Examined]) -> Result:
+def _results(code: str, outcomes: list[Examined]) -> Results:
     seen = [(each.step, construct(UserCheckFacts, each.values)) for each in outcomes if "blind" not in each.values]
     broken = [(step, facts) for step, facts in seen if facts.broken is not None]
     if not seen:
-        return NotApplicable(str(outcomes[-1].values["blind"]))
+        yield NotApplicable(str(outcomes[-1].values["blind"]))
     if not broken:
-        return Passed(f"{len(seen)} replayed steps")
+        return
     since, _ = broken[0]
     step, facts = broken[-1]
-    return make_finding(
+    yield make_finding(
         code,
         "warning",
         step,

@@ -76,5 +76,5 @@ def made_of(
 def requested(check: Check, *facts: tuple[int, object]) -> list[ExperimentRequest]:
     """The experiments that one check requests."""
     seen = [Examined(time_s=0.0, step=n, experiment=f.experiment, values=strict(vars(f))) for n, f in facts]  # type: ignore[attr-defined]
-    results = check.judge(RunContext(seen).for_check(check))
+    results = check.results(RunContext(seen))
     return [each for each in results if isinstance(each, ExperimentRequest)]

@@ -12,19 +12,12 @@ from trainwright.runs.records import Watched
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """A parameter group.
+    """A parameter group."""
 
-    Attributes:
-        parameters: Number of tensors.
-        with_grad: Number of tensors with a gradient.
-        lr: Learning rate; None if the optimizer has none.
-        initial_lr: The ``initial_lr`` that a scheduler wrote; None without one.
-    """
-
-    parameters: int
-    with_grad: int
-    lr: float | None = None
-    initial_lr: float | None = None
+    parameters: int  # Number of tensors
+    with_grad: int  # Number of tensors with a gradient
+    lr: float | None = None  # Learning rate; None if the optimizer has none
+    initial_lr: float | None = None  # The ``initial_lr`` that a scheduler wrote; None without one
 
 
 @dataclass(frozen=True)
@@ -47,76 +40,45 @@ class ScaledClip:
 
 @dataclass(frozen=True)
 class CallsFacts:
-    """The calls so far.
-
-    Attributes:
-        optimizers: The optimizers and their parameter groups.
-        missing: Trainable parameters with a gradient that no optimizer holds and that do not change.
-        missing_share: Their fraction of the trainable elements.
-        missing_were_trained: They were trained before the watch began.
-        doubles: Number of updates with gradients that another optimizer had already applied.
-        scaled_clips: Number of clips of gradients that still contained a loss scale.
-        scaled_clip: One of them.
-        split_windows: (step, backward passes before the end of an epoch, all backward passes) for each step during
-            which an epoch ended.
-        accumulation: Number of micro-batches that was passed to the watch.
-        carried: For each optimizer, the norm of the gradients that existed when the last step began.
-        backwards: Number of backward passes.
-        moved: True if a weight changed before the first step.
-        steps_seen: Number of optimizers that stepped before the first step.
-    """
+    """The calls so far."""
 
     experiment: ClassVar[str] = "calls"
-    optimizers: tuple[OptimizerFacts, ...] = ()
-    missing: tuple[str, ...] = ()
-    missing_share: float = 0.0
-    missing_were_trained: bool = False
-    doubles: int = 0
-    scaled_clips: int = 0
-    scaled_clip: ScaledClip | None = None
+    optimizers: tuple[OptimizerFacts, ...] = ()  # The optimizers and their parameter groups
+    missing: tuple[str, ...] = ()  # Trainable parameters with a gradient that no optimizer holds and that do not change
+    missing_share: float = 0.0  # Their fraction of the trainable elements
+    missing_were_trained: bool = False  # They were trained before the watch began
+    doubles: int = 0  # Number of updates with gradients that another optimizer had already applied
+    # (step, backward passes before the end of an epoch, all backward passes) for each step during which an epoch ended
     split_windows: tuple[tuple[int, int, int], ...] = ()
-    accumulation: int | None = None
+    accumulation: int | None = None  # Number of micro-batches that was passed to the watch
+    # For each optimizer, the norm of the gradients that existed when the last step began
     carried: tuple[float, ...] = ()
-    backwards: int = 0
-    moved: bool = False
-    steps_seen: int = 0
+    backwards: int = 0  # Number of backward passes
+    moved: bool = False  # True if a weight changed before the first step
+    steps_seen: int = 0  # Number of optimizers that stepped before the first step
 
 
 @dataclass(frozen=True)
 class ScalerFacts:
-    """Calls of gradient scalers.
-
-    Attributes:
-        scaled_updates: Updates with gradients that still contained the loss scale.
-        since: The first step with such an update.
-        steps: Calls of ``scaler.step``.
-        updates: Calls of ``scaler.update``.
-        other: Calls of ``scaler.step`` on a scaler that did not scale the loss.
-    """
+    """Calls of gradient scalers."""
 
     experiment: ClassVar[str] = "scaler"
-    scaled_updates: int = 0
-    since: int = 0
-    steps: int = 0
-    updates: int = 0
-    other: int = 0
+    scaled_updates: int = 0  # Updates with gradients that still contained the loss scale
+    since: int = 0  # The first step with such an update
+    steps: int = 0  # Calls of ``scaler.step``
+    other: int = 0  # Calls of ``scaler.step`` on a scaler that did not scale the loss
+    scaled_clips: int = 0  # Number of clips of gradients that still contained a loss scale
+    scaled_clip: ScaledClip | None = None  # One of them
 
 
 @dataclass(frozen=True)
 class IdleAttribute:
-    """An attribute that nothing reads, probably a misspelt one.
+    """An attribute that nothing reads, probably a misspelt one."""
 
-    Attributes:
-        owner: The object with the attribute.
-        name: Name of the attribute.
-        known: The attribute with a similar name that torch reads.
-        count: Number of objects with the attribute.
-    """
-
-    owner: str
-    name: str
-    known: str
-    count: int
+    owner: str  # The object with the attribute
+    name: str  # Name of the attribute
+    known: str  # The attribute with a similar name that torch reads
+    count: int  # Number of objects with the attribute
 
 
 @dataclass(frozen=True)
@@ -129,19 +91,12 @@ class AttributesFacts:
 
 @dataclass(frozen=True)
 class KeptState:
-    """A result of ``state_dict()`` whose tensors changed while the loop held it.
+    """A result of ``state_dict()`` whose tensors changed while the loop held it."""
 
-    Attributes:
-        taken: The step after which it was returned.
-        used_at: The step after which it was used.
-        used: "load", "save", or "" if the loop held it until the end.
-        source: Line of the call of ``state_dict()``.
-    """
-
-    taken: int
-    used_at: int
-    used: str
-    source: str | None
+    taken: int  # The step after which it was returned
+    used_at: int  # The step after which it was used
+    used: str  # "load", "save", or "" if the loop held it until the end
+    source: str | None  # Line of the call of ``state_dict()``
 
 
 @dataclass(frozen=True)

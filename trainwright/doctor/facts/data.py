@@ -5,29 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-SAME = 8
-"""Consecutive steps on one batch that count as repetition. Loops that update several times per batch do fewer."""
+SAME = 8  # Consecutive steps on one batch that count as repetition. Loops that update several times per batch do fewer.
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedRows:
-    """Rows of one evaluation.
+    """Rows of one evaluation."""
 
-    Attributes:
-        rows: Number of rows.
-        distinct: Number of different rows.
-        shared: Number of different rows that were trained on.
-        trained: Number of different rows in training so far.
-        is_one_set: All rows come from one loader or tensor.
-        source: Line that calls the model.
-    """
-
-    rows: int
-    distinct: int
-    shared: int
-    trained: int
-    is_one_set: bool = True
-    source: str | None = None
+    rows: int  # Number of rows
+    distinct: int  # Number of different rows
+    shared: int  # Number of different rows that were trained on
+    trained: int  # Number of different rows in training so far
+    is_one_set: bool = True  # All rows come from one loader or tensor
+    source: str | None = None  # Line that calls the model
 
     @property
     def is_partial(self) -> bool:
@@ -37,50 +27,29 @@ class EvaluatedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class RowsFacts:
-    """The rows of the inputs of training, identified by their content. Steps after the 128th are sampled.
-
-    Attributes:
-        steps: Steps so far.
-        distinct: Number of different rows so far.
-        new_lately: Fraction of rows in the last steps that had not been read before.
-        batch: Rows in one call.
-        same: Length of the longest run of steps that read the rows of the previous step.
-        same_to: Last step of that run.
-        same_before: Length of the second longest such run.
-        whole: Rows of the dataset or tensor that the batches come from; 0 if unknown.
-        micro: The most micro-batches of one step that were all equal.
-        micro_steps: Number of steps with equal micro-batches.
-        is_continuous: The values are such that two samples are never equal by chance.
-        period: Each batch equals the one this many batches earlier.
-        recurred: Number of consecutive batches for which this holds.
-        is_kept: These batches came from a shuffling loader one by one and are held by the loop, not fetched again.
-        workers: Worker processes of a loader over an IterableDataset; 0 without one.
-        groups: Number of groups of ``workers`` consecutive batches.
-        equal_groups: Number of groups in which all batches are equal.
-        source: Line that reads the newest loader.
-        evaluated: Rows of the last evaluation that overlap most with training.
-    """
+    """The rows of the inputs of training, identified by their content. Steps after the 128th are sampled."""
 
     experiment: ClassVar[str] = "rows"
-    steps: int
-    distinct: int = 0
-    new_lately: float = 1.0
-    batch: int = 0
-    same: int = 0
-    same_to: int = 0
-    same_before: int = 0
-    whole: int = 0
-    micro: int = 0
-    micro_steps: int = 0
-    is_continuous: bool = True
-    period: int = 0
-    recurred: int = 0
+    steps: int  # Steps so far
+    distinct: int = 0  # Number of different rows so far
+    new_lately: float = 1.0  # Fraction of rows in the last steps that had not been read before
+    batch: int = 0  # Rows in one call
+    same: int = 0  # Length of the longest run of steps that read the rows of the previous step
+    same_to: int = 0  # Last step of that run
+    same_before: int = 0  # Length of the second longest such run
+    whole: int = 0  # Rows of the dataset or tensor that the batches come from; 0 if unknown
+    micro: int = 0  # The most micro-batches of one step that were all equal
+    micro_steps: int = 0  # Number of steps with equal micro-batches
+    is_continuous: bool = True  # The values are such that two samples are never equal by chance
+    period: int = 0  # Each batch equals the one this many batches earlier
+    recurred: int = 0  # Number of consecutive batches for which this holds
+    # These batches came from a shuffling loader one by one and are held by the loop, not fetched again
     is_kept: bool = False
-    workers: int = 0
-    groups: int = 0
-    equal_groups: int = 0
-    source: str | None = None
-    evaluated: EvaluatedRows | None = None
+    workers: int = 0  # Worker processes of a loader over an IterableDataset; 0 without one
+    groups: int = 0  # Number of groups of ``workers`` consecutive batches
+    equal_groups: int = 0  # Number of groups in which all batches are equal
+    source: str | None = None  # Line that reads the newest loader
+    evaluated: EvaluatedRows | None = None  # Rows of the last evaluation that overlap most with training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,25 +65,15 @@ class EmptyLoader:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRepeat:
-    """An epoch that begins with the samples of the previous epoch in the same order.
+    """An epoch that begins with the samples of the previous epoch in the same order."""
 
-    Attributes:
-        batches: Batches of the epoch.
-        equal: Number of leading batches that are equal.
-        samples: Samples in these batches.
-        ascending: The positions of the samples ascend.
-        sampler: Class of the sampler.
-        random: The sampler draws at random.
-        distributed: The sampler is a DistributedSampler.
-    """
-
-    batches: int
-    equal: int
-    samples: int
-    ascending: bool
-    sampler: str
-    random: bool
-    distributed: bool
+    batches: int  # Batches of the epoch
+    equal: int  # Number of leading batches that are equal
+    samples: int  # Samples in these batches
+    ascending: bool  # The positions of the samples ascend
+    sampler: str  # Class of the sampler
+    random: bool  # The sampler draws at random
+    distributed: bool  # The sampler is a DistributedSampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,40 +88,24 @@ class LoaderOverlap:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnSamples:
-    """Samples that a loader drew for training.
+    """Samples that a loader drew for training."""
 
-    Attributes:
-        samples: Length of the dataset.
-        draws: Samples drawn so far.
-        distinct: Number of different samples among them.
-        same_set: The last two epochs drew the same samples, and left out more than an incomplete batch.
-        chooses: The sampler is meant to draw only a part of the dataset.
-        sampler: Class of the sampler.
-    """
-
-    samples: int
-    draws: int
-    distinct: int
-    same_set: bool
-    chooses: bool
-    sampler: str
+    samples: int  # Length of the dataset
+    draws: int  # Samples drawn so far
+    distinct: int  # Number of different samples among them
+    same_set: bool  # The last two epochs drew the same samples, and left out more than an incomplete batch
+    chooses: bool  # The sampler is meant to draw only a part of the dataset
+    sampler: str  # Class of the sampler
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderRestarts:
-    """Iterators that were made of one loader with worker processes.
+    """Iterators that were made of one loader with worker processes."""
 
-    Attributes:
-        workers: Worker processes.
-        iterators: Number of iterators.
-        batches: Batches from all of them.
-        length: Batches of an epoch; None if unknown.
-    """
-
-    workers: int
-    iterators: int
-    batches: int
-    length: int | None
+    workers: int  # Worker processes
+    iterators: int  # Number of iterators
+    batches: int  # Batches from all of them
+    length: int | None  # Batches of an epoch; None if unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,74 +120,45 @@ class StaleAttribute:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerDraws:
-    """An experiment: two workers each read one sample twice, in two epochs.
+    """An experiment: two workers each read one sample twice, in two epochs."""
 
-    Attributes:
-        workers: Worker processes of the loader.
-        init: The loader has a ``worker_init_fn``.
-        random: The two reads by one worker differ.
-        equal_workers: Both workers read equal samples.
-        equal_epochs: Both epochs read equal samples.
-        with_seeds: The samples stay equal if each worker seeds its generators from ``torch.initial_seed()``; None if
-            this was not measured.
-    """
-
-    workers: int
-    init: bool
-    random: bool
-    equal_workers: bool
-    equal_epochs: bool
+    workers: int  # Worker processes of the loader
+    init: bool  # The loader has a ``worker_init_fn``
+    random: bool  # The two reads by one worker differ
+    equal_workers: bool  # Both workers read equal samples
+    equal_epochs: bool  # Both epochs read equal samples
+    # The samples stay equal if each worker seeds its generators from ``torch.initial_seed()``; None if this was not
+    # measured
     with_seeds: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadersFacts:
-    """The DataLoaders of the process.
-
-    Attributes:
-        source: Line that reads the training loader.
-        empty: Loaders that yielded no batch.
-        repeats: Epochs in the order of the previous one.
-        overlaps: Loaders of evaluations that share samples with training.
-        drawn: Samples drawn for training, for each loader.
-        restarts: Loaders whose workers are started often.
-        stale: A dataset attribute that workers do not see change.
-        workers: Random numbers of the workers.
-        entropies: Entropy of the labels of each batch, in nats.
-        mixed: Lowest and mean entropy of batches drawn at random, in nats.
-        ascending: Training reads the dataset in its order.
-    """
+    """The DataLoaders of the process."""
 
     experiment: ClassVar[str] = "loaders"
-    source: str | None = None
-    empty: tuple[EmptyLoader, ...] = ()
-    repeats: tuple[EpochRepeat, ...] = ()
-    overlaps: tuple[LoaderOverlap, ...] = ()
-    drawn: tuple[DrawnSamples, ...] = ()
-    restarts: tuple[LoaderRestarts, ...] = ()
-    stale: StaleAttribute | None = None
-    workers: WorkerDraws | None = None
-    entropies: tuple[float, ...] = ()
-    mixed: tuple[float, ...] = ()
-    ascending: bool = False
+    source: str | None = None  # Line that reads the training loader
+    empty: tuple[EmptyLoader, ...] = ()  # Loaders that yielded no batch
+    repeats: tuple[EpochRepeat, ...] = ()  # Epochs in the order of the previous one
+    overlaps: tuple[LoaderOverlap, ...] = ()  # Loaders of evaluations that share samples with training
+    drawn: tuple[DrawnSamples, ...] = ()  # Samples drawn for training, for each loader
+    restarts: tuple[LoaderRestarts, ...] = ()  # Loaders whose workers are started often
+    stale: StaleAttribute | None = None  # A dataset attribute that workers do not see change
+    workers: WorkerDraws | None = None  # Random numbers of the workers
+    entropies: tuple[float, ...] = ()  # Entropy of the labels of each batch, in nats
+    mixed: tuple[float, ...] = ()  # Lowest and mean entropy of batches drawn at random, in nats
+    ascending: bool = False  # Training reads the dataset in its order
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetsFacts:
-    """Targets of losses over classes in sampled steps.
-
-    Attributes:
-        targets: Number of targets.
-        largest: Largest class among them.
-        lowest: Lowest target of a binary loss.
-        highest: Highest target of a binary loss.
-    """
+    """Targets of losses over classes in sampled steps."""
 
     experiment: ClassVar[str] = "targets"
-    targets: int
-    largest: int
-    lowest: float = 0.0
-    highest: float = 1.0
+    targets: int  # Number of targets
+    largest: int  # Largest class among them
+    lowest: float = 0.0  # Lowest target of a binary loss
+    highest: float = 1.0  # Highest target of a binary loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +170,6 @@ class InputSpread:
     mean: float | None = None
     std: float | None = None
     absmax: float | None = None
-    whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,42 +183,25 @@ class LeakingColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedIds:
-    """The id that pads rows.
+    """The id that pads rows."""
 
-    Attributes:
-        id: The id.
-        rows: Fraction of the rows that contain padding.
-        fraction: Fraction of all ids that are padding.
-    """
-
-    id: int
-    rows: float
-    fraction: float
+    id: int  # The id
+    fraction: float  # Fraction of all ids that are padding
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFacts:
-    """Inputs and targets of a recorded step.
-
-    Attributes:
-        inputs: Distribution of each input.
-        targets_vary: The targets are not all equal.
-        classes: Number of classes; None for targets that are not classes.
-        samples: Number of labels.
-        entropy: Entropy of the labels in nats; None for targets that are not classes.
-        leaks: Input columns that reveal the label.
-        padding: The id that pads rows.
-        offsets: For each cross-entropy over tokens, the distance in the input from a prediction to its target.
-    """
+    """Inputs and targets of a recorded step."""
 
     experiment: ClassVar[str] = "batch"
-    inputs: tuple[InputSpread, ...] = ()
-    targets_vary: bool = False
-    classes: int | None = None
-    samples: int = 0
-    entropy: float | None = None
-    leaks: tuple[LeakingColumn, ...] = ()
-    padding: PaddedIds | None = None
+    inputs: tuple[InputSpread, ...] = ()  # Distribution of each input
+    targets_vary: bool = False  # The targets are not all equal
+    classes: int | None = None  # Number of classes; None for targets that are not classes
+    samples: int = 0  # Number of labels
+    entropy: float | None = None  # Entropy of the labels in nats; None for targets that are not classes
+    leaks: tuple[LeakingColumn, ...] = ()  # Input columns that reveal the label
+    padding: PaddedIds | None = None  # The id that pads rows
+    # For each cross-entropy over tokens, the distance in the input from a prediction to its target
     offsets: tuple[int, ...] = ()
 
 
@@ -330,60 +226,38 @@ class StandardizedFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelSignalFacts:
-    """Predictability of the labels.
-
-    Attributes:
-        samples: Number of samples.
-        deviations: Accuracy of simple learners on held-out labels above chance, in standard deviations.
-        memorized: Losses of the model when it is trained on one batch.
-    """
+    """Predictability of the labels."""
 
     experiment: ClassVar[str] = "label_signal"
-    samples: int
-    deviations: float
-    memorized: tuple[float, ...]
+    samples: int  # Number of samples
+    deviations: float  # Accuracy of simple learners on held-out labels above chance, in standard deviations
+    memorized: tuple[float, ...]  # Losses of the model when it is trained on one batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextEnds:
-    """Uses of the token id that pads texts.
+    """Uses of the token id that pads texts."""
 
-    Attributes:
-        id: The token id.
-        within: Number of times that it follows a target and precedes other tokens.
-        attended: Number of rows in which it follows a target as the first padding token and the attention mask keeps
-            it.
-        targets: Number of times that it is a target.
-        rows: Rows of the batch.
-    """
-
-    id: int
-    within: int
+    id: int  # The token id
+    within: int  # Number of times that it follows a target and precedes other tokens
+    # Number of rows in which it follows a target as the first padding token and the attention mask keeps it
     attended: int
-    targets: int
-    rows: int
+    targets: int  # Number of times that it is a target
+    rows: int  # Rows of the batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLoss:
-    """A cross-entropy over the tokens of an input.
+    """A cross-entropy over the tokens of an input."""
 
-    Attributes:
-        offset: Each target is the input token this many positions later; None if no offset fits.
-        fraction: Fraction of the targets for which this holds.
-        sees: Change of the scores before ``start`` when only tokens from ``start`` on change, in standard deviations;
-            None if unknown.
-        given: The same change at ``start``.
-        start: The first changed position.
-        ends: The token that ends texts.
-    """
-
-    offset: int | None
-    fraction: float
+    offset: int | None  # Each target is the input token this many positions later; None if no offset fits
+    fraction: float  # Fraction of the targets for which this holds
+    # Change of the scores before ``start`` when only tokens from ``start`` on change, in standard deviations; None if
+    # unknown
     sees: float | None = None
-    given: float | None = None
-    start: int = 0
-    ends: TextEnds | None = None
+    given: float | None = None  # The same change at ``start``
+    start: int = 0  # The first changed position
+    ends: TextEnds | None = None  # The token that ends texts
 
 
 @dataclass(frozen=True, kw_only=True)

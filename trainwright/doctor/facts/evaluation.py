@@ -8,13 +8,8 @@ from typing import ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationFacts:
-    """One evaluation.
-
-    Attributes:
-        after: The last step before it.
-        rows: Number of rows.
-    """
+    """One evaluation."""
 
     experiment: ClassVar[str] = "evaluation"
-    after: int
-    rows: int
+    after: int  # The last step before it
+    rows: int  # Number of rows

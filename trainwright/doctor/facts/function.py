@@ -8,17 +8,11 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Deviation:
-    """Change of outputs that should stay the same.
+    """Change of outputs that should stay the same."""
 
-    Attributes:
-        amount: The change.
-        limit: The largest change that rounding explains.
-        module: Path of the first module whose output changed with unchanged input; None if unknown.
-    """
-
-    amount: float
-    limit: float
-    module: str | None = None
+    amount: float  # The change
+    limit: float  # The largest change that rounding explains
+    module: str | None = None  # Path of the first module whose output changed with unchanged input; None if unknown
 
     @property
     def is_real(self) -> bool:
@@ -27,23 +21,13 @@ class Deviation:
 
 @dataclass(frozen=True)
 class FunctionFacts:
-    """The forward pass of one step in eval mode, replayed with one change at a time.
-
-    Attributes:
-        written: Buffers that a forward pass writes to.
-        neighbours: Deviation if other samples of the batch change; None if not measured.
-        related: Reason why samples may depend on each other; "" without one.
-        is_batch: A loader confirms that the first dimension counts samples.
-        place: Deviation if the samples are in another order; None if not measured.
-        padding: Deviation if a row is given without its padding; None if not measured.
-        pad: The declaration that identifies padding.
-    """
+    """The forward pass of one step in eval mode, replayed with one change at a time."""
 
     experiment: ClassVar[str] = "function"
-    written: tuple[str, ...] = ()
-    neighbours: Deviation | None = None
-    related: str = ""
-    is_batch: bool = False
-    place: Deviation | None = None
-    padding: Deviation | None = None
-    pad: str = ""
+    written: tuple[str, ...] = ()  # Buffers that a forward pass writes to
+    neighbours: Deviation | None = None  # Deviation if other samples of the batch change; None if not measured
+    related: str = ""  # Reason why samples may depend on each other; "" without one
+    is_batch: bool = False  # A loader confirms that the first dimension counts samples
+    place: Deviation | None = None  # Deviation if the samples are in another order; None if not measured
+    padding: Deviation | None = None  # Deviation if a row is given without its padding; None if not measured
+    pad: str = ""  # The declaration that identifies padding

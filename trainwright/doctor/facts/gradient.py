@@ -10,27 +10,19 @@ from trainwright.runs.records import Values
 
 @dataclass(frozen=True)
 class AccumulationFacts:
-    """A step with several backward passes.
-
-    Attributes:
-        backwards: Number of backward passes.
-        is_plain: Each pass has a batch of its own and uses the same functions, and the loop does not touch gradients
-            between the passes.
-        weights: For each micro-batch, the derivative of the backward root with respect to the mean loss.
-        counts: For each micro-batch, the number of elements in this mean.
-        discarded: Backward passes whose gradients are dropped before the update.
-        norm_then: Norm of the gradients at the recorded update.
-        norm_now: Norm of the gradients at the replayed update.
-    """
+    """A step with several backward passes."""
 
     experiment: ClassVar[str] = "accumulation"
-    backwards: int
+    backwards: int  # Number of backward passes
+    # Each pass has a batch of its own and uses the same functions, and the loop does not touch gradients between the
+    # passes
     is_plain: bool = False
+    # For each micro-batch, the derivative of the backward root with respect to the mean loss
     weights: tuple[float | None, ...] = ()
-    counts: tuple[float | None, ...] = ()
-    discarded: int = 0
-    norm_then: float | None = None
-    norm_now: float | None = None
+    counts: tuple[float | None, ...] = ()  # For each micro-batch, the number of elements in this mean
+    discarded: int = 0  # Backward passes whose gradients are dropped before the update
+    norm_then: float | None = None  # Norm of the gradients at the recorded update
+    norm_now: float | None = None  # Norm of the gradients at the replayed update
 
     @property
     def is_as_recorded(self) -> bool:

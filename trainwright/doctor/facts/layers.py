@@ -8,49 +8,30 @@ from typing import ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class ReluFacts:
-    """Outputs of a ReLU.
+    """Outputs of a ReLU."""
 
-    Attributes:
-        dead: Fraction of units that are 0 for every sample.
-        varies: Fraction of units whose input varies between samples.
-        rows: Number of samples.
-        furthest: Lowest mean input of a unit.
-    """
-
-    dead: float
-    varies: float
-    rows: int
-    furthest: float
+    dead: float  # Fraction of units that are 0 for every sample
+    varies: float  # Fraction of units whose input varies between samples
+    rows: int  # Number of samples
+    furthest: float  # Lowest mean input of a unit
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFacts:
-    """Scores and weights of an attention.
+    """Scores and weights of an attention."""
 
-    Attributes:
-        highest: Largest absolute score before the softmax.
-        spread: Standard deviation of the scores.
-        evenness: Entropy of the weights / its maximum, 0 to 1.
-    """
-
-    highest: float
-    spread: float
-    evenness: float
+    highest: float  # Largest absolute score before the softmax
+    spread: float  # Standard deviation of the scores
+    evenness: float  # Entropy of the weights / its maximum, 0 to 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterFacts:
-    """Load of the experts of a router.
+    """Load of the experts of a router."""
 
-    Attributes:
-        experts: Number of experts.
-        effective: Effective number of experts: the exponential of the entropy of the load.
-        most: Largest fraction of the load on one expert.
-    """
-
-    experts: int
-    effective: float
-    most: float
+    experts: int  # Number of experts
+    effective: float  # Effective number of experts: the exponential of the entropy of the load
+    most: float  # Largest fraction of the load on one expert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,21 +64,13 @@ class Reordered:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisFacts:
-    """Calls that treat axes wrongly.
+    """Calls that treat axes wrongly."""
 
-    Attributes:
-        reordered: A view permutes equal sizes where a transpose was meant.
-        numbered: Rows of a table, one for each sample, are added to sequences.
-        inverted: An attention mask hides all keys but the padding.
-        over_samples: A softmax over the samples of the batch.
-        batch_as_steps: A layer without ``batch_first`` gets the samples as its first axis.
-    """
-
-    reordered: tuple[Reordered, ...] = ()
-    numbered: tuple[Reordered, ...] = ()
-    inverted: tuple[Reordered, ...] = ()
-    over_samples: tuple[Reordered, ...] = ()
-    batch_as_steps: tuple[Reordered, ...] = ()
+    reordered: tuple[Reordered, ...] = ()  # A view permutes equal sizes where a transpose was meant
+    numbered: tuple[Reordered, ...] = ()  # Rows of a table, one for each sample, are added to sequences
+    inverted: tuple[Reordered, ...] = ()  # An attention mask hides all keys but the padding
+    over_samples: tuple[Reordered, ...] = ()  # A softmax over the samples of the batch
+    batch_as_steps: tuple[Reordered, ...] = ()  # A layer without ``batch_first`` gets the samples as its first axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,19 +115,11 @@ class SymmetryFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstLossFacts:
-    """The loss of the first step, as it was and with weights of the usual scale.
-
-    Attributes:
-        loss: The recorded loss.
-        classes: Number of classes.
-        input_size: Largest root mean square of an input.
-        large: For each weight that is too large, the factor by which it is divided.
-        rescaled: The loss with these weights divided.
-    """
+    """The loss of the first step, as it was and with weights of the usual scale."""
 
     experiment: ClassVar[str] = "first_loss_rescaled"
-    loss: float
-    classes: int
-    input_size: float
-    large: dict[str, float]
-    rescaled: float
+    loss: float  # The recorded loss
+    classes: int  # Number of classes
+    input_size: float  # Largest root mean square of an input
+    large: dict[str, float]  # For each weight that is too large, the factor by which it is divided
+    rescaled: float  # The loss with these weights divided

@@ -6,62 +6,39 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trainwright.doctor.context import RunContext
+from trainwright.doctor.context import Every
 from trainwright.runs.records import Where
 
 
 @dataclass(frozen=True)
 class MeasuredLoss:
-    """One place that calls a loss function or a softmax, over the examined steps.
+    """One place that calls a loss function or a softmax, over the examined steps."""
 
-    Attributes:
-        op: The torch function; "squared error" and "absolute error" for those written by hand, "entropy" for p log p.
-        shape: Shape of its input.
-        module: Path of the module that calls it; None for the loop.
-        made_in: Path of the module whose softmax or sigmoid made the input.
-        line: ``file.py:line`` of the call; None if it was measured in a replay.
-        steps: Examined steps in which it was called.
-        classes: Classes of a classification loss, else 0.
-        simplex: All rows of the input are probabilities: none is negative, and they sum to 1.
-        squashed: The input of a binary loss with logits is the output of a sigmoid or softmax.
-        above_0: Fraction of the input above 0.
-        off_sum: For nll_loss and ctc_loss, the median over rows of ``abs(exp(input).sum() - 1)``.
-        bound: Function with bounded values that made the input; "" without one.
-        room: Improvement over equal scores that the best input within these bounds reaches, as a fraction of the loss
-            of equal scores; 1 without bounds.
-        outside: Fraction of the targets beyond these bounds.
-        wants: 1 if a smaller value makes the total loss smaller in every step, -1 if a larger one does, else 0.
-        values: Mean loss of the first and of the last steps, at most 8 each.
-        rows: For at most 8 of the last steps: loss, loss of the best constant prediction, loss with shuffled targets.
-        ignored: Fraction of the targets that ignore_index leaves out.
-        ignored_class: The ignore_index if it is a valid class, else None.
-        ignored_inside: Fraction of the sequences in which targets with that index precede others.
-        swapped: The target has a graph and the input has none.
-        reverses: A custom autograd Function is between the parameters and the input.
-    """
-
-    op: str
-    shape: tuple[int, ...] = ()
-    module: str | None = None
-    made_in: str | None = None
-    line: str | None = None
-    steps: int = 1
-    classes: int = 0
-    simplex: bool = False
-    squashed: bool = False
-    above_0: float = 0.0
-    off_sum: float = 0.0
-    bound: str = ""
+    op: str  # The torch function; "squared error" and "absolute error" for those written by hand, "entropy" for p log p
+    shape: tuple[int, ...] = ()  # Shape of its input
+    module: str | None = None  # Path of the module that calls it; None for the loop
+    made_in: str | None = None  # Path of the module whose softmax or sigmoid made the input
+    line: str | None = None  # ``file.py:line`` of the call; None if it was measured in a replay
+    steps: int = 1  # Examined steps in which it was called
+    classes: int = 0  # Classes of a classification loss, else 0
+    simplex: bool = False  # All rows of the input are probabilities: none is negative, and they sum to 1
+    squashed: bool = False  # The input of a binary loss with logits is the output of a sigmoid or softmax
+    above_0: float = 0.0  # Fraction of the input above 0
+    off_sum: float = 0.0  # For nll_loss and ctc_loss, the median over rows of ``abs(exp(input).sum() - 1)``
+    bound: str = ""  # Function with bounded values that made the input; "" without one
+    # Improvement over equal scores that the best input within these bounds reaches, as a fraction of the loss of equal
+    # scores; 1 without bounds
     room: float = 1.0
-    outside: float = 0.0
-    wants: int = 0
+    outside: float = 0.0  # Fraction of the targets beyond these bounds
+    wants: int = 0  # 1 if a smaller value makes the total loss smaller in every step, -1 if a larger one does, else 0
+    # Mean loss of the first and of the last steps, at most 8 each
     values: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+    # For at most 8 of the last steps: loss, loss of the best constant prediction, loss with shuffled targets
     rows: tuple[tuple[float, float, float], ...] = ()
-    ignored: float = 0.0
-    ignored_class: int | None = None
-    ignored_inside: float = 0.0
-    swapped: bool = False
-    reverses: bool = False
+    ignored: float = 0.0  # Fraction of the targets that ignore_index leaves out
+    ignored_class: int | None = None  # The ignore_index if it is a valid class, else None
+    ignored_inside: float = 0.0  # Fraction of the sequences in which targets with that index precede others
+    reverses: bool = False  # A custom autograd Function is between the parameters and the input
 
 
 @dataclass(frozen=True)
@@ -77,67 +54,41 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class LossSign:
-    """A mistake in the operations between the outputs and the loss.
+    """A mistake in the operations between the outputs and the loss."""
 
-    Attributes:
-        kind: "no_gradient" (a term of the loss has no graph), "not_updated" (a term reaches only weights that no update
-            changes) or "advantage".
-        op: The operation.
-        steps: Number of examined steps with the mistake.
-        line: Its source line.
-    """
-
+    # "no_gradient" (a term of the loss has no graph), "not_updated" (a term reaches only weights that no update
+    # changes) or "advantage"
     kind: str
-    op: str
-    steps: int
-    line: str | None = None
+    op: str  # The operation
+    steps: int  # Number of examined steps with the mistake
+    line: str | None = None  # Its source line
 
 
 @dataclass(frozen=True)
 class LossFacts:
-    """Calls of loss functions, live or in a replay.
-
-    Attributes:
-        given: The calls.
-        outer: Pairs of tensors that broadcast to a square.
-        signs: Other mistakes.
-        drawn: A step draws random samples after the forward pass, as a policy does.
-        terms: Number of terms of the loss.
-        rivals: There are several models or optimizers.
-        maximizes: The optimizers have ``maximize=True``.
-        reached: Number of parameters with a gradient.
-        steps: Number of examined steps; 1 in a replay.
-    """
+    """Calls of loss functions, live or in a replay."""
 
     experiment: ClassVar[str] = "loss"
-    given: tuple[MeasuredLoss, ...] = ()
-    outer: tuple[Broadcast, ...] = ()
-    signs: tuple[LossSign, ...] = ()
-    drawn: bool = False
-    terms: int = 0
-    rivals: bool = False
-    maximizes: bool = False
-    reached: int = 1
-    steps: int = 1
+    given: tuple[MeasuredLoss, ...] = ()  # The calls
+    outer: tuple[Broadcast, ...] = ()  # Pairs of tensors that broadcast to a square
+    signs: tuple[LossSign, ...] = ()  # Other mistakes
+    drawn: bool = False  # A step draws random samples after the forward pass, as a policy does
+    terms: int = 0  # Number of terms of the loss
+    rivals: bool = False  # There are several models or optimizers
+    maximizes: bool = False  # The optimizers have ``maximize=True``
+    reached: int = 1  # Number of parameters with a gradient
+    steps: int = 1  # Number of examined steps; 1 in a replay
 
 
 @dataclass(frozen=True)
 class TermFacts:
-    """A term of the loss.
+    """A term of the loss."""
 
-    Attributes:
-        name: The operation that makes it.
-        slot: Its slot in the recorded program.
-        weight: Its weight, including the factors of the full sum.
-        own: Its weight without the factors of the full sum.
-        shared: Norm of its weighted gradient over the parameters that every term reaches.
-    """
-
-    name: str
-    slot: int
-    weight: float
-    own: float
-    shared: float
+    name: str  # The operation that makes it
+    slot: int  # Its slot in the recorded program
+    weight: float  # Its weight, including the factors of the full sum
+    own: float  # Its weight without the factors of the full sum
+    shared: float  # Norm of its weighted gradient over the parameters that every term reaches
 
 
 @dataclass(frozen=True)
@@ -151,29 +102,25 @@ class TermsFacts:
 
 CONSEQUENCES_OF_WRONG_ARGUMENTS = (
     "data.label_feature_misaligned",
-    "loss.falls_without_bound",
-    "loss.never_changes",
-    "loss.no_better_than_constant",
     "model.init_symmetric",
     "model.init_too_large",
     "model.output_same_for_all_samples",
     "optim.lr_too_high",
     "optim.lr_too_low",
-    "optim.weights_never_move",
 )
 """Findings that follow from wrong arguments of a loss function."""
 
 
-def calls(run: RunContext) -> Iterator[tuple[int, LossFacts, MeasuredLoss]]:
+def calls(exams: Every[LossFacts]) -> Iterator[tuple[int, LossFacts, MeasuredLoss]]:
     """Yields each measured call of a loss function with the step of the measurement, newest first."""
-    for step, facts in reversed(run.every(LossFacts)):
+    for step, facts in reversed(exams):
         for call in facts.given:
             yield step, facts, call
 
 
-def over_most_steps(run: RunContext) -> LossFacts | None:
+def over_most_steps(exams: Every[LossFacts]) -> LossFacts:
     """Returns the newest facts that cover the most steps. A newer replay covers one step only."""
-    return max((facts for _, facts in reversed(run.every(LossFacts))), key=lambda each: each.steps, default=None)
+    return max((facts for _, facts in reversed(exams)), key=lambda each: each.steps)
 
 
 def where_of(call: MeasuredLoss, module: str | None = None) -> Where:

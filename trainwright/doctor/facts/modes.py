@@ -8,55 +8,32 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class EvalModule:
-    """A module that has been in eval mode in the training passes since step ``since``.
+    """A module that has been in eval mode in the training passes since step ``since``."""
 
-    Attributes:
-        module: Its path.
-        since: The step.
-        left: It was in train mode before.
-        depends: Its forward pass differs between the modes.
-        norm: It is a normalization with running statistics.
-        container: It has children.
-        trained: It is trained; for a module without weights, the smallest enclosing module with weights is.
-        source: Line that put it into eval mode.
-    """
-
-    module: str
-    since: int
-    left: bool
-    depends: bool
-    norm: bool
-    container: bool
-    trained: bool
-    source: str | None = None
+    module: str  # Its path
+    since: int  # The step
+    left: bool  # It was in train mode before
+    depends: bool  # Its forward pass differs between the modes
+    norm: bool  # It is a normalization with running statistics
+    container: bool  # It has children
+    trained: bool  # It is trained; for a module without weights, the smallest enclosing module with weights is
+    source: str | None = None  # Line that put it into eval mode
 
 
 @dataclass(frozen=True)
 class ModesFacts:
-    """Modes of all modules.
-
-    Attributes:
-        steps: Steps so far.
-        depends: Number of modules whose forward pass differs between the modes.
-        norms: Number of normalizations with running statistics among them.
-        roots_in_eval: For each watched model, True if it trains in eval mode.
-        eval: Modules that train in eval mode.
-        evaluated_in_train: Steps after which the model was evaluated in train mode, at most 16.
-        evaluated_in_eval: Steps after which the model was evaluated in eval mode, at most 16.
-        num_evaluated_in_train: Number of evaluations in train mode.
-        source: Line of the first of them.
-    """
+    """Modes of all modules."""
 
     experiment: ClassVar[str] = "modes"
-    steps: int
-    depends: int
-    norms: int
-    roots_in_eval: tuple[bool, ...]
-    eval: tuple[EvalModule, ...]
-    evaluated_in_train: tuple[int, ...]
-    evaluated_in_eval: tuple[int, ...]
-    num_evaluated_in_train: int
-    source: str | None = None
+    steps: int  # Steps so far
+    depends: int  # Number of modules whose forward pass differs between the modes
+    norms: int  # Number of normalizations with running statistics among them
+    roots_in_eval: tuple[bool, ...]  # For each watched model, True if it trains in eval mode
+    eval: tuple[EvalModule, ...]  # Modules that train in eval mode
+    evaluated_in_train: tuple[int, ...]  # Steps after which the model was evaluated in train mode, at most 16
+    evaluated_in_eval: tuple[int, ...]  # Steps after which the model was evaluated in eval mode, at most 16
+    num_evaluated_in_train: int  # Number of evaluations in train mode
+    source: str | None = None  # Line of the first of them
 
 
 @dataclass(frozen=True)

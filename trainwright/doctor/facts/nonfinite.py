@@ -21,69 +21,40 @@ class ValueRange:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstNonfinite:
-    """The first operation that made a step non-finite, or that read a non-finite value.
+    """The first operation that made a step non-finite, or that read a non-finite value."""
 
-    Attributes:
-        kind: "op", or the value that was non-finite before: input, target, weight, buffer, gradient, constant, state.
-        what: The mechanism (see ``replay/mechanism.py``).
-        name: Name of the non-finite value; None for an operation.
-        reached: The part of the step that the values reached: loss, gradient, weight, buffer or end.
-        op: The function that the user called.
-        kernel: The ATen operation.
-        phase: forward, backward or update.
-        module: Path of the module.
-        source: Line in the user's source.
-        dtype: Data type of the operation.
-        inputs: Ranges of its inputs.
-        output: Range of its output.
-        hidden_by: The function that discarded the values in the forward pass.
-        micro_batch: Number of the micro-batch.
-        eps: ``eps`` of the optimizer, for an operation of the update.
-        rows: Samples of the micro-batch that each make the step non-finite alone; None if not measured.
-        ids: Their ids, if known.
-        empty: The single value that fills an input of exactly these samples.
-    """
-
-    kind: str
-    what: str
-    name: str | None
-    reached: str | None
-    op: str
-    kernel: str
-    phase: str
-    module: str | None
-    source: str | None
-    dtype: str
-    inputs: tuple[ValueRange, ...]
-    output: ValueRange
-    hidden_by: str | None = None
-    micro_batch: int = 0
-    eps: float | None = None
+    kind: str  # "op", or the value that was non-finite before: input, target, weight, buffer, gradient, constant, state
+    what: str  # The mechanism (see ``replay/mechanism.py``)
+    name: str | None  # Name of the non-finite value; None for an operation
+    reached: str | None  # The part of the step that the values reached: loss, gradient, weight, buffer or end
+    op: str  # The function that the user called
+    kernel: str  # The ATen operation
+    phase: str  # forward, backward or update
+    module: str | None  # Path of the module
+    source: str | None  # Line in the user's source
+    dtype: str  # Data type of the operation
+    inputs: tuple[ValueRange, ...]  # Ranges of its inputs
+    output: ValueRange  # Range of its output
+    hidden_by: str | None = None  # The function that discarded the values in the forward pass
+    micro_batch: int = 0  # Number of the micro-batch
+    eps: float | None = None  # ``eps`` of the optimizer, for an operation of the update
+    # Samples of the micro-batch that each make the step non-finite alone; None if not measured
     rows: tuple[int, ...] | None = None
-    ids: tuple[int, ...] = ()
-    empty: float | None = None
+    ids: tuple[int, ...] = ()  # Their ids, if known
+    empty: float | None = None  # The single value that fills an input of exactly these samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceFacts:
-    """The replay of a step that was not finite.
-
-    Attributes:
-        micro_batches: Number of micro-batches.
-        losses: Losses without the loss scale.
-        gradients: Names of the parameters whose gradient is not finite.
-        finite_without_scale: Only the loss scale makes the step overflow.
-        first: The first operation with a non-finite result.
-        fp32_finite: The full step is finite in float32.
-    """
+    """The replay of a step that was not finite."""
 
     experiment: ClassVar[str] = "trace"
-    micro_batches: int
-    losses: tuple[float, ...] = ()
-    gradients: tuple[str, ...] = ()
-    finite_without_scale: bool = False
-    first: FirstNonfinite | None = None
-    fp32_finite: bool = False
+    micro_batches: int  # Number of micro-batches
+    losses: tuple[float, ...] = ()  # Losses without the loss scale
+    gradients: tuple[str, ...] = ()  # Names of the parameters whose gradient is not finite
+    finite_without_scale: bool = False  # Only the loss scale makes the step overflow
+    first: FirstNonfinite | None = None  # The first operation with a non-finite result
+    fp32_finite: bool = False  # The full step is finite in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,23 +69,13 @@ class BadInput:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenNonfinite:
-    """Observations of a live step that was not finite.
-
-    Attributes:
-        bad: The step itself was not finite. False if only running statistics are not.
-        inputs: Arguments of the models with non-finite values.
-        gradients: Names of parameters whose gradient was not finite, before clipping.
-        num_gradients: Number of such parameters.
-        num_after_clip: Number of such parameters after clipping; None without a clip.
-        dtype: Data type of the gradients.
-        poisoned: Modules whose running statistics are not finite.
-    """
+    """Observations of a live step that was not finite."""
 
     experiment: ClassVar[str] = "nonfinite"
-    bad: bool = False
-    inputs: tuple[BadInput, ...] = ()
-    gradients: tuple[str, ...] = ()
-    num_gradients: int = 0
-    num_after_clip: int | None = None
-    dtype: str | None = None
-    poisoned: tuple[str, ...] = ()
+    bad: bool = False  # The step itself was not finite. False if only running statistics are not.
+    inputs: tuple[BadInput, ...] = ()  # Arguments of the models with non-finite values
+    gradients: tuple[str, ...] = ()  # Names of parameters whose gradient was not finite, before clipping
+    num_gradients: int = 0  # Number of such parameters
+    num_after_clip: int | None = None  # Number of such parameters after clipping; None without a clip
+    dtype: str | None = None  # Data type of the gradients
+    poisoned: tuple[str, ...] = ()  # Modules whose running statistics are not finite

@@ -11,82 +11,49 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.finding import listed
 from trainwright.runs.records import Where
 
-FOLDS = 64
-"""Maximum number of checksums per kind that a rank sends. Larger models add up the checksums of neighbours."""
+FOLDS = 64  # Maximum number of checksums per kind that a rank sends. Larger models add up the checksums of neighbours.
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeFacts:
-    """Gradient exchange of one rank in one step.
+    """Gradient exchange of one rank in one step."""
 
-    Attributes:
-        wrapped_calls: Forward calls through DistributedDataParallel.
-        synced_calls: Number of these outside of ``no_sync``.
-        last_synced: The last forward call was one of ``synced_calls``.
-    """
-
-    wrapped_calls: int = 0
-    synced_calls: int = 0
-    last_synced: bool = False
+    wrapped_calls: int = 0  # Forward calls through DistributedDataParallel
+    synced_calls: int = 0  # Number of these outside of ``no_sync``
+    last_synced: bool = False  # The last forward call was one of ``synced_calls``
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
     """One step of one rank. Step 0 is the state at the start.
 
-    Checksums are over bits, in the order of the model; None for tensors that may differ between ranks.
+    Checksums are over bits, in the order of the model; None for tensors that may differ between ranks."""
 
-    Attributes:
-        rank: The rank.
-        step: The step.
-        weights: Checksums of the weights.
-        gradients: Checksums of the gradients at the update.
-        reduced: Checksums of the gradients after the last backward pass.
-        moments: Checksums of the optimizer state.
-        buffers: Checksums of the buffers.
-        factor: Factor by which the gradients of a part changed between backward pass and update.
-        divides: The forward pass communicates or is a pipeline stage.
-        program: The operations of the rank, as text.
-        groups: Hyperparameters of the optimizer groups.
-        schedule: Line that steps a scheduler.
-        micro_batches: Number of micro-batches.
-        samples: Ids of the samples.
-        batch: Checksum of the inputs.
-        rng: Checksum of the generator states after the batch was read.
-        draws: The step drew numbers from these generators.
-        summed: The gradients are sums over ranks, of mean losses, and were not divided.
-        shrunk: The gradients are means over ranks, of losses that were already divided by the number of ranks.
-        without_gradient: Parameters without a gradient.
-        exchange: Gradient exchange.
-        steps: Number of steps that the times cover.
-        own_s: Median time of a step outside of calls that wait for other ranks, in seconds.
-        step_s: Median time of a step, in seconds.
-    """
-
-    rank: int
-    step: int
-    weights: tuple[int, ...] = ()
-    gradients: tuple[int, ...] = ()
-    reduced: tuple[int, ...] = ()
-    moments: tuple[int | None, ...] = ()
-    buffers: tuple[int | None, ...] = ()
-    factor: float | None = None
-    divides: bool = False
-    program: dict[str, str] = field(default_factory=dict)
-    groups: tuple[dict[str, float], ...] = ()
-    schedule: str = ""
-    micro_batches: int = 0
-    samples: tuple[int, ...] = ()
-    batch: int | None = None
-    rng: int | None = None
-    draws: bool = False
-    summed: bool = False
+    rank: int  # The rank
+    step: int  # The step
+    weights: tuple[int, ...] = ()  # Checksums of the weights
+    gradients: tuple[int, ...] = ()  # Checksums of the gradients at the update
+    reduced: tuple[int, ...] = ()  # Checksums of the gradients after the last backward pass
+    moments: tuple[int | None, ...] = ()  # Checksums of the optimizer state
+    buffers: tuple[int | None, ...] = ()  # Checksums of the buffers
+    factor: float | None = None  # Factor by which the gradients of a part changed between backward pass and update
+    divides: bool = False  # The forward pass communicates or is a pipeline stage
+    program: dict[str, str] = field(default_factory=dict)  # The operations of the rank, as text
+    groups: tuple[dict[str, float], ...] = ()  # Hyperparameters of the optimizer groups
+    schedule: str = ""  # Line that steps a scheduler
+    micro_batches: int = 0  # Number of micro-batches
+    samples: tuple[int, ...] = ()  # Ids of the samples
+    batch: int | None = None  # Checksum of the inputs
+    rng: int | None = None  # Checksum of the generator states after the batch was read
+    draws: bool = False  # The step drew numbers from these generators
+    summed: bool = False  # The gradients are sums over ranks, of mean losses, and were not divided
+    # The gradients are means over ranks, of losses that were already divided by the number of ranks
     shrunk: bool = False
-    without_gradient: tuple[str, ...] = ()
-    exchange: ExchangeFacts = ExchangeFacts()
-    steps: int = 0
-    own_s: float = 0.0
-    step_s: float = 0.0
+    without_gradient: tuple[str, ...] = ()  # Parameters without a gradient
+    exchange: ExchangeFacts = ExchangeFacts()  # Gradient exchange
+    steps: int = 0  # Number of steps that the times cover
+    own_s: float = 0.0  # Median time of a step outside of calls that wait for other ranks, in seconds
+    step_s: float = 0.0  # Median time of a step, in seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,37 +77,21 @@ class NonfiniteFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """Progress of one rank.
+    """Progress of one rank."""
 
-    Attributes:
-        rank: The rank.
-        host: Name of its machine.
-        step: Number of completed updates.
-        phase: Current phase of the step: begin, forward, backward or another one.
-        still_s: Time in this phase, in seconds.
-        stalled: The rank was found to be stalled.
-        collectives: Number of collectives that were started.
-        ended: "" while the watch is active, "finished", or the error that ended it.
-        unused: Parameters that DistributedDataParallel found without a gradient.
-        where: Line at which its thread was when it was found to be stalled.
-        nonfinite: Its first step that was not finite.
-        changes: Weights that changed between updates.
-        silent_s: Time since its last message, in seconds.
-    """
-
-    rank: int
-    host: str = ""
-    step: int = 0
-    phase: str = "begin"
-    still_s: float = 0.0
-    stalled: bool = False
-    collectives: int = 0
-    ended: str = ""
-    unused: tuple[str, ...] = ()
-    where: str = ""
-    nonfinite: NonfiniteFacts | None = None
-    changes: tuple[WeightsChange, ...] = ()
-    silent_s: float = 0.0
+    rank: int  # The rank
+    host: str = ""  # Name of its machine
+    step: int = 0  # Number of completed updates
+    phase: str = "begin"  # Current phase of the step: begin, forward, backward or another one
+    still_s: float = 0.0  # Time in this phase, in seconds
+    stalled: bool = False  # The rank was found to be stalled
+    collectives: int = 0  # Number of collectives that were started
+    ended: str = ""  # "" while the watch is active, "finished", or the error that ended it
+    unused: tuple[str, ...] = ()  # Parameters that DistributedDataParallel found without a gradient
+    where: str = ""  # Line at which its thread was when it was found to be stalled
+    nonfinite: NonfiniteFacts | None = None  # Its first step that was not finite
+    changes: tuple[WeightsChange, ...] = ()  # Weights that changed between updates
+    silent_s: float = 0.0  # Time since its last message, in seconds
 
     @property
     def begun(self) -> int:
@@ -150,25 +101,15 @@ class RankStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Disagreement:
-    """A quantity that must be the same on all ranks and was not.
+    """A quantity that must be the same on all ranks and was not."""
 
-    Attributes:
-        what: The quantity.
-        step: First step in which the ranks differ.
-        agreed: Last step in which they agreed; -1 if they never did.
-        ranks: Ranks that differ from the majority; () without a majority.
-        names: The parameters or hyperparameters.
-        source: Line that sets them.
-        one_bit: One bit of one number differs.
-    """
-
-    what: str
-    step: int
-    agreed: int
-    ranks: tuple[int, ...] = ()
-    names: tuple[str, ...] = ()
-    source: str = ""
-    one_bit: bool = False
+    what: str  # The quantity
+    step: int  # First step in which the ranks differ
+    agreed: int  # Last step in which they agreed; -1 if they never did
+    ranks: tuple[int, ...] = ()  # Ranks that differ from the majority; () without a majority
+    names: tuple[str, ...] = ()  # The parameters or hyperparameters
+    source: str = ""  # Line that sets them
+    one_bit: bool = False  # One bit of one number differs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,19 +130,12 @@ class Coincidence:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramDifference:
-    """Operations that differ between ranks.
+    """Operations that differ between ranks."""
 
-    Attributes:
-        what: The part of the step.
-        since: First step with a difference.
-        rows: Number of compared steps with a difference.
-        words: The operations of each rank, as text.
-    """
-
-    what: str
-    since: int
-    rows: int
-    words: tuple[str, ...]
+    what: str  # The part of the step
+    since: int  # First step with a difference
+    rows: int  # Number of compared steps with a difference
+    words: tuple[str, ...]  # The operations of each rank, as text
 
     @property
     def is_no_chance(self) -> bool:
@@ -211,65 +145,38 @@ class ProgramDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class PaceFacts:
-    """Step times of the ranks.
+    """Step times of the ranks."""
 
-    Attributes:
-        own_s: For each rank, the median time of a step outside of communication, in seconds.
-        step_s: Median time of a step, in seconds.
-        behind: Ranks that were far slower in every compared row.
-        since: First step in which they were.
-    """
-
-    own_s: tuple[float, ...]
-    step_s: float
-    behind: tuple[int, ...] = ()
-    since: int = 0
+    own_s: tuple[float, ...]  # For each rank, the median time of a step outside of communication, in seconds
+    step_s: float  # Median time of a step, in seconds
+    behind: tuple[int, ...] = ()  # Ranks that were far slower in every compared row
+    since: int = 0  # First step in which they were
 
 
 @dataclass(frozen=True, kw_only=True)
 class RanksFacts:
-    """Comparison of all ranks by rank 0.
-
-    Attributes:
-        size: Number of ranks.
-        present: Ranks that are watched.
-        newest: Last compared step.
-        compared: Number of compared steps.
-        disagreements: Quantities that differ and must not.
-        coincidences: Quantities that are equal and should not be.
-        exchange: Gradient exchange in the first step in which gradients differed, on the rank that exchanged least.
-        is_wrapped: DistributedDataParallel wraps the model.
-        programs: Operations that differ.
-        are_reduced: Gradients were also compared as the backward passes left them.
-        factors: Factor by which each rank scaled its part of the gradients, if these differ.
-        factors_since: First step in which they differ.
-        summed_since: First step with gradients that were summed instead of averaged.
-        shrunk_since: First step with gradients that were averaged twice.
-        missing: Parameters without a gradient on rank ``missing_on`` alone.
-        missing_on: That rank.
-        statuses: Progress of each rank.
-        pace: Step times.
-    """
+    """Comparison of all ranks by rank 0."""
 
     experiment: ClassVar[str] = "ranks"
-    size: int
-    present: tuple[int, ...] = ()
-    newest: int = 0
-    compared: int = 0
-    disagreements: tuple[Disagreement, ...] = ()
-    coincidences: tuple[Coincidence, ...] = ()
+    size: int  # Number of ranks
+    present: tuple[int, ...] = ()  # Ranks that are watched
+    newest: int = 0  # Last compared step
+    compared: int = 0  # Number of compared steps
+    disagreements: tuple[Disagreement, ...] = ()  # Quantities that differ and must not
+    coincidences: tuple[Coincidence, ...] = ()  # Quantities that are equal and should not be
+    # Gradient exchange in the first step in which gradients differed, on the rank that exchanged least
     exchange: ExchangeFacts | None = None
-    is_wrapped: bool = False
-    programs: tuple[ProgramDifference, ...] = ()
-    are_reduced: bool = False
-    factors: tuple[float, ...] = ()
-    factors_since: int | None = None
-    summed_since: int | None = None
-    shrunk_since: int | None = None
-    missing: tuple[str, ...] = ()
-    missing_on: int | None = None
-    statuses: tuple[RankStatus, ...] = ()
-    pace: PaceFacts | None = None
+    is_wrapped: bool = False  # DistributedDataParallel wraps the model
+    programs: tuple[ProgramDifference, ...] = ()  # Operations that differ
+    are_reduced: bool = False  # Gradients were also compared as the backward passes left them
+    factors: tuple[float, ...] = ()  # Factor by which each rank scaled its part of the gradients, if these differ
+    factors_since: int | None = None  # First step in which they differ
+    summed_since: int | None = None  # First step with gradients that were summed instead of averaged
+    shrunk_since: int | None = None  # First step with gradients that were averaged twice
+    missing: tuple[str, ...] = ()  # Parameters without a gradient on rank ``missing_on`` alone
+    missing_on: int | None = None  # That rank
+    statuses: tuple[RankStatus, ...] = ()  # Progress of each rank
+    pace: PaceFacts | None = None  # Step times
 
     def disagreement(self, what: str) -> Disagreement | None:
         """Returns the disagreement about ``what``; None if the ranks agree."""
@@ -313,8 +220,7 @@ class RanksFacts:
         return tuple(own) if are_there else ()
 
 
-LOCAL_STEPS = 16
-"""Steps within which ranks that train apart are expected to combine their weights."""
+LOCAL_STEPS = 16  # Steps within which ranks that train apart are expected to combine their weights
 
 
 def in_ranks(numbers: Sequence[int]) -> str:

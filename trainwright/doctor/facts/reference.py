@@ -32,41 +32,23 @@ class StepNumbers:
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Usual properties of a run. None, "" and () mean: not measured.
+    """Usual properties of a run. None, "" and () mean: not measured."""
 
-    Attributes:
-        steps: Steps so far.
-        calls: The most frequent order of the calls of a step.
-        loss_calls: The loss functions, sorted.
-        autocast: Fraction of updates whose forward pass ran under autocast.
-        eval_modules: Modules that train in eval mode, sorted.
-        evaluated_in_train: Evaluations in train mode; None without any evaluation.
-        tensors: Number of trainable tensors that the optimizers hold.
-        moved: Number of these that have changed.
-        parameters: Number of parameters of each optimizer.
-        rows: Rows of a step.
-        shapes: Shapes of the inputs of a step, without the number of rows.
-        scale: The largest standard deviation of an input; None for ids.
-        new_rows: Fraction of the rows of the last steps that had not been read before.
-        largest_target: The largest class or token id among the targets.
-        course: The numbers of recorded steps.
-    """
-
-    steps: int = 0
-    calls: str = ""
-    loss_calls: tuple[str, ...] = ()
-    autocast: float | None = None
-    eval_modules: tuple[str, ...] | None = None
-    evaluated_in_train: int | None = None
-    tensors: int | None = None
-    moved: int | None = None
-    parameters: tuple[int, ...] = ()
-    rows: int | None = None
-    shapes: tuple[str, ...] = ()
-    scale: float | None = None
-    new_rows: float | None = None
-    largest_target: int | None = None
-    course: tuple[StepNumbers, ...] = ()
+    steps: int = 0  # Steps so far
+    calls: str = ""  # The most frequent order of the calls of a step
+    loss_calls: tuple[str, ...] = ()  # The loss functions, sorted
+    autocast: float | None = None  # Fraction of updates whose forward pass ran under autocast
+    eval_modules: tuple[str, ...] | None = None  # Modules that train in eval mode, sorted
+    evaluated_in_train: int | None = None  # Evaluations in train mode; None without any evaluation
+    tensors: int | None = None  # Number of trainable tensors that the optimizers hold
+    moved: int | None = None  # Number of these that have changed
+    parameters: tuple[int, ...] = ()  # Number of parameters of each optimizer
+    rows: int | None = None  # Rows of a step
+    shapes: tuple[str, ...] = ()  # Shapes of the inputs of a step, without the number of rows
+    scale: float | None = None  # The largest standard deviation of an input; None for ids
+    new_rows: float | None = None  # Fraction of the rows of the last steps that had not been read before
+    largest_target: int | None = None  # The largest class or token id among the targets
+    course: tuple[StepNumbers, ...] = ()  # The numbers of recorded steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +73,9 @@ EVENT_WORDS = {
     "schedule": "scheduler.step",
 }
 """Word for each kind of event. Other kinds are not part of the order of calls."""
-MIN_STEPS = 8
-"""Minimum number of steps of a compared run. The first steps may be a warm-up of the loop."""
-MAX_POINTS = 128
-"""Maximum number of steps of a reference run whose numbers are kept."""
-MIN_SPREAD = 0.25
-"""Maximum relative difference of two runs that seeds and batches explain."""
+MIN_STEPS = 8  # Minimum number of steps of a compared run. The first steps may be a warm-up of the loop.
+MAX_POINTS = 128  # Maximum number of steps of a reference run whose numbers are kept
+MIN_SPREAD = 0.25  # Maximum relative difference of two runs that seeds and batches explain
 
 
 def traits_of(run: RunContext) -> Traits:
@@ -129,12 +108,6 @@ def traits_of(run: RunContext) -> Traits:
 
 def _thinned(steps: Sequence[Watched]) -> Sequence[Watched]:
     return steps[:: max(1, math.ceil(len(steps) / MAX_POINTS))]
-
-
-def reference_and_traits(run: RunContext) -> tuple[ReferenceFacts, Traits] | None:
-    """Returns the reference and the traits of this run; None while there are too few steps."""
-    reference, here = run.latest(ReferenceFacts), traits_of(run)
-    return (reference, here) if reference is not None and here.steps >= MIN_STEPS else None
 
 
 def differing(rows: Sequence[tuple[str, JsonValue, JsonValue]]) -> list[Measured]:

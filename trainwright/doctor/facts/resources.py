@@ -10,19 +10,12 @@ from typing import ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class HeldResources:
-    """Resources of the process after a step.
+    """Resources of the process after a step."""
 
-    Attributes:
-        step: The step.
-        memory_bytes: Host memory.
-        device_bytes: Live tensors on a GPU.
-        hooks: Hooks on the modules of the model.
-    """
-
-    step: int
-    memory_bytes: int
-    device_bytes: int = 0
-    hooks: int = 0
+    step: int  # The step
+    memory_bytes: int  # Host memory
+    device_bytes: int = 0  # Live tensors on a GPU
+    hooks: int = 0  # Hooks on the modules of the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,47 +29,28 @@ class GrowthFacts:
 
 @dataclass(frozen=True)
 class GraphSize:
-    """Size of the autograd graph of a loss.
+    """Size of the autograd graph of a loss."""
 
-    Attributes:
-        step: The step.
-        nodes: Number of nodes.
-        retained: The backward pass retains the graph.
-        goes_back: Some nodes are from earlier steps.
-    """
-
-    step: int
-    nodes: int
-    retained: bool
-    goes_back: bool
+    step: int  # The step
+    nodes: int  # Number of nodes
+    retained: bool  # The backward pass retains the graph
+    goes_back: bool  # Some nodes are from earlier steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFacts:
-    """Tensors and graphs that the loop still holds. The newest three of the last 64 steps are not counted.
-
-    Attributes:
-        old_losses: Number of observed losses.
-        graphs_alive: Number of their graphs that are alive.
-        losses_alive: Number of losses that are alive.
-        old_outputs: Number of observed outputs.
-        outputs_alive: Number of outputs with a graph that are alive.
-        output_bytes: Their size.
-        graphs: Sizes of recent graphs.
-        private_bytes: Unshared memory of a loader worker at the first and the last reading.
-        objects: Number of Python objects in lists and dicts of the dataset.
-    """
+    """Tensors and graphs that the loop still holds. The newest three of the last 64 steps are not counted."""
 
     experiment: ClassVar[str] = "memory"
-    old_losses: int = 0
-    graphs_alive: int = 0
-    losses_alive: int = 0
-    old_outputs: int = 0
-    outputs_alive: int = 0
-    output_bytes: int = 0
-    graphs: tuple[GraphSize, ...] = ()
-    private_bytes: tuple[float, ...] = ()
-    objects: int = 0
+    old_losses: int = 0  # Number of observed losses
+    graphs_alive: int = 0  # Number of their graphs that are alive
+    losses_alive: int = 0  # Number of losses that are alive
+    old_outputs: int = 0  # Number of observed outputs
+    outputs_alive: int = 0  # Number of outputs with a graph that are alive
+    output_bytes: int = 0  # Their size
+    graphs: tuple[GraphSize, ...] = ()  # Sizes of recent graphs
+    private_bytes: tuple[float, ...] = ()  # Unshared memory of a loader worker at the first and the last reading
+    objects: int = 0  # Number of Python objects in lists and dicts of the dataset
 
 
 MIN_RISING_READINGS = 4

@@ -23,17 +23,11 @@ class PartFacts:
 
 @dataclass(frozen=True)
 class Window:
-    """Calls between two updates.
+    """Calls between two updates."""
 
-    Attributes:
-        calls: Calls of ``scheduler.step``.
-        backwards: Backward passes.
-        in_a_row: The most consecutive calls of ``scheduler.step``.
-    """
-
-    calls: int
-    backwards: int
-    in_a_row: int
+    calls: int  # Calls of ``scheduler.step``
+    backwards: int  # Backward passes
+    in_a_row: int  # The most consecutive calls of ``scheduler.step``
 
 
 @dataclass(frozen=True)
@@ -47,31 +41,18 @@ class PlateauMetric:
 
 @dataclass(frozen=True)
 class SchedulerFacts:
-    """A scheduler of a watched optimizer, or one that is stepped although its optimizer never is.
+    """A scheduler of a watched optimizer, or one that is stepped although its optimizer never is."""
 
-    Attributes:
-        parts: The scheduler itself, then the schedulers inside it.
-        since: Step of its first call.
-        calls: Number of calls.
-        windows: The last 8 intervals between updates, without the first one.
-        metrics: Metrics passed to it.
-        repeated: Calls without an update since the previous call.
-        advanced: Calls with at least one update since the previous call.
-        advanced_once: Calls with exactly one.
-        is_stray: Its optimizer never stepped.
-        shares: That optimizer holds parameters of the watched models.
-    """
-
-    parts: tuple[PartFacts, ...]
-    since: int
-    calls: int
-    windows: tuple[Window, ...] = ()
-    metrics: tuple[PlateauMetric, ...] = ()
-    repeated: int = 0
-    advanced: int = 0
-    advanced_once: int = 0
-    is_stray: bool = False
-    shares: bool = False
+    parts: tuple[PartFacts, ...]  # The scheduler itself, then the schedulers inside it
+    since: int  # Step of its first call
+    calls: int  # Number of calls
+    windows: tuple[Window, ...] = ()  # The last 8 intervals between updates, without the first one
+    metrics: tuple[PlateauMetric, ...] = ()  # Metrics passed to it
+    repeated: int = 0  # Calls without an update since the previous call
+    advanced: int = 0  # Calls with at least one update since the previous call
+    advanced_once: int = 0  # Calls with exactly one
+    is_stray: bool = False  # Its optimizer never stepped
+    shares: bool = False  # That optimizer holds parameters of the watched models
 
     @property
     def kind(self) -> str:
@@ -81,27 +62,15 @@ class SchedulerFacts:
 
 @dataclass(frozen=True)
 class LearningRateFacts:
-    """The highest learning rate of all groups in each step.
-
-    Attributes:
-        steps: Steps so far.
-        epochs: Passes over the loader.
-        length: Batches of the loader; None if unknown.
-        lrs: (step, learning rate) of the last 64 changes.
-        peak: Highest learning rate so far.
-        zero_steps: Number of steps with a learning rate of 0.
-        exhausted: The step since which the learning rate has been below a thousandth of its peak.
-        base: The highest ``initial_lr``; 0 without a scheduler.
-        schedulers: The schedulers.
-    """
+    """The highest learning rate of all groups in each step."""
 
     experiment: ClassVar[str] = "schedule"
-    steps: int
-    epochs: int
-    length: int | None
-    lrs: tuple[tuple[float, ...], ...]
-    peak: float
-    zero_steps: int
-    exhausted: int | None
-    base: float
-    schedulers: tuple[SchedulerFacts, ...]
+    steps: int  # Steps so far
+    epochs: int  # Passes over the loader
+    length: int | None  # Batches of the loader; None if unknown
+    lrs: tuple[tuple[float, ...], ...]  # (step, learning rate) of the last 64 changes
+    peak: float  # Highest learning rate so far
+    zero_steps: int  # Number of steps with a learning rate of 0
+    exhausted: int | None  # The step since which the learning rate has been below a thousandth of its peak
+    base: float  # The highest ``initial_lr``; 0 without a scheduler
+    schedulers: tuple[SchedulerFacts, ...]  # The schedulers

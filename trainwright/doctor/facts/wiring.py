@@ -18,47 +18,28 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphCut:
-    """A place at which the graph ends, so that no gradient reaches the parameters behind it.
+    """A place at which the graph ends, so that no gradient reaches the parameters behind it."""
 
-    Attributes:
-        how: The operation that cuts the graph.
-        inside: Path of the module with the cut.
-        last: The last module before the cut; None if unknown.
-        behind: Parameters that no gradient reaches.
-        aside: No trained weight uses the value above the cut or produces the value below it.
-    """
-
-    how: str
-    inside: str
-    last: str | None
-    behind: tuple[str, ...]
-    aside: bool
+    how: str  # The operation that cuts the graph
+    inside: str  # Path of the module with the cut
+    last: str | None  # The last module before the cut; None if unknown
+    behind: tuple[str, ...]  # Parameters that no gradient reaches
+    aside: bool  # No trained weight uses the value above the cut or produces the value below it
 
 
 @dataclass(frozen=True, kw_only=True)
 class WiringFacts:
-    """Structure of the models.
-
-    Attributes:
-        trained: Number of trained parameters.
-        trained_beside_norms: Number of these outside of normalizations.
-        frozen_beside_norms: Number of frozen parameters outside of normalizations.
-        cuts: Places at which the graph ends.
-        unregistered: Trained tensors that are not parameters of a module.
-        unregistered_values: Number of their elements.
-        chains: Linear layers without an activation between them.
-        custom: Custom autograd Functions in the graph.
-    """
+    """Structure of the models."""
 
     experiment: ClassVar[str] = "structure"
-    trained: int
-    trained_beside_norms: int
-    frozen_beside_norms: int
-    cuts: tuple[GraphCut, ...] = ()
-    unregistered: tuple[str, ...] = ()
-    unregistered_values: int = 0
-    chains: tuple[Chain, ...] = ()
-    custom: tuple[str, ...] = ()
+    trained: int  # Number of trained parameters
+    trained_beside_norms: int  # Number of these outside of normalizations
+    frozen_beside_norms: int  # Number of frozen parameters outside of normalizations
+    cuts: tuple[GraphCut, ...] = ()  # Places at which the graph ends
+    unregistered: tuple[str, ...] = ()  # Trained tensors that are not parameters of a module
+    unregistered_values: int = 0  # Number of their elements
+    chains: tuple[Chain, ...] = ()  # Linear layers without an activation between them
+    custom: tuple[str, ...] = ()  # Custom autograd Functions in the graph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +53,11 @@ class ActivatedFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedFacts:
-    """Tensors saved for the backward pass.
-
-    Attributes:
-        modified: Modules whose saved tensors had changed before the backward pass.
-        differs: The first module whose recomputed outputs under activation checkpointing differ from those of the
-            forward pass; None without one.
-        kind: Class of that module.
-    """
+    """Tensors saved for the backward pass."""
 
     experiment: ClassVar[str] = "integrity"
-    modified: tuple[str, ...] = ()
+    modified: tuple[str, ...] = ()  # Modules whose saved tensors had changed before the backward pass
+    # The first module whose recomputed outputs under activation checkpointing differ from those of the forward pass;
+    # None without one
     differs: str | None = None
-    kind: str = ""
+    kind: str = ""  # Class of that module

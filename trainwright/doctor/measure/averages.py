@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.snapshot import LiveObjects, Snapshot
 from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts, Move
-from trainwright.recorder.calls import Hook
-from trainwright.recorder.comparisons import Site
+from trainwright.doctor.measure.tensors import sampled
 from trainwright.recorder.gradients import owned_by
-from trainwright.recorder.listener import has_listeners
 from trainwright.recorder.plain_tensors import is_dense
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
-from trainwright.recorder.ranks import own_part
 from trainwright.runs.json_values import Facts, strict
 
-SEARCH_STEP = 24
-"""The step after which copies are searched for, once. The search takes 0.1 s."""
+SEARCH_STEP = 24  # The step after which copies are searched for, once. The search takes 0.1 s.
 SEARCH_STEP_IF_RESUMED = 8
-FOLLOWED_STEPS = 16
-"""Number of steps in which copies are sampled after the search."""
+FOLLOWED_STEPS = 16  # Number of steps in which copies are sampled after the search
 MAX_COPIES = 32
 TENSORS_PER_COPY = 4
 ELEMENTS_PER_TENSOR = 64
 MAX_STEPS_WITHOUT_MOVE = 8
 """A copy that has not moved for this many steps is dropped: a process may hold copies of other runs."""
-MAX_CALLS = 1024
-"""Maximum number of calls without gradients that are recorded."""
-MAX_DEPTH = 2
-"""Depth of submodules that may have copies."""
+MAX_DEPTH = 2  # Depth of submodules that may have copies
 
 
 @dataclass(frozen=True)
@@ -54,24 +45,18 @@ class _Original:
 class _Pair:
     """A tensor of a copy and its original. Both are looked up in every step because either may be replaced."""
 
-    name: str
     copy: Callable[[], Tensor | None]
     original: Callable[[], Tensor]
-    first: tuple[Tensor, Tensor] | None = None
-    has_moved: bool = False
-    original_moved: bool = False
+    size: int | None = None  # Number of sampled elements
 
     def sample(self) -> tuple[Tensor, Tensor] | None:
         copy, original = self.copy(), self.original()
         if copy is None or copy.shape != original.shape or copy.is_meta or original.is_meta:
             return None
         now = _sampled(copy), _sampled(original)
-        self.first = self.first or now
-        if now[0].shape != now[1].shape or now[0].shape != self.first[0].shape:
-            return None  # this process holds only a part of one of them
-        self.has_moved |= not torch.equal(now[0], self.first[0])
-        self.original_moved |= not torch.equal(now[1], self.first[1])
-        return now
+        self.size = len(now[0]) if self.size is None else self.size
+        is_whole = len(now[0]) == len(now[1]) == self.size  # else this process holds only a part of one of them
+        return now if is_whole else None
 
 
 @dataclass
@@ -81,24 +66,12 @@ class _Copy:
     kind: str
     of: str
     weights: list[_Pair]
-    buffers: list[_Pair]
     before: list[tuple[Tensor, Tensor]] | None = None
     moves: list[Move] = field(default_factory=list)
-    module: nn.Module | None = None
-    calls: set[tuple[int, Site]] = field(default_factory=set)
     gap: float = 0.0
-
-    def called(self, step: int, site: Site) -> None:
-        """Records a call without gradients: the copy is evaluated, or is a teacher."""
-        if (step, site) not in self.calls and len(self.calls) < MAX_CALLS:
-            self.calls.add((step, site))
-            for pair in (*self.weights, *self.buffers):
-                pair.sample()
 
     def follow(self, step: int) -> None:
         now = [each for pair in self.weights if (each := pair.sample()) is not None]
-        for pair in self.buffers:
-            pair.sample()
         if len(now) == len(self.weights) and self.before is not None:
             made = _move(step, self.before, now)
             self.moves += [] if made is None else [made]
@@ -106,17 +79,6 @@ class _Copy:
             copy, weights = (torch.cat([pair[n] for pair in now]) for n in (0, 1))
             self.gap = float((copy - weights).norm() / weights.norm().clamp(min=1e-30))
         self.before = now if len(now) == len(self.weights) else None
-
-    def facts(self, sites: Container[Site]) -> CopyFacts:
-        return CopyFacts(
-            kind=self.kind,
-            of=self.of,
-            moves=tuple(self.moves),
-            still=tuple(p.name for p in self.weights if p.original_moved and not p.has_moved),
-            still_buffers=tuple(p.name for p in self.buffers if p.original_moved and not p.has_moved),
-            evaluations=_num_evaluations(self.calls, sites),
-            gap=self.gap,
-        )
 
 
 class Averages(Probe):
@@ -130,8 +92,6 @@ class Averages(Probe):
         self._begun: int | None = None
         self._last = self._step = 0
         self._reported: AveragesFacts | None = None
-        self._sites = watched.sites
-        self._handles: list[RemovableHandle] = []
         self._is_resumed = any(each.state for each in watched.subject.optimizers)
 
     def on_closed(self, step: RecordedStep) -> None:
@@ -139,30 +99,14 @@ class Averages(Probe):
         if self._begun is None and step.step >= (SEARCH_STEP_IF_RESUMED if self._is_resumed else SEARCH_STEP):
             self._begun = step.step
             self._copies = list(_copies_of(self._subject))
-            self._listen()
         if self._begun is None or step.step > self._begun + FOLLOWED_STEPS:
             return
         for copy in self._copies:
             copy.follow(step.step)
         if step.step == self._begun + MAX_STEPS_WITHOUT_MOVE:
-            self._copies = [copy for copy in self._copies if copy.moves or copy.module is not None]
+            self._copies = [copy for copy in self._copies if copy.moves]
         self._last = step.step
         self.urgent = step.step == self._begun + FOLLOWED_STEPS and any(copy.moves for copy in self._copies)
-
-    def _listen(self) -> None:
-        self._sites.follow([copy.module for copy in self._copies if copy.module is not None])
-        for copy in self._copies:
-            if copy.module is not None:
-                hook = Hook(copy.module, lambda *called, copy=copy: self._on_copy(copy))
-                self._handles.append(copy.module.register_forward_pre_hook(hook))
-
-    def _on_copy(self, copy: _Copy) -> None:
-        if has_listeners() and not torch.is_grad_enabled():
-            copy.called(self._step, self._sites.here())
-
-    def end(self, error: BaseException | None) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def values(self) -> Facts | None:
         self.urgent = False
@@ -171,7 +115,7 @@ class Averages(Probe):
         facts = AveragesFacts(
             self._last - self._begun,
             self._is_resumed,
-            tuple(copy.facts(self._sites) for copy in self._copies),
+            tuple(CopyFacts(copy.kind, copy.of, tuple(copy.moves), copy.gap) for copy in self._copies),
         )
         if facts == self._reported:
             return None
@@ -179,16 +123,8 @@ class Averages(Probe):
         return dict(strict(vars(facts)))
 
 
-def _num_evaluations(calls: Iterable[tuple[int, Site]], sites: Container[Site]) -> int:
-    """Returns the number of steps before which it was evaluated."""
-    return len({step for step, site in calls if site in sites})
-
-
 def _sampled(tensor: Tensor) -> Tensor:
-    flat = own_part(tensor.detach()).reshape(-1)  # a DTensor is not sliced as a whole, because that would communicate
-    return flat[:: max(1, flat.numel() // ELEMENTS_PER_TENSOR)][:ELEMENTS_PER_TENSOR].to(
-        "cpu", torch.float64, copy=True
-    )
+    return sampled(tensor, ELEMENTS_PER_TENSOR).to("cpu", torch.float64)
 
 
 def _move(step: int, before: Sequence[tuple[Tensor, Tensor]], now: Sequence[tuple[Tensor, Tensor]]) -> Move | None:
@@ -270,15 +206,8 @@ def _paired(holder: object, kind: str, original: _Original) -> _Copy:
     weights = original.weights
     names = list(weights)
     chosen = sorted({round(n * (len(names) - 1) / (TENSORS_PER_COPY - 1)) for n in range(TENSORS_PER_COPY)})
-    pairs = [_Pair(names[n], _lookup(holder, n), _live(original.module, names[n])) for n in chosen]
-    buffers: list[_Pair] = []
-    if isinstance(holder, nn.Module):
-        theirs = {name: each for name, each in holder.named_buffers() if is_dense(each)}
-        for name, buffer in original.module.named_buffers():
-            if buffer.is_floating_point() and is_dense(buffer) and name in theirs and len(buffers) < TENSORS_PER_COPY:
-                buffers.append(_Pair(name, _live(holder, name), _live(original.module, name)))
-    module = holder if isinstance(holder, nn.Module) else None
-    return _Copy(kind, original.path or type(original.module).__name__, pairs, buffers, module=module)
+    pairs = [_Pair(_lookup(holder, n), _live(original.module, names[n])) for n in chosen]
+    return _Copy(kind, original.path or type(original.module).__name__, pairs)
 
 
 def _lookup(holder: object, place: int) -> Callable[[], Tensor | None]:

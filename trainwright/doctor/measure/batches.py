@@ -41,8 +41,7 @@ from trainwright.replay.session import ReplaySession
 MAX_ROWS = 256
 MAX_COLUMNS = 16384
 MAX_LEARNED_SAMPLES = 1024
-MIN_PADDING = 2
-"""Minimum number of equal ids at the end of a row that count as padding."""
+MIN_PADDING = 2  # Minimum number of equal ids at the end of a row that count as padding
 
 
 @replay(BatchFacts, when="checkup", steps=0.7, value=3.0)
@@ -119,8 +118,7 @@ def _spread(x: Tensor) -> InputSpread:
         return spread
     rows = x[:MAX_ROWS].flatten(1)[:, :: max(1, x[0].numel() // MAX_COLUMNS)].double() if x.dim() > 1 else x.double()
     mean, std = float(rows.mean()), float(rows.std(correction=0))
-    whole = bool((rows == rows.round()).all())
-    return replace(spread, mean=mean, std=std, absmax=float(rows.abs().max()), whole=whole)
+    return replace(spread, mean=mean, std=std, absmax=float(rows.abs().max()))
 
 
 def _is_constant(x: Tensor) -> bool:
@@ -202,7 +200,7 @@ def padding(ids: Tensor) -> PaddedIds | None:
         inside = int((rows == value).sum()) - int(lengths.sum())
         if filled.double().mean() >= 0.2 and inside <= 0.02 * rows.numel() and len(torch.unique(lengths[filled])) > 1:
             fraction = float(lengths.sum()) / rows.numel()
-            return PaddedIds(id=int(value), rows=float(filled.double().mean()), fraction=fraction)
+            return PaddedIds(id=int(value), fraction=fraction)
     return None
 
 

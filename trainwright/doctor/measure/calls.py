@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.names import named_parameters
 from trainwright.doctor.facts.calls import CallsFacts, GroupFacts, OptimizerFacts, ScaledClip, ScalerFacts
+from trainwright.doctor.measure.tensors import sampled
 from trainwright.doctor.measure.weights import was_trained
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.probes import Probe, WatchedObjects
@@ -23,11 +24,9 @@ from trainwright.runs.json_values import Facts, strict
 
 MAX_ROUNDING_RATIO = 1e-5
 """Gradients below this fraction of the largest one are rounding errors, as for a bias before a normalization."""
-ELEMENTS_PER_WEIGHT = 16
-"""Number of elements of each weight that are compared to detect changes."""
+ELEMENTS_PER_WEIGHT = 16  # Number of elements of each weight that are compared to detect changes
 MAX_WEIGHTS_SAMPLED = 64
-MAX_COMPARISONS = 16
-"""Maximum number of updates at which two optimizers are searched for shared parameters."""
+MAX_COMPARISONS = 16  # Maximum number of updates at which two optimizers are searched for shared parameters
 
 
 class Calls(Probe):
@@ -43,10 +42,6 @@ class Calls(Probe):
         self._stepped_at: dict[int, int] = {}
         self._compared: Counter[tuple[int, int]] = Counter()
         self._depth = self._backwards = self._since = self._split = self._doubles = 0
-        self._scale: Tensor | None = None  # of losses whose gradients are not unscaled yet
-        self._unscaled: set[int] = set()
-        self._scaled_clips = 0
-        self._scaled_clip: tuple[float, Tensor | None, Tensor] | None = None
         self._split_windows: list[tuple[int, int, int]] = []
         self._last: RecordedStep | None = None
         self._at_first = [_sample(p) for p in self._parameters[:MAX_WEIGHTS_SAMPLED]]
@@ -64,29 +59,6 @@ class Calls(Probe):
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
         self._split = self._split or self._since
-
-    def on_scaled(self, scaler: object, loss: object, scaled: object) -> None:
-        if scaled is not loss:
-            self._scale = scaler._scale if isinstance(scaler, GradScaler) else None
-
-    def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
-        self._unscaled.add(id(optimizer))
-
-    def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None:
-        self._unscaled.discard(id(optimizer))
-
-    def on_scaler_update(self, scaler: GradScaler) -> None:
-        self._scale = None
-
-    def on_clip(
-        self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
-    ) -> None:
-        if self._scale is None or not parameters or not math.isfinite(at):
-            return
-        holders = (each for each in self._known.values() if any(p is parameters[0] for p in owned_by(each)))
-        if id(next(holders, None)) not in {*self._unscaled, id(None)}:
-            self._scaled_clips += 1
-            self._scaled_clip = (at, None if norm is None else norm.detach(), self._scale.detach().clone())
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
         self._depth += 1
@@ -121,15 +93,12 @@ class Calls(Probe):
     def values(self) -> Facts | None:
         missing = self._find_missing()
         sizes = {name: p.numel() for name, p in self._named().items() if p.requires_grad}
-        clip = self._scaled_clip
         facts = CallsFacts(
             optimizers=tuple(self._about(optimizer) for optimizer in self._optimizers),
             missing=tuple(missing),
             missing_share=sum(sizes[name] for name in missing) / max(1, sum(sizes.values())),
             missing_were_trained=bool(missing) and set(missing) <= self._were_trained,
             doubles=self._doubles,
-            scaled_clips=self._scaled_clips,
-            scaled_clip=clip and ScaledClip(clip[0], None if clip[1] is None else float(clip[1]), float(clip[2])),
             split_windows=tuple(self._split_windows),
             accumulation=self._declared,
             carried=self._carried(self._last) if self._last is not None else (),
@@ -184,7 +153,7 @@ class Calls(Probe):
 
 
 class Scaler(Probe):
-    """Observes whether scaled gradients are unscaled before they are applied."""
+    """Observes whether scaled gradients are unscaled before they are clipped and applied."""
 
     name = ScalerFacts.experiment
 
@@ -192,6 +161,8 @@ class Scaler(Probe):
         self._scaled_by: GradScaler | None = None  # the scaler of the losses whose gradients the next update uses
         self._unscaled: set[int] = set()
         self._is_raw = False
+        self._optimizers = watched.subject.optimizers
+        self._clip: tuple[float, Tensor | None, Tensor] | None = None  # threshold, norm and scale
         self._counts: Counter[str] = Counter()
         self._since = 0
 
@@ -202,6 +173,17 @@ class Scaler(Probe):
     def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         self._unscaled.add(id(optimizer))
         self._counts["other"] += self._scaled_by is not None and scaler is not self._scaled_by
+
+    def on_clip(
+        self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
+    ) -> None:
+        if self._scaled_by is None or not parameters or not math.isfinite(at):
+            return
+        holders = (each for each in self._optimizers if any(p is parameters[0] for p in owned_by(each)))
+        scale = self._scaled_by._scale
+        if scale is not None and id(next(holders, None)) not in {*self._unscaled, id(None)}:
+            self._counts["clips"] += 1
+            self._clip = (at, None if norm is None else norm.detach(), scale.detach().clone())
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
         is_raw = self._scaled_by is not None and id(optimizer) not in self._unscaled
@@ -225,8 +207,15 @@ class Scaler(Probe):
         self._unscaled.clear()
 
     def values(self) -> Facts | None:
-        counts = self._counts
-        facts = ScalerFacts(counts["raw"], self._since, counts["steps"], counts["updates"], counts["other"])
+        counts, clip = self._counts, self._clip
+        facts = ScalerFacts(
+            scaled_updates=counts["raw"],
+            since=self._since,
+            steps=counts["steps"],
+            other=counts["other"],
+            scaled_clips=counts["clips"],
+            scaled_clip=clip and ScaledClip(clip[0], None if clip[1] is None else float(clip[1]), float(clip[2])),
+        )
         return dict(strict(vars(facts)))
 
 
@@ -236,9 +225,7 @@ def _largest(gradient: Tensor) -> float:
 
 
 def _sample(parameter: Tensor) -> Tensor:
-    """Returns elements spread over the parameter, because some may have no gradient."""
-    flat = own_part(parameter.detach()).flatten()
-    return flat[:: max(1, flat.numel() // ELEMENTS_PER_WEIGHT)][:ELEMENTS_PER_WEIGHT].clone()
+    return sampled(parameter, ELEMENTS_PER_WEIGHT)
 
 
 def _number(value: object) -> float | None:

@@ -22,8 +22,7 @@ from trainwright.runs.json_values import Facts
 NUM_DIRECTIONS = 4
 _Calls: TypeAlias = dict[type[Function], tuple[str, Args]]
 """The first call of each Function: the calling module, and copies of the arguments."""
-MAX_ELEMENTS = 1 << 20
-"""Functions with more argument elements are not tested, because that would take too long."""
+MAX_ELEMENTS = 1 << 20  # Functions with more argument elements are not tested, because that would take too long
 
 
 class _Functions(StepInspector):

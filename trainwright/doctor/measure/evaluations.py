@@ -21,10 +21,8 @@ from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
 from trainwright.runs.json_values import Facts, strict
 
-FOLLOWED_PASSES = 4
-"""Passes per call site that are all observed. Later, those whose number is a power of two are."""
-MAX_COPIES = 4
-"""Copies of a model that are observed: a loop may make one for each evaluation."""
+FOLLOWED_PASSES = 4  # Passes per call site that are all observed. Later, those whose number is a power of two are.
+MAX_COPIES = 4  # Copies of a model that are observed: a loop may make one for each evaluation
 
 
 class Evaluations(Probe):

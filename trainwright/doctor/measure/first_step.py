@@ -18,8 +18,7 @@ from trainwright.replay.inspector import StepInspector
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 
-LARGE_WEIGHT_RATIO = 2.5
-"""Weights above this multiple of the usual scale are too large."""
+LARGE_WEIGHT_RATIO = 2.5  # Weights above this multiple of the usual scale are too large
 
 
 class _Outputs(StepInspector):

@@ -20,10 +20,8 @@ from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 
 CASTS = frozenset({"half", "bfloat16", "to", "type", "type_as"})
-MAX_MICRO_BATCHES = 4
-"""Maximum number of micro-batches of a step that are compared."""
-EXACT_POSITIONS = 256
-"""bfloat16 represents all integers up to this one."""
+MAX_MICRO_BATCHES = 4  # Maximum number of micro-batches of a step that are compared
+EXACT_POSITIONS = 256  # bfloat16 represents all integers up to this one
 MAX_ANGLES = 2**24
 Grads = Mapping[str, Tensor | None]
 

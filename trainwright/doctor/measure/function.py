@@ -26,8 +26,7 @@ NOISE_MULTIPLE = 16
 Outputs = Sequence[Tensor]
 
 
-MAX_CONFIRMED_RATIO = 100
-"""Deviations above this multiple of the limit are not confirmed in float64."""
+MAX_CONFIRMED_RATIO = 100  # Deviations above this multiple of the limit are not confirmed in float64
 ROUNDING_SHRINKAGE = 0.1
 """A deviation that shrinks below this fraction in float64 is rounding. A real one keeps its size."""
 
@@ -144,10 +143,8 @@ def at_rows(chosen: Callable[[int], Tensor], size: int, dim: int = 0) -> Compare
     return compare
 
 
-MAX_ELEMENTS = 2**24
-"""Maximum number of elements that one trace keeps."""
-Compare = Callable[[Tensor, Tensor], float]
-"""Returns the distance of two tensors that should be equal."""
+MAX_ELEMENTS = 2**24  # Maximum number of elements that one trace keeps
+Compare = Callable[[Tensor, Tensor], float]  # Returns the distance of two tensors that should be equal
 
 
 @dataclass
@@ -325,8 +322,7 @@ def _rolled(leaf: object, size: int) -> object:
 
 
 COMPARISONS = frozenset({"eq", "ne", "gt", "lt", "not_equal"})
-MIN_LENGTH = 4
-"""Minimum length of a sequence."""
+MIN_LENGTH = 4  # Minimum length of a sequence
 
 
 def padding(passes: EvalPasses) -> tuple[Deviation | None, str]:

@@ -41,10 +41,8 @@ from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.runs.json_values import Facts, strict
 
-MAX_MASKED_SCORE = -1e4
-"""Scores below this value are masked, also in float16."""
-MIN_PASSES = 2
-"""Minimum number of passes that show a mistake."""
+MAX_MASKED_SCORE = -1e4  # Scores below this value are masked, also in float16
+MIN_PASSES = 2  # Minimum number of passes that show a mistake
 MAX_SITES = 16
 
 
@@ -191,8 +189,7 @@ DROPOUTS |= {"dropout_", "dropout1d", "dropout2d", "dropout3d"}
 _PRODUCTS = {"matmul", "bmm", "__matmul__", "einsum", "baddbmm"}
 _KEEPS = {"dropout", "to", "type_as", "nan_to_num", "clone", "contiguous", "view", "reshape", "expand"} | DROPOUTS
 _CHOICES = {"topk", "max", "argmax", "argsort", "sort", "multinomial"}
-STRONG_DROPOUT = 0.7
-"""Dropout rates from this value on are suspicious."""
+STRONG_DROPOUT = 0.7  # Dropout rates from this value on are suspicious
 
 
 class _Functions(PausableMode):

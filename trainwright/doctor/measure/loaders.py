@@ -30,12 +30,10 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Kwargs, Loader
 from trainwright.runs.json_values import Facts, strict
 
-MIN_RESTARTS = 8
-"""Number of iterators of a loader with workers after which restarts are reported at once."""
+MIN_RESTARTS = 8  # Number of iterators of a loader with workers after which restarts are reported at once
 CLOSE_UNTIL_STEP, CLOSE_BATCHES = 256, 2
 """Urgent findings are looked for after each step until this one, later after the first batches of an epoch."""
-MIN_DRAWS_PER_SAMPLE = 32
-"""Mean draws per drawn sample after which the others would have been drawn, too."""
+MIN_DRAWS_PER_SAMPLE = 32  # Mean draws per drawn sample after which the others would have been drawn, too
 PLAIN_TYPES = (bool, int, float, str)
 T = TypeVar("T")
 

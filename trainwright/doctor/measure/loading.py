@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.names import named_parameters
-from trainwright.doctor.facts.checkpoint import LoadFacts, MomentsFacts, OverwrittenFacts, ResumeFacts, ScheduleFacts
+from trainwright.doctor.facts.checkpoint import LoadFacts, OverwrittenFacts, ResumeFacts
 from trainwright.doctor.facts.updates import LoadedMomentsFacts
+from trainwright.doctor.measure.tensors import sampled
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
-from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.runs.json_values import Facts, strict
 
@@ -71,33 +71,25 @@ def _loaded_moments(optimizer: Optimizer, names: dict[int, str]) -> LoadedMoment
     )
 
 
-MAX_ELEMENTS_COMPARED = 512
-"""Elements of each weight that are compared between a load and the first forward call."""
-MIN_UPDATES_FOR_SCHEDULE = 16
-"""Number of updates after which the counting unit of a schedule is known."""
+MAX_ELEMENTS_COMPARED = 512  # Elements of each weight that are compared between a load and the first forward call
 
 
 class ResumeProbe(Probe):
-    """Observes loads. Costs one lookup per update, except for the first update after a state was loaded."""
+    """Observes loads of the models."""
 
     name = ResumeFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._watched = watched.subject
-        # optimizers without an update since the start or since their state was loaded
-        self._unseen = {id(each) for each in watched.subject.optimizers}
-        self._optimizers: dict[int, MomentsFacts] = {}
-        self._schedules = [_Schedule(each) for each in watched.schedulers]
         self._loads: list[LoadFacts] = []
         self._loaded: dict[str, Tensor] = {}
         self._has_begun = False
         self._overwritten: OverwrittenFacts | None = None
-        self._updates = 0
-        self._changed = False
+        self._updates, self._changed = 0, True
         self._handles: list[RemovableHandle] = [
             root.register_load_state_dict_post_hook(Hook(root, self._on_loaded))  # type: ignore[no-untyped-call]
             for root in self._watched.roots
-        ] + [each.register_load_state_dict_post_hook(self._on_moments_loaded) for each in self._watched.optimizers]
+        ]
 
     def end(self, error: BaseException | None) -> None:
         for handle in self._handles:
@@ -113,7 +105,8 @@ class ResumeProbe(Probe):
         found = LoadFacts(step=self._updates, tensors=tensors, missing=missing, unexpected=unexpected, prefix=prefix)
         self._loads, self._changed = [*self._loads[-7:], found], True
         if not self._has_begun:
-            self._loaded |= {name: _sampled(p) for name, p in module.named_parameters() if p.dim() > 1}
+            matrices = ((name, p) for name, p in module.named_parameters() if p.dim() > 1)
+            self._loaded |= {name: sampled(p, MAX_ELEMENTS_COMPARED).float() for name, p in matrices}
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         loaded, self._loaded, self._has_begun = self._loaded, {}, True
@@ -121,69 +114,19 @@ class ResumeProbe(Probe):
             return
         now = {name: p for each in self._watched.roots for name, p in each.named_parameters()}
         known = [(name, was, now[name]) for name, was in loaded.items() if name in now]
-        gone = [(name, p) for name, was, p in known if not _is_similar(was, _sampled(p))]
+        gone = [(name, p) for name, was, p in known if not _is_similar(was, sampled(p, MAX_ELEMENTS_COMPARED).float())]
         fraction = sum(p.numel() for _, p in gone) / max(1, sum(p.numel() for _, _, p in known))
         self._overwritten = OverwrittenFacts(weights=len(known), gone=len(gone), fraction=fraction)
         self._changed = True
 
-    def _on_moments_loaded(self, optimizer: Optimizer) -> None:
-        self._unseen.add(id(optimizer))
-
-    def on_step(self, optimizer: Optimizer, args: Args) -> None:
-        if id(optimizer) in self._unseen:
-            self._unseen.discard(id(optimizer))
-            self._optimizers[id(optimizer)] = _moments_of(optimizer)
-            self._changed = True
-            for each in self._schedules:  # a state was loaded, or the watch began
-                each.begin()
-
-    def on_schedule(self, scheduler: object) -> None:
-        known = next((each for each in self._schedules if each.scheduler is scheduler), None)
-        if known is None:
-            known = _Schedule(scheduler)
-            known.before -= 1
-            self._schedules.append(known)
-        known.calls += 1
-
     def on_closed(self, step: RecordedStep) -> None:
         self._updates += 1
-        for each in self._schedules:
-            each.updates += 1
-        self._changed |= self._updates == MIN_UPDATES_FOR_SCHEDULE
 
     def values(self) -> Facts | None:
         if not self._changed:
             return None
         self._changed = False
-        facts = ResumeFacts(
-            optimizers=tuple(self._optimizers.values()),
-            schedules=tuple(each.facts() for each in self._schedules if each.counts),
-            loads=tuple(self._loads),
-            overwritten=self._overwritten,
-        )
-        return dict(strict(vars(facts)))
-
-
-class _Schedule:
-    """Counts the calls of a scheduler before the first counted update, and since then."""
-
-    def __init__(self, scheduler: object) -> None:
-        self.scheduler, self.counts = scheduler, isinstance(getattr(scheduler, "last_epoch", None), int)
-        self.begin()
-
-    def begin(self) -> None:
-        self.before = int(getattr(self.scheduler, "last_epoch", 0) or 0)
-        self.calls = self.updates = 0
-
-    def facts(self) -> ScheduleFacts:
-        return ScheduleFacts(before=self.before, calls=self.calls, updates=self.updates)
-
-
-def _moments_of(optimizer: Optimizer) -> MomentsFacts:
-    trained = [p for p in owned_by(optimizer) if p.grad is not None]
-    states = [optimizer.state[p] for p in trained if optimizer.state.get(p)]
-    counts = [int(each["step"]) for each in states if isinstance(each.get("step"), int | float | Tensor)]
-    return MomentsFacts(kind=type(optimizer).__name__, with_state=len(states), steps=max(counts, default=0))
+        return dict(strict(vars(ResumeFacts(loads=tuple(self._loads), overwritten=self._overwritten))))
 
 
 def _prefix_between(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> str | None:
@@ -196,12 +139,6 @@ def _prefix_between(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> st
         if prefix and {prefix + name for name in shorter} == set(longer):
             return prefix
     return None
-
-
-@torch.no_grad()
-def _sampled(parameter: Tensor) -> Tensor:
-    flat = own_part(parameter.detach()).flatten()
-    return flat[:: max(1, len(flat) // MAX_ELEMENTS_COMPARED)][:MAX_ELEMENTS_COMPARED].float().clone()
 
 
 def _is_similar(was: Tensor, now: Tensor) -> bool:

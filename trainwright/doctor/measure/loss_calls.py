@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.checkpoint.transforms import innermost_transform
 from trainwright.doctor.facts.loss import Broadcast, LossFacts, LossSign, MeasuredLoss
+from trainwright.doctor.measure.tensors import leaves_among, nodes_behind
 from trainwright.recorder.callers import caller
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.pausable import without_modes
@@ -37,8 +38,7 @@ BINARY = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
 DISTANCES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 SQUARED = "squared error"
 MAX_ROWS = 256
-MAX_COLUMNS = 1024
-"""Maximum number of values per sample that are measured."""
+MAX_COLUMNS = 1024  # Maximum number of values per sample that are measured
 MAX_CLASSES = 65536
 BOUNDS = {
     "SigmoidBackward0": ("sigmoid", 0.0, 1.0),
@@ -187,22 +187,13 @@ def room_within(loss: ComparedLoss, low: float, high: float) -> float:
     return 1.0 - float(best) / max(float(equal), 1e-12)
 
 
-EVERY_STEP_UNTIL = 8
-"""All steps until this one are examined."""
-INTERVALS = ((64, 4), (256, 16))
-"""(last step, interval) of the examined steps after EVERY_STEP_UNTIL."""
-LAST_INTERVAL = 64
-"""Interval of examined steps after all of INTERVALS."""
-MAX_VALUES = 8
-"""Number of values that are kept of the first and of the last examined steps."""
-MIN_STEPS_WITH_SIGN = 3
-"""Number of examined steps that must show a mistake that one step may show by chance."""
-MAX_CALLS = 32
-"""Maximum number of measured calls per step."""
-MAX_LOG_PROBABILITY = 1e-3
-"""Upper bound of the logarithm of a probability plus a small epsilon."""
-MAX_NODES = 20_000
-"""Maximum number of visited graph nodes behind a term."""
+EVERY_STEP_UNTIL = 8  # All steps until this one are examined
+INTERVALS = ((64, 4), (256, 16))  # (last step, interval) of the examined steps after EVERY_STEP_UNTIL
+LAST_INTERVAL = 64  # Interval of examined steps after all of INTERVALS
+MAX_VALUES = 8  # Number of values that are kept of the first and of the last examined steps
+MIN_STEPS_WITH_SIGN = 3  # Number of examined steps that must show a mistake that one step may show by chance
+MAX_CALLS = 32  # Maximum number of measured calls per step
+MAX_LOG_PROBABILITY = 1e-3  # Upper bound of the logarithm of a probability plus a small epsilon
 BOUNDED_BELOW = CLASSES | BINARY | DISTANCES | {
     "kl_div", "ctc_loss", "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss",
     "multilabel_soft_margin_loss", SQUARED, "absolute error",
@@ -435,11 +426,7 @@ class LossCalls:
 
     def _record_loss(self, name: str, args: Args, kwargs: Kwargs, result: Tensor, function: Any) -> None:
         arguments = dict(zip(("input", "target"), args)) | kwargs
-        x, target = arguments.get("input"), arguments.get("target")
-        if isinstance(target, Tensor) and isinstance(x, Tensor) and target.requires_grad and not x.requires_grad:
-            if name in CLASSES | BINARY | {"kl_div"}:
-                self._site(name, shape=tuple(x.shape), swapped=True)
-            return
+        x = arguments.get("input")
         if not isinstance(x, Tensor) or not x.requires_grad or not x.numel():
             return
         fixed: dict[str, Any] = {"shape": tuple(x.shape), "module": self.stack[-1] if self.stack else None}
@@ -560,7 +547,7 @@ class LossCalls:
             elif node is not None and len(self._reach) < MAX_CALLS:
                 made = cast("dict[str, tuple[str, str | None]]", node.metadata).get(_MAKER_KEY)
                 if made is not None:
-                    self._reach.append((made, leaves_behind(node)))
+                    self._reach.append((made, set(map(id, leaves_among(nodes_behind([node]))))))
 
     def on_step(self, parameters: Collection[Tensor]) -> None:
         """Records the parameters that an optimizer updates."""
@@ -625,19 +612,6 @@ def _length_of_sequences(x: Tensor, target: Tensor) -> int:
     shapes = [target.shape, *(each.shape[:2] for each in before if each.dim() in (2, 3))]
     known = (int(each[1]) for each in shapes if len(each) == 2 and each[1] and target.numel() % each[1] == 0)
     return next(known, 0) if target.dim() in (1, 2) else 0
-
-
-def leaves_behind(node: Node) -> set[int]:
-    """Returns the ids of the leaves of the graph behind a node."""
-    waiting, seen, leaves = [node], {node}, set[int]()
-    while waiting and len(seen) < MAX_NODES:
-        node = waiting.pop()
-        if (variable := getattr(node, "variable", None)) is not None:
-            leaves.add(id(variable))
-        new = [each for each, _ in node.next_functions if each is not None and each not in seen]
-        seen.update(new)
-        waiting.extend(new)
-    return leaves
 
 
 def _call(site: _Site) -> MeasuredLoss:

@@ -12,11 +12,11 @@ from typing import cast
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from trainwright.checkpoint.names import named_modules
 from trainwright.distributed.memory import unfreed_bytes
 from trainwright.doctor.facts.resources import GraphSize, GrowthFacts, HeldResources, MemoryFacts
+from trainwright.doctor.measure.tensors import nodes_behind
 from trainwright.recorder.plain_tensors import num_bytes
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep, tensors_of
@@ -26,8 +26,7 @@ from trainwright.runs.json_values import Facts, strict
 MIN_INTERVAL_STEPS = 16
 """Minimum number of steps between two readings. It doubles when there are more than MAX_READINGS."""
 MAX_READINGS = 64
-UNLIMITED_STEPS = 192
-"""Until this step all readings are taken. Later they take at most MAX_TIME_FRACTION of the time."""
+UNLIMITED_STEPS = 192  # Until this step all readings are taken. Later they take at most MAX_TIME_FRACTION of the time.
 MAX_TIME_FRACTION = 0.004
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -84,7 +83,6 @@ def _hooks_of_tensor(parameter: Tensor) -> int:
 
 MAX_STEPS_TRACKED = 64
 RECENT_STEPS = 3  # recent steps whose losses a loop may hold
-MAX_NODES = 20_000
 
 
 class _Mark:
@@ -132,9 +130,9 @@ class Memory(Probe):
         self._losses.append((self._steps, weakref.ref(losses[0]), weakref.ref(mark)))
         if self._steps >= self._counted_at and len(self._graphs) < 32:
             self._counted_at = max(self._steps + 1, self._steps * 5 // 4)
-            count, oldest = _count(node)
-            goes_back = oldest <= self._newest_before
-            self._graphs.append(GraphSize(self._steps + 1, count, bool(options.get("retain_graph")), goes_back))
+            nodes = nodes_behind([node])
+            goes_back = min(each._sequence_nr() for each in nodes) <= self._newest_before
+            self._graphs.append(GraphSize(self._steps + 1, len(nodes), bool(options.get("retain_graph")), goes_back))
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps, self._newest_before = step.step, self._newest
@@ -160,17 +158,6 @@ class Memory(Probe):
             objects=_python_objects(getattr(self._loader, "dataset", None)) if self._private else 0,
         )
         return dict(strict(vars(facts)))
-
-
-def _count(node: Node) -> tuple[int, int]:
-    """Returns the number of nodes of the graph behind this one, up to MAX_NODES, and their lowest sequence number."""
-    seen, todo = {node}, [node]
-    while todo and len(seen) < MAX_NODES:
-        for other, _ in todo.pop().next_functions:
-            if other is not None and other not in seen:
-                seen.add(other)
-                todo.append(other)
-    return len(seen), min(each._sequence_nr() for each in seen)
 
 
 def _private_bytes(pid: int) -> float:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.doctor.facts.precision import MixedPrecisionFacts
+from trainwright.doctor.measure.tensors import sampled
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.pausable import without_modes
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
@@ -23,18 +24,13 @@ from trainwright.runs.json_values import Facts, strict
 
 SAMPLED_TENSORS = 8
 SAMPLED_ELEMENTS = 256
-EVERY_UPDATE_UNTIL = 64
-"""All updates until this one are sampled, then every INTERVAL_UPDATES-th."""
+EVERY_UPDATE_UNTIL = 64  # All updates until this one are sampled, then every INTERVAL_UPDATES-th
 INTERVAL_UPDATES = 16
 MAX_SAMPLES = 64
-MAX_WINDOWS = 3
-"""Number of steps with several micro-batches whose gradient sums are compared."""
-MAX_STEPS_OF_SUMS = 16
-"""Last step whose gradient sums are compared."""
-REPORTED_AT = 6
-"""The step after which the first findings are reported."""
-SMALLEST_FP16 = 2.0**-24
-"""Smallest positive float16. All float16 numbers are multiples of it."""
+MAX_WINDOWS = 3  # Number of steps with several micro-batches whose gradient sums are compared
+MAX_STEPS_OF_SUMS = 16  # Last step whose gradient sums are compared
+REPORTED_AT = 6  # The step after which the first findings are reported
+SMALLEST_FP16 = 2.0**-24  # Smallest positive float16. All float16 numbers are multiples of it.
 MOMENTS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
     | {"sum", "step", "mu", "eta", "ax", "prev", "step_size"}
@@ -92,8 +88,8 @@ class MixedPrecision(Probe):
             if not grad.is_sparse:
                 before = self._sums.get(id(parameter))
                 if before is None and parameter.grad is not None:
-                    before = _sample(parameter.grad).float()
-                self._sums[id(parameter)] = _sample(grad).float() + (0.0 if before is None else before)
+                    before = _sampled(parameter.grad).float()
+                self._sums[id(parameter)] = _sampled(grad).float() + (0.0 if before is None else before)
 
         add.is_recorders = True  # type: ignore[attr-defined]
         return add
@@ -106,7 +102,7 @@ class MixedPrecision(Probe):
         self._micro_batches += 1
         if self._handles:
             both = [(p.grad, self._sums.get(id(p))) for p in self._halves]
-            self._summed = [(_sample(g), s) for g, s in both if g is not None and s is not None and not g.is_sparse]
+            self._summed = [(_sampled(g), s) for g, s in both if g is not None and s is not None and not g.is_sparse]
         if self._is_fp16 and self._is_sampled:
             grads = [p.grad for p in self._matrices if p.grad is not None and not p.grad.is_sparse]
             self._small_now = _smallness(grads) if grads else None
@@ -139,7 +135,7 @@ class MixedPrecision(Probe):
         if self._halves:
             owned = {id(p) for p in owned_by(optimizer)}
             both = [(p, p.grad) for p in self._halves if id(p) in owned]
-            self._before = [(p, _sample(p), _sample(g)) for p, g in both if g is not None and not g.is_sparse]
+            self._before = [(p, _sampled(p), _sampled(g)) for p, g in both if g is not None and not g.is_sparse]
             self._rng = self._generator()
 
     def on_stepped(self, optimizer: Optimizer) -> None:
@@ -147,7 +143,7 @@ class MixedPrecision(Probe):
         if not before:
             return
         has_grad = torch.cat([grad != 0 for _, _, grad in before])
-        same = torch.cat([weight == _sample(p) for p, weight, _ in before])
+        same = torch.cat([weight == _sampled(p) for p, weight, _ in before])
         self._kept_elsewhere |= not torch.equal(self._rng, self._generator())  # stochastic rounding
         self._kept_elsewhere |= any(_keeps_copies(optimizer, p) for p, _, _ in before)
         still = (same & has_grad).sum() / has_grad.sum().clamp(min=1)
@@ -192,9 +188,8 @@ class MixedPrecision(Probe):
         return dict(strict(vars(facts)))
 
 
-def _sample(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().flatten()
-    return flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)].clone()
+def _sampled(tensor: Tensor) -> Tensor:
+    return sampled(tensor, SAMPLED_ELEMENTS)
 
 
 def _smallness(grads: Sequence[Tensor]) -> Tensor:
@@ -202,7 +197,7 @@ def _smallness(grads: Sequence[Tensor]) -> Tensor:
 
     The second is infinite without such gradients.
     """
-    in_steps = [_sample(grad).float().abs() / SMALLEST_FP16 for grad in grads]
+    in_steps = [_sampled(grad).float().abs() / SMALLEST_FP16 for grad in grads]
     is_fp16 = torch.stack([(each == each.round()).all() for each in in_steps]).float()
     zeros = torch.stack([(each == 0).float().mean() for each in in_steps])
     squares = torch.stack([each.square().mean() for each in in_steps])

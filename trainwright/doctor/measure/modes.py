@@ -25,8 +25,7 @@ from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.runs.json_values import Facts, strict
 
-MIN_STEPS = 4
-"""Steps before which a pass without gradients may belong to every step."""
+MIN_STEPS = 4  # Steps before which a pass without gradients may belong to every step
 DROPOUT_FUNCTIONS = DROPOUTS | {"dropout_", "dropout1d", "dropout2d", "dropout3d"}
 
 

@@ -23,8 +23,7 @@ INTERVAL_STEPS = 32
 FREQUENT_UNTIL_STEP = 512
 LATER_INTERVAL_STEPS = 128
 """Interval of examined steps after FREQUENT_UNTIL_STEP. An examination takes about 10 us for each module."""
-MAX_PASSES = 128
-"""Maximum number of examined passes per step. More passes through the same model add no information."""
+MAX_PASSES = 128  # Maximum number of examined passes per step. More passes through the same model add no information.
 
 
 class ModuleProbe(Probe):

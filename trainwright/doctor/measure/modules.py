@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.doctor.facts.modules import ModulesFacts, OutputSpread, RepeatedModule, TokenTable
 from trainwright.doctor.measure.module_probe import ModuleProbe, rows_of
+from trainwright.doctor.measure.tensors import leaves_among, nodes_behind
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.listener import has_listeners
 from trainwright.recorder.pausable import without_modes
@@ -27,14 +28,10 @@ from trainwright.runs.json_values import Facts, strict
 
 FLAT_NODES = ("RoundBackward", "FloorBackward", "CeilBackward", "TruncBackward", "SignBackward")
 """Autograd nodes whose derivative is 0 everywhere."""
-MAX_NODES = 20_000
 MIN_ROWS = 4
-MIN_WIDTH = 8
-"""Minimum size of vectors whose spread is measured."""
-MAX_RELATIVE_ROUNDING = 1e-4
-"""Relative to the largest output. A normalization over one value leaves rounding of 1e-5."""
-MAX_IDS = 4096
-"""Maximum number of token ids that are read per call."""
+MIN_WIDTH = 8  # Minimum size of vectors whose spread is measured
+MAX_RELATIVE_ROUNDING = 1e-4  # Relative to the largest output. A normalization over one value leaves rounding of 1e-5.
+MAX_IDS = 4096  # Maximum number of token ids that are read per call
 NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm)
 
 
@@ -139,11 +136,11 @@ class Modules(ModuleProbe):
 
     def _read_graph(self, nodes: list[Node]) -> None:
         """Finds parameters that the loss reaches only through nodes with derivative 0."""
-        flat: list[Node] = []
-        direct = _leaves(nodes, flat)
-        if flat:
+        near = nodes_behind(nodes, FLAT_NODES)
+        if flat := [each for each in near if type(each).__name__.startswith(FLAT_NODES)]:
             self._flat = type(flat[0]).__name__.partition("Backward")[0].lower()
-            self._behind = {self.names[id(p)] for p in _leaves(flat, None) - direct if id(p) in self.names}
+            behind = leaves_among(nodes_behind(flat)) - leaves_among(near)
+            self._behind = {self.names[id(p)] for p in behind if id(p) in self.names}
 
     def _record_ids(self, table: _Table, ids: Tensor) -> None:
         table.ids = torch.unique(ids.flatten()[:MAX_IDS])
@@ -320,22 +317,6 @@ def _varies(value: object) -> Tensor | None:
         return (rows != rows[:1]).any()
     room = MAX_RELATIVE_ROUNDING if tensor.dtype in (torch.float32, torch.float64) else 0.0
     return ~((rows - rows[:1]).abs().amax() <= room * rows.abs().amax())
-
-
-def _leaves(nodes: list[Node], flat: list[Node] | None) -> set[Tensor]:
-    """Returns the leaves of the graph behind these nodes. ``flat`` nodes are collected and not passed."""
-    waiting, seen, leaves = list(nodes), set(nodes), set[Tensor]()
-    while waiting and len(seen) < MAX_NODES:
-        node = waiting.pop()
-        if flat is not None and type(node).__name__.startswith(FLAT_NODES):
-            flat.append(node)
-            continue
-        if (variable := getattr(node, "variable", None)) is not None:
-            leaves.add(variable)
-        new = [each for each, _ in node.next_functions if each is not None and each not in seen]
-        seen.update(new)
-        waiting.extend(new)
-    return leaves
 
 
 def _has_data(step: RecordedStep) -> bool:

@@ -27,10 +27,8 @@ from trainwright.replay.trace import Tracing
 from trainwright.runs.json_values import Facts, strict
 
 MAX_NAMES = 64
-SMALLEST_FP16_EPS = 3e-8
-"""Smaller values are 0 in float16."""
-MAX_ROWS = 8
-"""If this many samples each make the step non-finite alone, the fault is not in the samples."""
+SMALLEST_FP16_EPS = 3e-8  # Smaller values are 0 in float16
+MAX_ROWS = 8  # If this many samples each make the step non-finite alone, the fault is not in the samples
 LOWERED = {
     "addmm": "linear", "mm": "matmul", "bmm": "matmul", "baddbmm": "matmul", "dot": "matmul", "mv": "matmul",
     "convolution": "conv", "nll_loss_forward": "nll_loss", "nll_loss2d_forward": "nll_loss",

@@ -27,8 +27,7 @@ from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
 from trainwright.runs.json_values import Facts, strict
 
-MAX_COLUMNS_READ = 64
-"""Number of evenly spread elements that are read from wider rows."""
+MAX_COLUMNS_READ = 64  # Number of evenly spread elements that are read from wider rows
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -79,13 +78,11 @@ def is_continuous(tensors: Sequence[Tensor]) -> bool:
 EVERY_STEP_UNTIL = 128
 """All steps until this one are read. Later, every INTERVAL_STEPS-th step and the step after it are."""
 INTERVAL_STEPS = 32
-STEPS_PER_COMPARISON = 8
-"""Steps on a CPU that are compared together. Steps on a GPU wait for the next examination."""
+STEPS_PER_COMPARISON = 8  # Steps on a CPU that are compared together. Steps on a GPU wait for the next examination.
 MAX_CALLS_PER_STEP = 8
 MAX_ROWS = 1 << 16
 MAX_BATCHES = 4096
-MAX_ROWS_PER_BATCH = 256
-"""Larger batches are sampled: rows whose digest is a multiple of a fixed number are read."""
+MAX_ROWS_PER_BATCH = 256  # Larger batches are sampled: rows whose digest is a multiple of a fixed number are read
 MAX_CALLS_PER_EVALUATION = 64
 MAX_EVALUATIONS_PER_SITE = 8
 MAX_READS_WITHOUT_TARGETS = 4

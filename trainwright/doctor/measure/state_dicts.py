@@ -15,8 +15,7 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.runs.json_values import Facts, strict
 
 MAX_STATES = 64
-TENSORS_COMPARED = 4
-"""Number of tensors that are compared. An update changes all of them."""
+TENSORS_COMPARED = 4  # Number of tensors that are compared. An update changes all of them.
 MIN_AGE_STEPS = 20
 """Minimum age in steps of the only state that is held to the end. A newer one may be a leftover variable."""
 

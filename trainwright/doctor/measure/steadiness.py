@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.facts.steadiness import SteadinessFacts
+from trainwright.doctor.measure.tensors import sampled
 from trainwright.recorder.callers import caller
 from trainwright.recorder.datasets import leaves_of
 from trainwright.recorder.probes import Probe, WatchedObjects
@@ -17,8 +18,7 @@ from trainwright.recorder.program import Constant, RecordedStep, constants_of
 from trainwright.recorder.user_types import Loader
 from trainwright.runs.json_values import Facts, strict
 
-MAX_PENDING_REPEATS = 4
-"""Number of repeats after which the facts are reported before the next examination."""
+MAX_PENDING_REPEATS = 4  # Number of repeats after which the facts are reported before the next examination
 EVERY_STEP_UNTIL = 64
 """All steps until this one are examined. Later, every INTERVAL_STEPS-th step is, and as many after a repetition."""
 INTERVAL_STEPS = 8
@@ -26,10 +26,8 @@ MAX_STATES = 4096
 MAX_SAMPLES = 256
 ELEMENTS_PER_SAMPLE = 64
 MIN_ELEMENTS_FOR_FIT = 4
-MAX_FIT_ERROR = 1e-5
-"""Maximum relative error of ``now = a * before + b`` that is rounding."""
-MIN_CHANGE = 0.02
-"""Minimum change of ``a`` from 1, and of ``b`` from 0 in standard deviations."""
+MAX_FIT_ERROR = 1e-5  # Maximum relative error of ``now = a * before + b`` that is rounding
+MIN_CHANGE = 0.02  # Minimum change of ``a`` from 1, and of ``b`` from 0 in standard deviations
 
 Key = tuple[int, ...]
 """A sample of a dataset (identity, position), or a slice of a larger tensor (identity, position, size)."""
@@ -138,7 +136,7 @@ class Steadiness(Probe):
 
     def _compare(self, key: Key, tensor: Tensor, line: str | None) -> None:
         """Examines whether all repeated data became the same function ``a * x + b`` of their earlier values."""
-        now = _sample(tensor)
+        now = sampled(tensor, ELEMENTS_PER_SAMPLE).double()
         before = self._known.get(key)
         if before is None or before.shape != now.shape:
             if len(self._known) < MAX_SAMPLES:
@@ -173,12 +171,6 @@ class Steadiness(Probe):
             source=self._source,
         )
         return dict(strict(vars(facts)))
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """Returns elements spread over a tensor."""
-    flat = tensor.detach().flatten()
-    return flat[:: max(1, flat.numel() // ELEMENTS_PER_SAMPLE)][:ELEMENTS_PER_SAMPLE].to(torch.float64, copy=True)
 
 
 def _fit(before: Tensor, now: Tensor) -> tuple[float, float] | None:

@@ -13,8 +13,7 @@ from trainwright.recorder.program import Operation, RecordedStep, constants_of
 from trainwright.replay.classified import CLASSIFYING
 from trainwright.runs.json_values import Facts, strict
 
-EVERY_STEP_UNTIL = 64
-"""All steps until this one are read, then every INTERVAL_STEPS-th."""
+EVERY_STEP_UNTIL = 64  # All steps until this one are read, then every INTERVAL_STEPS-th
 INTERVAL_STEPS = 16
 BINARY = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
 

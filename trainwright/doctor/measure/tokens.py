@@ -17,8 +17,7 @@ from trainwright.replay.inspector import StepInspector
 from trainwright.replay.session import ReplaySession
 
 OFFSETS = (-1, 0, 1, 2, 3)
-MIN_EQUAL_FRACTION = 0.95
-"""Minimum fraction of targets that must equal the input token at an offset."""
+MIN_EQUAL_FRACTION = 0.95  # Minimum fraction of targets that must equal the input token at an offset
 
 
 class _Losses(StepInspector):

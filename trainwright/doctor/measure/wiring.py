@@ -300,10 +300,8 @@ def integrity(session: ReplaySession) -> SavedFacts:
     return SavedFacts(modified=tuple(modified[:8]), differs=differs, kind=kind)
 
 
-MIN_UPDATES = 8
-"""Minimum number of updates on one batch."""
-MAX_UPDATES = 128
-"""Maximum number of updates on one batch. The gain from depth appears late."""
+MIN_UPDATES = 8  # Minimum number of updates on one batch
+MAX_UPDATES = 128  # Maximum number of updates on one batch. The gain from depth appears late.
 
 
 def activated(session: ReplaySession, weights: Collection[str]) -> Intervention:

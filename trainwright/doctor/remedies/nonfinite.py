@@ -19,8 +19,7 @@ from trainwright.replay.trials import NotTried
 EPS = 1e-6
 ALIASES = {"truediv": "div", "rtruediv": "div", "divide": "div", "true_divide": "div", "rdiv": "div", "itruediv": "div"}
 """Other names of the same functions."""
-MASK_VALUE = -1e4
-"""Below all logits. Every dtype represents it with margin for an addition."""
+MASK_VALUE = -1e4  # Below all logits. Every dtype represents it with margin for an addition.
 
 
 def without_these_samples(session: ReplaySession, rows: Sequence[int], micro: int | None = None) -> str:

@@ -12,10 +12,8 @@ from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, course
 
-NUM_UPDATES = 8
-"""Number of updates on one batch."""
-MAX_STEPS = 32
-"""Maximum number of recorded steps that are replayed."""
+NUM_UPDATES = 8  # Number of updates on one batch
+MAX_STEPS = 32  # Maximum number of recorded steps that are replayed
 
 
 def compare_losses(what: str, was: list[float], now: list[float]) -> str:

@@ -85,23 +85,6 @@ def test_a_watch_that_begins_in_the_middle_is_no_resume() -> None:
     assert codes(fresh(), every=10) == {}, "a schedule by epochs"
 
 
-def test_a_schedule_that_starts_again(run: tuple[type[Optimizer], list[dict[str, Any]]]) -> None:
-    kind, (weights, moments, _) = run
-    loop = fresh(kind, seed=1)
-    loop[0].load_state_dict(weights)
-    loop[1].load_state_dict({**moments, "param_groups": loop[1].state_dict()["param_groups"]})
-    assert codes(loop) == ({} if kind is SGD else {"schedule_starts_again": "warning"}), "SGD counts nothing"
-
-
-def test_moments_that_were_not_loaded() -> None:
-    loop, earlier = fresh(seed=1), fresh()
-    go_on(earlier, 60)
-    weights, _, schedule = saved(earlier)
-    loop[0].load_state_dict(weights)
-    loop[2].load_state_dict(schedule)
-    assert codes(loop) == {"schedule_starts_again": "warning"}
-
-
 def prefixed(prefix: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     return lambda state: {prefix + name: tensor for name, tensor in state.items()}
 

@@ -56,7 +56,7 @@ def steps(loss: float, number: int) -> list[Watched]:
 
 def results(check: Check, *records: Any, finished: bool = False) -> list[Any]:
     run = RunContext(records, finished=finished)
-    return list(check.judge(run.for_check(check)))
+    return list(check.results(run))
 
 
 def said(check: Check, *records: Any) -> list[str]:

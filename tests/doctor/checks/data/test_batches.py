@@ -85,7 +85,7 @@ def test_a_constant_input_beside_one_that_varies_is_fine() -> None:
 
 @pytest.mark.parametrize(("gradient", "found"), [(0.002, 1), (1e-5, 1), (0.0, 0), (1e-12, 0)])
 def test_padding_counts_if_the_loss_has_a_gradient_there(gradient: float, found: int) -> None:
-    padding = PaddedIds(id=0, rows=0.9, fraction=0.4)
+    padding = PaddedIds(id=0, fraction=0.4)
     padded = batch(padding=padding)
     assert requested(pad_in_loss, padded) == ["padding_in_loss"]
     facts = PaddingFacts(padding=padding, at_padding=gradient, elsewhere=0.002)

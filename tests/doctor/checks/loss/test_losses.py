@@ -29,10 +29,6 @@ def loss_of(model: nn.Module, at: slice, tags: Tensor, ignored: int) -> Tensor:
 
 
 FAULTY: dict[str, list[Loss]] = {
-    "loss.arguments_swapped": [
-        lambda model, at: F.cross_entropy(F.one_hot(Y[at], 3).float(), model(X[at]).softmax(1)),
-        lambda model, at: F.kl_div(F.one_hot(Y[at], 3).float(), model(X[at]).softmax(1), reduction="batchmean"),
-    ],
     "loss.bounded_output": [
         lambda model, at: F.mse_loss(model(X[at])[:, 0].relu(), R[at]),
         lambda model, at: F.cross_entropy(model(X[at]).sigmoid(), Y[at]),
@@ -71,10 +67,6 @@ FAULTY: dict[str, list[Loss]] = {
     ],
 }
 HEALTHY: dict[str, list[Loss]] = {
-    "loss.arguments_swapped": [
-        lambda model, at: F.cross_entropy(model(X[at]), F.one_hot(Y[at], 3).float()),
-        lambda model, at: F.mse_loss(R[at], model(X[at])[:, 0]),
-    ],
     "loss.bounded_output": [
         lambda model, at: F.mse_loss(model(X[at])[:, 0].relu(), R[at].abs()),
         lambda model, at: F.cross_entropy(model(X[at]), Y[at]),

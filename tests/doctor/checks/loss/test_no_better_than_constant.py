@@ -39,3 +39,12 @@ def test_a_replay_does_not_hide_what_was_measured_live() -> None:
     losses = tuple(2.0 + 0.01 * (n % 2) for n in range(200))
     assert calls.fires(CODE, (192, live), (200, replayed), made=calls.steps(losses=losses))
     assert not calls.fires(CODE, (200, replayed), made=calls.steps(losses=losses))
+
+
+@pytest.mark.parametrize(("op", "found"), [("mse_loss", False), ("cross_entropy", True)], ids=["MAML", "two terms"])
+def test_an_inner_loss_knows_nothing_before_the_weights_are_adapted(op: str, found: bool) -> None:
+    blind = tuple((2.0 + 0.01 * (n % 2), 2.0, 2.0) for n in range(8))
+    adapted = MeasuredLoss(op, steps=30, rows=tuple((0.1, 2.0, 4.0 + n) for n in range(8)))
+    facts = LossFacts(given=(MeasuredLoss("mse_loss", steps=30, rows=blind), adapted), steps=30)
+    losses = tuple(2.0 + 0.01 * (n % 2) for n in range(200))
+    assert bool(calls.fires(CODE, (192, facts), made=calls.steps(losses=losses))) == found

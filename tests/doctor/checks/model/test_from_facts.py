@@ -164,18 +164,10 @@ def test_codes_that_collapse(last: float, found: bool) -> None:
     assert fires("model.representations_collapse", (8, ModulesFacts(looks=8, last=8, spreads=spreads))) == found
 
 
-def followed(
-    share: float,
-    *,
-    growth: float = 0.0,
-    gap: float = 0.01,
-    is_resumed: bool = False,
-    still_buffers: tuple[str, ...] = (),
-    evaluations: int = 0,
-) -> AveragesFacts:
+def followed(share: float, *, growth: float = 0.0, gap: float = 0.01, is_resumed: bool = False) -> AveragesFacts:
     rest_alone = 0.5 if growth else 1e-6
     moves = tuple(Move(n, share, growth, 1e-6, rest_alone) for n in range(9, 15))
-    copy = CopyFacts("Net", "Net", moves, (), still_buffers, evaluations, gap)
+    copy = CopyFacts("Net", "Net", moves, gap)
     return AveragesFacts(6, is_resumed, (copy,))
 
 
@@ -192,12 +184,6 @@ def test_averages_that_do_not_follow(facts: AveragesFacts, found: bool) -> None:
 def test_averages_that_were_not_restored(gap: float, is_resumed: bool, found: bool) -> None:
     facts = followed(0.03, gap=gap, is_resumed=is_resumed)
     assert fires("checkpoint.average_not_restored", (15, facts)) == found
-
-
-@pytest.mark.parametrize(("evaluations", "found"), [(2, True), (0, False)])
-def test_statistics_that_an_average_leaves_out_count_when_it_was_evaluated(evaluations: int, found: bool) -> None:
-    facts = followed(0.03, still_buffers=("norm.running_mean",), evaluations=evaluations)
-    assert fires("optim.average_leaves_parts_out", (15, facts)) == found
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,6 @@ def test_step_never_called_needs_weights_that_stand_still() -> None:
     ("code", "change"),
     [
         ("optim.params_in_two_optimizers", {"doubles": 3}),
-        ("gradient.clip_before_unscale", {"scaled_clip": ScaledClip(1.0, 70000.0, 65536.0), "scaled_clips": 3}),
         ("optim.params_missing", {"missing": ("head.weight",), "missing_share": 0.1}),
     ],
 )
@@ -67,14 +66,18 @@ def test_what_the_listener_of_calls_counts(code: str, change: dict[str, Any]) ->
 
 def test_look_alikes_of_what_is_counted() -> None:
     made = steps(*HEALTHY)
-    scaled = replace(CALLS, scaled_clip=ScaledClip(65536.0, 70000.0, 65536.0), scaled_clips=3)
-    assert fires("gradient.clip_before_unscale", (4, scaled), made=made) == []
     tuned = replace(CALLS, missing=("body.weight",), missing_share=0.9, missing_were_trained=True)
     assert fires("optim.params_missing", (4, tuned), made=made) == ["info"]
     stale = replace(CALLS, missing=("a",), missing_share=0.9, optimizers=(OptimizerFacts(6, 6, (GROUP,)),))
     assert fires("optim.params_missing", (4, stale), made=made) == []
     assert fires("optim.stale_params", (4, stale), made=made) == ["critical"]
     assert fires("optim.stale_params", (4, tuned), made=made) == []
+
+
+@pytest.mark.parametrize(("at", "found"), [(1.0, ["critical"]), (65536.0, [])], ids=["plain", "times the scale"])
+def test_clips_of_scaled_gradients(at: float, found: list[str]) -> None:
+    facts = ScalerFacts(steps=4, scaled_clip=ScaledClip(at, 70000.0, 65536.0), scaled_clips=3)
+    assert fires("gradient.clip_before_unscale", (4, facts), made=steps(*HEALTHY)) == found
 
 
 def test_a_group_at_zero() -> None:
@@ -90,8 +93,8 @@ def test_a_group_at_zero() -> None:
 def test_scaled_gradients() -> None:
     code, made = "precision.gradients_not_unscaled", steps(*HEALTHY)
     assert fires(code, (4, ScalerFacts(scaled_updates=4, since=1)), made=made) == ["critical"]
-    assert fires(code, (4, ScalerFacts(steps=4, updates=4, other=4)), made=made) == ["critical"]
-    assert fires(code, (4, ScalerFacts(steps=4, updates=4)), made=made) == []
+    assert fires(code, (4, ScalerFacts(steps=4, other=4)), made=made) == ["critical"]
+    assert fires(code, (4, ScalerFacts(steps=4)), made=made) == []
 
 
 @pytest.mark.parametrize(

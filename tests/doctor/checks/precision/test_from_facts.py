@@ -166,9 +166,9 @@ class TestScaler:
 @each_row(
     ("facts", "found"),
     [
-        (ScalerFacts(steps=8, updates=8), False),
+        (ScalerFacts(steps=8), False),
         (ScalerFacts(scaled_updates=8), True),
-        (ScalerFacts(steps=8, updates=8, other=8), True),
+        (ScalerFacts(steps=8, other=8), True),
     ],
 )
 def test_calls_of_a_scaler(facts: ScalerFacts, found: bool) -> None:

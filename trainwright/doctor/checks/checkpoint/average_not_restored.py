@@ -1,12 +1,11 @@
 from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.averages import AveragesFacts, averages_of
 
-MIN_RELATIVE_DISTANCE = 0.5
-"""Relative to the norm of the weights. Independent random weights are about 1.4 apart."""
+MIN_RELATIVE_DISTANCE = 0.5  # Relative to the norm of the weights. Independent random weights are about 1.4 apart.
 
 
-@check(stage="loop", confidence=0.85, needs=AveragesFacts)
-def average_not_restored(run: RunContext) -> Results:
+@check(stage="loop", confidence=0.85, since_step=1)
+def average_not_restored(run: RunContext, facts: AveragesFacts) -> Results:
     """After a resume the moving average starts far from the weights.
 
     Why it matters: evaluations and saved models use the average, which stays near a fresh initialisation for many
@@ -24,7 +23,6 @@ def average_not_restored(run: RunContext) -> Results:
 
     Sources: ai2cm/ace#349, Vchitect/Latte#55.
     """
-    facts = run.measured(AveragesFacts)
     if not facts.is_resumed:
         yield NotApplicable("the optimizer began without a state")
         return
@@ -33,10 +31,8 @@ def average_not_restored(run: RunContext) -> Results:
         gap = copy.gap / (1.0 - share) ** (copy.moves[0].step - 1)
         if copy.gap > MIN_RELATIVE_DISTANCE / 10 and gap > MIN_RELATIVE_DISTANCE:
             yield run.finding(
-                run.last_step,
                 symptom=f"the average of {copy.of} (a {copy.kind}) began about {gap:.2g} times the size of the weights "
                 f"away from them, though the optimizer was resumed",
-                since_step=1,
                 evidence=[
                     (
                         "distance from the weights, relative to their size",

@@ -1,11 +1,11 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check
 from trainwright.doctor.facts.calls import KeptFacts
 
 USES = {"load": "loaded back", "save": "saved", "": "still kept at the end"}
 
 
-@check(stage="loop", confidence=0.95, needs=KeptFacts)
-def kept_state_changes(run: RunContext) -> Results:
+@check(stage="loop", confidence=0.95)
+def kept_state_changes(run: RunContext, facts: KeptFacts) -> Results:
     """A kept `state_dict()` changes with the training, because its tensors are the live weights.
 
     Why it matters: the "best" weights are those of the last step.
@@ -21,15 +21,11 @@ def kept_state_changes(run: RunContext) -> Results:
 
     Sources: the PyTorch tutorial "Saving and loading models", note on `best_model_state`.
     """
-    facts = run.measured(KeptFacts)
     if not facts.taken:
         yield NotApplicable("no state_dict() was called on a watched model")
-    elif not facts.changed:
-        yield Passed(f"{facts.taken} dictionaries of state_dict()")
-    else:
+    elif facts.changed:
         kept = facts.changed[0]
         yield run.finding(
-            run.last_step,
             symptom=f"the state that was taken after step {kept.taken} is {USES[kept.used]} after step {kept.used_at}, "
             "with the weights of then",
             sure=0.95 if kept.used == "load" else 0.85 if kept.used else 0.6,

@@ -2,8 +2,8 @@ from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.checkpoint import ResumeFacts
 
 
-@check(stage="loop", severity="critical", confidence=0.97, needs=ResumeFacts)
-def loaded_weights_overwritten(run: RunContext) -> Results:
+@check(stage="loop", severity="critical", confidence=0.97)
+def loaded_weights_overwritten(run: RunContext, facts: ResumeFacts) -> Results:
     """Weights were loaded and then overwritten before the first step, so training starts from scratch.
 
     How it is detected: samples of each weight right after `load_state_dict`, and at the first forward call.
@@ -14,7 +14,6 @@ def loaded_weights_overwritten(run: RunContext) -> Results:
 
     Fix: initialise first, `load_state_dict` last.
     """
-    facts = run.measured(ResumeFacts)
     gone = facts.overwritten
     if gone is not None and gone.fraction >= 0.8:
         yield run.finding(

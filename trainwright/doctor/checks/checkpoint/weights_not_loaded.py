@@ -2,8 +2,8 @@ from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.checkpoint import ResumeFacts
 
 
-@check(stage="input", confidence=0.95, needs=ResumeFacts)
-def weights_not_loaded(run: RunContext) -> Results:
+@check(stage="input", confidence=0.95)
+def weights_not_loaded(run: RunContext, facts: ResumeFacts) -> Results:
     """Weights of the model are not in the state that is loaded, and `strict=False` hides it.
 
     How it is detected: the names that `load_state_dict` misses: they differ from those of the state by a prefix only,
@@ -17,7 +17,6 @@ def weights_not_loaded(run: RunContext) -> Results:
 
     Sources: lightning #4333.
     """
-    facts = run.measured(ResumeFacts)
     for load in facts.loads:
         if load.prefix is None and 2 * len(load.missing) < load.tensors:
             continue

@@ -1,12 +1,11 @@
-from trainwright.doctor import Finding, NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import Finding, NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.data import SAME, RowsFacts
 
-MIN_EQUAL_MICRO_BATCHES = 3
-"""Equal micro-batches of a step. Two may be two passes over one batch, as in SAM."""
+MIN_EQUAL_MICRO_BATCHES = 3  # Equal micro-batches of a step. Two may be two passes over one batch, as in SAM.
 
 
-@check(points_at="forward", stage="input", needs=RowsFacts)
-def batches_repeat(run: RunContext) -> Results:
+@check(points_at="forward", stage="input")
+def batches_repeat(run: RunContext, facts: RowsFacts) -> Results:
     """Step after step trains on the same batch.
 
     Why it matters: the model memorizes one batch; the rest of the data set is never read.
@@ -26,7 +25,6 @@ def batches_repeat(run: RunContext) -> Results:
         for x, y in loader:
             ...
     """
-    facts = run.measured(RowsFacts)
     if facts.steps < SAME:
         return
     is_stuck = not facts.same_before or facts.same >= 2 * facts.same_before
@@ -41,8 +39,6 @@ def batches_repeat(run: RunContext) -> Results:
         )
     elif facts.same >= SAME - 1:
         yield NotApplicable(f"every step has the same {facts.batch} rows, and no larger set is known")
-    else:
-        yield Passed(f"{facts.distinct} rows in {facts.steps} steps")
 
 
 def _same_batch(run: RunContext, facts: RowsFacts) -> Finding:

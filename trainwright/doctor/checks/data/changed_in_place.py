@@ -1,4 +1,4 @@
-from trainwright.doctor import Passed, Results, RunContext, Where, check
+from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.steadiness import SteadinessFacts
 
 MIN_CHANGES = 4
@@ -10,8 +10,8 @@ CONSEQUENCES = (
 )
 
 
-@check(stage="input", confidence=0.9, needs=SteadinessFacts, explains=CONSEQUENCES)
-def changed_in_place(run: RunContext) -> Results:
+@check(stage="input", confidence=0.9, explains=CONSEQUENCES)
+def changed_in_place(run: RunContext, facts: SteadinessFacts) -> Results:
     """The stored training data are changed in place, so a sample has other values when it comes again.
 
     Why it matters: each epoch normalises the samples once more, until they are far from what the model has learned.
@@ -28,7 +28,6 @@ def changed_in_place(run: RunContext) -> Results:
 
     Sources: facebookresearch/pycls#21, pytorch/vision#680.
     """
-    facts = run.measured(SteadinessFacts)
     if facts.changed >= MIN_CHANGES and facts.is_one_factor:
         yield run.finding(
             facts.steps,
@@ -48,5 +47,3 @@ def changed_in_place(run: RunContext) -> Results:
             since_step=facts.since_written,
             evidence=[("steps that wrote to their input", facts.written, 0)],
         )
-    else:
-        yield Passed(f"{facts.came_again} samples that came again")

@@ -1,6 +1,6 @@
 import math
 
-from trainwright.doctor import Passed, Results, RunContext, check
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts
 
 MIN_SAMPLES = 4
@@ -12,8 +12,8 @@ CONSEQUENCES = (
 )
 
 
-@check(stage="input", severity="critical", confidence=0.95, needs=BatchFacts, explains=CONSEQUENCES)
-def constant_input(run: RunContext) -> Results:
+@check(stage="input", severity="critical", confidence=0.95, explains=CONSEQUENCES)
+def constant_input(run: RunContext, facts: BatchFacts) -> Results:
     """All samples of the batch are equal, and their targets differ.
 
     Why it matters: the outputs are the same for all samples, so the model can learn nothing but the average target.
@@ -28,16 +28,13 @@ def constant_input(run: RunContext) -> Results:
 
     Fix: cast before dividing, `x.float() / 255`, and look at `(x[0] - x[1]).abs().max()` behind the loader.
     """
-    facts = run.measured(BatchFacts)
     if not facts.inputs or facts.inputs[0].shape[0] < MIN_SAMPLES:
         return
     if not facts.targets_vary or not all(each.constant for each in facts.inputs):
-        yield Passed(f"{facts.inputs[0].shape[0]} samples")
         return
     zeros = all(each.absmax == 0.0 for each in facts.inputs)
     is_dummy = all(math.prod(each.shape[1:]) == 1 for each in facts.inputs)
     yield run.finding(
-        run.last_step,
         severity="info" if is_dummy else "critical",
         symptom=f"all {facts.inputs[0].shape[0]} samples of the batch are "
         + ("zeros" if zeros else "equal")

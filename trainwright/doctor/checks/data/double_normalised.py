@@ -1,14 +1,13 @@
-from trainwright.doctor import ExperimentRequest, Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, ExperimentRequest, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, InputSpread, StandardizedFacts
 
-MAX_STD = 0.02
-"""Inputs with a smaller standard deviation may vary too little."""
+MAX_STD = 0.02  # Inputs with a smaller standard deviation may vary too little
 MAX_STEP = 4
 CONSEQUENCES = ("gradient.vanishing", "model.init_symmetric", "model.dead_relu", "optim.lr_too_low")
 
 
-@check(stage="input", needs=BatchFacts, explains=CONSEQUENCES)
-def double_normalised(run: RunContext) -> Results:
+@check(stage="input", explains=CONSEQUENCES)
+def double_normalised(run: RunContext, exams: Every[BatchFacts]) -> Results:
     """The inputs hardly vary, and the model learns several times as fast with standardized ones.
 
     Why it matters: samples look alike to the model, so it learns the class frequencies and stays near that loss.
@@ -24,10 +23,9 @@ def double_normalised(run: RunContext) -> Results:
 
     Sources: TheDeepChecker (Ben Braiek and Khomh).
     """
-    step, facts = next(iter(run.every(BatchFacts)), (0, BatchFacts()))
+    step, facts = next(iter(exams), (0, BatchFacts()))
     spreads = [each for each in facts.inputs if each.std is not None and len(each.shape) > 1 and not each.constant]
     if step > MAX_STEP or not spreads or not all(map(_is_small, spreads)):
-        yield Passed(f"{len(spreads)} inputs")
         return
     trial = next((each for at, each in run.every(StandardizedFacts) if at == step), None)
     if trial is None:
@@ -39,7 +37,6 @@ def double_normalised(run: RunContext) -> Results:
     if would > 2 * fell and would > 0.03 * abs(trial.standardized[0]):
         x = spreads[0]
         yield run.finding(
-            run.last_step,
             symptom=f"inputs hardly vary: deviation {x.std:.2g} around {x.mean:.3g}",
             evidence=[
                 ("deviation of the inputs", x.std, 1),

@@ -2,8 +2,8 @@ from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.data import LoadersFacts
 
 
-@check(stage="input", confidence=1.0, needs=LoadersFacts, explains=("optim.step_never_called",))
-def empty_loader(run: RunContext) -> Results:
+@check(stage="input", confidence=1.0, explains=("optim.step_never_called",))
+def empty_loader(run: RunContext, facts: LoadersFacts) -> Results:
     """The loader gives no batch, so an epoch has no steps.
 
     Why it matters: every line of the loop runs, no error is raised, and nothing is trained.
@@ -18,7 +18,6 @@ def empty_loader(run: RunContext) -> Results:
 
     Fix: `drop_last=False` or a smaller `batch_size`; `assert len(loader) > 0` before the loop.
     """
-    facts = run.measured(LoadersFacts)
     for each in facts.empty:
         if each.length not in (0, None) or (each.length is None and each.epochs < 2):
             continue
@@ -26,10 +25,8 @@ def empty_loader(run: RunContext) -> Results:
         cause = f"it has {each.samples} samples, a batch has {each.batch_size}"
         cause += ", and drop_last=True drops the incomplete one" if each.drop_last else ""
         yield run.finding(
-            run.last_step,
             severity="warning" if run.steps else "critical",
             symptom=f"a loader was iterated over {times} and gave no batch",
             cause="its data set gives nothing" if each.samples is None else cause,
             evidence=[("batches in an epoch", 0, "> 0"), ("samples", each.samples), ("drop_last", each.drop_last)],
         )
-        return

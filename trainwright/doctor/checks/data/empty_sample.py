@@ -28,4 +28,3 @@ def empty_sample(run: RunContext) -> Results:
                 evidence=[("the value of every element", first.empty)],
                 trial=without_samples(trace, first),
             )
-            return

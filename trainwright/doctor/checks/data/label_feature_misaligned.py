@@ -1,14 +1,13 @@
-from trainwright.doctor import ExperimentRequest, NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import ExperimentRequest, NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, LabelSignalFacts
 
 MIN_STEPS = 64
 RECENT_STEPS = 16
-MAX_DEVIATIONS = 2.5
-"""Standard deviations above chance that are still no information about the labels."""
+MAX_DEVIATIONS = 2.5  # Standard deviations above chance that are still no information about the labels
 
 
-@check(stage="label", confidence=0.7, needs=BatchFacts, explains=("optim.lr_too_low",))
-def label_feature_misaligned(run: RunContext) -> Results:
+@check(stage="label", confidence=0.7, explains=("optim.lr_too_low",))
+def label_feature_misaligned(run: RunContext, facts: BatchFacts) -> Results:
     """Inputs and labels do not belong together.
 
     Why it matters: the loss stays at the entropy of the labels. No architecture and no learning rate helps.
@@ -24,14 +23,12 @@ def label_feature_misaligned(run: RunContext) -> Results:
 
     Sources: TheDeepChecker (Ben Braiek and Khomh).
     """
-    facts = run.measured(BatchFacts)
     losses = [each.loss for each in run.steps if each.step > run.last_step - RECENT_STEPS]
     if not facts.classes or not facts.entropy:
         yield NotApplicable("the samples do not have one class each")
         return
     recent = sum(losses) / max(1, len(losses))
     if run.last_step < MIN_STEPS or len(losses) < RECENT_STEPS or recent < 0.9 * facts.entropy:
-        yield Passed(f"loss {recent:.3g} with the entropy of the labels, {facts.entropy:.3g}")
         return
     if not run.was_tried(LabelSignalFacts):
         yield ExperimentRequest(LabelSignalFacts.experiment, run.last_step)
@@ -41,7 +38,6 @@ def label_feature_misaligned(run: RunContext) -> Results:
     if not signal.memorized[-1] < 0.9 * signal.memorized[0]:
         return
     yield run.finding(
-        run.last_step,
         symptom=f"the loss after {run.last_step} steps is {recent:.3g}; to know only the frequency of each class gives "
         f"{facts.entropy:.3g}",
         evidence=[

@@ -38,7 +38,6 @@ def label_out_of_range(run: RunContext) -> Results:
     facts = run.latest(TargetsFacts)
     if facts is not None and (facts.lowest < -1e-6 or facts.highest > 1 + 1e-6):
         yield run.finding(
-            run.last_step,
             symptom=f"targets of a binary loss are between {facts.lowest:.4g} and {facts.highest:.4g}",
             cause="labels are -1 and 1, or 0 to 255: the loss falls without bound",
             sure=0.95,

@@ -1,9 +1,9 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check
+from trainwright.doctor import Every, NotApplicable, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import BatchFacts
 
 
-@check(stage="label", severity="critical", confidence=0.9, needs=BatchFacts, explains=("loss.no_shift",))
-def labels_shifted_twice(run: RunContext) -> Results:
+@check(stage="label", severity="critical", confidence=0.9, explains=("loss.no_shift",))
+def labels_shifted_twice(run: RunContext, exams: Every[BatchFacts]) -> Results:
     """The labels are shifted twice: the model learns the token after the next one.
 
     Why it matters: the loss falls as usual, and what the model generates leaves out every second token.
@@ -21,7 +21,7 @@ def labels_shifted_twice(run: RunContext) -> Results:
 
     Sources: huggingface/transformers#32944, wdndev/tiny-llm-zh#10.
     """
-    step, facts = run.every(BatchFacts)[-1]
+    step, facts = exams[-1]
     if not facts.offsets:
         yield NotApplicable("no target is a token of the input")
     elif 2 in facts.offsets and 1 not in facts.offsets:
@@ -30,5 +30,3 @@ def labels_shifted_twice(run: RunContext) -> Results:
             where=Where(op="cross_entropy"),
             evidence=[("position of the target after that of its prediction", 2, 1)],
         )
-    else:
-        yield Passed("the positions of targets")

@@ -45,4 +45,3 @@ def nonfinite_input(run: RunContext) -> Results:
             ),
             evidence=[("non-finite values in the input", sum(each.nan + each.inf for each in seen.inputs), 0)],
         )
-        return

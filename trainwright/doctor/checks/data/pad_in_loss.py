@@ -1,9 +1,9 @@
-from trainwright.doctor import ExperimentRequest, NotApplicable, Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, ExperimentRequest, NotApplicable, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, PaddingFacts
 
 
-@check(stage="label", needs=BatchFacts)
-def pad_in_loss(run: RunContext) -> Results:
+@check(stage="label")
+def pad_in_loss(run: RunContext, exams: Every[BatchFacts]) -> Results:
     """Padding is counted as a target of the loss.
 
     Why it matters: padding is the easiest token there is, so the loss looks low, and gradients are spent on it.
@@ -21,7 +21,7 @@ def pad_in_loss(run: RunContext) -> Results:
 
     Sources: huggingface/trl#1623.
     """
-    padded = next(((step, facts) for step, facts in run.every(BatchFacts) if facts.padding), None)
+    padded = next(((step, facts) for step, facts in exams if facts.padding), None)
     if padded is None:
         yield NotApplicable("the inputs have no padding")
         return
@@ -32,10 +32,8 @@ def pad_in_loss(run: RunContext) -> Results:
     if facts is None:
         return
     if facts.at_padding <= 1e-6 * facts.elsewhere:
-        yield Passed(f"the gradient of the loss at padding, id {facts.padding.id}")
         return
     yield run.finding(
-        run.last_step,
         symptom=f"{facts.padding.fraction:.0%} of the tokens are padding (id {facts.padding.id}), and the loss counts "
         "them as targets",
         evidence=[

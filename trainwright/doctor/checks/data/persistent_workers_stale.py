@@ -2,8 +2,8 @@ from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts
 
 
-@check(stage="input", confidence=0.85, needs=LoadersFacts)
-def persistent_workers_stale(run: RunContext) -> Results:
+@check(stage="input", confidence=0.85)
+def persistent_workers_stale(run: RunContext, facts: LoadersFacts) -> Results:
     """An attribute of the data set changed after its persistent workers had started, and they do not see it.
 
     Why it matters: each worker holds a copy of the data set from when it started. Augmentation that is switched off,
@@ -20,7 +20,6 @@ def persistent_workers_stale(run: RunContext) -> Results:
 
     Sources: jizhishutong/YOLOU#29, LibreYOLO PR 775, CondadosAI/modern-yolonas PR 58.
     """
-    facts = run.measured(LoadersFacts)
     if (stale := facts.stale) is not None:
         yield run.finding(
             max(1, stale.step),

@@ -1,10 +1,8 @@
 from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.data import EpochRepeat, LoadersFacts, RowsFacts
 
-MIN_SAMPLES = 16
-"""A random order of this many samples repeats by chance once in 16! times."""
-MIN_PERIOD = 4
-"""Minimum number of batches after which they recur."""
+MIN_SAMPLES = 16  # A random order of this many samples repeats by chance once in 16! times
+MIN_PERIOD = 4  # Minimum number of batches after which they recur
 MIN_RECURRED_BATCHES = 8
 
 
@@ -43,7 +41,6 @@ def same_order_every_epoch(run: RunContext) -> Results:
             else "the generator of the sampler starts from the same seed in each epoch"
         )
         yield run.finding(
-            run.last_step,
             severity="warning" if repeat.random else "info",
             symptom=f"an epoch has the {repeat.equal} batches of the epoch before, in the same order",
             cause=cause if repeat.random else f"{repeat.sampler} gives a fixed order; fine if that is intended",

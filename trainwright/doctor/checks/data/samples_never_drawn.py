@@ -1,15 +1,13 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts
 
-MIN_DRAWS_PER_SAMPLE = 32
-"""Mean draws of each drawn sample after which the others would have been drawn, too."""
+MIN_DRAWS_PER_SAMPLE = 32  # Mean draws of each drawn sample after which the others would have been drawn, too
 MIN_DRAWS = 256
-MAX_UNUSED_FRACTION = 0.05
-"""Fraction of the dataset that may be left out."""
+MAX_UNUSED_FRACTION = 0.05  # Fraction of the dataset that may be left out
 
 
-@check(stage="input", confidence=0.85, needs=LoadersFacts)
-def samples_never_drawn(run: RunContext) -> Results:
+@check(stage="input", confidence=0.85)
+def samples_never_drawn(run: RunContext, facts: LoadersFacts) -> Results:
     """Only a few samples of the data set are drawn, again and again, and the others never.
 
     Why it matters: the model overfits the few samples that it sees.
@@ -30,7 +28,6 @@ def samples_never_drawn(run: RunContext) -> Results:
 
     Sources: deep-voice/soundbay PR 49.
     """
-    facts = run.measured(LoadersFacts)
     drawn = [each for each in facts.drawn if each.samples and not each.chooses]
     if not drawn:
         yield NotApplicable("no loader draws samples by their numbers from all of a data set")
@@ -40,10 +37,7 @@ def samples_never_drawn(run: RunContext) -> Results:
         is_few = each.draws >= max(MIN_DRAWS, MIN_DRAWS_PER_SAMPLE * each.distinct)
         if left > MAX_UNUSED_FRACTION * each.samples and (is_few or each.same_set):
             yield run.finding(
-                run.last_step,
                 symptom=f"only {each.distinct} of {each.samples} samples were drawn in {each.draws} draws",
                 where=Where(source=facts.source),
                 evidence=[("different samples drawn", each.distinct, each.samples), ("sampler", each.sampler)],
             )
-            return
-    yield Passed(f"{max(each.distinct for each in drawn)} samples")

@@ -1,12 +1,11 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import RowsFacts
 
-MIN_EQUAL_GROUPS = 4
-"""Groups of equal batches with different rows. Fewer may be chance."""
+MIN_EQUAL_GROUPS = 4  # Groups of equal batches with different rows. Fewer may be chance.
 
 
-@check(stage="input", confidence=0.95, needs=RowsFacts)
-def stream_read_by_every_worker(run: RunContext) -> Results:
+@check(stage="input", confidence=0.95)
+def stream_read_by_every_worker(run: RunContext, facts: RowsFacts) -> Results:
     """Every worker yields the whole stream, so each sample comes once per worker in an epoch.
 
     Why it matters: consecutive batches are equal, and an epoch is as many times as long as there are workers.
@@ -27,7 +26,6 @@ def stream_read_by_every_worker(run: RunContext) -> Results:
 
     Sources: huggingface/datasets#3423, pytorch/pytorch#30599, NTMC-Community/MatchZoo-py PR 169.
     """
-    facts = run.measured(RowsFacts)
     if facts.workers < 2:
         yield NotApplicable("no loader has several workers that read a stream")
     elif facts.groups >= MIN_EQUAL_GROUPS and facts.equal_groups == facts.groups:
@@ -37,5 +35,3 @@ def stream_read_by_every_worker(run: RunContext) -> Results:
             where=Where(source=facts.source),
             evidence=[("groups of equal batches", facts.equal_groups, 0), ("workers", facts.workers)],
         )
-    else:
-        yield Passed(f"{facts.groups} groups of {facts.workers} batches")

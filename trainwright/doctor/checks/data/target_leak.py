@@ -1,14 +1,12 @@
-from trainwright.doctor import Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, LeakingColumn
 
-MAX_ROUNDING_VARIANCE = 1e-12
-"""Fraction of the variance within classes that is rounding."""
-MIN_SAMPLES_IF_EXACT = 48
-"""Samples of an exact column that suffice in one examination."""
+MAX_ROUNDING_VARIANCE = 1e-12  # Fraction of the variance within classes that is rounding
+MIN_SAMPLES_IF_EXACT = 48  # Samples of an exact column that suffice in one examination
 
 
-@check(stage="input", needs=BatchFacts)
-def target_leak(run: RunContext) -> Results:
+@check(stage="input")
+def target_leak(run: RunContext, every: Every[BatchFacts]) -> Results:
     """One column of the input alone determines the target.
 
     Why it matters: training and validation are perfect, and the model is useless where that column is not known yet.
@@ -26,9 +24,8 @@ def target_leak(run: RunContext) -> Results:
 
     Sources: DLCheck; arXiv 2412.11304.
     """
-    exams = [facts for _, facts in run.every(BatchFacts) if facts.leaks]
+    exams = [facts for _, facts in every if facts.leaks]
     if len(exams) < 2 and not (exams and _is_exact(exams[0].leaks[0])):
-        yield Passed("the columns of a batch")
         return
     last = {leak.column: leak for leak in exams[-1].leaks}
     leak = next((last[each.column] for each in exams[0].leaks if each.column in last), None)
@@ -36,7 +33,6 @@ def target_leak(run: RunContext) -> Results:
         return
     is_exact = leak.within < MAX_ROUNDING_VARIANCE
     yield run.finding(
-        run.last_step,
         severity="warning" if is_exact else "info",
         symptom=f"column {leak.column} of the input alone tells the target of all {leak.samples} samples seen",
         sure=0.9 if is_exact else 0.7,

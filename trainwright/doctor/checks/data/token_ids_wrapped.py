@@ -1,16 +1,14 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, TargetsFacts
 
 INTEGER_RANGES = {255: "uint8", 32767: "int16", 65535: "uint16"}
 """Largest ids of small integer types. 127 is left out because it is also the largest ASCII code."""
-MIN_OUTPUTS_BEYOND = 32
-"""Outputs beyond the range. Fewer may be special tokens, or a vocabulary padded to a multiple."""
-MIN_TARGETS_PER_ID = 20
-"""Targets per id of the small integer type after which larger ids would have appeared."""
+MIN_OUTPUTS_BEYOND = 32  # Outputs beyond the range. Fewer may be special tokens, or a vocabulary padded to a multiple.
+MIN_TARGETS_PER_ID = 20  # Targets per id of the small integer type after which larger ids would have appeared
 
 
-@check(stage="label", confidence=0.85, needs=(TargetsFacts, BatchFacts))
-def token_ids_wrapped(run: RunContext) -> Results:
+@check(stage="label", confidence=0.85)
+def token_ids_wrapped(run: RunContext, facts: TargetsFacts, batch: BatchFacts) -> Results:
     """Token ids wrap around: they were stored in an integer dtype that is too small for the vocabulary.
 
     Why it matters: ids above the largest value of the dtype become other tokens. The model trains on wrong text, and
@@ -28,17 +26,14 @@ def token_ids_wrapped(run: RunContext) -> Results:
 
     Sources: huggingface/transformers#2825, princeton-nlp/LLM-Shearing#65.
     """
-    facts, batch = run.measured(TargetsFacts), run.measured(BatchFacts)
     if batch.classes is None:
         yield NotApplicable("the targets are no classes")
         return
     kind = INTEGER_RANGES.get(facts.largest)
     is_certain = facts.targets >= MIN_TARGETS_PER_ID * facts.largest
     if kind is None or not is_certain or batch.classes <= facts.largest + MIN_OUTPUTS_BEYOND:
-        yield Passed(f"{facts.targets} targets up to {facts.largest}")
         return
     yield run.finding(
-        run.last_step,
         symptom=f"no token id above {facts.largest} occurs among {facts.targets} targets, and the vocabulary has "
         f"{batch.classes}: ids wrap at the range of {kind}",
         evidence=[("largest target", facts.largest, f"up to {batch.classes - 1}"), ("targets", facts.targets)],

@@ -1,14 +1,11 @@
-from trainwright.doctor import NotApplicable, Passed, Result, Results, RunContext, Where, check
+from trainwright.doctor import Finding, NotApplicable, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import EvaluatedRows, LoadersFacts, RowsFacts
 
-MAX_SHARED_FRACTION = 0.01
-"""Fraction of samples that may be in both sets."""
-MAX_NEW_FRACTION = 0.05
-"""Fraction of new rows in a training that has read all of its data."""
+MAX_SHARED_FRACTION = 0.01  # Fraction of samples that may be in both sets
+MAX_NEW_FRACTION = 0.05  # Fraction of new rows in a training that has read all of its data
 MIN_SHARED_ROWS = 4
 """Equal rows from which on they are reported. Fewer may be equal by chance, as generated curves of few phases are."""
-CHANCE_MULTIPLE = 4.0
-"""Multiple of the number of rows that are equal by chance."""
+CHANCE_MULTIPLE = 4.0  # Multiple of the number of rows that are equal by chance
 
 
 @check(stage="input", confidence=0.9)
@@ -43,13 +40,12 @@ def train_val_overlap(run: RunContext) -> Results:
             yield NotApplicable("training still meets new rows")
             return
         is_too_many = last.shared >= MIN_SHARED_ROWS and last.shared > _by_chance(last, rows)
-        shared = last.shared if last.is_partial and is_too_many else 0
-        yield _found(run, shared, last.distinct, "content", last.shared >= 0.95 * last.trained, last.source)
+        if last.is_partial and is_too_many:
+            is_meant = last.shared >= 0.95 * last.trained
+            yield _found(run, last.shared, last.distinct, "content", is_meant, last.source)
 
 
-def _found(run: RunContext, shared: int, samples: int, by: str, is_meant: bool, source: str | None = None) -> Result:
-    if not shared:
-        return Passed(f"{samples} validation samples, by {by}")
+def _found(run: RunContext, shared: int, samples: int, by: str, is_meant: bool, source: str | None = None) -> Finding:
     return run.finding(
         max(1, run.last_step),
         severity="info" if is_meant else "warning",

@@ -1,12 +1,10 @@
 import math
 
-from trainwright.doctor import ExperimentRequest, Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, ExperimentRequest, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, StandardizedFacts
 
-MIN_RMS = 10.0
-"""Inputs with a larger root mean square may be too large."""
-MAX_STEP = 4
-"""The last step in which the scale of the loss is evidence about the inputs."""
+MIN_RMS = 10.0  # Inputs with a larger root mean square may be too large
+MAX_STEP = 4  # The last step in which the scale of the loss is evidence about the inputs
 CONSEQUENCES = (
     "gradient.exploding",
     "model.init_too_large",
@@ -15,8 +13,8 @@ CONSEQUENCES = (
 )
 
 
-@check(stage="input", needs=BatchFacts, explains=CONSEQUENCES)
-def unnormalised_input(run: RunContext) -> Results:
+@check(stage="input", explains=CONSEQUENCES)
+def unnormalised_input(run: RunContext, exams: Every[BatchFacts]) -> Results:
     """The inputs are far larger than 1, and the first loss is far above chance because of it.
 
     Why it matters: the first layer saturates, and no learning rate suits both it and the other layers.
@@ -34,11 +32,10 @@ def unnormalised_input(run: RunContext) -> Results:
 
     Sources: UMLAUT (Schoop et al., CHI 2021).
     """
-    step, facts = next(iter(run.every(BatchFacts)), (0, BatchFacts()))
+    step, facts = next(iter(exams), (0, BatchFacts()))
     spreads = [each for each in facts.inputs if each.std and len(each.shape) > 1]
     large = [each for each in spreads if math.hypot(each.mean or 0.0, each.std or 0.0) > MIN_RMS]
     if step > MAX_STEP or not large:
-        yield Passed(f"{len(spreads)} inputs")
         return
     trial = next((each for at, each in run.every(StandardizedFacts) if at == step), None)
     if trial is None:
@@ -54,7 +51,6 @@ def unnormalised_input(run: RunContext) -> Results:
     if is_worse:
         x = large[0]
         yield run.finding(
-            run.last_step,
             symptom=f"the loss is {first:.3g} before any update" + (f", chance is {chance:.3g}" if chance else ""),
             cause=f"inputs are not normalised: mean {x.mean:.3g}, deviation {x.std:.3g}, up to {x.absmax:.3g}",
             evidence=[

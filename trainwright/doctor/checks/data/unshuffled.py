@@ -1,11 +1,11 @@
-from trainwright.doctor import Passed, Results, RunContext, Where, check
+from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts
 
 MIN_BATCHES = 16
 
 
-@check(stage="input", severity="critical", needs=LoadersFacts)
-def unshuffled(run: RunContext) -> Results:
+@check(stage="input", severity="critical")
+def unshuffled(run: RunContext, facts: LoadersFacts) -> Results:
     """The data is sorted by class and read in its order, so each batch holds hardly more than one class.
 
     Why it matters: the model forgets the classes that it does not see, and the end of an epoch decides what it
@@ -24,16 +24,13 @@ def unshuffled(run: RunContext) -> Results:
 
     Sources: UMLAUT (Schoop et al., CHI 2021).
     """
-    facts = run.measured(LoadersFacts)
     if len(facts.entropies) < 2 or not facts.mixed:
         return
     entropies, (lowest, usual) = facts.entropies[:MIN_BATCHES], facts.mixed
     mean = sum(entropies) / len(entropies)
     if usual < 0.2 or mean > 0.5 * usual or mean >= lowest:
-        yield Passed(f"the labels of {len(entropies)} batches")
         return
     yield run.finding(
-        run.last_step,
         severity="critical" if facts.ascending else "info",
         symptom=f"batches hold hardly more than one class each: label entropy {mean:.2f}, shuffled {usual:.2f}",
         cause="" if facts.ascending else "the sampler puts samples of one class together; fine if that is intended",

@@ -1,12 +1,12 @@
 import dataclasses
 
-from trainwright.doctor import Passed, Results, RunContext, Where, check
+from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts
 from trainwright.runs.records import Tried
 
 
-@check(stage="input", confidence=0.95, needs=LoadersFacts)
-def worker_rng_duplicate(run: RunContext) -> Results:
+@check(stage="input", confidence=0.95)
+def worker_rng_duplicate(run: RunContext, facts: LoadersFacts) -> Results:
     """The workers of a loader draw the same random numbers.
 
     Why it matters: augmentation is repeated by each worker, or in each epoch. Nothing fails; the final score is worse.
@@ -29,16 +29,13 @@ def worker_rng_duplicate(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch#5059, CenterNet#233, fairseq#1383.
     """
-    facts = run.measured(LoadersFacts)
     drawn = facts.workers
     if drawn is None or not drawn.random:
         return
     among = drawn.equal_workers and drawn.workers > 1
     if not among and not drawn.equal_epochs:
-        yield Passed("one sample, read by two workers in two epochs")
         return
     found = run.finding(
-        run.last_step,
         symptom=f"the {drawn.workers} workers draw the same random numbers"
         if among
         else "the workers draw the same random numbers in every epoch",

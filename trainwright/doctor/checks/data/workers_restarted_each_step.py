@@ -1,12 +1,11 @@
 from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts
 
-MIN_RESTARTS = 8
-"""Number of iterators. Fewer may be a test, or short epochs."""
+MIN_RESTARTS = 8  # Number of iterators. Fewer may be a test, or short epochs.
 
 
-@check(stage="input", confidence=0.95, needs=LoadersFacts)
-def workers_restarted_each_step(run: RunContext) -> Results:
+@check(stage="input", confidence=0.95)
+def workers_restarted_each_step(run: RunContext, facts: LoadersFacts) -> Results:
     """A new iterator of the loader is made in every step, which restarts its worker processes each time.
 
     Why it matters: starting processes takes longer than most steps, and what they prefetch is thrown away. With
@@ -25,14 +24,11 @@ def workers_restarted_each_step(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch#1917.
     """
-    facts = run.measured(LoadersFacts)
     for each in facts.restarts:
         if each.iterators >= MIN_RESTARTS and each.batches < 2 * each.iterators and (each.length or MIN_RESTARTS) > 2:
             yield run.finding(
-                run.last_step,
                 symptom=f"{each.iterators} iterators of a loader gave {each.batches} batches: its {each.workers} "
                 "workers start again each time",
                 where=Where(source=facts.source),
                 evidence=[("batches of an iterator", round(each.batches / each.iterators, 2), each.length)],
             )
-            return

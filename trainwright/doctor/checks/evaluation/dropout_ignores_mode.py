@@ -2,8 +2,8 @@ from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.modes import DropsFacts
 
 
-@check(stage="forward", confidence=0.95, needs=DropsFacts)
-def dropout_ignores_mode(run: RunContext) -> Results:
+@check(stage="forward", confidence=0.95)
+def dropout_ignores_mode(run: RunContext, facts: DropsFacts) -> Results:
     """A dropout stays on in eval mode, so predictions are random.
 
     How it is detected: one forward pass is replayed with every module in eval mode; a dropout function, or a random
@@ -18,13 +18,11 @@ def dropout_ignores_mode(run: RunContext) -> Results:
 
     Sources: PyTorchNLPBook#28.
     """
-    facts = run.measured(DropsFacts)
     if not facts.drops:
         return
     by_name = [each for each in facts.drops if "dropout" in each.op or each.op == "scaled_dot_product_attention"]
     first = (by_name or facts.drops)[0]
     yield run.finding(
-        run.last_step,
         symptom=f"in eval mode {first.op} still drops values in {in_words(first.module)}",
         sure=None if by_name else 0.6,
         where=Where(module=first.module, op=first.op),

@@ -1,12 +1,12 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check
 from trainwright.doctor.facts.modes import ModesFacts
 
 MAX_FRACTION = 0.25
 """Fraction of steps. More frequent passes without gradients belong to the steps (targets, pseudo labels)."""
 
 
-@check(stage="loop", confidence=0.9, needs=ModesFacts)
-def in_train_mode(run: RunContext) -> Results:
+@check(stage="loop", confidence=0.9)
+def in_train_mode(run: RunContext, facts: ModesFacts) -> Results:
     """An evaluation runs in train mode.
 
     Why it matters: dropout is on and batch normalization learns from the validation set, so the validation loss is
@@ -25,18 +25,15 @@ def in_train_mode(run: RunContext) -> Results:
 
     Sources: ethos-ares#20.
     """
-    facts = run.measured(ModesFacts)
     if not facts.depends:
         yield NotApplicable("no module behaves differently in eval mode")
         return
     bursts, in_eval = facts.evaluated_in_train, facts.evaluated_in_eval
     starts_late = bool(bursts and in_eval and bursts[0] > in_eval[0])
-    if facts.steps < 5 or not bursts or (in_eval and not starts_late):
-        yield Passed(f"{len(in_eval)} evaluations")
-    elif facts.num_evaluated_in_train <= MAX_FRACTION * facts.steps:
+    is_unusual = bursts and (starts_late or not in_eval)
+    if facts.steps >= 5 and is_unusual and facts.num_evaluated_in_train <= MAX_FRACTION * facts.steps:
         norms = f"; it updates the running statistics of {facts.norms} normalizations" if facts.norms else ""
         yield run.finding(
-            run.last_step,
             symptom=f"an evaluation after step {bursts[0]} ran in train mode{norms}",
             sure=0.7 if in_eval else None,
             since_step=bursts[0],

@@ -5,11 +5,12 @@ from trainwright.runs.records import Watched
 
 
 @check(
-    points_at="zero_grad", stage="backward", severity="critical", confidence=0.95,
-    explains=(
-        "optim.lr_too_low", "gradient.accumulation_not_normalised", "optim.missing_zero_grad",
-    ),
-)  # fmt: skip
+    points_at="zero_grad",
+    stage="backward",
+    severity="critical",
+    confidence=0.95,
+    explains=("optim.lr_too_low", "gradient.accumulation_not_normalised", "optim.missing_zero_grad"),
+)
 def accumulation_discarded(run: RunContext) -> Results:
     """Gradients are cleared between the micro-batches of a step, so only the last ones reach the update.
 

@@ -4,8 +4,8 @@ from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts, kinds
 
 
-@check(points_at="step", stage="backward", confidence=0.95, needs=CallsFacts)
-def accumulation_leftover(run: RunContext) -> Results:
+@check(points_at="step", stage="backward", confidence=0.95)
+def accumulation_leftover(run: RunContext, facts: CallsFacts) -> Results:
     """The last, short window of an epoch is added to the first window of the next one.
 
     Why it matters: one update in each epoch mixes gradients of old weights with new ones, and is too large.
@@ -21,7 +21,6 @@ def accumulation_leftover(run: RunContext) -> Results:
 
     Fix: step at the end of an epoch, too (divided by what the window has), or drop what is left over.
     """
-    facts = run.measured(CallsFacts)
     counts = {record.step: len(kinds(record, "backward")) for record in run.steps}
     if not facts.split_windows or not counts:
         return
@@ -35,4 +34,3 @@ def accumulation_leftover(run: RunContext) -> Results:
                 symptom=f"the update of step {step} has {total} micro-batches in it, not {usual}",
                 evidence=[("backward passes in the window", total, usual)],
             )
-            return

@@ -1,12 +1,11 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import Every, NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.gradient import AccumulationFacts
 
 
 @check(
-    points_at="backward", stage="loss", confidence=0.9, needs=AccumulationFacts,
-    explains=("gradient.clip_always_active", "optim.lr_too_high"),
-)  # fmt: skip
-def accumulation_not_normalised(run: RunContext) -> Results:
+    points_at="backward", stage="loss", confidence=0.9, explains=("gradient.clip_always_active", "optim.lr_too_high")
+)
+def accumulation_not_normalised(run: RunContext, exams: Every[AccumulationFacts]) -> Results:
     """The losses of accumulated micro-batches are not divided by their number, or are divided by a wrong one.
 
     Why it matters: the gradient is that many times too large, so each change of the accumulation changes the run. With
@@ -28,7 +27,7 @@ def accumulation_not_normalised(run: RunContext) -> Results:
     by_hand = {each.step for each in run.steps if each.values.get("edited")}
     seen = [
         (step, [each for each in facts.weights if each is not None])
-        for step, facts in run.every(AccumulationFacts)
+        for step, facts in exams
         if facts.is_plain and not facts.discarded and step not in by_hand and facts.is_as_recorded
         and facts.weights and None not in facts.weights
     ]  # fmt: skip
@@ -37,7 +36,6 @@ def accumulation_not_normalised(run: RunContext) -> Results:
         return
     off = [(step, weights) for step, weights in seen if not 0.9 < sum(weights) < 1.1]
     if not off:
-        yield Passed(f"{len(seen)} steps of up to {max(len(weights) for _, weights in seen)} micro-batches")
         return
     step, weights = off[-1]
     is_sum = all(0.9 <= each <= 1.1 for each in weights)

@@ -1,16 +1,14 @@
 from statistics import variance
 
-from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor import Every, Results, RunContext, check
 from trainwright.doctor.facts.gradient import AccumulationFacts
 
-MIN_COUNT_RATIO = 1.5
-"""Largest count / smallest count."""
-MIN_RELATIVE_ERROR = 0.25
-"""Relative distance of a micro-batch's weight from its fraction of the targets."""
+MIN_COUNT_RATIO = 1.5  # Largest count / smallest count
+MIN_RELATIVE_ERROR = 0.25  # Relative distance of a micro-batch's weight from its fraction of the targets
 
 
-@check(points_at="backward", stage="loss", confidence=0.85, needs=AccumulationFacts)
-def accumulation_token_weighting(run: RunContext) -> Results:
+@check(points_at="backward", stage="loss", confidence=0.85)
+def accumulation_token_weighting(run: RunContext, exams: Every[AccumulationFacts]) -> Results:
     """Micro-batches of unequal numbers of targets have equal weights, so targets of short ones count too much.
 
     Why it matters: the gradient is not that of the batch, and depends on how the batch was split.
@@ -30,7 +28,7 @@ def accumulation_token_weighting(run: RunContext) -> Results:
     Sources: huggingface/transformers#34191, huggingface/transformers#35203.
     """
     found: list[tuple[int, list[float]]] = []
-    for step, facts in run.every(AccumulationFacts):
+    for step, facts in exams:
         counts, weights = [each for each in facts.counts if each], [each for each in facts.weights if each]
         whole = len(counts) == len(weights) == facts.backwards and facts.is_plain
         if whole and len(counts) > 1 and max(weights) < 1.1 * min(weights) and _are_uneven(counts):

@@ -4,10 +4,8 @@ from trainwright.doctor import RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.calls import kinds
 
 MIN_CLIPS = 16
-MIN_NORM_RATIO = 100.0
-"""Norm / threshold in every clip."""
-PROGRESS_FRACTION = 0.1
-"""Fraction by which the loss falls in spite of the clipping."""
+MIN_NORM_RATIO = 100.0  # Norm / threshold in every clip
+PROGRESS_FRACTION = 0.1  # Fraction by which the loss falls in spite of the clipping
 
 
 @check(points_at="clip", stage="clip", confidence=0.9, explains=("optim.lr_too_low",))
@@ -36,7 +34,6 @@ def clip_always_active(run: RunContext) -> Results:
     if first - last < PROGRESS_FRACTION * abs(first):
         typical = sorted(ratio for _, ratio in clips)[len(clips) // 2]
         yield run.finding(
-            run.last_step,
             symptom=f"every step's gradients are made {typical:.3g} times smaller, and the loss goes from {first:.4g} "
             f"to {last:.4g} in {len(losses)} steps",
             since_step=clips[0][0],

@@ -1,7 +1,7 @@
 import math
 
 from trainwright.doctor import Results, RunContext, check
-from trainwright.doctor.facts.calls import CallsFacts
+from trainwright.doctor.facts.calls import ScalerFacts
 
 MIN_SCALE = 64.0
 SCALED_THRESHOLD_FRACTION = 0.02
@@ -9,13 +9,18 @@ SCALED_THRESHOLD_FRACTION = 0.02
 
 
 @check(
-    points_at="clip", stage="clip", severity="critical", confidence=0.97, needs=CallsFacts,
+    points_at="clip",
+    stage="clip",
+    severity="critical",
+    confidence=0.97,
     explains=(
-        "gradient.clip_always_active", "gradient.vanishing", "optim.lr_too_low",
+        "gradient.clip_always_active",
+        "gradient.vanishing",
+        "optim.lr_too_low",
         "precision.gradients_not_unscaled",
     ),
-)  # fmt: skip
-def clip_before_unscale(run: RunContext) -> Results:
+)
+def clip_before_unscale(run: RunContext, facts: ScalerFacts) -> Results:
     """Gradients are clipped while they still contain the loss scale.
 
     Why it matters: their norm is about 65536 times too large, so every step is clipped, and after unscaling the
@@ -32,13 +37,11 @@ def clip_before_unscale(run: RunContext) -> Results:
 
     Sources: Pytorch-UNet#468, pytorch/examples#1196, waifu-diffusion#64.
     """
-    facts = run.measured(CallsFacts)
     clip = facts.scaled_clip
     if clip is None or clip.scale < MIN_SCALE or clip.at > SCALED_THRESHOLD_FRACTION * clip.scale:
         return
     true = None if clip.norm is None or not math.isfinite(clip.norm) else clip.norm / clip.scale
     yield run.finding(
-        run.last_step,
         symptom=f"gradients are clipped to {clip.at:g} while they are {clip.scale:g} times too large",
         evidence=[("norm before the clip", clip.norm, true), ("clips like this", facts.scaled_clips, 0)],
     )

@@ -36,4 +36,3 @@ def clip_spreads_nan(run: RunContext) -> Results:
                 ("non-finite gradients after clipping", seen.num_after_clip, 0),
             ],
         )
-        return

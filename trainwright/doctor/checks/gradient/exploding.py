@@ -1,15 +1,14 @@
-from trainwright.doctor import Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.calls import kinds
 from trainwright.doctor.facts.updates import UpdateFacts
 
-MAX_STEP = 4
-"""The last step in which the weights are still nearly the initial ones."""
+MAX_STEP = 4  # The last step in which the weights are still nearly the initial ones
 MIN_RELATIVE_GRADIENT = 300.0
 """Relative change of the loss per relative change of the weights. A hundredth of them would triple the loss."""
 
 
-@check(stage="backward", confidence=0.8, needs=UpdateFacts, explains=("optim.lr_too_high",))
-def exploding(run: RunContext) -> Results:
+@check(stage="backward", confidence=0.8, explains=("optim.lr_too_high",))
+def exploding(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     """Gradients are far too large before anything is trained.
 
     Why it matters: a single update moves the weights so far that the loss diverges.
@@ -29,13 +28,12 @@ def exploding(run: RunContext) -> Results:
 
     Sources: Pascanu, Mikolov and Bengio 2013.
     """
-    early = [(step, facts) for step, facts in run.every(UpdateFacts) if step <= MAX_STEP]
+    early = [(step, facts) for step, facts in exams if step <= MAX_STEP]
     pulls = [(facts.grad_norm * facts.weight_norm / max(abs(facts.loss), 1.0), step, facts) for step, facts in early]
     if not pulls:
         return
     pull, step, facts = pulls[-1]
     if not all(each > MIN_RELATIVE_GRADIENT for each, _, _ in pulls):
-        yield Passed(f"{len(pulls)} updates: at most {max(each for each, _, _ in pulls):.3g}")
         return
     yield run.finding(
         step,

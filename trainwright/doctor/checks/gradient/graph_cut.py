@@ -1,10 +1,10 @@
-from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check, listed
+from trainwright.doctor import Every, RemedyTrial, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.weights import is_left_as_it_is, standing
 from trainwright.doctor.facts.wiring import WiringFacts
 
 
-@check(stage="backward", confidence=0.95, needs=WiringFacts, explains=("optim.weights_never_move",))
-def graph_cut(run: RunContext) -> Results:
+@check(stage="backward", confidence=0.95)
+def graph_cut(run: RunContext, facts: WiringFacts, seen: Every[WiringFacts]) -> Results:
     """The autograd graph is cut inside the model, so weights that the optimizer holds get no gradient.
 
     How it is detected: a replay notes each function that returns a tensor without a graph from tensors with one, and
@@ -20,8 +20,6 @@ def graph_cut(run: RunContext) -> Results:
     Fix: remove it, or freeze what is not trained by `requires_grad_(False)`; with reentrant checkpointing use
     `checkpoint(f, x, use_reentrant=False)`.
     """
-    facts = run.measured(WiringFacts)
-    seen = run.every(WiringFacts)
     known = [(each, standing(run, each.behind, seen[-1][0])) for each in facts.cuts]
     cut, behind = next(((each, names) for each, names in known if names), (None, None))
     if cut is None or not behind:

@@ -2,8 +2,8 @@ from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.wiring import SavedFacts
 
 
-@check(stage="backward", severity="critical", confidence=0.97, needs=SavedFacts)
-def recompute_mismatch(run: RunContext) -> Results:
+@check(stage="backward", severity="critical", confidence=0.97)
+def recompute_mismatch(run: RunContext, facts: SavedFacts) -> Results:
     """Under activation checkpointing a module gives other values in backward than in forward.
 
     How it is detected: checksums of the outputs of every module in both passes, on a replay.
@@ -15,10 +15,8 @@ def recompute_mismatch(run: RunContext) -> Results:
 
     Sources: OLMo-core#828.
     """
-    facts = run.measured(SavedFacts)
     if facts.differs is not None:
         yield run.finding(
-            run.every(SavedFacts)[-1][0],
             symptom=f"{facts.differs} ({facts.kind}), checkpointed, gives other values in backward than in forward",
             where=Where(module=facts.differs),
             evidence=[("first module that differs", facts.differs, "none")],

@@ -2,8 +2,8 @@ from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.wiring import SavedFacts
 
 
-@check(stage="backward", severity="critical", confidence=0.98, needs=SavedFacts)
-def saved_tensor_modified(run: RunContext) -> Results:
+@check(stage="backward", severity="critical", confidence=0.98)
+def saved_tensor_modified(run: RunContext, facts: SavedFacts) -> Results:
     """A tensor that backward needs was changed after forward had saved it.
 
     Why it matters: the gradient is wrong and there is no error.
@@ -18,10 +18,8 @@ def saved_tensor_modified(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch#6990.
     """
-    facts = run.measured(SavedFacts)
     if facts.modified:
         yield run.finding(
-            run.every(SavedFacts)[-1][0],
             symptom=f"{len(facts.modified)} tensors that {in_words(facts.modified[0])} saved were changed later",
             where=Where(module=facts.modified[0]),
             evidence=[("changed tensors", len(facts.modified), 0)],

@@ -1,12 +1,12 @@
 import math
 from collections.abc import Sequence
 
-from trainwright.doctor import ExperimentRequest, Results, RunContext, Where, check
+from trainwright.doctor import Every, ExperimentRequest, Results, RunContext, Where, check
 from trainwright.doctor.facts.layers import DepthFacts, LayerGradient, LayersFacts
 
 
-@check(stage="backward", confidence=0.9, needs=LayersFacts, explains=("model.output_same_for_all_samples",))
-def vanishing(run: RunContext) -> Results:
+@check(stage="backward", confidence=0.9, explains=("model.output_same_for_all_samples",))
+def vanishing(run: RunContext, looks: Every[LayersFacts]) -> Results:
     """Gradients shrink from layer to layer: those of the first layers are 1e-5 of the last, or less.
 
     Why it matters: the lower half of the model stays random.
@@ -22,7 +22,6 @@ def vanishing(run: RunContext) -> Results:
 
     Sources: AutoTrainer (Zhang et al., ICSE 2021).
     """
-    looks = run.every(LayersFacts)
     step, now = looks[-1]
     depth = now.depth
     if not _falls(depth):

@@ -1,14 +1,13 @@
-from trainwright.doctor import ExperimentRequest, Finding, Results, RunContext, Where, check
+from trainwright.doctor import Every, ExperimentRequest, Finding, Results, RunContext, Where, check
 from trainwright.doctor.facts.wiring import WiringFacts
 from trainwright.runs.json_values import Facts
 from trainwright.runs.records import Examined
 
-MIN_STANDARD_ERRORS = 4.0
-"""A mean deviates this much by chance once in ten thousand times."""
+MIN_STANDARD_ERRORS = 4.0  # A mean deviates this much by chance once in ten thousand times
 
 
-@check(stage="backward", severity="critical", confidence=0.97, needs=WiringFacts)
-def wrong_backward(run: RunContext) -> Results:
+@check(stage="backward", severity="critical", confidence=0.97)
+def wrong_backward(run: RunContext, facts: WiringFacts, exams: Every[WiringFacts]) -> Results:
     """The backward of a custom autograd Function is not the derivative of its forward.
 
     How it is detected: a difference quotient of the forward in float64 along the gradient, on a replay.
@@ -22,12 +21,11 @@ def wrong_backward(run: RunContext) -> Results:
 
     Fix: `torch.autograd.gradcheck(F.apply, (x.double().requires_grad_(),))` in a test, or let autograd differentiate.
     """
-    facts = run.measured(WiringFacts)
     tested = _newest_test(run)
     if not facts.custom:
         return
     if tested is None:
-        yield ExperimentRequest("custom_functions", run.every(WiringFacts)[-1][0])
+        yield ExperimentRequest("custom_functions", exams[-1][0])
         return
     found = [_finding(run, tested.step, each) for each in tested.values.get("functions", ()) if _deviates(each)]
     yield from sorted(found, key=lambda each: each.found.severity != "critical")[:1]

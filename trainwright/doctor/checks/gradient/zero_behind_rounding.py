@@ -3,14 +3,8 @@ from trainwright.doctor.facts.modules import ModulesFacts
 from trainwright.doctor.facts.weights import WeightsFacts
 
 
-@check(
-    stage="backward",
-    severity="critical",
-    confidence=0.95,
-    needs=(ModulesFacts, WeightsFacts),
-    explains=("optim.weights_never_move",),
-)
-def zero_behind_rounding(run: RunContext) -> Results:
+@check(stage="backward", severity="critical", confidence=0.95, since_step=1)
+def zero_behind_rounding(run: RunContext, facts: ModulesFacts, weights: WeightsFacts) -> Results:
     """Gradients are exactly 0 in front of a rounding, so the weights there do not learn.
 
     How it is detected: the autograd graph of the loss contains `round`, `floor`, `ceil`, `trunc` or `sign`, and
@@ -26,7 +20,6 @@ def zero_behind_rounding(run: RunContext) -> Results:
 
     Sources: Justin-Tan/generative-compression#27, hahnyuan/PTQ4ViT#6.
     """
-    facts, weights = run.measured(ModulesFacts), run.measured(WeightsFacts)
     if weights.updates < 2:
         return
     names = [name for name in facts.behind_flat if name in weights.zero_gradients]
@@ -35,6 +28,5 @@ def zero_behind_rounding(run: RunContext) -> Results:
             weights.steps,
             symptom=f"the gradients of {listed(names)} are exactly 0: only {facts.flat}() leads to them",
             where=Where(module=names[0].rpartition(".")[0], op=facts.flat),
-            since_step=1,
             evidence=[("weights whose gradient is always 0", len(names), 0)],
         )

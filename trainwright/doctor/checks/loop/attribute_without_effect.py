@@ -1,9 +1,9 @@
-from trainwright.doctor import Passed, Results, RunContext, Where, check
+from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.calls import AttributesFacts
 
 
-@check(stage="loop", confidence=0.9, needs=AttributesFacts)
-def attribute_without_effect(run: RunContext) -> Results:
+@check(stage="loop", confidence=0.9, since_step=1)
+def attribute_without_effect(run: RunContext, facts: AttributesFacts) -> Results:
     """An attribute is set that nothing reads: weights are not frozen, or the learning rate does not change.
 
     Why it matters: Python makes a new attribute of a wrong name, so there is no error and no effect.
@@ -19,9 +19,7 @@ def attribute_without_effect(run: RunContext) -> Results:
 
     Sources: udacity/deep-learning-v2-pytorch#12; discuss.pytorch.org, "requires_grad on a module".
     """
-    facts = run.measured(AttributesFacts)
     if not facts.idle:
-        yield Passed("the attributes of parameters, modules and optimizers")
         return
     first = facts.idle[0]
     what = f"{first.count} parameters are trained" if first.known.startswith("requires") else "the learning rate stays"
@@ -29,7 +27,6 @@ def attribute_without_effect(run: RunContext) -> Results:
         max(1, run.last_step),
         symptom=f"the attribute {first.name} of {first.owner} is read by nothing: {what}",
         remedy=f"set {first.known}",
-        since_step=1,
         where=Where(module=first.owner.removesuffix(".weight").removesuffix(".bias")),
         evidence=[(f"set on {each.owner}", each.name, each.known) for each in facts.idle[:8]],
     )

@@ -1,11 +1,11 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.steadiness import SteadinessFacts
 
 MIN_REPEATS = 4
 
 
-@check(stage="loop", confidence=0.9, needs=SteadinessFacts)
-def random_state_repeats(run: RunContext) -> Results:
+@check(stage="loop", confidence=0.9)
+def random_state_repeats(run: RunContext, facts: SteadinessFacts) -> Results:
     """Steps begin in a random state in which earlier steps began, so noise and dropout masks repeat.
 
     How it is detected: a hash of the state of the default generators at the first forward call of a step, in every step
@@ -19,7 +19,6 @@ def random_state_repeats(run: RunContext) -> Results:
 
     Sources: huggingface/diffusers#175, kohya-ss/sd-scripts#1864.
     """
-    facts = run.measured(SteadinessFacts)
     if not facts.draws:
         yield NotApplicable("no random numbers are drawn while a step runs")
     elif facts.repeats >= MIN_REPEATS:
@@ -30,5 +29,3 @@ def random_state_repeats(run: RunContext) -> Results:
             since_step=facts.since_repeat,
             evidence=[("steps whose random state repeats", facts.repeats, 0)],
         )
-    else:
-        yield Passed(f"{facts.steps} steps")

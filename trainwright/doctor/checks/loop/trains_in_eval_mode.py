@@ -1,9 +1,9 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check, listed
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.modes import EvalModule, ModesFacts
 
 
-@check(stage="loop", severity="critical", confidence=0.95, needs=ModesFacts, explains=("model.excess_dropout",))
-def trains_in_eval_mode(run: RunContext) -> Results:
+@check(stage="loop", severity="critical", confidence=0.95, explains=("model.excess_dropout",))
+def trains_in_eval_mode(run: RunContext, facts: ModesFacts) -> Results:
     """The model, or a part of it, trains in eval mode.
 
     Why it matters: dropout is off, and batch normalization uses running statistics of long ago without updating them.
@@ -20,7 +20,6 @@ def trains_in_eval_mode(run: RunContext) -> Results:
 
     Sources: joeynmt#184, vsepp#4, pytorch-fcn#56, Megatron-LM#411.
     """
-    facts = run.measured(ModesFacts)
     if not facts.depends:
         yield NotApplicable("no module behaves differently in eval mode")
         return
@@ -34,12 +33,10 @@ def trains_in_eval_mode(run: RunContext) -> Results:
         rows = others if is_whole else _inside([each for each in facts.eval if each.container], others)
         since_loaded = True
     if not rows:
-        yield Passed(f"{facts.depends} modules in {facts.steps} steps")
         return
     names = [each.module for each in rows]
     is_sure = not since_loaded and (is_whole or bool(_inside([e for e in facts.eval if e.container and e.left], rows)))
     yield run.finding(
-        run.last_step,
         symptom=f"{'the model' if is_whole else listed(names)} has been training in eval mode since step "
         f"{rows[0].since}",
         cause="it was loaded in eval mode, as pretrained models are, and train() was never called"

@@ -1,8 +1,7 @@
-from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor import Every, Results, RunContext, check
 from trainwright.doctor.facts.loss import LossFacts, calls, where_of
 
-MAX_OUTSIDE = 0.02
-"""Fraction of targets that are out of reach."""
+MAX_OUTSIDE = 0.02  # Fraction of targets that are out of reach
 MIN_ROOM = 0.75
 """Fraction of the loss of equal scores that bounded scores can gain.
 
@@ -10,17 +9,8 @@ tanh over ten classes gains two thirds, and gives no class a probability above 0
 """
 
 
-@check(
-    stage="loss",
-    confidence=0.85,
-    needs=LossFacts,
-    explains=(
-        "loss.no_better_than_constant",
-        "model.output_same_for_all_samples",
-        "optim.weights_never_move",
-    ),
-)
-def bounded_output(run: RunContext) -> Results:
+@check(stage="loss", confidence=0.85, explains=("model.output_same_for_all_samples",), since_step=1)
+def bounded_output(run: RunContext, exams: Every[LossFacts]) -> Results:
     """The output ends in a function with bounded values, which cannot reach the targets.
 
     How it is detected: the input of the loss function comes from a sigmoid, softmax, tanh, relu or softplus. For
@@ -36,7 +26,7 @@ def bounded_output(run: RunContext) -> Results:
 
     Sources: UMLAUT (CHI 2021); DeepLocalize (ICSE 2021), faults of the last layer.
     """
-    for step, _, call in calls(run):
+    for step, _, call in calls(exams):
         if not call.bound or (call.outside <= MAX_OUTSIDE and call.room > MIN_ROOM):
             continue
         reach = f"{call.outside:.0%} of the targets are beyond what {call.bound} can give"
@@ -44,11 +34,9 @@ def bounded_output(run: RunContext) -> Results:
         yield run.finding(
             step,
             symptom=f"the input of {call.op} ends in {call.bound}: {reach if call.outside > MAX_OUTSIDE else gain}",
-            since_step=1,
             where=where_of(call),
             evidence=[
                 ("fraction of targets out of reach", round(call.outside, 4), 0.0),
                 ("fraction of the loss that can be gained", round(call.room, 3), f"> {MIN_ROOM}"),
             ],
         )
-        return

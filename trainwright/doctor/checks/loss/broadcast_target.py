@@ -1,15 +1,9 @@
-from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check
+from trainwright.doctor import Every, RemedyTrial, Results, RunContext, Where, check
 from trainwright.doctor.facts.loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, LossFacts
 
 
-@check(
-    stage="loss",
-    severity="critical",
-    confidence=0.97,
-    needs=LossFacts,
-    explains=("model.*", *CONSEQUENCES_OF_WRONG_ARGUMENTS),
-)
-def broadcast_target(run: RunContext) -> Results:
+@check(stage="loss", severity="critical", confidence=0.97, explains=("model.*", *CONSEQUENCES_OF_WRONG_ARGUMENTS))
+def broadcast_target(run: RunContext, exams: Every[LossFacts]) -> Results:
     """Predictions and targets have different shapes and broadcast, so each prediction is compared with every target.
 
     Why it matters: the best that such a loss can learn is the mean of the targets.
@@ -26,7 +20,7 @@ def broadcast_target(run: RunContext) -> Results:
 
     Sources: the warning of torch.nn.functional.mse_loss; pytorch/pytorch#16045.
     """
-    for step, facts in run.every(LossFacts):
+    for step, facts in exams:
         for outer in facts.outer[:1]:
             shapes = " and ".join(str(shape) for shape in outer.shapes)
             yield run.finding(
@@ -41,4 +35,3 @@ def broadcast_target(run: RunContext) -> Results:
                 ],
                 trial=RemedyTrial("same_shape"),
             )
-            return

@@ -2,8 +2,7 @@ from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.loss import LossFacts
 from trainwright.runs.records import Watched
 
-MIN_FURTHER_STEPS = 2
-"""Further steps without gradients that rule out a single special batch."""
+MIN_FURTHER_STEPS = 2  # Further steps without gradients that rule out a single special batch
 FOREIGN_LOSS = "the loss is not made of what the watched model returned"
 
 
@@ -11,13 +10,7 @@ FOREIGN_LOSS = "the loss is not made of what the watched model returned"
     stage="loss",
     severity="critical",
     confidence=0.95,
-    explains=(
-        "data.label_feature_misaligned",
-        "gradient.*",
-        "loop.*",
-        "loss.*",
-        "optim.*",
-    ),
+    explains=("data.label_feature_misaligned", "gradient.*", "loop.*", "loss.*", "optim.*"),
 )
 def detached_from_model(run: RunContext) -> Results:
     """The graph of the loss reaches no parameter, so no update learns anything.

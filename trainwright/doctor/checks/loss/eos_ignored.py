@@ -1,9 +1,9 @@
-from trainwright.doctor import Finding, Passed, Results, RunContext, Where, check
+from trainwright.doctor import Every, Finding, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import TokensFacts
 
 
-@check(stage="label", needs=TokensFacts)
-def eos_ignored(run: RunContext) -> Results:
+@check(stage="label")
+def eos_ignored(run: RunContext, exams: Every[TokensFacts]) -> Results:
     """The token that ends a text is never a target.
 
     Why it matters: the model never learns to stop. The loss shows nothing; generation runs to the length limit.
@@ -22,13 +22,12 @@ def eos_ignored(run: RunContext) -> Results:
     Sources: huggingface/trl#1623, huggingface/trl PR 6357.
     """
     found: Finding | None = None
-    for step, facts in run.every(TokensFacts):
+    for step, facts in exams:
         for loss in facts.losses:
             ends = loss.ends
             if ends is None:
                 continue
             if ends.targets:
-                yield Passed(f"token {ends.id} is a target")
                 return
             if found is None and loss.offset == 1 and max(ends.within, ends.attended) >= max(2, ends.rows // 8):
                 how = "between targets" if ends.within >= ends.attended else "where the attention mask counts it"

@@ -2,16 +2,20 @@ import math
 from itertools import pairwise
 from statistics import fmean
 
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
-from trainwright.doctor.facts.loss import over_most_steps
+from trainwright.doctor import NotApplicable, Results, RunContext, check
+from trainwright.doctor.facts.loss import LossFacts, over_most_steps
 
 MIN_STEPS = 32
-MIN_DEPTH_RATIO = 20.0
-"""Distance of the final loss below 0 / largest absolute loss in the first eighth of the run."""
+MIN_DEPTH_RATIO = 20.0  # Distance of the final loss below 0 / largest absolute loss in the first eighth of the run
 
 
 @check(
-    names_cause=False, points_at="backward", stage="loss", confidence=0.8, explains=("loss.no_better_than_constant",)
+    names_cause=False,
+    points_at="backward",
+    stage="loss",
+    confidence=0.8,
+    explains=("loss.no_better_than_constant",),
+    since_step=1,
 )
 def falls_without_bound(run: RunContext) -> Results:
     """The loss falls without bound, faster and faster, far below any value that it had before.
@@ -30,8 +34,8 @@ def falls_without_bound(run: RunContext) -> Results:
 
     Fix: write the loss as a sum of what is to become small, and bound what is to become large by a margin.
     """
-    facts = over_most_steps(run)
-    if facts is not None and (facts.rivals or facts.drawn):
+    exams = run.every(LossFacts)
+    if exams and (facts := over_most_steps(exams)) and (facts.rivals or facts.drawn):
         yield NotApplicable("several models, or samples that the model draws")
         return
     losses = [each.loss for each in run.steps if math.isfinite(each.loss)]
@@ -42,11 +46,8 @@ def falls_without_bound(run: RunContext) -> Results:
     falls = [before - after for before, after in pairwise(parts)]
     least = -MIN_DEPTH_RATIO * max(map(abs, losses[: len(losses) // 8]))
     if losses[-1] >= least or not all(later > before > 0 for before, later in pairwise(falls)):
-        yield Passed(f"means of four parts of the run: {', '.join(f'{each:.4g}' for each in parts)}")
         return
     yield run.finding(
-        run.last_step,
         symptom=f"the loss falls faster and faster: from {losses[0]:.4g} to {losses[-1]:.4g}",
-        since_step=1,
         evidence=[("mean loss of four parts of the run", parts, f"above {least:.4g}")],
     )

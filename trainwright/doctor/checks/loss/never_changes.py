@@ -1,13 +1,11 @@
 import math
 from itertools import takewhile
 
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.weights import WeightsFacts
 
-MIN_STEPS = 16
-"""Consecutive recorded steps with the same loss; three times as many if it is rounded to 16 bits."""
-MAX_RELATIVE_ROUNDING = 2e-6
-"""Relative rounding error of equal sums in float32."""
+MIN_STEPS = 16  # Consecutive recorded steps with the same loss; three times as many if it is rounded to 16 bits
+MAX_RELATIVE_ROUNDING = 2e-6  # Relative rounding error of equal sums in float32
 LN_2 = math.log(2)
 
 
@@ -16,11 +14,7 @@ LN_2 = math.log(2)
     points_at="backward",
     stage="loss",
     confidence=0.9,
-    explains=(
-        "loss.no_better_than_constant",
-        "model.output_same_for_all_samples",
-        "optim.weights_never_move",
-    ),
+    explains=("loss.no_better_than_constant", "model.output_same_for_all_samples", "optim.weights_never_move"),
 )
 def never_changes(run: RunContext) -> Results:
     """The loss has the same value in step after step, whatever the batch is and although weights change.
@@ -49,7 +43,6 @@ def never_changes(run: RunContext) -> Results:
     is_late = len(same) < len(steps)
     stands = is_late and weights is not None and not weights.moved
     if stands or len(same) < (3 if is_coarse and is_late else 1) * MIN_STEPS:
-        yield Passed(f"{len(steps)} steps")
         return
     has_gradient = any(math.isfinite(each.grad_norm) and each.grad_norm > 0 for each in same)
     if loss == 0.0 and (is_late or has_gradient):
@@ -57,7 +50,6 @@ def never_changes(run: RunContext) -> Results:
         return
     is_preference = abs(loss - LN_2) < 1e-5
     yield run.finding(
-        run.last_step,
         symptom=f"the loss is {loss:.6g} in {len(same)} recorded steps in a row",
         cause="the loss stays at ln 2 = 0.6931: the margin is always 0, as where the reference model of DPO is the "
         "policy itself, or both scores of a pair are the same"

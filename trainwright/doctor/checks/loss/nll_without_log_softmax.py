@@ -1,20 +1,13 @@
-from trainwright.doctor import RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, LossFacts, MeasuredLoss, calls, where_of
 
 MIN_ABOVE_0 = 0.1
 """Fraction of the input above 0. The logarithm of a density may be above 0, but not that of a class probability."""
-MAX_OFF_SUM = 0.05
-"""bfloat16 (8 bits) leaves the sum of several hundred probabilities within this distance of 1."""
+MAX_OFF_SUM = 0.05  # bfloat16 (8 bits) leaves the sum of several hundred probabilities within this distance of 1
 
 
-@check(
-    stage="loss",
-    severity="critical",
-    confidence=0.95,
-    needs=LossFacts,
-    explains=("gradient.*", *CONSEQUENCES_OF_WRONG_ARGUMENTS),
-)
-def nll_without_log_softmax(run: RunContext) -> Results:
+@check(stage="loss", severity="critical", confidence=0.95, explains=("gradient.*", *CONSEQUENCES_OF_WRONG_ARGUMENTS))
+def nll_without_log_softmax(run: RunContext, exams: Every[LossFacts]) -> Results:
     """`nll_loss`, `ctc_loss` or `kl_div` gets probabilities or logits, although it takes log-probabilities.
 
     Why it matters: `nll_loss` only negates the value of the target class. With probabilities it has hardly a gradient
@@ -34,7 +27,7 @@ def nll_without_log_softmax(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch#41108; SeanNaren/deepspeech.pytorch#488.
     """
-    for step, _, call in calls(run):
+    for step, _, call in calls(exams):
         found = _mistake(call)
         if found is None:
             continue
@@ -53,7 +46,6 @@ def nll_without_log_softmax(run: RunContext) -> Results:
             ],
             trial=RemedyTrial("scores_for_probabilities"),
         )
-        return
 
 
 def _mistake(call: MeasuredLoss) -> tuple[str, str] | None:

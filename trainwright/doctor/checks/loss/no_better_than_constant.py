@@ -1,33 +1,29 @@
 import math
 from statistics import fmean, stdev
 
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import Every, NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss, over_most_steps, where_of
 from trainwright.doctor.trend import still_falls
 
-MIN_STEPS = 60
-"""Steps after which something must have been learned."""
-MIN_ROWS = 4
-"""Examined steps among the last ones."""
-MIN_GAIN = 0.02
-"""Minimum gain over a constant prediction, as a fraction of its loss, if anything was learned."""
-MAX_ERROR = 0.04
-"""Maximum standard error of this gain."""
-MIN_SAMPLES_OF_A_CLASS = 30
-"""Minimum number of samples of a class that the model must have been trained on."""
+MIN_STEPS = 60  # Steps after which something must have been learned
+MIN_ROWS = 4  # Examined steps among the last ones
+MIN_GAIN = 0.02  # Minimum gain over a constant prediction, as a fraction of its loss, if anything was learned
+MAX_ERROR = 0.04  # Maximum standard error of this gain
+MIN_SAMPLES_OF_A_CLASS = 30  # Minimum number of samples of a class that the model must have been trained on
 LEARNING_TIME_RATIO = 8
 """Steps for learning from inputs / steps for learning the target mean. Some models need a ratio of six."""
 
 
-@check(names_cause=False, stage="label", confidence=0.7, needs=LossFacts)
-def no_better_than_constant(run: RunContext) -> Results:
+@check(names_cause=False, stage="label", confidence=0.7)
+def no_better_than_constant(run: RunContext, exams: Every[LossFacts]) -> Results:
     """At the end the model is no better than a prediction that ignores the inputs.
 
     How it is detected: in the last examined steps the loss is within 2 % of that of a constant prediction, the mean of
     all targets so far, and shuffling the targets of the batch does not make it larger by 2 % either.
 
-    Exceptions: the loss still falls; fewer than 30 samples of a class were seen; several models (a discriminator at
-    equilibrium knows nothing), samples drawn by the model, a custom autograd Function that may reverse the gradient.
+    Exceptions: the loss still falls, or fewer than 30 samples of a class were seen; several models, drawn samples or a
+    reversed gradient, where a part may know nothing; a loss beside another of its kind that has been learned, as the
+    inner loss of MAML before the weights are adapted.
 
     Usual cause: targets that do not belong to the inputs, updates that do not work, or outputs that do not depend on
     the inputs.
@@ -37,8 +33,8 @@ def no_better_than_constant(run: RunContext) -> Results:
     Fix: look at inputs and targets of one batch side by side as they go into model and loss; then train on that batch
     alone, until the loss is near 0.
     """
-    facts = over_most_steps(run)
-    if facts is None or not run.finished or run.last_step < MIN_STEPS:
+    facts = over_most_steps(exams)
+    if not run.finished or run.last_step < MIN_STEPS:
         return
     if facts.rivals or facts.drawn:
         yield NotApplicable("several models, or samples that the model draws")
@@ -47,17 +43,14 @@ def no_better_than_constant(run: RunContext) -> Results:
     if not known:
         yield NotApplicable("no loss function whose targets vary")
         return
-    bad = [each for each in known if _knows_nothing(each)]
-    if not bad:
-        value, constant, _ = _means(known[0])
-        yield Passed(f"{known[0].op} {value:.3g}, a constant prediction {constant:.3g}")
-    elif (why := _still_learns(run, bad)) is not None:
+    learned = {(each.op, each.classes) for each in known if not _knows_nothing(each)}
+    bad = [each for each in known if (each.op, each.classes) not in learned]
+    if bad and (why := _still_learns(run, bad)) is not None:
         yield NotApplicable(f"still learning: {why}")
-    else:
+    elif bad:
         last = bad[0]
         value, constant, shuffled = _means(last)
         yield run.finding(
-            run.last_step,
             symptom=f"after {run.last_step} steps {last.op} is {value:.4g}; the best constant prediction has "
             f"{constant:.4g}, and with shuffled targets it is {shuffled:.4g}",
             where=where_of(last),

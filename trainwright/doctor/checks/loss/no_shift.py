@@ -1,12 +1,11 @@
-from trainwright.doctor import Passed, Results, RunContext, Where, check
+from trainwright.doctor import Every, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import TokenLoss, TokensFacts
 
-MIN_SCORE_CHANGE = 1e-3
-"""Change of a score, in standard deviations of the scores, that exceeds rounding."""
+MIN_SCORE_CHANGE = 1e-3  # Change of a score, in standard deviations of the scores, that exceeds rounding
 
 
-@check(stage="label", severity="critical", confidence=0.95, needs=TokensFacts)
-def no_shift(run: RunContext) -> Results:
+@check(stage="label", severity="critical", confidence=0.95)
+def no_shift(run: RunContext, exams: Every[TokensFacts]) -> Results:
     """The target of a causal model is the token that it is given, or another one than the next.
 
     Why it matters: to copy is easy, so the loss goes to 0 fast, and generation repeats its prompt.
@@ -28,9 +27,8 @@ def no_shift(run: RunContext) -> Results:
 
     Sources: huggingface/transformers#27517.
     """
-    for step, facts in run.every(TokensFacts):
+    for step, facts in exams:
         if any(each.offset == 1 for each in facts.losses):
-            yield Passed("the targets are the next tokens")
             return
         for loss in filter(_is_wrong, facts.losses):
             offset = loss.offset or 0
@@ -46,7 +44,6 @@ def no_shift(run: RunContext) -> Results:
                     ("change of scores when only later tokens change", loss.sees, 0.0),
                 ],
             )
-            return
 
 
 def _is_wrong(loss: TokenLoss) -> bool:

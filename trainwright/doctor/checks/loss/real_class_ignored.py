@@ -1,12 +1,11 @@
-from trainwright.doctor import NotApplicable, Results, RunContext, check
+from trainwright.doctor import Every, NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.loss import LossFacts, calls, where_of
 
-MIN_INSIDE = 0.25
-"""Fraction of the sequences in which the ignored class is between targets that count."""
+MIN_INSIDE = 0.25  # Fraction of the sequences in which the ignored class is between targets that count
 
 
-@check(stage="label", confidence=0.85, needs=LossFacts)
-def real_class_ignored(run: RunContext) -> Results:
+@check(stage="label", confidence=0.85, since_step=1)
+def real_class_ignored(run: RunContext, exams: Every[LossFacts]) -> Results:
     """`ignore_index` is the number of a real class, which is never learned.
 
     How it is detected: `ignore_index` is the number of a class, and in more than a quarter of the sequences targets
@@ -20,16 +19,15 @@ def real_class_ignored(run: RunContext) -> Results:
 
     Sources: nyu-mll/jiant#925; pytorch.org/docs, torch.nn.CrossEntropyLoss.
     """
-    for step, _, call in calls(run):
+    for step, _, call in calls(exams):
         if call.ignored_class is not None and call.ignored_inside > MIN_INSIDE:
             yield run.finding(
                 step,
                 symptom=f"ignore_index={call.ignored_class} leaves out {call.ignored:.0%} of the targets; in "
                 f"{call.ignored_inside:.0%} of the sequences they stand between others",
-                since_step=1,
                 where=where_of(call),
                 evidence=[("sequences with ignored targets between others", round(call.ignored_inside, 3), 0.0)],
             )
             return
-    if not any(call.ignored_class is not None for _, _, call in calls(run)):
+    if not any(call.ignored_class is not None for _, _, call in calls(exams)):
         yield NotApplicable("no loss function has the number of a class as ignore_index")

@@ -1,9 +1,9 @@
-from trainwright.doctor import Results, RunContext, check, in_words
+from trainwright.doctor import Every, Results, RunContext, check, in_words
 from trainwright.doctor.facts.loss import LossFacts, calls, where_of
 
 
-@check(stage="loss", confidence=0.9, needs=LossFacts)
-def softmax_applied_twice(run: RunContext) -> Results:
+@check(stage="loss", confidence=0.9)
+def softmax_applied_twice(run: RunContext, exams: Every[LossFacts]) -> Results:
     """A softmax is applied to the output of a softmax, so its result is nearly uniform.
 
     Why it matters: probabilities differ by at most 1. A softmax of them hardly tells classes apart, and gradients are
@@ -17,7 +17,7 @@ def softmax_applied_twice(run: RunContext) -> Results:
 
     Fix: pass the logits to the second softmax, or leave it out.
     """
-    for step, _, call in calls(run):
+    for step, _, call in calls(exams):
         if not call.simplex or "softmax" not in call.op or (call.op == "log_softmax" and call.wants == 1):
             continue  # a likelihood: softmax_before_cross_entropy
         first = f" in {in_words(call.made_in)}" if call.made_in is not None else ""
@@ -28,4 +28,3 @@ def softmax_applied_twice(run: RunContext) -> Results:
             where=where_of(call, call.made_in),
             evidence=[("sum of each row of its input", 1.0, "scores"), ("shape", list(call.shape))],
         )
-        return

@@ -1,4 +1,4 @@
-from trainwright.doctor import RemedyTrial, Results, RunContext, check, in_words
+from trainwright.doctor import Every, RemedyTrial, Results, RunContext, check, in_words
 from trainwright.doctor.facts.loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, LossFacts, calls, where_of
 
 _SCORE_FUNCTIONS = ("cross_entropy", "log_softmax")
@@ -8,7 +8,6 @@ _SCORE_FUNCTIONS = ("cross_entropy", "log_softmax")
     stage="loss",
     severity="critical",
     confidence=0.97,
-    needs=LossFacts,
     explains=(
         "loss.softmax_applied_twice",
         "loss.bounded_output",
@@ -16,7 +15,7 @@ _SCORE_FUNCTIONS = ("cross_entropy", "log_softmax")
         *CONSEQUENCES_OF_WRONG_ARGUMENTS,
     ),
 )
-def softmax_before_cross_entropy(run: RunContext) -> Results:
+def softmax_before_cross_entropy(run: RunContext, exams: Every[LossFacts]) -> Results:
     """`cross_entropy` gets probabilities, although it takes logits and applies a softmax itself.
 
     Why it matters: probabilities differ by at most 1, so the second softmax is nearly uniform. The loss cannot fall
@@ -35,7 +34,7 @@ def softmax_before_cross_entropy(run: RunContext) -> Results:
     Sources: pytorch.org/docs, torch.nn.CrossEntropyLoss ("the input is expected to contain the unnormalized logits");
     UMLAUT (CHI 2021), rule "missing or double softmax".
     """
-    for step, _, call in calls(run):
+    for step, _, call in calls(exams):
         is_twice = call.op in _SCORE_FUNCTIONS and call.simplex and (call.op == "cross_entropy" or call.wants == 1)
         if not is_twice and not call.squashed:
             continue
@@ -50,4 +49,3 @@ def softmax_before_cross_entropy(run: RunContext) -> Results:
             evidence=[("input", seen, "logits"), ("shape", list(call.shape))],
             trial=RemedyTrial("scores_for_probabilities"),
         )
-        return

@@ -1,12 +1,9 @@
 from trainwright.doctor import ExperimentRequest, RemedyTrial, Results, RunContext, Where, check
 from trainwright.doctor.facts.loss import LossFacts, TermFacts, TermsFacts
 
-MAX_RATIO = 1000.0
-"""Ratio of the gradients of two terms. Above it, the smaller one has practically no effect."""
-MAX_STEP = 8
-"""The last step that counts. A term that has been learned correctly has no gradient."""
-MIN_STEPS = 2
-"""Minimum number of steps with the imbalance."""
+MAX_RATIO = 1000.0  # Ratio of the gradients of two terms. Above it, the smaller one has practically no effect.
+MAX_STEP = 8  # The last step that counts. A term that has been learned correctly has no gradient.
+MIN_STEPS = 2  # Minimum number of steps with the imbalance
 TARGET_LOSS_SUFFIXES = (
     "_loss", "cross_entropy", "_with_logits", "of pow", "of square", "of abs", "of gather", "of getitem",
 )  # fmt: skip

@@ -1,16 +1,15 @@
-from trainwright.doctor import Results, RunContext, Where, check
+from trainwright.doctor import Every, Results, RunContext, Where, check
 from trainwright.doctor.facts.loss import LossFacts, over_most_steps
 
-MIN_STEPS = 3
-"""Minimum number of examined steps with the fault."""
+MIN_STEPS = 3  # Minimum number of examined steps with the fault
 KIND_TEXTS = {
     "no_gradient": "has no gradient",
     "not_updated": "is detached from the weights that this update changes: its gradient reaches only others",
 }
 
 
-@check(stage="loss", confidence=0.85, needs=LossFacts)
-def term_without_gradient(run: RunContext) -> Results:
+@check(stage="loss", confidence=0.85, since_step=1)
+def term_without_gradient(run: RunContext, exams: Every[LossFacts]) -> Results:
     """A term of the loss trains nothing: it is in the number that is printed, and no update follows from it.
 
     How it is detected: in at least 3 of the first steps the loop adds a scalar without a graph, computed from outputs
@@ -30,14 +29,11 @@ def term_without_gradient(run: RunContext) -> Results:
 
     Sources: LixiangHan/GANs-for-1D-Signal#7, junyanz/pytorch-CycleGAN-and-pix2pix#1201, nikhilsinghmus/image2reverb#37.
     """
-    facts = over_most_steps(run)
-    for sign in facts.signs if facts is not None else ():
+    facts = over_most_steps(exams)
+    for sign in facts.signs:
         if sign.kind in KIND_TEXTS and sign.steps >= MIN_STEPS:
             yield run.finding(
-                run.last_step,
                 symptom=f"a term of the loss, made by {sign.op}, {KIND_TEXTS[sign.kind]}",
-                since_step=1,
                 where=Where(op=sign.op, source=sign.line),
                 evidence=[("examined steps in which it trains nothing", sign.steps, 0)],
             )
-            return

@@ -1,12 +1,9 @@
-from trainwright.doctor import NotApplicable, Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, NotApplicable, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss, over_most_steps, where_of
 
-MIN_STEPS = 6
-"""Minimum number of examined steps."""
-STEPS_COMPARED = 3
-"""Number of first and of last steps whose losses are compared."""
-MAX_RELATIVE_DIFFERENCE = 0.1
-"""Relative difference between a loss and its value for some of the samples."""
+MIN_STEPS = 6  # Minimum number of examined steps
+STEPS_COMPARED = 3  # Number of first and of last steps whose losses are compared
+MAX_RELATIVE_DIFFERENCE = 0.1  # Relative difference between a loss and its value for some of the samples
 UNMEASURED_LOSSES = ("log_softmax", "squared error", "absolute error")
 """Functions whose value is not measured or is no loss. The total loss is compared instead."""
 
@@ -15,11 +12,10 @@ UNMEASURED_LOSSES = ("log_softmax", "squared error", "absolute error")
     stage="loss",
     severity="critical",
     confidence=0.95,
-    needs=LossFacts,
-    explains=("data.*", "gradient.exploding", "model.init_too_large",
-              "loss.falls_without_bound", "loss.no_better_than_constant", "optim.lr_too_high", "optim.lr_too_low"),
-)  # fmt: skip
-def wrong_sign(run: RunContext) -> Results:
+    explains=("data.*", "gradient.exploding", "model.init_too_large", "optim.lr_too_high", "optim.lr_too_low"),
+    since_step=1,
+)
+def wrong_sign(run: RunContext, exams: Every[LossFacts]) -> Results:
     """The loss is maximized: its sign is wrong.
 
     How it is detected: in every examined step the argument of `backward()` falls where a loss that is bounded below
@@ -35,9 +31,9 @@ def wrong_sign(run: RunContext) -> Results:
 
     Fix: drop the minus, or `maximize=True`.
     """
-    facts = over_most_steps(run)
-    known = [each for _, one in run.every(LossFacts) for each in one.given if each.wants]
-    if facts is None or not known:
+    facts = over_most_steps(exams)
+    known = [each for _, one in exams for each in one.given if each.wants]
+    if not known:
         yield NotApplicable("no loss function that is bounded below")
         return
     if facts.rivals or facts.drawn:
@@ -45,7 +41,6 @@ def wrong_sign(run: RunContext) -> Results:
         return
     uphill = 1 if facts.maximizes else -1
     if any(each.wants != uphill for each in known if each.op != "entropy"):
-        yield Passed(f"{len(known)} calls of loss functions")
         return
     call = next((each for each in reversed(known) if _is_negated(run, each, uphill) or _rises(run, each, uphill)), None)
     if call is None:
@@ -53,11 +48,9 @@ def wrong_sign(run: RunContext) -> Results:
     name = "negative log-likelihood" if call.op == "log_softmax" else call.op
     early, late = _course(run, call, uphill)
     yield run.finding(
-        run.last_step,
         symptom=f"every update makes {name} larger: {early[0]:.4g} in the first step, {late[-1]:.4g} now",
         cause=f"{name} is maximized: "
         + ("maximize=True" if facts.maximizes else "its sign is turned before backward()"),
-        since_step=1,
         where=where_of(call),
         evidence=[(f"{name} in the first and last steps", [early[0], late[-1]], "falls")],
         trial=RemedyTrial("turned_sign"),

@@ -1,13 +1,12 @@
-from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, in_words
+from trainwright.doctor import Every, NotApplicable, Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts
 from trainwright.doctor.trend import still_falls
 
-MAX_EVENNESS = 0.2
-"""Entropy of attention weights / entropy of equal weights. Below it, each row attends to few keys."""
+MAX_EVENNESS = 0.2  # Entropy of attention weights / entropy of equal weights. Below it, each row attends to few keys.
 
 
-@check(stage="forward", confidence=0.85, needs=LayersFacts)
-def attention_logit_growth(run: RunContext) -> Results:
+@check(stage="forward", confidence=0.85)
+def attention_logit_growth(run: RunContext, looks: Every[LayersFacts]) -> Results:
     """Attention scores grow step by step until each row attends to one key.
 
     Why it matters: a softmax at 0 and 1 has no gradient; the loss spikes hundreds of steps later.
@@ -26,7 +25,6 @@ def attention_logit_growth(run: RunContext) -> Results:
 
     Sources: PixelDiT#14; imagen#69.
     """
-    looks = run.every(LayersFacts)
     step, last = looks[-1]
     for path, now in last.attention.items():
         history = [facts.attention[path] for _, facts in looks if path in facts.attention]
@@ -46,4 +44,3 @@ def attention_logit_growth(run: RunContext) -> Results:
             evidence=[("largest score", high[-1], high[0]), ("evenness of the weights, 0 to 1", now.evenness)],
             explains=("optim.lr_too_high",) if unscaled else (),
         )
-        return

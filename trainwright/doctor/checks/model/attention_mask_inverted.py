@@ -2,14 +2,8 @@ from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts
 
 
-@check(
-    stage="forward",
-    severity="critical",
-    confidence=0.95,
-    needs=LayersFacts,
-    explains=("loss.no_better_than_constant", "model.padding_changes_output"),
-)
-def attention_mask_inverted(run: RunContext) -> Results:
+@check(stage="forward", severity="critical", confidence=0.95, explains=("model.padding_changes_output",), since_step=1)
+def attention_mask_inverted(run: RunContext, facts: LayersFacts) -> Results:
     """The attention mask is inverted: attention hides the tokens and sees only the padding.
 
     Why it matters: the layer sees nothing of the sequence. The loss falls all the same, by what other layers see.
@@ -26,13 +20,9 @@ def attention_mask_inverted(run: RunContext) -> Results:
 
     Sources: lucidrains/halonet-pytorch#6, InseeFrLab/torchTextClassifiers#92.
     """
-    facts = run.measured(LayersFacts)
     for each in facts.axes.inverted:
         yield run.finding(
-            run.last_step,
             symptom=f"attention in {in_words(each.module)} hides all tokens and attends only to padding",
-            since_step=1,
             where=Where(module=each.module, op="softmax", source=each.line),
             evidence=[("shape of the mask", list(each.shapes[0]))],
         )
-        return

@@ -6,10 +6,10 @@ from trainwright.doctor.facts.layers import LayersFacts
     stage="forward",
     severity="critical",
     confidence=0.93,
-    needs=LayersFacts,
-    explains=("model.mixes_samples", "model.depends_on_batch_position", "loss.no_better_than_constant"),
+    explains=("model.mixes_samples", "model.depends_on_batch_position"),
+    since_step=1,
 )
-def batch_first_missing(run: RunContext) -> Results:
+def batch_first_missing(run: RunContext, facts: LayersFacts) -> Results:
     """A recurrent or attention layer without `batch_first` takes the samples of the batch for the steps of a sequence.
 
     Why it matters: it relates samples to each other, and not the steps of a sample. Nothing fails, and the loss falls.
@@ -25,15 +25,11 @@ def batch_first_missing(run: RunContext) -> Results:
 
     Sources: AndersonJo/dqn-pytorch#1, ray075hl/Bi-Model-Intent-And-Slot PR 2, pytorch/pytorch#1538.
     """
-    facts = run.measured(LayersFacts)
     for each in facts.axes.batch_as_steps:
         shape = list(each.shapes[0])
         yield run.finding(
-            run.last_step,
             symptom=f"{in_words(each.module)} has no batch_first and gets {shape}: it takes {shape[0]} samples for "
             "steps of a sequence",
-            since_step=1,
             where=Where(module=each.module, source=each.line),
             evidence=[("shape of its input", shape, [shape[1], shape[0], shape[2]])],
         )
-        return

@@ -1,11 +1,11 @@
 import math
 
-from trainwright.doctor import Results, RunContext, Where, check
+from trainwright.doctor import Every, Results, RunContext, Where, check
 from trainwright.doctor.facts.layers import LayersFacts
 
 
-@check(stage="buffers", confidence=0.95, needs=LayersFacts)
-def bn_double_update(run: RunContext) -> Results:
+@check(stage="buffers", confidence=0.95)
+def bn_double_update(run: RunContext, exams: Every[LayersFacts]) -> Results:
     """BatchNorm updates its running statistics more often than the forward pass ran.
 
     How it is detected: `num_batches_tracked` before and after an examined step, beside the calls in the forward
@@ -19,7 +19,7 @@ def bn_double_update(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch#96136.
     """
-    step, now = run.every(LayersFacts)[-1]
+    step, now = exams[-1]
     for path, seen in now.norms.items():
         if seen.updates > seen.calls > 0 and abs(seen.momentum - (1 - math.sqrt(0.9))) > 5e-3:
             yield run.finding(
@@ -28,4 +28,3 @@ def bn_double_update(run: RunContext) -> Results:
                 where=Where(module=path, op="batch_norm"),
                 evidence=[("updates of its statistics in a step", seen.updates, seen.calls)],
             )
-            return

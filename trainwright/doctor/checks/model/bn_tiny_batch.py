@@ -1,9 +1,9 @@
-from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check, in_words
+from trainwright.doctor import Every, RemedyTrial, Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts, NormFacts
 
 
-@check(stage="forward", confidence=0.85, needs=LayersFacts)
-def bn_tiny_batch(run: RunContext) -> Results:
+@check(stage="forward", confidence=0.85)
+def bn_tiny_batch(run: RunContext, exams: Every[LayersFacts]) -> Results:
     """BatchNorm computes its statistics from too few values.
 
     How it is detected: in two examined steps, the input of a BatchNorm in train mode has at most two samples, or at
@@ -18,7 +18,7 @@ def bn_tiny_batch(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch#19916, #4741.
     """
-    looks = run.every(LayersFacts)[-2:]
+    looks = exams[-2:]
     tiny = [{path for path, seen in facts.norms.items() if _is_tiny(seen)} for _, facts in looks]
     if len(looks) == 2 and (both := tiny[0] & tiny[1]):
         path, (step, now) = max(both), looks[-1]

@@ -1,24 +1,17 @@
-from trainwright.doctor import Results, RunContext, Where, check, in_words
+from trainwright.doctor import Every, Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts, ReluFacts
 from trainwright.doctor.trend import MAX_FALLING_SLOPE, slope_in_errors
 
-MIN_DEAD_FRACTION = 0.4
-"""Fraction of dead units that is a fault."""
+MIN_DEAD_FRACTION = 0.4  # Fraction of dead units that is a fault
 NO_RELU = ReluFacts(dead=0.0, varies=1.0, rows=0, furthest=0.0)
 
 
 @check(
     stage="forward",
     confidence=0.9,
-    needs=LayersFacts,
-    explains=(
-        "gradient.vanishing",
-        "gradient.graph_cut",
-        "model.output_same_for_all_samples",
-        "optim.weights_never_move",
-    ),
+    explains=("gradient.vanishing", "gradient.graph_cut", "model.output_same_for_all_samples"),
 )
-def dead_relu(run: RunContext) -> Results:
+def dead_relu(run: RunContext, looks: Every[LayersFacts]) -> Results:
     """Many units of a ReLU are 0 for every sample.
 
     Why it matters: a unit that is never active has no gradient, so it cannot come back.
@@ -36,7 +29,6 @@ def dead_relu(run: RunContext) -> Results:
 
     Sources: AutoTrainer (Zhang et al., ICSE 2021).
     """
-    looks = run.every(LayersFacts)
     step, now = looks[-1]
     path, seen = max(now.relus.items(), key=lambda item: item[1].dead, default=("", NO_RELU))
     if seen.dead < MIN_DEAD_FRACTION or seen.varies < 0.9 or seen.rows < 16:

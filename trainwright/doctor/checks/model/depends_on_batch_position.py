@@ -1,9 +1,9 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check, in_words, listed
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, in_words, listed
 from trainwright.doctor.facts.function import FunctionFacts
 from trainwright.doctor.facts.layers import LayersFacts
 
 
-@check(stage="forward", confidence=0.9, explains=("loss.no_better_than_constant",))
+@check(stage="forward", confidence=0.9, since_step=1)
 def depends_on_batch_position(run: RunContext) -> Results:
     """The output for a sample depends on its position in the batch.
 
@@ -27,25 +27,19 @@ def depends_on_batch_position(run: RunContext) -> Results:
     facts, layers = run.latest(FunctionFacts), run.latest(LayersFacts)
     for each in layers.axes.numbered if layers is not None else ():
         yield run.finding(
-            run.last_step,
             symptom=f"in {in_words(each.module)}, {listed([str(shape) for shape in each.shapes])}: rows of a table of "
             "positions are chosen by the position of the sample in the batch",
-            since_step=1,
             where=Where(module=each.module, op="add", source=each.line),
             evidence=[("shapes of positions and sequences", [list(shape) for shape in each.shapes])],
         )
         return
     if facts is None or facts.place is None:
         yield NotApplicable("no loader says what a sample is, or samples are related")
-    elif not facts.place.is_real or (facts.neighbours is not None and facts.neighbours.is_real):
-        yield Passed("samples in another order, unless they are mixed")
-    else:
+    elif facts.place.is_real and not (facts.neighbours and facts.neighbours.is_real):
         found = facts.place
         yield run.finding(
-            run.last_step,
             symptom="the output for a sample changes when only its position in the batch changes, first in "
             f"{in_words(found.module)}",
             where=Where(module=found.module),
-            since_step=1,
             evidence=[("change of the outputs, in standard deviations", found.amount, f"<= {found.limit:.2g}")],
         )

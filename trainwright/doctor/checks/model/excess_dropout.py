@@ -1,9 +1,9 @@
-from trainwright.doctor import ExperimentRequest, RemedyTrial, Results, RunContext, Where, check, in_words
+from trainwright.doctor import Every, ExperimentRequest, RemedyTrial, Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import DropoutFacts, LayersFacts
 
 
-@check(stage="forward", confidence=0.85, needs=LayersFacts)
-def excess_dropout(run: RunContext) -> Results:
+@check(stage="forward", confidence=0.85)
+def excess_dropout(run: RunContext, exams: Every[LayersFacts]) -> Results:
     """Dropout removes so much that the model underfits.
 
     How it is detected: a rate of 0.7 or more, and a replay in which the loss of a batch, over eight masks, is clearly
@@ -15,7 +15,7 @@ def excess_dropout(run: RunContext) -> Results:
 
     Fix: `nn.Dropout(0.1)`, or none while the model does not overfit.
     """
-    step, now = run.every(LayersFacts)[-1]
+    step, now = exams[-1]
     if not now.dropout or step < 8:
         return
     path, p = max(now.dropout.items(), key=lambda item: item[1])

@@ -2,8 +2,8 @@ from trainwright.doctor import Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.modules import ModulesFacts
 
 
-@check(stage="forward", confidence=0.85, needs=ModulesFacts)
-def frozen_in_train_mode(run: RunContext) -> Results:
+@check(stage="forward", confidence=0.85, since_step=1)
+def frozen_in_train_mode(run: RunContext, facts: ModulesFacts) -> Results:
     """A frozen module, such as a teacher or a backbone, runs in train mode.
 
     Why it matters: its dropout is on, so a teacher's targets are noisy; its BatchNorm updates running statistics.
@@ -19,16 +19,13 @@ def frozen_in_train_mode(run: RunContext) -> Results:
 
     Sources: yxuansu/TaCL#11, huggingface/trl PR 5990.
     """
-    facts = run.measured(ModulesFacts)
     if not (facts.noisy or facts.drifting):
         return
     names = facts.noisy or facts.drifting
     how = "with dropout on" if facts.noisy else "and its BatchNorm layers update their running statistics"
     yield run.finding(
-        run.last_step,
         symptom=f"{listed(names)} is frozen and runs in train mode, {how}",
         sure=0.85 if facts.noisy else 0.7,
         where=Where(module=names[0]),
-        since_step=1,
         evidence=[("frozen modules in train mode", list(names[:8]), [])],
     )

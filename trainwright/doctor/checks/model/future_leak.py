@@ -1,20 +1,12 @@
-from trainwright.doctor import ExperimentRequest, NotApplicable, Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, ExperimentRequest, NotApplicable, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, TokensFacts
 
-MIN_SCORE_CHANGE = 1e-3
-"""Change of a score, in standard deviations of the scores, that exceeds rounding."""
-MAX_EXAMINATIONS = 2
-"""Number of examinations. Initially a model may not depend on its input yet."""
+MIN_SCORE_CHANGE = 1e-3  # Change of a score, in standard deviations of the scores, that exceeds rounding
+MAX_EXAMINATIONS = 2  # Number of examinations. Initially a model may not depend on its input yet.
 
 
-@check(
-    stage="forward",
-    severity="critical",
-    confidence=0.95,
-    needs=BatchFacts,
-    explains=("data.target_leak",),
-)
-def future_leak(run: RunContext) -> Results:
+@check(stage="forward", severity="critical", confidence=0.95, explains=("data.target_leak",))
+def future_leak(run: RunContext, batch: BatchFacts, every: Every[BatchFacts]) -> Results:
     """A causal model sees the tokens that it has to predict.
 
     Why it matters: training and validation loss are far too low, and generation is bad, since there is no future to
@@ -30,13 +22,13 @@ def future_leak(run: RunContext) -> Results:
 
     Fix: `scaled_dot_product_attention(q, k, v, is_causal=True)`; convolutions padded on the left only.
     """
-    batch, exams = run.measured(BatchFacts), run.every(TokensFacts)
+    exams = run.every(TokensFacts)
     if (batch.classes or 0) < 2 or not any(x.mean is None and len(x.shape) == 2 for x in batch.inputs):
         yield NotApplicable("the model gets no tokens, or predicts no classes")
         return
     is_new = exams[-1][0] < run.last_step if exams else not run.was_tried(TokensFacts)
     if len(exams) < MAX_EXAMINATIONS and is_new:
-        step = None if exams else run.every(BatchFacts)[-1][0]
+        step = None if exams else every[-1][0]
         yield ExperimentRequest(TokensFacts.experiment, step)
     for step, facts in exams:
         for loss in facts.losses:
@@ -52,6 +44,3 @@ def future_leak(run: RunContext) -> Results:
                 ],
                 trial=RemedyTrial("causal_mask"),
             )
-            return
-    if exams:
-        yield Passed("scores before and after later tokens changed")

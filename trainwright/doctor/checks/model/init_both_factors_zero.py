@@ -4,10 +4,8 @@ from trainwright.doctor import Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.weights import WeightsFacts
 
 
-@check(
-    stage="forward", severity="critical", confidence=0.95, needs=WeightsFacts, explains=("optim.weights_never_move",)
-)
-def init_both_factors_zero(run: RunContext) -> Results:
+@check(stage="forward", severity="critical", confidence=0.95, since_step=1)
+def init_both_factors_zero(run: RunContext, facts: WeightsFacts) -> Results:
     """Both factors of a product, such as those of a LoRA adapter, start at zero, so neither gets a gradient.
 
     How it is detected: two matrices of one module, or of one parent, that are all zeros from the start, have a gradient
@@ -22,7 +20,6 @@ def init_both_factors_zero(run: RunContext) -> Results:
 
     Sources: nvidia-cosmos/cosmos-predict2.5 PR #15, NovaSky-AI/SkyRL PR #852.
     """
-    facts = run.measured(WeightsFacts)
     if facts.updates < 4:
         return
     stuck = [name for name in facts.zero_weights if name in facts.zero_gradients]
@@ -33,7 +30,6 @@ def init_both_factors_zero(run: RunContext) -> Results:
         yield run.finding(
             facts.steps,
             symptom=f"{listed(names)} are all zeros and get a gradient of exactly 0",
-            since_step=1,
             where=Where(module=pairs[0]),
             evidence=[("weights of zeros without a gradient", len(stuck), 0)],
         )

@@ -6,10 +6,9 @@ from trainwright.doctor.facts.layers import SymmetryFacts
     stage="forward",
     severity="critical",
     confidence=0.95,
-    needs=SymmetryFacts,
     explains=("gradient.vanishing", "data.label_feature_misaligned", "model.output_same_for_all_samples"),
 )
-def init_symmetric(run: RunContext) -> Results:
+def init_symmetric(run: RunContext, facts: SymmetryFacts) -> Results:
     """Units of a layer start equal and get equal gradients, so they stay copies of each other.
 
     How it is detected: a replay of the first step: equal rows in a weight and in its gradient by a random sum of the
@@ -23,12 +22,10 @@ def init_symmetric(run: RunContext) -> Results:
 
     Sources: TheDeepChecker (Ben Braiek and Khomh).
     """
-    facts = run.measured(SymmetryFacts)
     alike = {name: share for name, share in facts.alike.items() if share >= 0.5}
     if alike:
         names = list(alike)
         yield run.finding(
-            run.every(SymmetryFacts)[-1][0],
             symptom=f"the units of {listed(names)} have equal weights and get equal gradients",
             where=Where(module=names[0].rpartition(".")[0]),
             evidence=[("fraction of units that equal the first", alike[names[0]], 0.0)],

@@ -1,16 +1,15 @@
 import math
 
-from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check, listed
+from trainwright.doctor import Every, RemedyTrial, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.layers import FirstLossFacts
 
 
 @check(
     stage="forward",
     confidence=0.9,
-    needs=FirstLossFacts,
     explains=("model.attention_logit_growth", "optim.lr_too_high", "gradient.exploding"),
 )
-def init_too_large(run: RunContext) -> Results:
+def init_too_large(run: RunContext, exams: Every[FirstLossFacts]) -> Results:
     """Initial weights are far too large: the first loss is many times that of chance.
 
     How it is detected: the loss of the first steps beside ln(classes), and a replay in which large weights are divided
@@ -26,7 +25,7 @@ def init_too_large(run: RunContext) -> Results:
 
     Sources: BigScience notes on the 104B model; Glorot and Bengio 2010.
     """
-    facts, step = run.measured(FirstLossFacts), run.every(FirstLossFacts)[-1][0]
+    step, facts = exams[-1]
     if step > 4 or not facts.large or facts.classes < 2 or facts.input_size > 10:
         return
     chance, loss = math.log(facts.classes), facts.loss

@@ -2,8 +2,8 @@ from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.modules import ModulesFacts
 
 
-@check(stage="forward", confidence=0.9, needs=ModulesFacts)
-def layers_share_weights(run: RunContext) -> Results:
+@check(stage="forward", confidence=0.9, since_step=1)
+def layers_share_weights(run: RunContext, facts: ModulesFacts) -> Results:
     """One module stands several times in a list of layers, so the layers share their weights.
 
     Why it matters: the model has a fraction of the parameters that it seems to have.
@@ -19,14 +19,10 @@ def layers_share_weights(run: RunContext) -> Results:
 
     Sources: zalandoresearch/pytorch-vq-vae#2, linkedin/Liger-Kernel PR #269.
     """
-    facts = run.measured(ModulesFacts)
     for each in facts.repeated:
         if each.is_chained:
             yield run.finding(
-                run.last_step,
                 symptom=f"{each.times} entries of {in_words(each.path)} are one and the same module",
                 where=Where(module=each.path),
-                since_step=1,
                 evidence=[("entries that are one module", each.times, 1)],
             )
-            return

@@ -1,16 +1,14 @@
 from collections.abc import Sequence
 
-from trainwright.doctor import ExperimentRequest, RemedyTrial, Results, RunContext, Where, check
+from trainwright.doctor import Every, ExperimentRequest, RemedyTrial, Results, RunContext, Where, check
 from trainwright.doctor.facts.wiring import ActivatedFacts, WiringFacts
 
-MAX_LOSS_RATIO = 0.7
-"""Remaining loss on one batch with activations / without them."""
-MIN_REMAINING_LOSS = 0.02
-"""Below this loss nothing is left to gain."""
+MAX_LOSS_RATIO = 0.7  # Remaining loss on one batch with activations / without them
+MIN_REMAINING_LOSS = 0.02  # Below this loss nothing is left to gain
 
 
-@check(stage="forward", confidence=0.9, needs=WiringFacts)
-def missing_nonlinearity(run: RunContext) -> Results:
+@check(stage="forward", confidence=0.9)
+def missing_nonlinearity(run: RunContext, facts: WiringFacts, exams: Every[WiringFacts]) -> Results:
     """Two linear layers follow each other with nothing between them, so together they are one.
 
     How it is detected: a replay follows the output of each linear layer to its uses. It is a warning where updates on
@@ -24,11 +22,10 @@ def missing_nonlinearity(run: RunContext) -> Results:
 
     Sources: NeuraLint (Nikanjam et al.).
     """
-    facts = run.measured(WiringFacts)
     chains = [each for each in facts.chains if _adds_nothing(each.first_shape, each.second_shape)]
     if not chains:
         return
-    step, tried = run.every(WiringFacts)[-1][0], run.latest(ActivatedFacts)
+    step, tried = exams[-1][0], run.latest(ActivatedFacts)
     if tried is None and not run.was_tried(ActivatedFacts):
         yield ExperimentRequest(ActivatedFacts.experiment, step)
         return

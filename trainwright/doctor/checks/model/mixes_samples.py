@@ -1,4 +1,4 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check, in_words
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.function import FunctionFacts
 from trainwright.doctor.facts.modules import ModulesFacts
 
@@ -6,8 +6,8 @@ MIN_DEVIATION = 0.02
 """In standard deviations of the outputs. A batch statistic that is one feature of many changes them less."""
 
 
-@check(stage="forward", confidence=0.8, needs=FunctionFacts)
-def mixes_samples(run: RunContext) -> Results:
+@check(stage="forward", confidence=0.8, since_step=1)
+def mixes_samples(run: RunContext, facts: FunctionFacts) -> Results:
     """The output for one sample depends on other samples of the batch.
 
     Why it matters: shapes are right and the loss falls, but a prediction depends on what else is in the batch.
@@ -25,19 +25,18 @@ def mixes_samples(run: RunContext) -> Results:
 
     Fix: swap axes with `transpose` or `permute`; take softmax, mean and norm over a dimension of the sample.
     """
-    facts, modules = run.measured(FunctionFacts), run.latest(ModulesFacts)
+    modules = run.latest(ModulesFacts)
     if facts.neighbours is None or not facts.neighbours.is_real or facts.written:
-        yield (NotApplicable(facts.related) if facts.related else Passed("the outputs of a batch"))
+        if facts.related:
+            yield NotApplicable(facts.related)
         return
     if not facts.is_batch and (modules is None or modules.looks < 4 or modules.same_inputs):
         yield NotApplicable("the rows may be one thing, such as the nodes of a graph")
         return
     found = facts.neighbours
     yield run.finding(
-        run.last_step,
         symptom=f"with one sample of a batch replaced, others change their outputs, first in {in_words(found.module)}",
         severity="info" if found.amount < MIN_DEVIATION else "warning",
         where=Where(module=found.module),
-        since_step=1,
         evidence=[("change of the others' outputs, in standard deviations", found.amount, f"<= {found.limit:.2g}")],
     )

@@ -7,10 +7,10 @@ from trainwright.doctor.facts.modules import ModulesFacts
     stage="forward",
     severity="critical",
     confidence=0.95,
-    needs=ModulesFacts,
     explains=("loss.never_changes", "loss.no_better_than_constant", "optim.weights_never_move"),
+    since_step=1,
 )
-def output_same_for_all_samples(run: RunContext) -> Results:
+def output_same_for_all_samples(run: RunContext, facts: ModulesFacts) -> Results:
     """The output of the model is the same for every sample, though the inputs differ.
 
     Why it matters: nothing that the model learns can depend on the input.
@@ -27,7 +27,6 @@ def output_same_for_all_samples(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch#19250, #45687.
     """
-    facts = run.measured(ModulesFacts)
     if facts.constant is None or facts.last < 8:
         return
     kind, what = facts.constant_kind, "wipes the signal out"
@@ -42,6 +41,5 @@ def output_same_for_all_samples(run: RunContext) -> Results:
         cause=f"{kind} {what}",
         severity="critical" if facts.is_whole else "warning",
         where=Where(module=facts.constant),
-        since_step=1,
         evidence=[("steps in which the outputs do not vary", facts.looks, 0)],
     )

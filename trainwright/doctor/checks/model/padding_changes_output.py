@@ -2,8 +2,8 @@ from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.function import FunctionFacts
 
 
-@check(stage="forward", confidence=0.8, needs=FunctionFacts)
-def padding_changes_output(run: RunContext) -> Results:
+@check(stage="forward", confidence=0.8, since_step=1)
+def padding_changes_output(run: RunContext, facts: FunctionFacts) -> Results:
     """The output for a sequence depends on how much padding follows it.
 
     Why it matters: the same sequence gets other predictions in another batch.
@@ -21,15 +21,12 @@ def padding_changes_output(run: RunContext) -> Results:
 
     Sources: keitakurita/practical-torchtext#5, ray-project/ray#21392.
     """
-    facts = run.measured(FunctionFacts)
     if facts.padding is None:
         yield NotApplicable("no input has padding at its ends")
     elif facts.padding.is_real:
         found = facts.padding
         yield run.finding(
-            run.last_step,
             severity="warning" if facts.pad else "info",
-            since_step=1,
             evidence=[
                 ("change of the outputs, in standard deviations", found.amount, f"<= {found.limit:.2g}"),
                 ("what declares the padding", facts.pad or "nothing"),

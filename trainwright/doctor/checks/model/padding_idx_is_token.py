@@ -2,8 +2,8 @@ from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.modules import ModulesFacts
 
 
-@check(stage="forward", confidence=0.85, needs=ModulesFacts)
-def padding_idx_is_token(run: RunContext) -> Results:
+@check(stage="forward", confidence=0.85, since_step=1)
+def padding_idx_is_token(run: RunContext, facts: ModulesFacts) -> Results:
     """The `padding_idx` of an embedding is the number of a real token, so this token never learns.
 
     How it is detected: in a few steps, the ids that equal `padding_idx`: padding stands at the ends of rows, a token
@@ -15,15 +15,11 @@ def padding_idx_is_token(run: RunContext) -> Results:
 
     Sources: FGA-DIKU/BONSAI#168, NVIDIA-NeMo/Speech#5726.
     """
-    facts = run.measured(ModulesFacts)
     for each in facts.tables:
         if each.padding >= 0.02 and each.inside > 0.5:
             yield run.finding(
-                run.last_step,
                 symptom=f"{each.padding:.0%} of the ids that {in_words(each.path)} reads are its padding_idx, and "
                 f"{each.inside:.0%} of these stand between other tokens",
                 where=Where(module=each.path),
-                since_step=1,
                 evidence=[("fraction of padding between other tokens", round(each.inside, 3), 0.0)],
             )
-            return

@@ -1,18 +1,9 @@
-"""See the function."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-from trainwright.doctor.check import NotApplicable, Result, check
-from trainwright.doctor.context import RunContext
+from trainwright.doctor import Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.weights import PretrainedFacts
-from trainwright.doctor.finding import listed
-from trainwright.runs.records import Where
 
 
-@check(stage="forward", severity="critical", confidence=0.95, needs=PretrainedFacts)
-def pretrained_weights_missing(run: RunContext) -> Iterator[Result]:
+@check(stage="forward", severity="critical", confidence=0.95, since_step=1)
+def pretrained_weights_missing(run: RunContext, facts: PretrainedFacts) -> Results:
     """Layers of a pretrained model are not in its files, so they start at random.
 
     Why it matters: the layers after them receive inputs that they were not trained for.
@@ -28,14 +19,9 @@ def pretrained_weights_missing(run: RunContext) -> Iterator[Result]:
 
     Sources: JIA-Lab-research/LISA#177, BudEcosystem/code-millenials#1, DennisGankin/species-aware-DNA-LM#4.
     """
-    facts = run.latest(PretrainedFacts)
-    if facts is None:
-        yield NotApplicable("the model was not loaded by its name")
-    elif facts.missing:
+    if facts.missing:
         yield run.finding(
-            run.last_step,
             symptom=f"{len(facts.missing)} weights of the model are not in its files: {listed(facts.missing)}",
             where=Where(module=facts.missing[0].rpartition(".")[0]),
-            since_step=1,
             evidence=[("weights that are not in the files", list(facts.missing[:8]), [])],
         )

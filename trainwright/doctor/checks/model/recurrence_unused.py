@@ -4,8 +4,8 @@ from trainwright.doctor.facts.weights import WeightsFacts
 MIN_UPDATES = 8
 
 
-@check(stage="forward", confidence=0.9, needs=WeightsFacts, explains=("optim.weights_never_move",))
-def recurrence_unused(run: RunContext) -> Results:
+@check(stage="forward", confidence=0.9, since_step=1)
+def recurrence_unused(run: RunContext, facts: WeightsFacts) -> Results:
     """The recurrent weights of an RNN get no gradient: the loss depends on a state after one step only.
 
     Why it matters: the layer, or its reverse direction, remembers nothing of the sequence.
@@ -22,7 +22,6 @@ def recurrence_unused(run: RunContext) -> Results:
 
     Sources: keras-team/keras#4791, graykode/nlp-tutorial#47, aymericdamien/TensorFlow-Examples#201.
     """
-    facts = run.measured(WeightsFacts)
     stuck = [name for name in facts.zero_gradients if ".weight_hh" in f".{name}"]
     if facts.updates < MIN_UPDATES or not stuck:
         return
@@ -35,7 +34,6 @@ def recurrence_unused(run: RunContext) -> Results:
         cause="the last output of a bidirectional layer is used, where the reverse direction has read one element"
         if is_reverse
         else "each sequence has length 1, or only the first step is used",
-        since_step=1,
         where=Where(module=path),
         evidence=[("recurrent weights with a gradient of 0", len(stuck), 0)],
     )

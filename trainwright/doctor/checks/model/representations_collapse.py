@@ -1,14 +1,12 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.modules import ModulesFacts
 
-MAX_SPREAD = 0.2
-"""Spread of outputs over samples / size of the outputs. Noise in the inputs keeps it at about a tenth."""
-MIN_FALL_RATIO = 2.5
-"""Initial spread / current spread."""
+MAX_SPREAD = 0.2  # Spread of outputs over samples / size of the outputs. Noise in the inputs keeps it at about a tenth.
+MIN_FALL_RATIO = 2.5  # Initial spread / current spread
 
 
-@check(stage="forward", confidence=0.8, needs=ModulesFacts)
-def representations_collapse(run: RunContext) -> Results:
+@check(stage="forward", confidence=0.8)
+def representations_collapse(run: RunContext, facts: ModulesFacts) -> Results:
     """The representations collapse: all samples get nearly the same code.
 
     Why it matters: the loss reaches its minimum without anything being learned.
@@ -25,7 +23,6 @@ def representations_collapse(run: RunContext) -> Results:
 
     Sources: PatrickHua/SimSiam#39, lightly-ai/lightly#559.
     """
-    facts = run.measured(ModulesFacts)
     spreads = facts.spreads
     if len(spreads) < 3:
         yield NotApplicable("the loss compares the outputs with data, or they are no vectors")
@@ -38,5 +35,3 @@ def representations_collapse(run: RunContext) -> Results:
             since_step=next(each.step for each in spreads if each.spread < first / MIN_FALL_RATIO),
             evidence=[("spread of the codes", last[-1].spread, first)],
         )
-    else:
-        yield Passed(f"spread {first:.2g} at first, {last[-1].spread:.2g} now")

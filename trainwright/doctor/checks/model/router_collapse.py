@@ -1,9 +1,9 @@
-from trainwright.doctor import Results, RunContext, Where, check, in_words
+from trainwright.doctor import Every, Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts
 
 
-@check(stage="forward", confidence=0.85, needs=LayersFacts)
-def router_collapse(run: RunContext) -> Results:
+@check(stage="forward", confidence=0.85)
+def router_collapse(run: RunContext, looks: Every[LayersFacts]) -> Results:
     """The router of a mixture of experts sends nearly everything to one or two experts.
 
     How it is detected: the choices of every router in the examined steps: the number of experts that carry
@@ -17,7 +17,6 @@ def router_collapse(run: RunContext) -> Results:
 
     Sources: Megatron-LM#1545; KempnerForge#119.
     """
-    looks = run.every(LayersFacts)
     step, last = looks[-1]
     for path, now in last.routers.items():
         history = [facts.routers[path].effective for _, facts in looks if path in facts.routers]
@@ -31,4 +30,3 @@ def router_collapse(run: RunContext) -> Results:
                 where=Where(module=path),
                 evidence=[("experts that share the load", lately, max(history[:3]))],
             )
-            return

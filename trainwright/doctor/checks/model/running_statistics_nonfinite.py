@@ -35,4 +35,3 @@ def running_statistics_nonfinite(run: RunContext) -> Results:
             ),
             evidence=[("modules with non-finite statistics", len(seen.poisoned), 0)],
         )
-        return

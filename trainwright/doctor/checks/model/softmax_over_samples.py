@@ -2,14 +2,8 @@ from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts
 
 
-@check(
-    stage="forward",
-    severity="critical",
-    confidence=0.9,
-    needs=LayersFacts,
-    explains=("model.mixes_samples", "loss.no_better_than_constant"),
-)
-def softmax_over_samples(run: RunContext) -> Results:
+@check(stage="forward", severity="critical", confidence=0.9, explains=("model.mixes_samples",), since_step=1)
+def softmax_over_samples(run: RunContext, facts: LayersFacts) -> Results:
     """A softmax in the model runs over the samples of the batch instead of the classes or keys of each sample.
 
     Why it matters: the outputs of a sample do not sum to 1 and depend on what else is in the batch.
@@ -25,14 +19,10 @@ def softmax_over_samples(run: RunContext) -> Results:
 
     Sources: ctallec/world-models#10, batra-mlp-lab/visdial-challenge-starter-pytorch#1, Lackel/DPN#1.
     """
-    facts = run.measured(LayersFacts)
     for each in facts.axes.over_samples:
         yield run.finding(
-            run.last_step,
             symptom=f"a softmax in {in_words(each.module)} over {list(each.shapes[0])} runs over the first axis, the "
             "samples of the batch",
-            since_step=1,
             where=Where(module=each.module, op="softmax", source=each.line),
             evidence=[("sum over the last axis of its result", "not 1", 1.0)],
         )
-        return

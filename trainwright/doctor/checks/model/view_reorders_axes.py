@@ -6,10 +6,10 @@ from trainwright.doctor.facts.layers import LayersFacts
     stage="forward",
     severity="critical",
     confidence=0.93,
-    needs=LayersFacts,
-    explains=("model.mixes_samples", "model.depends_on_batch_position", "loss.no_better_than_constant"),
+    explains=("model.mixes_samples", "model.depends_on_batch_position"),
+    since_step=1,
 )
-def view_reorders_axes(run: RunContext) -> Results:
+def view_reorders_axes(run: RunContext, facts: LayersFacts) -> Results:
     """A `view` or `reshape` is used where axes should be permuted, so values land in the wrong places.
 
     Why it matters: shapes are right and nothing fails, but channels, steps or samples are mixed up.
@@ -29,15 +29,11 @@ def view_reorders_axes(run: RunContext) -> Results:
 
     Sources: Selen-Suyue/DensePolicy2D#3, zamanzadeh/CARLA#16.
     """
-    facts = run.measured(LayersFacts)
     for each in facts.axes.reordered:
         old, new = each.shapes
         yield run.finding(
-            run.last_step,
             symptom=f"in {in_words(each.module)} a reshape of {list(old)} to {list(new)} permutes no axes: values get "
             "mixed up",
-            since_step=1,
             where=Where(module=each.module, op="view", source=each.line),
             evidence=[("shape before and after", [list(old), list(new)], "a permute or a transpose")],
         )
-        return

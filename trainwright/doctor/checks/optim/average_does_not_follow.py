@@ -4,8 +4,8 @@ from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.averages import MAX_UNEXPLAINED, AveragesFacts, CopyFacts, averages_of
 
 
-@check(stage="update", confidence=0.9, needs=AveragesFacts)
-def average_does_not_follow(run: RunContext) -> Results:
+@check(stage="update", confidence=0.9)
+def average_does_not_follow(run: RunContext, facts: AveragesFacts) -> Results:
     """An average of the weights is none: its factors are wrong.
 
     Why it matters: the averaged model is evaluated and saved, and it is not the one that was trained.
@@ -20,7 +20,6 @@ def average_does_not_follow(run: RunContext) -> Results:
 
     Fix: `average.mul_(decay).add_(weights, alpha=1 - decay)` with a decay such as 0.99.
     """
-    facts = run.measured(AveragesFacts)
     averages = averages_of(facts)
     if not averages:
         yield NotApplicable("no copy of the weights follows them")
@@ -29,7 +28,6 @@ def average_does_not_follow(run: RunContext) -> Results:
         if all(move.rest < MAX_UNEXPLAINED for move in copy.moves) and (what := _wrong_with(copy)):
             last = copy.moves[-1]
             yield run.finding(
-                run.last_step,
                 symptom=f"the averages of the weights of {copy.of} (a {copy.kind}) {what}",
                 since_step=copy.moves[0].step,
                 evidence=[("fraction of the way at each step", last.share, "0 to 0.5"), ("growth", last.growth, 0.0)],

@@ -2,8 +2,8 @@ from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.modules import ModulesFacts
 
 
-@check(stage="update", confidence=0.85, needs=ModulesFacts)
-def frozen_rows_decay(run: RunContext) -> Results:
+@check(stage="update", confidence=0.85, since_step=1)
+def frozen_rows_decay(run: RunContext, facts: ModulesFacts) -> Results:
     """Rows of an embedding whose gradient is set to zero still change.
 
     How it is detected: in a few steps, the rows that the batch uses, their gradient after the backward pass and right
@@ -21,14 +21,10 @@ def frozen_rows_decay(run: RunContext) -> Results:
 
     Sources: huggingface/diffusers#1009, #1176.
     """
-    facts = run.measured(ModulesFacts)
     for each in facts.tables:
         if each.decayed >= max(8, 0.25 * each.used):
             yield run.finding(
-                run.last_step,
                 symptom=f"{each.decayed} rows of {in_words(each.path)} change though their gradient is always 0",
                 where=Where(module=each.path),
-                since_step=1,
                 evidence=[("rows without a gradient that changed", each.decayed, 0), ("rows used", each.used)],
             )
-            return

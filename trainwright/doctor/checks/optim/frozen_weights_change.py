@@ -2,8 +2,8 @@ from trainwright.doctor import NotApplicable, Results, RunContext, Where, check,
 from trainwright.doctor.facts.weights import WeightsFacts
 
 
-@check(stage="update", confidence=0.8, needs=WeightsFacts)
-def frozen_weights_change(run: RunContext) -> Results:
+@check(stage="update", confidence=0.8)
+def frozen_weights_change(run: RunContext, facts: WeightsFacts) -> Results:
     """A weight with `requires_grad=False` changes.
 
     How it is detected: checksums of the weights that an optimizer holds and that cannot be trained.
@@ -14,7 +14,6 @@ def frozen_weights_change(run: RunContext) -> Results:
 
     Fix: set `p.grad = None` when it is frozen, or make the optimizer of the weights that are trained.
     """
-    facts = run.measured(WeightsFacts)
     if not facts.frozen:
         yield NotApplicable("no optimizer holds a frozen tensor")
     elif facts.frozen_moved:

@@ -1,9 +1,9 @@
-from trainwright.doctor import RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts
 
 
-@check(stage="update", confidence=0.95, needs=CallsFacts, explains=("optim.weights_never_move",))
-def group_lr_zero(run: RunContext) -> Results:
+@check(stage="update", confidence=0.95)
+def group_lr_zero(run: RunContext, exams: Every[CallsFacts]) -> Results:
     """A parameter group has a learning rate of 0 while other groups have one above 0.
 
     Why it matters: its parameters get gradients and stay as they are. Often that is the new head of a fine-tune.
@@ -18,7 +18,7 @@ def group_lr_zero(run: RunContext) -> Results:
 
     Fix: `{"params": head.parameters(), "lr": 1e-3}`. To freeze on purpose: `requires_grad_(False)`.
     """
-    every = run.every(CallsFacts)[-2:]
+    every = exams[-2:]
     if len(every) < 2 or not run.steps:
         return
     (since, before), (step, now) = every
@@ -35,4 +35,3 @@ def group_lr_zero(run: RunContext) -> Results:
                     evidence=[(f"lr of group {place}", 0.0, alive[0])],
                     trial=RemedyTrial("group_lr", {"optimizer": number, "group": place, "lr": alive[0]}),
                 )
-                return

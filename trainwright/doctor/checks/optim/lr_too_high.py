@@ -1,17 +1,13 @@
 import math
 
-from trainwright.doctor import ExperimentRequest, NotApplicable, Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, ExperimentRequest, NotApplicable, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.updates import BatchStepsFacts, UpdateFacts
 
-MIN_LOSS_RISE = 0.5
-"""Fraction by which an update raises the loss of its own batch."""
+MIN_LOSS_RISE = 0.5  # Fraction by which an update raises the loss of its own batch
 
 
-@check(
-    stage="update", confidence=0.85, needs=UpdateFacts,
-    explains=("optim.weight_decay_too_high", "gradient.exploding"),
-)  # fmt: skip
-def lr_too_high(run: RunContext) -> Results:
+@check(stage="update", confidence=0.85, explains=("optim.weight_decay_too_high", "gradient.exploding"))
+def lr_too_high(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     """The learning rate is too high: an update raises the loss of its own batch.
 
     How it is detected: a replay of the update raises the loss of its batch by more than half, eight such updates on
@@ -29,13 +25,12 @@ def lr_too_high(run: RunContext) -> Results:
 
     Sources: AutoTrainer (Zhang et al., ICSE 2021).
     """
-    every = [(step, facts) for step, facts in run.every(UpdateFacts) if facts.optimizers == 1]
+    every = [(step, facts) for step, facts in exams if facts.optimizers == 1]
     if not every:
         yield NotApplicable("several optimizers, between which no loss has to fall")
         return
     worse = [(step, facts) for step, facts in every if _raises(facts)][:3]
     if not worse:
-        yield Passed(f"{len(every)} updates")
         return
     yield from [ExperimentRequest(BatchStepsFacts.experiment, step) for step, _ in worse]
     trained = dict(run.every(BatchStepsFacts))
@@ -59,7 +54,6 @@ def lr_too_high(run: RunContext) -> Results:
             ],
             trial=RemedyTrial("other_lr", {"factor": on_batch.falls_at}),
         )
-        return
 
 
 def _raises(facts: UpdateFacts) -> bool:

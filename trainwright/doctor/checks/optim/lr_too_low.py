@@ -1,20 +1,16 @@
-from trainwright.doctor import Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts
 from trainwright.doctor.facts.updates import UpdateFacts
 
-MAX_UPDATE_RATIO = 2e-6
-"""Norm of an update / norm of the weights. Useful updates have 1e-4 to 1e-2."""
+MAX_UPDATE_RATIO = 2e-6  # Norm of an update / norm of the weights. Useful updates have 1e-4 to 1e-2.
 MIN_STEPS = 8
-MAX_PROGRESS = 0.02
-"""A smaller relative change of the loss is no progress."""
+MAX_PROGRESS = 0.02  # A smaller relative change of the loss is no progress
 MIN_RELATIVE_GRADIENT = 1e-3
 """Relative change of the loss per relative change of the weights. Normal gradients exceed it."""
 
 
-@check(
-    stage="update", severity="critical", confidence=0.9, needs=UpdateFacts, explains=("loss.no_better_than_constant",)
-)
-def lr_too_low(run: RunContext) -> Results:
+@check(stage="update", severity="critical", confidence=0.9, since_step=1)
+def lr_too_low(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     """The learning rate is so low that updates change nothing.
 
     How it is detected: every examined update is smaller than 2e-6 of the weights, gradients have a normal size, and the
@@ -30,7 +26,7 @@ def lr_too_low(run: RunContext) -> Results:
 
     Sources: AutoTrainer (Zhang et al., ICSE 2021).
     """
-    every = [facts for _, facts in run.every(UpdateFacts) if facts.optimizers == 1 and max(facts.lr, default=0.0) > 0.0]
+    every = [facts for _, facts in exams if facts.optimizers == 1 and max(facts.lr, default=0.0) > 0.0]
     losses = [each.loss for each in run.steps]
     if len(losses) < MIN_STEPS or not every:
         return
@@ -43,17 +39,14 @@ def lr_too_low(run: RunContext) -> Results:
         or pull < MIN_RELATIVE_GRADIENT
         or _rises(run)
     ):
-        yield Passed(f"{len(every)} updates of {min(each.ratio for each in every):.2g} of the weights and more")
         return
     first, last = sum(losses[:4]) / 4, sum(losses[-4:]) / 4
     noise = max(losses) - min(losses)
     if abs(last - first) <= max(MAX_PROGRESS * abs(first), 0.5 * noise):
         yield run.finding(
-            run.last_step,
             symptom=f"an update changes the weights by {facts.ratio:.1g} of their size, and the loss stays at "
             f"{last:.4g}",
             cause=f"the learning rate of {max(facts.lr):g} is too low; gradients are normal",
-            since_step=1,
             evidence=[("update / weights", facts.ratio, "1e-4 .. 1e-2"), ("norm of gradients", facts.grad_norm)],
             trial=RemedyTrial("other_lr", {"factor": 1e4}),
         )

@@ -1,13 +1,16 @@
-from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor import Every, Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts, has_closure, kinds
 from trainwright.runs.records import Watched
 
 
 @check(
-    points_at="backward", stage="backward", severity="critical", confidence=0.95, needs=CallsFacts,
+    points_at="backward",
+    stage="backward",
+    severity="critical",
+    confidence=0.95,
     explains=("optim.lr_too_high", "gradient.exploding", "gradient.clip_always_active"),
-)  # fmt: skip
-def missing_zero_grad(run: RunContext) -> Results:
+)
+def missing_zero_grad(run: RunContext, latest: CallsFacts, exams: Every[CallsFacts]) -> Results:
     """Gradients are never cleared, so each update also contains the gradients of all steps before it.
 
     Why it matters: it acts as momentum without decay. Gradients grow with the number of steps, and the loss diverges.
@@ -27,7 +30,7 @@ def missing_zero_grad(run: RunContext) -> Results:
     """
     carried: dict[int, list[tuple[int, float]]] = {}
     by_step = {each.step: each for each in run.steps[1:]}
-    for step, facts in run.every(CallsFacts):
+    for step, facts in exams:
         record = by_step.get(step)
         for number, norm in enumerate(facts.carried):
             if (
@@ -37,7 +40,6 @@ def missing_zero_grad(run: RunContext) -> Results:
                 and _keeps(record, number)
             ):
                 carried.setdefault(number, []).append((step, norm))
-    latest = run.measured(CallsFacts)
     declared = (latest and latest.accumulation) or 1
     for number, seen in carried.items():
         if len(seen) < 2 or (declared > 1 and any(kinds(each, "zero_grad") for each in run.steps)):
@@ -53,7 +55,6 @@ def missing_zero_grad(run: RunContext) -> Results:
                 ("norm at the update", by_step[step].grad_norm),
             ],
         )
-        return
 
 
 def _keeps(step: Watched, number: int) -> bool:

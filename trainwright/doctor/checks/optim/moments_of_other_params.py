@@ -1,15 +1,13 @@
-from trainwright.doctor import Passed, Results, RunContext, check, listed
+from trainwright.doctor import Results, RunContext, check, listed
 from trainwright.doctor.facts.updates import LoadedMomentsFacts
 
 MIN_TENSORS = 4
-MIN_LOG10_RATIO = 0.7
-"""Mean log10 of squared gradient / second moment (a factor of 5)."""
-MAX_MATCHED_FRACTION = 0.5
-"""Fraction of this mean that remains once moments and gradients are matched."""
+MIN_LOG10_RATIO = 0.7  # Mean log10 of squared gradient / second moment (a factor of 5)
+MAX_MATCHED_FRACTION = 0.5  # Fraction of this mean that remains once moments and gradients are matched
 
 
-@check(stage="update", confidence=0.85, needs=LoadedMomentsFacts)
-def moments_of_other_params(run: RunContext) -> Results:
+@check(stage="update", confidence=0.85, since_step=1)
+def moments_of_other_params(run: RunContext, facts: LoadedMomentsFacts) -> Results:
     """The optimizer goes on with moments that belong to other parameters.
 
     Why it matters: shapes fit, so nothing fails. Each of these weights moves with the step size of another one until
@@ -29,17 +27,14 @@ def moments_of_other_params(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch#1489, pytorch/pytorch#6031, fairscale#380.
     """
-    facts = run.measured(LoadedMomentsFacts)
     if len(facts.gaps) < MIN_TENSORS:
         return
     gap = sum(facts.gaps) / len(facts.gaps)
     if gap < MIN_LOG10_RATIO or facts.matched > MAX_MATCHED_FRACTION * gap:
-        yield Passed(f"{len(facts.gaps)} tensors of {facts.kind}")
         return
     yield run.finding(
         1,
         symptom=f"squared gradients and loaded second moments differ by a factor of {10**gap:.3g} on average, most for "
         f"{listed(facts.names)}; matched in another order by {10**facts.matched:.3g}",
-        since_step=1,
         evidence=[("mean log10 of their ratio", round(gap, 2), round(facts.matched, 2))],
     )

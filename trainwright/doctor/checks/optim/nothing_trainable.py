@@ -2,8 +2,8 @@ from trainwright.doctor import RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.wiring import WiringFacts
 
 
-@check(stage="update", confidence=0.9, needs=WiringFacts, explains=("optim.weights_never_move",))
-def nothing_trainable(run: RunContext) -> Results:
+@check(stage="update", confidence=0.9)
+def nothing_trainable(run: RunContext, facts: WiringFacts) -> Results:
     """Nearly everything is frozen: nothing is trained, or only normalisation layers.
 
     How it is detected: the trainable parameters that an optimizer holds, without those of normalisation layers.
@@ -14,11 +14,9 @@ def nothing_trainable(run: RunContext) -> Results:
 
     Fix: `model.head.requires_grad_(True)`, then make the optimizer.
     """
-    facts = run.measured(WiringFacts)
     if facts.trained_beside_norms or not facts.frozen_beside_norms:
         return
     yield run.finding(
-        run.every(WiringFacts)[-1][0],
         symptom=f"{'only normalisation layers' if facts.trained else 'nothing'} can be trained; "
         f"{facts.frozen_beside_norms} other weights are frozen",
         evidence=[("trained weights that belong to no normalisation", 0, "the head at least")],

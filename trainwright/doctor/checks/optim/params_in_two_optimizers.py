@@ -2,11 +2,8 @@ from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts
 
 
-@check(
-    stage="update", severity="critical", confidence=0.97, needs=CallsFacts,
-    explains=("optim.lr_too_high",),
-)  # fmt: skip
-def params_in_two_optimizers(run: RunContext) -> Results:
+@check(stage="update", severity="critical", confidence=0.97, explains=("optim.lr_too_high",))
+def params_in_two_optimizers(run: RunContext, facts: CallsFacts) -> Results:
     """Two optimizers hold the same parameters, and both step.
 
     Why it matters: each gradient is applied twice, and each optimizer has moments of updates that the other one
@@ -21,8 +18,5 @@ def params_in_two_optimizers(run: RunContext) -> Results:
 
     Fix: give every parameter to one optimizer: `(p for p in model.parameters() if id(p) not in taken)`.
     """
-    facts = run.measured(CallsFacts)
     if facts.doubles >= min(2, max(1, len(run.steps))):
-        yield run.finding(
-            run.last_step, evidence=[("updates with gradients that another optimizer applied", facts.doubles, 0)]
-        )
+        yield run.finding(evidence=[("updates with gradients that another optimizer applied", facts.doubles, 0)])

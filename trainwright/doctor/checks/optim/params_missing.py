@@ -1,9 +1,9 @@
-from trainwright.doctor import Passed, RemedyTrial, Results, RunContext, Where, check, listed
+from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.calls import CallsFacts
 
 
-@check(stage="update", confidence=0.95, needs=CallsFacts, explains=("optim.lr_too_low", "optim.weights_never_move"))
-def params_missing(run: RunContext) -> Results:
+@check(stage="update", confidence=0.95, explains=("optim.lr_too_low",))
+def params_missing(run: RunContext, facts: CallsFacts) -> Results:
     """Parameters get gradients, and no optimizer holds them.
 
     Why it matters: they stay as they were initialized; the rest learns around them.
@@ -23,15 +23,12 @@ def params_missing(run: RunContext) -> Results:
 
     Sources: HVPNeT#5, mace#525.
     """
-    facts = run.measured(CallsFacts)
     if not run.steps or any(each.stale for each in facts.optimizers):
         return
     if not facts.missing:
-        yield Passed(f"{len(facts.optimizers)} optimizers")
         return
     names = facts.missing
     yield run.finding(
-        run.last_step,
         symptom=f"{len(names)} parameters get gradients and do not change: {listed(names, 4)}",
         severity="info" if facts.missing_share == 1.0 or facts.missing_were_trained else "warning",
         where=Where(module=names[0].rpartition(".")[0]),

@@ -2,8 +2,8 @@ from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check, l
 from trainwright.doctor.facts.wiring import WiringFacts
 
 
-@check(stage="update", severity="critical", confidence=0.95, needs=WiringFacts)
-def params_not_registered(run: RunContext) -> Results:
+@check(stage="update", severity="critical", confidence=0.95)
+def params_not_registered(run: RunContext, facts: WiringFacts) -> Results:
     """A layer is used, but `parameters()` does not contain it.
 
     Why it matters: it is not trained, not moved by `.to(device)`, and not in the checkpoint.
@@ -17,10 +17,8 @@ def params_not_registered(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch#666, #38639.
     """
-    facts = run.measured(WiringFacts)
     if facts.unregistered:
         yield run.finding(
-            run.every(WiringFacts)[-1][0],
             symptom=f"tensors in {listed(facts.unregistered)} get gradients but are no parameters of the model",
             where=Where(module=facts.unregistered[0]),
             evidence=[("values that autograd reaches and parameters() does not", facts.unregistered_values, 0)],

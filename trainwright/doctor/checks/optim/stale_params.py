@@ -3,13 +3,12 @@ from trainwright.doctor.facts.calls import CallsFacts
 
 
 @check(
-    stage="update", severity="critical", confidence=0.97, needs=CallsFacts,
-    explains=(
-        "loss.no_better_than_constant", "model.frozen_in_train_mode", "optim.lr_too_low", "optim.weights_never_move",
-        "optim.zero_grad_before_step",
-    ),
-)  # fmt: skip
-def stale_params(run: RunContext) -> Results:
+    stage="update",
+    severity="critical",
+    confidence=0.97,
+    explains=("model.frozen_in_train_mode", "optim.lr_too_low", "optim.zero_grad_before_step"),
+)
+def stale_params(run: RunContext, facts: CallsFacts) -> Results:
     """The optimizer holds tensors that are no longer in the model.
 
     Why it matters: `step()` updates the old tensors, and no weight of the model changes.
@@ -25,13 +24,11 @@ def stale_params(run: RunContext) -> Results:
 
     Sources: accelerate#2665, accelerate#3256, pytorch/pytorch#107843, TransformerLens#1725.
     """
-    facts = run.measured(CallsFacts)
     stale = sum(each.stale for each in facts.optimizers)
     if not run.steps or not facts.missing or not stale:
         return
     held = sum(each.parameters for each in facts.optimizers)
     yield run.finding(
-        run.last_step,
         symptom=f"{len(facts.missing)} parameters get gradients and do not change; {stale} of the optimizer's {held} "
         "tensors are not in the model",
         severity="critical" if facts.missing_share > 0.3 else "warning",

@@ -2,15 +2,8 @@ from trainwright.doctor import Results, RunContext, by_experiment, check
 from trainwright.doctor.facts.calls import CallsFacts, kinds
 
 
-@check(
-    points_at="backward",
-    stage="update",
-    severity="critical",
-    confidence=0.98,
-    needs=CallsFacts,
-    explains=("loop.unseen", "optim.weights_never_move"),
-)
-def step_never_called(run: RunContext) -> Results:
+@check(points_at="backward", stage="update", severity="critical", confidence=0.98, explains=("loop.unseen",))
+def step_never_called(run: RunContext, facts: CallsFacts) -> Results:
     """`backward()` runs and `optimizer.step()` is never called, so no weight changes.
 
     How it is detected: three backward passes or more in a run without an update, and no weight that changed. Of several
@@ -23,7 +16,6 @@ def step_never_called(run: RunContext) -> Results:
 
     Fix: `optimizer.step()` after `backward()`; with a scaler `scaler.step(optimizer); scaler.update()`.
     """
-    facts = run.measured(CallsFacts)
     if not run.finished:
         return
     if not run.steps:
@@ -39,10 +31,8 @@ def step_never_called(run: RunContext) -> Results:
         waits = number not in done and any(group.with_grad for group in optimizer.groups)
         if len(facts.optimizers) > 1 and len(run.steps) >= 20 and waits:
             yield run.finding(
-                run.last_step,
                 symptom=f"the parameters of optimizer {number} get gradients, and its step() was never called",
                 severity="warning",
                 sure=0.8,
                 evidence=[("steps of it", 0, len(run.steps))],
             )
-            return

@@ -1,15 +1,14 @@
-from trainwright.doctor import Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.updates import UpdateFacts
 
 MIN_STEPS = 24
 MIN_DECAY_PER_STEP = 5e-3
 """Fraction by which a decoupled decay shrinks every weight per step. 0.005 halves them in 140 steps."""
-MIN_GRADIENT_RATIO = 0.5
-"""Norm of a coupled decay / norm of the gradient."""
+MIN_GRADIENT_RATIO = 0.5  # Norm of a coupled decay / norm of the gradient
 
 
-@check(stage="update", confidence=0.85, needs=UpdateFacts)
-def weight_decay_too_high(run: RunContext) -> Results:
+@check(stage="update", confidence=0.85)
+def weight_decay_too_high(run: RunContext, facts: UpdateFacts, exams: Every[UpdateFacts]) -> Results:
     """Weight decay shrinks the weights faster than the gradient can hold them.
 
     Why it matters: the model forgets what it learns and predicts the average label.
@@ -26,7 +25,6 @@ def weight_decay_too_high(run: RunContext) -> Results:
 
     Sources: Loshchilov and Hutter 2019.
     """
-    facts = run.measured(UpdateFacts)
     losses = [each.loss for each in run.steps]
     if facts.optimizers != 1 or len(losses) < MIN_STEPS:
         return
@@ -34,13 +32,11 @@ def weight_decay_too_high(run: RunContext) -> Results:
     ratio = decay * rate if facts.decoupled else decay * facts.weight_norm / max(facts.grad_norm, 1e-30)
     now, first = sum(losses[-4:]) / 4, losses[0]
     if ratio <= (MIN_DECAY_PER_STEP if facts.decoupled else MIN_GRADIENT_RATIO) or not now > first - 0.25 * abs(first):
-        yield Passed(f"a decay of {decay:g} at a learning rate of {rate:g}")
         return
     how = f"takes {ratio:.1%} off all weights in each step" if facts.decoupled else f"is {ratio:.2g} times the gradient"
     yield run.finding(
-        run.last_step,
         symptom=f"a weight decay of {decay:g} {how}, and the loss goes from {first:.4g} to {now:.4g} in "
         f"{len(losses)} steps",
-        evidence=[("norm of the weights", facts.weight_norm, run.every(UpdateFacts)[0][1].weight_norm)],
+        evidence=[("norm of the weights", facts.weight_norm, exams[0][1].weight_norm)],
         trial=RemedyTrial("weight_decay", {"to": 0.01 if facts.decoupled else 1e-4}),
     )

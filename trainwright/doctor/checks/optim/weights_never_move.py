@@ -1,16 +1,13 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, Where, check, listed
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.weights import WeightsFacts, is_left_as_it_is
 
-MIN_UPDATES = 4
-"""Updates after which some weight has moved."""
-MIN_UPDATES_FOR_ALL = 12
-"""Updates after which every matrix has moved."""
-MIN_RECENT_UPDATES = 40
-"""Recent updates that show that all weights have stopped."""
+MIN_UPDATES = 4  # Updates after which some weight has moved
+MIN_UPDATES_FOR_ALL = 12  # Updates after which every matrix has moved
+MIN_RECENT_UPDATES = 40  # Recent updates that show that all weights have stopped
 
 
-@check(names_cause=False, stage="update", confidence=0.7, needs=WeightsFacts)
-def weights_never_move(run: RunContext) -> Results:
+@check(names_cause=False, stage="update", confidence=0.7)
+def weights_never_move(run: RunContext, facts: WeightsFacts) -> Results:
     """Weights do not learn, though the optimizer updates them at a learning rate above 0.
 
     Why it matters: what does not change learns nothing.
@@ -29,7 +26,6 @@ def weights_never_move(run: RunContext) -> Results:
     Fix: compare a weight and its gradient before and after `optimizer.step()`; make the optimizer of
     `model.parameters()` after the model is complete.
     """
-    facts = run.measured(WeightsFacts)
     if not facts.tensors:
         yield NotApplicable("no trainable tensor belongs to a watched optimizer with a learning rate above 0")
         return
@@ -56,5 +52,3 @@ def weights_never_move(run: RunContext) -> Results:
             since_step=1,
             evidence=[("weight matrices without a gradient other than 0", len(names), 0)],
         )
-    elif facts.updates >= MIN_UPDATES:
-        yield Passed(f"{facts.moved} of {facts.tensors} tensors over {facts.updates} updates")

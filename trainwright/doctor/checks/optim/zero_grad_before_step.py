@@ -4,11 +4,11 @@ from trainwright.runs.records import Watched
 
 
 @check(
-    stage="update", severity="critical", confidence=0.98,
-    explains=(
-        "optim.*", "gradient.*", "model.*", "loss.*", "schedule.learning_rate_zero",
-    ),
-)  # fmt: skip
+    stage="update",
+    severity="critical",
+    confidence=0.98,
+    explains=("optim.*", "gradient.*", "model.*", "loss.*", "schedule.learning_rate_zero"),
+)
 def zero_grad_before_step(run: RunContext) -> Results:
     """`zero_grad()` runs between `backward()` and `step()`, so every update is made with empty gradients.
 

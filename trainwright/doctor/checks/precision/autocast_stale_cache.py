@@ -6,10 +6,9 @@ from trainwright.doctor.facts.precision import MixedPrecisionFacts
     stage="forward",
     severity="critical",
     confidence=0.99,
-    needs=MixedPrecisionFacts,
     explains=("gradient.*", "optim.*", "resources.not_reproducible"),
 )
-def autocast_stale_cache(run: RunContext) -> Results:
+def autocast_stale_cache(run: RunContext, facts: MixedPrecisionFacts) -> Results:
     """One autocast block spans several steps, and its cache still holds the weights of the first.
 
     Why it matters: the float32 weights move, and the forward pass goes on with the old 16-bit copies.
@@ -25,7 +24,6 @@ def autocast_stale_cache(run: RunContext) -> Results:
 
     Sources: PyTorch documentation of automatic mixed precision.
     """
-    facts = run.measured(MixedPrecisionFacts)
     if facts.stale_since is not None:
         yield run.finding(
             max(facts.stale_since, 1),

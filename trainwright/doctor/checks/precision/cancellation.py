@@ -1,14 +1,12 @@
 from trainwright.doctor import ExperimentRequest, RemedyTrial, Results, RunContext, Where, by_experiment, check, listed
 from trainwright.doctor.facts.precision import FormatFacts, LossInFp32Facts
 
-MIN_GRADIENT_ERROR = 0.05
-"""Relative error of the gradients."""
-RUN_LENGTH_RATIO = 3
-"""The experiment is requested again when the run is this many times as long."""
+MIN_GRADIENT_ERROR = 0.05  # Relative error of the gradients
+RUN_LENGTH_RATIO = 3  # The experiment is requested again when the run is this many times as long
 
 
-@check(stage="loss", needs=FormatFacts)
-def cancellation(run: RunContext) -> Results:
+@check(stage="loss")
+def cancellation(run: RunContext, formats: FormatFacts) -> Results:
     """The loss subtracts numbers that are close together in 16 bits, and little but rounding is left of its gradient.
 
     Why it matters: a KL divergence in bfloat16 has gradients that are off by 9 to 19 %. Nothing is infinite, so nothing
@@ -25,7 +23,6 @@ def cancellation(run: RunContext) -> Results:
 
     Sources: speculators #788.
     """
-    formats = run.measured(FormatFacts)
     if not formats.loss_ops:
         return
     tried = [each.step for each in by_experiment(run.records).get(LossInFp32Facts.experiment, [])]

@@ -5,10 +5,8 @@ MAX_RMS_IN_STEPS = 64
 """Six bits. Rounding costs a percent of the weight gradients, and more of the smaller activation gradients."""
 
 
-@check(
-    stage="backward", confidence=0.95, needs=MixedPrecisionFacts, explains=("optim.lr_too_low", "gradient.vanishing")
-)
-def fp16_underflow(run: RunContext) -> Results:
+@check(stage="backward", confidence=0.95, explains=("optim.lr_too_low", "gradient.vanishing"))
+def fp16_underflow(run: RunContext, live: MixedPrecisionFacts) -> Results:
     """Numbers in float16 are so small that they are exactly 0: below 6e-8 there is nothing left.
 
     Why it matters: a large part of the weights gets no gradient, without an error. It can be one term only, such as the
@@ -29,7 +27,7 @@ def fp16_underflow(run: RunContext) -> Results:
 
     Sources: gpt-neox #477, huggingface/transformers #43543, Micikevicius et al. 2018.
     """
-    live, facts = run.measured(MixedPrecisionFacts), run.latest(FormatFacts)
+    facts = run.latest(FormatFacts)
     for first in facts.emptied[:1] if facts else ():
         yield run.finding(
             run.every(FormatFacts)[-1][0],
@@ -45,7 +43,6 @@ def fp16_underflow(run: RunContext) -> Results:
         )
     if live is not None and live.rms_in_steps < MAX_RMS_IN_STEPS:
         yield run.finding(
-            run.last_step,
             symptom=f"{live.zeros:.0%} of the gradients are 0 in float16, and the others are nearly",
             severity="critical" if live.zeros >= 0.5 else None,
             since_step=1,

@@ -1,9 +1,9 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.calls import ScalerFacts
 
 
-@check(stage="update", severity="critical", confidence=0.95, needs=ScalerFacts, explains=("optim.lr_too_high",))
-def gradients_not_unscaled(run: RunContext) -> Results:
+@check(stage="update", severity="critical", confidence=0.95, explains=("optim.lr_too_high",))
+def gradients_not_unscaled(run: RunContext, facts: ScalerFacts) -> Results:
     """Updates are made with gradients that still contain the loss scale.
 
     Why it matters: they are up to 65536 times too large. Adam hides it, but not against eps, weight decay and clipping.
@@ -19,15 +19,11 @@ def gradients_not_unscaled(run: RunContext) -> Results:
 
     Sources: nerfacc#307, Applio#860.
     """
-    facts = run.measured(ScalerFacts)
     if not (facts.steps or facts.scaled_updates):
         yield NotApplicable("no loss is scaled by a GradScaler")
-    elif facts.scaled_updates < 2 and facts.other < 2:
-        yield Passed(f"{facts.steps} steps through the scaler")
-    else:
+    elif facts.scaled_updates >= 2 or facts.other >= 2:
         is_raw = facts.scaled_updates >= 2
         yield run.finding(
-            run.last_step,
             symptom=f"{facts.scaled_updates} updates were made with the loss scale still in the gradients"
             if is_raw
             else "the loss is scaled by one scaler and the gradients are unscaled by another",

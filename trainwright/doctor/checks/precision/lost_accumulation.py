@@ -5,8 +5,8 @@ MIN_ROUNDING_RATIO = 4
 """Error of the sum / error of one rounding. A few micro-batches lose little more than one rounding."""
 
 
-@check(stage="backward", needs=MixedPrecisionFacts)
-def lost_accumulation(run: RunContext) -> Results:
+@check(stage="backward", since_step=1)
+def lost_accumulation(run: RunContext, facts: MixedPrecisionFacts) -> Results:
     """Gradients of many micro-batches are summed in 16 bits, where what is small next to the sum is lost.
 
     Why it matters: the later micro-batches of a step count for less than the first ones.
@@ -23,12 +23,9 @@ def lost_accumulation(run: RunContext) -> Results:
 
     Sources: trl #2175.
     """
-    facts = run.measured(MixedPrecisionFacts)
     if not facts.sum_error or facts.sum_error < MIN_ROUNDING_RATIO * facts.sum_rounding:
         return
     yield run.finding(
-        run.last_step,
         symptom=f"adding up {facts.micro_batches} micro-batches puts the gradients {facts.sum_error:.1%} off",
-        since_step=1,
         evidence=[("distance from the float32 sum", facts.sum_error, facts.sum_rounding)],
     )

@@ -2,12 +2,11 @@ from trainwright.doctor import RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.precision import MixedPrecisionFacts
 
 MIN_UPDATES = 4
-MIN_UNCHANGED_FRACTION = 0.5
-"""Fraction of weights that half of the updates leave unchanged."""
+MIN_UNCHANGED_FRACTION = 0.5  # Fraction of weights that half of the updates leave unchanged
 
 
-@check(stage="update", confidence=0.95, needs=MixedPrecisionFacts, explains=("optim.lr_too_low",))
-def lost_updates(run: RunContext) -> Results:
+@check(stage="update", confidence=0.95, explains=("optim.lr_too_low",), since_step=1)
+def lost_updates(run: RunContext, facts: MixedPrecisionFacts) -> Results:
     """Updates are smaller than half of the last digit of a 16-bit weight, so the weight does not change.
 
     Why it matters: an update below about 0.2 % of a bfloat16 weight is lost. At a learning rate of 1e-5 that is most of
@@ -27,14 +26,11 @@ def lost_updates(run: RunContext) -> Results:
 
     Sources: torchao #1124, torchtune #2254.
     """
-    facts = run.measured(MixedPrecisionFacts)
     if facts.kept_elsewhere or facts.updates < MIN_UPDATES or facts.still < MIN_UNCHANGED_FRACTION:
         return
     yield run.finding(
-        run.last_step,
         symptom=f"an update leaves {facts.still:.0%} of the weights that have a gradient unchanged",
         severity="critical" if facts.still >= 0.9 else None,
-        since_step=1,
         evidence=[("fraction of weights that an update does not change", round(facts.still, 4), "< 0.2")],
         trial=RemedyTrial("fp32_weights"),
     )

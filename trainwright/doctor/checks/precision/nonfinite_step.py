@@ -54,4 +54,3 @@ def nonfinite_step(run: RunContext) -> Results:
             where=Where(module=names[0].rpartition(".")[0] if len(names) == 1 else None),
             evidence=[("non-finite gradients", seen.num_gradients, 0)],
         )
-        return

@@ -49,4 +49,3 @@ def overflow(run: RunContext) -> Results:
                 stage="backward",
                 evidence=[("non-finite gradients", 0, 0)],
             )
-            return

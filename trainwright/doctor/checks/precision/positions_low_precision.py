@@ -1,9 +1,9 @@
-from trainwright.doctor import Results, RunContext, Where, check
+from trainwright.doctor import Every, Results, RunContext, Where, check
 from trainwright.doctor.facts.precision import FormatFacts
 
 
-@check(stage="forward", confidence=0.95, needs=FormatFacts)
-def positions_low_precision(run: RunContext) -> Results:
+@check(stage="forward", confidence=0.95)
+def positions_low_precision(run: RunContext, exams: Every[FormatFacts]) -> Results:
     """Neighbouring positions have equal angles: positions or angles pass through a 16-bit type.
 
     Why it matters: bfloat16 cannot tell whole numbers above 256 apart, so rotary or sinusoidal embeddings are wrong in
@@ -16,7 +16,7 @@ def positions_low_precision(run: RunContext) -> Results:
 
     Fix: positions and angles in float32, outside of autocast; cast the sine and cosine afterwards.
     """
-    for step, facts in run.every(FormatFacts)[-1:]:
+    for step, facts in exams[-1:]:
         for first in facts.aliased[:1]:
             yield run.finding(
                 step,

@@ -2,8 +2,7 @@ from trainwright.doctor import NotApplicable, Results, RunContext, Where, check
 from trainwright.doctor.nonfinite import traces, where_of
 from trainwright.runs.records import Watched
 
-MIN_CONSECUTIVE_SKIPS = 20
-"""Consecutive skips after which the scale has been divided by 2**20 without success."""
+MIN_CONSECUTIVE_SKIPS = 20  # Consecutive skips after which the scale has been divided by 2**20 without success
 
 
 @check(stage="update")
@@ -48,4 +47,3 @@ def scaler_collapse(run: RunContext) -> Results:
                 ("loss scale", scales[-1] if scales else None),
             ],
         )
-        return

@@ -6,11 +6,10 @@ from trainwright.doctor.facts.ranks import RanksFacts, since
     stage="backward",
     severity="critical",
     confidence=0.95,
-    needs=RanksFacts,
     explains=("ranks.replicas_diverged", "ranks.gradients_differ", "ranks.unused_parameters"),
     points_at="backward",
 )
-def ddp_does_not_exchange(run: RunContext) -> Results:
+def ddp_does_not_exchange(run: RunContext, facts: RanksFacts) -> Results:
     """DistributedDataParallel wraps the model, but does not exchange its gradients.
 
     How it is detected: gradients and weights differ between the ranks; the forward calls of the step went through the
@@ -27,7 +26,6 @@ def ddp_does_not_exchange(run: RunContext) -> Results:
 
     Sources: minimind #853, OpenTSLM #49, openvla-oft #160, pytorch/pytorch #104336.
     """
-    facts = run.measured(RanksFacts)
     differing, exchange = facts.disagreement("gradients"), facts.exchange
     unused = {each.unused for each in facts.statuses}
     misses_same = len(facts.statuses) > 1 and len(unused) == 1 and unused != {()} and not facts.missing

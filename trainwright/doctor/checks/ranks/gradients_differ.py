@@ -6,11 +6,10 @@ from trainwright.doctor.facts.ranks import RanksFacts, one_rank, since, trains_l
     names_cause=False,
     stage="backward",
     severity="critical",
-    needs=RanksFacts,
     explains=("ranks.replicas_diverged",),
     points_at="backward",
 )
-def gradients_differ(run: RunContext) -> Results:
+def gradients_differ(run: RunContext, facts: RanksFacts) -> Results:
     """The ranks update their weights with different gradients, so the replicas drift apart.
 
     How it is detected: checksums of the gradients at the update and of the weights after it; of shards (FSDP) the
@@ -27,7 +26,6 @@ def gradients_differ(run: RunContext) -> Results:
     Fix: call the model through DistributedDataParallel, or all-reduce every gradient and divide by the ranks; clip by
     the norm of all parts (`clip_grad_norm_`).
     """
-    facts = run.measured(RanksFacts)
     if reason := trains_locally(run, facts):
         yield NotApplicable(reason)
         return

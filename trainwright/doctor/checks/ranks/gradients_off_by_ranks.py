@@ -2,8 +2,8 @@ from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.ranks import RanksFacts
 
 
-@check(stage="backward", confidence=0.85, needs=RanksFacts, points_at="backward")
-def gradients_off_by_ranks(run: RunContext) -> Results:
+@check(stage="backward", confidence=0.85, points_at="backward")
+def gradients_off_by_ranks(run: RunContext, facts: RanksFacts) -> Results:
     """The gradients are the number of ranks times too large or too small: nothing divides their sum, or two things do.
 
     Why it matters: the learning rate is in effect multiplied or divided by the number of ranks.
@@ -19,7 +19,6 @@ def gradients_off_by_ranks(run: RunContext) -> Results:
     Fix: `op=ReduceOp.AVG`, or divide each gradient by the number of ranks; do not divide a loss whose gradients
     DistributedDataParallel averages.
     """
-    facts = run.measured(RanksFacts)
     if facts.summed_since is not None:
         symptom = f"the gradients are sums over {facts.size} ranks, of losses that are means over a batch"
         since, seen, expected = facts.summed_since, 1.0, 1.0 / facts.size

@@ -2,8 +2,8 @@ from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.ranks import RanksFacts, in_ranks
 
 
-@check(stage="input", needs=RanksFacts, explains=("ranks.same_random_numbers",), points_at="forward")
-def identical_batches(run: RunContext) -> Results:
+@check(stage="input", explains=("ranks.same_random_numbers",), points_at="forward")
+def identical_batches(run: RunContext, facts: RanksFacts) -> Results:
     """Several ranks train on the same batch in the same step, so the work of all but one is wasted.
 
     How it is detected: checksums of the inputs, else sample ids, are equal in two compared steps and in half of all.
@@ -15,7 +15,6 @@ def identical_batches(run: RunContext) -> Results:
     Fix: `DataLoader(..., sampler=DistributedSampler(dataset))` and `sampler.set_epoch(epoch)`; for an iterable dataset
     keep every n-th sample on rank n.
     """
-    facts = run.measured(RanksFacts)
     alike = facts.coincidence("samples")
     if alike is not None and alike.is_no_chance:
         yield run.finding(

@@ -6,10 +6,9 @@ from trainwright.doctor.facts.ranks import RanksFacts
     stage="forward",
     severity="critical",
     confidence=0.95,
-    needs=RanksFacts,
     explains=("precision.nonfinite_step", "ranks.replicas_diverged", "ranks.gradients_differ"),
 )
-def nonfinite_loss(run: RunContext) -> Results:
+def nonfinite_loss(run: RunContext, facts: RanksFacts) -> Results:
     """The loss of one rank was not finite before any exchange, while that of another was.
 
     Why it matters: the reduction makes the gradients of all ranks NaN, so every rank looks like the cause; this one is.
@@ -24,7 +23,7 @@ def nonfinite_loss(run: RunContext) -> Results:
 
     Sources: WeatherGenerator #2718, habitat-lab #2226.
     """
-    for status in run.measured(RanksFacts).guilty_of_nonfinite[:1]:
+    for status in facts.guilty_of_nonfinite[:1]:
         found = status.nonfinite
         assert found is not None
         yield run.finding(

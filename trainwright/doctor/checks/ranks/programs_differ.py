@@ -5,8 +5,8 @@ from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.ranks import ProgramDifference, RanksFacts
 
 
-@check(stage="loop", needs=RanksFacts)
-def programs_differ(run: RunContext) -> Results:
+@check(stage="loop")
+def programs_differ(run: RunContext, facts: RanksFacts) -> Results:
     """The ranks do not run the same program: modes, precision, loss, or what changes the gradients.
 
     How it is detected: these are compared as text, and differ in two compared steps.
@@ -18,7 +18,6 @@ def programs_differ(run: RunContext) -> Results:
 
     Fix: let every rank take the same branch: decide on one rank and broadcast, or by numbers that are the same on all.
     """
-    facts = run.measured(RanksFacts)
     differing = [each for each in facts.programs if each.is_no_chance]
     if not differing:
         return

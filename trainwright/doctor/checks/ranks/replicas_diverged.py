@@ -5,8 +5,8 @@ CAUSES_FIRST = ("hyperparameters", "micro_batches", "buffers", "moments", "weigh
 """Quantities in causal order, root cause first."""
 
 
-@check(names_cause=False, stage="buffers", severity="critical", confidence=0.95, needs=RanksFacts)
-def replicas_diverged(run: RunContext) -> Results:
+@check(names_cause=False, stage="buffers", severity="critical", confidence=0.95)
+def replicas_diverged(run: RunContext, facts: RanksFacts) -> Results:
     """The ranks no longer have the same weights, moments, buffers, hyperparameters or number of micro-batches.
 
     Why it matters: each rank trains a model of its own, and averaging gradients of different models trains none of
@@ -28,7 +28,6 @@ def replicas_diverged(run: RunContext) -> Results:
 
     Sources: minimind #853, DALLE-pytorch #268, returnn #1493.
     """
-    facts = run.measured(RanksFacts)
     broken = [each for each in facts.disagreements if each.what in CAUSES_FIRST]
     if not broken:
         return

@@ -2,8 +2,8 @@ from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.ranks import RanksFacts, in_ranks
 
 
-@check(stage="forward", confidence=0.85, needs=RanksFacts)
-def same_random_numbers(run: RunContext) -> Results:
+@check(stage="forward", confidence=0.85)
+def same_random_numbers(run: RunContext, facts: RanksFacts) -> Results:
     """The ranks draw the same random numbers for different samples, so dropout and noise average out less.
 
     How it is detected: a step draws 16 numbers or more after its batch was read (dropout, noise, times of a diffusion),
@@ -19,7 +19,6 @@ def same_random_numbers(run: RunContext) -> Results:
 
     Sources: VeOmni #143, lingbot-vla-v2 #41, threestudio #195.
     """
-    facts = run.measured(RanksFacts)
     alike = facts.coincidence("random numbers")
     if alike is not None and alike.is_no_chance:
         drawn = ("op:randn_like", "op:rand_like", "op:randn", "op:rand", "op:normal_", "op:randint", "forward")

@@ -4,8 +4,8 @@ from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.ranks import RanksFacts, RankStatus, in_ranks
 
 
-@check(stage="input", needs=RanksFacts)
-def stalled(run: RunContext) -> Results:
+@check(stage="input")
+def stalled(run: RunContext, facts: RanksFacts) -> Results:
     """A rank makes no progress, or does not report, and the others wait for it.
 
     How it is detected: each rank reports many times a second; one is still for longer than `patience_s`, or silent for
@@ -18,7 +18,7 @@ def stalled(run: RunContext) -> Results:
     Fix: read `stack-rank-*.txt` in the run folder; do long work on one rank outside of the loop, or raise the timeout
     of the process group.
     """
-    statuses = run.measured(RanksFacts).statuses
+    statuses = facts.statuses
     still = [each for each in statuses if each.stalled and not each.ended]
     silent = [each for each in statuses if each.silent_s and not each.ended]
     if not silent and (not still or any(each.ended == "finished" for each in statuses)):

@@ -4,8 +4,8 @@ from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.ranks import RanksFacts, in_ranks, one_rank
 
 
-@check(stage="loop", confidence=0.85, needs=RanksFacts)
-def straggler(run: RunContext) -> Results:
+@check(stage="loop", confidence=0.85)
+def straggler(run: RunContext, facts: RanksFacts) -> Results:
     """The same rank takes longest by itself in every compared step, and the others wait for it.
 
     How it is detected: the time of a step without the backward pass and calls in which ranks wait: 1.5 times that of
@@ -18,7 +18,6 @@ def straggler(run: RunContext) -> Results:
 
     Sources: Llama 3, section 3.3.4.
     """
-    facts = run.measured(RanksFacts)
     pace, own_s = facts.pace, dict(zip(facts.present, facts.pace.own_s)) if facts.pace else {}
     if pace is None or not pace.behind or not own_s.keys() > set(pace.behind):
         return

@@ -6,10 +6,9 @@ from trainwright.doctor.facts.ranks import RanksFacts
     stage="input",
     severity="critical",
     confidence=0.95,
-    needs=RanksFacts,
     explains=("ranks.stalled", "ranks.replicas_diverged", "ranks.gradients_differ"),
 )
-def uneven_steps(run: RunContext) -> Results:
+def uneven_steps(run: RunContext, facts: RanksFacts) -> Results:
     """A rank ended its loop while others were in a further step and wait for it.
 
     How it is detected: each rank reports its step; one has finished before a step in which another stands or has
@@ -23,7 +22,6 @@ def uneven_steps(run: RunContext) -> Results:
 
     Sources: Automodel PR 2468.
     """
-    facts = run.measured(RanksFacts)
     for early in facts.ended_early[:1]:
         longest = max(each.begun for each in facts.statuses)
         yield run.finding(

@@ -6,10 +6,9 @@ from trainwright.doctor.facts.ranks import RanksFacts
     stage="backward",
     severity="critical",
     confidence=0.95,
-    needs=RanksFacts,
     explains=("ranks.replicas_diverged", "ranks.gradients_differ", "ranks.stalled", "ranks.uneven_steps"),
 )
-def unused_parameters(run: RunContext) -> Results:
+def unused_parameters(run: RunContext, facts: RanksFacts) -> Results:
     """On one rank some parameters have no gradient: its loss does not depend on them, and the others wait for their
     exchange.
 
@@ -25,7 +24,6 @@ def unused_parameters(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch #128949, #69031.
     """
-    facts = run.measured(RanksFacts)
     guilty = [(each.rank, each.unused) for each in facts.statuses if each.unused]
     if not guilty and facts.missing and facts.missing_on is not None:
         guilty = [(facts.missing_on, facts.missing)]

@@ -3,16 +3,14 @@ import statistics
 from collections.abc import Sequence
 
 from trainwright.doctor import Measured, Results, RunContext, check
-from trainwright.doctor.facts.reference import ReferenceFacts, differ, differences, reference_and_traits
+from trainwright.doctor.facts.reference import MIN_STEPS, ReferenceFacts, differ, differences, traits_of
 
-NUM_POINTS = 8
-"""Number of compared steps: the first ones, and the last common ones."""
-MIN_DEVIATIONS = 4.0
-"""Standard deviations of the reference run that its batches explain."""
+NUM_POINTS = 8  # Number of compared steps: the first ones, and the last common ones
+MIN_DEVIATIONS = 4.0  # Standard deviations of the reference run that its batches explain
 
 
-@check(stage="loss", confidence=0.7, needs=ReferenceFacts, names_cause=False)
-def course_differs(run: RunContext) -> Results:
+@check(stage="loss", confidence=0.7, names_cause=False)
+def course_differs(run: RunContext, reference: ReferenceFacts) -> Results:
     """Losses, gradient norms or learning rates are not those of the reference run at the same steps.
 
     How it is detected: the learning rate at common steps; the mean loss and gradient norm of the first and of the last
@@ -24,9 +22,8 @@ def course_differs(run: RunContext) -> Results:
 
     Fix: begin with the first difference in the program; where there is none, with the learning rate.
     """
-    if (both := reference_and_traits(run)) is None:
+    if (here := traits_of(run)).steps < MIN_STEPS:
         return
-    reference, here = both
     theirs = {each.step: each for each in reference.traits.course}
     common = [(each, theirs[each.step]) for each in here.course if each.step in theirs]
     if len(common) < NUM_POINTS:
@@ -40,7 +37,7 @@ def course_differs(run: RunContext) -> Results:
             if means is not None:
                 evidence.append((f"mean {what} of the {name} {NUM_POINTS} common steps", *means))
     if evidence:
-        yield run.finding(run.last_step, symptom=differences(evidence), evidence=evidence)
+        yield run.finding(symptom=differences(evidence), evidence=evidence)
 
 
 def _differing_means(here: Sequence[float], there: Sequence[float]) -> tuple[float, float] | None:

@@ -1,12 +1,11 @@
 from trainwright.doctor import Results, RunContext, check
-from trainwright.doctor.facts.reference import ReferenceFacts, differ, differences, differing, reference_and_traits
+from trainwright.doctor.facts.reference import MIN_STEPS, ReferenceFacts, differ, differences, differing, traits_of
 
-MIN_SCALE = 0.5
-"""Relative difference of the standard deviations of an input. Batches differ by less."""
+MIN_SCALE = 0.5  # Relative difference of the standard deviations of an input. Batches differ by less.
 
 
-@check(stage="input", confidence=0.8, needs=ReferenceFacts, names_cause=False)
-def data_differ(run: RunContext) -> Results:
+@check(stage="input", confidence=0.8, names_cause=False)
+def data_differ(run: RunContext, reference: ReferenceFacts) -> Results:
     """The batches differ from those of the reference run in shape, scale, number of rows, classes or repetition.
 
     How it is detected: the rows of a step, the shapes of the inputs, their standard deviation, the largest target, and
@@ -16,9 +15,8 @@ def data_differ(run: RunContext) -> Results:
 
     Fix: look at the difference. Where it is meant, use another run as reference.
     """
-    if (both := reference_and_traits(run)) is None:
+    if (here := traits_of(run)).steps < MIN_STEPS:
         return
-    reference, here = both
     there = reference.traits
     evidence = differing(
         [
@@ -34,4 +32,4 @@ def data_differ(run: RunContext) -> Results:
     if ours is not None and theirs is not None and not theirs / 2 <= ours <= theirs:
         evidence.append(("largest target", ours, theirs))
     if evidence:
-        yield run.finding(run.last_step, symptom=differences(evidence), evidence=evidence)
+        yield run.finding(symptom=differences(evidence), evidence=evidence)

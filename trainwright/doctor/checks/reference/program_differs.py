@@ -1,9 +1,9 @@
 from trainwright.doctor import Results, RunContext, check, listed
-from trainwright.doctor.facts.reference import ReferenceFacts, differences, differing, reference_and_traits
+from trainwright.doctor.facts.reference import MIN_STEPS, ReferenceFacts, differences, differing, traits_of
 
 
-@check(stage="loop", confidence=0.8, needs=ReferenceFacts, names_cause=False)
-def program_differs(run: RunContext) -> Results:
+@check(stage="loop", confidence=0.8, names_cause=False)
+def program_differs(run: RunContext, reference: ReferenceFacts) -> Results:
     """The program does something else in a step than that of the reference run.
 
     How it is detected: the usual order of the calls of a step, the loss functions, autocast, modules in eval mode,
@@ -13,9 +13,8 @@ def program_differs(run: RunContext) -> Results:
 
     Fix: look at the difference. Where it is meant, use another run as reference.
     """
-    if (both := reference_and_traits(run)) is None:
+    if (here := traits_of(run)).steps < MIN_STEPS:
         return
-    reference, here = both
     there = reference.traits
     evidence = differing(
         [
@@ -29,7 +28,7 @@ def program_differs(run: RunContext) -> Results:
     if here.eval_modules is not None and there.eval_modules is not None and here.eval_modules != there.eval_modules:
         evidence.append(("trained modules in eval mode", _named(here.eval_modules), _named(there.eval_modules)))
     if evidence:
-        yield run.finding(run.last_step, symptom=differences(evidence), evidence=evidence)
+        yield run.finding(symptom=differences(evidence), evidence=evidence)
 
 
 def _mostly(fraction: float | None) -> str | None:

@@ -1,9 +1,9 @@
 from trainwright.doctor import Results, RunContext, check
-from trainwright.doctor.facts.reference import ReferenceFacts, reference_and_traits
+from trainwright.doctor.facts.reference import MIN_STEPS, ReferenceFacts, traits_of
 
 
-@check(stage="update", confidence=0.85, needs=ReferenceFacts, names_cause=False)
-def weights_stand_still(run: RunContext) -> Results:
+@check(stage="update", confidence=0.85, names_cause=False)
+def weights_stand_still(run: RunContext, reference: ReferenceFacts) -> Results:
     """Fewer weights change than in the reference run.
 
     How it is detected: the number of trainable tensors that have changed since the start, of equally many.
@@ -14,15 +14,13 @@ def weights_stand_still(run: RunContext) -> Results:
 
     Fix: compare the parameters of the optimizer and the forward pass with those of the reference run.
     """
-    if (both := reference_and_traits(run)) is None:
+    if (here := traits_of(run)).steps < MIN_STEPS:
         return
-    reference, here = both
     there = reference.traits
     if here.moved is None or there.moved is None or here.tensors is None or here.tensors != there.tensors:
         return
     if here.moved < there.moved:
         yield run.finding(
-            run.last_step,
             symptom=f"{here.moved} of {here.tensors} weights have changed, {there.moved} in the reference run",
             evidence=[("weights that have changed", here.moved, there.moved)],
         )

@@ -3,8 +3,7 @@ from itertools import pairwise
 from trainwright.doctor import Results, RunContext, check
 from trainwright.runs.records import Telemetry
 
-MIN_FLUSHES_PER_STEP = 0.25
-"""Fewer may come from a single large batch."""
+MIN_FLUSHES_PER_STEP = 0.25  # Fewer may come from a single large batch
 MIN_CONSECUTIVE_INTERVALS = 3
 
 
@@ -37,4 +36,3 @@ def allocator_thrashes(run: RunContext) -> Results:
                 symptom=f"the allocator flushed its cache {count:.0f} times in {steps} steps",
                 evidence=[("flushes of the allocator's cache in a step", round(count / steps, 3), 0)],
             )
-            return

@@ -4,13 +4,8 @@ from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.resources import MemoryFacts
 
 
-@check(
-    stage="loop",
-    confidence=0.95,
-    needs=MemoryFacts,
-    explains=("resources.graphs_kept", "resources.memory_grows"),
-)
-def graph_grows(run: RunContext) -> Results:
+@check(stage="loop", confidence=0.95, explains=("resources.graphs_kept", "resources.memory_grows"))
+def graph_grows(run: RunContext, facts: MemoryFacts) -> Results:
     """The graph of a step reaches back into earlier steps, and is longer in each.
 
     How it is detected: the nodes of the graph behind the loss are counted in some steps: they rise at a steady rate, to
@@ -26,7 +21,6 @@ def graph_grows(run: RunContext) -> Results:
 
     Sources: pytorch/examples (`repackage_hidden` of the word language model).
     """
-    facts = run.measured(MemoryFacts)
     rows = facts.graphs
     rates = [(b.nodes - a.nodes) / (b.step - a.step) for a, b in pairwise(rows)]
     if len(rows) < 5 or min(rates) <= 0 or max(rates) > 2 * min(rates):
@@ -34,7 +28,6 @@ def graph_grows(run: RunContext) -> Results:
     if not rows[-1].goes_back or rows[-1].nodes < 2 * rows[0].nodes:
         return
     yield run.finding(
-        run.last_step,
         symptom=f"the graph of the loss grows by {rates[-1]:.0f} nodes in each step: {rows[0].nodes} -> "
         f"{rows[-1].nodes}",
         severity="critical" if any(each.retained for each in rows) else None,

@@ -1,14 +1,12 @@
-from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor import Every, Results, RunContext, check
 from trainwright.doctor.facts.resources import MemoryFacts
 
-MIN_STEPS = 8
-"""Number of steps whose losses or outputs are still alive. A loop may keep the last few."""
-MIN_FRACTION = 0.3
-"""Fraction of all old losses or outputs that are still alive."""
+MIN_STEPS = 8  # Number of steps whose losses or outputs are still alive. A loop may keep the last few.
+MIN_FRACTION = 0.3  # Fraction of all old losses or outputs that are still alive
 
 
-@check(stage="loop", confidence=0.95, needs=MemoryFacts, explains=("resources.memory_grows",))
-def graphs_kept(run: RunContext) -> Results:
+@check(stage="loop", confidence=0.95, explains=("resources.memory_grows",))
+def graphs_kept(run: RunContext, exams: Every[MemoryFacts]) -> Results:
     """Graphs of earlier steps are still in memory: a running total, or a list of losses or outputs, keeps them.
 
     How it is detected: weak references to the outputs of the last 64 steps and to the graphs behind their losses; eight
@@ -24,7 +22,7 @@ def graphs_kept(run: RunContext) -> Results:
 
     Sources: PyTorch FAQ, "My model reports cuda runtime error(2): out of memory".
     """
-    every = [facts for _, facts in run.every(MemoryFacts)]
+    every = [facts for _, facts in exams]
     for facts in sorted(every, key=lambda each: max(each.graphs_alive, each.outputs_alive))[-1:]:
         if facts.outputs_alive >= MIN_STEPS and facts.outputs_alive >= MIN_FRACTION * facts.old_outputs:
             symptom = f"{facts.outputs_alive} outputs of earlier steps are still in memory with their graphs"
@@ -36,7 +34,6 @@ def graphs_kept(run: RunContext) -> Results:
         else:
             return
         yield run.finding(
-            run.last_step,
             symptom=symptom,
             cause=cause,
             evidence=[

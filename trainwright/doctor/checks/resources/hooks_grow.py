@@ -1,11 +1,11 @@
-from trainwright.doctor import Passed, Results, RunContext, Where, check
+from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.resources import MIN_RISING_READINGS, GrowthFacts, has_grown
 
 MIN_HOOKS = 4
 
 
-@check(stage="loop", confidence=0.95, needs=GrowthFacts)
-def hooks_grow(run: RunContext) -> Results:
+@check(stage="loop", confidence=0.95)
+def hooks_grow(run: RunContext, facts: GrowthFacts) -> Results:
     """Hooks are registered in the loop and not removed: each call runs all of them.
 
     How it is detected: the hooks of modules and parameters are counted every 16 steps, later less often; four readings
@@ -15,10 +15,8 @@ def hooks_grow(run: RunContext) -> Results:
 
     Fix: register once before the loop, or `handle.remove()` after use.
     """
-    facts = run.measured(GrowthFacts)
     counts = [each.hooks for each in facts.held]
     if not has_grown(counts, MIN_HOOKS):
-        yield Passed(f"{counts[-1]} hooks after step {facts.held[-1].step}" if facts and counts else "")
         return
     begin, end = facts.held[-MIN_RISING_READINGS], facts.held[-1]
     yield run.finding(

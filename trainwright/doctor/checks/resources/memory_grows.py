@@ -1,17 +1,16 @@
 from itertools import pairwise
 
-from trainwright.doctor import Passed, Results, RunContext, check
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.resources import MIN_RISING_READINGS, GrowthFacts
 
 MIB = 2**20
-MIN_STEPS = 64
-"""Steps after which the recorder has reached its final size and caches are filled."""
+MIN_STEPS = 64  # Steps after which the recorder has reached its final size and caches are filled
 MIN_BYTES = 64 * MIB
 MIN_FRACTION = 0.1
 
 
-@check(names_cause=False, stage="loop", confidence=0.75, needs=GrowthFacts)
-def memory_grows(run: RunContext) -> Results:
+@check(names_cause=False, stage="loop", confidence=0.75)
+def memory_grows(run: RunContext, facts: GrowthFacts) -> Results:
     """Memory grows from step to step, once caches are filled.
 
     How it is detected: bytes that are allocated and not freed, on the GPU and in the process: over at least eight
@@ -28,7 +27,6 @@ def memory_grows(run: RunContext) -> Results:
 
     Sources: PyTorch FAQ, "My model reports cuda runtime error(2): out of memory".
     """
-    facts = run.measured(GrowthFacts)
     held = [each for each in facts.held if each.step >= MIN_STEPS]
     if len(held) < 2 * MIN_RISING_READINGS:
         return
@@ -38,11 +36,8 @@ def memory_grows(run: RunContext) -> Results:
         grown, lately = sizes[-1] - sizes[0], sizes[-1] - sizes[len(sizes) // 2]
         if rising and grown > max(MIN_BYTES, MIN_FRACTION * sizes[0]) and lately > 0.25 * grown:
             yield run.finding(
-                run.last_step,
                 symptom=f"{name} grows by {grown / MIB / (held[-1].step - held[0].step):.3g} MiB a step: "
                 f"{sizes[0] / MIB:.0f} MiB after step {held[0].step}, {sizes[-1] / MIB:.0f} after step {held[-1].step}",
                 since_step=held[0].step,
                 evidence=[("MiB, by step", [[h.step, s // MIB] for h, s in zip(held, sizes)][-8:], "constant")],
             )
-            return
-    yield Passed(f"{held[-1].memory_bytes / MIB:.0f} MiB after step {held[-1].step}")

@@ -5,13 +5,8 @@ CAUSES = ("hyperparameters", "micro_batches", "gradients", "moments")
 """Quantities that explain different weights if they differ in the same step or earlier."""
 
 
-@check(
-    stage="update",
-    severity="critical",
-    needs=RanksFacts,
-    explains=("ranks.replicas_diverged", "ranks.gradients_differ"),
-)
-def silent_corruption(run: RunContext) -> Results:
+@check(stage="update", severity="critical", explains=("ranks.replicas_diverged", "ranks.gradients_differ"))
+def silent_corruption(run: RunContext, facts: RanksFacts) -> Results:
     """A number in the weights of one rank changed although no update changed it.
 
     How it is detected: all ranks made the same updates from the same gradients, and the weights of one differ; or a
@@ -26,7 +21,6 @@ def silent_corruption(run: RunContext) -> Results:
 
     Sources: Llama 3, section 3.3.4; arXiv 2605.04213.
     """
-    facts = run.measured(RanksFacts)
     differing = facts.disagreement("weights")
     if differing is None or differing.agreed < 0 or facts.writers:
         return

@@ -1,10 +1,9 @@
 import statistics
 
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 
 MIN_WAIT_FRACTION = 0.5
-MIN_WAIT_S = 0.01
-"""Collating a batch of small samples takes less."""
+MIN_WAIT_S = 0.01  # Collating a batch of small samples takes less
 
 
 @check(stage="input", severity="info")
@@ -29,10 +28,8 @@ def waits_for_data(run: RunContext) -> Results:
         return
     wait, step = statistics.median(waits), statistics.median(each.values["step_s"] for each in steps)
     if wait < MIN_WAIT_FRACTION * step or wait < MIN_WAIT_S:
-        yield Passed(f"{1000 * wait:.3g} of {1000 * step:.3g} ms of a step are waited for data")
         return
     yield run.finding(
-        run.last_step,
         symptom=f"{1000 * wait:.3g} of {1000 * step:.3g} ms of a step are waited for data",
         evidence=[("fraction of a step that is waited", round(wait / step, 2), f"below {MIN_WAIT_FRACTION:g}")],
     )

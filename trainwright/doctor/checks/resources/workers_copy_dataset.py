@@ -1,14 +1,12 @@
 from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.resources import MemoryFacts
 
-MIN_OBJECTS = 100_000
-"""Minimum number of Python objects in the dataset."""
-MIN_BYTES_PER_OBJECT = 6
-"""A tenth of the bytes of an object. Reading one copies the page with its reference count."""
+MIN_OBJECTS = 100_000  # Minimum number of Python objects in the dataset
+MIN_BYTES_PER_OBJECT = 6  # A tenth of the bytes of an object. Reading one copies the page with its reference count.
 
 
-@check(stage="input", needs=MemoryFacts)
-def workers_copy_dataset(run: RunContext) -> Results:
+@check(stage="input")
+def workers_copy_dataset(run: RunContext, facts: MemoryFacts) -> Results:
     """Each worker of the loader makes a copy of the dataset in its own memory.
 
     How it is detected: the memory that workers share with no other process is read from time to time. It grows by 1 MiB
@@ -21,13 +19,11 @@ def workers_copy_dataset(run: RunContext) -> Results:
 
     Sources: pytorch/pytorch #13246, #20433.
     """
-    facts = run.measured(MemoryFacts)
     if facts.objects < MIN_OBJECTS or len(facts.private_bytes) < 2:
         return
     grown = facts.private_bytes[-1] - facts.private_bytes[0]
     if grown >= max(MIN_BYTES_PER_OBJECT * facts.objects, 2**20):
         yield run.finding(
-            run.last_step,
             symptom=f"each worker has {grown / 2**20:.0f} MiB more private memory than at first",
             evidence=[
                 ("growth of a worker's private memory, bytes", grown, 0),

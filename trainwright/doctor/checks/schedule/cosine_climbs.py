@@ -1,9 +1,9 @@
-from trainwright.doctor import NotApplicable, Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import NotApplicable, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts
 
 
-@check(points_at="schedule", stage="loop", confidence=0.95, needs=LearningRateFacts)
-def cosine_climbs(run: RunContext) -> Results:
+@check(points_at="schedule", stage="loop", confidence=0.95)
+def cosine_climbs(run: RunContext, facts: LearningRateFacts) -> Results:
     """A cosine schedule is stepped beyond its end, and the learning rate climbs back.
 
     Why it matters: after twice `T_max` it is at its peak again; the run ends with a high rate and does not converge.
@@ -18,7 +18,6 @@ def cosine_climbs(run: RunContext) -> Results:
 
     Sources: CodefyUI#205, HALOs#33.
     """
-    facts = run.measured(LearningRateFacts)
     rates = [lr for _, lr in facts.lrs]
     if len(rates) < 3:
         yield NotApplicable("the learning rate is constant")
@@ -28,12 +27,9 @@ def cosine_climbs(run: RunContext) -> Results:
     if past and rates[-1] > rates[-2]:
         length, calls = past[0]
         yield run.finding(
-            run.last_step,
             symptom=f"the learning rate rises again, {rates[-2]:.3g} -> {rates[-1]:.3g}: the cosine ends after "
             f"{length:g} calls of scheduler.step()",
             since_step=int(facts.lrs[-1][0]),
             evidence=[("calls of scheduler.step()", calls, f"<= {length:g}")],
             trial=RemedyTrial("another_rate", {"lr": max(min(rates), 0.01 * facts.peak)}),
         )
-    else:
-        yield Passed(f"{len(rates)} changes of the learning rate")

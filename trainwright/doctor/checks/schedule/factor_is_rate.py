@@ -1,18 +1,20 @@
-from trainwright.doctor import NotApplicable, Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import NotApplicable, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts
 
 MIN_CALLS = 4
-MAX_RATIO = 2.0
-"""Maximum ratio between the factor and the base learning rate."""
-MAX_BASE_LR = 0.05
-"""Above this base learning rate a factor of a schedule may be near by chance."""
+MAX_RATIO = 2.0  # Maximum ratio between the factor and the base learning rate
+MAX_BASE_LR = 0.05  # Above this base learning rate a factor of a schedule may be near by chance
 
 
 @check(
-    points_at="schedule", stage="update", severity="critical", confidence=0.9, needs=LearningRateFacts,
-    explains=("optim.lr_too_low", "optim.weights_never_move"),
-)  # fmt: skip
-def factor_is_rate(run: RunContext) -> Results:
+    points_at="schedule",
+    stage="update",
+    severity="critical",
+    confidence=0.9,
+    explains=("optim.lr_too_low",),
+    since_step=1,
+)
+def factor_is_rate(run: RunContext, facts: LearningRateFacts) -> Results:
     """A `LambdaLR` is given a learning rate instead of a factor, so the rate is multiplied twice.
 
     How it is detected: the highest factor so far (learning rate over `initial_lr`) is as small as the base rate itself,
@@ -26,7 +28,6 @@ def factor_is_rate(run: RunContext) -> Results:
 
     Sources: lhoyer/MIC#60, pytorch/pytorch#78917.
     """
-    facts = run.measured(LearningRateFacts)
     of_lambda = [e for e in facts.schedulers if "LambdaLR" in [p.kind for p in e.parts]]
     if not of_lambda:
         yield NotApplicable("there is no LambdaLR")
@@ -35,13 +36,10 @@ def factor_is_rate(run: RunContext) -> Results:
     factor = facts.peak / facts.base if facts.base else 1.0
     is_rate = facts.base < MAX_BASE_LR and facts.base / MAX_RATIO < factor < MAX_RATIO * facts.base
     if not is_rate or len(run.steps) < MIN_CALLS or rates[-1] > rates[0]:
-        yield Passed(f"a factor of up to {factor:.3g}")
         return
     yield run.finding(
-        run.last_step,
         symptom=f"the optimizer was made with a learning rate of {facts.base:.3g}, and the schedule makes "
         f"{facts.peak:.3g} of it: its factor, {factor:.3g}, is a rate",
-        since_step=1,
         evidence=[("highest learning rate", facts.peak, facts.base)],
         trial=RemedyTrial("another_rate", {"lr": facts.base}),
     )

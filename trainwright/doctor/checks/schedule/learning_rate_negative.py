@@ -2,8 +2,8 @@ from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.weights import WeightsFacts
 
 
-@check(stage="update", confidence=0.95, needs=WeightsFacts)
-def learning_rate_negative(run: RunContext) -> Results:
+@check(stage="update", confidence=0.95)
+def learning_rate_negative(run: RunContext, facts: WeightsFacts) -> Results:
     """The learning rate is below 0, so the update raises the loss.
 
     How it is detected: the learning rate of every parameter group at every update.
@@ -13,7 +13,6 @@ def learning_rate_negative(run: RunContext) -> Results:
 
     Fix: print the learning rate of every step of the schedule before the run, and put `max(0.0, ...)` around it.
     """
-    facts = run.measured(WeightsFacts)
     if facts.lowest_rate < 0.0:
         yield run.finding(
             facts.steps,

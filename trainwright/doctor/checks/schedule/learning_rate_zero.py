@@ -3,22 +3,16 @@ import math
 from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.weights import WeightsFacts
 
-MIN_UPDATES_FROM_START = 16
-"""Updates at a learning rate of 0 from the start. A warm-up from 0 has fewer."""
-MIN_UPDATES_LATER = 8
-"""Updates at a learning rate of 0 later. Between two schedules there are fewer."""
-MAX_TAIL_FRACTION = 0.2
-"""Fraction of all updates that a tail at a learning rate of 0 may have."""
-MAX_UPDATES_WITHOUT_DECAY = 16
-"""Updates that a tail may have if no decay had lowered the learning rate."""
-UNDECAYED_FRACTION = 0.5
-"""Above this fraction of the highest learning rate, no decay has lowered it."""
-DECAYED_FRACTION = 0.01
-"""Below this fraction of the highest learning rate, a decay has reached its end."""
+MIN_UPDATES_FROM_START = 16  # Updates at a learning rate of 0 from the start. A warm-up from 0 has fewer.
+MIN_UPDATES_LATER = 8  # Updates at a learning rate of 0 later. Between two schedules there are fewer.
+MAX_TAIL_FRACTION = 0.2  # Fraction of all updates that a tail at a learning rate of 0 may have
+MAX_UPDATES_WITHOUT_DECAY = 16  # Updates that a tail may have if no decay had lowered the learning rate
+UNDECAYED_FRACTION = 0.5  # Above this fraction of the highest learning rate, no decay has lowered it
+DECAYED_FRACTION = 0.01  # Below this fraction of the highest learning rate, a decay has reached its end
 
 
-@check(stage="update", confidence=0.85, needs=WeightsFacts)
-def learning_rate_zero(run: RunContext) -> Results:
+@check(stage="update", confidence=0.85)
+def learning_rate_zero(run: RunContext, facts: WeightsFacts) -> Results:
     """The learning rate is 0, so updates change nothing.
 
     Why it matters: the run goes on, costs time, and learns nothing.
@@ -37,7 +31,6 @@ def learning_rate_zero(run: RunContext) -> Results:
 
     Sources: mosaicml/composer#1384, mlfoundations/open_clip#413.
     """
-    facts = run.measured(WeightsFacts)
     if not facts.at_0_since:
         return
     count = facts.steps - facts.at_0_since + 1

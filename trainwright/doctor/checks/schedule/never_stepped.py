@@ -3,10 +3,13 @@ from trainwright.doctor.facts.schedule import LearningRateFacts
 
 
 @check(
-    points_at="step", stage="loop", confidence=0.95, needs=LearningRateFacts,
-    explains=("optim.weights_never_move", "optim.lr_too_low", "schedule.learning_rate_zero", "schedule.unit_mismatch"),
-)  # fmt: skip
-def never_stepped(run: RunContext) -> Results:
+    points_at="step",
+    stage="loop",
+    confidence=0.95,
+    explains=("optim.lr_too_low", "schedule.learning_rate_zero", "schedule.unit_mismatch"),
+    since_step=1,
+)
+def never_stepped(run: RunContext, facts: LearningRateFacts) -> Results:
     """A scheduler is made and never stepped.
 
     Why it matters: with a warm-up from 0 the learning rate stays 0 and nothing is trained; else it never decays.
@@ -21,7 +24,6 @@ def never_stepped(run: RunContext) -> Results:
     Fix: `scheduler.step()` after each `optimizer.step()`. A warm-up that begins above 0:
     `LambdaLR(optimizer, lambda step: min(1, (step + 1) / 100))`.
     """
-    facts = run.measured(LearningRateFacts)
     if any(each.calls for each in facts.schedulers):
         return
     stands_still = facts.base > 0.0 and facts.zero_steps == facts.steps >= 2
@@ -29,12 +31,10 @@ def never_stepped(run: RunContext) -> Results:
     is_unused = run.finished and not waits and len(facts.lrs) == 1 and facts.epochs >= 2
     if stands_still or is_unused:
         yield run.finding(
-            run.last_step,
             symptom="the learning rate is 0 in every step, and scheduler.step() is never called"
             if stands_still
             else "the schedule never advances",
             severity="critical" if stands_still else "warning",
-            since_step=1,
             evidence=[("calls of scheduler.step()", 0, facts.steps), ("learning rate", facts.lrs[-1][1], facts.base)],
             trial=RemedyTrial("another_rate", {"lr": facts.base or 1e-3}),
         )

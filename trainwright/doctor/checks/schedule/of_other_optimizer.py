@@ -2,10 +2,8 @@ from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts
 
 
-@check(
-    points_at="schedule", stage="loop", confidence=0.95, needs=LearningRateFacts, explains=("schedule.never_stepped",)
-)
-def of_other_optimizer(run: RunContext) -> Results:
+@check(points_at="schedule", stage="loop", confidence=0.95, explains=("schedule.never_stepped",))
+def of_other_optimizer(run: RunContext, facts: LearningRateFacts) -> Results:
     """A scheduler is stepped whose optimizer never steps.
 
     Why it matters: the learning rate of the optimizer that updates the weights never changes.
@@ -19,14 +17,11 @@ def of_other_optimizer(run: RunContext) -> Results:
 
     Sources: accelerate#2665, HVPNeT#5 (objects of before a copy).
     """
-    facts = run.measured(LearningRateFacts)
     for each in facts.schedulers:
         if each.is_stray:
             yield run.finding(
-                run.last_step,
                 symptom=f"{each.kind} was stepped {each.calls} times, and the optimizer that it was made for never",
                 sure=0.95 if each.shares else 0.8,
                 since_step=max(1, each.since),
                 evidence=[("steps of its optimizer", 0, each.calls)],
             )
-            return

@@ -6,14 +6,8 @@ from trainwright.doctor import RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts, PlateauMetric, SchedulerFacts
 
 
-@check(
-    points_at="schedule",
-    stage="loop",
-    confidence=0.9,
-    needs=LearningRateFacts,
-    explains=("optim.lr_too_low",),
-)
-def plateau_mode(run: RunContext) -> Results:
+@check(points_at="schedule", stage="loop", confidence=0.9, explains=("optim.lr_too_low",))
+def plateau_mode(run: RunContext, facts: LearningRateFacts) -> Results:
     """ReduceLROnPlateau cuts the learning rate while its metric improves.
 
     Why it matters: the better the training goes, the sooner the learning rate is near 0.
@@ -26,7 +20,6 @@ def plateau_mode(run: RunContext) -> Results:
 
     Fix: `ReduceLROnPlateau(optimizer, mode="min")` for a loss, `"max"` for an accuracy.
     """
-    facts = run.measured(LearningRateFacts)
     for each in facts.schedulers:
         until_cut = _until_cut(each)
         right = _right_mode(each.parts[0].mode, until_cut)
@@ -34,14 +27,12 @@ def plateau_mode(run: RunContext) -> Results:
             continue
         values = [row.value for row in until_cut]
         yield run.finding(
-            run.last_step,
             symptom=f"the learning rate of ReduceLROnPlateau is cut while its metric improves: {values[0]:.3g} -> "
             f"{values[-1]:.3g}",
             remedy=f'mode="{right}"',
             evidence=[("mode", each.parts[0].mode, right)],
             trial=RemedyTrial("another_rate", {"lr": facts.peak}),
         )
-        return
 
 
 def _until_cut(each: SchedulerFacts) -> Sequence[PlateauMetric]:

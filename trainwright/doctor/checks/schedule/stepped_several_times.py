@@ -1,12 +1,14 @@
-from trainwright.doctor import NotApplicable, Passed, Results, RunContext, check
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts, SchedulerFacts
 
 
 @check(
-    points_at="schedule", stage="loop", confidence=0.9, needs=LearningRateFacts,
+    points_at="schedule",
+    stage="loop",
+    confidence=0.9,
     explains=("schedule.unit_mismatch", "schedule.learning_rate_zero", "optim.lr_too_low"),
-)  # fmt: skip
-def stepped_several_times(run: RunContext) -> Results:
+)
+def stepped_several_times(run: RunContext, facts: LearningRateFacts) -> Results:
     """`scheduler.step()` is called several times for one update.
 
     Why it matters: the schedule runs that many times too fast. On 8 ranks the decay is over after an eighth of the run.
@@ -24,19 +26,15 @@ def stepped_several_times(run: RunContext) -> Results:
 
     Sources: accelerate#2926, huggingface/transformers#24088, EasyContext#21.
     """
-    facts = run.measured(LearningRateFacts)
     if not facts.schedulers:
         yield NotApplicable("no scheduler is known")
         return
     for each in facts.schedulers:
         if (symptom := _symptom(each)) is not None:
             yield run.finding(
-                run.last_step,
                 symptom=symptom,
                 evidence=[("calls without an update before", each.repeated, 0), ("calls after updates", each.advanced)],
             )
-            return
-    yield Passed(f"{sum(each.calls for each in facts.schedulers)} calls")
 
 
 def _symptom(each: SchedulerFacts) -> str | None:

@@ -1,14 +1,16 @@
 import math
 
-from trainwright.doctor import NotApplicable, Passed, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import NotApplicable, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts, PartFacts, SchedulerFacts
 
 
 @check(
-    points_at="schedule", stage="loop", confidence=0.9, needs=LearningRateFacts,
+    points_at="schedule",
+    stage="loop",
+    confidence=0.9,
     explains=("optim.lr_too_low", "schedule.cosine_climbs", "schedule.learning_rate_zero"),
-)  # fmt: skip
-def unit_mismatch(run: RunContext) -> Results:
+)
+def unit_mismatch(run: RunContext, facts: LearningRateFacts) -> Results:
     """The schedule is stepped in another unit than the one it counts in.
 
     Why it matters: the learning rate is near 0 after the first part of the run, or never leaves the warm-up.
@@ -25,7 +27,6 @@ def unit_mismatch(run: RunContext) -> Results:
 
     Sources: k-diffusion#50, ludwig#3555.
     """
-    facts = run.measured(LearningRateFacts)
     if not facts.schedulers:
         yield NotApplicable("no scheduler is known")
         return
@@ -33,14 +34,11 @@ def unit_mismatch(run: RunContext) -> Results:
         symptom = _per_micro_batch(each) or _over_in_an_epoch(facts, each)
         if symptom or (run.finished and (symptom := _never_reached(facts, each))):
             yield run.finding(
-                run.last_step,
                 symptom=symptom,
                 severity="warning" if facts.exhausted is None else "critical",
                 evidence=[("calls of scheduler.step()", each.calls), ("updates", facts.steps)],
                 trial=RemedyTrial("another_rate", {"lr": facts.peak}),
             )
-            return
-    yield Passed(f"{facts.schedulers[0].calls} calls in {facts.steps} steps")
 
 
 def _per_micro_batch(each: SchedulerFacts) -> str:

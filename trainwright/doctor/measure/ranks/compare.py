@@ -31,18 +31,12 @@ MUST_BE_EQUAL: dict[str, Callable[[RankStep], tuple[object, ...]]] = {
 """Quantities that must be equal on every replica. An empty value was not measured."""
 IRRELEVANT_IF_WEIGHTS_AGREE = ("gradients", "reduced gradients", "moments")
 """Quantities whose differences do not matter if the weights after the update agree."""
-SAME_FACTOR = 5e-3
-"""Quotients of norms that differ by less are equal: norms in float32, gradients rounded to bfloat16."""
-MIN_ROWS = 3
-"""Number of consecutive rows that must show the same slow rank."""
-MIN_STEPS_PER_ROW = 4
-"""A row's times are medians of at least this many steps."""
-STRAGGLER_RATIO = 1.5
-"""A straggler takes at least this multiple of the time of the median rank."""
-STRAGGLER_STEP_FRACTION = 0.2
-"""A straggler takes at least this fraction of a step more than the median rank."""
-STRAGGLER_MIN_S = 0.005
-"""A straggler takes at least this many seconds more than the median rank."""
+SAME_FACTOR = 5e-3  # Quotients of norms that differ by less are equal: norms in float32, gradients rounded to bfloat16
+MIN_ROWS = 3  # Number of consecutive rows that must show the same slow rank
+MIN_STEPS_PER_ROW = 4  # A row's times are medians of at least this many steps
+STRAGGLER_RATIO = 1.5  # A straggler takes at least this multiple of the time of the median rank
+STRAGGLER_STEP_FRACTION = 0.2  # A straggler takes at least this fraction of a step more than the median rank
+STRAGGLER_MIN_S = 0.005  # A straggler takes at least this many seconds more than the median rank
 
 
 class Comparison:

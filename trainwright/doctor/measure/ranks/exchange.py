@@ -27,16 +27,11 @@ from trainwright.doctor.measure.ranks.gather import MAX_PENDING_ROWS, Gathering,
 from trainwright.recorder.ranks import num_collectives
 from trainwright.runs.records import construct
 
-TICK_S = 0.05
-"""Interval in which the thread reads the board."""
-TICK_RANK_S = 0.002
-"""Addition to TICK_S for each rank."""
-CLOSE_TIMEOUT_S = 3.0
-"""Time that a finished rank waits for reports of the others."""
-FAILED_TIMEOUT_S = 1.0
-"""Time that a failed rank waits for reports of the others, which may have failed, too."""
-ENDED_TIMEOUT_S = 5.0
-"""A rank without progress for this time is assumed to wait for another one that has ended."""
+TICK_S = 0.05  # Interval in which the thread reads the board
+TICK_RANK_S = 0.002  # Addition to TICK_S for each rank
+CLOSE_TIMEOUT_S = 3.0  # Time that a finished rank waits for reports of the others
+FAILED_TIMEOUT_S = 1.0  # Time that a failed rank waits for reports of the others, which may have failed, too
+ENDED_TIMEOUT_S = 5.0  # A rank without progress for this time is assumed to wait for another one that has ended
 
 
 @dataclass(frozen=True)

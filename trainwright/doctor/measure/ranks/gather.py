@@ -14,12 +14,9 @@ from trainwright.doctor.measure.ranks.compare import Comparison
 from trainwright.runs.json_values import strict
 from trainwright.runs.records import construct
 
-JOIN_TIMEOUT_S = 10.0
-"""Time to wait for ranks to join. After it, the ranks that have joined are compared."""
-SILENT_TIMEOUT_S = 15.0
-"""Maximum time between two messages of a rank."""
-MAX_PENDING_ROWS = 64
-"""Maximum number of rows of a rank on the board, and of steps that wait for missing rows."""
+JOIN_TIMEOUT_S = 10.0  # Time to wait for ranks to join. After it, the ranks that have joined are compared.
+SILENT_TIMEOUT_S = 15.0  # Maximum time between two messages of a rank
+MAX_PENDING_ROWS = 64  # Maximum number of rows of a rank on the board, and of steps that wait for missing rows
 
 
 class Gathering:

@@ -33,8 +33,7 @@ from trainwright.recorder.ranks import has_others, num_collectives, own_part
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.runs.json_values import Facts, strict
 
-MIN_DRAWS = 16
-"""Minimum number of random draws. Fewer may be a choice that all ranks make together."""
+MIN_DRAWS = 16  # Minimum number of random draws. Fewer may be a choice that all ranks make together.
 _UNUSED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 _WATCHES = itertools.count()
 

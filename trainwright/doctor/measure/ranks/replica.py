@@ -28,10 +28,8 @@ Steps 12, 16 and 24 are the first three rows of at least 4 steps each, which sho
 """
 INTERVAL_STEPS = 16
 LATER_INTERVAL_STEPS = 64
-CHECKED_UPDATES = 64
-"""After each of the first updates, checksums of the weights are kept until the next one."""
-MAX_TIME_FRACTION = 0.01
-"""Fraction of the time that later checksums may take."""
+CHECKED_UPDATES = 64  # After each of the first updates, checksums of the weights are kept until the next one
+MAX_TIME_FRACTION = 0.01  # Fraction of the time that later checksums may take
 
 T = TypeVar("T")
 KnownSums = Callable[[], Sequence[int | None]]
