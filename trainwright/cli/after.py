@@ -125,6 +125,27 @@ def explain(
 
 
 @verb()
+def evidence(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    finding: Annotated[
+        str | None, typer.Option("--finding", metavar="CODE", help="The finding. Default: the first one.")
+    ] = None,
+    code: Annotated[
+        Path | None, typer.Option("--code", metavar="FOLDER", help="The folder of your code. Default: this one.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The file. Default: evidence-CODE.md in the run folder.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the evidence for a finding as one Markdown file, without secrets, for an issue or a language model."""
+    from trainwright.report.evidence import write_evidence
+    from trainwright.runs.folder import RunFolder
+
+    finish_printed(write_evidence(RunFolder.open(run), finding, code_root=code, out=out), as_json)
+
+
+@verb()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     layout: Annotated[

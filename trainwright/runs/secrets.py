@@ -31,6 +31,17 @@ _NAMED_VALUE = re.compile(
 )
 _OPTION = re.compile(rf"(?P<before>--(?P<key>{_KEY})\s+)(?!-)(?P<value>{_VALUE})")
 _HEADER = re.compile(rf"(?P<before>(?P<key>{_KEY}):\s+)\S[^\n]*")
+_LITERAL = re.compile(
+    r"(?P<before>(?P<quote>[\"']?)(?P<key>[A-Za-z_]\w*)(?P=quote)\]?\s*[=:,]\s*[rbuf]{0,2})"
+    r"(?P<value>\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')",
+    re.IGNORECASE,
+)
+"""A string literal in code: ``api_key = "..."``, ``{"token": "..."}``, ``setenv("HF_TOKEN", "...")``."""
+_KNOWN_TOKENS = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
+)
+"""Values with the form of tokens of well-known services, whatever they are assigned to."""
 
 
 def is_secret(key: str) -> bool:
@@ -57,6 +68,17 @@ def masked(value: T) -> T:
         before = ("", *value[:-1])  # in a command line: --token VALUE
         return cast(T, type(value)(_after(option, each) for option, each in zip(before, value)))
     return value
+
+
+def masked_code(text: str) -> str:
+    """Return source code, or other text that is sent to somebody else, without secrets.
+
+    It is stricter than ``masked``: string literals that are assigned to the name of a secret, and values with the form
+    of tokens of well-known services.
+    """
+    text = "\n".join(map(_mask_text, text.split("\n")))
+    text = _LITERAL.sub(_mask_literal, text)
+    return _KNOWN_TOKENS.sub(MASK, text)
 
 
 def masked_paths(value: object, path: str = "") -> Iterator[str]:
@@ -93,6 +115,11 @@ def _mask_text(text: str) -> str:
     if "--" in text:
         text = _OPTION.sub(lambda found: f"{found['before']}{MASK}" if is_secret(found["key"]) else found[0], text)
     return text
+
+
+def _mask_literal(found: re.Match[str]) -> str:
+    value = found["value"]
+    return f"{found['before']}{value[0]}{MASK}{value[0]}" if is_secret(found["key"]) and len(value) > 2 else found[0]
 
 
 def _mask_value(found: re.Match[str]) -> str:
