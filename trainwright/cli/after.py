@@ -101,13 +101,23 @@ def replay(
     path: Annotated[Path, typer.Argument(metavar="BUNDLE|RUN", help="bundles/step-N, or a run of trainwright train.")],
     step: Annotated[int | None, typer.Option(help="The step; a bundle has one.")] = None,
     model: ModelOf = None,
+    change: Annotated[
+        str | None,
+        typer.Option(
+            "--try",
+            metavar="CHANGE",
+            help="Replay it with one change instead: lr=FACTOR, fp32, fp64, eval, train, without=ID,ID, clip=NORM, "
+            "op=NAME (in float64), remedy=CODE.",
+        ),
+    ] = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Replay a step bit for bit, and examine it; exit 1 if the result differs."""
+    """Replay a step bit for bit, and examine it, or try a change on it; exit 1 if the replay differs."""
     from trainwright.commands.replay import rerun
 
-    finish_printed(rerun(path, step, model=model, settings=settings or [], say=line_printer(as_json)), as_json)
+    say = line_printer(as_json)
+    finish_printed(rerun(path, step, model=model, settings=settings or [], say=say, change=change), as_json)
 
 
 @verb()

@@ -24,22 +24,23 @@ _VOCABULARY_WORDS = {
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 
 _USER_OF_URL = re.compile(r"(?<=://)[^\s/?#\"'<>]+(?=@)")
-_KEY = r"[A-Za-z_][A-Za-z0-9_.-]*"
+_KEY = r"[A-Za-z_][A-Za-z0-9_.-]{0,100}"
+"""Bounded, because a long word without an assignment would otherwise take quadratic time."""
 _VALUE = r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|[^\s,;&\"'{}()\[\]]+)"
 _NAMED_VALUE = re.compile(
-    rf"(?P<before>[\"']?(?P<assigned>{_KEY})[\"']?=|[{{,]\s*[\"']?(?P<mapped>{_KEY})[\"']?\s*:\s*)(?P<value>{_VALUE})"
+    rf"(?P<before>[\"']?(?P<assigned>(?<![A-Za-z_]){_KEY})[\"']?=|[{{,]\s*[\"']?(?P<mapped>{_KEY})[\"']?\s*:\s*)(?P<value>{_VALUE})"
 )
 _OPTION = re.compile(rf"(?P<before>--(?P<key>{_KEY})\s+)(?!-)(?P<value>{_VALUE})")
 _HEADER = re.compile(rf"(?P<before>(?P<key>{_KEY}):\s+)\S[^\n]*")
 _LITERAL = re.compile(
-    r"(?P<before>(?P<quote>[\"']?)(?P<key>[A-Za-z_]\w*)(?P=quote)\]?\s*[=:,]\s*[rbuf]{0,2})"
+    r"(?P<before>(?P<quote>[\"']?)(?P<key>[A-Za-z_]\w{0,100})(?P=quote)\]?\s*[=:,]\s*[rbuf]{0,2})"
     r"(?P<value>\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')",
     re.IGNORECASE,
 )
 """A string literal in code: ``api_key = "..."``, ``{"token": "..."}``, ``setenv("HF_TOKEN", "...")``."""
 _KNOWN_TOKENS = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-    r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,300}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,300}"
+    r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,300}|eyJ[\w-]{10,900}\.[\w-]{10,900}\.[\w-]{1,900})"
 )
 """Values with the form of tokens of well-known services, whatever they are assigned to."""
 
