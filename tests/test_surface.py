@@ -30,8 +30,8 @@ make_clip make_optimizer make_own_step make_schedule make_step mix mup_check pad
 save_checkpoint steps sweep table train verify_plain verify_resume watch
 """
 VERBS = """
-average batch-size check checks compare compare-optimizers convert demo diagnose env errors evaluate evidence explain
-export graph init ladder launch lr-range mup-check plan predict profile replay report resume runs schema serve sweep
+agent average batch-size check checks compare compare-optimizers convert demo diagnose env errors evaluate evidence
+explain export graph init ladder launch lr-range mcp mup-check plan predict profile replay report resume runs schema serve sweep
 train verify version
 """
 VERIFY = "checkpoint packing parallel plain resume"

@@ -67,7 +67,7 @@ SAFE = {
     "average": ("average", "runs/theirs", "--last", "2"),
     "explain": ("explain", "gradient.spike"),
 }
-WITHOUT_A_RECIPE = {"convert", "demo", "env", "init", "schema", "version"}
+WITHOUT_A_RECIPE = {"agent install", "convert", "demo", "env", "init", "schema", "version"}
 """Commands that read no recipe and no run. ``convert`` has tests of its own."""
 
 

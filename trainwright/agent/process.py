@@ -19,7 +19,7 @@ import psutil
 
 from trainwright.errors import TrainwrightError, UsageError
 
-POLL_S = 0.2
+POLL_S = 0.5
 MAX_OUTPUT_BYTES = 2**22
 _PROGRAM = (
     "import sys; sys.argv[0] = 'trainwright'\n"

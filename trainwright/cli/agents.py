@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
-from trainwright.cli.app import Json, line_printer, seconds_of, verb
+from trainwright.cli.app import Json, app, finish_printed, line_printer, seconds_of, verb
+
+agent_app = typer.Typer(help="Instructions for coding agents.")
+app.add_typer(agent_app, name="agent", no_args_is_help=True)
 
 
 @verb()
@@ -45,3 +48,19 @@ def mcp(
         serve_http(options, port, line_printer(as_json))
     else:
         serve_stdio(options)
+
+
+@verb("install", of=agent_app)
+def agent_install(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="The root of your project. Default: here.")
+    ] = Path(),
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace an older or edited version of the texts.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write instructions for coding agents into a project: a skill, and a section of AGENTS.md."""
+    from trainwright.agent.install import install
+
+    finish_printed(install(folder, replace=replace), as_json)
