@@ -46,7 +46,7 @@ def first_sentence(path: str) -> str:
 
 def text() -> str:
     """Return the file."""
-    site = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), SiteLoader)  # noqa: S506
+    site = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), SiteLoader)
     lines = [f"# {site['site_name']}", "", f"> {site['site_description']}"]
     lines += ["", "For coding agents: `trainwright mcp` serves runs; `trainwright agent install` writes a skill."]
     section = None

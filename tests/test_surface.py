@@ -31,8 +31,8 @@ save_checkpoint steps sweep table train verify_plain verify_resume watch
 """
 VERBS = """
 agent average batch-size check checks compare compare-optimizers convert demo diagnose env errors evaluate evidence
-explain export graph init ladder launch lr-range mcp mup-check plan predict profile replay report resume runs schema serve sweep
-train verify version
+explain export graph init ladder launch lr-range mcp mup-check plan predict profile replay report resume runs schema
+serve sweep train verify version
 """
 VERIFY = "checkpoint packing parallel plain resume"
 LAUNCH = "kubeflow kubernetes skypilot slurm"
