@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from trainwright.monitoring.alerts.channels import Channel, Command, Webhook, desktop
+from trainwright.monitoring.alerts.channels import Apprise, Channel, Command, Webhook, desktop
 from trainwright.monitoring.alerts.rules import AlertRules
 from trainwright.monitoring.alerts.watch import AlertWatch
 from trainwright.recipe.alerts import Alerts
@@ -23,6 +23,8 @@ def require_channels(ask: Alerts | None) -> None:
 def _channels(ask: Alerts, environ: Mapping[str, str]) -> Iterator[Channel]:
     if ask.webhook is not None:
         yield Webhook.of_variable(ask.webhook, environ)
+    if ask.apprise is not None:
+        yield Apprise.of_variable(ask.apprise, environ)
     if ask.command:
         yield Command.of(ask.command)
     if ask.desktop:
