@@ -248,6 +248,19 @@ def test_the_readme_names_every_extra() -> None:
     assert [name for name in extras if name not in ("dev", "docs") and f"`{name}`" not in README] == []
 
 
+def test_the_chinese_readme_has_the_code_and_the_figures_of_the_english_one() -> None:
+    chinese = (ROOT / "README.zh.md").read_text()
+    for language in ("python", "yaml"):
+        assert blocks(language, chinese) == blocks(language)[: len(blocks(language, chinese))] != []
+    figures = [
+        re.findall(r"\*\*0\*\*|\*\*100 %\*\*|\b\d+ %|\b23\b", text.split("| Trainwright |")[1])
+        for text in (README, chinese)
+    ]
+    assert sorted(figures[0][:14]) == sorted(figures[1][:14])
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", chinese)
+    assert links and [each for each in links if not (ROOT / each).exists()] == []
+
+
 def test_every_verb_is_among_the_commands() -> None:
     for verb in VERBS.split():
         assert f"`{verb}" in PAGES["reference/commands.md"], verb
