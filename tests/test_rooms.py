@@ -61,11 +61,24 @@ MAY_IMPORT: dict[str, set[str]] = {
             "finetune",
         ),
     },
-    "cli": {"recipe", "plan", "runs", "monitoring", "doctor", "report", "training", "commands"},
+    "agent": {"runs", "doctor", "report"},
+    "cli": {"recipe", "plan", "runs", "monitoring", "doctor", "report", "training", "commands", "agent"},
 }
 ROOT = {"__init__", "__main__", "version", "errors"}
 """The files that lie in the root. Every room may import ``errors`` and ``version``."""
-WITHOUT_TORCH = {"__init__", "errors", "version", "recipe", "runs", "plan", "doctor", "report", "cli", "trials"}
+WITHOUT_TORCH = {
+    "__init__",
+    "errors",
+    "version",
+    "recipe",
+    "runs",
+    "plan",
+    "doctor",
+    "report",
+    "cli",
+    "trials",
+    "agent",
+}
 
 
 def row_of(path: Path, house: Path = HOUSE) -> str:

@@ -30,9 +30,9 @@ make_clip make_optimizer make_own_step make_schedule make_step mix mup_check pad
 save_checkpoint steps sweep table train verify_plain verify_resume watch
 """
 VERBS = """
-average batch-size check checks compare compare-optimizers convert demo diagnose env errors evaluate explain export
-graph init ladder launch lr-range mup-check plan predict profile replay report resume runs schema serve sweep train
-verify version
+agent average batch-size check checks compare compare-optimizers convert demo diagnose env errors evaluate evidence
+explain export graph init ladder launch lr-range mcp mup-check plan predict profile replay report resume runs schema
+serve sweep train verify version
 """
 VERIFY = "checkpoint packing parallel plain resume"
 LAUNCH = "kubernetes skypilot slurm"
@@ -246,6 +246,19 @@ def test_the_readme_leads_to_the_documentation() -> None:
 def test_the_readme_names_every_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert [name for name in extras if name not in ("dev", "docs") and f"`{name}`" not in README] == []
+
+
+def test_the_chinese_readme_has_the_code_and_the_figures_of_the_english_one() -> None:
+    chinese = (ROOT / "README.zh.md").read_text()
+    for language in ("python", "yaml"):
+        assert blocks(language, chinese) == blocks(language)[: len(blocks(language, chinese))] != []
+    figures = [
+        re.findall(r"\*\*0\*\*|\*\*100 %\*\*|\b\d+ %|\b23\b", text.split("| Trainwright |")[1])
+        for text in (README, chinese)
+    ]
+    assert sorted(figures[0][:14]) == sorted(figures[1][:14])
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", chinese)
+    assert links and [each for each in links if not (ROOT / each).exists()] == []
 
 
 def test_every_verb_is_among_the_commands() -> None:

@@ -46,6 +46,8 @@ OPTIONAL = (
     "optuna>=5.0",
     "torchao>=0.15",
     "gymnasium>=1.0",
+    "mcp>=2.3",
+    "apprise>=1.9",
 )
 """The packages of the extras in pyproject.toml, with their required versions."""
 _DISTRIBUTIONS = {

@@ -102,6 +102,20 @@ def test_a_webhook_gets_what_slack_takes(hook: Hook) -> None:
     assert hook.taken == [{"text": "my run: the loss is &lt;b&gt;12 &amp; more"}]
 
 
+def test_apprise_delivers_and_keeps_addresses_secret(hook: Hook) -> None:
+    pytest.importorskip("apprise")
+    from trainwright.monitoring.alerts.channels import Apprise
+
+    address = hook.url.replace("http://", "json://user:S3CRET@")
+    Apprise.of_variable("URLS", {"URLS": f" {address} "}).send("my run", ALERT)
+    assert hook.asked == 1
+    with pytest.raises(UsageError, match="address 2 of 2") as refused:
+        Apprise([address, "no-such-service://S3CRET"])
+    with pytest.raises(NotDeliveredError) as failed:
+        Apprise(["json://user:S3CRET@127.0.0.1:1"]).send("my run", ALERT)
+    assert "S3CRET" not in f"{refused.value} {failed.value}"
+
+
 @pytest.mark.parametrize(
     "url",
     ["http://127.0.0.1:1/S3CRET", "http://S3CRET.invalid/", "http://127.0.0.1:S3CRET/", "http://[S3CRET", "http://"],
@@ -144,6 +158,8 @@ def test_what_is_missing_is_said_before_the_first_step(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NOT_AN_ADDRESS", "S3CRET")
     for alerts, said in (
+        ({"apprise": "NO_SUCH_VARIABLE"}, r"alerts.apprise(.|\n)*NO_SUCH_VARIABLE is not set(.|\n)*export"),
+        ({"apprise": "tgram://S3CRET"}, r"name of an environment variable"),
         ({"webhook": "NO_SUCH_VARIABLE"}, r"NO_SUCH_VARIABLE is not set(.|\n)*export"),
         ({"webhook": "NOT_AN_ADDRESS"}, "NOT_AN_ADDRESS is not an address"),
         ({"command": ["no-such-program-here"]}, "no program no-such-program-here"),

@@ -7,12 +7,12 @@ import os
 import sys
 from contextlib import suppress
 
-from trainwright.cli import running, before, jobs, after, views  # isort: skip  (in the order of --help)
+from trainwright.cli import running, before, jobs, after, views, agents  # isort: skip  (in the order of --help)
 from trainwright.cli.app import app
 from trainwright.cli.torchrun import leave_exit_code
 from trainwright.report.failure import EXIT_INTERRUPTED
 
-__all__ = ["after", "app", "before", "jobs", "views", "main", "running"]
+__all__ = ["after", "agents", "app", "before", "jobs", "views", "main", "running"]
 
 
 def main() -> None:

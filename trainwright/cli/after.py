@@ -101,13 +101,23 @@ def replay(
     path: Annotated[Path, typer.Argument(metavar="BUNDLE|RUN", help="bundles/step-N, or a run of trainwright train.")],
     step: Annotated[int | None, typer.Option(help="The step; a bundle has one.")] = None,
     model: ModelOf = None,
+    change: Annotated[
+        str | None,
+        typer.Option(
+            "--try",
+            metavar="CHANGE",
+            help="Replay it with one change instead: lr=FACTOR, fp32, fp64, eval, train, without=ID,ID, clip=NORM, "
+            "op=NAME (in float64), remedy=CODE.",
+        ),
+    ] = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Replay a step bit for bit, and examine it; exit 1 if the result differs."""
+    """Replay a step bit for bit, and examine it, or try a change on it; exit 1 if the replay differs."""
     from trainwright.commands.replay import rerun
 
-    finish_printed(rerun(path, step, model=model, settings=settings or [], say=line_printer(as_json)), as_json)
+    say = line_printer(as_json)
+    finish_printed(rerun(path, step, model=model, settings=settings or [], say=say, change=change), as_json)
 
 
 @verb()
@@ -122,6 +132,27 @@ def explain(
 
     text = page(code)
     print(json.dumps({"code": code, "page": text}) if as_json else text)
+
+
+@verb()
+def evidence(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    finding: Annotated[
+        str | None, typer.Option("--finding", metavar="CODE", help="The finding. Default: the first one.")
+    ] = None,
+    code: Annotated[
+        Path | None, typer.Option("--code", metavar="FOLDER", help="The folder of your code. Default: this one.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The file. Default: evidence-CODE.md in the run folder.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the evidence for a finding as one Markdown file, without secrets, for an issue or a language model."""
+    from trainwright.report.evidence import write_evidence
+    from trainwright.runs.folder import RunFolder
+
+    finish_printed(write_evidence(RunFolder.open(run), finding, code_root=code, out=out), as_json)
 
 
 @verb()

@@ -285,7 +285,7 @@ def _size(text: str) -> str:
 
 
 class Alerts(Section):
-    """Messages about the run, to a webhook, a command or the desktop. Every rule applies to all of them."""
+    """Messages about the run, to a webhook, apprise, a command or the desktop. Every rule applies to all of them."""
 
     webhook: Annotated[Text, AfterValidator(_variable)] | None = Field(
         default=None,
@@ -296,6 +296,12 @@ class Alerts(Section):
         default=(),
         description="A program with its arguments; it receives the alert as JSON on its standard input.",
         examples=[["./notify.sh"]],
+    )
+    apprise: Annotated[Text, AfterValidator(_variable)] | None = Field(
+        default=None,
+        description="The environment variable with addresses for the package apprise, such as tgram://, separated by "
+        "spaces.",
+        examples=["APPRISE_URLS"],
     )
     desktop: bool = Field(default=False, description="A notification on this machine's desktop.")
     finding: Literal["info", "warning", "critical"] | None = Field(
@@ -323,8 +329,8 @@ class Alerts(Section):
 
     @model_validator(mode="after")
     def _goes_somewhere(self) -> Alerts:
-        if not (self.webhook or self.command or self.desktop):
-            rule, remedy = "have no destination", "name a webhook, a command, or set desktop: true"
+        if not (self.webhook or self.apprise or self.command or self.desktop):
+            rule, remedy = "have no destination", "name a webhook, apprise, a command, or set desktop: true"
             raise RecipeError(Problem("", rule, remedy=remedy))
         return self
 

@@ -24,13 +24,25 @@ _VOCABULARY_WORDS = {
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 
 _USER_OF_URL = re.compile(r"(?<=://)[^\s/?#\"'<>]+(?=@)")
-_KEY = r"[A-Za-z_][A-Za-z0-9_.-]*"
+_KEY = r"[A-Za-z_][A-Za-z0-9_.-]{0,100}"
+"""Bounded, because a long word without an assignment would otherwise take quadratic time."""
 _VALUE = r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|[^\s,;&\"'{}()\[\]]+)"
 _NAMED_VALUE = re.compile(
-    rf"(?P<before>[\"']?(?P<assigned>{_KEY})[\"']?=|[{{,]\s*[\"']?(?P<mapped>{_KEY})[\"']?\s*:\s*)(?P<value>{_VALUE})"
+    rf"(?P<before>[\"']?(?P<assigned>(?<![A-Za-z_]){_KEY})[\"']?=|[{{,]\s*[\"']?(?P<mapped>{_KEY})[\"']?\s*:\s*)(?P<value>{_VALUE})"
 )
 _OPTION = re.compile(rf"(?P<before>--(?P<key>{_KEY})\s+)(?!-)(?P<value>{_VALUE})")
 _HEADER = re.compile(rf"(?P<before>(?P<key>{_KEY}):\s+)\S[^\n]*")
+_LITERAL = re.compile(
+    r"(?P<before>(?P<quote>[\"']?)(?P<key>[A-Za-z_]\w{0,100})(?P=quote)\]?\s*[=:,]\s*[rbuf]{0,2})"
+    r"(?P<value>\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')",
+    re.IGNORECASE,
+)
+"""A string literal in code: ``api_key = "..."``, ``{"token": "..."}``, ``setenv("HF_TOKEN", "...")``."""
+_KNOWN_TOKENS = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,300}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,300}"
+    r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,300}|eyJ[\w-]{10,900}\.[\w-]{10,900}\.[\w-]{1,900})"
+)
+"""Values with the form of tokens of well-known services, whatever they are assigned to."""
 
 
 def is_secret(key: str) -> bool:
@@ -57,6 +69,17 @@ def masked(value: T) -> T:
         before = ("", *value[:-1])  # in a command line: --token VALUE
         return cast(T, type(value)(_after(option, each) for option, each in zip(before, value)))
     return value
+
+
+def masked_code(text: str) -> str:
+    """Return source code, or other text that is sent to somebody else, without secrets.
+
+    It is stricter than ``masked``: string literals that are assigned to the name of a secret, and values with the form
+    of tokens of well-known services.
+    """
+    text = "\n".join(map(_mask_text, text.split("\n")))
+    text = _LITERAL.sub(_mask_literal, text)
+    return _KNOWN_TOKENS.sub(MASK, text)
 
 
 def masked_paths(value: object, path: str = "") -> Iterator[str]:
@@ -93,6 +116,11 @@ def _mask_text(text: str) -> str:
     if "--" in text:
         text = _OPTION.sub(lambda found: f"{found['before']}{MASK}" if is_secret(found["key"]) else found[0], text)
     return text
+
+
+def _mask_literal(found: re.Match[str]) -> str:
+    value = found["value"]
+    return f"{found['before']}{value[0]}{MASK}{value[0]}" if is_secret(found["key"]) and len(value) > 2 else found[0]
 
 
 def _mask_value(found: re.Match[str]) -> str:

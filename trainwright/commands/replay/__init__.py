@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainwright.assembly.assemble import Parts
+from trainwright.commands.replay.change import change_of
 from trainwright.commands.replay.result import Rerun, Say
 from trainwright.commands.replay.trained import Origin, rerun_trained
 from trainwright.commands.replay.watched import rerun_watched
@@ -15,6 +17,8 @@ from trainwright.recipe.resolve import is_live
 from trainwright.replay import bundle as bundles
 from trainwright.replay.bundle import kind_of, read_bundle
 from trainwright.runs.folder import RunFolder
+from trainwright.runs.reader import read
+from trainwright.runs.records import Record
 from trainwright.training.subject import parts_of_run
 
 
@@ -26,6 +30,7 @@ def rerun(
     settings: Sequence[str] = (),
     say: Say = lambda _text: None,
     parts: Parts | None = None,
+    change: str | None = None,
 ) -> Rerun:
     """Replay ``step`` of a run folder or of a bundle, compare it with its record, and examine it.
 
@@ -39,15 +44,17 @@ def rerun(
         say: Receives lines on progress.
         parts: Newly built objects of a run of ``tw.fit``. None: they are built by its recorded function, or the step is
             in a bundle.
+        change: Try this change on the step instead of examining it, such as ``lr=0.1`` (``change.CHANGES``).
 
     Raises:
         UsageError: The step does not exist or cannot be replayed.
     """
     path = Path(path)
     kind = kind_of(path)
+    chosen = None if change is None else change_of(change, _records_of(path, is_bundle=kind is not None))
     if kind == bundles.CRASH_LOOP:
         origin = Origin.of_crash_loop(path)
-        return rerun_trained(origin, origin.step if step is None else step, tuple(settings), say)
+        return rerun_trained(origin, origin.step if step is None else step, tuple(settings), say, change=chosen)
     if kind is None and not (path / bundles.NAME).exists():
         folder = RunFolder.open(path)
         if folder.recipe.exists() and (parts is not None or not _is_in_a_bundle(folder, step)):
@@ -56,12 +63,18 @@ def rerun(
             origin = Origin.of_run(folder, step)
             if parts is None and _is_live(folder):
                 parts = parts_of_run(folder, model)
-            return rerun_trained(origin, step, tuple(settings), say, parts)
+            return rerun_trained(origin, step, tuple(settings), say, parts, chosen)
         path = _bundle_of(folder, step)
     if settings:
         raise UsageError("a watched step has no recipe to set", remedy="leave out --set")
     bundle = read_bundle(path)
-    return rerun_watched(bundle, bundle.step if step is None else step, model, say)
+    return rerun_watched(bundle, bundle.step if step is None else step, model, say, chosen)
+
+
+def _records_of(path: Path, *, is_bundle: bool) -> Sequence[Record]:
+    """Return the records of a run, or of the run around a bundle."""
+    log = (path.parent.parent if is_bundle else path) / "log.jsonl"
+    return read(log).records if os.path.lexists(log) else ()
 
 
 def _is_in_a_bundle(folder: RunFolder, step: int | None) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainwright.commands.replay.change import Changed
 from trainwright.doctor.finding import make_finding
 from trainwright.report.findings import lines_of
 from trainwright.runs.json_values import JsonValue, strict
@@ -48,6 +49,7 @@ class Rerun:
         findings: The findings.
         examined: The records of this replay only.
         unexamined: Names of experiments that did not run.
+        changed: The outcome of a change that was tried instead of an examination.
     """
 
     step: int
@@ -62,6 +64,7 @@ class Rerun:
     findings: list[Found] = field(default_factory=list)
     examined: list[Record] = field(default_factory=list)
     unexamined: list[str] = field(default_factory=list)
+    changed: Changed | None = None
 
     @property
     def same_bits(self) -> bool:
@@ -94,7 +97,9 @@ class Rerun:
         """Return the lines that are printed without ``--json``."""
         raised = [f"it raised {self.error}"] if self.error else []
         notes = [f"note: {each}" for each in self.notes]
-        findings = lines_of(self.findings)
+        findings = lines_of(self.findings) if self.changed is None else []
+        if self.changed is not None:
+            notes.append(f"tried {self.changed.change}: {self.changed.outcome}")
         return [f"step {self.step} of {self.source}: {self.outcome}", *raised, *notes, *findings]
 
     def to_json(self) -> dict[str, JsonValue]:
@@ -108,6 +113,7 @@ class Rerun:
                 "error": self.error,
                 "compared": self.compared,
                 "notes": self.notes,
+                "changed": self.changed,
                 "findings": self.findings,
                 "examined": [each for each in self.records if isinstance(each, Examined)],
             }

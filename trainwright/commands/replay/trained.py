@@ -18,6 +18,7 @@ from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.manifest import read_manifest, step_of, verify
 from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.checkpoint.store import checkpoints
+from trainwright.commands.replay.change import Change
 from trainwright.commands.replay.result import Compared, Rerun, Say, examine_replay
 from trainwright.commands.replay.watched import UNBOUNDED, compared
 from trainwright.engine.step import StepResult
@@ -112,8 +113,18 @@ def _is_whole(checkpoint: Path) -> bool:
     return True
 
 
-def rerun_trained(origin: Origin, step: int, settings: tuple[str, ...], say: Say, parts: Parts | None = None) -> Rerun:
-    """Train to ``step`` and examine it. ``parts``, the objects of a run of ``tw.fit``, must not be used afterwards."""
+def rerun_trained(
+    origin: Origin,
+    step: int,
+    settings: tuple[str, ...],
+    say: Say,
+    parts: Parts | None = None,
+    change: Change | None = None,
+) -> Rerun:
+    """Train to ``step`` and examine it, or try ``change`` on it.
+
+    ``parts``, the objects of a run of ``tw.fit``, must not be used afterwards.
+    """
     done = Rerun(step, origin.source, settings=settings)
     with tempfile.TemporaryDirectory(prefix="trainwright-replay-") as aside, process_settings():
         lock = RunLock.acquire(Path(aside))
@@ -131,6 +142,9 @@ def rerun_trained(origin: Origin, step: int, settings: tuple[str, ...], say: Say
             _compare_trained(done, origin, begin, live)
         finally:
             lock.release(clean=True)
+        if change is not None:
+            done.changed = change.tried(ReplaySession(Replayer(live.objects, names_of(live.objects)), live.ring, step))
+            return done
         known = [r for r in origin.records if isinstance(r, Watched | Examined) and r.step < live.first]
         known += [as_record(each) for each in live.ring.recorded(step)]
         if live.unfinished is not None:

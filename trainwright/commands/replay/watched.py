@@ -15,6 +15,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.snapshot import LiveObjects
+from trainwright.commands.replay.change import Change
 from trainwright.commands.replay.result import Compared, Rerun, Say, examine_replay
 from trainwright.errors import UsageError, text_of
 from trainwright.recorder.numbers import as_record
@@ -31,8 +32,11 @@ UNBOUNDED = 2**62
 """Bytes. The content of a bundle was within the budget of the recorder that wrote it."""
 
 
-def rerun_watched(bundle: Bundle, step: int, model: str | None, say: Say) -> Rerun:
-    """Replay the steps of the bundle up to ``step``, compare that step with its record, and diagnose it."""
+def rerun_watched(bundle: Bundle, step: int, model: str | None, say: Say, change: Change | None = None) -> Rerun:
+    """Replay the steps of the bundle up to ``step``, compare that step with its record, and diagnose it.
+
+    ``change`` is tried on the step instead of the diagnosis.
+    """
     done = Rerun(step, bundle.path)
     steps = [each.step for each in bundle.steps]
     if step not in steps:
@@ -59,12 +63,16 @@ def rerun_watched(bundle: Bundle, step: int, model: str | None, say: Say) -> Rer
     recorded = recorded_steps[steps.index(step)]
     _notes_on(bundle, recorded, done)
     try:
-        result = ReplaySession(Replayer(subject, names_of(subject)), ring, step).run(upto="step")
+        session = ReplaySession(Replayer(subject, names_of(subject)), ring, step)
+        result = session.run(upto="step")
     except NotReplayable as error:
         done.blind = str(error)
         return done
     done.error = None if result.error is None else f"{type(result.error).__name__}: {result.error}"
     done.compared = list(compared(recorded, result, subject))
+    if change is not None:
+        done.changed = change.tried(session)
+        return done
     known: list[Record] = [as_record(each) for each in recorded_steps if each.step <= step]
     examine_replay(done, ExperimentRunner(subject, ring, ExaminationBudget(bundle.device, "all")), known)
     return done

@@ -1,8 +1,9 @@
-"""Channels of alerts: a webhook, a command, the desktop. Errors of a channel never contain a secret."""
+"""Channels of alerts: a webhook, apprise, a command, the desktop. Errors of a channel never contain a secret."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.error import HTTPError, URLError
 
-from trainwright.errors import TrainwrightError, UsageError
+from trainwright.errors import MissingExtra, TrainwrightError, UsageError
 from trainwright.monitoring.alerts.rules import Alert
 
 TIMEOUT_S = 10.0
@@ -72,6 +73,46 @@ class Webhook:
             raise NotDeliveredError(f"cannot be reached: {why}") from None
         except Exception as error:  # http.client and ssl raise many kinds, some with the address in their text
             raise NotDeliveredError(f"failed: {type(error).__name__}") from None
+
+
+class Apprise:
+    """Sends through the package apprise to the addresses in an environment variable: Telegram, e-mail and others."""
+
+    name = "apprise"
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        """Raises MissingExtra, or UsageError, without the address, if apprise does not support one."""
+        try:
+            import apprise
+        except ImportError:
+            raise MissingExtra("apprise", needed_for="alerts.apprise") from None
+        logging.getLogger("apprise").setLevel(logging.CRITICAL + 1)  # its messages contain addresses
+        self._sender = apprise.Apprise()
+        for number, each in enumerate(addresses, 1):
+            if not self._sender.add(each):
+                raise UsageError(
+                    f"alerts.apprise: address {number} of {len(addresses)} is not one that apprise supports",
+                    remedy="see the table of services in the documentation of apprise",
+                )
+
+    @classmethod
+    def of_variable(cls, variable: str, environ: Mapping[str, str]) -> Apprise:
+        """Return the channel of an environment variable. Raises UsageError, without its value, if it is empty."""
+        addresses = environ.get(variable, "").split()
+        if not addresses:
+            raise UsageError(
+                f"alerts.apprise: the environment variable {variable} is not set",
+                remedy=f"export {variable}='tgram://TOKEN/CHAT', or leave alerts out: --set alerts=null",
+            )
+        return cls(addresses)
+
+    def send(self, run: str, alert: Alert) -> None:
+        try:
+            is_sent = self._sender.notify(title=f"{run}: {alert.kind}", body=alert.text)
+        except Exception as error:  # services raise many kinds, some with the address in their text
+            raise NotDeliveredError(f"failed: {type(error).__name__}") from None
+        if not is_sent:
+            raise NotDeliveredError(f"at least one of {len(self._sender)} addresses did not accept it")
 
 
 @dataclass(frozen=True)

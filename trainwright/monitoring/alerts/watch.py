@@ -14,7 +14,7 @@ from types import TracebackType
 
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.step import StepResult
-from trainwright.monitoring.alerts.channels import Channel, Command, NotDeliveredError, Webhook, desktop
+from trainwright.monitoring.alerts.channels import Apprise, Channel, Command, NotDeliveredError, Webhook, desktop
 from trainwright.monitoring.alerts.rules import Alert, AlertRules, Batcher, RuleState
 from trainwright.recipe.formatting import parse_bytes
 from trainwright.recipe.schema import Alerts
@@ -183,6 +183,8 @@ def require_channels(ask: Alerts | None) -> None:
 def _channels(ask: Alerts, environ: Mapping[str, str]) -> Iterator[Channel]:
     if ask.webhook is not None:
         yield Webhook.of_variable(ask.webhook, environ)
+    if ask.apprise is not None:
+        yield Apprise.of_variable(ask.apprise, environ)
     if ask.command:
         yield Command.of(ask.command)
     if ask.desktop:

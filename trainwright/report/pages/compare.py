@@ -72,6 +72,8 @@ class RunComparison:
     spreads: tuple[Spread, ...]
     target: float | None
     measure: str
+    parted: tuple[str, ...] = ()
+    """The first recorded step at which each other run differs from the first one, and in what."""
     exit_code = 0
 
     @classmethod
@@ -92,6 +94,7 @@ class RunComparison:
             "validation loss"
             if validated
             else f"training loss (median of {SMOOTHING_ROWS} records; of a long log means)",
+            tuple(_parting(views[0], view) for view in views[1:]),
         )
 
     def lines(self) -> list[str]:
@@ -101,6 +104,7 @@ class RunComparison:
         for title, differences in sections:
             lines.append(f"{title}: {_summary(differences)}")
             lines += [f"  {each.path}: {' | '.join(each.values)}" for each in differences or ()]
+        lines += [f"first difference: {each}" for each in self.parted]
         lines.append("outcomes")
         lines += [f"  {line}" for each in self.outcomes for line in self._outcome_lines(each)]
         for each in self.spreads:
@@ -125,6 +129,30 @@ class RunComparison:
     def to_json(self) -> Mapping[str, JsonValue]:
         """Return the output of ``--json``."""
         return {name: strict(value) for name, value in vars(self).items()}
+
+
+def _parting(first: RunView, other: RunView) -> str:
+    """Return the first step that both logs have and in which a number differs in any bit."""
+    rows = [view.log.rows for view in (first, other)]
+    steps = [column(each, "step") for each in rows]
+    common, *places = np.intersect1d(*steps, return_indices=True)
+    if not len(common):
+        return f"{other.name}: no step is in the logs of both"
+    differs = {}
+    for name in ("lr", "loss", "grad_norm", "samples"):
+        one, two = (column(each, name)[place] for each, place in zip(rows, places))
+        differs[name] = (one != two) & ~(np.isnan(one) | np.isnan(two))
+    every = np.any(list(differs.values()), axis=0)
+    if not every.any():
+        return f"{other.name}: none in {len(common):,} common steps up to {int(common[-1]):,}"
+    at = int(np.argmax(every))
+    parts = [
+        f"{name} {column(rows[0], name)[places[0][at]]:.9g} | {column(rows[1], name)[places[1][at]]:.9g}"
+        for name, where in differs.items()
+        if where[at]
+    ]
+    before = f", the same in {at:,} recorded steps before" if at else ""
+    return f"{other.name}: step {int(common[at]):,}: {', '.join(parts)}{before}"
 
 
 def _summary(differences: Sequence[Difference] | None) -> str:

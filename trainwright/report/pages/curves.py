@@ -31,6 +31,7 @@ def curves_of(view: RunView, buckets: int = BUCKETS, *, after: int = 0) -> dict[
         "name": view.name,
         "log": log.name,
         "read": log.read_rows,
+        "is_thinned": log.is_thinned or len(columns["step"]) < len(log.rows),
         "columns": rows.as_json({name: values[new] for name, values in columns.items()}),
         "means": _means(view, columns),
         "evaluations": _evaluations(view, columns),

@@ -354,6 +354,13 @@ class Figures:
         for each in (self._training, self._validation, self._reported):
             each.go_back_to(step)
 
+    def series(self) -> Iterator[tuple[str, tuple[NDArray[np.float64], NDArray[np.float64]]]]:
+        """Yield the name of each figure with its set, such as ``validation.accuracy``, its steps and its values."""
+        for readings, on in ((self._training, TRAIN), (self._validation, VALIDATION), (self._reported, "")):
+            columns = readings.columns()
+            for name in sorted(columns.keys() - {"time_s", "step"}):
+                yield (f"{on}.{name}" if on else name), (columns["step"], columns[name])
+
     def to_json(self) -> list[JsonValue]:
         """Return one chart for each figure, with a series for each set it was measured on, training first."""
         charts: dict[str, dict[str, JsonValue]] = {}

@@ -46,7 +46,7 @@ class SpanMeans:
         self.take(rows[column(rows, "step") >= first * self._width])
 
     def columns(self) -> dict[str, NDArray[np.float64]]:
-        """Return the middle of each non-empty span, and the mean over it and, with half weight, its neighbours.
+        """Return the middle of each non-empty span, and the mean over it and, with half weight, its two neighbours.
 
         NaN: no value. Infinity: no finite value.
         """
@@ -61,6 +61,10 @@ class SpanMeans:
             width = 2 * width
         seen = counts.any(1) | broken.any(1)
         smooth, weight = _smooth(sums), _smooth(counts)
+        for end in (
+            np.flatnonzero(counts.any(1))[[0, -1]] if counts.any() else ()
+        ):  # a neighbour on one side displaces it
+            smooth[end], weight[end] = sums[end], counts[end]
         means = np.where(counts > 0, smooth / np.maximum(weight, 1e-9), np.where(broken > 0, np.inf, np.nan))
         middles = (np.arange(len(means)) * width + (width - 1) // 2).astype(np.float64)
         return {"step": middles[seen], **{name: means[seen, index] for index, name in enumerate(AVERAGED_COLUMNS)}}

@@ -112,6 +112,13 @@ class RunView(RunDocuments):
         return float(known[-1]) if len(known) else None
 
     @property
+    def lr(self) -> float | None:
+        """The newest learning rate."""
+        rates = column(self.log.rows, "lr")
+        known = rates[np.isfinite(rates)]
+        return float(known[-1]) if len(known) else None
+
+    @property
     def evaluations(self) -> list[Evaluated]:
         return evaluations_in(self.log.notes(Evaluated, Logged))
 

@@ -73,17 +73,26 @@ const Charts = (function () {
     });
   }
 
-  /* Metrics, and figures that the user logs: one chart for each, with a curve for each set. */
+  /* The part of a name before its last "/", or its first "." if there is none, if at least two names have it. */
+  function prefixOf(name, names) {
+    const cut = (each) => (each.includes("/") ? each.slice(0, each.lastIndexOf("/")) : each.includes(".") ? each.slice(0, each.indexOf(".")) : "");
+    const prefix = cut(name);
+    return prefix && [...names].filter((each) => cut(each) === prefix).length > 1 ? prefix : "";
+  }
+
+  /* Metrics, and figures that the user logs: one chart for each, with a curve for each set, grouped by prefix. */
   function figuresOf(runs) {
     const names = new Set(runs.flatMap((run) => (run.figures || []).map((each) => each.name)));
+    const inGroups = (a, b) => (a.group === b.group ? 0 : !a.group ? -1 : !b.group ? 1 : a.group < b.group ? -1 : 1);
     const placed = (run, { step, value }) => ({ step, value, [axis]: step.map((each) => placeOf(run, each)) });
     return [...names].map((name) => ({
       name: name === "loss" ? "loss by set" : name,
+      group: prefixOf(name, names),
       of: (run, alone) => {
         const found = (run.figures || []).find((each) => each.name === name);
         return (found ? found.series : []).map((each, i) => [each.label, placed(run, each), each.value, { set: each.label, marked: each.is_evaluation, ink: alone ? (each.is_evaluation ? Math.max(1, i) : 0) : undefined }]);
       },
-    }));
+    })).sort(inGroups);
   }
 
   /* Statistics by layer: a colour for each layer and step, on a log scale. */
@@ -142,14 +151,33 @@ const Charts = (function () {
     return [(text) => (place.textContent = text)];
   }
 
-  /* Smoothed curves: means of all records over spans of steps, with at least two records in a span. */
-  function meansOf(chart, run, alone, x) {
-    const means = run.means || {}, side = { ...run, columns: means, evaluations: {} };
-    if (!chart.smooth || !byId("smooth").checked || !means[x] || run.columns.step.length < 2 * means.step.length) return null;
-    const values = chart.of(side, alone)[0][2];
-    return values && [means[x], plottable(values)];
+  /* Smoothed curves: the mean over a window of steps around each point. Near both ends the window is smaller, so that it
+     stays symmetric: a curve is not displaced. Rows of a long log are extremes; for it, means of all records are used. */
+  const smoothing = () => byId("smooth").valueAsNumber / 100;
+  function smoothedOf(chart, run, alone, x) {
+    if (!chart.smooth || !smoothing()) return null;
+    const means = run.means || {}, side = run.is_thinned ? means : run.columns;
+    if (!side[x] || !side.step || side.step.length < 8) return null;
+    const values = chart.of({ ...run, columns: side, evaluations: {} }, alone)[0][2];
+    return values && [side[x], smoothed(side.step, plottable(values), smoothing())];
+  }
+  function smoothed(steps, values, share) {
+    const last = steps.length - 1, half = (share * (steps[last] - steps[0])) / 2, sums = [0], counts = [0];
+    values.forEach((v, i) => { sums.push(sums[i] + (number(v) ? v : 0)); counts.push(counts[i] + (number(v) ? 1 : 0)); });
+    let low = 0, high = 0;
+    return values.map((v, i) => {
+      const reach = Math.min(half, steps[i] - steps[0], steps[last] - steps[i]);
+      while (steps[low] < steps[i] - reach) low++;
+      while (high <= last && steps[high] <= steps[i] + reach) high++;
+      return number(v) ? (sums[high] - sums[low]) / (counts[high] - counts[low]) : v;
+    });
+  }
+  function tellSmoothing() {
+    const longest = Math.max(...data.runs.map((run) => ((run.columns.step || []).at(-1) || 0) - ((run.columns.step || [])[0] || 0)));
+    byId("smooth-steps").textContent = smoothing() ? "over " + short(Math.max(1, Math.round(smoothing() * longest))) + " steps" : "off";
   }
 
+  const WHOLE = Array.from({ length: 16 }, (_, i) => [1, 2, 5].map((each) => each * 10 ** i)).flat();
   const POWERS = Array.from({ length: 40 }, (_, i) => 2 ** (i + 10));
   const FEW = 4; /* runs of which each value is told, and each raw curve drawn, too */
   const DASHES = [undefined, [8, 3], [3, 3]];
@@ -161,7 +189,7 @@ const Charts = (function () {
       const { steps, layers } = chart.heat, xs = steps.map((each) => placeOf(data.runs[0], each));
       return [[xs, xs.map(() => layers.length / 2)], [{}, { label: chart.name, stroke: "transparent", points: { show: false } }]];
     }
-    const tables = [], series = [{}], alone = data.runs.length === 1;
+    const tables = [], series = [{}], alone = data.runs.length === 1, drawnAs = new Map();
     data.runs.forEach((run, index) => {
       if (hidden.has(index)) return;
       for (const [label, side, values, look] of chart.of(run, alone)) {
@@ -173,14 +201,17 @@ const Charts = (function () {
         const hue = look.ink === undefined ? index : look.ink;
         const ink = colour(look.dashed ? "--quiet" : alone && look.strong ? "--c1" : "--c" + (hue % 8));
         const name = alone ? label : run.name + (look.strong ? " validation" : look.set ? " " + look.set : ""), isMarked = look.strong || look.marked;
-        const even = look.strong ? null : meansOf(chart, run, alone, x);
-        const line = { label: name, ink, dash: look.dashed ? [6, 4] : isMarked && !alone ? [2, 3] : DASHES[Math.floor(index / 8) % 3], points: { show: !!isMarked, size: 6, fill: ink } };
+        const even = look.strong ? null : smoothedOf(chart, run, alone, x);
+        const shape = alone ? "" : xs.join() + ":" + ys.join(), same = drawnAs.get(shape);
+        if (!alone && !same) drawnAs.set(shape, { name, count: 0 });
+        if (!alone && same) same.count++;
+        const line = { label: name, ink, sameAs: !alone && same ? same.name : "", dash: !alone && same ? [5, 5 + 4 * same.count] : look.dashed ? [6, 4] : isMarked && !alone ? [2, 3] : DASHES[Math.floor(index / 8) % 3], points: { show: !!isMarked, size: 6, fill: ink } };
         const isRead = data.runs.length - hidden.size <= FEW;
         if (!even || isRead) tables.push([xs, ys]);
         if (!even || isRead) series.push({ ...line, stroke: even ? ink + "66" : ink, width: isMarked ? 2 : even ? 1 : 1.25, broken: ys.some((v) => v === null), isRead, isHollow: isMarked && !alone, points: even || ys.length > 200 ? { ...line.points, show: !!isMarked && ys.length < 100 } : line.points });
         if (even) {
           tables.push(even);
-          series.push({ ...line, label: name + " mean", stroke: ink, width: 2, points: { show: false }, isRead: false });
+          series.push({ ...line, label: name + " smoothed", stroke: ink, width: 2, points: { show: false }, isRead: false });
         }
       }
     });
@@ -192,6 +223,7 @@ const Charts = (function () {
     const box = byId("charts");
     if (!box) return;
     axis = usableAxis();
+    tellSmoothing();
     const width = Math.max(280, box.clientWidth), across = width >= 1000 ? 3 : width >= 640 ? 2 : 1;
     const machine = byId("machine") ? readingsOf(data.runs[0]) : [];
     const wanted = [];
@@ -223,7 +255,17 @@ const Charts = (function () {
     plots.forEach((plot) => plot.destroy());
     byId("charts").replaceChildren();
     for (const id of ["metrics", "layers", "machine"]) if (byId(id)) byId(id).replaceChildren();
-    plots = wanted.map(plotOf);
+    let group = "";
+    plots = wanted.map((each) => {
+      if (each.chart.group && each.chart.group !== group) {
+        const heading = document.createElement("h3");
+        heading.className = "group";
+        heading.textContent = each.chart.group;
+        each.home.append(heading);
+      }
+      group = each.chart.group || "";
+      return plotOf(each);
+    });
   }
   function renew(plot, { chart, table, series }) {
     if (chart.heat) plot.heat = { ...chart.heat, bitmap: bitmapOf(chart.heat) };
@@ -247,20 +289,27 @@ const Charts = (function () {
     figure.setAttribute("role", "group");
     figure.setAttribute("aria-label", chart.name + " over " + axis);
     caption.textContent = chart.name + (chart.title ? ", " + chart.title(data.runs) : "");
+    const save = chart.heat ? [] : ["PNG", "SVG"].map((kind) => {
+      const button = document.createElement("button");
+      [button.type, button.className, button.textContent] = ["button", "save", kind];
+      button.ariaLabel = "Save " + chart.name + " as " + kind;
+      button.addEventListener("click", () => saveAs(kind, chart.name, plot));
+      return button;
+    });
     figure.append(caption);
     home.append(figure);
     const line = { stroke: colour("--line"), width: 1 };
     const look = { stroke: colour("--quiet"), grid: line, ticks: line, font: "12px system-ui, sans-serif" };
     const say = chart.format || short;
     const plot = new uPlot({
-      width, height: chart.tall ? Math.min(330, Math.max(230, width / 2)) : chart.heat ? 240 : 170,
+      width, height: chart.tall ? Math.min(344, Math.max(244, width / 2)) : chart.heat ? 254 : 184,
       series, legend: { show: false },
       scales: {
         x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
         y: { distr: isLog ? 3 : 1, dir: chart.heat ? -1 : 1, range: chart.heat ? () => [0, chart.heat.layers.length] : chart.range ? () => chart.range : (u, low, high) => (isLog ? spanOfLog(low, high) : spanOf(low, high, chart)) },
       },
       axes: [
-        { ...look, size: 32, values: (u, ticks) => ticks.map((v) => (v == null ? "" : short(v))) },
+        { ...look, size: 30, label: axis, labelSize: 16, labelGap: 0, labelFont: look.font, incrs: axis === "seconds" ? undefined : WHOLE, values: (u, ticks) => ticks.map((v) => (v == null ? "" : short(v))) },
         chart.heat ? { ...look, size: 110, grid: { show: false }, splits: () => chart.heat.layers.map((_, i) => i + 0.5).filter((_, i) => i % Math.ceil(chart.heat.layers.length / 12) === 0), values: (u, ticks) => ticks.map((v) => chart.heat.layers[Math.floor(v)].slice(-16) || "model") } : { ...look, size: 68, incrs: chart.format === bytes ? POWERS : undefined, values: (u, ticks) => ticks.map((v) => (v == null ? "" : say(v))) },
       ],
       cursor: { sync: { key: "runs", setSeries: false }, drag: { x: true, y: false }, points: { size: 7 } },
@@ -273,11 +322,66 @@ const Charts = (function () {
       },
     }, table, figure);
     plot.broken = series.map((each) => each.broken);
+    plot.inks = series.map((each) => each.stroke);
     plot.caption = chart.heat ? heatCaption(caption, chart.heat) : captionOf(caption, series, say);
+    caption.append(...save);
+    figure.setAttribute("aria-label", chart.name + " over " + axis + summaryOf(table, series, say));
     if (chart.tall) addPins(plot);
     figure.addEventListener("keydown", (event) => onKey(plot, event));
     show(plot);
     return plot;
+  }
+
+  /* For screen readers: the first, last, least and greatest value of each curve. */
+  function summaryOf(table, series, say) {
+    return series.map((each, s) => {
+      const values = s && each.isRead ? table[s].map((v, i) => [v, table[0][i]]).filter(([v]) => number(v)) : [];
+      if (!values.length) return "";
+      const low = values.reduce((a, b) => (b[0] < a[0] ? b : a)), high = values.reduce((a, b) => (b[0] > a[0] ? b : a));
+      const [first, last] = [values[0], values[values.length - 1]].map(([v]) => say(v));
+      return "; " + each.label + " from " + first + " to " + last + ", least " + say(low[0]) + " at " + short(low[1]) + ", greatest " + say(high[0]) + " at " + short(high[1]);
+    }).join("");
+  }
+
+  /* A chart as a file, as it is shown: PNG with the pixels of the screen, SVG with its curves, axes and names. */
+  function saveAs(kind, name, plot) {
+    const save = (blob) => {
+      const link = document.createElement("a");
+      link.href = URL.createObjectURL(blob);
+      link.download = name.replace(/[^\w.-]+/g, "-") + "." + kind.toLowerCase();
+      link.click();
+      setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+    };
+    if (kind === "SVG") return save(new Blob([svgOf(name, plot)], { type: "image/svg+xml" }));
+    const from = plot.ctx.canvas, canvas = document.createElement("canvas"), ctx = canvas.getContext("2d");
+    [canvas.width, canvas.height] = [from.width, from.height];
+    ctx.fillStyle = colour("--page");
+    ctx.fillRect(0, 0, canvas.width, canvas.height);
+    ctx.drawImage(from, 0, 0);
+    canvas.toBlob(save);
+  }
+  function svgOf(name, plot) {
+    const safe = (text) => String(text).replace(/[&<>"]/g, (each) => "&#" + each.charCodeAt(0) + ";");
+    const [size, { left, top, width, height }] = [devicePixelRatio, plot.bbox], px = (v) => +(v / size).toFixed(1);
+    const at = (value, scale) => px(plot.valToPos(value, scale, true));
+    const lines = plot.series.map((each, s) => {
+      if (!s || !plot.inks[s]) return "";
+      let path = "", isOn = false;
+      plot.data[s].forEach((v, i) => {
+        const x = plot.data[0][i];
+        if (v === undefined || x < plot.scales.x.min || x > plot.scales.x.max) return;
+        if (v !== null) path += (isOn ? "L" : "M") + at(x, "x") + " " + at(v, "y");
+        isOn = v !== null;
+      });
+      return '<path d="' + path + '" fill="none" stroke="' + safe(plot.inks[s]) + '" stroke-width="' + each.width + '"><title>' + safe(each.label) + "</title></path>";
+    });
+    const ends = ["x", "y"].flatMap((scale) => [plot.scales[scale].min, plot.scales[scale].max].map((v) => {
+      const [x, y, anchor] = scale === "x" ? [at(v, "x"), px(top + height) + 16, v === plot.scales.x.min ? "start" : "end"] : [px(left) - 4, at(v, "y") + 4, "end"];
+      return '<text x="' + x + '" y="' + y + '" text-anchor="' + anchor + '">' + safe(short(v)) + "</text>";
+    }));
+    const box = '<rect x="' + px(left) + '" y="' + px(top) + '" width="' + px(width) + '" height="' + px(height) + '" fill="none" stroke="' + colour("--line") + '"/>';
+    const titles = '<text x="8" y="14" font-weight="600">' + safe(name) + '</text><text x="' + px(left + width / 2) + '" y="' + (px(top + height) + 16) + '" text-anchor="middle">' + axis + "</text>";
+    return '<svg xmlns="http://www.w3.org/2000/svg" width="' + plot.width + '" height="' + (plot.height + 18) + '" font-family="system-ui, sans-serif" font-size="12" fill="' + colour("--ink") + '"><rect width="100%" height="100%" fill="' + colour("--page") + '"/>' + titles + '<g transform="translate(0 18)">' + box + lines.join("") + ends.join("") + "</g></svg>";
   }
 
   /* Beside the name of a chart: the value of each curve at the cursor, or the last one. */
@@ -289,8 +393,8 @@ const Charts = (function () {
       swatch.className = each.isHollow ? "swatch hollow" : "swatch";
       swatch.style.color = each.ink;
       const isNamed = data.runs.length === 1 && series.filter((one) => one.isRead).length > 1;
-      place.append(swatch, isNamed ? each.label + " " : "", value);
-      place.title = each.label;
+      place.append(swatch, isNamed ? each.label + " " : "", value, each.sameAs ? " (as " + each.sameAs + ")" : "");
+      place.title = each.label + (each.sameAs ? ": the same values as " + each.sameAs + ", drawn dashed over it" : "");
       caption.append(place);
       return (v) => (value.textContent = v === undefined ? "" : v === null ? "not finite" : say(v));
     }).concat([placeOfReading(caption)]);
@@ -483,7 +587,8 @@ const Charts = (function () {
   function begin() {
     listRuns();
     byId("x").addEventListener("change", () => { setZoom(null); draw(); });
-    for (const id of ["log", "smooth"]) byId(id).addEventListener("change", draw);
+    byId("log").addEventListener("change", draw);
+    byId("smooth").addEventListener("input", draw);
     byId("whole").addEventListener("click", showAll);
     let width = innerWidth, waiting = 0;
     addEventListener("resize", () => {

@@ -144,6 +144,7 @@
       const compare = (a, b) => (isNaN(+a) || isNaN(+b) ? a.localeCompare(b) : a - b);
       [...body.rows].sort((a, b) => order.sign * compare(key(a), key(b))).forEach((row) => body.append(row));
     }
+    for (const row of [byId("runs").tHead.rows[0], ...body.rows]) [...row.cells].forEach((cell, i) => (cell.hidden = unshown.has(columnNames()[i])));
     for (const row of body.rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
     byId("compare").disabled = body.querySelectorAll("input:checked").length < 2;
     const shown = [...body.rows].filter((row) => !row.hidden), told = (count, what) => (count ? [count + " " + what] : []);
@@ -152,7 +153,31 @@
     const count = [shown.length + (shown.length === 1 ? " run" : " runs"), ...counts].join(" \u00b7 ");
     if (byId("count").textContent !== count) byId("count").textContent = count;
   }
+  /* The columns that are shown; the choice is kept in this browser. The name of a run is always there. */
+  const KEPT = "trainwright-columns";
+  const columnNames = () => [...byId("runs").tHead.rows[0].cells].map((cell) => cell.textContent.trim());
+  let unshown = new Set(["duration", "learning rate"]);
+  function chooseColumns() {
+    try {
+      unshown = new Set(JSON.parse(localStorage.getItem(KEPT)) || unshown);
+    } catch { /* not allowed, or written by another program: the default */ }
+    const place = byId("columns").querySelector("div");
+    for (const name of columnNames().filter((each) => each && each !== "run")) {
+      const label = document.createElement("label"), box = document.createElement("input");
+      [box.type, box.checked] = ["checkbox", !unshown.has(name)];
+      box.addEventListener("change", () => {
+        box.checked ? unshown.delete(name) : unshown.add(name);
+        try {
+          localStorage.setItem(KEPT, JSON.stringify([...unshown]));
+        } catch { /* not allowed: it is kept until the page is left */ }
+        arrange();
+      });
+      label.append(box, " " + name);
+      place.append(label);
+    }
+  }
   function listRuns() {
+    chooseColumns();
     byId("filter").addEventListener("input", arrange);
     byId("runs").tBodies[0].addEventListener("change", arrange);
     byId("runs").querySelectorAll("th").forEach((head, column) => {

@@ -1,0 +1,109 @@
+"""The evidence for a finding as a Markdown file: complete, without secrets, and inert."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.report_pages.runs import ended, evaluated, found, make_run, started, step
+from trainwright.errors import UsageError
+from trainwright.report.evidence import evidence_of, write_evidence
+from trainwright.report.source_lines import excerpt_of
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.records import Watched, Where
+from trainwright.runs.secrets import masked_code
+
+CODE = "\n".join(["import torch", *(f"line_{n} = {n}" for n in range(2, 30)), 'api_key = "k-1234"', "step()"])
+
+
+def watched(number: int) -> Watched:
+    lines = [["backward", "train.py:20"], ["step", "train.py:31"]]
+    return Watched(
+        time_s=1.0, step=number, loss=0.5, grad_norm=1.0, lr=0.1, values={"lines": lines} if number == 1 else {}
+    )
+
+
+def run_with(tmp_path: Path, **changes: object) -> RunFolder:
+    finding = replace(found("optim.lr_too_high", 20, text="the loss jumps"), **changes)  # type: ignore[arg-type]
+    records = [started(), watched(1), *(step(n) for n in range(1, 101)), evaluated(40, 0.7), finding, ended(100)]
+    return make_run(tmp_path / "runs", "one", records, settings={"optimizer.lr": 0.25})
+
+
+def test_the_file_says_what_how_known_and_where(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CODE)
+    folder = run_with(tmp_path, where=Where(source="train.py:20"))
+    done = write_evidence(folder, "optim.lr_too_high", code_root=tmp_path)
+    assert done.path == folder.path / "evidence-optim.lr_too_high.md"
+    text = done.path.read_text()
+    for part in (
+        "# optim.lr_too_high: ",
+        "step 20, since step 18",
+        "| the loss jumps (measure) | 3.5 | less |",
+        "the loss jumps (remedy)",
+        "- the loss jumps (a tenth): loss 2 -> 1",
+        "| **20** | 0.447214 | 1 | 0.001 |",
+        "| 40 | 0.7 |",
+        "> 20  line_20 = 20",
+        "backward train.py:20",
+        "lr: 0.25",
+        "python | 3.11.7",
+    ):
+        assert part in text, part
+    assert "| 60 |" not in text and "host-of-one" not in text
+
+
+def test_a_finding_without_a_line_shows_the_lines_of_its_step(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CODE)
+    pack = evidence_of(run_with(tmp_path, where=Where()), code_root=tmp_path)
+    assert pack.excerpt is not None and pack.excerpt.marked == (20, 31)
+    assert "k-1234" not in pack.markdown() and 'api_key = "<masked>"' in pack.markdown()
+
+
+def test_text_of_the_run_stays_in_its_place(tmp_path: Path) -> None:
+    evil = "x\n# Heading\n```\n<img src=x> [click](javascript:1) | cell \x1b[2J token=abcd"
+    text = evidence_of(run_with(tmp_path, symptom=evil), code_root=tmp_path).markdown()
+    line = next(each for each in text.splitlines() if each.startswith("**What is wrong.**"))
+    assert "# Heading" in line and "&lt;img" in line and "](" not in line and "\\x1b" in line and "abcd" not in line
+
+
+@pytest.mark.parametrize("source", ["../secret.py:1", "/etc/passwd:1", "secret.txt:1", "linked.py:1", "twice.py:1"])
+def test_a_log_leads_to_no_other_file(tmp_path: Path, source: str) -> None:
+    root = tmp_path / "code"
+    for folder in ("a", "b", ".venv"):
+        (root / folder).mkdir(parents=True)
+        (root / folder / "twice.py").write_text("content")
+    (tmp_path / "secret.py").write_text("content")
+    (root / "secret.txt").write_text("content")
+    (root / "linked.py").symlink_to(tmp_path / "secret.py")
+    seen = excerpt_of([source], root)
+    assert seen is None or (not seen.lines and "give the folder of the code" in seen.note)
+
+
+def test_changed_code_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CODE)
+    seen = excerpt_of(["train.py:20"], tmp_path, began_s=1.0)
+    assert seen is not None and "changed after the run began" in seen.note
+
+
+def test_an_unknown_finding_is_suggested(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"did you mean 'optim\.lr_too_high'"):
+        evidence_of(run_with(tmp_path), "optim.lr_too_hihg")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_masked"),
+    [
+        ('api_key = "abc"', True),
+        ('{"Authorization": "Bearer x"}', True),
+        ("os.environ['HF_TOKEN'] = 'q'", True),
+        ('setenv("WANDB_API_KEY", "zzz")', True),
+        ('x = "hf_abcdefghijklmnopqrst"', True),
+        ('pad_token = "<pad>"', False),
+        ('tokenizer = "gpt2"', False),
+        ("loss = a.key[3]", False),
+    ],
+)
+def test_secrets_in_code(text: str, is_masked: bool) -> None:
+    assert ("<masked>" in masked_code(text)) == is_masked

@@ -1,0 +1,130 @@
+"""The types of the answers to agents. ``note`` says that they are data; ``left_out`` counts what the budget removed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+def _short(schema: dict[str, Any]) -> None:
+    """Remove titles and defaults from a schema: an agent reads the schemas of all tools in every session."""
+    schema.pop("title", None)
+    for each in schema.get("properties", {}).values():
+        each.pop("title", None)
+        each.pop("default", None)
+
+
+class Shape(BaseModel):
+    model_config = ConfigDict(json_schema_extra=_short)
+
+
+class Answer(Shape):
+    note: str = ""
+    left_out: dict[str, int] = {}
+
+
+class RunLine(Shape):
+    run: str = ""
+    state: str = ""
+    verdict: str = ""
+    step: int = 0
+    loss: float | str | None = None
+    val_loss: float | str | None = None
+    began: str = ""
+
+
+class Runs(Answer):
+    runs: list[RunLine] = []
+    total: int = 0
+
+
+class FindingLine(Shape):
+    code: str = ""
+    severity: str = ""
+    step: int = 0
+    since_step: int | None = None
+    where: str = ""
+    line: str = ""
+    what: str = ""
+    seen: list[str] = []
+    cause: str = ""
+    remedy: str = ""
+    tried: list[str] = []
+    explains: list[str] = []
+
+
+class Diagnosis(Answer):
+    run: str = ""
+    state: str = ""
+    step: int = 0
+    verdict: str = ""
+    findings: list[FindingLine] = []
+    calls: list[str] = []
+    not_examined: list[str] = []
+    replay: str = ""
+
+
+class SourceLines(Answer):
+    file: str = ""
+    lines: list[str] = []
+    calls: list[str] = []
+    why: str = ""
+
+
+class Evidence(Answer):
+    finding: FindingLine = {}
+    expected_and_seen: list[list[str]] = []
+    step_loss_gradnorm_lr: list[list[float | int | str | None]] = None
+    file: str = ""
+    lines: list[str] = []
+    calls: list[str] = []
+    replays: list[str] = []
+    others: list[str] = []
+    environment: dict[str, str] = {}
+
+
+class Series(Answer):
+    metric: str = ""
+    count: int = 0
+    points: list[list[float | int | str | None]] = None
+    metrics: list[str] = []
+
+
+class Layers(Answer):
+    step: int = 0
+    columns: list[str] = []
+    layers: list[list[float | int | str | None]] = None
+    steps: list[int] = []
+
+
+class Measurements(Answer):
+    experiment: str = ""
+    step: int = 0
+    values: dict[str, object] = {}
+    experiments: dict[str, list[int]] = {}
+
+
+class Setup(Answer):
+    recipe: dict[str, object] = {}
+    plan: dict[str, object] = {}
+    provenance: dict[str, object] = {}
+
+
+class Comparison(Answer):
+    runs: list[str] = []
+    recipe: dict[str, list[str]] | str = {}
+    plan: dict[str, list[str]] | str = {}
+    provenance: dict[str, list[str]] | str = {}
+    first_difference: list[str] = []
+    outcomes: list[dict[str, object]] = []
+
+
+class Page(Answer):
+    code: str = ""
+    page: str = ""
+
+
+class Outcome(Answer):
+    outcome: str = ""
+    result: dict[str, object] = {}

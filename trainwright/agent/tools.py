@@ -1,0 +1,343 @@
+"""The read-only tools for agents. Each calls the function behind a command, and returns its result as plain values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainwright.agent.untrusted import MAX_KEY_CHARS, cleaned
+from trainwright.doctor.pages import page
+from trainwright.errors import UsageError
+from trainwright.report.diagnosis import diagnosis_of
+from trainwright.report.evidence import calls_of, environment_of, evidence_of, finding_in, lines_named
+from trainwright.report.examination import can_be_trained_again
+from trainwright.report.findings import place, value_in_words
+from trainwright.report.pages.compare import Difference, RunComparison
+from trainwright.report.pages.overview import RunShelf
+from trainwright.report.pages.rows import COLUMNS, column, thin_rows
+from trainwright.report.pages.view import RunView, flat
+from trainwright.report.runs import list_runs
+from trainwright.report.source_lines import Excerpt, excerpt_of
+from trainwright.runs.files import UnreadableFile, read_end_of_text, read_json
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.printing import readable
+from trainwright.runs.reader import read_newest
+from trainwright.runs.records import Examined, Found, Layers, OutputGrads, Record, Watched
+
+MAX_POINTS = 400
+FILE_KINDS = (".json", ".jsonl", ".md", ".txt", ".yaml")
+MAX_FILE_BYTES = 8192
+_HIDDEN_METRICS = {"order", "time_s", "step"}
+
+
+class RunTools:
+    """Reads the runs of one folder. A tool names a run as ``list_runs`` does; no path is built from its arguments.
+
+    Args:
+        runs: The folder of the runs, or a run.
+        code: The folder of the user's code, in which the lines of findings are looked up.
+    """
+
+    def __init__(self, runs: Path, code: Path) -> None:
+        self.root, self.code = runs, code
+        self._shelf = RunShelf([runs])
+
+    def folder(self, run: str) -> RunFolder:
+        """Return the run with this name. Raises UsageError for anything else, such as a path."""
+        known = {cleaned(name, MAX_KEY_CHARS): path for name, path in self._shelf.runs().items()}
+        if run not in known:
+            raise UsageError(
+                f"there is no run {run[:MAX_KEY_CHARS]!r}", remedy="name one of list_runs; paths are refused"
+            )
+        return RunFolder.open(known[run])
+
+    def _name(self, path: Path) -> str:
+        return cleaned(readable(path.name), MAX_KEY_CHARS)
+
+    def list_runs(self, query: str = "", limit: int = 20) -> dict[str, object]:
+        """List runs, the newest first. query: a part of the name, the state, the verdict or a finding's code."""
+        known = {path.resolve() for path in self._shelf.runs().values()}
+        is_run = known == {self.root.resolve()}
+        table = list_runs(self.root.resolve().parent if is_run else self.root)
+        rows = [row for row in reversed(table.rows) if row.run.resolve() in known]
+        found = [
+            {
+                "run": self._name(row.run),
+                "state": row.state,
+                "verdict": row.verdict.sentence,
+                "step": row.step,
+                "loss": row.loss,
+                "val_loss": row.val_loss,
+                "began": datetime.fromtimestamp(min(max(row.began_s, 0.0), 4e9), UTC).isoformat(timespec="minutes"),
+            }
+            for row in rows
+            if query.lower() in f"{row.run.name} {row.state} {row.verdict.word} {row.verdict.sentence}".lower()
+        ]
+        return {"runs": found[: max(1, limit)], "total": len(found)}
+
+    def diagnose_run(self, run: str) -> dict[str, object]:
+        """State, verdict and findings of a run, the first cause first: what, where (code line), why, and what to do."""
+        folder = self.folder(run)
+        report = diagnosis_of(folder)
+        records = self._records(folder)
+        findings = (*report.findings, *report.added)
+        calls = dict.fromkeys(f"{kind} {line}" for each in findings[:1] for kind, line in calls_of(records, each))
+        experiments = report.examination.unexamined.experiments if report.examination.unexamined else ()
+        return {
+            "run": run,
+            "state": report.state,
+            "step": report.step,
+            "verdict": report.verdict.sentence,
+            "findings": [_line(each, records) for each in findings],
+            "calls": list(calls),
+            "not_examined": [*experiments, *(why for why, _ in report.examination.blind)],
+            "replay": _replayable(folder),
+        }
+
+    def finding_evidence(self, run: str, code: str = "") -> dict[str, object]:
+        """Evidence for one finding (code: as in diagnose_run; default the first): expected and seen values, recorded
+        steps around it, the lines of code, what was tried."""
+        folder = self.folder(run)
+        pack = evidence_of(folder, code or None, code_root=self.code)
+        return {
+            "finding": _line(pack.found, self._records(folder)),
+            "expected_and_seen": [
+                [
+                    each.measure,
+                    value_in_words(each.seen),
+                    "" if each.expected is None else value_in_words(each.expected),
+                ]
+                for each in pack.found.evidence
+            ],
+            **_excerpt(pack.excerpt),
+            "calls": [f"{kind} {line}" for kind, line in pack.calls],
+            "step_loss_gradnorm_lr": [[each.step, each.loss, each.grad_norm, each.lr] for each in pack.points],
+            "replays": list(pack.replays),
+            "others": [f"{each.code}: {each.symptom}" for each in pack.others],
+            "environment": dict(pack.environment),
+        }
+
+    def source_lines(self, run: str, code: str = "", line: str = "") -> dict[str, object]:
+        """The source lines that a finding points at (default: the first one), or those around line: train.py:44."""
+        folder = self.folder(run)
+        records = self._records(folder)
+        calls: Sequence[tuple[str, str]] = ()
+        lines = [line]
+        if not line:
+            found = finding_in(diagnosis_of(folder), code or None)
+            calls = calls_of(records, found)
+            lines = lines_named(found, calls)
+        excerpt = excerpt_of(lines, self.code, began_s=records[0].time_s if records else None)
+        why = "" if excerpt else "the run names no line of a Python file for it"
+        return {**_excerpt(excerpt), "calls": [f"{kind} {at}" for kind, at in calls], "why": why}
+
+    def get_series(
+        self, run: str, metric: str = "", points: int = 40, first_step: int = 0, last_step: int = 2**53
+    ) -> dict[str, object]:
+        """A metric over steps as [step, value], downsampled with peaks kept. Without metric: the names of all."""
+        view = RunView.read(self.folder(run).path)
+        series = dict(_series(view))
+        if metric not in series:
+            names = [cleaned(name, MAX_KEY_CHARS) for name in series]
+            if metric:
+                raise UsageError(f"there is no metric {metric!r}", remedy=f"known are: {', '.join(names[:40])}")
+            return {"metrics": names}
+        steps, values = series[metric]
+        wanted = (steps >= first_step) & (steps <= last_step) & ~np.isnan(values)
+        thin = _thinned(steps[wanted], values[wanted], min(max(points, 4), MAX_POINTS))
+        shown = [[int(step), value if np.isfinite(value) else "not finite"] for step, value in thin]
+        return {"metric": metric, "count": int(wanted.sum()), "points": shown}
+
+    def layer_statistics(self, run: str, step: int = 0, top: int = 12) -> dict[str, object]:
+        """Statistics by layer of the newest step (or the recorded one nearest to step): the layers with the most
+        unusual gradients first."""
+        records = self._records(self.folder(run), Layers, OutputGrads)
+        layers = [each for each in records if isinstance(each, Layers)]
+        if not layers:
+            raise UsageError(
+                "this run has no statistics by layer",
+                remedy="read measurements(experiment='layer_outputs' or 'update'), or set log.layers in the recipe",
+            )
+        chosen = min(layers, key=lambda each: abs(each.step - step)) if step else layers[-1]
+        names = next((each.layers for each in layers if each.layers), ())
+        columns = ("grad_norm", "update_ratio", "act_mean", "act_std", "act_max")
+        there = [name for name in columns if len(getattr(chosen, name)) == len(names)]
+        rows = [[name, *(getattr(chosen, each)[index] for each in there)] for index, name in enumerate(names)]
+        logs = np.log(np.maximum(np.nan_to_num([float(row[1]) for row in rows]), 1e-30))
+        order = np.argsort(-np.abs(logs - np.median(logs)), kind="stable") if len(rows) else []
+        shown = [rows[index] for index in order[: max(1, top)]]
+        steps = [each.step for each in layers]
+        return {"step": chosen.step, "columns": ["layer", *there], "layers": shown, "steps": [steps[0], steps[-1]]}
+
+    def measurements(self, run: str, experiment: str = "", step: int = 0) -> dict[str, object]:
+        """What the doctor measured: the values of one experiment at its newest step (or at step). Without experiment:
+        the names, with their steps."""
+        records = [each for each in self._records(self.folder(run)) if isinstance(each, Examined)]
+        of_it = [each for each in records if each.experiment == experiment]
+        if not of_it:
+            steps: dict[str, list[int]] = {}
+            for each in records:
+                steps.setdefault(each.experiment, []).append(each.step)
+            return {"experiments": {name: [found[0], found[-1]] for name, found in sorted(steps.items())}}
+        chosen = min(of_it, key=lambda each: abs(each.step - step)) if step else of_it[-1]
+        return {"experiment": experiment, "step": chosen.step, "values": chosen.values}
+
+    def get_setup(self, run: str, part: str = "") -> dict[str, object]:
+        """The setup of a run: part is recipe, plan, provenance, or empty for recipe and environment in short."""
+        view = RunView.read(self.folder(run).path)
+        parts: dict[str, Mapping[str, Any]] = {"recipe": view.recipe, "plan": view.plan, "provenance": view.provenance}
+        if part in parts:
+            return {part: dict(flat(parts[part])) if parts[part] else {}}
+        recipe = dict(flat(view.recipe)) if view.recipe else {}
+        return {"recipe": recipe, "provenance": dict(environment_of(view))}
+
+    def compare_runs(self, runs: list[str]) -> dict[str, object]:
+        """Compare two runs or more with the first: differences of recipe, plan and provenance, the first step at which
+        they part, results."""
+        if len(runs) < 2:
+            raise UsageError("compare_runs needs two runs or more", remedy="name them as list_runs does")
+        made = RunComparison.of([RunView.read(self.folder(run).path) for run in runs])
+        return {
+            "runs": runs,
+            "recipe": _differences(made.recipe),
+            "first_difference": list(made.parted),
+            "provenance": _differences(made.provenance),
+            "outcomes": [
+                {
+                    "run": each.name,
+                    "state": each.state,
+                    "verdict": each.verdict,
+                    "step": each.step,
+                    "loss": each.loss,
+                    "val_loss": each.val_loss,
+                    "best": each.best,
+                    "findings": list(each.findings),
+                }
+                for each in made.outcomes
+            ],
+            "plan": _differences(made.plan),
+        }
+
+    def explain_check(self, code: str = "") -> dict[str, object]:
+        """The page of a check: what it finds, how, usual causes, fix. Without code, or with a topic: the codes."""
+        return {"code": code, "page": page(code)}
+
+    def read_file(self, run: str, file: str) -> str:
+        """Return the end of a text file of a run folder, cleaned. ``file`` is a name without a folder."""
+        folder = self.folder(run)
+        known = [each.name for each in folder.path.iterdir() if each.suffix in FILE_KINDS and not each.is_symlink()]
+        if file not in known:
+            raise UsageError(f"the run has no file {file[:80]!r}", remedy=f"it has: {', '.join(sorted(known)[:20])}")
+        return cleaned(read_end_of_text(folder.path / file, MAX_FILE_BYTES), MAX_FILE_BYTES)
+
+    def _records(self, folder: RunFolder, *kinds: type[Record]) -> tuple[Record, ...]:
+        if not os.path.lexists(folder.log):
+            return ()
+        return read_newest(folder.log, kinds or (Watched, Examined)).records
+
+
+def _line(found: Found, records: Sequence[Record]) -> dict[str, object]:
+    calls = calls_of(records, found)
+    return {
+        "code": found.code,
+        "severity": found.severity,
+        "step": found.step,
+        "since_step": found.since_step,
+        "where": place(found.where).strip(),
+        "line": found.where.source or _line_of_stage(found, calls),
+        "what": found.symptom,
+        "seen": [
+            f"{each.measure}: {value_in_words(each.seen)}"
+            + ("" if each.expected is None else f" (expected {value_in_words(each.expected)})")
+            for each in found.evidence[:3]
+        ],
+        "cause": found.cause,
+        "remedy": found.remedy,
+        "tried": [f"{each.remedy}: {each.result}" for each in found.tried],
+        "explains": [each.partition(":")[0] for each in found.consequences],
+    }
+
+
+_CALLS_OF_STAGES = {
+    "input": ("forward",),
+    "label": ("op:", "forward"),
+    "forward": ("forward",),
+    "loss": ("op:", "backward"),
+    "backward": ("backward",),
+    "clip": ("clip", "step"),
+    "update": ("step",),
+}
+
+
+def _line_of_stage(found: Found, calls: Sequence[tuple[str, str]]) -> str:
+    """Return the line that makes the call of the stage that a finding concerns; "" if it is not known."""
+    for kind in _CALLS_OF_STAGES.get(found.stage, ()):
+        lines = [line for name, line in calls if name == kind or (kind.endswith(":") and name.startswith(kind))]
+        if lines:
+            return f"{lines[-1]} (the {kind.rstrip(':')} call)"
+    return ""
+
+
+def _replayable(folder: RunFolder) -> str:
+    """Return which steps can be replayed, and what that needs."""
+    if can_be_trained_again(folder.path):
+        return "any step"
+    steps: list[int] = []
+    for bundle in sorted(folder.bundles.glob("step-*")) if not folder.bundles.is_symlink() else ():
+        try:
+            steps.append(int(read_json(bundle / "bundle.json").get("step", 0)))
+        except (UnreadableFile, ValueError, AttributeError, TypeError):
+            continue
+    if steps:
+        return f"steps {', '.join(map(str, steps[-8:]))}, with model=FILE.py:FUNCTION that builds the model"
+    return "no step: the run kept none"
+
+
+def _excerpt(excerpt: Excerpt | None) -> dict[str, object]:
+    if excerpt is None:
+        return {}
+    note = f" ({excerpt.note})" if excerpt.note else ""
+    return {"file": f"{excerpt.file}{note}", "lines": excerpt.numbered()}
+
+
+def _differences(found: Sequence[Difference] | None) -> dict[str, list[str]] | str:
+    if found is None:
+        return "not every run has one"
+    return {each.path: list(each.values) for each in found} or "the same"
+
+
+Points = tuple[np.ndarray[Any, np.dtype[np.float64]], np.ndarray[Any, np.dtype[np.float64]]]
+
+
+def _series(view: RunView) -> Iterator[tuple[str, Points]]:
+    """Yield every metric of a run: its name, steps and values. Infinity: not finite."""
+    rows = view.log.rows
+    for name in COLUMNS:
+        if name not in _HIDDEN_METRICS and np.isfinite(column(rows, name)).any():
+            yield name, (column(rows, name), column(rows, "step"))[::-1]
+    for name, points in view.log.figures.series():
+        yield name, points
+    columns = view.log.readings.columns()
+    for name, values in columns.items():
+        if name not in _HIDDEN_METRICS:
+            yield name, (columns["step"], values)
+    seen = [(float(each.step), each.loss) for each in view.evaluations]
+    if seen:
+        steps, losses = np.array(seen, dtype=np.float64).T
+        yield "validation.loss", (steps, losses)
+
+
+def _thinned(
+    steps: np.ndarray[Any, np.dtype[np.float64]], values: np.ndarray[Any, np.dtype[np.float64]], points: int
+) -> list[tuple[float, float]]:
+    """Return about ``points`` points: the least, the greatest and a non-finite value of equal spans of steps."""
+    rows = np.full((len(steps), len(COLUMNS)), np.nan)
+    column(rows, "step")[:] = steps
+    column(rows, "loss")[:] = np.where(np.isfinite(values), values, np.inf)
+    thin = thin_rows(rows, max(1, points // 4)) if len(rows) > points else rows
+    return [(float(step), float(value)) for step, value in zip(column(thin, "step"), column(thin, "loss"))]

@@ -1,0 +1,328 @@
+"""The evidence for one finding as a self-contained Markdown file, for an issue, a colleague or a language model.
+
+Secrets and the user's home folder are masked. Text from the run cannot break out of its place in the document.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.discovery import check_of
+from trainwright.errors import UsageError, suggest
+from trainwright.report.diagnosis import Report, diagnosis_of
+from trainwright.report.findings import place, value_in_words
+from trainwright.report.pages.rows import column
+from trainwright.report.pages.view import RunView
+from trainwright.report.source_lines import Excerpt, excerpt_of
+from trainwright.runs.folder import RunFolder
+from trainwright.runs.json_values import JsonValue
+from trainwright.runs.printing import printable
+from trainwright.runs.reader import read_newest
+from trainwright.runs.records import Evaluated, Examined, Found, Record, Replayed, Started, Watched
+from trainwright.runs.secrets import masked_code
+from trainwright.runs.storage import write_atomically
+from trainwright.version import __version__
+
+RECORDS_AROUND = 6
+"""Records before and after each of the two steps of a finding: the one where it began, and the one that shows it."""
+MAX_TEXT_CHARS = 2000
+MAX_RECIPE_CHARS = 6000
+MAX_EVALUATIONS = 8
+
+
+@dataclass(frozen=True)
+class Point:
+    """One recorded step. A value is None if it was not recorded."""
+
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    lr: float | None
+
+
+@dataclass(frozen=True)
+class EvidencePack:
+    """The evidence for a finding.
+
+    Args:
+        found: The finding.
+        title: The first sentence of the page of its check; "" for a user-defined check.
+        verdict: The verdict on the run.
+        points: Recorded steps around the finding.
+        calls: Calls of the step with their lines: ``("backward", "train.py:44")``.
+        excerpt: The code around those lines; None if the run names no line.
+        others: Other findings of the run.
+        environment: Names and values.
+        recipe: The recipe as YAML; "" for a watched loop.
+        evaluations: Steps and validation losses.
+        replays: Results of replays of recorded steps.
+        examined: Experiments that ran on the step of the finding.
+    """
+
+    found: Found
+    title: str
+    run: str
+    verdict: str
+    points: tuple[Point, ...]
+    calls: tuple[tuple[str, str], ...]
+    excerpt: Excerpt | None
+    others: tuple[Found, ...]
+    environment: tuple[tuple[str, str], ...]
+    recipe: str
+    evaluations: tuple[tuple[int, float], ...]
+    replays: tuple[str, ...]
+    examined: tuple[str, ...]
+
+    def markdown(self) -> str:
+        """Return the document."""
+        found = self.found
+        since = "" if found.since_step in (None, found.step) else f", since step {found.since_step:,}"
+        parts = [f"# {_inline(found.code)}" + (f": {_inline(self.title)}" if self.title else "")]
+        parts.append(
+            f"**{_inline(found.severity)}** in run {_inline(self.run)} {_inline(place(found.where))}, "
+            f"step {found.step:,}{since}. Confidence {found.sure:.0%}. Run: {_inline(self.verdict)}."
+        )
+        parts.append(f"**What is wrong.** {_inline(found.symptom)}")
+        parts += ["## Expected and seen", *_table(("measure", "seen", "expected"), list(self._evidence()))]
+        parts.append(f"**Cause.** {_inline(found.cause)}")
+        parts.append(f"**Remedy.** {_inline(found.remedy)}")
+        parts += ["## What was tried", *self._tried()]
+        if self.points:
+            parts += ["## Recorded steps", *_table(("step", "loss", "gradient norm", "learning rate"), self._rows())]
+        if self.evaluations:
+            rows = [(f"{step:,}", value_in_words(loss)) for step, loss in self.evaluations]
+            parts += _table(("step", "validation loss"), rows)
+        parts += self._code()
+        if self.others:
+            lines = [f"- {each.severity}: {_inline(each.code)}: {_inline(each.symptom)}" for each in self.others]
+            parts += ["## Other findings of this run", "\n".join(lines)]
+        parts += ["## Environment", *_table(("what", "value"), self.environment)]
+        if self.recipe:
+            parts += ["## Recipe", _fenced(self.recipe[:MAX_RECIPE_CHARS], "yaml")]
+        parts.append(
+            f"Written by Trainwright {__version__}: `trainwright evidence RUN --finding {_inline(found.code)}`. "
+            f"About this finding: `trainwright explain {_inline(found.code)}`. Secrets are masked."
+        )
+        return "\n\n".join(parts) + "\n"
+
+    def _evidence(self) -> Iterator[tuple[str, str, str]]:
+        for each in self.found.evidence:
+            yield (
+                each.measure,
+                value_in_words(each.seen),
+                "" if each.expected is None else value_in_words(each.expected),
+            )
+
+    def _tried(self) -> list[str]:
+        tried = [f"- {_inline(each.remedy)}: {_inline(each.result)}" for each in self.found.tried]
+        tried += [f"- {_inline(each)}" for each in self.replays]
+        if self.examined:
+            names = ", ".join(_inline(each) for each in self.examined)
+            tried.append(f"- experiments on a replay of step {self.found.step:,}: {names}")
+        return ["\n".join(tried) or "Nothing was tried in a replay."]
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = []
+        marked = {self.found.step, self.found.since_step}
+        for before, each in zip([None, *self.points], self.points):
+            if before is not None and each.step - before.step > 2 * self._stride:
+                rows.append(("...", "", "", ""))
+            step = f"**{each.step:,}**" if each.step in marked else f"{each.step:,}"
+            rows.append((step, *(_number(value) for value in (each.loss, each.grad_norm, each.lr))))
+        return rows
+
+    @property
+    def _stride(self) -> int:
+        gaps = [after.step - before.step for before, after in zip(self.points, self.points[1:])]
+        return max(1, min(gaps, default=1))
+
+    def _code(self) -> list[str]:
+        parts = []
+        if self.calls or self.excerpt:
+            parts.append("## Code")
+        if self.calls:
+            parts.append("Calls of the step: " + ", ".join(f"{_inline(k)} {_inline(line)}" for k, line in self.calls))
+        if self.excerpt is not None:
+            note = f" ({_inline(self.excerpt.note)})" if self.excerpt.note else ""
+            parts.append(f"{_inline(self.excerpt.file)}{note}")
+            parts += [_fenced("\n".join(self.excerpt.numbered()), "python")] if self.excerpt.lines else []
+        return parts
+
+
+@dataclass(frozen=True)
+class WrittenEvidence:
+    """The path of a written evidence file."""
+
+    path: Path
+    code: str
+    num_chars: int
+    exit_code = 0
+
+    def lines(self) -> list[str]:
+        """Return the text output."""
+        return [f"{self.path}  ({self.num_chars:,} characters; secrets are masked, but read it before you send it)"]
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """Return the output of ``--json``."""
+        return {"path": str(self.path), "code": self.code, "characters": self.num_chars}
+
+
+def write_evidence(
+    folder: RunFolder, code: str | None = None, *, code_root: Path | None = None, out: Path | None = None
+) -> WrittenEvidence:
+    """Write the evidence for a finding as Markdown.
+
+    Args:
+        folder: The run.
+        code: The code of the finding; None for the first one.
+        code_root: The folder of the user's code; by default the current one.
+        out: The file to write; by default ``evidence-CODE.md`` in the run folder.
+
+    Raises:
+        UsageError: The run has no such finding.
+        StorageError: The file cannot be written.
+    """
+    pack = evidence_of(folder, code, code_root=code_root)
+    text = pack.markdown()
+    path = out or folder.path / f"evidence-{re.sub(r'[^A-Za-z0-9._-]', '_', pack.found.code)[:80]}.md"
+    write_atomically(path, text, durable=False)
+    return WrittenEvidence(path, pack.found.code, len(text))
+
+
+def evidence_of(folder: RunFolder, code: str | None = None, *, code_root: Path | None = None) -> EvidencePack:
+    """Collect the evidence for a finding of a run. Raises UsageError if the run has no such finding."""
+    report = diagnosis_of(folder)
+    found = finding_in(report, code)
+    records = read_newest(folder.log, (Watched, Examined, Replayed)).records
+    view = RunView.read(folder.path)
+    calls = calls_of(records, found)
+    check = check_of(found.code)
+    began_s = next((each.time_s for each in records if isinstance(each, Started)), None)
+    replays = [each for each in records if isinstance(each, Replayed)]
+    return EvidencePack(
+        found,
+        check.page.title if check is not None else "",
+        view.name,
+        report.verdict.sentence,
+        tuple(points_around(view, found)),
+        calls,
+        excerpt_of(lines_named(found, calls), code_root or Path.cwd(), began_s=began_s),
+        tuple(each for each in (*report.findings, *report.added) if each.code != found.code),
+        tuple(environment_of(view)),
+        view.recipe_text,
+        tuple((each.step, each.loss) for each in _nearest(view.evaluations, found.step)),
+        tuple(f"replay of step {each.step:,}: {each.outcome}" for each in replays),
+        tuple(
+            dict.fromkeys(
+                each.experiment
+                for each in records
+                if isinstance(each, Examined) and each.step == found.step and "blind" not in each.values
+            )
+        ),
+    )
+
+
+def finding_in(report: Report, code: str | None) -> Found:
+    """Return the finding with this code, the first one for None. Raises UsageError if there is none."""
+    findings = (*report.findings, *report.added)
+    if not findings:
+        raise UsageError(
+            f"{report.run} has no finding", remedy=f"trainwright checks {report.run} lists what was checked"
+        )
+    if code is None:
+        return findings[0]
+    for each in findings:
+        if each.code == code:
+            return each
+    for each in findings:
+        if code in {consequence.partition(":")[0] for consequence in each.consequences}:
+            raise UsageError(f"{code} is a consequence of {each.code}", remedy=f"--finding {each.code}")
+    raise UsageError(f"{report.run} has no finding {code!r}", remedy=suggest(code, [each.code for each in findings]))
+
+
+def calls_of(records: Sequence[Record], found: Found) -> tuple[tuple[str, str], ...]:
+    """Return the calls of the step of a finding with their lines, as far as they were recorded."""
+    return tuple((str(kind), str(line)) for kind, line in RunContext(records).calls_at(found.step))
+
+
+def lines_named(found: Found, calls: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the lines of the code that concern a finding: its own one, else those of the calls of its step."""
+    return [found.where.source] if found.where.source else [line for _, line in calls]
+
+
+def points_around(view: RunView, found: Found) -> Iterator[Point]:
+    """Yield the recorded steps around the first and the last step of a finding."""
+    rows = view.log.rows
+    steps = column(rows, "step")
+    kept: set[int] = set()
+    for at in {found.step if found.since_step is None else found.since_step, found.step}:
+        nearest = int(np.searchsorted(steps, at))
+        kept |= set(range(max(0, nearest - RECORDS_AROUND), min(len(steps), nearest + RECORDS_AROUND + 1)))
+    for index in sorted(kept):
+        values = (float(column(rows, name)[index]) for name in ("loss", "grad_norm", "lr"))
+        yield Point(int(steps[index]), *(None if np.isnan(each) else each for each in values))
+
+
+def environment_of(view: RunView) -> Iterator[tuple[str, str]]:
+    """Yield the environment of a run: versions, commit, device, command."""
+    provenance, starts = view.provenance, [each for each in view.log.notes(Started) if isinstance(each, Started)]
+    if starts:
+        yield "trainwright", starts[-1].version
+    packages = provenance.get("packages") or {}
+    versions = packages.get("versions", {})
+    yield from [("python", provenance["python"])] if provenance.get("python") else []
+    yield from [(name, str(version)) for name, version in versions.items()][:20]
+    git = provenance.get("git") or {}
+    if git.get("commit"):
+        yield "commit", f"{git['commit']}{' with uncommitted changes' if git.get('dirty') else ''}"
+    for name in ("device", "precision", "threads", "parameters"):
+        if view.plan.get(name):
+            yield name, str(view.plan[name])
+    yield from [("driver", provenance["driver"])] if provenance.get("driver") else []
+    yield from sorted((provenance.get("environment") or {}).items())[:20]
+    if starts and starts[-1].command:
+        yield "command", " ".join(starts[-1].command)
+
+
+def _nearest(evaluations: Sequence[Evaluated], step: int) -> list[Evaluated]:
+    near = sorted(evaluations, key=lambda each: abs(each.step - step))[:MAX_EVALUATIONS]
+    return sorted(near, key=lambda each: each.step)
+
+
+def shareable(text: str) -> str:
+    """Return a text without secrets, control characters and the user's home folder."""
+    home = str(Path.home())
+    text = printable(masked_code(text))
+    return text.replace(home, "~") if len(home) > 1 else text
+
+
+def _inline(text: str) -> str:
+    """Return text of the run as one line that is no HTML, heading or link."""
+    line = " ".join(shareable(text[:MAX_TEXT_CHARS]).split())
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", line).replace("](", "]\\(")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}" if math.isfinite(value) else "not finite"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return ["Nothing was recorded."]
+    cells = [[_inline(each).replace("|", "\\|") for each in row] for row in rows]
+    lines = [head, ["---"] * len(head), *cells]
+    return ["\n".join(f"| {' | '.join(line)} |" for line in lines)]
+
+
+def _fenced(text: str, language: str) -> str:
+    """Return a code block whose fence is longer than any in the text."""
+    ticks = max(map(len, re.findall("`{3,}", text)), default=2)
+    fence = "`" * (ticks + 1)
+    return f"{fence}{language}\n{shareable(text)}\n{fence}"
