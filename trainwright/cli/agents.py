@@ -32,7 +32,7 @@ def mcp(
     as_json: Json = False,
 ) -> None:
     """Serve runs to coding agents over the Model Context Protocol: verdicts, evidence, and experiments if allowed."""
-    from trainwright.recipe.byte_size import parse_bytes
+    from trainwright.recipe.formatting import parse_bytes
 
     try:
         from trainwright.agent.server import Limits, ServerOptions, serve_http, serve_stdio
