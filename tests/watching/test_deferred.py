@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import trainwright as tw
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
@@ -61,9 +64,16 @@ def by_hand(model: nn.Module, both: tuple[Tensor, Tensor]) -> Tensor:
 class Run:
     """A session over the engine, with the records that it wrote."""
 
-    def __init__(self, *, clip: float | None = None, precision: str = "fp32", loss: object = by_hand) -> None:
+    def __init__(
+        self,
+        *,
+        clip: float | None = None,
+        precision: str = "fp32",
+        loss: object = by_hand,
+        make: Callable[[], nn.Module] = Net,
+    ) -> None:
         torch.manual_seed(0)
-        self.model = Net()
+        self.model = make()
         self.state = tw.TrainState(self.model, torch.optim.Adam(self.model.parameters(), 0.01))
         self.written: list[Record] = []
         self.session = EngineSession(self.state, write=self.written.append)
@@ -92,22 +102,133 @@ def is_deferred(run: Run, step: int) -> bool:
     return next(each for each in run.session.ring.steps if each.step == step).inputs is not None
 
 
+class Checkpointed(Net):
+    """Computes its body again in the backward pass."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(super().forward, self.first(x), use_reentrant=self.reentrant)
+        return out
+
+
+def compiled() -> nn.Module:
+    model: nn.Module = torch.compile(Net(), backend="eager")  # type: ignore[assignment]
+    return model
+
+
+def require_same_bits(run: Run, step: int) -> None:
+    """A replay of the newest step gives the loss and the weights of the run, and changes nothing."""
+    before = [each.clone() for each in (*run.model.parameters(), *run.model.buffers())]
+    generator = torch.get_rng_state()
+    replayed = ReplaySession(run.session.runner.replayer, run.session.ring, step).run(upto="step")
+    assert replayed.loss == run.losses[-1]
+    live = dict(zip(run.session.runner.replayer.names, run.session.runner.replayer.subject.parameters))
+    assert all(torch.equal(replayed.after[name], weight) for name, weight in live.items())
+    assert all(map(torch.equal, before, (*run.model.parameters(), *run.model.buffers())))
+    assert torch.equal(generator, torch.get_rng_state())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("clip", "precision"), [(None, "fp32"), (0.1, "fp32"), (1.0, "bf16")])
 def test_a_deferred_step_is_replayed_with_the_same_bits(clip: float | None, precision: str) -> None:
     run = Run(clip=clip, precision=precision)
     run.train(STEP)
     assert is_deferred(run, STEP) and is_deferred(run, STEP - 1)
-    before = [each.clone() for each in (*run.model.parameters(), *run.model.buffers())]
-    generator = torch.get_rng_state()
-    session = ReplaySession(run.session.runner.replayer, run.session.ring, STEP)
-    replayed = session.run(upto="step")
-    assert replayed.loss == run.losses[-1]
-    live = dict(zip(run.session.runner.replayer.names, run.session.runner.replayer.subject.parameters))
-    assert all(torch.equal(replayed.after[name], weight) for name, weight in live.items())
-    assert all(map(torch.equal, before, (*run.model.parameters(), *run.model.buffers())))
-    assert torch.equal(generator, torch.get_rng_state())
+    require_same_bits(run, STEP)
     run.session.leave()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(compiled, id="compiled"),
+        pytest.param(lambda: Checkpointed(reentrant=False), id="checkpointed"),
+        pytest.param(lambda: Checkpointed(reentrant=True), id="reentrant checkpoint"),
+    ],
+)
+def test_steps_of_other_forward_passes_are_deferred(make: Callable[[], nn.Module]) -> None:
+    run = Run(make=make)
+    run.train(STEP)
+    assert is_deferred(run, STEP) and is_deferred(run, STEP - 1)
+    require_same_bits(run, STEP)
+    (call,) = next(each for each in run.session.ring.steps if each.step == STEP).calls
+    assert call.part == ""
+    run.session.leave()
+
+
+@pytest.mark.slow
+def test_a_thread_with_another_model_is_no_part_of_a_deferred_step() -> None:
+    def train(losses: list[float], stopped: threading.Event, steps: int) -> None:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        with torch.no_grad():
+            for n, each in enumerate(model.parameters()):
+                each.copy_(torch.linspace(-1, 1, each.numel()).reshape(each.shape) / (n + 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        x = torch.linspace(-1, 1, 32).reshape(8, 4)
+        while len(losses) < steps or (not stopped.is_set() and len(losses) < 100_000):
+            optimizer.zero_grad()
+            loss = (model(x) - 1.0).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+
+    run, losses, stopped = (
+        Run(make=lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))),
+        [],
+        threading.Event(),
+    )
+    thread = threading.Thread(target=train, args=(losses, stopped, 1))
+    thread.start()
+    try:
+        run.train(STEP)
+        assert is_deferred(run, STEP) and len(losses) > 1
+        require_same_bits(run, STEP)
+    finally:
+        stopped.set()
+        thread.join()
+    recorded = next(each for each in run.session.ring.steps if each.step == STEP)
+    assert len(recorded.calls) == 1 and len(recorded.updates) == 1 and len(recorded.losses) == 1
+    run.session.leave()
+    alone: list[float] = []
+    train(alone, stopped, len(losses))
+    assert losses == alone
+
+
+@pytest.mark.slow
+def test_two_threads_with_a_session_each_replay_their_deferred_steps() -> None:
+    def train(n: int) -> None:
+        run = runs[n]
+        for last in range(STEP, STEP + 5):
+            run.train(last)
+            together.wait()  # both replay at the same time
+            require_same_bits(run, last)
+            together.wait()
+        run.session.leave()
+
+    def failing(n: int) -> None:
+        try:
+            train(n)
+        except Exception as error:
+            raised.append(error)
+            together.abort()
+
+    raised: list[Exception] = []
+    shown = warnings.showwarning
+    together = threading.Barrier(2, timeout=60)
+    runs = [Run(make=lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))) for _ in range(2)]
+    threads = [threading.Thread(target=failing, args=(n,)) for n in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert raised == []
+    assert runs[0].losses == runs[1].losses
+    assert warnings.showwarning is shown
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from trainwright.recorder.program import RecordedStep, constants_of
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import Examined, Found, Record, Watched
 from trainwright.watching import budget
-from trainwright.watching.engine import EngineObserver, EngineSession
+from trainwright.watching.engine import EngineSession
 
 Session: TypeAlias = tuple[EngineSession, tw.TrainState, list[Record]]
 
@@ -125,7 +125,7 @@ def test_a_step_is_held_with_its_samples(session: Session) -> None:
 def test_an_observer_that_is_closed_twice_prints_its_findings_once(session: Session, tmp_path: Path) -> None:
     _, state, _ = session
     said: list[str] = []
-    observer = EngineObserver(state, folder=RunFolder.create(tmp_path, "run"), say=said.append)
+    observer = EngineSession(state, folder=RunFolder.create(tmp_path, "run"), say=said.append)
     advance = observer.around(tw.make_step(nn.CrossEntropyLoss(), witness=observer.witness))
     for step in (1, 2):
         bad = batch(step)

@@ -102,7 +102,7 @@ def test_a_step_that_is_not_finite_is_reported_when_it_ends() -> None:
             if step == 77:
                 assert torch.equal(model.weight, before)
                 assert [found.step for found in watch.findings() if found.severity == "critical"] == [77]
-        budget, all_s = watch.session.budget, watch.session.seconds
+        budget, all_s = watch.session.budget, watch.session.wall_s
         trained_s, spent_s = budget.trained_s, budget.spent_s  # before the examination at the end
     assert [step for step, *_ in told(watch)][:64] == list(range(1, 65))  # each of them has its record
     assert 0 < trained_s < all_s - spent_s

@@ -28,6 +28,7 @@ from trainwright.recorder.function_hooks import hear_functions
 from trainwright.recorder.listener import Listener as Listener
 from trainwright.recorder.listener import (
     call_each,
+    changing_listeners,
     has_listeners,
     inside,
     listeners,
@@ -72,17 +73,15 @@ def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator
     _forget_in_forks()
     mine = [(listener, threading.get_ident()) for listener in group]
     with listening_to_calls(group, roots) as hooks:
-        with _changing:
+        with changing_listeners():
             if not listeners:
                 _patches.enter()
             listeners.extend(mine)
-            sort_listeners()
         try:
             yield hooks
         finally:
-            with _changing:
+            with changing_listeners():
                 listeners[:] = [each for each in listeners if each not in mine]
-                sort_listeners()
                 if not listeners:
                     _patches.exit()
 
@@ -197,7 +196,6 @@ def _deepen() -> Callable[[], None]:
 
 
 _patches = _Patches()
-_changing = threading.Lock()
 
 
 def stop_all() -> None:

@@ -121,6 +121,7 @@ listeners: list[tuple[Listener, int]] = []
 """Each with the thread of its events."""
 _methods: dict[tuple[int, str], Methods] = {}
 """Methods by thread and event. The event "" marks a thread with listeners."""
+_changing = threading.RLock()
 _muted: set[int] = set()
 _only: dict[int, list[Listener]] = {}
 """Listeners that receive all events of a thread instead of its others."""
@@ -163,8 +164,16 @@ def has_listeners() -> bool:
     return thread not in _muted and (thread, "") in _methods
 
 
+@contextmanager
+def changing_listeners() -> Iterator[None]:
+    """Context to change ``listeners`` or ``_only`` in, which rebuilds the table of methods."""
+    with _changing:
+        yield
+        sort_listeners()
+
+
 def sort_listeners() -> None:
-    """Rebuilds the table of methods. Must be called after each change to ``listeners``."""
+    """Rebuilds the table of methods."""
     global _methods  # replaced at once because other threads may be reading it
     table: dict[tuple[int, str], Methods] = {}
     chosen = [each for each in listeners if each[1] not in _only]
@@ -212,17 +221,17 @@ def only(group: list[Listener]) -> Iterator[None]:
     """Context in which the events of this thread reach only ``group``, also inside of ``muted``."""
     thread = threading.get_ident()
     was_muted, outer = thread in _muted, inside.only
-    _only[thread], inside.only = group, group[0]
+    with changing_listeners():
+        _only[thread], inside.only = group, group[0]
     _muted.discard(thread)
-    sort_listeners()
     try:
         yield
     finally:
         if was_muted:
             _muted.add(thread)
-        del _only[thread]
+        with changing_listeners():
+            del _only[thread]
         inside.only = outer
-        sort_listeners()
 
 
 class CallDepth(threading.local):

@@ -14,6 +14,7 @@ import torch.overrides
 
 from trainwright.recorder.callers import calling_frame, is_users
 
+ShowWarning = Callable[..., None]
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _ROOMS = frozenset({"recorder", "replay", "watching", "doctor"})
 _PASSING_ON = frozenset(
@@ -21,26 +22,48 @@ _PASSING_ON = frozenset(
 )
 """Files of the recorder with functions that call the functions they have replaced."""
 _TAPE, _OVERRIDES = str(Path(__file__).with_name("tape.py")), str(torch.overrides.__file__)
-ShowWarning = Callable[..., None]
+
+
+_silent: set[int] = set()
+"""Threads that show no warnings."""
+_replaced: list[ShowWarning] = []
+"""The function that is shown to Python while a thread is silent, and the one that it replaces."""
+_changing = threading.Lock()
 
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
     """Context in which this thread shows no warnings. Filters stay, because Python
     repeats all warnings after a change.
+
+    Threads may leave it in any order, so the function of the first one is used for all of them.
     """
-    thread, shown = threading.get_ident(), warnings.showwarning
-
-    def show(*args: object, **kwargs: object) -> None:
-        if threading.get_ident() != thread:
-            shown(*args, **kwargs)  # type: ignore[arg-type]
-
-    warnings.showwarning = show
+    thread = threading.get_ident()
+    if thread in _silent:
+        yield
+        return
+    with _changing:
+        if not _silent:
+            _silence()
+        _silent.add(thread)
     try:
         yield
     finally:
-        if warnings.showwarning is show:  # else other code has replaced it
-            warnings.showwarning = shown
+        with _changing:
+            _silent.discard(thread)
+            if not _silent and warnings.showwarning is _replaced[0]:  # else other code has replaced it
+                warnings.showwarning = _replaced[1]
+
+
+def _silence() -> None:
+    shown = warnings.showwarning
+
+    def show(*args: object, **kwargs: object) -> None:
+        if threading.get_ident() not in _silent:
+            shown(*args, **kwargs)  # type: ignore[arg-type]
+
+    warnings.showwarning = show
+    _replaced[:] = show, shown
 
 
 def is_of_the_recorder() -> bool:

@@ -19,7 +19,7 @@ Number = int | float | Literal["NaN", "Infinity", "-Infinity"]
 class FileShape(BaseModel):
     """Base of all schemas. Nothing is converted: ``"5"`` is not a number."""
 
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, defer_build=True)
 
 
 ShapeT = TypeVar("ShapeT", bound=FileShape)

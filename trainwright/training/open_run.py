@@ -69,7 +69,7 @@ from trainwright.training.resume import resume_command
 from trainwright.training.run_metadata import folder_guard, run_metadata
 from trainwright.version import __version__
 from trainwright.watching.budget import predicted_end_s, predicted_s
-from trainwright.watching.engine import EngineObserver
+from trainwright.watching.engine import EngineSession
 from trainwright.watching.ranks_observer import RanksObserver
 
 Extra = Callable[[Job, RunFolder, Progress], Observer]
@@ -140,7 +140,7 @@ class Reports:
     """The log and the doctor of a run, and its newest checkpoint, on the first rank."""
 
     logbook: Logbook
-    doctor: EngineObserver | RanksObserver | None
+    doctor: EngineSession | RanksObserver | None
     saver: Saving
 
     @property
@@ -203,7 +203,7 @@ def _open_on_first(job: Job, place: HeldFolder, process: Process, extras: Sequen
             progress.findings = doctor.findings
         reports = Reports(logbook, doctor, saver)
         evaluation = periodic_evaluation(
-            job, (logbook.recorder, progress, saver), is_reported=isinstance(doctor, EngineObserver)
+            job, (logbook.recorder, progress, saver), is_reported=isinstance(doctor, EngineSession)
         )
         spent = TimeSpent(lambda: doctor.seconds if doctor else 0.0)
 
@@ -231,14 +231,14 @@ def _open_on_first(job: Job, place: HeldFolder, process: Process, extras: Sequen
         observers += [*_end_time(job, progress), *_not_logging(doctor), *job.built.observers]
         observers += [*further, *alerts, *steps.layers, signals, Heartbeat(lock, state)]
         listening: AbstractContextManager[None] = nullcontext()
-        if isinstance(doctor, EngineObserver):
+        if isinstance(doctor, EngineSession):
             listening = doctor.listening()
         with listening, _checkpoint_note(job, folder, saver), steps.window.collecting():
             until = until_of_job(job)  # starts its clock
             yield OpenRun(
                 # other ranks would wait for one that a signal stops
                 signals.batches(job.batches) if process.world.size == 1 else job.batches,
-                doctor.around(steps.advance) if isinstance(doctor, EngineObserver) else steps.advance,
+                doctor.around(steps.advance) if isinstance(doctor, EngineSession) else steps.advance,
                 until,
                 tuple(observers),
                 evaluation,
@@ -258,7 +258,7 @@ def _open_on_other(job: Job, place: HeldFolder, process: Process) -> Iterator[Op
         yield OpenRun(job.batches, steps.advance, until_of(job.plan), tuple(observers), evaluation, saving)
 
 
-def _not_logging(doctor: EngineObserver | RanksObserver | None) -> Iterator[Observer]:
+def _not_logging(doctor: EngineSession | RanksObserver | None) -> Iterator[Observer]:
     if doctor is not None:
         yield NotLogging(doctor)
 
@@ -272,7 +272,7 @@ class _Instrumented:
     layers: tuple[LayerObserver, ...]
 
 
-def _instrumented(job: Job, doctor: EngineObserver | RanksObserver | None, logbook: Logbook | None) -> _Instrumented:
+def _instrumented(job: Job, doctor: EngineSession | RanksObserver | None, logbook: Logbook | None) -> _Instrumented:
     every_record = every(job.plan.cadence.log_every, job.state) if job.mesh.sums.size > 1 else None
     window = LogWindow(job.built.train_metrics, job.mesh.sums, every_record)
     if logbook is not None:
@@ -291,13 +291,13 @@ def make_doctor(
     folder: RunFolder,
     write: Callable[[Record], None] = lambda _record: None,
     say: Callable[[str], None] = lambda _line: None,
-) -> EngineObserver | RanksObserver | None:
+) -> EngineSession | RanksObserver | None:
     """Return the doctor of this rank, which replays steps or, with several ranks, compares them; None without one.
 
     With several ranks the result depends on the recipe only, so all ranks have a doctor, or none does.
     """
     if is_watched(job):
-        return make_engine_observer(job, folder, say)
+        return make_engine_session(job, folder, say)
     if not compares_ranks(job):
         return None
     degrees = job.mesh.degrees
@@ -317,9 +317,9 @@ def compares_ranks(job: Job) -> bool:
     return job.recipe.log.doctor and job.world.size > 1
 
 
-def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]) -> EngineObserver:
+def make_engine_session(job: Job, folder: RunFolder, say: Callable[[str], None]) -> EngineSession:
     """Return the doctor of a run. Its ``witness`` goes into the step function, which ``around`` wraps."""
-    return EngineObserver(
+    return EngineSession(
         job.state,
         folder=folder,
         say=say,

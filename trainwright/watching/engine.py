@@ -1,4 +1,4 @@
-"""The session that watches a run of the engine: an Observer that writes into the run folder and prints findings."""
+"""The session that watches a run of the engine, as one of its Observers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.snapshot import Snapshot
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.step import StepFn, StepResult
-from trainwright.engine.witness import StepWitness
 from trainwright.errors import OutOfMemoryError, TrainwrightError
 from trainwright.monitoring.journal import Journal
 from trainwright.recorder.deferred import DeferredRecorder, StepInputs, repeat
@@ -23,24 +22,26 @@ from trainwright.recorder.ring import enough_bytes
 from trainwright.replay.memory import free_what_it_holds
 from trainwright.report.findings import lines_of
 from trainwright.runs.folder import RunFolder
-from trainwright.runs.records import Found, Record
+from trainwright.runs.records import Record
 from trainwright.runs.writer import LogWriter
 from trainwright.watching.budget import Examine
 from trainwright.watching.session import WatchOptions, WatchSession
 
 
 class EngineSession(WatchSession):
-    """Watches the engine. Pass ``witness`` to the step function, and train with ``around(step_function)``.
+    """An Observer that watches the engine. Pass ``witness`` to the step function, and train with
+    ``around(step_function)``.
 
-    ``accumulation`` is the declared number of micro-batches. ``finds_spikes`` is True if the step function has no
-    SpikeGuard. ``dataset`` is the training dataset, if known.
+    ``write`` is called with every record; None: they are logged into ``folder``. ``accumulation`` is the declared
+    number of micro-batches. ``finds_spikes`` is True if the step function has no SpikeGuard. ``dataset`` is the
+    training dataset, if known.
     """
 
     def __init__(
         self,
         state: TrainState,
         *,
-        write: Callable[[Record], None],
+        write: Callable[[Record], None] | None = None,
         say: Callable[[str], None] = lambda line: None,
         examine: Examine = "budget",
         accumulation: int | None = None,
@@ -49,7 +50,8 @@ class EngineSession(WatchSession):
         finds_spikes: bool = True,
         dataset: object = None,
     ) -> None:
-        roots = called_roots(state)
+        roots, bundles = called_roots(state), folder.bundles if folder else None
+        self._journal = Journal(LogWriter(folder.log), say) if write is None and folder is not None else None
         super().__init__(
             roots,
             parts_of(state.optimizer),
@@ -57,26 +59,34 @@ class EngineSession(WatchSession):
             WatchOptions(
                 on_nonfinite="observe",
                 budget_bytes=enough_bytes(roots),
-                bundles=folder.bundles if folder else None,
+                bundles=bundles,
                 examine=examine,
                 keeps_last_steps=keeps_last_steps,
                 is_engine=True,
                 finds_spikes=finds_spikes,
             ),
-            write=write,
+            write=write or (self._journal.write if self._journal is not None else lambda record: None),
             say=say,
             first_step=state.step,
         )
+        self._folder = folder.path if folder else None
+        self.seconds = 0.0
+        """Seconds of examinations between two steps so far."""
+        self._is_closed = False
         self.witness = _Witness(self, dataset)
         self._deferred: DeferredRecorder | None = None
         self.ring.record = self._record
         self._has_begun = False
         self._failed: Exception | None = None
 
-    @property
-    def failed(self) -> Exception | None:
-        """The exception that ended the session before the run; None without one."""
-        return self._failed
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Context around the run in which the session listens. Without it, listening starts with the first step."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.leave()
 
     def around(self, advance: StepFn) -> StepFn:
         """Returns the step function that trains while its steps are recorded."""
@@ -133,12 +143,34 @@ class EngineSession(WatchSession):
             values["step_s"], values["wait_s"] = result.step_s or values["step_s"], result.wait_s
             self._guarded(self.settle)
 
+    def observe(self, result: StepResult, state: TrainState) -> None:
+        """Runs due examinations after a step. If one raises, the run continues and is no longer watched."""
+        begin_s = time.perf_counter()
+        self.note(result)
+        self.seconds += time.perf_counter() - begin_s
+
     def end(self, error: BaseException | None) -> None:
         if not self._has_begun:
             return
         if self._failed is None:
             self._guarded(lambda: super(EngineSession, self).end(error))
         self.leave()
+
+    def close(self) -> None:
+        """Examines the last step and prints the findings. Further calls do nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.end(sys.exc_info()[1])
+        if self._failed is not None:
+            kind = type(self._failed).__name__
+            self._say(f"the doctor stopped watching at step {self.step}: {kind}: {str(self._failed)[:200]}")
+        findings, examination = self.findings(), self.findings_log.examination()
+        if findings or examination.steps:
+            for line in (*lines_of(findings, self._folder), *examination.lines(self._folder)):
+                self._say(line)
+        if self._journal is not None:
+            self._journal.close()
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """Runs an action. If it raises, the run continues without the session. If memory runs out, the session holds
@@ -164,78 +196,3 @@ class _Witness(EngineSource):
 
     def memory_ran_out(self) -> bool:
         return self._session.let_go()
-
-
-class EngineObserver:
-    """An Observer with an EngineSession. It logs into the run folder and prints the findings at the end."""
-
-    def __init__(
-        self,
-        state: TrainState,
-        *,
-        folder: RunFolder,
-        say: Callable[[str], None],
-        examine: Examine = "budget",
-        accumulation: int | None = None,
-        keeps_last_steps: bool = True,
-        finds_spikes: bool = True,
-        dataset: object = None,
-    ) -> None:
-        self._folder, self._say = folder.path, say
-        self._journal = Journal(LogWriter(folder.log), say)
-        self._is_closed = False
-        self.seconds = 0.0
-        """Seconds of examinations so far."""
-        self.session = EngineSession(
-            state,
-            write=self._journal.write,
-            say=say,
-            examine=examine,
-            accumulation=accumulation,
-            folder=folder,
-            keeps_last_steps=keeps_last_steps,
-            finds_spikes=finds_spikes,
-            dataset=dataset,
-        )
-
-    @property
-    def witness(self) -> StepWitness:
-        return self.session.witness
-
-    def around(self, advance: StepFn) -> StepFn:
-        """Returns the step function that trains while its steps are recorded."""
-        return self.session.around(advance)
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Context around the run in which the session listens. Without it, listening starts with the first step."""
-        self.session.begin()
-        try:
-            yield
-        finally:
-            self.session.leave()
-
-    def observe(self, result: StepResult, state: TrainState) -> None:
-        """Runs due examinations after a step. If one raises, the run continues and is no longer watched."""
-        begin_s = time.perf_counter()
-        self.session.note(result)
-        self.seconds += time.perf_counter() - begin_s
-
-    def findings(self) -> list[Found]:
-        """Returns the findings so far, root causes first."""
-        return self.session.findings()
-
-    def close(self) -> None:
-        """Examines the last step and prints the findings. Further calls do nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self.session.end(sys.exc_info()[1])
-        if (failed := self.session.failed) is not None:
-            kind = type(failed).__name__
-            self._say(f"the doctor stopped watching at step {self.session.step}: {kind}: {str(failed)[:200]}")
-        findings, examination = self.findings(), self.session.findings_log.examination()
-        if findings or examination.steps:
-            for line in (*lines_of(findings, self._folder), *examination.lines(self._folder)):
-                self._say(line)
-        self._journal.close()

@@ -417,7 +417,7 @@ class WatchSession:
         self._open.close()
 
     @property
-    def seconds(self) -> float:
+    def wall_s(self) -> float:
         """Wall time since the watch began."""
         return time.perf_counter() - self._begin_s
 

@@ -187,7 +187,7 @@ class Watch:
             loss=losses[-1][1] if losses else None,
             val_loss=evaluations[-1].loss if evaluations else None,
             skipped=self.session.num_vetoed,
-            seconds=self.session.seconds,
+            seconds=self.session.wall_s,
             verdict=self._verdict_on(facts),
         )
 

@@ -28,7 +28,7 @@ from trainwright.monitoring.terminal import Console
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import Found
 from trainwright.training.job import make_advance, until_of
-from trainwright.training.open_run import make_engine_observer
+from trainwright.training.open_run import make_engine_session
 
 STEPS = 100
 EXAMINATION_STEPS = 40
@@ -124,7 +124,7 @@ def smoke(sandbox: Sandbox, *, budget_s: float, step_s: float, guess: float | No
     with tempfile.TemporaryDirectory(prefix="trainwright-check-") as place, sandbox.built() as live:
         job, state = replace(sandbox.job, built=live), live.state
         run.watched = EXAMINATION_STEPS * step_s < budget_s
-        observer = make_engine_observer(job, RunFolder.create(place, "smoke"), quiet.say) if run.watched else None
+        observer = make_engine_session(job, RunFolder.create(place, "smoke"), quiet.say) if run.watched else None
         advance = make_advance(job, witness=observer.witness if observer else SILENT)
         advance = observer.around(advance) if observer else advance
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from difflib import get_close_matches
+from functools import lru_cache
 
 from torch import nn
 from torch.optim import Optimizer
@@ -51,6 +52,7 @@ class Attributes(Probe):
                 yield from _of_optimizer(optimizer)
 
 
+@lru_cache(maxsize=4096)  # the same few names at each module and each examination
 def _resembles(name: str) -> bool:
     return name != REQUIRES_GRAD and bool(get_close_matches(name, [REQUIRES_GRAD], cutoff=MIN_NAME_SIMILARITY))
 

@@ -179,22 +179,31 @@ def _holders(
     by_shapes: dict[tuple[torch.Size, ...], _Original],
 ) -> Iterator[tuple[object, str, list[Tensor]]]:
     """Yields modules, dicts and lists whose tensors have the shapes of an original, in its order."""
-    lengths = {len(shapes) for shapes in by_shapes}
-    every = gc.get_objects()
-    ours = {id(each.parameters) for each in every if type(each) is Snapshot}
-    for each in every:
+    lengths, is_holder = {len(shapes) for shapes in by_shapes}, _Holders()
+    ours: set[int] | None = None  # the lists of snapshots
+    for each in [each for each in gc.get_objects() if is_holder[type(each)]]:
         kind = type(each)
-        if kind is dict:
-            tensors = [*each.values()] if len(each) in lengths else []
-        elif kind is list:
-            tensors = each if len(each) in lengths and id(each) not in ours else []
-        elif issubclass(kind, nn.Module) and "_parameters" in vars(each):
-            tensors = list(each.parameters())
+        if kind is dict or kind is list:
+            if len(each) not in lengths:
+                continue
+            tensors = list(each.values()) if kind is dict else each
         else:
-            continue
+            tensors = list(each.parameters()) if "_parameters" in vars(each) else []
         is_whole = bool(tensors) and all(isinstance(t, Tensor) and t.grad_fn is None and is_dense(t) for t in tensors)
-        if is_whole and tuple(t.shape for t in tensors) in by_shapes and not _is_parts(each, kind):
+        if not is_whole or tuple(t.shape for t in tensors) not in by_shapes or _is_parts(each, kind):
+            continue
+        if kind is list and ours is None:
+            ours = {id(known.parameters) for known in gc.get_objects() if type(known) is Snapshot}
+        if kind is not list or id(each) not in (ours or ()):
             yield each, kind.__name__, list(tensors)
+
+
+class _Holders(dict[type, bool]):
+    """Whether objects of a type may hold copies. A lookup takes a tenth of the time of a test."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = kind is dict or kind is list or issubclass(kind, nn.Module)
+        return self[kind]
 
 
 def _is_parts(holder: object, kind: type) -> bool:
