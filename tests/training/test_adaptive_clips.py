@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import trainwright as tw
@@ -49,7 +48,7 @@ def fitted(clip: dict[str, object], name: str, **given: Any) -> tuple[nn.Module,
 
 def saved(result: tw.Result) -> dict[str, Tensor]:
     folder = result.run / "checkpoints" / name_of(STEPS)
-    return {**load_file(folder / "model.safetensors"), **load_file(folder / "rest.safetensors")}
+    return ranks.tensors_in(folder, "model", "rest")
 
 
 def assert_same(one: tw.Result, other: tw.Result) -> None:
@@ -103,7 +102,7 @@ def test_ranks_clip_by_the_norms_of_the_whole(clip: dict[str, object], tmp_path:
         done = ranks.run(RANKS, count, json.dumps([clip, settings, name]), cwd=tmp_path)
         assert [each.returncode for each in done] == [0] * count, [each.stderr for each in done]
         folder = tmp_path / "runs" / name / "checkpoints" / name_of(STEPS)
-        found.append({**load_file(folder / "model.safetensors"), **load_file(folder / "rest.safetensors")})
+        found.append(ranks.tensors_in(folder, "model", "rest"))
     for other in found[1:]:
         for key in ("0.weight", "2.bias", "stateful.clip.statistics"):
             torch.testing.assert_close(other[key], found[0][key], rtol=1e-3, atol=1e-5, msg=key)

@@ -59,8 +59,12 @@ class World(Protocol):
         """Replace each tensor by that of rank 0, in place."""
         ...
 
-    def send_to_first(self, tensor: Tensor, source: int) -> None:
-        """Replace ``tensor`` on rank 0 by that of rank ``source``, in place. The other ranks need not call this."""
+    def to_first(self, value: T) -> list[T] | None:
+        """Return the value of every rank on the first rank, and None on the others."""
+        ...
+
+    def from_first(self, values: Sequence[T] | None) -> T:
+        """Return this rank's one of the ``values``, which the first rank passes, and the others pass as None."""
         ...
 
 
@@ -87,7 +91,13 @@ class Solo:
 
     def sum_(self, tensors: Sequence[Tensor]) -> None: ...
     def copy_first_(self, tensors: Sequence[Tensor]) -> None: ...
-    def send_to_first(self, tensor: Tensor, source: int) -> None: ...
+
+    def to_first(self, value: T) -> list[T] | None:
+        return [value]
+
+    def from_first(self, values: Sequence[T] | None) -> T:
+        assert values is not None
+        return values[0]
 
 
 SOLO = Solo()
@@ -198,12 +208,24 @@ class Ranks:
                 distributed.broadcast(flat, group=self._group, group_src=0)
             _spread(flat, bucket)
 
-    def send_to_first(self, tensor: Tensor, source: int) -> None:
-        with _raising_rank_error("send a tensor to rank 0"):
-            if self.rank == source:
-                distributed.send(tensor, group=self._group, group_dst=0)
-            elif self.rank == 0:
-                distributed.recv(tensor, group=self._group, group_src=source)
+    def to_first(self, value: T) -> list[T] | None:
+        values: list[T | None] | None = [None] * self.size if self.rank == 0 else None
+        with _raising_rank_error("send objects to rank 0"):
+            distributed.gather_object(value, values, group=self._group, group_dst=0)
+        return values  # type: ignore[return-value]
+
+    def from_first(self, values: Sequence[T] | None) -> T:
+        received: list[T | None] = [None]
+        with _raising_rank_error("receive an object from rank 0"):
+            distributed.scatter_object_list(
+                received, None if values is None else [*values], group=self._group, group_src=0
+            )
+        return received[0]  # type: ignore[return-value]
+
+    def again(self) -> Ranks:
+        """Return the same ranks as a separate group, for exchanges of another thread. Every rank must call it."""
+        with _raising_rank_error("make a group"):
+            return Ranks(distributed.new_group(distributed.get_process_group_ranks(self.group), backend="gloo"))
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from trainwright.checkpoint.average import Swa
 from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.sharded import ShardedSave
 from trainwright.checkpoint.store import Retention
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed import Launch, World
+from trainwright.distributed.group import Ranks
 from trainwright.engine.average_norms import measure_norms_of
 from trainwright.engine.loop import Outcome
 from trainwright.engine.observer import Observer
@@ -29,7 +31,7 @@ from trainwright.monitoring.log_window import LogWindow, NotLogging
 from trainwright.monitoring.logbook import Logbook
 from trainwright.monitoring.progress import Progress
 from trainwright.monitoring.remaining import EndTime, TimeSpent
-from trainwright.monitoring.saving import MIN_FRACTION_SAVE_INTERVAL_S, SavePolicy, Saving, SavingTogether
+from trainwright.monitoring.saving import MIN_FRACTION_SAVE_INTERVAL_S, PartSaving, SavePolicy, Saving, SavingTogether
 from trainwright.monitoring.signals import Signals
 from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.plan.explain import describe_corrected_end
@@ -225,7 +227,10 @@ def _open_on_first(job: Job, place: HeldFolder, process: Process, extras: Sequen
 @contextmanager
 def _open_on_other(job: Job, place: HeldFolder, process: Process) -> Iterator[OpenRun]:
     evaluation = periodic_evaluation(job)
-    saving = SavingTogether(process.world, stages=job.mesh.stages_of_first) if job.saves_together else NEVER
+    saving: Saver = NEVER
+    if (shards := _sharded_save(job)) is not None:
+        own = PartSaving(place.folder.checkpoints, shards, asynchronous=job.recipe.checkpoint.asynchronous)
+        saving = SavingTogether(process.world, own)
     doctor = make_doctor(job, place.folder)
     steps = _instrumented(job, doctor, None)
     with steps.window.collecting():
@@ -338,7 +343,15 @@ def _saving(job: Job, place: HeldFolder, lock: RunLock, process: Process, logboo
         run=place.identity,
         folder_guard=folder_guard(place.folder, job, lock, place.identity, process.progress.say),
         clock=process.world.clock if process.world.size == 1 else time.monotonic,  # other ranks have no say in it
+        shards=_sharded_save(job),
     )
+
+
+def _sharded_save(job: Job) -> ShardedSave | None:
+    """Return how this rank writes its part of each checkpoint; None if the first rank writes all of it."""
+    if not job.saves_together or not isinstance(job.world, Ranks):
+        return None
+    return ShardedSave(job.world, has_values=job.mesh.is_first_of_stage)
 
 
 @contextmanager
