@@ -1,6 +1,6 @@
 """Checkpoints of a model that ranks divide: memory of each rank during a save, and what a rank reads in another layout.
 
-    python -m benchmarks.sharded_checkpoint [--quick] [--ranks 4] [--parameters 200e6]
+    python -m benchmarks.sharded_checkpoint [--quick] [--ranks 4] [--parameters 50e6]
 
 Each rank holds its part of a stack of linear layers and of AdamW's moments (FSDP2 on gloo), copies it, and writes it.
 The peak is that of the resident memory of the process from the copy to the commit, above that before the save. Then the
@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.figures import about, arguments, figure
-from trainwright.checkpoint.checkpoint import capture, load_checkpoint
+from trainwright.checkpoint.checkpoint import capture, load_checkpoint, tensors_of
 from trainwright.checkpoint.sharded import ShardedSave
-from trainwright.checkpoint.shards import locals_of
+from trainwright.checkpoint.shards import locals_of, whole
 from trainwright.checkpoint.staging import Staging
 from trainwright.checkpoint.stored import StoredTensor
 from trainwright.checkpoint.train_state import TrainState
@@ -37,7 +37,7 @@ STEP = 7
 
 
 def main() -> None:
-    options = arguments(__doc__, ranks=(4, 2), parameters=(200e6, 20e6))
+    options = arguments(__doc__, ranks=(4, 2), parameters=(50e6, 20e6))
     about("sharded_checkpoint")
     layers = max(2, int(options.parameters) // WIDTH**2)
     total = layers * (WIDTH**2 + WIDTH)
@@ -122,7 +122,8 @@ def _gathered(state: TrainState, folder: Path) -> None:
     if distributed.get_rank() == 0:
         capture(state, Staging())
     else:
-        capture(state)
+        for tensor in tensors_of(state).values():
+            whole(tensor)
 
 
 def _loaded(layers: int, folder: Path) -> dict[str, float]:

@@ -83,8 +83,8 @@ def loads_as(value, ranks):
         assert state.step == value, state.step
         assert all(bool((each == value).all()) for each in locals_of(held)), held
         if ranks > 1:
-            kept = sum(each.numel() for each in locals_of(p for own in state.optimizer.state.values() for p in own.values()))
-            kept += sum(each.numel() for each in locals_of(state.model.parameters()))
+            moments = (each for own in state.optimizer.state.values() for each in own.values())
+            kept = sum(each.numel() for each in locals_of([*moments, *state.model.parameters()]))
             assert sum(each.numel() for each in read if each.dim() and each.shape[0] < 600) <= kept + 8, "reads more"
     return run(ranks, work)
 """
