@@ -22,6 +22,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from trainwright.checkpoint.weights import read_weights
+
 NODES = (0, 1)
 MODULE = """
 import os, time, torch
@@ -203,8 +205,11 @@ def wait_for_steps(log: Path, count: int, running: list[subprocess.Popen[bytes]]
 
 def last_weights(run: Path) -> str:
     """A hash of the weights that the run ended with; "" where it did not."""
-    path = run / "checkpoints/step-00000060/model.safetensors"
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else ""
+    path = run / "checkpoints/step-00000060"
+    if not path.exists():
+        return ""
+    weights = read_weights(path)
+    return hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()[:16]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,18 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+from torch import Tensor
+
 from tests.forked import Forked
+from trainwright.checkpoint.stored import read_whole
+from trainwright.checkpoint.tensor_file import open_tensors
+
+
+def tensors_in(checkpoint: Path, *parts: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by name, whichever number of ranks wrote it; by default the weights."""
+    return {
+        name: read_whole(each) for part in parts or ("model",) for name, each in open_tensors(checkpoint, part).items()
+    }
 
 
 def start(code: str, ranks: int, *arguments: str, cwd: Path, attempt: int = 0, job: str = "test") -> list[Forked]:

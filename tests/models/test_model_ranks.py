@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tests import ranks
@@ -50,7 +49,7 @@ def trained(count: int, folder: Path, runs: dict[str, dict[str, Any]]) -> None:
 
 def weights(folder: Path) -> dict[str, Tensor]:
     (newest,) = folder.glob("run/checkpoints/step-*4")
-    return load_file(newest / "model.safetensors")
+    return ranks.tensors_in(newest)
 
 
 def test_two_ranks_divide_layers_and_stages_of_encoders(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests import ranks
 
@@ -64,7 +63,7 @@ def trained(count: int, folder: Path, **settings: Any) -> list[dict[str, Any]]:
 
 
 def weights(folder: Path, step: int = 10) -> dict[str, torch.Tensor]:
-    return load_file(folder / f"runs/run/checkpoints/step-{step:08d}/model.safetensors")
+    return ranks.tensors_in(folder / f"runs/run/checkpoints/step-{step:08d}")
 
 
 def distance(one: Path, other: Path, step: int = 10) -> float:

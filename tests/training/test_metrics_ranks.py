@@ -29,6 +29,22 @@ def val_set():
 def hits(outputs, targets):
     return float((outputs.argmax(1) == targets).sum())
 
+class Merged:
+    def __init__(self):
+        self.reset()
+
+    def update(self, outputs, targets):
+        self.hits += int((outputs.argmax(1) == targets).sum())
+
+    def merge_state(self, metrics):
+        self.hits += sum(each.hits for each in metrics)
+
+    def compute(self):
+        return float(self.hits)
+
+    def reset(self):
+        self.hits = 0
+
 def loss(model, batch):
     output = model(batch[0])
     found = torch.nn.functional.cross_entropy(output, batch[1], reduction="sum")
@@ -42,7 +58,7 @@ RECIPE: dict[str, Any] = {
     "loss": "mine_ranked:loss",
     "batch": {"size": 12, "micro": 6},
     "precision": "fp32",
-    "metrics": ["accuracy", "f1", "auroc", "mine_ranked:hits"],
+    "metrics": ["accuracy", "f1", "auroc", "mine_ranked:hits", "mine_ranked:Merged"],
     "log": {"every": "3steps", "doctor": False},
     "evaluation": {"every": "3steps", "batch": 5},
     "checkpoint": {"best": "accuracy", "best_mode": "max"},
@@ -67,9 +83,10 @@ def test_metrics_of_two_ranks_are_those_of_one_process(tmp_path: Path, parallel:
     exact = {"exact": True} if "exact" in parallel else {}
     alone = measured(tmp_path / "1", 1, {**RECIPE, "parallel": exact})
     both = measured(tmp_path / "2", 2, {**RECIPE, "parallel": parallel})
-    assert set(alone[0]) == {"at", "accuracy", "f1", "auroc", "hits", "label"}
+    assert set(alone[0]) == {"at", "accuracy", "f1", "auroc", "hits", "Merged", "label"}
     assert [each["at"] for each in alone] == [each["at"] for each in both]
     for one, other in zip(alone, both, strict=True):
+        assert one["hits"] == one["Merged"]
         assert one.pop("at") == other.pop("at")
         assert other == pytest.approx(one, rel=1e-5)
 
@@ -86,4 +103,4 @@ class Own:
     (tmp_path / "recipe.yaml").write_text(json.dumps({**RECIPE, "metrics": ["mine_ranked:Own"]}))
     done = ranks.run(COMMAND_LINE, 2, "train", "recipe.yaml", cwd=tmp_path)
     assert [each.returncode for each in done] == [2, 2]
-    assert "'Own', a Own, cannot be joined over several ranks" in done[0].stderr and "add_state" in done[0].stderr
+    assert "'Own', a Own, cannot be joined over several ranks" in done[0].stderr and "merge_state" in done[0].stderr

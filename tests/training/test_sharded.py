@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests import ranks
 from tests.training.ranked import compare, killed_and_stopped, last_weights, make_project, train
@@ -126,8 +125,8 @@ def assert_same_layers(run: Path, other: Path) -> None:
 
 def assert_same_state(run: Path, other: Path, step: int) -> None:
     """Weights, moments and averages, name by name; random numbers are each rank's own."""
-    for file in ("model.safetensors", "rest.safetensors"):
-        mine, theirs = (load_file(each / f"checkpoints/step-{step:08d}/{file}") for each in (run, other))
+    for part in ("model", "rest"):
+        mine, theirs = (ranks.tensors_in(each / f"checkpoints/step-{step:08d}", part) for each in (run, other))
         assert mine.keys() == theirs.keys()
         assert {
             n for n in mine if not n.startswith("rng") and not torch.allclose(mine[n], theirs[n], atol=2e-6)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from tests import ranks
@@ -82,7 +81,7 @@ def trained(count: int, folder: Path, **settings: Any) -> list[dict[str, Any]]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "runs/run/checkpoints/step-00000007/model.safetensors")
+    return ranks.tensors_in(folder / "runs/run/checkpoints/step-00000007")
 
 
 def steps(folder: Path) -> list[dict[str, float]]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 import trainwright as tw
@@ -91,7 +90,7 @@ def trained(count: int, folder: Path, runs: dict[str, dict[str, Any]]) -> None:
 
 def weights(folder: Path) -> dict[str, Tensor]:
     newest = sorted(folder.glob("run/checkpoints/step-*"))[-1]
-    return load_file(newest / "model.safetensors")
+    return ranks.tensors_in(newest)
 
 
 def logged(folder: Path, *kinds: str) -> Iterator[dict[str, Any]]:

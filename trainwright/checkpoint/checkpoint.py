@@ -6,6 +6,8 @@ checkpoints/step-00000400/
     rest.safetensors     tensors of optimizer, EMA and random generators; the training weights of such an optimizer
     state.json           everything else, and the metadata of the run
     manifest.json        step, sizes and sha256
+
+Ranks that divide the state write their parts themselves, see checkpoint/sharded.py.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trainwright.checkpoint.codec import StateDict, Tree, encode
@@ -38,13 +40,12 @@ from trainwright.checkpoint.moments import load_moments, moments
 from trainwright.checkpoint.names import plain_name
 from trainwright.checkpoint.optimizer_modes import both_weights
 from trainwright.checkpoint.rng import RngBag
-from trainwright.checkpoint.shards import holds_parts, whole
+from trainwright.checkpoint.shards import holds_parts
 from trainwright.checkpoint.staging import Staging, num_bytes, on_host
 from trainwright.checkpoint.store import Best, delete, draft_of_step, is_own, sweep
-from trainwright.checkpoint.tensor_file import write_tensors
+from trainwright.checkpoint.tensor_file import open_tensors, write_tensors
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.checkpoint.weights import load_plain_state_dict, plain_state_dict, unwrapped
-from trainwright.distributed.group import World
 from trainwright.errors import CheckpointError, StorageError
 from trainwright.runs.files import STATE
 from trainwright.runs.system_calls import fsync
@@ -63,6 +64,16 @@ class CheckpointData:
     values: Mapping[str, Tree]
     trained: frozenset[str]
 
+    @property
+    def tensors(self) -> dict[TensorName, Tensor]:
+        """All tensors by part and name."""
+        parts = {"model": self.model, "rest": self.rest}
+        return {(part, name): each for part, tensors in parts.items() for name, each in tensors.items()}
+
+    def of_tensors(self, tensors: Mapping[TensorName, Tensor]) -> CheckpointData:
+        """Return the same contents with other tensors, such as copies on the host."""
+        return data_of(self.step, tensors, self.values, self.trained)
+
 
 def capture(
     state: TrainState, staging: Staging | None = None, run_metadata: Mapping[str, Tree] | None = None
@@ -71,40 +82,45 @@ def capture(
 
     ``run_metadata`` is JSON about the run, stored unchanged. Raises CheckpointError for state that cannot be stored.
     """
-    own = _part_of(state, staging)
-    copies, values, trained = own if state.stages.size == 1 else gather_stages(own, state.stages)
-    parts = {part: {name: copy for (of, name), copy in copies.items() if of == part} for part in ("model", "rest")}
-    return CheckpointData(
-        state.step, parts["model"], parts["rest"], {**values, "metadata": run_metadata or {}}, trained
-    )
+    live = capture_live(state, run_metadata)
+    return live.of_tensors(staging.copy(live.tensors) if staging else on_host(live.tensors))
 
 
-def tensors_of(state: TrainState) -> dict[tuple[str, str], Tensor]:
-    """Return the live tensors that ``capture`` copies, by file and name."""
-    return _encoded_parts(state)[0]
+def capture_live(state: TrainState, run_metadata: Mapping[str, Tree] | None = None) -> CheckpointData:
+    """Return the contents of a checkpoint of ``state`` with the live tensors, which may be on a device."""
+    tensors, values = encoded_parts(state)
+    return data_of(state.step, tensors, {**values, "metadata": run_metadata or {}}, trained_names(state.model))
 
 
-def take_part(state: TrainState, stages: World) -> None:
-    """Send this rank's parts of the state to the rank that captures it at the same time.
+TensorName: TypeAlias = tuple[str, str]
+"""The part ("model" or "rest") and the name of a tensor of a checkpoint."""
 
-    ``stages`` are those of the capturing rank. Ranks outside of them only contribute their parts of tensors.
+
+def data_of(
+    step: int, tensors: Mapping[TensorName, Tensor], values: Mapping[str, Tree], trained: frozenset[str]
+) -> CheckpointData:
+    """Return the contents of a checkpoint, of tensors on the host."""
+    parts = {part: {name: tensor for (of, name), tensor in tensors.items() if of == part} for part in ("model", "rest")}
+    return CheckpointData(step, parts["model"], parts["rest"], values, trained)
+
+
+def tensors_of(state: TrainState) -> dict[TensorName, Tensor]:
+    """Return the live tensors that ``capture`` copies, by part and name."""
+    return encoded_parts(state)[0]
+
+
+def trained_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that are trained."""
+    named = unwrapped(model).named_parameters(remove_duplicate=False)
+    return frozenset(plain_name(name) for name, parameter in named if parameter.requires_grad)
+
+
+def encoded_parts(state: TrainState) -> tuple[dict[TensorName, Tensor], StateDict]:
+    """Return the live tensors of a state, and its other values as JSON.
+
+    Raises CheckpointError for state that cannot be stored.
     """
-    if stages.size > 1:
-        gather_stages(_part_of(state), stages)
-        return
-    for tensor in tensors_of(state).values():
-        whole(tensor)
-
-
-def _part_of(state: TrainState, staging: Staging | None = None) -> StagePart:
-    tensors, values = _encoded_parts(state)
-    named = unwrapped(state.model).named_parameters(remove_duplicate=False)
-    trained = frozenset(plain_name(name) for name, parameter in named if parameter.requires_grad)
-    return StagePart(staging.copy(tensors) if staging else on_host(tensors), values, trained)
-
-
-def _encoded_parts(state: TrainState) -> tuple[dict[tuple[str, str], Tensor], StateDict]:
-    tensors: dict[tuple[str, str], Tensor] = {}
+    tensors: dict[TensorName, Tensor] = {}
     values: StateDict = {}
     with both_weights(state.optimizer) as weights:
         trees = {"model": _model(state.model, weights.averaged), "rest": _rest(state, weights.training)}
@@ -168,34 +184,57 @@ def commit(snapshot: CheckpointData, folder: Path, best: Best | None = None, run
         StorageError: It cannot be written, for example because a folder of another run has its name.
         CheckpointError: The state is not finite.
     """
-    _require_finite(snapshot)
-    values = json.dumps(snapshot.values)
-    if len(values) > STATE.num_bytes:
-        raise CheckpointError(
-            f"the state without its tensors takes {len(values):,} bytes, more than {STATE.num_bytes:,}",
-            remedy="keep large values in tensors, or leave them out of what state_dict() and get_extra_state() return",
-        )
-    target = folder / name_of(snapshot.step)
-    replaced = target.with_suffix(".old")  # still found by ``checkpoints`` if the process is killed here
+    require_finite(snapshot)
+    values = values_as_text(snapshot.values)
     aside = draft_of_step(folder, snapshot.step, run)
-    with _storage_errors(aside):
-        folder.mkdir(parents=True, exist_ok=True)
-        sweep(folder, run)
-        for path in (target, replaced):
-            _require_own(path, run)
-        _require_space(folder, num_bytes(snapshot.model) + num_bytes(snapshot.rest) + len(values) + _SPARE_BYTES)
-        aside.mkdir()
+    with storage_errors(aside):
+        needed = num_bytes(snapshot.model) + num_bytes(snapshot.rest) + len(values)
+        begin_draft(aside, folder / name_of(snapshot.step), run, needed)
         write_tensors(snapshot.model, aside / "model.safetensors")
         write_tensors(snapshot.rest, aside / "rest.safetensors")
         (aside / "state.json").write_text(values, "utf-8")
         written = write_manifest(aside, snapshot.step, asdict(best) if best else None, run)
-        if target.exists():  # the same step again, after a resume
-            delete(replaced, run)
-            target.rename(replaced)
-        aside.rename(target)
-        fsync(folder)
+        return put_in_place(aside, folder / name_of(snapshot.step), run), written
+
+
+def values_as_text(values: Mapping[str, Tree]) -> str:
+    """Return the content of state.json. Raises CheckpointError if it is too large to be read again."""
+    text = json.dumps(values)
+    if len(text) > STATE.num_bytes:
+        raise CheckpointError(
+            f"the state without its tensors takes {len(text):,} bytes, more than {STATE.num_bytes:,}",
+            remedy="keep large values in tensors, or leave them out of what state_dict() and get_extra_state() return",
+        )
+    return text
+
+
+def begin_draft(aside: Path, target: Path, run: str, needed_bytes: int) -> None:
+    """Make the empty folder in which a checkpoint is written. Raises StorageError or OSError if it cannot become
+    ``target``.
+    """
+    folder = target.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep(folder, run)
+    for path in (target, _replaced(target)):
+        _require_own(path, run)
+    _require_space(folder, needed_bytes + _SPARE_BYTES)
+    aside.mkdir()
+
+
+def put_in_place(aside: Path, target: Path, run: str) -> Path:
+    """Commit a complete checkpoint by one rename, and return its path."""
+    replaced = _replaced(target)
+    if target.exists():  # the same step again, after a resume
         delete(replaced, run)
-    return target, written
+        target.rename(replaced)
+    aside.rename(target)
+    fsync(target.parent)
+    delete(replaced, run)
+    return target
+
+
+def _replaced(target: Path) -> Path:
+    return target.with_suffix(".old")  # still found by ``checkpoints`` if the process is killed between two renames
 
 
 def _require_own(path: Path, run: str) -> None:
@@ -290,10 +329,10 @@ def read_run_metadata(path: Path) -> StateDict:
 def mismatches(state: TrainState, path: Path) -> list[str]:
     """Return one line for each tensor in which the model and a verified checkpoint differ in name or shape."""
     built = {name: each for name, each in plain_state_dict(state.model).items() if isinstance(each, Tensor)}
-    with raising_checkpoint_error(path), safe_open(path / "model.safetensors", framework="pt") as file:
-        names = read_state(path)["model"]
+    with raising_checkpoint_error(path):
+        names, tensors = read_state(path)["model"], open_tensors(path, "model")
         shapes = {
-            name: tuple(file.get_slice(value["__tensor__"]).get_shape())
+            name: tuple(tensors[value["__tensor__"]].shape)
             for name, value in names.items()
             if isinstance(value, dict) and "__tensor__" in value
         }
@@ -307,7 +346,7 @@ def mismatches(state: TrainState, path: Path) -> list[str]:
     ]
 
 
-def _require_finite(snapshot: CheckpointData) -> None:
+def require_finite(snapshot: CheckpointData) -> None:
     """Raise CheckpointError unless trained weights, averages and moments are finite and nothing else holds a NaN.
 
     Other tensors may hold infinities, as masks do.
@@ -343,7 +382,8 @@ def _require_space(folder: Path, needed_bytes: int) -> None:
 
 
 @contextmanager
-def _storage_errors(aside: Path) -> Iterator[None]:
+def storage_errors(aside: Path) -> Iterator[None]:
+    """Context that removes the draft of a checkpoint after an error, and raises StorageError for one of storage."""
     try:
         yield
     except Exception as error:
@@ -361,49 +401,10 @@ def _brief(error: BaseException) -> str:
     return " ".join(lines)[:400] or type(error).__name__
 
 
-TensorName = tuple[str, str]
-"""The file and the name of a tensor of a checkpoint."""
-
-
-class StagePart(NamedTuple):
-    """The state of one stage: tensors on the host, values that are not tensors, and the names of trained weights."""
-
-    tensors: dict[TensorName, Tensor]
-    values: StateDict
-    trained: frozenset[str]
-
-
-def gather_stages(part: StagePart, stages: World) -> StagePart:
-    """Return the state of all ``stages`` on the first rank, sent one tensor at a time; on other ranks their part.
-
-    Values that several stages have, such as counters, are those of the first.
-    """
-    outlines = stages.collect((_outline(part.tensors), part.values, part.trained))
-    tensors = dict(part.tensors)
-    values = part.values
-    trained = part.trained
-    taken = set(outlines[0][0])
-    for source, (outline, other_values, other_trained) in enumerate(outlines[1:], start=1):
-        for name, (shape, dtype) in outline.items():
-            if name in taken:
-                continue
-            taken.add(name)
-            if stages.rank == 0:
-                tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
-            if stages.rank in (0, source):
-                stages.send_to_first(tensors[name], source)
-        values, trained = _merged(values, other_values), trained | other_trained
-    return StagePart(tensors, values, trained)
-
-
-def _outline(tensors: Mapping[TensorName, Tensor]) -> dict[TensorName, tuple[torch.Size, torch.dtype]]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-
-
-def _merged(first: Tree, second: Tree) -> Tree:
+def merged(first: Tree, second: Tree) -> Tree:
     """Merge mappings by key and concatenate parameter groups; otherwise return the first."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
-        shared = {key: _merged(first[key], second[key]) for key in first.keys() & second.keys()}
+        shared = {key: merged(first[key], second[key]) for key in first.keys() & second.keys()}
         return {**first, **second, **shared}
     if isinstance(first, list) and any(isinstance(each, Mapping) and "params" in each for each in first):
         return [*first, *second]

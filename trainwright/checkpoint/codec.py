@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainwright.checkpoint.shards import is_divided
+from trainwright.checkpoint.stored import StoredTensor, read_whole
 
 Tree: TypeAlias = Any
 """Nested dicts, lists and tuples of tensors, numbers, strings, dtypes and None: the types a checkpoint can hold."""
@@ -72,8 +73,8 @@ def encode(tree: Tree) -> tuple[dict[str, Tensor], Tree]:
     return tensors, walk(tree, "")
 
 
-def decode(tensors: Mapping[str, Tensor], value: Tree) -> Tree:
-    """Invert ``encode``."""
+def decode(tensors: Mapping[str, Tensor | StoredTensor], value: Tree) -> Tree:
+    """Invert ``encode``. A stored tensor stays one, without its memory layout, unless it is complex."""
     if isinstance(value, list):
         return [decode(tensors, item) for item in value]
     if not isinstance(value, dict):
@@ -88,6 +89,7 @@ def decode(tensors: Mapping[str, Tensor], value: Tree) -> Tree:
         return float(value["__float__"])
     if "__sparse__" in value:
         parts = decode(tensors, value["__sparse__"])
+        parts = read_whole(parts)
         return torch.sparse_coo_tensor(parts["indices"], parts["values"], parts["size"], check_invariants=True)
     if "__dtype__" in value:
         return _dtype(value["__dtype__"])
@@ -109,7 +111,9 @@ def _beside(tensor: Tensor) -> StateDict:
     return details
 
 
-def _restored(tensor: Tensor, reference: Mapping[str, Tree]) -> Tensor:
+def _restored(tensor: Tensor | StoredTensor, reference: Mapping[str, Tree]) -> Tensor | StoredTensor:
+    if isinstance(tensor, StoredTensor):
+        return torch.view_as_complex(tensor.whole()) if reference.get("complex") else tensor
     if reference.get("complex"):
         tensor = torch.view_as_complex(tensor)
     if "stride" not in reference:

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from trainwright.checkpoint.codec import StateDict, Tree, decode
 from trainwright.checkpoint.manifest import invalid_content, raising_checkpoint_error, read_manifest, read_state, verify
 from trainwright.checkpoint.rng import RngBag
 from trainwright.checkpoint.schema import AMOUNT, ANYTHING, FLOAT, NATURAL, TENSOR, TEXT, Maybe, Rule, violations
+from trainwright.checkpoint.stored import StoredTensor, read_whole
+from trainwright.checkpoint.tensor_file import open_tensors
 
 PARTS = ("model", "rest")
 REST: Rule = {
@@ -72,12 +72,15 @@ REST: Rule = {
 
 @dataclass(frozen=True)
 class Contents:
-    """The parts of a checkpoint, decoded. ``tensors`` are those of each file by name, memory-mapped."""
+    """The parts of a checkpoint, decoded. ``tensors`` are those of each part by name, memory-mapped.
+
+    If several ranks wrote it, those that ranks may divide are stored tensors: weights, moments and averages.
+    """
 
     model: StateDict
     rest: StateDict
     rng: RngBag
-    tensors: Mapping[str, Mapping[str, Tensor]]
+    tensors: Mapping[str, Mapping[str, Tensor | StoredTensor]]
 
 
 def require_whole(path: Path) -> None:
@@ -89,7 +92,7 @@ def require_whole(path: Path) -> None:
 def read_contents(path: Path) -> Contents:
     """Read a verified checkpoint. Raises CheckpointError unless every part is present and of the right type."""
     with raising_checkpoint_error(path):
-        tensors = {part: _tensors(path / f"{part}.safetensors") for part in PARTS}
+        tensors = {part: open_tensors(path, part) for part in PARTS}
         values = read_state(path)
         for problem in violations(values, dict.fromkeys(PARTS, ANYTHING), "state.json"):
             raise invalid_content(path, problem)
@@ -98,6 +101,7 @@ def read_contents(path: Path) -> Contents:
             raise invalid_content(path, problem)
         for problem in violations(rest, REST, "state.json: rest"):
             raise invalid_content(path, problem)
+        rest = _with_small_parts(rest)
         if rest["counters"]["step"] != (step := read_manifest(path)["step"]):
             raise invalid_content(
                 path, f"state.json holds step {rest['counters']['step']}, and the manifest says {step}"
@@ -105,16 +109,19 @@ def read_contents(path: Path) -> Contents:
         return Contents(model, rest, RngBag.from_state_dict(rest["rng"]), tensors)
 
 
-def _tensors(file: Path) -> dict[str, Tensor]:
-    try:
-        return dict(load_file(file))
-    except (SafetensorError, ValueError) as error:
-        raise invalid_content(file.parent, f"{file.name} is no safetensors file: {error}") from None
+_OF_WEIGHTS = ("ema", "training_weights")
 
 
-def _decoded(path: Path, part: str, tensors: Mapping[str, Tensor], values: Tree) -> StateDict:
+def _with_small_parts(rest: StateDict) -> StateDict:
+    """Read all stored tensors except those of weights, moments and averages."""
+    small = {key: each if key in _OF_WEIGHTS else read_whole(each) for key, each in rest.items() if key != "optimizer"}
+    optimizer = {key: each if key == "state" else read_whole(each) for key, each in rest["optimizer"].items()}
+    return {**small, "optimizer": optimizer}
+
+
+def _decoded(path: Path, part: str, tensors: Mapping[str, Tensor | StoredTensor], values: Tree) -> StateDict:
     try:
         decoded: StateDict = decode(tensors, values)
     except KeyError as error:
-        raise invalid_content(path, f"state.json refers to {error}, which is not in {part}.safetensors") from None
+        raise invalid_content(path, f"state.json refers to {error}, which is not in the tensors of {part}") from None
     return decoded

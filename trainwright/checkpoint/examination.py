@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from trainwright.checkpoint.codec import StateDict, Tree, same_bits
 from trainwright.checkpoint.contents import PARTS, Contents, read_contents
 from trainwright.checkpoint.manifest import NAME, read_manifest, read_state, step_of, verify
+from trainwright.checkpoint.stored import read_whole
+from trainwright.checkpoint.tensor_file import open_tensors
 from trainwright.errors import CheckpointError
 
 
@@ -85,6 +86,7 @@ def _not_finite(contents: Contents) -> Iterator[str]:
     trained = {name for group in contents.rest["optimizer"]["param_groups"] for name in group["params"]}
     for part, held in contents.tensors.items():
         for name, tensor in held.items():
+            tensor = read_whole(tensor)
             if not tensor.is_floating_point():
                 continue
             values = tensor.float() if tensor.element_size() == 1 else tensor  # torch has no isinf for float8
@@ -111,9 +113,9 @@ class CheckpointDifference:
 def differences(one: Path, two: Path) -> Iterator[CheckpointDifference]:
     """Yield every tensor and value whose bits differ in two verified checkpoints, except the run metadata."""
     for part in PARTS:
-        ours, theirs = (load_file(each / f"{part}.safetensors") for each in (one, two))
+        ours, theirs = (open_tensors(each, part) for each in (one, two))
         for name in sorted({*ours, *theirs}):
-            if (found := _difference(ours.get(name), theirs.get(name))) is not None:
+            if (found := _difference(read_whole(ours.get(name)), read_whole(theirs.get(name)))) is not None:
                 yield CheckpointDifference(f"{part} {name}", *found)
     ours, theirs = map(read_state, (one, two))
     for name in sorted({*ours, *theirs} - {"metadata"}):

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 from safetensors import SafetensorError
 
@@ -20,7 +21,13 @@ from trainwright.runs.system_calls import fsync
 
 NAME = "manifest.json"
 FORMAT = 2
-NEEDED = ("model.safetensors", "rest.safetensors", "state.json")
+SHARDED_FORMAT = 3
+"""Format of a checkpoint that several ranks wrote, with a file of each rank."""
+NEEDED = {
+    FORMAT: ("model.safetensors", "rest.safetensors", "state.json"),
+    SHARDED_FORMAT: ("shards.json", "state.json"),
+}
+"""The files of each format, besides those that the manifest lists."""
 
 
 def name_of(step: int) -> str:
@@ -34,16 +41,35 @@ def step_of(path: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def write_manifest(folder: Path, step: int, best: Mapping[str, Tree] | None = None, run: str = "") -> int:
+FileEntry: TypeAlias = dict[str, int | str]
+"""The size and the sha256 of a file."""
+
+
+def write_manifest(
+    folder: Path,
+    step: int,
+    best: Mapping[str, Tree] | None = None,
+    run: str = "",
+    durable: Mapping[str, FileEntry] | None = None,
+) -> int:
     """List all files of ``folder`` and make them and the manifest durable (fsync). Return the total number of bytes.
 
     ``best`` holds the metric and value by which the state is the best so far; ``run`` is the identity of the run.
+    ``durable`` are files that other ranks wrote and have made durable: they are not read here.
     """
-    files = {path.name: _entry(path) for path in sorted(folder.iterdir()) if path.name != NAME}
-    body = {"format": FORMAT, "step": step, "run": run, "best": best, "files": files}
+    written = durable or {}
+    own = {path.name: file_entry(path) for path in sorted(folder.iterdir()) if path.name not in (NAME, *written)}
+    files = {**own, **written}
+    body = {
+        "format": FORMAT if durable is None else SHARDED_FORMAT,
+        "step": step,
+        "run": run,
+        "best": best,
+        "files": files,
+    }
     text = json.dumps({**body, "sha256": _sum(body)}, indent=1)
     (folder / NAME).write_text(text, "utf-8")  # no newline at its end, so that any truncation is detected
-    for name in (*files, NAME):
+    for name in (*own, NAME):
         fsync(folder / name)
     fsync(folder)
     return sum(int(entry["bytes"]) for entry in files.values())
@@ -65,9 +91,9 @@ def read_manifest(folder: Path) -> StateDict:
         raise CheckpointError(f"{folder / NAME} cannot be read: {error}", remedy=_REMEDY) from None
     if manifest.pop("sha256", None) != _sum(manifest):
         raise CheckpointError(f"{folder / NAME} is damaged: it differs from its own sha256", remedy=_REMEDY)
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in NEEDED:
         raise NotReadableHere(
-            f"{folder / NAME}: format {manifest.get('format')} is not {FORMAT}, which this version reads",
+            f"{folder / NAME}: format {manifest.get('format')} is none of {[*NEEDED]}, which this version reads",
             remedy="use the version of Trainwright that wrote it (`version` in log.jsonl)",
         )
     return manifest
@@ -114,10 +140,14 @@ def _sum(body: Mapping[str, Tree]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def verify(folder: Path, needed: Sequence[str] = NEEDED) -> None:
-    """Raise CheckpointError, naming the file, unless every file is present with its size and hash."""
+def verify(folder: Path, needed: Sequence[str] | None = None) -> None:
+    """Raise CheckpointError, naming the file, unless every file is present with its size and hash.
+
+    ``needed`` are files that the manifest must list; by default those of a checkpoint.
+    """
     manifest = read_manifest(folder)
-    for name, expected in {**dict.fromkeys(needed), **manifest["files"]}.items():
+    all_needed = NEEDED[manifest["format"]] if needed is None else needed
+    for name, expected in {**dict.fromkeys(all_needed), **manifest["files"]}.items():
         path = folder / name
         if Path(name).name != name or not os.path.lexists(path):
             raise CheckpointError(f"{path} is missing", remedy=_REMEDY)
@@ -163,7 +193,8 @@ INVALID_CONTENT_ERRORS = (
 _REMEDY = "resume from an older checkpoint of the run"
 
 
-def _entry(path: Path) -> dict[str, str | int]:
+def file_entry(path: Path) -> FileEntry:
+    """Return the size and the sha256 of a file. Raises OSError."""
     with open_file(path, follow_links=True) as file:
         size = os.fstat(file.fileno()).st_size
         return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
@@ -173,4 +204,4 @@ def _matches(path: Path, expected: Tree) -> bool:
     """Return True if a file matches its entry. The size is compared first: a replaced file may be endless."""
     with open_file(path, follow_links=True) as file:
         size = os.fstat(file.fileno()).st_size
-    return isinstance(expected, dict) and size == expected.get("bytes") and _entry(path) == expected
+    return isinstance(expected, dict) and size == expected.get("bytes") and file_entry(path) == expected

@@ -12,6 +12,7 @@ from trainwright.checkpoint.chained_optimizer import ChainedOptimizer
 from trainwright.checkpoint.codec import StateDict, Tree
 from trainwright.checkpoint.names import plain_name
 from trainwright.checkpoint.shards import divided_like
+from trainwright.checkpoint.stored import StoredTensor, read_whole
 from trainwright.checkpoint.weights import unwrapped
 
 _SET_BY_RECIPE = ("lr", "weight_decay", "betas", "momentum", "eps", "nesterov", "initial_lr")
@@ -84,11 +85,11 @@ def _parted(saved: Mapping[str, Tree]) -> Iterator[StateDict]:
 
 def _divided(saved: Tree, parameter: Tensor) -> Tree:
     """Return the state. If ranks divide the parameter, tensors of its size are cut to the part of this rank."""
-    if isinstance(saved, Tensor):
+    if isinstance(saved, Tensor | StoredTensor):
         return divided_like(saved, parameter)
     if isinstance(saved, Mapping):
         return {key: _divided(each, parameter) for key, each in saved.items()}
-    return saved
+    return read_whole(saved)
 
 
 def _as_saved(loaded: Tree, saved: Tree, parameter: Tensor) -> Tree:

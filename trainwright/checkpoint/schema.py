@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor
 
 from trainwright.checkpoint.codec import Tree
+from trainwright.checkpoint.stored import StoredTensor
 
 
 class Kind(NamedTuple):
@@ -31,7 +32,7 @@ A dict must have these keys ('*': all keys; 'name?': optional), and may have oth
 
 ANYTHING = Kind("a value", lambda value: True)
 TEXT = Kind("a text", lambda value: isinstance(value, str))
-TENSOR = Kind("a tensor", lambda value: isinstance(value, Tensor))
+TENSOR = Kind("a tensor", lambda value: isinstance(value, Tensor | StoredTensor))
 NATURAL = Kind("a whole number from 0 to 2^63 - 1", lambda value: type(value) is int and 0 <= value < 2**63)
 AMOUNT = Kind("a finite number from 0", lambda value: type(value) in (int, float) and 0 <= value < 2.0**1023)
 FLOAT = Kind("a number", lambda value: type(value) is float)
@@ -67,7 +68,7 @@ def _violations_below(value: Mapping[str, Tree], key: str, rule: Rule, path: str
 
 
 def _brief(value: Tree) -> str:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | StoredTensor):
         return f"a tensor of {tuple(value.shape)}"
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

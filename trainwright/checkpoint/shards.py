@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from trainwright.checkpoint.stored import Box, StoredTensor
 from trainwright.distributed.group import Ranks
 
 if TYPE_CHECKING:
@@ -84,25 +85,35 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_divided(tensor) else tensor
 
 
-def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return ``tensor`` divided as ``like`` is. The local part is a view, so only that part of a mapped file is read.
+def divided_like(tensor: Tensor | StoredTensor, like: Tensor) -> Tensor:
+    """Return ``tensor`` divided as ``like`` is. Only the local part is read from files.
 
-    Returns the tensor itself if ``like`` is not divided, or has another shape.
+    Returns the full tensor if ``like`` is not divided, or has another shape.
     """
-    if not is_divided(like) or is_divided(tensor) or tensor.shape != like.shape:
-        return tensor
+    if not is_divided(like) or tensor.shape != like.shape or (isinstance(tensor, Tensor) and is_divided(tensor)):
+        return tensor.whole() if isinstance(tensor, StoredTensor) else tensor
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.placement_types import _StridedShard
 
-    mesh, part = like.device_mesh, tensor
-    # FSDP is the last to divide a tensor that is divided by layers already; it marks this as strided
-    for axis in sorted(range(mesh.ndim), key=lambda axis: isinstance(like.placements[axis], _StridedShard)):
-        placement = like.placements[axis]
-        if not placement.is_replicate():
-            part = _chunk(part, mesh.size(axis), mesh.get_local_rank(axis), placement.dim)  # type: ignore[attr-defined]
+    box = _local_box(like)
+    part = tensor.read(box) if isinstance(tensor, StoredTensor) else tensor[tuple(slice(b, b + n) for b, n in box)]
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def _local_box(tensor: DTensor) -> Box:
+    """Return which part of the full tensor is on this rank."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = tensor.device_mesh
+    box = [(0, size) for size in tensor.shape]
+    # FSDP is the last to divide a tensor that is divided by layers already; it marks this as strided
+    for axis in sorted(range(mesh.ndim), key=lambda axis: isinstance(tensor.placements[axis], _StridedShard)):
+        placement = tensor.placements[axis]
+        if not placement.is_replicate():
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            box[dim] = _chunk(*box[dim], mesh.size(axis), mesh.get_local_rank(axis))
+    return box
 
 
 def row_of_each_rank(tensor: Tensor, world: Ranks) -> Tensor:
@@ -114,9 +125,8 @@ def row_of_each_rank(tensor: Tensor, world: Ranks) -> Tensor:
     return DTensor.from_local(tensor[None], mesh, [Shard(0)], run_check=False)
 
 
-def _chunk(tensor: Tensor, count: int, index: int, dim: int) -> Tensor:
-    """Return one chunk as torch.chunk does. Its last chunks may be smaller; missing ones are empty here."""
-    size = tensor.shape[dim]
+def _chunk(begin: int, size: int, count: int, index: int) -> tuple[int, int]:
+    """Return one chunk of a range as torch.chunk does. Its last chunks may be smaller; missing ones are empty here."""
     each = -(-size // count)
-    begin = min(index * each, size)
-    return tensor.narrow(dim, begin, min(each, size - begin))
+    skipped = min(index * each, size)
+    return begin + skipped, min(each, size - skipped)

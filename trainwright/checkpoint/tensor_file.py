@@ -1,4 +1,4 @@
-"""Writes tensors in the safetensors format (https://github.com/huggingface/safetensors, "Format").
+"""Tensors of a checkpoint in the safetensors format (https://github.com/huggingface/safetensors, "Format").
 
 The library's writer aborts the process if memory runs out; this one raises MemoryError.
 """
@@ -6,11 +6,23 @@ The library's writer aborts the process if memory runs out; this one raises Memo
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
+
+from trainwright.checkpoint.manifest import invalid_content
+from trainwright.checkpoint.stored import StoredTensor, TensorPart
+from trainwright.runs.files import STATE, read_json
+
+SHARDS = "shards.json"
+"""Lists the parts of each tensor, in a checkpoint that several ranks wrote."""
 
 _NAMES = {
     torch.float64: "F64",
@@ -47,7 +59,54 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    with path.open("wb") as file:
+    with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             file.write(tensors[name].detach().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def open_tensors(checkpoint: Path, part: str) -> Mapping[str, Tensor | StoredTensor]:
+    """Return the tensors of "model" or "rest" by name: memory-mapped, or read when needed.
+
+    Raises CheckpointError for a file without safetensors, and other errors for an invalid shards.json.
+    """
+    if (checkpoint / SHARDS).exists():
+        return _stored(checkpoint, part)
+    file = checkpoint / f"{part}.safetensors"
+    try:
+        return dict(load_file(file))
+    except (SafetensorError, ValueError) as error:
+        raise invalid_content(checkpoint, f"{file.name} is no safetensors file: {error}") from None
+
+
+def _stored(checkpoint: Path, part: str) -> dict[str, Tensor | StoredTensor]:
+    @cache
+    def opened(file: Path) -> Any:
+        try:
+            return safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise invalid_content(checkpoint, f"{file.name} is no safetensors file: {error}") from None
+
+    found: dict[str, Tensor | StoredTensor] = {}
+    for name, entry in read_json(checkpoint / SHARDS, STATE, follow_links=True)[part].items():
+        parts = tuple(_part(checkpoint, each) for each in entry["parts"])
+        dtype = getattr(torch, entry["dtype"])
+        shape = torch.Size(entry["shape"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{SHARDS}: torch.{entry['dtype']} is no dtype")
+        for each in parts:
+            if len(each.box) != len(shape) or any(
+                begin < 0 or length < 0 or begin + length > size
+                for (begin, length), size in zip(each.box, shape, strict=True)
+            ):
+                raise ValueError(f"{SHARDS}: a part of {name} is not inside of its shape {tuple(shape)}")
+        if sum(math.prod(length for _, length in each.box) for each in parts) != shape.numel():
+            raise ValueError(f"{SHARDS}: the parts of {name} are not all of its shape {tuple(shape)}")
+        found[name] = StoredTensor(name, dtype, shape, parts, opened)
+    return found
+
+
+def _part(checkpoint: Path, entry: Mapping[str, Any]) -> TensorPart:
+    if Path(entry["file"]).name != entry["file"]:
+        raise ValueError(f"{SHARDS}: {entry['file']!r} is outside of the checkpoint")
+    return TensorPart(checkpoint / entry["file"], tuple(zip(entry["offset"], entry["shape"], strict=True)))

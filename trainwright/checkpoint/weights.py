@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -14,6 +13,8 @@ from trainwright.checkpoint.codec import StateDict, Tree, decode
 from trainwright.checkpoint.manifest import raising_checkpoint_error, read_state, verify
 from trainwright.checkpoint.names import plain_name
 from trainwright.checkpoint.shards import divided_like
+from trainwright.checkpoint.stored import StoredTensor, read_whole
+from trainwright.checkpoint.tensor_file import open_tensors
 from trainwright.errors import CheckpointError, UsageError
 
 
@@ -62,7 +63,9 @@ def load_plain_state_dict(model: nn.Module, tensors: Mapping[str, Tree], *, is_s
 
 
 def _fitting(value: Tree, live: Tree) -> Tree:
-    return divided_like(value, live) if isinstance(value, Tensor) and isinstance(live, Tensor) else value
+    if isinstance(value, Tensor | StoredTensor) and isinstance(live, Tensor):
+        return divided_like(value, live)
+    return read_whole(value)
 
 
 def read_weights(checkpoint: Path, *, average: bool = False) -> StateDict:
@@ -75,10 +78,10 @@ def read_weights(checkpoint: Path, *, average: bool = False) -> StateDict:
     verify(checkpoint)
     with raising_checkpoint_error(checkpoint):
         state = read_state(checkpoint)
-        weights: StateDict = decode(load_file(checkpoint / "model.safetensors"), state["model"])
+        weights: StateDict = _read_once(decode(open_tensors(checkpoint, "model"), state["model"]))
         if not average:
             return weights
-        saved: StateDict = decode(load_file(checkpoint / "rest.safetensors"), state["rest"]["ema"])
+        saved: StateDict = read_whole(decode(open_tensors(checkpoint, "rest"), state["rest"]["ema"]))
     if not saved:
         raise CheckpointError(
             f"{checkpoint} holds no average of the weights",
@@ -90,6 +93,13 @@ def read_weights(checkpoint: Path, *, average: bool = False) -> StateDict:
             remedy="take the weights themselves, or a later checkpoint",
         )
     return _with_average(weights, saved["shadow"])
+
+
+def _read_once(weights: StateDict) -> StateDict:
+    """Return the weights with stored tensors read. A tied weight is one tensor under several names."""
+    stored = {id(each): each for each in weights.values() if isinstance(each, StoredTensor)}
+    read = {key: each.whole() for key, each in stored.items()}
+    return {name: read[id(each)] if id(each) in read else read_whole(each) for name, each in weights.items()}
 
 
 def _with_average(weights: StateDict, shadow: Mapping[str, Tensor]) -> StateDict:

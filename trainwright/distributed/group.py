@@ -59,8 +59,12 @@ class World(Protocol):
         """Replace each tensor by that of rank 0, in place."""
         ...
 
-    def send_to_first(self, tensor: Tensor, source: int) -> None:
-        """Replace ``tensor`` on rank 0 by that of rank ``source``, in place. The other ranks need not call this."""
+    def to_first(self, value: T) -> list[T] | None:
+        """Return the value of every rank on the first rank, and None on the others."""
+        ...
+
+    def from_first(self, values: Sequence[T] | None) -> T:
+        """Return this rank's one of the ``values``, which the first rank passes, and the others pass as None."""
         ...
 
 
@@ -87,7 +91,13 @@ class Solo:
 
     def sum_(self, tensors: Sequence[Tensor]) -> None: ...
     def copy_first_(self, tensors: Sequence[Tensor]) -> None: ...
-    def send_to_first(self, tensor: Tensor, source: int) -> None: ...
+
+    def to_first(self, value: T) -> list[T] | None:
+        return [value]
+
+    def from_first(self, values: Sequence[T] | None) -> T:
+        assert values is not None
+        return values[0]
 
 
 SOLO = Solo()
@@ -147,66 +157,78 @@ class Ranks:
     def least(self, number: int) -> int:
         """Costs an all-reduce of eight bytes."""
         one = torch.tensor(number, device="cpu")
-        with _raising_rank_error("agree on a number"):
+        with raising_rank_error("agree on a number"):
             distributed.all_reduce(one, distributed.ReduceOp.MIN, group=self._group)
         return int(one)
 
     def clock(self) -> float:
         now = torch.tensor(time.perf_counter(), dtype=torch.float64, device="cpu")
-        with _raising_rank_error("agree on the time"):
+        with raising_rank_error("agree on the time"):
             distributed.broadcast(now, group=self._group, group_src=0)
         return float(now)
 
     def gather(self, numbers: Tensor) -> Tensor:
         gathered = [torch.empty_like(numbers) for _ in range(self.size)]
-        with _raising_rank_error("gather numbers"):
+        with raising_rank_error("gather numbers"):
             distributed.all_gather(gathered, numbers, group=self._group)
         return torch.stack(gathered)
 
     def collect(self, value: T) -> list[T]:
         values: list[T | None] = [None] * self.size
-        with _raising_rank_error("gather objects"):
+        with raising_rank_error("gather objects"):
             distributed.all_gather_object(values, value, group=self._group)
         return values  # type: ignore[return-value]
 
     @torch.no_grad()
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Sum in buckets, one after the other: the order of summation depends only on the number of ranks."""
-        for bucket in _buckets(tensors):
-            flat = _flattened(bucket)
-            with _raising_rank_error("sum gradients"):
+        for bucket in buckets_of(tensors):
+            flat = flattened(bucket)
+            with raising_rank_error("sum gradients"):
                 distributed.all_reduce(flat, group=self._group)
             _spread(flat, bucket)
 
     @torch.no_grad()
     def sum_by_(self, hook: CommunicationHook, tensors: Sequence[Tensor]) -> None:
         """Sum as ``sum_`` does, with communication by the hook, which returns the mean of a bucket over the ranks."""
-        buckets = list(_buckets(tensors))
+        buckets = list(buckets_of(tensors))
         for index, bucket in enumerate(buckets):
-            flat = _flattened(bucket)
+            flat = flattened(bucket)
             view = Bucket(index, flat, [each.shape for each in bucket], index + 1 == len(buckets))
-            with _raising_rank_error("sum compressed gradients"):
+            with raising_rank_error("sum compressed gradients"):
                 mean = hook(view).wait()
             flat.copy_(mean).mul_(self.size)
             _spread(flat, bucket)
 
     @torch.no_grad()
     def copy_first_(self, tensors: Sequence[Tensor]) -> None:
-        for bucket in _buckets(tensors):
-            flat = _flattened(bucket)
-            with _raising_rank_error("copy tensors of rank 0"):
+        for bucket in buckets_of(tensors):
+            flat = flattened(bucket)
+            with raising_rank_error("copy tensors of rank 0"):
                 distributed.broadcast(flat, group=self._group, group_src=0)
             _spread(flat, bucket)
 
-    def send_to_first(self, tensor: Tensor, source: int) -> None:
-        with _raising_rank_error("send a tensor to rank 0"):
-            if self.rank == source:
-                distributed.send(tensor, group=self._group, group_dst=0)
-            elif self.rank == 0:
-                distributed.recv(tensor, group=self._group, group_src=source)
+    def to_first(self, value: T) -> list[T] | None:
+        values: list[T | None] | None = [None] * self.size if self.rank == 0 else None
+        with raising_rank_error("send objects to rank 0"):
+            distributed.gather_object(value, values, group=self._group, group_dst=0)
+        return values  # type: ignore[return-value]
+
+    def from_first(self, values: Sequence[T] | None) -> T:
+        received: list[T | None] = [None]
+        with raising_rank_error("receive an object from rank 0"):
+            distributed.scatter_object_list(
+                received, None if values is None else [*values], group=self._group, group_src=0
+            )
+        return received[0]  # type: ignore[return-value]
+
+    def again(self) -> Ranks:
+        """Return the same ranks as a separate group, for exchanges of another thread. Every rank must call it."""
+        with raising_rank_error("make a group"):
+            return Ranks(distributed.new_group(distributed.get_process_group_ranks(self.group), backend="gloo"))
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def buckets_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield groups of consecutive tensors of one dtype and device, at most BUCKET_BYTES together."""
     for _, alike in groupby(tensors, key=lambda each: (each.dtype, each.device)):
         bucket: list[Tensor] = []
@@ -220,7 +242,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _flattened(bucket: Sequence[Tensor]) -> Tensor:
+def flattened(bucket: Sequence[Tensor]) -> Tensor:
     """Return one tensor of all elements: a copy, unless there is a single contiguous tensor."""
     if len(bucket) == 1 and bucket[0].is_contiguous():
         return bucket[0].detach().view(-1)
@@ -247,7 +269,8 @@ def exchanged_s() -> float:
 
 
 @contextmanager
-def _raising_rank_error(what: str) -> Iterator[None]:
+def raising_rank_error(what: str) -> Iterator[None]:
+    """Context of an exchange. Raises RankError if it fails, and adds its time to ``exchanged_s``."""
     begin_s = time.perf_counter()
     try:
         yield

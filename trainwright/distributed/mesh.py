@@ -55,9 +55,9 @@ class RankMesh:
         return number * degrees.tensor + place.tensor if divides_sequence else number
 
     @property
-    def stages_of_first(self) -> World:
-        """The stages of the first rank, if this rank has one of them."""
-        return self.stages if replace(self.place, pipeline=0) == FIRST_POSITION else SOLO
+    def is_first_of_stage(self) -> bool:
+        """True if this is the first rank with its stage of the model; without a pipeline, the first rank."""
+        return replace(self.place, pipeline=0) == FIRST_POSITION
 
     def along(self, *axes: str) -> DeviceMesh:
         """Return the part of the mesh along some axes, outermost first, that contains this rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from numbers import Real
 from operator import add
@@ -366,7 +367,12 @@ class Accumulated(NamedTuple):
 
 
 def accumulate(
-    state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision, witness: StepWitness = SILENT
+    state: TrainState,
+    batch: StepBatch,
+    loss_fn: LossFn,
+    precision: Precision,
+    witness: StepWitness = SILENT,
+    last_backward: Callable[[Accumulated], AbstractContextManager[Accumulated]] = nullcontext,
 ) -> Accumulated:
     """Run forward and scaled backward on every micro-batch; gradients add up in ``.grad``.
 
@@ -377,6 +383,8 @@ def accumulate(
 
     A micro-batch whose loss depends on no parameter (it may count nothing) has no backward pass. A micro-batch without
     samples (the rank has none left) has weight 0.
+
+    ``last_backward`` is a context for the last backward pass. It receives the results, and returns those of all ranks.
     """
     outputs: list[Loss] = []
     size = batch.size or 1
@@ -394,12 +402,21 @@ def accumulate(
                 if provisional is None:
                     provisional = _nonzero(output.weight) * len(batch.micro)
                 objective = output.total / provisional
-        if objective.requires_grad:
-            scaled = state.scaler.scaled(objective)
-            witness.loss_is_scaled(objective, scaled)
-            scaled.backward()  # type: ignore[no-untyped-call]
         outputs.append(Loss(output.total.detach(), output.weight, output.metrics))
-    return _combined(outputs, provisional, batch.size)
+        if len(outputs) == len(batch.micro):
+            break
+        _backward(state, objective, witness)
+    with last_backward(_combined(outputs, provisional, batch.size)) as done:
+        _backward(state, objective, witness)
+    return done
+
+
+def _backward(state: TrainState, objective: Tensor, witness: StepWitness) -> None:
+    """Run the backward pass of a loss, unless it depends on no parameter."""
+    if objective.requires_grad:
+        scaled = state.scaler.scaled(objective)
+        witness.loss_is_scaled(objective, scaled)
+        scaled.backward()  # type: ignore[no-untyped-call]
 
 
 def run_divided(

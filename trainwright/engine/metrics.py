@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -41,6 +41,13 @@ class RankedMetric(Metric, Protocol):
     def over_ranks(self, world: World) -> object:
         """Return the value over the batches of all ranks, the same on each. Every rank must call it."""
         ...
+
+
+@runtime_checkable
+class MergingMetric(Metric, Protocol):
+    """A metric that adds the state of others to its own, as those of ``torcheval`` do."""
+
+    def merge_state(self, metrics: Iterable[Any], /) -> object: ...
 
 
 @runtime_checkable
@@ -142,11 +149,12 @@ class MetricSet:
     def require_ranked(self) -> None:
         """Raise UsageError for a metric that cannot be combined over several ranks."""
         for name, metric in self._metrics.items():
-            if not isinstance(metric, RankedMetric) and not _of_torchmetrics(metric):
+            if not isinstance(metric, RankedMetric | MergingMetric) and not _of_torchmetrics(metric):
                 raise UsageError(
                     f"the metric {name!r}, a {type(metric).__name__}, cannot be joined over several ranks",
-                    remedy="make it a torchmetrics.Metric, whose states say how they are reduced (add_state), or a "
-                    "function (outputs, targets) -> float; or train on one rank",
+                    remedy="give it merge_state(metrics), which adds the state of others to its own; or make it a "
+                    "torchmetrics.Metric, whose states say how they are reduced (add_state), or a function "
+                    "(outputs, targets) -> float; or train on one rank",
                 )
 
     def copied(self) -> MetricSet:
@@ -241,8 +249,17 @@ def _metric(name: object, metric: object) -> Metric:
 def _computed(metric: Metric, world: World) -> object:
     if isinstance(metric, RankedMetric):
         return metric.over_ranks(world)
+    if isinstance(metric, MergingMetric) and world.size > 1 and not _of_torchmetrics(metric):
+        return _merged(metric, world).compute()
     with synchronized(metric, world):
         return metric.compute()
+
+
+def _merged(metric: MergingMetric, world: World) -> MergingMetric:
+    """Return a metric with the state of all ranks, merged in the order of the ranks, so that all get the same bits."""
+    first, *others = world.collect(metric)
+    first.merge_state(others)
+    return first
 
 
 def _of_torchmetrics(metric: object) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -18,12 +19,15 @@ from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.rng import TorchGenerators
 from trainwright.checkpoint.shards import is_sharded, locals_of
 from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.group import Ranks
+from trainwright.engine.compressed import sum_whole
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.exact import accumulate_exactly
 from trainwright.engine.guard import APPLIED, must_skip, update_unless
 from trainwright.engine.loss import Accumulated, Loss, LossFn, accumulate, as_loss_fn, combine_divided, run_divided
 from trainwright.engine.metrics import OutputKeeper
 from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
+from trainwright.engine.overlap import OtherRankFailed, OverlappedSum
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.rank_layout import ONE_RANK_LAYOUT, RankLayout
 from trainwright.engine.rank_sums import (
@@ -154,7 +158,8 @@ def make_step(
     stream = ranks.stream
     sharded = ShardedPasses(world, ranks.zero, witness, ranks.norms)
     loss_fn = as_loss_fn(loss) if keeper is None else keeper.around(as_loss_fn(loss))
-    parts = _Parts(loss_fn, precision, clip, probes, ranks, seed, sharded, witness, keeper)
+    overlap = OverlappedSum(world) if isinstance(world, Ranks) and ranks.sum_gradients is sum_whole else None
+    parts = _Parts(loss_fn, precision, clip, probes, ranks, seed, sharded, witness, keeper, overlap)
     recovery = Recovery(lambda state: clear_grads(state.optimizer), world, witness)
     update = Update(recovery, witness)
     if world.size == 1 and not (ranks.exact or ranks.divided or ranks.stages):
@@ -228,6 +233,7 @@ class _Parts(NamedTuple):
     sharded: ShardedPasses
     witness: StepWitness
     keeper: OutputKeeper | None
+    overlap: OverlappedSum | None = None
 
 
 class _Gradients(NamedTuple):
@@ -257,17 +263,44 @@ def _gradients(
         return recovery(
             lambda state, batch: _finish(state, _passes(state, batch, parts), parts), state, batch, generators
         )
+    overlap = parts.overlap
+    if overlap is not None and overlap.is_enabled:
+        summed, pieces, reports = recovery(
+            lambda state, batch: _overlapped_passes(state, batch, parts, overlap), state, batch, generators
+        )
+        if overlap.settle():
+            assert summed is not None, "the ranks agreed that all have computed their part"
+            return _finish(state, summed, parts, is_summed=True), pieces, reports
+        recovery.put_back(state)
     done, batch, reports = recovery(lambda state, batch: _passes(state, batch, parts), state, batch, generators)
     return _finish(state, done, parts), batch, reports
 
 
-def _passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
+def _overlapped_passes(
+    state: TrainState, batch: StepBatch, parts: _Parts, overlap: OverlappedSum
+) -> Accumulated | None:
+    """Run the passes, and sum the gradients meanwhile. Returns None if another rank ran out of memory."""
+    try:
+        with overlap.attempt():
+            return _passes(
+                state, batch, parts, lambda done: overlap.last_backward(state, done, device_of(state.optimizer))
+            )
+    except OtherRankFailed:
+        return None
+
+
+def _passes(
+    state: TrainState,
+    batch: StepBatch,
+    parts: _Parts,
+    last_backward: Callable[[Accumulated], AbstractContextManager[Accumulated]] = nullcontext,
+) -> Accumulated:
     """Run the forward and backward passes over the data of this rank."""
     parts.witness.gradients_are_cleared(state.optimizer)
     clear_grads(state.optimizer)
     if parts.keeper is not None:
         parts.keeper.clear()
-    return accumulate(state, batch, parts.loss_fn, parts.precision, parts.witness)
+    return accumulate(state, batch, parts.loss_fn, parts.precision, parts.witness, last_backward)
 
 
 def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
@@ -298,20 +331,23 @@ def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumul
     return combine_divided(outputs, number)
 
 
-def _finish(state: TrainState, done: Accumulated, parts: _Parts) -> _Gradients:
-    """Return the gradients as they will be applied, the same on every rank."""
+def _finish(state: TrainState, done: Accumulated, parts: _Parts, *, is_summed: bool = False) -> _Gradients:
+    """Return the gradients as they will be applied, the same on every rank.
+
+    ``is_summed``: the results are those of all ranks, and the gradients were unscaled and summed.
+    """
     clip = parts.clip
     ranks = parts.ranks
     witness = parts.witness
     world = ranks.sums
-    is_to_sum = world.size > 1 and not ranks.exact and not is_sharded(state.model)
+    is_to_sum = world.size > 1 and not ranks.exact and not is_sharded(state.model) and not is_summed
     if ranks.divided:
         settle_parts(state.optimizer)
     if is_to_sum:
         fill_missing(state.optimizer, world)
         done = combine(done, world, device_of(state.optimizer))
     parameters, grads = collect_grads(state.optimizer, done)
-    if grads and (state.scaler.scale is not None or done.correction is not None):
+    if grads and not is_summed and (state.scaler.scale is not None or done.correction is not None):
         _unscale(state, locals_of(grads), done, witness)
     if is_to_sum:
         ranks.sum_gradients(world, state, locals_of(grads), done.weight)

@@ -6,24 +6,26 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
-from trainwright.checkpoint.checkpoint import CheckpointData, capture, commit, take_part, tensors_of
+from trainwright.checkpoint.checkpoint import TensorName, capture_live, commit, tensors_of
 from trainwright.checkpoint.manifest import step_of
-from trainwright.checkpoint.staging import Staging, num_bytes
+from trainwright.checkpoint.sharded import SavedPart, ShardedSave
+from trainwright.checkpoint.staging import Staging, num_bytes, on_host
 from trainwright.checkpoint.store import Best, Retention, prune, read_best, repair_best, write_best
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.distributed.group import SOLO, World
+from trainwright.distributed.group import World
 from trainwright.distributed.memory import free_bytes
 from trainwright.distributed.threads import single_threaded, small_stacks
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.loop import NEVER, Saver
-from trainwright.errors import CheckpointError, TrainwrightError, suggest, text_of
+from trainwright.errors import CheckpointError, RankError, TrainwrightError, suggest, text_of
 from trainwright.monitoring.cadence import Every
 from trainwright.runs.storage import storage_error
 
@@ -79,13 +81,76 @@ class _Done:
 _free_on_host = partial(free_bytes, torch.device("cpu"))
 
 
+class _OwnThread:
+    """Writes copies of the state in a thread. Without memory for a copy, training waits for the write instead."""
+
+    def __init__(self, *, asynchronous: bool, warn: Callable[[str], None], free_memory: Callable[[], int]) -> None:
+        self._asynchronous, self._warn, self._free_memory = asynchronous, warn, free_memory
+        self._executor = _started_thread()
+        self._is_prepared = False
+        self._staging: Staging | None = None
+        self._reserving: Future[None] | None = None
+
+    def prepare(self, state: TrainState, tensors_of_state: Callable[[TrainState], Mapping[TensorName, Tensor]]) -> None:
+        """Start to allocate memory for the copy during training, unless it would not fit or memory ran out.
+
+        Only the first call has an effect. It must not come earlier than the first step, because an optimizer has its
+        state after that. Raises CheckpointError for state that cannot be stored in a file.
+        """
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        tensors = tensors_of_state(state)
+        if not self._asynchronous or isinstance(self._executor, _NoThread) or state.micro_limit is not None:
+            return
+        needed = num_bytes(tensors)
+        if needed > MAX_FREE_MEMORY_FRACTION * self._free_memory():
+            self._warn(f"checkpoints are written while training waits: a copy takes {needed / 1e9:.3g} GB of memory")
+            return
+        self._staging = Staging()
+        self._reserving = self._executor.submit(self._staging.reserve, tensors)
+
+    def stop_copying(self) -> None:
+        """Free the memory of the copy. Training waits for later saves."""
+        self._staging = None
+
+    def on_host(self, tensors: Mapping[TensorName, Tensor]) -> Mapping[TensorName, Tensor]:
+        """Return copies of the tensors, or the live tensors, with one warning, if there is no memory for a copy."""
+        if self._staging is None:
+            return on_host(tensors)
+        try:
+            reserving, self._reserving = self._reserving, None
+            if reserving:
+                reserving.result()
+            return self._staging.copy(tensors)
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
+            hosted = on_host(tensors)  # raises again unless the copy was the cause
+            self._staging = None
+            self._warn(
+                f"checkpoints are written while training waits: the state cannot be copied ({_first_words(error)})"
+            )
+            return hosted
+
+    def submit(self, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Start to write. Waits for it if the live tensors are written."""
+        future = self._executor.submit(work, *args, **kwargs)
+        if self._staging is None:
+            wait([future])
+        return future
+
+    def end(self, *, waits: bool = True) -> None:
+        """End the thread."""
+        self._executor.shutdown(wait=waits, cancel_futures=not waits)
+
+
 class Saving:
     """A Saver. At most one save is in flight: the next one waits for it.
 
     A failed save never stops the run. It prints a warning, and older checkpoints stay intact. The copy needs as much
     host memory as the state. If ``free_memory`` (bytes) is not enough, or the copy fails, training waits for the write
     instead. ``folder_guard`` is called before and after each save, because the folder may have been deleted. ``run`` is
-    the identity of the run, and ``run_metadata`` is stored in each checkpoint.
+    the identity of the run, and ``run_metadata`` is stored in each checkpoint. With ``shards``, it is the Saver of the
+    first of several ranks, each of which writes a part.
     """
 
     def __init__(
@@ -100,7 +165,9 @@ class Saving:
         folder_guard: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         free_memory: Callable[[], int] = _free_on_host,
+        shards: ShardedSave | None = None,
     ) -> None:
+        self._shards = shards
         self._folder = folder
         self._policy = policy
         self._listener = listener
@@ -108,11 +175,8 @@ class Saving:
         self._run = run
         self._run_metadata = run_metadata
         self._folder_guard = folder_guard
-        self._clock, self._free_memory = clock, free_memory
-        self._started_thread = _started_thread()
-        self._is_prepared = False
-        self._staging: Staging | None = None
-        self._reserving: Future[None] | None = None
+        self._clock = clock
+        self._thread = _OwnThread(asynchronous=policy.asynchronous, warn=warn, free_memory=free_memory)
         self._writing: tuple[int, float, Future[_Done]] | None = None  # step, seconds that training waited
         self._saved, self._saved_s = (-1, False), clock()
         self._best = BestSoFar(
@@ -128,12 +192,9 @@ class Saving:
         """
         if self._writing and self._writing[2].done():
             self._finish()
-        if not self._is_prepared:  # not earlier: an optimizer has its state after the first step
-            self._prepare_copy(state)
-        if (
-            state.micro_limit is not None and self._writing is None
-        ):  # memory has run out, so there is no room for the copy
-            self._staging = None
+        self._thread.prepare(state, self._shards.tensors if self._shards else tensors_of)
+        if state.micro_limit is not None and self._writing is None:  # memory has run out: no room for the copy
+            self._thread.stop_copying()
         policy, age_s = self._policy, self._clock() - self._saved_s
         every = policy.every is not None and policy.every.due(state) and age_s >= policy.apart_s
         too_old = policy.at_least_s is not None and age_s >= policy.at_least_s
@@ -146,53 +207,45 @@ class Saving:
         self._finish()
         self._saved, self._saved_s = (state.step, state.ema.is_complete), self._clock()
         try:
-            snapshot = self._captured(state)
-        except Exception as error:
-            if state.saves_together:  # the other ranks cannot know that this one failed
-                raise
+            write = self._captured(state)
+        except RankError:
+            raise
+        except Exception as error:  # on each rank the same one
             self._not_saved(state.step, error)
             return
-        try:
-            self._folder_guard()
-        except Exception as error:
-            self._not_saved(state.step, error)
-            return
-        future = self._started_thread.submit(self._write, snapshot, self._best.at(state.step))
-        if self._staging is None:  # the live tensors are written directly
-            wait([future])
+        future = self._thread.submit(self._write, state.step, write, self._best.at(state.step))
         self._writing = state.step, time.perf_counter() - begin_s, future
 
     rescue = __call__
 
-    def _captured(self, state: TrainState) -> CheckpointData:
-        """Return a copy of the state, or the live tensors, with one warning, if there is no memory for a copy."""
-        if self._staging is None:
-            return capture(state, None, self._run_metadata)
-        try:
-            reserving, self._reserving = self._reserving, None
-            if reserving:
-                reserving.result()
-            return capture(state, self._staging, self._run_metadata)
-        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
-            if state.saves_together:
-                raise
-            snapshot = capture(state, None, self._run_metadata)  # raises again unless the copy was the cause
-            self._staging = None
-            self._warn(
-                f"checkpoints are written while training waits: the state cannot be copied ({_first_words(error)})"
-            )
-            return snapshot
+    def _captured(self, state: TrainState) -> Callable[[Best | None], tuple[Path, int]]:
+        """Return how the state of this step is written: a copy of it, or the live tensors."""
+        if self._shards is None:
+            self._folder_guard()
+            snapshot = capture_live(state, self._run_metadata)
+            hosted = snapshot.of_tensors(self._thread.on_host(snapshot.tensors))
+            return lambda best: commit(hosted, self._folder, best, self._run)
+        shards = self._shards
+        part = shards.capture(state, self._folder, self._run, self._run_metadata or {}, self._folder_guard)
+        part = replace(part, tensors=self._thread.on_host(part.tensors))
 
-    def _write(self, snapshot: CheckpointData, best: Best | None) -> _Done:
+        def write(best: Best | None) -> tuple[Path, int]:
+            written = shards.write(part, self._folder, best, self._run)
+            assert written is not None, "the first rank commits"
+            return written
+
+        return write
+
+    def _write(self, step: int, write: Callable[[Best | None], tuple[Path, int]], best: Best | None) -> _Done:
         """Write the checkpoint, and only then delete older ones. Runs in the thread."""
         begin_s, trouble = time.perf_counter(), ""
-        path, written = commit(snapshot, self._folder, best, self._run)
+        path, written = write(best)
         try:
             if best:
                 write_best(self._folder, best, self._run)
             prune(self._folder, path, self._policy.retention, self._run)
         except Exception as error:
-            trouble = f"step {snapshot.step} is saved, but older checkpoints could not be removed: {error}"
+            trouble = f"step {step} is saved, but older checkpoints could not be removed: {error}"
         return _Done(path, written, time.perf_counter() - begin_s, trouble)
 
     def _finish(self) -> None:
@@ -243,31 +296,14 @@ class Saving:
     def close(self) -> None:
         """Wait until all saves are on disk."""
         self._finish()
-        self._started_thread.shutdown()
+        self._thread.end()
 
     def __exit__(self, *error: object) -> None:
         """Close, but do not wait after a second interrupt: the previous checkpoint remains."""
         if any(isinstance(each, BaseException) and not isinstance(each, Exception) for each in error):
-            self._started_thread.shutdown(wait=False, cancel_futures=True)
+            self._thread.end(waits=False)
         else:
             self.close()
-
-    def _prepare_copy(self, state: TrainState) -> None:
-        """Start to allocate memory for the copy during training, unless it would not fit or memory ran out."""
-        self._is_prepared = True
-        tensors = tensors_of(state)
-        if (
-            not self._policy.asynchronous
-            or isinstance(self._started_thread, _NoThread)
-            or state.micro_limit is not None
-        ):
-            return
-        needed = num_bytes(tensors)
-        if needed > MAX_FREE_MEMORY_FRACTION * self._free_memory():
-            self._warn(f"checkpoints are written while training waits: a copy takes {needed / 1e9:.3g} GB of memory")
-            return
-        self._staging = Staging()
-        self._reserving = self._started_thread.submit(self._staging.reserve, tensors)
 
 
 class _NoThread(Executor):
@@ -369,34 +405,72 @@ class BestSoFar:
             self._hoped_for = None
 
 
-class SavingTogether:
-    """A Saver for each rank. ``first`` is the Saver of the first rank, which writes; the others have none.
+class PartSaving:
+    """A Saver of a rank other than the first: writes its part of each checkpoint. The first one reports the outcome."""
 
-    ``stages`` are the pipeline stages of the first rank, if this rank has one of them.
+    def __init__(
+        self,
+        folder: Path,
+        shards: ShardedSave,
+        *,
+        asynchronous: bool,
+        warn: Callable[[str], None] = lambda line: None,
+        free_memory: Callable[[], int] = _free_on_host,
+    ) -> None:
+        self._folder, self._shards = folder, shards
+        self._thread = _OwnThread(asynchronous=asynchronous, warn=warn, free_memory=free_memory)
+        self._writing: Future[object] | None = None
+
+    def due(self, state: TrainState) -> bool:
+        self._thread.prepare(state, self._shards.tensors)
+        if state.micro_limit is not None and (self._writing is None or self._writing.done()):
+            self._thread.stop_copying()
+        return False
+
+    def __call__(self, state: TrainState) -> None:
+        self._finish()
+        try:
+            part: SavedPart = self._shards.capture(state, self._folder, "", {}, lambda: None)
+        except CheckpointError:  # the first rank reports it
+            return
+        part = replace(part, tensors=self._thread.on_host(part.tensors))
+        self._writing = self._thread.submit(self._shards.write, part, self._folder)
+
+    def _finish(self) -> None:
+        """Wait for the write in progress. It fails if the first rank is lost, which the next exchange reports."""
+        if self._writing is not None:
+            wait([self._writing])
+            self._writing = None
+
+    def rescue(self, state: TrainState) -> None: ...
+
+    def __exit__(self, *error: object) -> None:
+        self._finish()
+        self._thread.end()
+
+
+class SavingTogether:
+    """A Saver for each rank. ``own`` is a Saving on the first rank, which decides when, and a PartSaving on others.
 
     There is no save after an exception, because ranks without the exception would not take part.
     """
 
-    def __init__(self, world: World, first: Saver = NEVER, stages: World = SOLO) -> None:
+    def __init__(self, world: World, own: Saver) -> None:
         self._world = world
-        self._first = first
-        self._stages = stages
+        self._own = own
         self._saved = -1, False
 
     def due(self, state: TrainState) -> bool:
         """Return True if a save is due. Costs an exchange of eight bytes."""
-        mine = self._first.due(state)
+        mine = self._own.due(state)
         return self._world.least(int(not mine)) == 0
 
     def __call__(self, state: TrainState) -> None:
         if self._saved == (state.step, state.ema.is_complete):
             return
         self._saved = state.step, state.ema.is_complete
-        if self._world.rank == 0:
-            self._first(state)
-        else:
-            take_part(state, self._stages)
+        self._own(state)
 
     def rescue(self, state: TrainState) -> None: ...
     def __exit__(self, *error: object) -> None:
-        self._first.__exit__(*error)
+        self._own.__exit__(*error)

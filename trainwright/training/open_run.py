@@ -19,6 +19,7 @@ from trainwright.assembly.retain_grad import retained_modules
 from trainwright.checkpoint.average import Swa
 from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.sharded import ShardedSave
 from trainwright.checkpoint.shards import is_divided
 from trainwright.checkpoint.store import Retention
 from trainwright.checkpoint.train_state import TrainState
@@ -26,6 +27,7 @@ from trainwright.data.loading import EvaluationBatches
 from trainwright.data.ready_batches import ReadyBatches
 from trainwright.data.unwrap import Unwrapped
 from trainwright.distributed import Launch, World
+from trainwright.distributed.group import Ranks
 from trainwright.engine.average_norms import measure_norms_of
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.loop import NEVER, ByTheClock, Outcome, Saver, Until
@@ -47,7 +49,7 @@ from trainwright.monitoring.layer_stats import (
 from trainwright.monitoring.logbook import Logbook
 from trainwright.monitoring.progress import Progress
 from trainwright.monitoring.remaining import EndTime, Measured, TimeSpent
-from trainwright.monitoring.saving import MIN_FRACTION_SAVE_INTERVAL_S, SavePolicy, Saving, SavingTogether
+from trainwright.monitoring.saving import MIN_FRACTION_SAVE_INTERVAL_S, PartSaving, SavePolicy, Saving, SavingTogether
 from trainwright.monitoring.signals import Signals
 from trainwright.monitoring.sinks import sink_factories
 from trainwright.monitoring.step_log import LogWindow, NotLogging, StepLog
@@ -250,7 +252,10 @@ def _open_on_first(job: Job, place: HeldFolder, process: Process, extras: Sequen
 @contextmanager
 def _open_on_other(job: Job, place: HeldFolder, process: Process) -> Iterator[OpenRun]:
     evaluation = periodic_evaluation(job)
-    saving = SavingTogether(process.world, stages=job.mesh.stages_of_first) if job.saves_together else NEVER
+    saving: Saver = NEVER
+    if (shards := _sharded_save(job)) is not None:
+        own = PartSaving(place.folder.checkpoints, shards, asynchronous=job.recipe.checkpoint.asynchronous)
+        saving = SavingTogether(process.world, own)
     doctor = make_doctor(job, place.folder)
     steps = _instrumented(job, doctor, None)
     with steps.window.collecting():
@@ -363,7 +368,15 @@ def _saving(job: Job, place: HeldFolder, lock: RunLock, process: Process, logboo
         run=place.identity,
         folder_guard=folder_guard(place.folder, job, lock, place.identity, process.progress.say),
         clock=process.world.clock if process.world.size == 1 else time.monotonic,  # other ranks have no say in it
+        shards=_sharded_save(job),
     )
+
+
+def _sharded_save(job: Job) -> ShardedSave | None:
+    """Return how this rank writes its part of each checkpoint; None if the first rank writes all of it."""
+    if not job.saves_together or not isinstance(job.world, Ranks):
+        return None
+    return ShardedSave(job.world, has_values=job.mesh.is_first_of_stage)
 
 
 @contextmanager

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from trainwright.assembly.assemble import at_recipe
 from trainwright.checkpoint.cursor import count_tokens
 from trainwright.checkpoint.manifest import name_of
 from trainwright.checkpoint.rng import preserved_rng, reseed
+from trainwright.checkpoint.weights import read_weights
 from trainwright.engine.loss import as_loss_fn, call_loss
 from trainwright.errors import TrainwrightError, UsageError
 from trainwright.plan.batch import batch_of
@@ -317,7 +317,7 @@ def examine_forward(loaded: Loaded) -> tuple[bool, Sums]:
 
 def _read(run: Path, steps: int) -> _Trained:
     records = [each for each in read(run / "log.jsonl").records if isinstance(each, Step)]
-    weights = load_file(run / "checkpoints" / name_of(len(records)) / "model.safetensors")
+    weights = read_weights(run / "checkpoints" / name_of(len(records)))
     if len(records) < steps:
         raise UsageError(f"the data gave {len(records)} steps of {steps}", remedy=f"add --steps {len(records)}")
     return _Trained(

@@ -1,0 +1,313 @@
+"""Saving a state that ranks divide: each rank writes its own part, and the first rank commits all of them.
+
+checkpoints/step-00000400/
+    model-00000.safetensors   the parts of the weights that rank 0 wrote, by the names of the tensors
+    rest-00000.safetensors    the same of optimizer, averages and random generators; further files of each other rank
+    shards.json               the parts of each tensor: file, offset and shape
+    state.json, manifest.json as in a checkpoint of one process
+
+torch.distributed.checkpoint plans which rank writes what: each replica is written once, and all ranks write about the
+same number of bytes. No tensor is sent to another rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from trainwright.checkpoint.checkpoint import (
+    CheckpointData,
+    TensorName,
+    begin_draft,
+    data_of,
+    encoded_parts,
+    merged,
+    put_in_place,
+    require_finite,
+    storage_errors,
+    trained_names,
+    values_as_text,
+)
+from trainwright.checkpoint.codec import StateDict, Tree
+from trainwright.checkpoint.manifest import FileEntry, file_entry, name_of, write_manifest
+from trainwright.checkpoint.shards import is_divided, local
+from trainwright.checkpoint.store import Best, draft_of_step
+from trainwright.checkpoint.tensor_file import SHARDS, write_tensors
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.group import Ranks
+from trainwright.errors import CheckpointError, StorageError, TrainwrightError, text_of
+from trainwright.runs.system_calls import fsync
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
+
+_SHARED_FOLDER = "ranks that divide the model write into one folder: use one that all of their machines share"
+_REPLICATED = "optimizer.state."
+"""Prefix of tensors outside of the model that are equal on all ranks that have them."""
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """The part of a checkpoint that this rank writes.
+
+    Attributes:
+        step: Number of completed steps.
+        draft: Folder in which the ranks write.
+        tensors: Live tensors of this rank, later copies on the host.
+        trained: Names of trained weights.
+        values: state.json; only on the first rank.
+        index: shards.json; only on the first rank.
+    """
+
+    step: int
+    draft: Path
+    tensors: Mapping[TensorName, Tensor]
+    trained: frozenset[str]
+    values: Mapping[str, Tree]
+    index: Mapping[str, Tree]
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank can write. ``single`` are names of tensors that only the first rank that offers them writes."""
+
+    plan: SavePlan
+    single: frozenset[str]
+    values: StateDict | None
+    trained: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a rank must write, and where. ``trained`` are the names of trained weights among them."""
+
+    draft: Path
+    names: tuple[TensorName, ...]
+    trained: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The tasks of all ranks, and what only the first rank writes."""
+
+    tasks: Sequence[_Task]
+    values: Mapping[str, Tree]
+    index: Mapping[str, Tree]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The files that a rank has written, or the error that prevented it."""
+
+    files: Mapping[str, FileEntry]
+    error: TrainwrightError | None = None
+
+
+class ShardedSave:
+    """Saves of a state that the ranks of ``world`` divide. Each rank has one, and calls its methods with the others.
+
+    Args:
+        world: All ranks.
+        has_values: True on one rank of each pipeline stage: those whose values and undivided tensors are saved.
+    """
+
+    def __init__(self, world: Ranks, *, has_values: bool) -> None:
+        self._world, self._has_values = world, has_values
+        self._writers: Ranks | None = None
+
+    def tensors(self, state: TrainState) -> dict[TensorName, Tensor]:
+        """Return the tensors of this rank that a save may copy."""
+        return {name: local(tensor) for name, tensor in encoded_parts(state)[0].items()}
+
+    def capture(
+        self, state: TrainState, folder: Path, run: str, run_metadata: Mapping[str, Tree], guard: Callable[[], None]
+    ) -> SavedPart:
+        """Return the part of the state that this rank writes: the live tensors.
+
+        The first rank calls ``guard``, and makes the folder of the draft. Raises the same error on every rank if one
+        of them failed.
+        """
+        if self._writers is None:
+            self._writers = self._world.again()
+        offer: _Offer | None = None
+        live: dict[TensorName, Tensor] = {}
+        error: TrainwrightError | None = None
+        try:
+            offer, live = self._offer(state)
+        except Exception as caught:
+            error = _brief_error(caught)
+        offers = self._world.to_first((offer, error))
+        plan: _Plan | TrainwrightError | None = None
+        if offers is not None:
+            try:
+                plan = _planned([_require(*each) for each in offers], state.step, folder, run, run_metadata, guard)
+            except Exception as caught:
+                plan = _brief_error(caught)
+        size = self._world.size
+        tasks: Sequence[_Task | TrainwrightError] | None = None
+        if plan is not None:
+            tasks = plan.tasks if isinstance(plan, _Plan) else [plan] * size
+        task = self._world.from_first(tasks)
+        if isinstance(task, TrainwrightError):
+            raise task
+        values, index = (plan.values, plan.index) if isinstance(plan, _Plan) else ({}, {})
+        own = {name: live[name] for name in task.names}
+        return SavedPart(state.step, task.draft, own, task.trained, values, index)
+
+    def _offer(self, state: TrainState) -> tuple[_Offer, dict[TensorName, Tensor]]:
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+        tensors, values = encoded_parts(state)
+        replicas = {name for name, each in tensors.items() if is_divided(each) or _is_replicated(name, each)}
+        offered = {name: each for name, each in tensors.items() if self._has_values or name in replicas}
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner({_joined(name): each for name, each in offered.items()})
+        plan = planner.create_local_plan()
+        items = [item for item in plan.items if not _is_empty(_data_of(item))]
+        single = frozenset(_joined(name) for name in offered if name not in replicas)
+        values_to_send = values if self._has_values else None
+        offer = _Offer(replace(plan, items=items), single, values_to_send, trained_names(state.model))
+        return offer, {name: local(each) for name, each in offered.items()}
+
+    def write(self, part: SavedPart, folder: Path, best: Best | None = None, run: str = "") -> tuple[Path, int] | None:
+        """Write this rank's files, wait for those of the others, and commit the checkpoint on the first rank.
+
+        Returns its path and size on the first rank. May run in a thread. If any process is killed at any time, either
+        the complete checkpoint or none exists.
+
+        Raises:
+            StorageError: On the first rank, if a rank could not write.
+            CheckpointError: On the first rank, if the state is not finite.
+            RankError: Another rank was lost.
+        """
+        assert self._writers is not None
+        written = self._writers.to_first(_write_own(part, self._world.rank))
+        if written is None:
+            return None
+        with storage_errors(part.draft):
+            for each in written:
+                if each.error is not None:
+                    raise each.error
+            files = {name: entry for each in written for name, entry in each.files.items()}
+            _require_files(part.draft, files)
+            (part.draft / SHARDS).write_text(json.dumps(part.index), "utf-8")
+            (part.draft / "state.json").write_text(values_as_text(part.values), "utf-8")
+            size = write_manifest(part.draft, part.step, asdict(best) if best else None, run, durable=files)
+            return put_in_place(part.draft, folder / name_of(part.step), run), size
+
+
+def _data_of(item: WriteItem) -> TensorWriteData:
+    """Return the description of a tensor in a plan, which has no other objects."""
+    assert item.tensor_data is not None
+    return item.tensor_data
+
+
+def _is_empty(data: TensorWriteData) -> bool:
+    """Return True if this rank has no element of a tensor that has some."""
+    return data.chunk.sizes.numel() == 0 < data.size.numel()
+
+
+def _is_replicated(name: TensorName, tensor: Tensor) -> bool:
+    part, path = name
+    return isinstance(tensor, nn.Parameter) if part == "model" else path.startswith(_REPLICATED)
+
+
+def _planned(
+    offers: Sequence[_Offer], step: int, folder: Path, run: str, metadata: Mapping[str, Tree], guard: Callable[[], None]
+) -> _Plan:
+    """Return what each rank writes, after making the folder for it."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    taken: set[str] = set()
+    plans: list[SavePlan] = []
+    values: StateDict = {}
+    for offer in offers:
+        kept = [item for item in offer.plan.items if item.index.fqn not in taken or item.index.fqn not in offer.single]
+        plans.append(replace(offer.plan, items=kept))
+        taken |= offer.single
+        values = merged(values, offer.values) if offer.values is not None else values
+    final, _ = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False).create_global_plan(plans)
+    index: dict[str, dict[str, Any]] = {"model": {}, "rest": {}}
+    num_bytes = 0
+    for rank, plan in enumerate(final):
+        for item in plan.items:
+            part, name = _parted(item.index.fqn)
+            data = _data_of(item)
+            dtype = str(data.properties.dtype).removeprefix("torch.")
+            entry = index[part].setdefault(name, {"dtype": dtype, "shape": [*data.size], "parts": []})
+            place = {"offset": [*data.chunk.offsets], "shape": [*data.chunk.sizes]}
+            entry["parts"].append({"file": _file_of(part, rank), **place})
+            num_bytes += data.chunk.sizes.numel() * data.properties.dtype.itemsize
+    guard()
+    draft = draft_of_step(folder, step, run)
+    with storage_errors(draft):
+        begin_draft(draft, folder / name_of(step), run, num_bytes + len(json.dumps(index)))
+    trained = {name for offer in offers for name in offer.trained}
+    tasks = []
+    for plan in final:
+        names = tuple(_parted(item.index.fqn) for item in plan.items)
+        tasks.append(_Task(draft.absolute(), names, frozenset(trained.intersection(name for _, name in names))))
+    return _Plan(tasks, {**values, "metadata": metadata}, index)
+
+
+def _write_own(part: SavedPart, rank: int) -> _Written:
+    data: CheckpointData = data_of(part.step, part.tensors, {}, part.trained)
+    try:
+        require_finite(data)
+        files = {}
+        for name, tensors in (("model", data.model), ("rest", data.rest)):
+            if tensors:
+                path = part.draft / _file_of(name, rank)
+                write_tensors(tensors, path)
+                fsync(path)
+                files[path.name] = file_entry(path)
+        fsync(part.draft)
+        return _Written(files)
+    except FileNotFoundError as error:
+        what = f"rank {rank} does not find the folder of the first rank, {part.draft}: {error.strerror}"
+        return _Written({}, StorageError(what, remedy=_SHARED_FOLDER))
+    except Exception as error:
+        return _Written({}, _brief_error(error, f"rank {rank} could not write its part: "))
+
+
+def _require_files(draft: Path, files: Mapping[str, FileEntry]) -> None:
+    """Raise StorageError unless the first rank has the files of all ranks."""
+    for name, entry in files.items():
+        path = draft / name
+        if not path.is_file() or path.stat().st_size != entry["bytes"]:
+            raise StorageError(f"{path}, which another rank has written, is not here", remedy=_SHARED_FOLDER)
+
+
+def _require(offer: _Offer | None, error: TrainwrightError | None) -> _Offer:
+    if error is not None:
+        raise error
+    assert offer is not None
+    return offer
+
+
+def _brief_error(error: Exception, start: str = "") -> TrainwrightError:
+    """Return an error that can be sent to other ranks."""
+    if isinstance(error, TrainwrightError):
+        kind = StorageError if isinstance(error, StorageError) else CheckpointError
+        return kind(error.message, remedy=error.remedy)
+    kind = StorageError if isinstance(error, OSError) else CheckpointError
+    remedy = "free space there or fix its permissions" if kind is StorageError else "fix this error"
+    return kind(f"{start}{' '.join(text_of(error).split())[:400]}", remedy=f"{remedy}; older checkpoints are intact")
+
+
+def _joined(name: TensorName) -> str:
+    return "/".join(name)
+
+
+def _parted(joined: str) -> TensorName:
+    part, _, name = joined.partition("/")
+    return part, name
+
+
+def _file_of(part: str, rank: int) -> str:
+    return f"{part}-{rank:05d}.safetensors"

@@ -1,0 +1,177 @@
+"""Sums the gradients of model copies while the last backward pass of a step still computes the others.
+
+As in torch's DistributedDataParallel, hooks after the accumulation of each gradient fill buckets, and a complete bucket
+is summed asynchronously. The weight of each rank's gradient is exchanged before the pass, as soon as the last loss is
+known, so the sums are those of ``sum_whole`` after the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+from trainwright.checkpoint.rng import seed_of
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.group import Ranks, buckets_of, flattened, raising_rank_error
+from trainwright.engine.loss import Accumulated
+from trainwright.engine.rank_sums import combine
+
+
+class OtherRankFailed(Exception):
+    """Another rank could not compute its part of the step, so this attempt ends here."""
+
+
+class _Bucket(NamedTuple):
+    """Parameters whose gradients are summed together, and how many of them have none yet."""
+
+    parameters: list[Tensor]
+    waiting: set[int]
+
+
+class OverlappedSum:
+    """Sums gradients during the last backward pass of each step. All ranks have one, and the same parameters.
+
+    All ranks sum the same buckets in the same order: from the last parameters, whose gradients are complete first.
+    Those that not all ranks used in the last step come after all others, because a bucket waits for the ones before it.
+    A parameter without a gradient on this rank sends zeros. After an error a rank sends zeros for what is left, so that
+    no other one waits; the ranks then agree that the step starts again.
+
+    ``is_enabled`` becomes False if a gradient changed after it was sent, as under reentrant activation checkpointing.
+    """
+
+    def __init__(self, world: Ranks) -> None:
+        self.is_enabled = True
+        self._world = world
+        self._failed: Callable[[], None] | None = None
+        self._rare: set[int] = set()
+        self._reset([])
+
+    def _reset(self, parameters: Sequence[Tensor]) -> None:
+        usual = [p for p in parameters if id(p) not in self._rare]
+        rare = [p for p in parameters if id(p) in self._rare]
+        self._buckets = [_Bucket(each, {*map(id, each)}) for each in (*[*buckets_of(usual)][::-1], *buckets_of(rare))]
+        self._flats: list[Tensor] = []
+        self._works: list[distributed.Work] = []
+        self._has_changed = False
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Context of the passes of a step on this rank. After an error, does this rank's part of the exchanges."""
+        self._failed = self._report_failure
+        try:
+            yield
+        except OtherRankFailed:
+            raise
+        except Exception:
+            if self._failed is not None:
+                self._failed()
+            raise
+        finally:
+            self._failed = None
+
+    def _report_failure(self) -> None:
+        self._world.least(0)
+
+    @contextmanager
+    def last_backward(self, state: TrainState, done: Accumulated, device: torch.device) -> Iterator[Accumulated]:
+        """Context of the last backward pass. Returns the combined results of all ranks, before that pass.
+
+        Raises OtherRankFailed if another rank could not compute its forward passes.
+        """
+        self._failed = None
+        if not self._world.least(1):
+            raise OtherRankFailed
+        done = combine(done, self._world, device)
+        parameters = [p for group in state.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._reset(parameters)
+        self._failed = self._send_zeros
+        bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+
+        def accumulated(parameter: Tensor) -> None:
+            bucket = bucket_of[id(parameter)]
+            if id(parameter) not in bucket.waiting:
+                self._has_changed = True
+            bucket.waiting.discard(id(parameter))
+            while len(self._flats) < len(self._buckets) and not self._buckets[len(self._flats)].waiting:
+                self._send(state, done)
+
+        handles = [p.register_post_accumulate_grad_hook(accumulated) for p in parameters]
+        try:
+            yield done
+        finally:
+            for handle in handles:
+                handle.remove()
+        while len(self._flats) < len(self._buckets):
+            self._send(state, done)
+        self._failed = None
+        self._wait()
+
+    @torch.no_grad()
+    def _send(self, state: TrainState, done: Accumulated) -> None:
+        """Start to sum the next bucket. Gradients become views of it, so that it takes no memory of its own."""
+        parameters = self._buckets[len(self._flats)].parameters
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        if any(grad.is_sparse for grad in grads):  # refused after the pass
+            self._has_changed = True
+            grads = [torch.zeros_like(p) for p in parameters]
+        flat = flattened(grads)
+        state.scaler.unscale_([flat])
+        if done.correction is not None:
+            flat.mul_(done.correction)
+        for parameter, part in zip(parameters, _parts(flat, parameters), strict=True):
+            if parameter.grad is not None and parameter.grad.is_contiguous():
+                parameter.grad = part
+        self._start(flat)
+
+    def _send_zeros(self) -> None:
+        """Sum zeros for the buckets that are left."""
+        for bucket in self._buckets[len(self._flats) :]:
+            first = bucket.parameters[0]
+            self._start(first.new_zeros(sum(p.numel() for p in bucket.parameters)))
+        self._wait()
+
+    def _start(self, flat: Tensor) -> None:
+        with raising_rank_error("sum gradients"):
+            work = distributed.all_reduce(flat, group=self._world.group, async_op=True)
+        assert work is not None
+        self._flats.append(flat)
+        self._works.append(work)
+
+    def _wait(self) -> None:
+        with raising_rank_error("sum gradients"):
+            for work in self._works:
+                work.wait()
+
+    @torch.no_grad()
+    def settle(self) -> bool:
+        """Set the summed gradients, also those that only other ranks have. Every rank must call it.
+
+        Returns False if a gradient changed after it was sent: the step must start again without overlap.
+        """
+        parameters = [p for bucket in self._buckets for p in bucket.parameters]
+        here = [p.grad is not None for p in parameters]
+        mine = torch.tensor([*here, self._has_changed], dtype=torch.uint8, device="cpu")
+        seeds = self._world.gather(torch.tensor([seed_of(str(mine.tolist()))], device="cpu"))
+        of_all = mine[None] if bool((seeds == seeds[0]).all()) else self._world.gather(mine)
+        *present, has_changed = of_all.amax(0).tolist()
+        self._rare = {id(p) for p, is_everywhere in zip(parameters, of_all.amin(0).tolist()) if not is_everywhere}
+        if has_changed:
+            self.is_enabled = False
+        else:
+            parts = [part for b, flat in zip(self._buckets, self._flats) for part in _parts(flat, b.parameters)]
+            for parameter, part, is_present in zip(parameters, parts, present, strict=True):
+                if parameter.grad is None and is_present:
+                    parameter.grad = part
+                elif parameter.grad is not None and parameter.grad.data_ptr() != part.data_ptr():
+                    parameter.grad.copy_(part)
+        self._reset([])
+        return not has_changed
+
+
+def _parts(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    parts = torch.split(flat, [p.numel() for p in parameters])
+    return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
