@@ -24,7 +24,7 @@ from trainwright.distributed.group import World
 from trainwright.distributed.memory import free_bytes
 from trainwright.distributed.threads import single_threaded, small_stacks
 from trainwright.engine.evaluate import EvaluationResult
-from trainwright.engine.loop import NEVER, Saver
+from trainwright.engine.loop import Saver
 from trainwright.errors import CheckpointError, RankError, TrainwrightError, suggest, text_of
 from trainwright.monitoring.cadence import Every
 from trainwright.runs.storage import storage_error
