@@ -141,6 +141,7 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "fp8.scales": _fp8,
     "fp8.layers": _fp8,
     "fp8.emulate": _fp8,
+    "graphs": ("safe", f"{_KERNELS}; learning rates are rounded to float32"),
     "until": _until,
     "model.use": ("maths", "another model, though the weights fit it"),
     "model.args": ("maths", "the model computes something else, though the weights fit it"),

@@ -545,6 +545,12 @@ class Recipe(Section):
     fp8: Fp8 | None = Field(
         default=None, description="Settings of precision: fp8 and mxfp8.", examples=[{"scales": "tensorwise"}]
     )
+    graphs: bool | Literal["auto"] = Field(
+        default=False,
+        description="Capture the steps of one GPU in CUDA graphs, so that the host launches each step at once. auto: "
+        "only if the host takes the time of the step, which is measured.",
+        examples=["auto"],
+    )
     until: Duration = Field(default=Duration(1, "ep"), description="The length of the run.")
     model: Model = Field(description="The model that is trained.", examples=["gpt"])
     data: Data = Field(description="The training and validation data.", examples=[{"train": "digits"}])

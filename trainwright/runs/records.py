@@ -141,6 +141,14 @@ class OutOfMemory(OomReport, Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NotCaptured(Record):
+    """From ``step`` on, steps run eagerly, though the recipe asks for CUDA graphs."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Quarantined(Record):
     """Samples that could not be read were left out of ``step`` and of all later steps."""
 

@@ -48,6 +48,7 @@ from trainwright.distributed import ALONE, ONE, SOLO, Launch, RankMesh, World, c
 from trainwright.distributed.group import from_first_rank
 from trainwright.distributed.memory import adapt_to_limits, free_bytes, retain_blocks, rlimits
 from trainwright.engine.dry_run import Mode, time_evaluation
+from trainwright.engine.graphs import CudaGraphs, StepGraphs
 from trainwright.engine.guard import MAX_COPIED_TABLE_BYTES
 from trainwright.engine.manual_step import make_own_step
 from trainwright.engine.metrics import OutputKeeper
@@ -261,6 +262,7 @@ def make_advance(
     spikes: SpikeHandler = NO_SPIKES,
     keeper: OutputKeeper | None = None,
     probes: Sequence[Probe] = (),
+    graphs: StepGraphs | None = None,
 ) -> StepFn:
     """Return the step function of a job. Also sets the process-wide matmul precision and number of threads."""
     job.matmul.set()
@@ -278,7 +280,25 @@ def make_advance(
         spikes=spikes,
         witness=witness,
         keeper=keeper,
+        graphs=graphs,
     )
+
+
+def step_graphs(
+    job: Job, report: Callable[[str], None], runs_eagerly: Callable[[TrainState], bool] = lambda state: False
+) -> StepGraphs | None:
+    """Return what captures the steps of a job, if its recipe asks for it; else None. ``report`` gets the reason."""
+    ask = job.recipe.graphs
+    if ask is False:
+        return None
+    if job.device.type != "cuda":
+        if ask is True:
+            report("the run is on a CPU, which has no graphs")
+        return None
+    if job.parts.custom.advance is not None:
+        report("a custom step (advance) is Python code of which nothing is known")
+        return None
+    return StepGraphs(CudaGraphs(job.device), ask == "auto", runs_eagerly, report)
 
 
 MIN_MEMORY_HEADROOM_RATIO = 16

@@ -15,6 +15,7 @@ from trainwright.checkpoint.store import Retention
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed import Launch, World
 from trainwright.engine.average_norms import measure_norms_of
+from trainwright.engine.graphs import StepGraphs
 from trainwright.engine.loop import Outcome
 from trainwright.engine.observer import Observer
 from trainwright.engine.periodic import NEVER, Saver
@@ -35,9 +36,9 @@ from trainwright.monitoring.sinks.factories import sink_factories
 from trainwright.plan.explain import describe_corrected_end
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.lock import NoLock, RunLock
-from trainwright.runs.records import Ended, Found, Record, RunVerdict
+from trainwright.runs.records import Ended, Found, NotCaptured, Record, RunVerdict
 from trainwright.training.evaluation import every, periodic_evaluation
-from trainwright.training.job import Job, is_watched, make_advance, spike_handler, until_of, until_of_job
+from trainwright.training.job import Job, is_watched, make_advance, spike_handler, step_graphs, until_of, until_of_job
 from trainwright.training.layers import layer_observers
 from trainwright.training.resume import resume_command
 from trainwright.training.run_metadata import folder_guard, run_metadata
@@ -255,10 +256,18 @@ def _instrumented(job: Job, doctor: EngineObserver | RanksObserver | None, logbo
     layers = tuple(layer_observers(job, logbook))
     witness, probes = doctor.witness if doctor else SILENT, [each.probe for each in layers]
     return _Instrumented(
-        make_advance(job, witness, spike_handler(job.loaded), window.keeper, probes),
+        make_advance(job, witness, spike_handler(job.loaded), window.keeper, probes, _graphs(job, layers, logbook)),
         window,
         layers,
     )
+
+
+def _graphs(job: Job, layers: Sequence[LayerObserver], logbook: Logbook | None) -> StepGraphs | None:
+    def report(reason: str) -> None:
+        if logbook is not None:
+            logbook.journal.write(NotCaptured(time_s=time.time(), step=job.state.step, reason=reason))
+
+    return step_graphs(job, report, lambda state: any(each.is_due(state) for each in layers))
 
 
 def make_doctor(
