@@ -11,7 +11,6 @@ step that the recorder records in full runs eagerly. Whatever cannot be captured
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from trainwright.checkpoint.average import NoAverage
 from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.codec import same_bits
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch, tensors_in
-from trainwright.checkpoint.rng import TorchGenerators
+from trainwright.checkpoint.rng import RngBag, TorchGenerators
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.loss import Accumulated
 
@@ -69,7 +68,8 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], T]) -> T:
-        side, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self._device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             done = work()
@@ -296,7 +296,7 @@ class StepGraphs:
         self.num_captures += 1
         static = StepBatch(tuple(MicroBatch(_copied(micro.data), micro.ids) for micro in batch.micro))
         device = _device_of(state)
-        host_draws = _HostDraws.now(device)
+        draws = _HostDraws.now(device)
 
         def captured() -> StepOutputs:
             done, grad_norm = work.gradients(state, static)
@@ -308,8 +308,8 @@ class StepGraphs:
         except Exception as error:
             work.undo(state, has_run=False)
             raise NotCapturable(f"the capture raised {_first_line(error)}") from error
-        if _HostDraws.now(device) != host_draws:
-            host_draws.restore()
+        if not draws.are_unchanged():
+            draws.bag.restore()  # the eager step draws what the capture drew
             raise NotCapturable("the step draws random numbers on the host, which a graph would repeat")
         parameters = [each for group in state.optimizer.param_groups for each in group["params"]]
         return _Graph(static, outputs, replay, [(each, each.grad) for each in parameters])
@@ -401,24 +401,22 @@ def _first_line(error: Exception) -> str:
 class _HostDraws:
     """States of generators that a graph does not advance: Python's and NumPy's, and for a GPU torch's on the host."""
 
-    python: tuple[object, ...]
-    numpy: bytes
-    numpy_position: int
-    torch_cpu: bytes
+    bag: RngBag
+    device: torch.device
 
     @classmethod
     def now(cls, device: torch.device) -> _HostDraws:
-        _, words, position, *_ = np.random.get_state()
-        on_host = b"" if device.type == "cpu" else torch.get_rng_state().numpy().tobytes()
-        return cls(random.getstate(), np.asarray(words).tobytes(), int(position), on_host)
+        return cls(RngBag.capture(), device)
 
-    def restore(self) -> None:
-        """Let the eager step draw the numbers that the capture drew."""
-        random.setstate(self.python)
-        name, _, _, *rest = np.random.get_state()
-        np.random.set_state((name, np.frombuffer(self.numpy, dtype=np.uint32), self.numpy_position, *rest))
-        if self.torch_cpu:
-            torch.set_rng_state(torch.frombuffer(bytearray(self.torch_cpu), dtype=torch.uint8))
+    def are_unchanged(self) -> bool:
+        before, now = self.bag, RngBag.capture()
+        words, words_now = before.numpy["state"], now.numpy["state"]
+        return (
+            before.python == now.python
+            and words["pos"] == words_now["pos"]
+            and np.array_equal(words["key"], words_now["key"])
+            and (self.device.type == "cpu" or torch.equal(before.torch_cpu, now.torch_cpu))
+        )
 
 
 @dataclass(frozen=True)

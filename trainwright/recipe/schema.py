@@ -40,7 +40,7 @@ from trainwright.recipe.catalog import (
     optimizer_row,
 )
 from trainwright.recipe.data import Data, MetricPart, Watcher
-from trainwright.recipe.duration import Duration
+from trainwright.recipe.duration import Duration, DurationField
 from trainwright.recipe.formatting import LARGEST_INT
 from trainwright.recipe.parallel import Parallel
 from trainwright.recipe.section import Count, Part, Section, Text, TextOrTexts, Texts, Warmup, require_time
@@ -551,7 +551,12 @@ class Recipe(Section):
         "only if the host takes the time of the step, which is measured.",
         examples=["auto"],
     )
-    until: Duration = Field(default=Duration(1, "ep"), description="The length of the run.")
+    until: Annotated[Duration, DurationField(allow_budget=True)] = Field(
+        default=Duration(1, "ep"), description="The length of the run, or what it may cost (5USD, 2kWh)."
+    )
+    price: float | None = Field(
+        default=None, gt=0, description="US dollars for an hour of one device. null: the table of devices."
+    )
     model: Model = Field(description="The model that is trained.", examples=["gpt"])
     data: Data = Field(description="The training and validation data.", examples=[{"train": "digits"}])
     loss: Objective = Field(default_factory=Objective, description="The loss that is minimised.")

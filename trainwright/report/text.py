@@ -47,6 +47,12 @@ def closing(ending: Ending) -> list[str]:
     ]
 
 
+def cost(ended: Ended) -> list[str]:
+    """Return energy and price as text, if they are known."""
+    energy = [] if ended.energy_kwh is None else [f"{ended.energy_kwh:.3g} kWh"]
+    return energy + ([] if ended.usd is None else [f"{ended.usd:.2f} USD"])
+
+
 def reached(ending: Ending) -> str:
     """Return steps and losses as text."""
     ended, seen = ending.ended, ending.evaluated
@@ -56,4 +62,5 @@ def reached(ending: Ending) -> str:
     if seen is not None:
         parts.append(f"validation loss {figure(seen.loss)}")
         parts += [f"{name} {value:.4g}" for name, value in seen.metrics.items()]
+    parts += cost(ended)
     return ", ".join(parts)

@@ -38,7 +38,16 @@ from trainwright.runs.folder import RunFolder
 from trainwright.runs.lock import NoLock, RunLock
 from trainwright.runs.records import Ended, Found, NotCaptured, Record, RunVerdict
 from trainwright.training.evaluation import every, periodic_evaluation
-from trainwright.training.job import Job, is_watched, make_advance, spike_handler, step_graphs, until_of, until_of_job
+from trainwright.training.job import (
+    Job,
+    is_watched,
+    make_advance,
+    spike_handler,
+    step_graphs,
+    until_of,
+    until_of_job,
+    usd_per_hour,
+)
 from trainwright.training.layers import layer_observers
 from trainwright.training.resume import resume_command
 from trainwright.training.run_metadata import folder_guard, run_metadata
@@ -118,6 +127,7 @@ class Reports:
     logbook: Logbook
     doctor: EngineObserver | RanksObserver | None
     saver: Saving
+    usd_per_hour: float | None = None
 
     @property
     def newest(self) -> Path | None:
@@ -142,6 +152,8 @@ class Reports:
             val_loss=seen.loss if seen else None,
             skipped=log.recorder.num_skipped,
             seconds=log.seconds,
+            energy_kwh=log.telemetry.energy_kwh,
+            usd=None if self.usd_per_hour is None else self.usd_per_hour * log.seconds / 3600,
         )
 
 
@@ -177,7 +189,7 @@ def _open_on_first(job: Job, place: HeldFolder, process: Process, extras: Sequen
         doctor = make_doctor(job, folder, logbook.journal.write, progress.say)
         if doctor:
             progress.findings = doctor.findings
-        reports = Reports(logbook, doctor, saver)
+        reports = Reports(logbook, doctor, saver, usd_per_hour(job))
         evaluation = periodic_evaluation(
             job, (logbook.recorder, progress, saver), is_reported=isinstance(doctor, EngineObserver)
         )
