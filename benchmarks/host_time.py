@@ -1,15 +1,17 @@
 """Processor time of a step that computes almost nothing: what ``tw.fit`` and ``tw.watch`` add to a plain loop.
 
-    python -m benchmarks.host_time [--rounds 3] [--steps 600] [--quick]
+    python -m benchmarks.host_time [--sizes 8,100,600] [--turns 10] [--seconds 75] [--quick]
 
 On a GPU the time of the host is often the time of the step, and it can be measured on a CPU: the models here are chains
 of linear layers of 4 x 4, with 8 to 600 tensors. The plain loop has the optimizer, the batches and the clipping that
-``tw.fit`` uses. A figure is the processor time of the training thread in the median step after the first 128, less that
-of the plain loop of the same round.
+``tw.fit`` uses. Each variant is a process. After 128 steps they take turns of 16 steps, so that what the machine does
+meanwhile falls on all alike. A value is the processor time of the training thread in the median step of a turn, less
+that of the plain loop's turn beside it. A size takes no further turn after ``--seconds``.
 
 ``NAME_fixed``       microseconds a step that do not depend on the number of tensors
 ``NAME_per_tensor``  microseconds a step for each tensor (least squares over the sizes)
-``NAME_ops``         calls of ATen operators a step, beyond those of the plain loop, for each tensor
+``NAME_calls``       calls of ATen operators in the median step, beyond those of the plain loop
+``NAME_calls_per_tensor``  the same for each tensor
 
 ``fit`` is ``tw.fit`` at its defaults, ``fit_without_doctor`` has ``log.doctor: false``, ``watch`` is the plain loop in
 ``tw.watch``.
@@ -17,32 +19,31 @@ of the plain loop of the same round.
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 
 import trainwright as tw
 from benchmarks.figures import about, arguments, figure
 
-SIZES = (8, 64, 200, 600)
-"""Tensors of the models."""
-QUICK_SIZES = (8, 16)
 WIDTH, ROWS, LR = 4, 8, 1e-3
-FIRST, PROFILED = 128, 16
-"""Steps that are not counted, and steps at the end whose operators are counted."""
+FIRST, TURN, SETTLING, PROFILED = 128, 16, 3, 9
+"""Steps before the first turn, steps of a turn, uncounted steps at its begin, and steps whose operators are counted."""
 
 
 def make_model(tensors: int) -> nn.Sequential:
@@ -57,34 +58,51 @@ def make_data() -> tuple[Tensor, Tensor]:
     return x, torch.randint(WIDTH, (64 * ROWS,), generator=draw)
 
 
+class Ended(Exception):
+    """Ends the training after the last turn."""
+
+
 @dataclass
 class Clock:
-    """Notes the processor time after each step, and counts the operators of the last PROFILED ones."""
+    """Called after each step. Takes turns with the other processes: it waits for a line of stdin between two turns."""
 
-    steps: int
     times_s: list[float] = field(default_factory=list)
-    operators: float = 0.0
+    calls: list[int] = field(default_factory=list)
+    step: int = 0
     _profile: profile | None = None
 
     def __call__(self) -> None:
         self.times_s.append(time.thread_time())
-        taken = len(self.times_s)
-        if taken == self.steps - PROFILED:
-            self._profile = profile(use_cpu=True).__enter__()
-        elif taken == self.steps and self._profile is not None:
+        self.step += 1
+        if self._profile is not None:
             self._profile.__exit__(None, None, None)
-            names = [event.name for event in self._profile.function_events or ()]
-            self.operators = sum(name.startswith("aten::") for name in names) / PROFILED
+            self.calls.append(calls_of(self._profile))
+        counts, self._profile = FIRST - PROFILED <= self.step < FIRST, None
+        if counts:
+            self._profile = profile(activities=[ProfilerActivity.CPU]).__enter__()
+        elif self.step >= FIRST and (self.step - FIRST) % TURN == 0:
+            self._wait_for_turn()
+
+    def _wait_for_turn(self) -> None:
+        if self.step == FIRST:
+            answer: dict[str, float] = {"calls": statistics.median(self.calls)}
+        else:
+            answer = {"us": 1e6 * statistics.median(b - a for a, b in pairwise(self.times_s[SETTLING:]))}
+        print(json.dumps(answer), file=sys.__stdout__, flush=True)
+        if sys.stdin.readline().strip() != "go":
+            raise Ended
+        self.times_s = []
 
     def observe(self, result: object, state: object) -> None:
         self()
 
     def close(self) -> None: ...
 
-    @property
-    def step_us(self) -> float:
-        counted = self.times_s[FIRST : self.steps - PROFILED]
-        return 1e6 * statistics.median(b - a for a, b in pairwise(counted))
+
+def calls_of(done: profile) -> int:
+    """Returns the number of ATen operators. Building torch's own list of events takes seconds for a large model."""
+    results = done.profiler.kineto_results  # type: ignore[union-attr]
+    return sum(event.name().startswith("aten::") for event in results.events())
 
 
 def by_hand(tensors: int, clock: Clock, *, watched: bool = False) -> None:
@@ -93,15 +111,13 @@ def by_hand(tensors: int, clock: Clock, *, watched: bool = False) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), LR, fused=True)
     watch = tw.watch(model, optimizer, out=None, quiet=True) if watched else nullcontext()
     with watch:
-        while len(clock.times_s) < clock.steps:
+        while True:
             for ids in torch.randperm(len(x)).split(ROWS):
                 optimizer.zero_grad()
                 F.cross_entropy(model(x[ids]), y[ids]).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 clock()
-                if len(clock.times_s) == clock.steps:
-                    break
 
 
 def by_fit(tensors: int, clock: Clock, **settings: object) -> None:
@@ -110,7 +126,7 @@ def by_fit(tensors: int, clock: Clock, **settings: object) -> None:
         make_model(tensors),
         make_data(),
         F.cross_entropy,
-        until=f"{clock.steps}steps",
+        until="1000000steps",
         lr=LR,
         batch=ROWS,
         schedule="constant",
@@ -129,45 +145,97 @@ VARIANTS: dict[str, Callable[[int, Clock], None]] = {
 }
 
 
-def measured(variant: str, tensors: int, steps: int) -> Clock:
-    """Trains in a folder of its own."""
-    clock = Clock(steps)
-    with tempfile.TemporaryDirectory(prefix="host-time-") as folder:
-        before = Path.cwd()
+def child(variant: str, tensors: int) -> None:
+    """Trains in a folder of its own until the parent process has had enough."""
+    torch.set_num_threads(1)
+    clock = Clock()
+    with tempfile.TemporaryDirectory(prefix="host-time-", ignore_cleanup_errors=True) as folder, suppress(Ended):
         os.chdir(folder)
-        try:
-            VARIANTS[variant](tensors, clock)
-        finally:
-            os.chdir(before)
-    return clock
+        VARIANTS[variant](tensors, clock)
 
 
-def line_through(sizes: tuple[int, ...], values: list[float]) -> tuple[float, float]:
+class Child:
+    """A process that trains one variant."""
+
+    def __init__(self, variant: str, tensors: int) -> None:
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.host_time", "--child", variant, str(tensors)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+
+    def answer(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        if not (line := self._process.stdout.readline()):
+            raise SystemExit(f"{' '.join(map(str, self._process.args))} ended early")  # type: ignore[arg-type]
+        found: dict[str, float] = json.loads(line)
+        return found
+
+    def turn(self) -> float:
+        """Lets it train a turn; returns the microseconds of the median step."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        return self.answer()["us"]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class Size(NamedTuple):
+    """What was found with models of one size: by variant, the calls, and the microseconds of each turn."""
+
+    calls: dict[str, float]
+    turns_us: dict[str, list[float]]
+
+
+def measured(tensors: int, turns: int, limit_s: float) -> Size:
+    """Runs all variants, which take turns."""
+    children = {variant: Child(variant, tensors) for variant in VARIANTS}
+    begin_s = time.perf_counter()
+    try:
+        calls = {variant: each.answer()["calls"] for variant, each in children.items()}
+        turns_us: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+        for number in range(turns):
+            if number > 2 and time.perf_counter() - begin_s > limit_s:
+                break
+            for variant, each in children.items():
+                turns_us[variant].append(each.turn())
+    finally:
+        for each in children.values():
+            each.close()
+    return Size(calls, turns_us)
+
+
+def line_through(sizes: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
     """Returns value at 0 and slope of the least-squares line."""
     slope, fixed = np.polyfit(sizes, values, 1)
     return float(fixed), float(slope)
 
 
 def main() -> None:
-    options: Any = arguments(__doc__, rounds=(3, 1), steps=(600, FIRST + PROFILED + 8))
-    torch.set_num_threads(1)
-    sizes = QUICK_SIZES if options.quick else SIZES
+    if sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2], int(sys.argv[3]))
+        return
+    options: Any = arguments(__doc__, sizes=("8,100,600", "8,16"), turns=(10, 2), seconds=(75.0, 75.0))
+    sizes = [int(size) for size in options.sizes.split(",")]
     about("host_time")
-    found: dict[str, list[tuple[float, float, float]]] = {}
-    plain_us: list[float] = []
-    for _ in range(options.rounds):
-        rows = {size: {variant: measured(variant, size, options.steps) for variant in VARIANTS} for size in sizes}
-        plain_us.append(rows[sizes[0]]["plain"].step_us)
-        for variant in VARIANTS:
-            if variant == "plain":
-                continue
-            more = [rows[size][variant].step_us - rows[size]["plain"].step_us for size in sizes]
-            operators = [rows[size][variant].operators - rows[size]["plain"].operators for size in sizes]
-            found.setdefault(variant, []).append((*line_through(sizes, more), line_through(sizes, operators)[1]))
-    figure("host_time", f"plain_{sizes[0]}_tensors", plain_us, unit="us", against="absolute")
-    for variant, values in found.items():
-        for place, (name, unit) in enumerate((("fixed", "us"), ("per_tensor", "us"), ("ops", "operators per tensor"))):
-            figure("host_time", f"{variant}_{name}", [each[place] for each in values], unit=unit, against="plain loop")
+    found = {size: measured(size, options.turns, options.seconds) for size in sizes}
+    num_turns = min(len(each.turns_us["plain"]) for each in found.values())
+    for size, each in found.items():
+        figure("host_time", f"plain_{size}_tensors", each.turns_us["plain"], unit="us", against="absolute")
+    for variant in VARIANTS:
+        if variant == "plain":
+            continue
+        more_us = [
+            [each.turns_us[variant][turn] - each.turns_us["plain"][turn] for each in found.values()]
+            for turn in range(num_turns)
+        ]
+        calls = line_through(sizes, [each.calls[variant] - each.calls["plain"] for each in found.values()])
+        for place, (name, unit) in enumerate((("fixed", "us"), ("per_tensor", "us"))):
+            values = [line_through(sizes, row)[place] for row in more_us]
+            figure("host_time", f"{variant}_{name}", values, unit=unit, against="plain loop")
+        figure("host_time", f"{variant}_calls", [calls[0]], unit="calls", against="plain loop")
+        figure("host_time", f"{variant}_calls_per_tensor", [round(calls[1], 6)], unit="calls", against="plain loop")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,4 +62,4 @@ def text() -> str:
 
 
 if __name__ == "__main__":
-    print(text(), end="")
+    sys.stdout.write(text())

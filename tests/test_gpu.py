@@ -23,6 +23,7 @@ from trainwright.assembly.linear_layers import convert_linear_layers
 from trainwright.checkpoint.codec import same_bits
 from trainwright.distributed import low_precision
 from trainwright.distributed.memory import capacity_bytes, free_bytes, held_bytes
+from trainwright.engine.graphs import CudaGraphs, StepGraphs
 from trainwright.plan.machine import read_machine
 from trainwright.plan.trace.traced_step import trace_step
 from trainwright.recipe.schema import Fp8
@@ -165,6 +166,62 @@ def test_a_step_does_not_wait_for_the_device(precision: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert state.step == 12
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_captured_steps_have_the_bits_of_eager_steps(precision: str) -> None:
+    """With a learning rate that float32 holds exactly: on the device it is a float32 tensor."""
+
+    def trained(graphs: StepGraphs | None) -> dict[str, Tensor]:
+        model = net("cuda", dropout=0.3)
+        how = tw.Precision(precision, "cuda")  # type: ignore[arg-type]
+        state = tw.TrainState(model, torch.optim.AdamW(model.parameters(), lr=2**-7, fused=True))
+        advance = tw.make_step(nn.CrossEntropyLoss(), precision=how, clip=tw.make_clip("norm", 1.0), graphs=graphs)
+        torch.manual_seed(3)
+        for _ in tw.steps(state, batches("cuda", poisoned=9), advance, until=tw.for_steps(80)):
+            pass
+        state.ledger.read_pending()
+        assert state.ledger.total == 1
+        return weights(model)
+
+    said: list[str] = []
+    graphs = StepGraphs(CudaGraphs(torch.device("cuda")), report=said.append)
+    assert_same(trained(None), trained(graphs))
+    assert said == [] and graphs.num_replays > 70 and graphs.num_captures == 1
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_step_that_reads_a_value_falls_back_to_eager_steps() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net("cuda")
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(x)
+            return out * float(out.detach().mean().item() < 1e9)
+
+    said: list[str] = []
+    state, how = state_of(Reads())
+    graphs = StepGraphs(CudaGraphs(torch.device("cuda")), report=said.append)
+    advance = tw.make_step(nn.CrossEntropyLoss(), precision=how, graphs=graphs)
+    results = list(tw.steps(state, batches("cuda"), advance, until=tw.for_steps(10)))
+    assert len(said) == 1 and "the capture raised" in said[0]
+    assert graphs.num_replays == 0 and all(bool(each.loss.isfinite()) for each in results)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_fit_replays_captured_steps_under_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    x = torch.randn(256, 8)
+    data = (x, x[:, :3].argmax(1))
+    settings = {"graphs": True, "data.drop_last": True}
+    result = tw.fit(net("cpu"), data, nn.CrossEntropyLoss(), until="200steps", lr=2**-7, settings=settings, quiet=True)
+    assert [each.code for each in result.findings if each.code == "resources.graphs_not_used"] == []
 
 
 @pytest.mark.gpu

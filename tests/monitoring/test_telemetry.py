@@ -1,3 +1,4 @@
+# ruff: noqa: N802, N815  (the names of NVML)
 """Telemetry reads this very machine, when it is due and not before."""
 
 from __future__ import annotations
@@ -5,6 +6,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -14,7 +16,8 @@ import torch
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.step import StepResult
-from trainwright.monitoring.logbook import Gpus, TelemetryReader, host_values
+from trainwright.monitoring.logbook import TelemetryReader, host_values
+from trainwright.monitoring.nvml import JOULES_PER_KWH, Gpus
 from trainwright.plan.machine import read_gpus
 from trainwright.runs.reader import read
 from trainwright.runs.records import Telemetry as TelemetryRecord
@@ -99,7 +102,108 @@ def test_gpus_that_are_there_say_all() -> None:
     values = gpus.values()
     gpus.close()
     prefix = f"gpu{present[0].index}/"
-    assert set(values) == {
+    assert set(values) >= {
         prefix + name for name in ("busy_percent", "memory_bytes", "temperature_celsius", "power_watts")
     }
     assert 0 <= values[prefix + "memory_bytes"] <= present[0].memory_bytes
+
+
+class FakeNvml:
+    """Two GPUs by the functions of pynvml. GPU 1 has no energy counter and no ECC. Each reading takes a second."""
+
+    class NVMLError(Exception):
+        pass
+
+    NVML_TEMPERATURE_GPU = NVML_CLOCK_SM = NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 0
+    NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES, NVML_CLOCK_MEM, nvmlEventTypeXidCriticalError = 0, 1, 1, 8
+
+    def __init__(self) -> None:
+        self.energy_mj, self.xids, self.is_open, self.reasons = 5e6, [(0, 79)], False, 0x24
+
+    def nvmlInit(self) -> None:
+        self.is_open = True
+
+    def nvmlShutdown(self) -> None:
+        self.is_open = False
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetIndex(self, gpu: int) -> int:
+        return gpu
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: int) -> SimpleNamespace:
+        return SimpleNamespace(gpu=87)
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: int) -> SimpleNamespace:
+        return SimpleNamespace(used=2**30)
+
+    def nvmlDeviceGetTemperature(self, gpu: int, kind: int) -> int:
+        return 61
+
+    def nvmlDeviceGetPowerUsage(self, gpu: int) -> int:
+        return 650_000
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, gpu: int) -> int:
+        return 700_000
+
+    def nvmlDeviceGetClockInfo(self, gpu: int, kind: int) -> int:
+        return (1755, 2619)[kind]
+
+    def nvmlDeviceGetTotalEccErrors(self, gpu: int, kind: int, counter: int) -> int:
+        if gpu == 1:
+            raise self.NVMLError("not supported")
+        return 3
+
+    def nvmlDeviceGetPcieThroughput(self, gpu: int, counter: int) -> int:
+        return (10, 20)[counter]
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu: int) -> int:
+        return self.reasons
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, gpu: int) -> float:
+        if gpu == 1:
+            raise self.NVMLError("not supported")
+        return self.energy_mj
+
+    def nvmlEventSetCreate(self) -> object:
+        return object()
+
+    def nvmlDeviceRegisterEvents(self, gpu: int, kinds: int, events: object) -> None: ...
+
+    def nvmlEventSetWait_v2(self, events: object, timeout_ms: int) -> SimpleNamespace:
+        if not self.xids:
+            raise self.NVMLError("timeout")
+        gpu, xid = self.xids.pop(0)
+        return SimpleNamespace(device=gpu, eventData=xid)
+
+
+def test_readings_of_gpus_by_nvml() -> None:
+    nvml = FakeNvml()
+    gpus = Gpus([0, 1], nvml)
+    nvml.energy_mj += 1.8e9  # half a kWh
+    values = gpus.values()
+    assert values["gpu0/energy_joules"] == 1.8e6 and "gpu1/energy_joules" not in values
+    assert gpus.energy_kwh() == 0.5 == 1.8e6 / JOULES_PER_KWH and not gpus.measures_energy
+    assert gpus.power_limit_watts() == 1400.0
+    assert (values["gpu0/xid_errors"], values["gpu0/last_xid"], values["gpu0/ecc_uncorrected"]) == (1, 79, 3)
+    assert "gpu1/xid_errors" not in values and "gpu1/ecc_uncorrected" not in values
+    assert (values["gpu1/throttled_power_cap"], values["gpu1/throttled_thermal"]) == (1, 1)
+    assert values["gpu1/throttled_hardware_slowdown"] == 0
+    assert (values["gpu0/sm_clock_mhz"], values["gpu0/memory_clock_mhz"]) == (1755, 2619)
+    assert (values["gpu0/pcie_sent_bytes_s"], values["gpu0/pcie_received_bytes_s"]) == (10_240, 20_480)
+    assert gpus.values()["gpu0/xid_errors"] == 1  # it is not reported again
+    gpus.close()
+    assert not nvml.is_open and gpus.values() == {}
+
+
+def test_a_driver_of_which_much_is_missing_gives_what_it_has() -> None:
+    class Old(FakeNvml):
+        nvmlDeviceGetCurrentClocksEventReasons = property()  # raises AttributeError
+        nvmlEventSetCreate = property()
+
+        def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: int) -> int:
+            return 0x40
+
+    values = Gpus([0], Old()).values()
+    assert values["gpu0/throttled_hardware_thermal"] == 1 and values["gpu0/power_watts"] == 650

@@ -282,7 +282,7 @@ def test_json_schema_agrees_with_the_check() -> None:
 def test_names_point_to_callables_of_ours() -> None:
     for rows in (room.MODELS, room.DATASETS, room.LOSSES):
         assert all(re.fullmatch(r"trainwright(\.\w+)+:\w+", row.factory) for row in rows.values())
-    assert get_args(room.Unit) == ("steps", "ep", "s", "tok", "run", "samples")
+    assert get_args(room.Unit) == ("steps", "ep", "s", "tok", "run", "samples", "USD", "kWh")
 
 
 def test_public_names_exist() -> None:

@@ -19,17 +19,17 @@ from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.rng import TorchGenerators
 from trainwright.checkpoint.shards import is_sharded, locals_of
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.distributed.group import Ranks
-from trainwright.engine.compressed import sum_whole
+from trainwright.distributed.group import SOLO, Ranks
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.exact import accumulate_exactly
-from trainwright.engine.guard import APPLIED, must_skip, update_unless
+from trainwright.engine.graphs import StepGraphs, StepOutputs
+from trainwright.engine.guard import APPLIED, BufferGuard, must_skip, update_unless
 from trainwright.engine.loss import Accumulated, Loss, LossFn, accumulate, as_loss_fn, combine_divided, run_divided
 from trainwright.engine.metrics import OutputKeeper
 from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
 from trainwright.engine.overlap import OtherRankFailed, OverlappedSum
 from trainwright.engine.precision import FP32, Precision
-from trainwright.engine.rank_layout import ONE_RANK_LAYOUT, RankLayout
+from trainwright.engine.rank_layout import ONE_RANK_LAYOUT, RankLayout, sum_whole
 from trainwright.engine.rank_sums import (
     Counted,
     combine,
@@ -125,6 +125,7 @@ def make_step(
     spikes: SpikeHandler = NO_SPIKES,
     witness: StepWitness = SILENT,
     keeper: OutputKeeper | None = None,
+    graphs: StepGraphs | None = None,
 ) -> StepFn:
     """Make the function that advances a TrainState by one optimizer step.
 
@@ -143,6 +144,7 @@ def make_step(
         spikes: A ``SpikeGuard``; does nothing by default.
         witness: Internal: the recorder of a run.
         keeper: Internal: collects outputs for metrics.
+        graphs: Captures steps and replays them, on one GPU. Steps that cannot be captured run eagerly.
 
     Returns:
         A function of ``(state, batch)`` that returns a StepResult. It raises OutOfMemoryError if smaller micro-batches
@@ -162,6 +164,9 @@ def make_step(
     parts = _Parts(loss_fn, precision, clip, probes, ranks, seed, sharded, witness, keeper, overlap)
     recovery = Recovery(lambda state: clear_grads(state.optimizer), world, witness)
     update = Update(recovery, witness)
+    work = _DeviceWork(parts, own)
+    if graphs is not None and (obstacle := _obstacle_to_graphs(ranks, spikes, keeper)):
+        graphs.end(obstacle)
     if world.size == 1 and not (ranks.exact or ranks.divided or ranks.stages):
         alone = as_loss_fn(loss)  # without the keeper, which would collect the outputs twice
         witness.can_repeat(lambda state, batch: accumulate(state, batch, alone, precision))
@@ -175,6 +180,10 @@ def make_step(
             share_buffers(state, world)
             generators = TorchGenerators.read(device)
         lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
+        if graphs is not None and not witness.is_listening:
+            outputs = graphs.step(state, batch, work)
+            if outputs is not None:
+                return _replayed(state, batch, outputs, lr)
         spikes.before_step(state)
         recovery.buffers.keep(state.model, own if state.loss is None else state.loss)
         counted = count(batch, batch.tokens, data)
@@ -206,6 +215,53 @@ def make_step(
         return result
 
     return advance
+
+
+def _replayed(state: TrainState, batch: StepBatch, outputs: StepOutputs, lr: float) -> StepResult:
+    """Return the result of a step that a graph has computed, and count the step."""
+    done, grad_norm, skipped = outputs
+    count_step(state, batch, count(batch, batch.tokens, SOLO))
+    if skipped is not APPLIED:
+        state.ledger.note(
+            state.step, skipped, grad_norm=grad_norm, losses=done.micro_losses, batch=batch, scale=None, reason=""
+        )
+    result = StepResult(state.step, done.loss, grad_norm, lr, done.weight, skipped, batch, done.metrics, {})
+    result.correction = done.correction
+    return result
+
+
+def _obstacle_to_graphs(ranks: RankLayout, spikes: SpikeHandler, keeper: object) -> str:
+    """Return the reason why no step can be captured, or ''."""
+    if ranks is not ONE_RANK_LAYOUT and (ranks.sums.size > 1 or ranks.exact or ranks.divided or ranks.stages):
+        return "several ranks train together, or gradients are added exactly"
+    if spikes is not NO_SPIKES:
+        return "a spike policy reads the gradient norm before each update; use spikes.policy: warn or off"
+    return "" if keeper is None else "metrics over training batches collect outputs; leave them to the validation"
+
+
+class _DeviceWork:
+    """The part of a step that a graph captures, see ``StepWork``."""
+
+    def __init__(self, parts: _Parts, loss: nn.Module | None) -> None:
+        self._parts = parts._replace(witness=SILENT, probes=())
+        self._loss, self._buffers = loss, BufferGuard()
+
+    def gradients(self, state: TrainState, batch: StepBatch) -> tuple[Accumulated, Tensor]:
+        self._buffers.keep(state.model, self._loss if state.loss is None else state.loss)
+        done = _passes(state, batch, self._parts)
+        finished = _finish(state, done, self._parts)
+        return finished.done, finished.grad_norm
+
+    def update(self, state: TrainState, done: Accumulated, grad_norm: Tensor) -> Tensor:
+        skipped = must_skip(grad_norm, done.weight)
+        update_unless(skipped, state.optimizer)
+        self._buffers.restore_if(skipped)
+        return skipped
+
+    def undo(self, state: TrainState, *, has_run: bool) -> None:
+        clear_grads(state.optimizer)
+        if has_run:
+            self._buffers.put_back()
 
 
 def count_step(state: TrainState, batch: StepBatch, counted: Counted) -> None:

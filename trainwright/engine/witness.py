@@ -24,6 +24,12 @@ class StepWitness(Protocol):
     read, and never raise: an exception would end the step.
     """
 
+    @property
+    def is_listening(self) -> bool:
+        """True if the operators of this step are reported, so that its Python code must run. Read after
+        ``step_begins``.
+        """
+
     def memory_ran_out(self) -> bool:
         """An attempt at the step ran out of memory. Frees what can be freed; returns False if nothing was held."""
 
@@ -51,6 +57,8 @@ class StepWitness(Protocol):
 
 class _Silent:
     """The null object: this step is not recorded."""
+
+    is_listening = False
 
     def memory_ran_out(self) -> bool:
         return False

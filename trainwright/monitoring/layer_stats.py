@@ -344,6 +344,10 @@ class LayerLog(Generic[R]):
         self._steps_s = 0.0
         self._named = False
 
+    def is_due(self, step: int) -> bool:
+        """Return True if ``step`` is measured."""
+        return step == self._measured
+
     def before_update(self, step: int, optimizer: Optimizer | None = None) -> None:
         """Measure the complete gradients of ``step``: those of ``optimizer``, or all."""
         if step == self._measured:
@@ -390,6 +394,10 @@ class LayerObserver:
 
     def __init__(self, log: LayerLog[R]) -> None:
         self._log = log
+
+    def is_due(self, state: TrainState) -> bool:
+        """Return True if the next step is measured."""
+        return self._log.is_due(state.step + 1)
 
     def probe(self, state: TrainState) -> Mapping[str, Tensor]:
         """A Probe that adds nothing to the record of the step."""

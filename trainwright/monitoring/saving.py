@@ -414,7 +414,7 @@ class PartSaving:
         shards: ShardedSave,
         *,
         asynchronous: bool,
-        warn: Callable[[str], None] = lambda line: None,
+        warn: Callable[[str], None] = lambda _line: None,
         free_memory: Callable[[], int] = _free_on_host,
     ) -> None:
         self._folder, self._shards = folder, shards

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from trainwright.errors import Problem, RecipeError
 from trainwright.recipe import Duration
+from trainwright.recipe.duration import BUDGETS
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ def extent(until: Duration, pace: Pace, *, step: int = 0, used: float = 0.0) -> 
 
     If the batch size changed, ``step`` steps at the earlier pace have used ``used`` of it, in the unit of ``until``.
     """
+    if until.unit in BUDGETS:
+        rule = "a budget in USD or kWh becomes a time only where the run is trained, on its device"
+        raise RecipeError(Problem("until", rule, got=str(until), remedy="write a length in steps, epochs or seconds"))
     if until.unit == "s":
         return Extent(seconds=until.value)
     left = Duration(max(0.0, until.value - used), until.unit)

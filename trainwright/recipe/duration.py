@@ -17,7 +17,9 @@ from pydantic_core import CoreSchema, core_schema
 
 from trainwright.errors import UsageError
 
-Unit = Literal["steps", "ep", "s", "tok", "run", "samples"]
+Unit = Literal["steps", "ep", "s", "tok", "run", "samples", "USD", "kWh"]
+BUDGETS = ("USD", "kWh")
+"""Units of the length of a run only (``until``): what it may cost."""
 
 # Accepted spellings -> (unit, factor).
 SPELLINGS: dict[str, tuple[Unit, float]] = {
@@ -35,6 +37,8 @@ SPELLINGS: dict[str, tuple[Unit, float]] = {
     "Gtok": ("tok", 1e9),
     "samples": ("samples", 1),
     "run": ("run", 1),
+    "USD": ("USD", 1),
+    "kWh": ("kWh", 1),
 }
 EXAMPLES = "1000steps, 2ep, 90min, 5Mtok, 50000samples, 0.1run"
 PATTERN = r"^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?(" + "|".join(SPELLINGS) + r")$"
@@ -95,9 +99,10 @@ class Duration:
 
 @dataclass(frozen=True)
 class DurationField:
-    """Tells pydantic how to parse a Duration; with ``allow_zero`` also ``0steps``."""
+    """Tells pydantic how to parse a Duration; with ``allow_zero`` also ``0steps``, with ``allow_budget`` ``5USD``."""
 
     allow_zero: bool = False
+    allow_budget: bool = False
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(
@@ -110,6 +115,12 @@ class DurationField:
 
     def read(self, value: object) -> Duration:
         """Return the Duration of a value in a recipe. Raises UsageError, which is a ValueError as pydantic requires."""
+        duration = self._read(value)
+        if duration.unit in BUDGETS and not self.allow_budget:
+            raise _error(f"{duration.unit} can only be the length of the run (until)")
+        return duration
+
+    def _read(self, value: object) -> Duration:
         if isinstance(value, Duration):
             if value.value == 0 and not self.allow_zero:
                 raise _error("a duration must be more than 0")

@@ -214,6 +214,7 @@ class Loaded:
         source: The place of each value.
         within_s: Limit in wall-clock seconds from the first step of the run to its end, everything included; None if
             there is no limit.
+        energy_kwh: Energy of the device after which the run ends; None if there is no limit.
         stated: The paths that the recipe or an override states.
         by_preset: The paths that the preset has set. All other paths have their defaults.
         by_plan: The paths that were left open (``auto``) and that the plan has decided for this run.
@@ -222,6 +223,7 @@ class Loaded:
     recipe: Recipe
     source: Source
     within_s: float | None = None
+    energy_kwh: float | None = None
     stated: frozenset[str] = frozenset()
     by_preset: frozenset[str] = frozenset()
     by_plan: frozenset[str] = frozenset()

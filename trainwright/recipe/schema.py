@@ -40,7 +40,7 @@ from trainwright.recipe.catalog import (
     SPIKE_POLICIES,
     optimizer_row,
 )
-from trainwright.recipe.duration import Duration
+from trainwright.recipe.duration import Duration, DurationField
 from trainwright.recipe.formatting import LARGEST_INT, parse_bytes
 from trainwright.recipe.section import (
     Count,
@@ -796,7 +796,18 @@ class Recipe(Section):
     fp8: Fp8 | None = Field(
         default=None, description="Settings of precision: fp8 and mxfp8.", examples=[{"scales": "tensorwise"}]
     )
-    until: Duration = Field(default=Duration(1, "ep"), description="The length of the run.")
+    graphs: bool | Literal["auto"] = Field(
+        default=False,
+        description="Capture the steps of one GPU in CUDA graphs, so that the host launches each step at once. auto: "
+        "only if the host takes the time of the step, which is measured.",
+        examples=["auto"],
+    )
+    until: Annotated[Duration, DurationField(allow_budget=True)] = Field(
+        default=Duration(1, "ep"), description="The length of the run, or what it may cost (5USD, 2kWh)."
+    )
+    price: float | None = Field(
+        default=None, gt=0, description="US dollars for an hour of one device. null: the table of devices."
+    )
     model: Model = Field(description="The model that is trained.", examples=["gpt"])
     data: Data = Field(description="The training and validation data.", examples=[{"train": "digits"}])
     loss: Objective = Field(default_factory=Objective, description="The loss that is minimised.")

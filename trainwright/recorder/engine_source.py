@@ -125,6 +125,10 @@ class EngineSource:
             self._inputs = StepInputs(state, batch, generators)
             mute()
 
+    @property
+    def is_listening(self) -> bool:
+        return self._inputs is None
+
     def can_repeat(self, passes: Passes) -> None:
         self.passes = passes
 

@@ -451,3 +451,9 @@ def _as_evaluation(logged: Logged) -> Evaluated | None:
         return None
     loss, metrics = logged.figures[named[0]], {name: v for name, v in logged.figures.items() if name != named[0]}
     return Evaluated(time_s=logged.time_s, step=logged.step, loss=loss, weight=0.0, metrics=metrics, seconds=0.0)
+
+
+def cost(ended: Ended) -> list[str]:
+    """Return energy and price as text, if they are known."""
+    energy = [] if ended.energy_kwh is None else [f"{ended.energy_kwh:.3g} kWh"]
+    return energy + ([] if ended.usd is None else [f"{ended.usd:.2f} USD"])

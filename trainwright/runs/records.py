@@ -141,6 +141,14 @@ class OutOfMemory(OomReport, Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NotCaptured(Record):
+    """From ``step`` on, steps run eagerly, though the recipe asks for CUDA graphs."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Quarantined(Record):
     """Samples that could not be read were left out of ``step`` and of all later steps."""
 
@@ -291,7 +299,10 @@ class RunVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended(Record):
-    """The run ended. ``ending`` is finished, stopped, data_exhausted or failed."""
+    """The run ended. ``ending`` is finished, stopped, data_exhausted or failed.
+
+    ``energy_kwh`` is the energy of its GPUs and ``usd`` the price of its devices, both of this process; None: unknown.
+    """
 
     ending: str
     reason: str
@@ -301,6 +312,8 @@ class Ended(Record):
     skipped: int
     seconds: float
     verdict: RunVerdict | None = None
+    energy_kwh: float | None = None
+    usd: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -217,6 +217,9 @@ class _Header:
         """Yield settings that are off by default."""
         recipe, plan = self.job.recipe, self.job.plan
         model = recipe.model
+        if recipe.graphs and self.job.device.type == "cuda":
+            shown = "CUDA graphs" if recipe.graphs is True else "CUDA graphs if the host takes the time of a step"
+            yield self._setting("graphs", shown, "graphs")
         if model.compile:
             yield self._setting("compile", "torch.compile", "model.compile")
         if recipe.loss.chunked is True:

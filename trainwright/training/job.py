@@ -49,6 +49,7 @@ from trainwright.distributed import ALONE, ONE, SOLO, Launch, RankMesh, World, c
 from trainwright.distributed.group import from_first_rank
 from trainwright.distributed.memory import adapt_to_limits, free_bytes, retain_blocks, rlimits
 from trainwright.engine.dry_run import Mode, time_evaluation
+from trainwright.engine.graphs import CudaGraphs, StepGraphs
 from trainwright.engine.guard import MAX_COPIED_TABLE_BYTES
 from trainwright.engine.loop import ByTheClock, Until, for_seconds, for_steps
 from trainwright.engine.manual_step import make_own_step
@@ -61,6 +62,7 @@ from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import DataError, UsageError
 from trainwright.finetune.isolation import require_isolated
 from trainwright.finetune.reference import fill
+from trainwright.monitoring.nvml import Gpus
 from trainwright.monitoring.sinks import sink_factories
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import EXAMINATIONS
@@ -83,8 +85,10 @@ from trainwright.plan.trace.local_device import known_device, local_device, nomi
 from trainwright.plan.trace.resolve import Resolved, has_open_settings, is_for, read_resolved, resolve
 from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.catalog import SPIKE_POLICIES
+from trainwright.recipe.duration import BUDGETS
 from trainwright.recipe.resolve import find, is_live, parameters_of
 from trainwright.runs.supervision import Supervision
+from trainwright.training.budget import energy_meter, for_energy, within_budget
 from trainwright.training.custom_objects import Live, build_live, measured_state, memory_note
 from trainwright.training.custom_step import without_dry_run
 from trainwright.training.first_batch import time_workers, try_batch
@@ -234,6 +238,8 @@ def until_of(plan: Plan) -> Until:
 
 def until_of_job(job: Job) -> Until:
     """Return the completed fraction as ``until_of`` does, or by wall-clock time if the run has a time limit."""
+    if job.loaded.energy_kwh is not None:
+        return for_energy(job.loaded.energy_kwh, energy_meter(_gpu_indices(job.hardware)))
     if job.loaded.within_s is None:
         return until_of(job.plan)
     after_s = job.plan.predicted.seconds.get(LAST_EVALUATION, 0.0) + ENDING_S
@@ -261,6 +267,7 @@ def make_advance(
     spikes: SpikeHandler = NO_SPIKES,
     keeper: OutputKeeper | None = None,
     probes: Sequence[Probe] = (),
+    graphs: StepGraphs | None = None,
 ) -> StepFn:
     """Return the step function of a job. Also sets the process-wide matmul precision and number of threads."""
     job.matmul.set()
@@ -278,7 +285,25 @@ def make_advance(
         spikes=spikes,
         witness=witness,
         keeper=keeper,
+        graphs=graphs,
     )
+
+
+def step_graphs(
+    job: Job, report: Callable[[str], None], runs_eagerly: Callable[[TrainState], bool] = lambda _state: False
+) -> StepGraphs | None:
+    """Return what captures the steps of a job, if its recipe asks for it; else None. ``report`` gets the reason."""
+    ask = job.recipe.graphs
+    if ask is False:
+        return None
+    if job.device.type != "cuda":
+        if ask is True:
+            report("the run is on a CPU, which has no graphs")
+        return None
+    if job.parts.custom.advance is not None:
+        report("a custom step (advance) is Python code of which nothing is known")
+        return None
+    return StepGraphs(CudaGraphs(job.device), ask == "auto", runs_eagerly, report)
 
 
 MIN_MEMORY_HEADROOM_RATIO = 16
@@ -366,12 +391,39 @@ def prepare(
     request = Request(parts, earlier, world, launch, say)
     with all_problems_reported(loaded, parts, world.size):
         hardware = find_hardware(loaded, request)
+        loaded = _within_budget(loaded, hardware, world.size)
         resolved = decide(loaded, request, hardware)
         whole = make_parts(resolved, request, hardware)
         planned = plan_run(resolved, whole, request, hardware)
         divided = divide(resolved, whole, planned, request, hardware)
         made = make_state(resolved.loaded, divided, planned.facts, request, hardware)
         return try_out(resolved.loaded, divided, made, planned, request, hardware)
+
+
+def _within_budget(loaded: Loaded, hardware: Hardware, ranks: int) -> Loaded:
+    if loaded.recipe.until.unit not in BUDGETS:
+        return loaded
+    gpus = Gpus(_gpu_indices(hardware))
+    try:
+        watts = gpus.power_limit_watts() if gpus.measures_energy else None
+    finally:
+        gpus.close()
+    known = known_device(hardware.device)
+    return within_budget(loaded, None if known is None else known.price, watts, ranks)
+
+
+def _gpu_indices(hardware: Hardware) -> tuple[int, ...]:
+    """Return the NVML index of the GPU of this rank; () on a CPU."""
+    gpus = hardware.machine.gpus
+    place = hardware.device.index or 0
+    return (gpus[place].index,) if hardware.device.type == "cuda" and place < len(gpus) else ()
+
+
+def usd_per_hour(job: Job) -> float | None:
+    """Return the price of the devices of the run in US dollars per hour: by the recipe, or by the table of devices."""
+    known = known_device(job.device)
+    price = job.recipe.price or (None if known is None else known.price)
+    return None if price is None else price * job.world.size
 
 
 def find_hardware(loaded: Loaded, request: Request) -> Hardware:

@@ -30,6 +30,7 @@ from trainwright.distributed import Launch, World
 from trainwright.distributed.group import Ranks
 from trainwright.engine.average_norms import measure_norms_of
 from trainwright.engine.evaluate import EvaluationResult
+from trainwright.engine.graphs import StepGraphs
 from trainwright.engine.loop import NEVER, ByTheClock, Outcome, Saver, Until
 from trainwright.engine.loss import measures_progress, takes_model
 from trainwright.engine.observer import Observer
@@ -64,8 +65,28 @@ from trainwright.report.pages.log import IncrementalLog
 from trainwright.report.verdict import VerdictFacts, evaluations_in, judge
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.lock import NoLock, RunLock
-from trainwright.runs.records import Ended, Evaluated, Found, Layers, Logged, OutputGrads, Record, RunVerdict
-from trainwright.training.job import ENDING_S, Job, is_watched, make_advance, spike_handler, until_of, until_of_job
+from trainwright.runs.records import (
+    Ended,
+    Evaluated,
+    Found,
+    Layers,
+    Logged,
+    NotCaptured,
+    OutputGrads,
+    Record,
+    RunVerdict,
+)
+from trainwright.training.job import (
+    ENDING_S,
+    Job,
+    is_watched,
+    make_advance,
+    spike_handler,
+    step_graphs,
+    until_of,
+    until_of_job,
+    usd_per_hour,
+)
 from trainwright.training.layout import evaluation_loss
 from trainwright.training.resume import resume_command
 from trainwright.training.run_metadata import folder_guard, run_metadata
@@ -144,6 +165,7 @@ class Reports:
     logbook: Logbook
     doctor: EngineSession | RanksObserver | None
     saver: Saving
+    usd_per_hour: float | None = None
 
     @property
     def newest(self) -> Path | None:
@@ -168,6 +190,8 @@ class Reports:
             val_loss=seen.loss if seen else None,
             skipped=log.recorder.num_skipped,
             seconds=log.seconds,
+            energy_kwh=log.telemetry.energy_kwh,
+            usd=None if self.usd_per_hour is None else self.usd_per_hour * log.seconds / 3600,
         )
 
 
@@ -203,7 +227,7 @@ def _open_on_first(job: Job, place: HeldFolder, process: Process, extras: Sequen
         doctor = make_doctor(job, folder, logbook.journal.write, progress.say)
         if doctor:
             progress.findings = doctor.findings
-        reports = Reports(logbook, doctor, saver)
+        reports = Reports(logbook, doctor, saver, usd_per_hour(job))
         evaluation = periodic_evaluation(
             job, (logbook.recorder, progress, saver), is_reported=isinstance(doctor, EngineSession)
         )
@@ -285,10 +309,18 @@ def _instrumented(job: Job, doctor: EngineSession | RanksObserver | None, logboo
     layers = tuple(layer_observers(job, logbook))
     witness, probes = doctor.witness if doctor else SILENT, [each.probe for each in layers]
     return _Instrumented(
-        make_advance(job, witness, spike_handler(job.loaded), window.keeper, probes),
+        make_advance(job, witness, spike_handler(job.loaded), window.keeper, probes, _graphs(job, layers, logbook)),
         window,
         layers,
     )
+
+
+def _graphs(job: Job, layers: Sequence[LayerObserver], logbook: Logbook | None) -> StepGraphs | None:
+    def report(reason: str) -> None:
+        if logbook is not None:
+            logbook.journal.write(NotCaptured(time_s=time.time(), step=job.state.step, reason=reason))
+
+    return step_graphs(job, report, lambda state: any(each.is_due(state) for each in layers))
 
 
 def make_doctor(

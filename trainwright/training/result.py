@@ -73,6 +73,7 @@ def reached(ending: Ending) -> str:
     if seen is not None:
         parts.append(f"validation loss {figure(seen.loss)}")
         parts += [f"{name} {value:.4g}" for name, value in seen.metrics.items()]
+    parts += cost(ended)
     return ", ".join(parts)
 
 
@@ -99,6 +100,8 @@ class Result:
         loss_fn: The loss of the run, for ``tw.evaluate(result, data)``.
         metric_set: The metrics of the run, for ``tw.evaluate(result, data)``.
         verdict: The outcome in one word and one sentence; None on a rank that wrote nothing.
+        energy_kwh: Energy of the GPUs in kWh; None if they do not count it.
+        usd: Price of the devices for the time of the run in US dollars; None if it is not known.
     """
 
     run: Path
@@ -118,6 +121,8 @@ class Result:
     loss_fn: Callable[..., Loss | Tensor] | None = None
     metric_set: MetricSet = NO_METRICS
     verdict: RunVerdict | None = None
+    energy_kwh: float | None = None
+    usd: float | None = None
 
     def __repr__(self) -> str:
         """Summarize the result in a few lines."""
@@ -136,7 +141,7 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``--json`` prints."""
-        names = ("ending", "step", "loss", "val_loss", "skipped")
+        names = ("ending", "step", "loss", "val_loss", "skipped", "energy_kwh", "usd")
         findings = [strict(found) for found in self.findings]
         figures = {name: getattr(self, name) for name in names}
         return {"run": str(self.run), **figures, "verdict": strict(self.verdict), "findings": findings}
@@ -175,6 +180,8 @@ def finish(job: Job, place: HeldFolder, run: OpenRun, outcome: Outcome, process:
         metrics=dict(ending.evaluated.metrics) if ending.evaluated else {},
         findings=findings,
         verdict=ended.verdict,
+        energy_kwh=ended.energy_kwh,
+        usd=ended.usd,
         restored=restore_best(job, place.folder, process.progress.say),
         **common,
     )

@@ -14,7 +14,7 @@ from trainwright.report.examination import line_of_unexamined
 from trainwright.report.pages.documents import RunDocuments
 from trainwright.report.pages.log import IncrementalLog
 from trainwright.report.pages.rows import column
-from trainwright.report.verdict import VerdictFacts, evaluations_in, judge
+from trainwright.report.verdict import VerdictFacts, cost, evaluations_in, judge
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.printing import readable
 from trainwright.runs.reader import RUNNING, state_of
@@ -207,6 +207,8 @@ class RunView(RunDocuments):
             yield "validation", number(self.val_loss) + (f", best {number(self.best)}" if self.is_past_best else "")
         if self.step_s:
             yield "a step takes", human_seconds(self.step_s)
+        if self.ended and (costs := cost(self.ended)):
+            yield "cost of this process", ", ".join(costs)
         if self.ended and self.ended.skipped:
             yield "skipped updates", f"{self.ended.skipped:,}"
         if self.plan.get("parameters") is not None:

@@ -17,7 +17,7 @@ from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.discovery import check_of
 from trainwright.doctor.facts.resources import GraphSize, GrowthFacts, HeldResources, MemoryFacts
 from trainwright.monitoring.logbook import allocator_values
-from trainwright.runs.records import OutOfMemory, Telemetry, Watched
+from trainwright.runs.records import NotCaptured, OutOfMemory, Telemetry, Watched
 
 MIB, GIB = 2**20, 2**30
 
@@ -100,6 +100,13 @@ def test_an_allocator_that_thrashes(retries: list[float], found: bool) -> None:
         Telemetry(time_s=0.0, step=20 * n, values={"cuda0/allocator_retries": count}) for n, count in enumerate(retries)
     ]
     assert bool(diagnose(RunContext(records), [of("allocator_thrashes")]).findings) == found
+
+
+def test_graphs_that_are_not_used_are_named_with_the_reason() -> None:
+    assert not diagnose(RunContext([]), [of("graphs_not_used")]).findings
+    reports = [NotCaptured(time_s=0.0, step=step, reason=f"reason {step}") for step in (4, 9)]
+    (found,) = (each.found for each in diagnose(RunContext(reports), [of("graphs_not_used")]).findings)
+    assert (found.step, found.severity) == (9, "info") and found.symptom.endswith("reason 9")
 
 
 @pytest.mark.parametrize(("next_micro", "severity"), [(None, "critical"), (4, "warning")])

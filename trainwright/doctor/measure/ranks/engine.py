@@ -46,6 +46,8 @@ class EngineRows:
 
     # calls of the engine during a step
 
+    is_listening = True
+
     def memory_ran_out(self) -> bool:
         return False
 

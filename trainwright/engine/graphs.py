@@ -1,0 +1,448 @@
+"""CUDA graphs: the kernels of a step are captured once and replayed, so that the host launches one graph a step.
+
+A step whose kernels are shorter than their launches takes the time of the host. ``StepGraphs`` captures forward,
+backward, clipping, guard and update of all micro-batches together. Everything that differs between steps is in static
+tensors: the batch, the learning rates, and the random state, which torch's graphs advance themselves. What only the
+host knows (counting, schedule, ledger, log) stays outside.
+
+A captured step does not run Python. Therefore the first replays are compared with the eager step bit for bit, and a
+step that the recorder records in full runs eagerly. Whatever cannot be captured runs eagerly, and is reported once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from trainwright.checkpoint.average import NoAverage
+from trainwright.checkpoint.chained_optimizer import parts_of
+from trainwright.checkpoint.codec import same_bits
+from trainwright.checkpoint.cursor import MicroBatch, StepBatch, tensors_in
+from trainwright.checkpoint.rng import RngBag, TorchGenerators
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.engine.loss import Accumulated
+
+WARM_UP_STEPS = 3
+"""Steps of a shape before its capture: kernels are chosen, moments are created, and the last one uses a side stream."""
+MAX_CAPTURES = 8
+"""Captures in one run. Each holds the activations of a step, so another shape in every step must not add graphs."""
+MAX_SHAPES = 64
+"""Shapes of batches that are remembered before graphs are given up."""
+CHECKED_REPLAYS = frozenset({0, 1, 64})
+"""Replays of a graph that are compared with the eager step. The late one finds what Python changes later."""
+LAUNCH_BOUND_FRACTION = 0.9
+"""Time until the host has launched a step / time until the device has computed it, above which it is launch-bound."""
+
+T = TypeVar("T")
+Replay: TypeAlias = Callable[[], None]
+
+
+class GraphBackend(Protocol):
+    """The operations of CUDA graphs. Tests have one that replays the Python function."""
+
+    def warm_up(self, work: Callable[[], T]) -> T:
+        """Run ``work`` as a step, in the way that a capture needs."""
+
+    def capture(self, work: Callable[[], T]) -> tuple[T, Replay]:
+        """Capture ``work`` without changing any tensor. Return its result, whose tensors each replay overwrites."""
+
+    def launch_fraction(self, work: Callable[[], T]) -> tuple[T, float]:
+        """Run ``work``. Return its result, and the launch time as a fraction of the full time. Waits for the device."""
+
+
+class CudaGraphs:
+    """The graphs of ``torch.cuda``. All captures share a memory pool, because they never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, work: Callable[[], T]) -> T:
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self._device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            done = work()
+        current.wait_stream(side)
+        return done
+
+    def capture(self, work: Callable[[], T]) -> tuple[T, Replay]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            done = work()
+        return done, graph.replay
+
+    def launch_fraction(self, work: Callable[[], T]) -> tuple[T, float]:
+        torch.cuda.synchronize(self._device)
+        begin_s = time.perf_counter()
+        done = work()
+        launched_s = time.perf_counter()
+        torch.cuda.synchronize(self._device)
+        return done, (launched_s - begin_s) / (time.perf_counter() - begin_s)
+
+
+class StepOutputs(NamedTuple):
+    """What a step leaves besides the state: sums of its micro-batches, norm before clipping, and the guard's flag."""
+
+    done: Accumulated
+    grad_norm: Tensor
+    skipped: Tensor
+
+
+class StepWork(Protocol):
+    """The part of a step that runs on the device. It must read nothing back to the host."""
+
+    def gradients(self, state: TrainState, batch: StepBatch) -> tuple[Accumulated, Tensor]:
+        """Run the passes, and clip. Return their sums and the norm."""
+
+    def update(self, state: TrainState, done: Accumulated, grad_norm: Tensor) -> Tensor:
+        """Update weights and buffers unless the gradients are not finite. Return the flag."""
+
+    def undo(self, state: TrainState, *, has_run: bool) -> None:
+        """Clear what an interrupted ``gradients`` left. In a capture no kernel has run, so buffers are unchanged."""
+
+
+class NotCapturable(Exception):
+    """This step cannot be captured; the message is the reason."""
+
+
+@dataclass(eq=False)
+class _Graph:
+    """A captured step with its static tensors."""
+
+    batch: StepBatch
+    outputs: StepOutputs
+    replay: Replay
+    grads: list[tuple[Tensor, Tensor | None]]
+    num_replays: int = 0
+
+
+class _Group(NamedTuple):
+    """A parameter group and its learning rate on the device."""
+
+    group: dict[str, Any]
+    lr: Tensor
+
+
+@dataclass(eq=False)
+class StepGraphs:
+    """Decides for each step whether a graph is captured, replayed, or neither.
+
+    Args:
+        backend: See GraphBackend.
+        only_if_launch_bound: Capture only steps whose time is that of the host, by measurement.
+        runs_eagerly: True if Python code must run in the next step: hooks measure something.
+        report: Called once with the reason why graphs are not used, or no longer.
+    """
+
+    backend: GraphBackend
+    only_if_launch_bound: bool = False
+    runs_eagerly: Callable[[TrainState], bool] = lambda _state: False
+    report: Callable[[str], None] = lambda _reason: None
+    num_captures: int = 0
+    num_replays: int = 0
+    ended: str = ""
+    """The reason why graphs are not used any more."""
+    _graphs: dict[object, _Graph] = field(default_factory=dict)
+    _seen: dict[object, int] = field(default_factory=dict)
+    _objects: object = None
+    _groups: list[_Group] = field(default_factory=list)
+    _values: list[float | None] = field(default_factory=list)
+    _attached: _Graph | None = None
+    _is_launch_bound: bool = False
+
+    def end(self, reason: str) -> None:
+        """Free all graphs. Later steps run eagerly."""
+        if not self.ended:
+            self.ended = reason
+            self._graphs.clear()
+            self._attached = None
+            self.report(reason)
+
+    def step(self, state: TrainState, batch: StepBatch, work: StepWork) -> StepOutputs | None:
+        """Run the step, or return None: then the caller runs it eagerly. The learning rates must be set."""
+        if self.ended:
+            return None
+        outputs = None
+        if self.runs_eagerly(state) or state.micro_limit is not None:
+            self._attached = None
+            return None
+        try:
+            outputs = self._step(state, batch, work)
+        except NotCapturable as reason:
+            self.end(str(reason))
+        if outputs is None:
+            self._attached = None
+        return outputs
+
+    def _step(self, state: TrainState, batch: StepBatch, work: StepWork) -> StepOutputs | None:
+        key = self._key(state, batch)
+        graph = self._graphs.get(key)
+        if graph is None:
+            seen = self._seen[key] = self._seen.get(key, 0) + 1
+            if len(self._seen) > MAX_SHAPES:
+                raise NotCapturable(f"the batches had {len(self._seen)} shapes so far, and a graph has one")
+            if seen < WARM_UP_STEPS:
+                return None
+            if seen == WARM_UP_STEPS:
+                return self._warmed_up(state, batch, work)
+            if self.num_captures == MAX_CAPTURES:
+                raise NotCapturable(
+                    f"{MAX_CAPTURES} graphs were captured, and shapes or settings of the optimizer change again"
+                )
+            graph = self._graphs[key] = self._captured(state, batch, work)
+        self._load(graph, batch)
+        is_checked = graph.num_replays in CHECKED_REPLAYS
+        graph.num_replays += 1
+        self.num_replays += 1
+        if is_checked:
+            return self._checked(graph, state, work)
+        self._attach(graph)
+        graph.replay()
+        return _copied(graph.outputs)
+
+    def _key(self, state: TrainState, batch: StepBatch) -> object:
+        """Return all that a captured step takes for constant. New objects of the state make earlier graphs invalid."""
+        parts = parts_of(state.optimizer)
+        groups = state.optimizer.param_groups
+        first: Tensor = groups[0]["params"][0]
+        objects = (id(state.model), first.data_ptr(), *((id(part.state), len(part.state)) for part in parts))
+        if objects != self._objects:
+            _require_capturable(state, parts)
+            self._objects, self._attached = objects, None
+            self._graphs.clear()
+            self._seen.clear()
+            self._groups = [_Group(group, torch.zeros((), device=first.device)) for group in groups]
+            self._values: list[float | None] = [None] * len(groups)
+        settings = tuple((name, value) for group in groups for name, value in group.items() if name not in _NOT_FIXED)
+        shapes = tuple((micro.size, _shape_of(micro.data)) for micro in batch.micro)
+        return settings, shapes, state.model.training
+
+    def _write_rates(self) -> None:
+        for place, (group, on_device) in enumerate(self._groups):
+            value = group["lr"]
+            if isinstance(value, Tensor):
+                raise NotCapturable("the learning rate of the optimizer is a tensor that something else writes to")
+            if value != self._values[place]:
+                self._values[place] = value
+                on_device.fill_(value)
+
+    def _load(self, graph: _Graph, batch: StepBatch) -> None:
+        """Copy everything that differs between steps into static tensors."""
+        self._write_rates()
+        static, live = tensors_in([m.data for m in graph.batch.micro]), tensors_in([m.data for m in batch.micro])
+        torch._foreach_copy_(static, live, non_blocking=True)
+
+    def _attach(self, graph: _Graph) -> None:
+        """Let ``.grad`` be the tensors that the graph writes, after steps that did not use it."""
+        if self._attached is not graph:
+            for parameter, grad in graph.grads:
+                parameter.grad = grad
+            self._attached = graph
+
+    @contextmanager
+    def _rates_on_device(self) -> Iterator[None]:
+        """Let the optimizer read its learning rates from the device. Only while its Python code runs."""
+        before = [(group, group["lr"], group.get("capturable")) for group, _ in self._groups]
+        try:
+            for group, on_device in self._groups:
+                group["lr"] = on_device
+                if "capturable" in group and on_device.device.type != "cpu":
+                    group["capturable"] = True
+            yield
+        finally:
+            for group, lr, capturable in before:
+                group["lr"] = lr
+                if "capturable" in group:
+                    group["capturable"] = capturable
+
+    def _eager(self, state: TrainState, batch: StepBatch, work: StepWork) -> StepOutputs:
+        """Run the Python code of the step. Raises NotCapturable if the gradients fail; nothing is written then."""
+        device = _device_of(state)
+        generators = TorchGenerators.read(device)
+        with self._rates_on_device():
+            try:
+                done, grad_norm = work.gradients(state, batch)
+            except Exception as error:
+                work.undo(state, has_run=True)
+                generators.restore(device)
+                raise NotCapturable(f"an eager step for the graph raised {_first_line(error)}") from error
+            return StepOutputs(done, grad_norm, work.update(state, done, grad_norm))
+
+    def _warmed_up(self, state: TrainState, batch: StepBatch, work: StepWork) -> StepOutputs | None:
+        self._write_rates()
+        if self.only_if_launch_bound and not self._is_launch_bound:
+            outputs, fraction = self.backend.launch_fraction(lambda: self._eager(state, batch, work))
+            if fraction < LAUNCH_BOUND_FRACTION:
+                self.end(f"the host launches a step in {fraction:.0%} of its time, so a graph would not make it faster")
+            else:  # the next step is the warm-up of the capture
+                self._is_launch_bound = True
+                self._seen = {key: seen - (seen == WARM_UP_STEPS) for key, seen in self._seen.items()}
+            return outputs
+        return self.backend.warm_up(lambda: self._eager(state, batch, work))
+
+    def _captured(self, state: TrainState, batch: StepBatch, work: StepWork) -> _Graph:
+        """Capture the step for batches of this shape. Raises NotCapturable; the state is unchanged then."""
+        self.num_captures += 1
+        static = StepBatch(tuple(MicroBatch(_copied(micro.data), micro.ids) for micro in batch.micro))
+        device = _device_of(state)
+        draws = _HostDraws.now(device)
+
+        def captured() -> StepOutputs:
+            done, grad_norm = work.gradients(state, static)
+            return StepOutputs(done, grad_norm, work.update(state, done, grad_norm))
+
+        try:
+            with self._rates_on_device():
+                outputs, replay = self.backend.capture(captured)
+        except Exception as error:
+            work.undo(state, has_run=False)
+            raise NotCapturable(f"the capture raised {_first_line(error)}") from error
+        if not draws.are_unchanged():
+            draws.bag.restore()  # the eager step draws what the capture drew
+            raise NotCapturable("the step draws random numbers on the host, which a graph would repeat")
+        parameters = [each for group in state.optimizer.param_groups for each in group["params"]]
+        return _Graph(static, outputs, replay, [(each, each.grad) for each in parameters])
+
+    def _checked(self, graph: _Graph, state: TrainState, work: StepWork) -> StepOutputs:
+        """Run the step twice, replayed and eagerly, and compare. The state and the result are those of the eager step.
+
+        Costs two copies of the state to the host.
+        """
+        device, before = _device_of(state), _HostCopy.of(state)
+        generators = TorchGenerators.read(device)
+        self._attach(graph)
+        graph.replay()
+        replayed, outputs = _HostCopy.of(state), _copied(graph.outputs)
+        draws = TorchGenerators.read(device)
+        before.write_to(state)
+        generators.restore(device)
+        eager = self._eager(state, graph.batch, work)
+        self._attached = None  # the eager step has set .grad
+        differing = _HostCopy.of(state).differing(replayed)
+        if not same_bits(eager.done.loss.cpu(), outputs.done.loss.cpu()):
+            differing.append("the loss")
+        if not _are_same(draws, TorchGenerators.read(device)):
+            differing.append("the random state")
+        if differing:
+            self.end(
+                f"replay {graph.num_replays} of the graph differs from the eager step in {len(differing)} values: "
+                f"{', '.join(differing[:3])}. Kernels that add in any order differ, and so does Python code that "
+                "changes from step to step"
+            )
+        return eager
+
+
+_NOT_FIXED = ("params", "lr", "initial_lr", "capturable", "param_names")
+
+
+def _require_capturable(state: TrainState, parts: Sequence[Optimizer]) -> None:
+    """Raise NotCapturable for parts of the state that need the host in each step."""
+    if state.scaler.scale is not None:
+        raise NotCapturable("the loss scale of fp16 is adapted by the host; use precision: bf16")
+    if not isinstance(state.ema, NoAverage):
+        raise NotCapturable("the average of the weights is updated by the host; leave model.ema and model.swa out")
+    for part in parts:
+        name = type(part).__name__
+        if not getattr(part, "_step_supports_amp_scaling", False):
+            raise NotCapturable(f"{name} cannot skip an update on the device; use adamw, adam or sgd with fused=True")
+        if part.state and not all(
+            value.device == parameter.device
+            for parameter, own in part.state.items()
+            for value in own.values()
+            if isinstance(value, Tensor)
+        ):
+            raise NotCapturable(f"{name} keeps a part of its state on the host; use fused=True")
+
+
+def _shape_of(data: object) -> object:
+    """Return what a graph takes for constant in a batch: structure, shapes, dtypes and values of numbers."""
+    if isinstance(data, Tensor):
+        return data.shape, data.dtype, data.device, data.requires_grad
+    if isinstance(data, tuple | list):
+        return type(data), *map(_shape_of, data)
+    if isinstance(data, Mapping):
+        return type(data), *((name, _shape_of(each)) for name, each in data.items())
+    if data is None or isinstance(data, bool | int | float | str):
+        return data
+    raise NotCapturable(f"the batch contains a {type(data).__name__}, whose content a graph cannot follow")
+
+
+def _copied(value: T) -> T:
+    """Return the same structure with copies of its tensors."""
+    copied: T = tree_map_only(Tensor, lambda each: each.detach().clone(), value)
+    return copied
+
+
+def _device_of(state: TrainState) -> torch.device:
+    device: torch.device = state.optimizer.param_groups[0]["params"][0].device
+    return device
+
+
+def _are_same(one: TorchGenerators, other: TorchGenerators) -> bool:
+    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(one, other))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+@dataclass(frozen=True)
+class _HostDraws:
+    """States of generators that a graph does not advance: Python's and NumPy's, and for a GPU torch's on the host."""
+
+    bag: RngBag
+    device: torch.device
+
+    @classmethod
+    def now(cls, device: torch.device) -> _HostDraws:
+        return cls(RngBag.capture(), device)
+
+    def are_unchanged(self) -> bool:
+        before, now = self.bag, RngBag.capture()
+        words, words_now = before.numpy["state"], now.numpy["state"]
+        return (
+            before.python == now.python
+            and words["pos"] == words_now["pos"]
+            and np.array_equal(words["key"], words_now["key"])
+            and (self.device.type == "cpu" or torch.equal(before.torch_cpu, now.torch_cpu))
+        )
+
+
+@dataclass(frozen=True)
+class _HostCopy:
+    """Copies of all tensors of a state on the host, by name."""
+
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, state: TrainState) -> _HostCopy:
+        return cls({name: each.detach().to("cpu", copy=True) for name, each in cls._live(state)})
+
+    @staticmethod
+    def _live(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+        modules = [state.model, *([state.loss] if state.loss is not None else [])]
+        for module in modules:
+            yield from chain(module.named_parameters(), module.named_buffers())
+        for number, part in enumerate(parts_of(state.optimizer)):
+            for place, own in enumerate(part.state.values()):
+                yield from ((f"{key} {number}.{place}", each) for key, each in own.items() if isinstance(each, Tensor))
+
+    @torch.no_grad()
+    def write_to(self, state: TrainState) -> None:
+        for name, live in self._live(state):
+            live.copy_(self.tensors[name])
+
+    def differing(self, other: _HostCopy) -> list[str]:
+        """Return the names of tensors that differ in any bit."""
+        return [name for name, each in self.tensors.items() if not same_bits(each, other.tensors[name])]

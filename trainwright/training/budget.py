@@ -1,0 +1,74 @@
+"""The length of a run that is given as its cost: US dollars, or kilowatt-hours of the GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from trainwright.assembly.assemble import at_recipe
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.engine.run_length import Until
+from trainwright.errors import UsageError
+from trainwright.monitoring.nvml import Gpus
+from trainwright.recipe import Duration, Loaded
+from trainwright.recipe.duration import BUDGETS
+
+READ_EVERY_S = 0.2
+"""Seconds between two readings of the energy counter, which the driver updates every 0.1 s or so."""
+
+
+def within_budget(loaded: Loaded, price: float | None, watts: float | None, ranks: int) -> Loaded:
+    """Return the recipe with a length in seconds instead of a cost; unchanged if it has no cost.
+
+    Dollars are those of the full time from the first step to the end of the run. Kilowatt-hours become the time at the
+    power limit, which is the least that the run takes; the run ends by the measured energy.
+
+    Args:
+        loaded: The recipe.
+        price: US dollars for an hour of one device by the table of devices, if known. The recipe takes precedence.
+        watts: The power limit of the device; None without a GPU that reports it.
+        ranks: The number of devices.
+
+    Raises:
+        RecipeError: The price or the power is not known.
+    """
+    until = loaded.recipe.until
+    if until.unit not in BUDGETS:
+        return loaded
+    with at_recipe(loaded.source, "until"):
+        if until.unit == "USD":
+            price = loaded.recipe.price or price
+            if price is None:
+                raise UsageError("the price of this device is not known", remedy="write price: 2.5, in USD an hour")
+            seconds = 3600 * until.value / (price * ranks)
+            limited = replace(loaded, within_s=seconds if ranks == 1 else None)
+        else:
+            if watts is None:
+                raise UsageError(
+                    "this device does not report its energy", remedy="write a length in steps or seconds, or in USD"
+                )
+            if ranks > 1:
+                raise UsageError("kWh of several devices are not added up", remedy="write a length in seconds or USD")
+            seconds = 3600 * 1000 * until.value / watts
+            limited = replace(loaded, energy_kwh=until.value)
+    return replace(limited, recipe=loaded.recipe.model_copy(update={"until": Duration(seconds, "s")}))
+
+
+def for_energy(limit_kwh: float, used_kwh: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> Until:
+    """Return the length of a run that ends when ``limit_kwh`` are used."""
+    due_s, fraction = clock(), 0.0
+
+    def until(_state: TrainState) -> float:
+        nonlocal due_s, fraction
+        if clock() >= due_s:
+            due_s, fraction = clock() + READ_EVERY_S, max(fraction, used_kwh() / limit_kwh)
+        return fraction
+
+    return until
+
+
+def energy_meter(indices: tuple[int, ...]) -> Callable[[], float]:
+    """Return a function of the kWh that the GPUs with these NVML indices have used from now on."""
+    gpus = Gpus(indices)
+    return gpus.energy_kwh
