@@ -17,6 +17,7 @@ from trainwright.engine.loop import Outcome
 from trainwright.engine.loss import Loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet
 from trainwright.report.findings import exit_code
+from trainwright.report.verdict import cost
 from trainwright.runs.folder import RunFolder, identity_of
 from trainwright.runs.json_values import strict
 from trainwright.runs.printing import figure
