@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 import trainwright as tw
-from tests.rows import each_row
 from trainwright.data.images import Images
 from trainwright.data.mixture import Mixture
 from trainwright.data.padding import differ_in_length
@@ -157,7 +156,7 @@ def test_a_padded_batch_of_dicts_has_a_mask() -> None:
     assert alike["input_ids"].tolist() == [[5, 5]] * 2 and alike["mask"].all()
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("samples", "differ"),
     [
         ([{"ids": [1, 2]}, {"ids": [1]}], True),

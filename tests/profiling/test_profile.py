@@ -228,11 +228,14 @@ def watched(tmp_path: Path, steps: int, **options: Any) -> tuple[Path, list[floa
 
 
 def test_a_watched_loop(tmp_path: Path) -> None:
-    """The slow line of it is named; and it is the same bits."""
+    """Its slow function is named, and the losses are the same bits as without the profile.
+
+    The verdict follows from times, which the load of the machine changes: test_verdict.py covers it.
+    """
     folder, losses = watched(tmp_path, 50, profile=5)
     found = json.loads((folder / "profile.json").read_text())
-    assert found["verdict"]["bound"] == "own code"
-    assert any("slow_callback at planted.py" in each for each in found["verdict"]["evidence"])
+    slow = [each for each in found["facts"]["hot"] if each["label"] == "slow_callback"]
+    assert [(each["phase"], each["site"].partition(":")[0]) for each in slow] == [("loop", "planted.py")]
     assert {sync["site"].partition(":")[0] for sync in found["facts"]["syncs"]} >= {"planted.py"}
     assert found["facts"]["failed"] == {}
     assert (folder / "traces" / "profile.json.gz").exists()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.rows import each_row
 from trainwright.errors import Problem, RecipeError
 from trainwright.recipe import Loaded, from_mapping, load
 
@@ -60,7 +59,7 @@ def test_the_environment_is_read_unless_one_is_given(path: Path, monkeypatch: py
     assert load(path, environ={}).recipe.seed == 1337
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("override", "path", "value"),
     [
         ("seed=010", "seed", 10),

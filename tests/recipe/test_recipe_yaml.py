@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.rows import each_row
 from trainwright.errors import RecipeError
 from trainwright.recipe import from_mapping, load
 from trainwright.recipe.yaml_core import MAX_NODES, Document, UnreadableError, read, write
@@ -59,7 +58,7 @@ SCALARS: list[tuple[str, Any]] = [
 ]
 
 
-@each_row(("text", "value"), SCALARS)
+@pytest.mark.parametrize(("text", "value"), SCALARS)
 def test_scalars(text: str, value: Any) -> None:
     document = read(f"key: {text}", "f.yaml")
     assert document.problems == []
@@ -71,7 +70,7 @@ def test_nan_is_a_float() -> None:
     assert math.isnan(read("key: .NaN", "f.yaml").value["key"])
 
 
-@each_row(("text", "value"), SCALARS)
+@pytest.mark.parametrize(("text", "value"), SCALARS)
 def test_written_scalars_read_back_in_both_versions_of_yaml(text: str, value: Any) -> None:
     written = write({"as value": value, "as text": text, "list": [text, value]})
     expected = {"as value": value, "as text": text, "list": [text, value]}
@@ -109,7 +108,7 @@ def test_anchors_and_merge_keys() -> None:
     assert document.value["w"] is not document.value["x"]
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("text", "line", "rule", "remedy"),
     [
         ("a: !!python/object/apply:os.system [ls]", 1, "custom tags", "remove the tag"),
@@ -139,7 +138,7 @@ def billion_laughs() -> str:
 
 
 @pytest.mark.slow
-@each_row(
+@pytest.mark.parametrize(
     ("text", "rule", "remedy"),
     [
         ("a:\n\tb: 1", "is not YAML", "spaces"),

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.rows import each_row
 from trainwright.plan.call_trace import Moment, Phase, Trace
 from trainwright.plan.devices import Device
 from trainwright.plan.scale import accumulate
@@ -30,7 +29,7 @@ def trace() -> Trace:
     return Trace("cuda", moments, kept, ())
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("count", "said"),
     [(0, "0 FLOP"), (5.03e14, "503 TFLOP"), (7.12e15, "7.12 PFLOP"), (9.42e4, "94.2 kFLOP"), (3e18, "3 EFLOP")],
 )
