@@ -24,6 +24,7 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 from trainwright.commands.verify.trial import TrialPart
+from trainwright.watching.budget import DOCTOR_VARIABLE
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.warm"])
@@ -48,8 +49,11 @@ class Forked:
     ) -> None:
         self._leads, self._printed = group, Path(tempfile.mkdtemp(prefix="forked-"))
         outputs = [self._printed / name for name in ("stdout", "stdout" if together else "stderr")]
+        doctor = {
+            DOCTOR_VARIABLE: os.environ.get(DOCTOR_VARIABLE, "")
+        }  # tests set other values than the fork server has
         self._process: BaseProcess = CONTEXT.Process(
-            target=_run, args=(code, arguments, outputs, cwd or Path.cwd(), dict(env), group)
+            target=_run, args=(code, arguments, outputs, cwd or Path.cwd(), {**doctor, **env}, group)
         )
         self._process.start()
         assert self._process.pid is not None
@@ -62,7 +66,6 @@ class Forked:
 
     @property
     def stdout(self) -> str:
-        """What it has printed so far."""
         return _text(self._printed / "stdout")
 
     @property
@@ -100,7 +103,7 @@ class Forked:
 
 
 AT_THE_END: list[Callable[[], object]] = []
-"""What ends the processes that a test has begun: they end with it."""
+"""Functions that end the processes of the current test."""
 
 
 def run(

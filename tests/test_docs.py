@@ -34,7 +34,7 @@ PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.
 
 
 def readers() -> dict[str, Any]:
-    """What the reader of a page has already: a model, its data, a loss."""
+    """Return the names that a reader of a page has defined: a model, its data, a loss."""
     x = torch.randn(128, 20)
     dataset, model = (
         TensorDataset(x, (x.sum(1) > 0).long()),

@@ -272,7 +272,7 @@ def test_no_public_function_takes_whatever_comes() -> None:
 
 
 def typed(options: ast.arg) -> bool:
-    """Whether the type says which keywords there are, or that they are the user's: figures by name."""
+    """Return True if the type lists the keywords, or says that they are figures that the user names."""
     return options.annotation is not None and ast.unparse(options.annotation) in (
         "Unpack[FitOptions]",
         "Unpack[RunOptions]",

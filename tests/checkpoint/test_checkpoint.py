@@ -1,4 +1,4 @@
-"""What can happen to a checkpoint on its way to the disk and on it."""
+"""Faults of a checkpoint while it is written and on the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every command line has: -h, --version, names of recipes in the box, a pipe that closes early."""
+"""Options of all commands: -h, --version, names of built-in recipes, and a pipe that closes early."""
 
 from __future__ import annotations
 

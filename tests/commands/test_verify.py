@@ -341,7 +341,7 @@ def test_damage_is_named(trained: Path, tmp_path: Path, name: str) -> None:
 
 
 def earlier_of(run: Path) -> tuple[Earlier, list[str]]:
-    """What ``resume`` begins with, and what it says."""
+    """Return the state that ``resume`` begins with, and its messages."""
     lock = RunLock.acquire(run)
     try:
         earlier = find_earlier(RunFolder.open(run), lock, ())

@@ -55,7 +55,7 @@ class Pair:
 
 
 class Image:
-    """What a PIL image looks like from outside."""
+    """Has the interface of a PIL image."""
 
     def __init__(self, content: bytes) -> None:
         self.mode, self.size, self.content = "L", (2, 2), content

@@ -1,4 +1,4 @@
-"""What else ships in the box: files of token ids, tables, folders of images, mixtures, and padded batches."""
+"""Built-in datasets: files of token ids, tables, folders of images, mixtures, and padded batches."""
 
 from __future__ import annotations
 

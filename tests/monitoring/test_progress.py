@@ -75,7 +75,7 @@ def in_a_file(**options: object) -> str:
 
 
 def on_a_terminal(*, width: int = 200, **options: object) -> str:
-    """What a real pseudo-terminal is sent."""
+    """Return what a pseudo-terminal receives."""
     master, slave = os.openpty()
     pieces: list[bytes] = []
 

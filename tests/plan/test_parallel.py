@@ -1,4 +1,4 @@
-"""Which layouts there are, and what is said of one that cannot be."""
+"""Possible layouts of ranks, and the errors of impossible ones."""
 
 from __future__ import annotations
 

@@ -209,6 +209,6 @@ def test_the_profile_of_a_step() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_plain_step_is_traced_without_the_survey(name: str) -> None:
-    """What the survey watches is held longer: its step would have another peak."""
+    """The survey keeps tensors alive, which would change the peak of the step."""
     plain = TRACE(MAKERS[name])
     assert planner(name).none.trace.moments == plain.moments

@@ -144,7 +144,7 @@ def test_the_bytes_of_a_plan_are_those_that_ranks_exchange(
 
 
 def survey_of(model: nn.Module) -> LayoutSurvey:
-    """Of a model with ids for samples, in fp32 on a CPU."""
+    """Survey a model whose samples are token ids, in fp32 on a CPU."""
     ids = torch.zeros(64, GPT["block_size"], dtype=torch.int64)
     recipe = from_mapping({"model": "live:model", "data": {"train": "live:train"}, "batch": {"size": 16}})
     parts = Parts(model, unwrap((ids, ids)), {}, language_model)
@@ -221,7 +221,7 @@ def test_auto_in_a_recipe() -> None:
 
 
 def of_sequences(positions: int, **sections: Any) -> tuple[Loaded, Parts]:
-    """Of a model whose heads two ranks cannot divide, and whose ends share a weight."""
+    """Return a model with a number of heads that two ranks cannot divide, and with tied embeddings."""
     model = gpt(vocab_size=64, block_size=positions, layers=6, heads=3, d_model=384)
     ids = torch.zeros(8, positions, dtype=torch.int64)
     ask = {"parallel": "auto", "precision": "fp32", "batch": {"size": 2, "micro": "auto"}, **sections}

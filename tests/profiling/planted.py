@@ -1,4 +1,4 @@
-"""What makes a loop slow, for recipes to name."""
+"""Causes of a slow loop that recipes can name."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_one_worker(tmp_path: Path) -> None:
 
 
 def trial(tmp_path: Path, advice: Sequence[Advice], *own: str, budget_s: float = 300.0) -> list[TriedAdvice]:
-    """What came of it, in blocks of a few steps: whether it is faster depends on the machine, that it ends does not."""
+    """Return the result of trials in blocks of a few steps. The speed-up depends on the machine and is not tested."""
 
     def load(more: Sequence[str]) -> Built:
         return Built(from_mapping(recipe(tmp_path), overrides=[*own, *more]), None)

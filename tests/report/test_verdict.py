@@ -132,7 +132,7 @@ def test_a_guess_is_nothing_learned_even_where_the_first_loss_was_worse() -> Non
 
 
 def test_a_loss_that_is_no_fixed_objective_is_not_compared() -> None:
-    """Of adversaries and policies it may stand or rise in a run that goes well."""
+    """The losses of adversaries and policies may rise in a healthy run."""
     for course in (lambda t: 0.7, lambda t: 0.7 + t, lambda t: -0.1 + 0.3 * t):
         assert judge(facts(course, 0.02, is_one_objective=False)).word == "no finding"
 

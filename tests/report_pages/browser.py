@@ -99,7 +99,7 @@ class Browser:
         self.until("!window.isOld && document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression is worth in the page."""
+        """Return the value of a JavaScript expression in the page."""
         said = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in said, said["exceptionDetails"]
         return said["result"].get("value")

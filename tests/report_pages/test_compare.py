@@ -81,7 +81,7 @@ def test_without_validation_single_dips_do_not_count(tmp_path: Path) -> None:
 
 
 def test_what_stays_of_a_long_log_does_not_mislead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a thinned log extremes stay: their medians would be far from where the loss is."""
+    """A thinned log keeps the extremes, and their median would be far from the loss."""
     monkeypatch.setattr(log_module, "MAX_ROWS", 1000)
     monkeypatch.setattr(log_module, "BUCKETS", 20)
     paths = []

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 
 def asked(*words: str) -> dict[str, Any]:
-    """What a command answers in JSON."""
+    """Return the JSON output of a command."""
     return dict(json.loads(CliRunner().invoke(app, [*words, "--json"]).output))
 
 

@@ -29,7 +29,7 @@ from trainwright.runs.printing import printable
 pytestmark = pytest.mark.slow
 
 MOST_BYTES = 2**27
-"""What a command may take at once, whatever the size of a file."""
+"""Maximum memory of a command, for files of any size."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What a user gives a run to log in somewhere is in no file of its folder, and not on the screen."""
+"""A run writes no credential into its folder and prints none."""
 
 from __future__ import annotations
 

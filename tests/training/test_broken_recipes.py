@@ -1,4 +1,4 @@
-"""What a user gets for a mistake: the place, the rule, the remedy, the exit code; never a traceback."""
+"""An error of a user has a place, a rule, a remedy and an exit code, and no traceback."""
 
 from __future__ import annotations
 

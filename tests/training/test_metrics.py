@@ -73,7 +73,7 @@ def weighted_loss(model: nn.Module, batch: Any) -> tw.Loss:
 
 
 def test_over_the_whole_validation_set_as_scikit_learn_computes_them() -> None:
-    """Of 53 samples in batches of 8 the last has five, and accumulation leaves short micro-batches in training."""
+    """53 samples in batches of 8: the last batch has five, and accumulation leaves short micro-batches."""
     (x, y), model = data(53, seed=3), net()
     metrics = {
         "f1": torchmetrics.F1Score(task="multiclass", num_classes=3, average="macro"),

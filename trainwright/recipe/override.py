@@ -17,7 +17,7 @@ from trainwright.recipe.yaml_core import Document, UnreadableError, read
 
 ENV_PREFIX = "TRAINWRIGHT_"
 RESERVED_ENV = frozenset(
-    {"CACHE", "EXAMINE", "EXIT_CODES", "GRACE_S", "HOME", "METRICS", "PAGE_PARENT", "PAGE_TOKEN"}
+    {"CACHE", "DOCTOR", "EXAMINE", "EXIT_CODES", "GRACE_S", "HOME", "METRICS", "PAGE_PARENT", "PAGE_TOKEN"}
 )  # Trainwright's settings that are not keys of a recipe
 
 _Container = dict[str, object] | list[object]

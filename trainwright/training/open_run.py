@@ -37,7 +37,7 @@ from trainwright.runs.folder import RunFolder
 from trainwright.runs.lock import NoLock, RunLock
 from trainwright.runs.records import Ended, Found, Record, RunVerdict
 from trainwright.training.evaluation import every, periodic_evaluation
-from trainwright.training.job import Job, is_watched, make_advance, spike_handler, until_of, until_of_job
+from trainwright.training.job import Job, has_doctor, is_watched, make_advance, spike_handler, until_of, until_of_job
 from trainwright.training.layers import layer_observers
 from trainwright.training.resume import resume_command
 from trainwright.training.run_metadata import folder_guard, run_metadata
@@ -289,7 +289,7 @@ def make_doctor(
 
 def compares_ranks(job: Job) -> bool:
     """Return True if the doctor compares the ranks of this job."""
-    return job.recipe.log.doctor and job.world.size > 1
+    return has_doctor(job) and job.world.size > 1
 
 
 def make_engine_observer(job: Job, folder: RunFolder, say: Callable[[str], None]) -> EngineObserver:

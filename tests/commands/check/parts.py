@@ -211,7 +211,7 @@ def large() -> nn.Module:
 
 
 def convolutions() -> nn.Module:
-    """Of images, with BatchNorm."""
+    """Return a model of images with BatchNorm."""
     first = [nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)]
     second = [nn.Conv2d(8, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(16 * 4 * 4, CLASSES))

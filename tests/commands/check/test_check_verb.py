@@ -136,7 +136,7 @@ def test_every_recipe_in_the_box_passes(path: Path) -> None:
     }.get(path.stem, ()):
         pytest.importorskip(package)
     smaller = [*SMALL[path.name], *SMALLER.get(path.stem, ()), "device=cpu"]
-    found = check(load(path, overrides=smaller), budget=replace(SHORT, range_s=0.0))
+    found = check(load(path, overrides=smaller), budget=replace(SHORT, range_s=0.0, smoke_steps=2))
     depends_on_load = [v for v in found.verdicts if v.what == "loading" or v.code == "resources.waits_for_data"]
     odd = [v.seen for v in found.verdicts if v.word in ("warn", "fail") and v not in depends_on_load]
     if path.stem.endswith("-lora"):  # they show the setting; the base model has random weights, and that is said
