@@ -26,6 +26,8 @@ from trainwright.cli import app
 from trainwright.recipe import from_mapping
 from trainwright.recipe.yaml_core import read
 
+pytestmark = pytest.mark.examined
+
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(?:^<!-- not run: (?P<why>[^>]+) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 OWN_TESTS = {"migrate.md"}

@@ -19,6 +19,8 @@ from trainwright.runs.records import Examined, Unexamined
 from trainwright.training.run import train
 from trainwright.watching import budget
 
+pytestmark = pytest.mark.examined
+
 MODEL = """
 import torch
 from torch import nn

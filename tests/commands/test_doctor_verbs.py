@@ -17,7 +17,7 @@ from trainwright.runs.folder import RunFolder
 from trainwright.runs.reader import read
 from trainwright.runs.records import Watched
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.examined, pytest.mark.process]
 
 
 def trainwright(*arguments: str) -> forked.Forked:

@@ -57,6 +57,7 @@ def execute(command: str, folder: Path) -> Forked:
     return run(code, *arguments, cwd=folder, env={"TRAINWRIGHT_EXAMINE": "budget"})
 
 
+@pytest.mark.examined
 @pytest.mark.slow
 @pytest.mark.process
 @ALL

@@ -139,6 +139,7 @@ def test_samples_that_are_too_long_are_cut_and_said(folder: Path) -> None:
     assert (train.args["max_length"], train.args["truncate"]) == (256, "right")
 
 
+@pytest.mark.examined
 def test_preferences_are_trained_on_by_dpo(folder: Path) -> None:
     records = [pair(at) for at in range(40)]
     records[7]["rejected"] = [{"role": "assistant", "content": "dog " * 500}]

@@ -29,7 +29,7 @@ from trainwright.runs.json_values import strict
 from trainwright.runs.reader import read
 from trainwright.runs.records import Ended, Found, Withdrawn
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.examined, pytest.mark.slow]
 
 
 def asked(*words: str) -> dict[str, Any]:

@@ -175,6 +175,7 @@ def train(folder: Path, text: str, *options: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+@pytest.mark.examined
 @pytest.mark.process
 def test_the_good_one_trains(folder: Path) -> None:
     code, said = train(folder, GOOD)

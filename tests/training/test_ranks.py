@@ -103,6 +103,7 @@ def project(tmp_path: Path) -> Path:
     return make_project(tmp_path)
 
 
+@pytest.mark.examined
 def test_a_killed_rank_ends_all_and_the_next_attempt_goes_on(project: Path) -> None:
     assert [each.wait() for each in train(project, "undisturbed")] == [0, 0]
     log = project / "killed/run/log.jsonl"

@@ -25,6 +25,7 @@ from trainwright.runs.reader import read
 from trainwright.runs.records import Ended, Evaluated, Saved, Skipped, Started, Step
 
 
+@pytest.mark.examined
 @pytest.mark.slow
 def test_a_run_folder_has_its_papers(folder: Path) -> None:
     code, said = invoke("train", "slow.yaml", "--json", "--set", "until=25steps")
@@ -45,6 +46,7 @@ def test_a_run_folder_has_its_papers(folder: Path) -> None:
 EARLIER_RUN = "runs/halves was stopped; runs/halves-2 is a new run. To continue the earlier one: "
 
 
+@pytest.mark.examined
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_sigterm_saves_and_the_resumed_run_has_the_same_bits(folder: Path, workers: str) -> None:
@@ -178,6 +180,7 @@ def test_a_damaged_newest_checkpoint_does_not_push_good_ones_out(folder: Path) -
     assert newest is not None and newest.name == "step-00000030"
 
 
+@pytest.mark.examined
 @pytest.mark.slow
 def test_skipped_steps_are_logged_once_over_a_resume(folder: Path) -> None:
     (folder / "slowly.py").write_text(
@@ -290,6 +293,7 @@ def test_a_full_disk_keeps_what_was_committed(folder: Path, small_disk: Path) ->
     assert newest is not None and not broken and f"trainwright resume {small_disk}/slow" in said
 
 
+@pytest.mark.examined
 @pytest.mark.slow
 def test_the_demo_reaches_a_verdict(folder: Path) -> None:
     code, said = invoke("demo", "--budget", "12steps", *SMALL_DEMO, "--json")

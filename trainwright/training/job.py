@@ -250,7 +250,8 @@ def is_watched(job: Job) -> bool:
 
 def has_doctor(job: Job) -> bool:
     """Return True if a doctor watches this run, or compares its ranks."""
-    return job.recipe.log.doctor and os.environ.get(DOCTOR_VARIABLE) != "off"
+    is_asked_for = not job.loaded.stated.isdisjoint(("log.doctor", "log.examine"))
+    return job.recipe.log.doctor and (is_asked_for or os.environ.get(DOCTOR_VARIABLE) != "off")
 
 
 def spike_handler(loaded: Loaded) -> SpikeHandler:
