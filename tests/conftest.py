@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests import house
 TESTS = Path(__file__).parent
 EXAMINED = ("doctor", "finetune", "recorder", "replay", "watching")
 DOCTOR_VARIABLE = "TRAINWRIGHT_DOCTOR"
+MARKED_MODULE = re.compile(r"^pytestmark = (\[[^\]]*?)?pytest\.mark\.(slow|process)\b", re.MULTILINE)
 STARTED: list[str] = []
 gc.disable()  # until all tests are found: what is made till then is kept, and would be looked through many times
 
@@ -41,6 +43,13 @@ def _hear(event: str, args: tuple[object, ...]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if "not process" in config.getoption("markexpr"):
         sys.addaudithook(_hear)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip the import of modules whose mark deselects all of their tests: they import the slowest libraries."""
+    if "not slow and not process" not in config.getoption("markexpr") or collection_path.suffix != ".py":
+        return None
+    return True if MARKED_MODULE.search(collection_path.read_text()) else None
 
 
 def _asks_the_house(module: object) -> bool:
@@ -137,10 +146,10 @@ def leaves_no_watch_open() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def leaves_no_process() -> Iterator[None]:
-    from tests import forked
-
     yield
-    forked.end_all()
+    forked = sys.modules.get("tests.forked")
+    if forked is not None:
+        forked.end_all()
 
 
 @pytest.fixture(autouse=True)
