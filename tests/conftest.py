@@ -11,9 +11,11 @@ from __future__ import annotations
 import gc
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: fixtures of a module run before those of a test
 os.environ["TRAINWRIGHT_EXAMINE"] = "all"  # the loops are short and their models tiny; tests of the budget delete it
@@ -121,6 +123,18 @@ def doctor_of_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """Train with the doctor in a single marked test."""
     if _is_marked_examined(request.node):
         monkeypatch.delenv(DOCTOR_VARIABLE, raising=False)
+
+
+@pytest.fixture(scope="module")
+def forked_trials() -> Iterator[None]:
+    """Fork the processes of trials from one that has imported torch, which takes longer than a small trial."""
+    from tests.forked import ForkedTrial
+    from trainwright.trials import trial
+
+    with pytest.MonkeyPatch.context() as patch:
+        names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired, "Popen": ForkedTrial}
+        patch.setattr(trial, "subprocess", SimpleNamespace(**names))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from trainwright.recipe.yaml_core import read
 from trainwright.runs.folder import runs_in
 from trainwright.trials import read_trial
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.usefixtures("forked_trials")]
 
 RANDOM = ("--sampler", "random")
 
@@ -39,7 +39,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(recipe: Path) -> SweepResult:
+def undisturbed(recipe: Path, forked_trials: None) -> SweepResult:
     over = {"optimizer.lr": "log:1e-3..1", "seed": "0..100"}
     return tw.sweep(
         recipe, over, trials=2, sampler="random", jobs=2, name="undisturbed", folder=recipe.parent, quiet=True

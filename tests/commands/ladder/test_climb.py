@@ -18,7 +18,12 @@ from trainwright.errors import UsageError
 from trainwright.recipe import load
 from trainwright.trials import read_trial
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.examined,
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("forked_trials"),
+]
 
 MODEL = """\
 import os
@@ -70,7 +75,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def climbed(recipe: Path) -> Ladder:
+def climbed(recipe: Path, forked_trials: None) -> Ladder:
     return tw.ladder(recipe, steps=16, folder=recipe.parent / "ladder", threads=1, quiet=True)
 
 
