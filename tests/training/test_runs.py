@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -314,23 +313,8 @@ def test_the_demo_reaches_a_verdict(folder: Path) -> None:
     assert evaluated[-1].loss == result["val_loss"]
 
 
-def test_every_recipe_in_the_box_is_tried() -> None:
+def test_every_recipe_in_the_box_has_a_small_form() -> None:
     assert {path.name for path in builtin_recipes().glob("*.yaml")} == set(SMALL)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
-def test_recipe_in_the_box(name: str, folder: Path) -> None:
-    settings = ["until=3steps", "schedule.warmup=1steps", "evaluation.batch=4", *SMALL[name]]
-    settings += ["log.every=1steps", "log.doctor=false"]
-    options = [option for setting in settings for option in ("--set", setting)]
-    code, said = invoke("train", str(builtin_recipes() / name), *options, "--json")
-    assert code == 0, said
-    result = json.loads(said.splitlines()[-1])
-    assert result["ending"] == "finished" and result["step"] == 3 and result["skipped"] == 0
-    steps = [r for r in read(folder / result["run"] / "log.jsonl").records if isinstance(r, Step)]
-    assert [step.step for step in steps] == [1, 2, 3]
-    assert math.isfinite(steps[-1].loss)
 
 
 @pytest.mark.slow
