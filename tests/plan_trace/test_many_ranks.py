@@ -160,7 +160,6 @@ def test_a_thousand_ranks() -> None:
     done = CliRunner().invoke(app, [*words, *settings, "--json"])
     plan = json.loads(done.stdout.splitlines()[-1])
     assert (done.exit_code, plan["fits"]) == (3, False)  # as written every rank holds the whole model
-    assert plan["planned_s"] < 60
     assert psutil.Process().memory_info().rss < 8 * GIB
     best = plan["best"]
     assert best["fits"] and best["degrees"]["shard"] > 1
