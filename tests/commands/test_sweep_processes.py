@@ -18,6 +18,7 @@ import pytest
 
 import trainwright as tw
 from benchmarks.sweep import command, killed, prepare, table
+from tests import forked
 from trainwright.commands.sweep import SweepResult, read_sweep, run_one, run_sweep
 from trainwright.commands.sweep.control import ValueReader
 from trainwright.commands.sweep.spec import SPEC, SweepBudget
@@ -56,17 +57,13 @@ def test_a_trial_is_a_run_that_other_verbs_read(undisturbed: SweepResult) -> Non
     assert f"optimizer.lr={json.dumps(best.params['optimizer.lr'])}" in trial.settings
 
 
-def one_thread() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-
-
 def test_the_best_recipe_trains_to_the_best_value(undisturbed: SweepResult, tmp_path: Path) -> None:
     assert undisturbed.best is not None and undisturbed.best_recipe is not None
     best = from_mapping(read(undisturbed.best_recipe.read_text(), "best.yaml").value)
     assert best.recipe.optimizer.lr == undisturbed.best.params["optimizer.lr"]
     words = shlex.split(undisturbed.train_best)[1:]  # the modules of the recipe are found from any folder
-    arguments = [sys.executable, "-m", "trainwright", *words, "--set", f"folder={tmp_path}"]
-    subprocess.run(arguments, cwd=tmp_path, env=one_thread(), stdout=subprocess.DEVNULL, check=True)
+    done = forked.run(forked.COMMAND_LINE, *words, "--set", f"folder={tmp_path}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert read_trial(tmp_path / "undisturbed-best").val_loss == undisturbed.best.value
 
 
