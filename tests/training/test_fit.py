@@ -545,6 +545,20 @@ def test_the_end_of_a_run_follows_its_findings(
     assert "1 critical: loss.broadcast_target" in verdict
 
 
+@pytest.mark.process
+def test_the_environment_switches_the_doctor_off_unless_the_recipe_states_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_examined(**settings: Any) -> bool:
+        verdict = tw.fit(net(), data(), nn.CrossEntropyLoss(), steps=2, quiet=True, settings=settings).verdict
+        assert verdict is not None
+        return verdict.word != "not examined"
+
+    monkeypatch.setenv("TRAINWRIGHT_DOCTOR", "off")
+    assert not is_examined()
+    assert is_examined(**{"log.doctor": True})
+    monkeypatch.delenv("TRAINWRIGHT_DOCTOR")
+    assert is_examined()
+
+
 class Counting(nn.Module):
     """Counts its forward passes; the count is a part of a checkpoint."""
 
