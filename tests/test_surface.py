@@ -82,7 +82,8 @@ trainwright.report.text trainwright.report.chart trainwright.report.environment
 def test_torch_stays_unloaded() -> None:
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
     code += "    assert 'torch' not in sys.modules, name"
-    subprocess.run([sys.executable, "-c", code, *WITHOUT_TORCH.split()], check=True)
+    done = subprocess.run([sys.executable, "-c", code, *WITHOUT_TORCH.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.process
