@@ -19,7 +19,7 @@ from trainwright.runs.folder import RunFolder
 from trainwright.runs.reader import read
 from trainwright.runs.records import Examined, Skipped, Step, Watched
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.examined, pytest.mark.slow]
 
 PARTS = """\
 import numpy as np, random, torch
@@ -222,7 +222,6 @@ def test_a_changed_dataset_is_told(folder: Path) -> None:
     assert done.notes, "the code is another, and that is said"
 
 
-@pytest.mark.examined
 @pytest.mark.slow
 def test_a_step_that_dies_dies_again(folder: Path) -> None:
     settings = ["data.train.use=parts:Dying", "data.shuffle=false", "model.args.kind=strict"]

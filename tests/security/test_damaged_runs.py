@@ -26,7 +26,7 @@ from trainwright.report.server.server import PageServer, PageState
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.printing import printable
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.examined, pytest.mark.slow]
 
 MOST_BYTES = 2**27
 """Maximum memory of a command, for files of any size."""

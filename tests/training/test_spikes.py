@@ -15,7 +15,7 @@ from trainwright.errors import TrainwrightError
 from trainwright.runs.reader import read
 from trainwright.runs.records import Found, Skipped
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.examined, pytest.mark.slow]
 
 BAD = 40
 """The step whose samples are a thousand times as large."""
