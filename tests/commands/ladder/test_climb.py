@@ -132,7 +132,7 @@ def test_a_ladder_that_is_killed_goes_on(recipe: Path, climbed: Ladder, tmp_path
     shutil.rmtree(rungs["fp16"])
     words = ["ladder", str(recipe), "--steps", "16", "--threads", "1", "--folder", str(folder)]
     process = forked.Forked(forked.COMMAND_LINE, *words, env={"PAUSE_S": "0.5"})
-    log, end_s = rungs["fp16"] / "log.jsonl", time.monotonic() + 120
+    log, end_s = rungs["fp16"] / "log.jsonl", time.monotonic() + 250
     while not (log.is_file() and '"kind":"step"' in log.read_text()) and time.monotonic() < end_s:
         time.sleep(0.05)
     process.kill()
