@@ -138,7 +138,7 @@ def model_of(result: Result) -> nn.Module:
 def logits(model: nn.Module) -> Tensor:
     with torch.no_grad():
         out = model.eval()(IDS_BT)
-    return out if isinstance(out, Tensor) else out.logits  # type: ignore[no-any-return]
+    return out if isinstance(out, Tensor) else out.logits
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:

@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,7 +60,8 @@ def test_a_trial_is_a_run_that_other_verbs_read(undisturbed: SweepResult) -> Non
 
 def test_the_best_recipe_trains_to_the_best_value(undisturbed: SweepResult, tmp_path: Path) -> None:
     assert undisturbed.best is not None and undisturbed.best_recipe is not None
-    best = from_mapping(read(undisturbed.best_recipe.read_text(), "best.yaml").value)
+    written: Any = read(undisturbed.best_recipe.read_text(), "best.yaml").value
+    best = from_mapping(written)
     assert best.recipe.optimizer.lr == undisturbed.best.params["optimizer.lr"]
     words = shlex.split(undisturbed.train_best)[1:]  # the modules of the recipe are found from any folder
     done = forked.run(forked.COMMAND_LINE, *words, "--set", f"folder={tmp_path}", cwd=tmp_path)

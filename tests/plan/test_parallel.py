@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from trainwright.errors import RecipeError
@@ -89,7 +91,7 @@ def test_what_does_not_go_with_sharding_is_refused_all_at_once() -> None:
 
 
 def test_each_rank_holds_its_part() -> None:
-    def held(**layout: int) -> dict[str, int]:
+    def held(**layout: Any) -> dict[str, int]:
         return memory_bytes("adamw", {}, parameters=1000, trainable=1000, activations=7, **layout)
 
     assert held(shard=4) == {"weights": 1000, "gradients": 1000, "optimizer": 2000, "activations": 7}

@@ -391,7 +391,7 @@ def test_the_words_of_a_stream_are_those_that_are_looked_for() -> None:
     ],
 )  # fmt: skip
 def test_where_a_run_comes_from(before: dict[str, Any], after: dict[str, Any], path: str, kind: str, word: str) -> None:
-    known = {"data": {}} if "data" in before and path == "data.val" else {}
+    known: dict[str, Any] = {"data": {}} if "data" in before and path == "data.val" else {}
     sides = [provenance(**{**known, **side}) for side in (before, after)]
     for change in (only(compare_provenance(*sides)), only(compare_provenance(*reversed(sides)))):
         assert (change.path, change.kind) == (path, kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,12 @@ def make_resnet(device: torch.device) -> TracedObjects:
 
 
 def make_bert(device: torch.device) -> TracedObjects:
-    shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 256}
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "intermediate_size": 256,
+    }
     model = hf_model(architecture="BertForMaskedLM", vocab_size=32, max_position_embeddings=64, **shape)
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -61,8 +61,7 @@ def test_what_is_scaled_is_what_is_traced(kind: str, precision: str, checkpointi
     device = cpu(GIB) if kind == "cpu" else find_device("h100-80gb", known_devices())
     survey = LayoutSurvey(make_blueprint(gpt()), device, precision)  # type: ignore[arg-type]
     layout = survey.layout(checkpointing, chunked=False)
-    checkpointing = survey.checkpointing(checkpointing)
-    traced = survey.trace(12, chunked=False, checkpointing=checkpointing, accumulation=3)
+    traced = survey.trace(12, chunked=False, checkpointing=survey.checkpointing(checkpointing), accumulation=3)
     assert layout.scaled.aligned
     assert layout.scaled.peak_bytes(12, 3) == pytest.approx(traced.peak.total, rel=2e-3)
     assert layout.scaled.at(12, 3).flops == traced.flops
@@ -145,7 +144,7 @@ def test_planning_leaves_the_process_as_it_was() -> None:
 def test_augmented_samples_are_read_without_a_trace_in_the_random_state() -> None:
     before = torch.get_rng_state()
     made = make_blueprint(load(RECIPES / "resnet-digits.yaml", environ={}))
-    made.train.dataset[0]  # type: ignore[index]
+    made.train.dataset[0]
     assert not torch.equal(torch.get_rng_state(), before), "they draw nothing: another recipe is needed here"
     torch.set_rng_state(before)
     make_blueprint(load(RECIPES / "resnet-digits.yaml", environ={}))

@@ -95,7 +95,8 @@ def load_mutated_mapping(seed: int) -> None:
         assert_plain_words(error)
         return
     assert isinstance(recipe, Recipe)
-    assert from_mapping(read(dump(recipe), "r.yaml").value).recipe == recipe
+    written: Any = read(dump(recipe), "r.yaml").value
+    assert from_mapping(written).recipe == recipe
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def problems_of(path: Path, overrides: tuple[str, ...] = (), environ: dict[str, 
 
 
 def test_file_then_environment_then_set(path: Path) -> None:
-    def lr(loaded: Loaded) -> tuple[float, str]:
+    def lr(loaded: Loaded) -> tuple[float | None, str]:
         return loaded.recipe.optimizer.lr, loaded.source.where("optimizer.lr")
 
     environ = {"TRAINWRIGHT_OPTIMIZER__LR": "2e-3"}

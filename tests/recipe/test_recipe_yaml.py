@@ -61,13 +61,15 @@ SCALARS: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("text", "value"), SCALARS)
 def test_scalars(text: str, value: Any) -> None:
     document = read(f"key: {text}", "f.yaml")
+    found: Any = document.value
     assert document.problems == []
-    assert document.value == {"key": value}
-    assert type(document.value["key"]) is type(value)
+    assert found == {"key": value}
+    assert type(found["key"]) is type(value)
 
 
 def test_nan_is_a_float() -> None:
-    assert math.isnan(read("key: .NaN", "f.yaml").value["key"])
+    found: Any = read("key: .NaN", "f.yaml").value
+    assert math.isnan(found["key"])
 
 
 @pytest.mark.parametrize(("text", "value"), SCALARS)
@@ -100,12 +102,13 @@ def test_duplicate_key_names_both_lines() -> None:
 def test_anchors_and_merge_keys() -> None:
     text = "x: &x {a: 1, b: 2}\ny: &y {b: 3, c: 3}\nz:\n  c: 9\n  <<: [*x, *y]\nw: *x\n"
     document = read(text, "f.yaml")
+    found: Any = document.value
     assert document.problems == []
-    assert document.value["z"] == {"a": 1, "b": 2, "c": 9}
+    assert found["z"] == {"a": 1, "b": 2, "c": 9}
     assert str(document.places["z.c"]) == "f.yaml:4"
     assert str(document.places["z.a"]) == "f.yaml:1"
-    assert document.value["w"] == {"a": 1, "b": 2}
-    assert document.value["w"] is not document.value["x"]
+    assert found["w"] == {"a": 1, "b": 2}
+    assert found["w"] is not found["x"]
 
 
 @pytest.mark.parametrize(
