@@ -26,7 +26,7 @@ from trainwright.cli import app
 from trainwright.recipe import from_mapping
 from trainwright.recipe.yaml_core import read
 
-pytestmark = pytest.mark.examined
+pytestmark = [pytest.mark.examined, pytest.mark.usefixtures("forked_trials")]
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(?:^<!-- not run: (?P<why>[^>]+) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)

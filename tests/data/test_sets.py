@@ -39,7 +39,8 @@ def ids(tmp_path: Path) -> Path:
 def test_windows_over_a_file_of_ids(ids: Path) -> None:
     found = Tokens(ids, block_size=4)
     assert len(found) == 3 and found.classes == 10
-    x, y = found.fetch_batch(np.array([2, 0]))  # type: ignore[misc]
+    batch: Any = found.fetch_batch(np.array([2, 0]))
+    x, y = batch
     assert x.tolist() == [[6, 7, 8, 1], [1, 2, 9, 3]] and y.tolist() == [[7, 8, 1, 9], [2, 9, 3, 4]]
     for index in range(3):
         for one, of_batch in zip(found[index], found.fetch_batch(np.array([index])), strict=True):  # type: ignore[call-overload]

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ def test_a_page_asks_for_what_is_new_only(site: Site, runs: Path) -> None:
     assert "head-2" in some["parts"] and "head-1" not in some["parts"]
 
 
-def events_of(site: Site, path: str) -> Iterator[str]:
+def events_of(site: Site, path: str) -> Generator[str, None, None]:
     """The lines of a stream that are not empty."""
     link = http.client.HTTPConnection("127.0.0.1", site.port, timeout=120)
     link.request("GET", path, headers=site.cookie)

@@ -111,7 +111,7 @@ EXAMPLES: list[Record] = [
         loss=math.nan,
         grad_norm=1.0,
         lr=0.1,
-        events=[["step", {"optimizer": 0}]],
+        events=[["step", {"optimizer": 0}]],  # type: ignore[list-item]  # as it is read
         values={"losses": [math.nan, 1.0], "vetoed": "gradients"},
     ),
     Examined(time_s=8.6, step=3, experiment="again", values={"norm_now": math.inf, "deep": [{"a": None}]}),
