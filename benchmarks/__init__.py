@@ -1,1 +1,1 @@
-"""What the README claims, measured: one JSON line for each figure. Run from the root: ``python -m benchmarks.NAME``."""
+"""Measurements behind the claims of the README, one JSON line per figure. Run ``python -m benchmarks.NAME``."""

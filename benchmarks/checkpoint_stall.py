@@ -111,7 +111,7 @@ class Distributed:
 
 
 class Ours:
-    """What the loop calls between two steps. Not ``ahead``, it hears of no step and must make its copy at once."""
+    """The calls of the loop between two steps. Without ``ahead`` it copies at once, because no step is announced."""
 
     def __init__(self, folder: Path, *, asynchronous: bool, ahead: bool = True) -> None:
         policy = SavePolicy(asynchronous=asynchronous)
@@ -243,7 +243,7 @@ class Saves:
 
 
 def measure(name: str, folder: Path, saves: int, quick: bool, device: str) -> dict[str, float | None]:
-    """What one process tells of one engine."""
+    """Measure one engine in this process."""
     state, matrix = make_state(quick, device), torch.randn(MATRIX, MATRIX, device=device)
     engine = ENGINES[name](folder)
     made = Saves(engine, state, folder)
@@ -282,7 +282,7 @@ UNITS = {"blocked_cold": "s", "blocked": "s", "on_disk": "s", "bytes_per_s": "B/
 
 
 def measure_here(name: str, folder: str, saves: int, quick: bool, threads: int, device: str) -> None:
-    """What a process of its own does."""
+    """Run one measurement in a separate process."""
     torch.set_num_threads(threads)
     print(json.dumps(measure(name, Path(folder), saves, quick, device)), flush=True)
 

@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def can_unshare() -> bool:
-    """Whether a process may have a network of its own, and the tools to set it up are there."""
+    """Return True if a process may have a network namespace, and the tools to set it up are installed."""
     words = ["unshare", "-Urnu", "sh", "-c"]
     try:
         return not subprocess.run([*words, "ip link set lo up && tc qdisc"], capture_output=True, timeout=20).returncode

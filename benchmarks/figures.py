@@ -1,4 +1,4 @@
-"""What the benchmarks share: rounds of interleaved blocks, and one JSON line per figure on stdout."""
+"""Shared by the benchmarks: rounds of interleaved blocks, and one JSON line per figure on stdout."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def figure(bench: str, case: str, values: Sequence[float], *, unit: str, against
 def interleaved(
     blocks: Mapping[str, Callable[[], float]], rounds: int, *, uncounted: int = 1
 ) -> dict[str, list[float]]:
-    """What each block measured in each round, by name.
+    """Return the measurements of each block in each round, by name.
 
     A round runs every block once, and the next one begins with another block: what the machine does meanwhile,
     and what the first after a pause pays, falls on all alike. Each block begins with a collected heap; the

@@ -1,4 +1,4 @@
-"""What a loader of one's own costs in ``tw.fit``, against a loop written by hand over the same loader.
+"""The cost of a user's loader in ``tw.fit``, compared with a plain loop over the same loader.
 
     python -m benchmarks.foreign_loader [--rounds 5] [--steps 400] [--only PATTERN] [--quick] [--threads 1]
 
@@ -164,7 +164,7 @@ def read_us(batches: Iterator[object], number: int) -> float:
 
 
 def extra_us(task: Task, make: Loader, number: int) -> float:
-    """What a batch costs more than by hand, without training."""
+    """Return the extra time of a batch over the plain loop, without training."""
     loader = make(task)
     passes = (loader() if callable(loader) else loader for _ in count())
     plain_us = read_us((batch for each in passes for batch in each), number)

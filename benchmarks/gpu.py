@@ -1,4 +1,4 @@
-"""What to run where there is an NVIDIA GPU, part by part: ``scripts/gpu OUT [PART ...] [--limit S]``.
+"""Measurements on an NVIDIA GPU, part by part: ``scripts/gpu OUT [PART ...] [--limit S]``.
 
     tests     the tests that need a GPU (`pytest -m gpu`)
     sync      steps of the engine under torch.cuda.set_sync_debug_mode("error"); how often a step of tw.fit synchronises

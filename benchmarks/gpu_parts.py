@@ -137,7 +137,7 @@ def tests(device: torch.device) -> None:
 
 
 def sync(device: torch.device) -> None:
-    """Whether a step of the engine waits for the device, and how often a step of ``tw.fit`` does."""
+    """Check that a step of the engine never waits for the device, and count how often a step of ``tw.fit`` does."""
     for precision in ("fp32", "bf16", "fp16") if device.type == "cuda" else ("fp32", "bf16"):
         for accumulation in (1, 4):
             gpt = Gpt(device, precision, accumulation=accumulation)

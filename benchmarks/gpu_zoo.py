@@ -120,7 +120,7 @@ def one(name: str, device: str) -> dict[str, Any]:
 
 
 def is_told(line: dict[str, Any]) -> bool:
-    """Whether a run is worth a line."""
+    """Return True if the run gets a line."""
     if line["failures"] or ("trace" in line):
         return True
     if line["cpu_only"]:
@@ -157,7 +157,7 @@ def _work(jobs: Any, lines: Any, device: str) -> None:
 
 
 def _lines(jobs: Sequence[str], device: str, processes: int, end_s: float) -> Iterator[dict[str, Any]]:
-    """What came of the jobs, as it comes, up to the end; a process that had to stop has a successor."""
+    """Yield results as they come until ``end_s``. A process that had to stop is replaced."""
     context = multiprocessing.get_context("spawn")
     todo, lines = context.Queue(), context.Queue()
     for job in jobs:

@@ -175,8 +175,8 @@ def make_hf(device: torch.device, architecture: str, rows: int = 6, length: int 
     return _trained(model, loss, (*_ids(rows, length, device), mask_BT))
 
 
-BERT = {"hidden_size": 132, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 300}
-T5 = {"d_model": 128, "d_kv": 32, "d_ff": 320, "num_layers": 3, "num_heads": 4}
+BERT: dict[str, Any] = {"hidden_size": 132, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 300}
+T5: dict[str, Any] = {"d_model": 128, "d_kv": 32, "d_ff": 320, "num_layers": 3, "num_heads": 4}
 C1, C2, C3 = nn.Conv1d, nn.Conv2d, nn.Conv3d
 B1, B2, B3 = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 

@@ -52,7 +52,7 @@ MOST_REFUSALS = 3  # in a row, before a run is given up
 
 @dataclass
 class Counts:
-    """What a campaign saw; from ``unloadable`` on, each must be 0."""
+    """Counts of a campaign. From ``unloadable`` on, each must be 0."""
 
     runs: int = 0  # to their end
     kills: int = 0
@@ -127,7 +127,7 @@ def committed(run: Path) -> list[Path]:
 
 
 def best(run: Path) -> dict[str, Any] | None:
-    """Which checkpoint is the best: what ``export --which best`` would take."""
+    """Return the best checkpoint, as ``export --which best`` selects it."""
     known = read_best(run / "checkpoints")
     return asdict(known) if known else None
 
@@ -304,7 +304,7 @@ def _steps(log: Path) -> int:
 
 
 def conduct(campaign: Campaign) -> Counts:
-    """What a process of its own does: it imports what a fork will find there, and computes nothing."""
+    """Run a campaign in a separate process. It imports what its forks need, and computes nothing itself."""
     if campaign.place.fork or campaign.place.ranks > 1:
         import torch._dynamo  # noqa: F401  (the first optimizer of a process imports it: 1.2 s)
 

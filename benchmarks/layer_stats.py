@@ -1,4 +1,4 @@
-"""What statistics by layer cost a run of ``tw.fit``, measured twice: inside of one run, and against one without them.
+"""The cost of statistics by layer in ``tw.fit``, measured inside one run, and against a run without them.
 
     python -m benchmarks.layer_stats [--quick]
 
@@ -58,7 +58,7 @@ def mlp() -> Task:
 
 
 def extras_s(steps_s: Sequence[float], recorded: Sequence[int]) -> list[float]:
-    """What each record took. ``steps_s[n]`` is from the end of step n to that of step n + 1.
+    """Return the time of each record. ``steps_s[n]`` is from the end of step n to the end of step n + 1.
 
     Hooks are set when the step before is over, and the rest is computed when the step itself is.
     """

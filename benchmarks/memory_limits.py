@@ -166,7 +166,7 @@ class Sweep:
 
 
 def imports_mib(name: str) -> float:
-    """What ``import trainwright`` takes, with all that a run needs of it, beyond torch with an optimizer."""
+    """Return the memory of ``import trainwright`` and all that a run needs of it, beyond torch with an optimizer."""
     read = f"print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('{name}')))"
     kib = [
         int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)

@@ -1,4 +1,4 @@
-"""What objects of one's own cost in ``tw.fit``, against the loop by hand that has the same.
+"""The cost of a user's objects in ``tw.fit``, compared with a plain loop that has the same objects.
 
     python -m benchmarks.own_objects [--rounds 5] [--steps 600] [--tasks gpt,mlp] [--quick]
 

@@ -1,4 +1,4 @@
-"""What a step of one's own costs in our engine: a GAN, two optimizers that take turns, against its loop by hand.
+"""The cost of a user's step in the engine: a GAN with two alternating optimizers, compared with a plain loop.
 
     python -m benchmarks.own_step [--rounds 5] [--widths 64,512] [--first 64] [--steps 400] [--threads 1] [--quick]
 

@@ -1,4 +1,4 @@
-"""What pages cost: a report, a long log, how smoothly a browser shows it, and a server with many pages open for hours.
+"""The cost of pages: a report, a long log, scrolling in a browser, and a server with many pages open for hours.
 
     python -m benchmarks.pages [--quick] [--steps 1000000] [--pages 20] [--seconds 600] [--records 720000]
                                [--layers 60] [--tabs 20] [--only report,opening,browser,load,tabs]
@@ -199,7 +199,7 @@ def look_at(process: psutil.Process) -> tuple[float, int, float, float]:
 
 
 def show_growth(case: str, looks: Sequence[tuple[float, int, float, float]]) -> None:
-    """What the server grew since the first look, and how busy it was."""
+    """Print by how much the server grew since the first sample, and how busy it was."""
     (rss, files, cpu_s, at_s), later = looks[0], looks[1:]
     since = "a fifth of the time; at each further one"
     figure(BENCH, f"{case}_growth", [(each[0] - rss) / 2**20 for each in later], unit="MiB", against=since)

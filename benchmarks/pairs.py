@@ -16,7 +16,7 @@ SPIN = "while True: pass"
 
 
 def run_pair(module: str, ask: Mapping[str, Any], folder: Path, *, limit_s: float = 3600) -> list[list[dict[str, Any]]]:
-    """What both ranks printed. Raises RuntimeError where one did not end well, with the end of its errors."""
+    """Return the output of both ranks. Raises RuntimeError with the end of its stderr if one failed."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     port = free_port()
     with ExitStack() as open_files:

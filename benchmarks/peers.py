@@ -1,4 +1,4 @@
-"""What becomes of a run where things go wrong, in five ways to train the same model, seen from outside.
+"""Runs in which something goes wrong, in five ways to train the same model, observed from outside.
 
     python -m benchmarks.peers [--only resume,nonfinite,window] [--trainers ours,lightning,accelerate,hf,plain]
 
@@ -31,7 +31,7 @@ from benchmarks.peers_runs import CASES, STEPS, STOP, TRAINERS
 from benchmarks.processes import python
 
 LIBRARIES = {"lightning": "lightning", "accelerate": "accelerate", "hf": "transformers"}
-"""What a trainer needs."""
+"""The library that a trainer needs."""
 Outcome = dict[str, list[float]]
 
 
@@ -88,7 +88,7 @@ MEASURES = {"resume": resumed, "nonfinite": nonfinite, "window": window}
 
 
 def _run(trainer: str, case: str, folder: Path, part: str, *, forks: bool = False) -> Outcome | None:
-    """What a run prints; None where its library is not installed. ``forks``: see ``processes.Started``."""
+    """Return the output of a run; None if its library is not installed. ``forks``: see ``processes.Started``."""
     if trainer in LIBRARIES and find_spec(LIBRARIES[trainer]) is None:
         return None
     folder.mkdir(parents=True, exist_ok=True)

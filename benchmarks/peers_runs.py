@@ -60,7 +60,7 @@ class Classifier(nn.Module):
 
 @dataclass
 class Case:
-    """What is trained, for how many steps, and where a checkpoint of it lies or will lie."""
+    """A model, the number of steps, and the path of its checkpoint."""
 
     name: str
     part: str

@@ -171,7 +171,7 @@ def predict(make: Make, case: Case, device: str) -> dict[str, Any]:
 
 
 def one_case(case: Case, device: str) -> None:
-    """What a process of its own does."""
+    """Run one measurement in a separate process."""
     make = {**MODELS, **HELD_OUT}[case[0]]
     torch.manual_seed(0)
     seen = measure(make, case, torch.device(device))

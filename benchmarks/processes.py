@@ -37,7 +37,7 @@ class Started:
             os.close(fd)
 
     def output(self) -> str:
-        """What it printed; waits for its end. Raises SystemExit, with its errors, where it failed."""
+        """Wait for the end and return stdout. Raises SystemExit with its stderr if it failed."""
         code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1]) if self._forks else self._process.wait()
         printed, errors = (path.read_text() for path in self._outputs)
         self._folder.cleanup()
@@ -47,7 +47,7 @@ class Started:
 
 
 def python(arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], forks: bool) -> str:
-    """What ``python ARGUMENTS`` prints, run to its end."""
+    """Run ``python ARGUMENTS`` to its end and return stdout."""
     return Started(arguments, cwd=cwd, env=env, forks=forks).output()
 
 

@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def is_apart(name: str) -> bool:
-    """Whether the program is of group Y."""
+    """Return True if the program is in group Y."""
     return name.removeprefix("H").startswith("Y")
 
 

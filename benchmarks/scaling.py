@@ -52,7 +52,7 @@ with joined(Launch.read(os.environ), 60.0) as world:
 
 
 def measured(ranks: int, steps: int, quick: bool) -> dict[str, float]:
-    """What the first of ``ranks`` processes prints."""
+    """Return the figures that the first of ``ranks`` processes prints."""
     with socket.socket() as free, tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -66,7 +66,7 @@ GRACE_S = 300.0
 
 @dataclass(frozen=True)
 class Sample:
-    """What the process and its children hold at a time."""
+    """The memory, files and threads of the process and its children at one time."""
 
     rss_bytes: int
     threads: int

@@ -1,4 +1,4 @@
-"""What starting costs: the import, ``--help``, and the first step of a run. Whole processes on the wall clock.
+"""The cost of starting: the import, ``--help``, and the first step of a run, as wall time of a process.
 
     python -m benchmarks.startup [--quick]
 
@@ -55,7 +55,7 @@ print(time.time())
 """
 
 Run = Callable[..., str]
-"""What ``python -c CODE ARGUMENTS`` prints."""
+"""Returns the stdout of ``python -c CODE ARGUMENTS``."""
 OUR_COMMAND = "from trainwright.cli import main; main()"  # what the console script runs
 
 

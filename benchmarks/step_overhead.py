@@ -1,4 +1,4 @@
-"""What people run, against a loop written by hand: ``tw.fit`` and ``trainwright train`` with everything at its default.
+"""``tw.fit`` and ``trainwright train`` with all defaults, compared with a plain loop.
 
     python -m benchmarks.step_overhead [--rounds 5] [--tasks mlp,gpt] [--only plain,fit] [--steps 2000] [--quick]
 
@@ -66,7 +66,7 @@ def measured(
 
 
 class Rounds:
-    """What every round measured: ``values[variant][quantity]``, one number a round."""
+    """The measurements of all rounds: ``values[variant][quantity]``, one number per round."""
 
     def __init__(self, task: str) -> None:
         self.task = task

@@ -32,7 +32,7 @@ LR, CLIP_AT, WARMUP = 1e-3, 1.0, 20
 
 @dataclass
 class Task:
-    """What every variant trains: a model, its data in memory, and the loss of a batch."""
+    """The task that every variant trains: a model, its data in memory, and the loss of a batch."""
 
     name: str
     batch_size: int

@@ -45,7 +45,7 @@ FRACTIONS = (1 / 8, 1 / 6, 1 / 5, 1 / 4, 1 / 3, 1 / 2.5, 1 / 2, 1 / 1.5)
 
 
 class Trained(NamedTuple):
-    """What one process reached: ``seconds`` of training gave ``loss``, nats per character, on validation."""
+    """The result of one process: validation ``loss`` in nats per character after ``seconds`` of training."""
 
     loss: float
     seconds: float
@@ -107,7 +107,7 @@ def require_same_split(data: Any) -> None:
 
 
 def train_here(side: str, budget_s: float, seed: int, threads: int, every: int) -> None:
-    """What a process of its own does."""
+    """Run one measurement in a separate process."""
     torch.set_num_threads(threads)
     print(json.dumps({"plain": train_plain, "ours": train_ours}[side](budget_s, seed, every)))
 

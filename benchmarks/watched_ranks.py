@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def outcome(pair: list[dict[str, object]]) -> dict[str, object]:
-    """Whether both ranks reached their end, with the weights that they have when they are not watched."""
+    """Return if both ranks ended, and if their weights equal those of ranks that are not watched."""
     return {
         "ended": all(not each["error"] and not each["failures"] for each in pair),
         "same_bits": all(each["bits"] == each["bits_alone"] for each in pair),

@@ -1,6 +1,8 @@
 """One thread, here and in every process that a test starts: the models are tiny, and on a busy machine the threads of
 OpenMP wait for each other by spinning.
 
+torch is imported inside of fixtures, because the process that only distributes the tests does not need it.
+
 Where tests marked ``process`` are left out (``make quick``), a test that starts one without the mark fails.
 """
 
@@ -8,9 +10,12 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: fixtures of a module run before those of a test
 os.environ["TRAINWRIGHT_EXAMINE"] = "all"  # the loops are short and their models tiny; tests of the budget delete it
@@ -18,13 +23,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test fetches a model; a test 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else a pool of processes, for kernels that take less than its start
 
 import pytest
-import torch
 
-from tests import forked, house
-from trainwright.distributed.memory import give_back
-from trainwright.recorder import hooks
-from trainwright.recorder.listener import listeners
+from tests import house
 
+TESTS = Path(__file__).parent
+EXAMINED = ("doctor", "finetune", "recorder", "replay", "watching")
+DOCTOR_VARIABLE = "TRAINWRIGHT_DOCTOR"
+MARKED_MODULE = re.compile(r"^pytestmark = (\[[^\]]*?)?pytest\.mark\.(slow|process)\b", re.MULTILINE)
 STARTED: list[str] = []
 gc.disable()  # until all tests are found: what is made till then is kept, and would be looked through many times
 
@@ -42,17 +47,24 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.addaudithook(_hear)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip the import of modules whose mark deselects all of their tests: they import the slowest libraries."""
+    if "not slow and not process" not in config.getoption("markexpr") or collection_path.suffix != ".py":
+        return None
+    return True if MARKED_MODULE.search(collection_path.read_text()) else None
+
+
 def _asks_the_house(module: object) -> bool:
     return any(each is house or getattr(each, "__module__", "") == house.__name__ for each in vars(module).values())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that read all sources come one after the other, so that they are parsed once."""
+    """Run the tests that read all sources one after another, so that the sources are parsed once."""
     items.sort(key=lambda item: not _asks_the_house(getattr(item, "module", None)))
 
 
 def pytest_collection_finish() -> None:
-    """What hundreds of test modules and their imports hold is looked through by no collection any more: the engine
+    """Exclude the objects of all test modules and their imports from garbage collection: the engine
     collects garbage whenever memory runs out, at a second each time over such a heap.
 
     From here on no bytecode is kept: a module that a test writes anew, as long and in the same second, would be taken
@@ -66,7 +78,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def no_heap_to_look_through() -> Iterator[None]:
-    """What a test imported, a compiler for one, would slow down all tests after it."""
+    """Exclude what a test imported from garbage collection, which would slow down all tests after it."""
     before = len(sys.modules)
     yield
     if len(sys.modules) != before:
@@ -76,24 +88,69 @@ def no_heap_to_look_through() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_memory_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What tests have freed, a GiB at times, the C library would keep; parsed sources are 160 MiB, and 4 s of work."""
+    """Return freed memory, up to a GiB, to the system. Parsed sources take 160 MiB and 4 s."""
     asks = _asks_the_house(request.module)
     if not asks:
         house.forget()
     yield
     if not asks:
+        import torch
+
+        from trainwright.distributed.memory import give_back
+
         give_back(torch.device("cpu"))
+
+
+def _is_marked_examined(node: pytest.Item | pytest.Collector) -> bool:
+    return node.get_closest_marker("examined") is not None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def doctor_of_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Train without the doctor, which takes ten times as long as a short run, except where it is tested.
+
+    It is tested in the folders `EXAMINED` and in tests marked ``examined``.
+    """
+    room = request.path.relative_to(TESTS).parts[0]
+    with pytest.MonkeyPatch.context() as patch:
+        if room not in EXAMINED and not _is_marked_examined(request.node):
+            patch.setenv(DOCTOR_VARIABLE, "off")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def doctor_of_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train with the doctor in a single marked test."""
+    if _is_marked_examined(request.node):
+        monkeypatch.delenv(DOCTOR_VARIABLE, raising=False)
+
+
+@pytest.fixture(scope="module")
+def forked_trials() -> Iterator[None]:
+    """Fork the processes of trials from one that has imported torch, which takes longer than a small trial."""
+    from tests.forked import ForkedTrial
+    from trainwright.trials import trial
+
+    with pytest.MonkeyPatch.context() as patch:
+        names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired, "Popen": ForkedTrial}
+        patch.setattr(trial, "subprocess", SimpleNamespace(**names))
+        yield
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """Before each test: a run that was tested before may have set another number."""
+    import torch
+
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def leaves_no_watch_open() -> Iterator[None]:
     """One would hear what all tests after it do."""
+    from trainwright.recorder import hooks
+    from trainwright.recorder.listener import listeners
+
     yield
     left = [type(each).__name__ for each, _ in listeners]
     if left:
@@ -104,7 +161,9 @@ def leaves_no_watch_open() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def leaves_no_process() -> Iterator[None]:
     yield
-    forked.end_all()
+    forked = sys.modules.get("tests.forked")
+    if forked is not None:
+        forked.end_all()
 
 
 @pytest.fixture(autouse=True)

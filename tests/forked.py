@@ -10,20 +10,23 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
+from typing import IO
 
 from trainwright.commands.verify.trial import TrialPart
+from trainwright.watching.budget import DOCTOR_VARIABLE
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.warm"])
@@ -34,7 +37,8 @@ COMMAND_LINE = "from trainwright.cli import main; main()"
 class Forked:
     """A process that runs ``code``, with what tests need of ``subprocess.Popen``.
 
-    ``group``: it leads a group of processes of its own. ``together``: stderr is a part of stdout.
+    ``group``: it leads a group of processes of its own. ``together``: stderr is a part of stdout. ``outputs``: files
+    that stdout and stderr are appended to.
     """
 
     def __init__(
@@ -45,11 +49,15 @@ class Forked:
         env: Mapping[str, str] = {},
         group: bool = False,
         together: bool = False,
+        outputs: Sequence[Path] = (),
     ) -> None:
         self._leads, self._printed = group, Path(tempfile.mkdtemp(prefix="forked-"))
-        outputs = [self._printed / name for name in ("stdout", "stdout" if together else "stderr")]
+        outputs = outputs or [self._printed / name for name in ("stdout", "stdout" if together else "stderr")]
+        doctor = {
+            DOCTOR_VARIABLE: os.environ.get(DOCTOR_VARIABLE, "")
+        }  # tests set other values than the fork server has
         self._process: BaseProcess = CONTEXT.Process(
-            target=_run, args=(code, arguments, outputs, cwd or Path.cwd(), dict(env), group)
+            target=_run, args=(code, arguments, list(outputs), cwd or Path.cwd(), {**doctor, **env}, group)
         )
         self._process.start()
         assert self._process.pid is not None
@@ -62,7 +70,6 @@ class Forked:
 
     @property
     def stdout(self) -> str:
-        """What it has printed so far."""
         return _text(self._printed / "stdout")
 
     @property
@@ -99,8 +106,28 @@ class Forked:
         shutil.rmtree(self._printed, ignore_errors=True)
 
 
+class ForkedTrial(Forked):
+    """Replaces ``subprocess.Popen`` where `TrialProcess` calls it. Descriptors are not inherited."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: int,
+        stdout: IO[bytes],
+        stderr: IO[bytes],
+        start_new_session: bool,
+        pass_fds: Iterable[int],
+        env: Mapping[str, str],
+    ) -> None:
+        paths = "import os, sys; sys.path[:0] = os.environ['PYTHONPATH'].split(os.pathsep)\n"
+        code = paths + re.sub(r"end_with\(\d+\)", "end_with(os.getppid())", command[2])
+        outputs = [Path(stdout.name), Path(stderr.name)]
+        super().__init__(code, *command[3:], env=env, group=start_new_session, outputs=outputs)
+
+
 AT_THE_END: list[Callable[[], object]] = []
-"""What ends the processes that a test has begun: they end with it."""
+"""Functions that end the processes of the current test."""
 
 
 def run(

@@ -16,7 +16,7 @@ Node = TypeVar("Node", bound=ast.AST)
 
 
 TEMPLATES = HOUSE / "templates"
-"""What ``trainwright init`` copies. Nothing imports it from here: it imports its own ``data`` and ``model``."""
+"""Templates that ``trainwright init`` copies. Nothing imports them: they import ``data`` and ``model`` beside them."""
 
 
 @cache
@@ -51,7 +51,7 @@ def nodes(path: Path, *kinds: type[Node]) -> Iterator[Node]:
 
 
 def forget() -> None:
-    """What was parsed takes 160 MiB."""
+    """Drop the parsed sources, which take 160 MiB."""
     tree.cache_clear()
     _by_kind.cache_clear()
 
@@ -105,7 +105,7 @@ def modules() -> dict[str, Path]:
 
 
 def runtime_imports() -> dict[str, set[str]]:
-    """Of each module those of ours that it loads while it is itself loaded."""
+    """Return for each module the modules of the package that its import loads."""
     graph = {}
     for name, path in modules().items():
         wanted = imports(path, at_module=True)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def figures(bench: str, *options: str) -> list[dict[str, Any]]:
-    """What a quick run prints. One thread: two that spin for each other crawl beside other work."""
+    """Return the figures of a quick run with one thread. Two threads would wait for each other on a busy machine."""
     run = f"import runpy, sys; sys.argv[0] = '{bench}.py'; runpy.run_module('benchmarks.{bench}', run_name='__main__')"
     done = forked.run(run, "--quick", "--threads", "1", *options)
     assert done.returncode == 0, done.stderr

@@ -233,12 +233,6 @@ def test_every_short_name_of_another_package_stands_for_an_optimizer() -> None:
         assert from_mapping({**SMALL, "optimizer": name}).recipe.optimizer.use == row.factory
 
 
-def test_the_page_of_the_catalog_has_every_row() -> None:
-    page = (ROOT / "docs/reference/catalog.md").read_text()
-    for name in (*MODELS, *DATASETS, *LOSSES, *METRICS, *OPTIMIZERS, *SCHEDULES, *OBSERVERS, *SINKS, *known_devices()):
-        assert f"| `{name}` |" in page, name
-
-
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "catalog.py"))
 
 

@@ -26,6 +26,8 @@ from trainwright.cli import app
 from trainwright.recipe import from_mapping
 from trainwright.recipe.yaml_core import read
 
+pytestmark = [pytest.mark.examined, pytest.mark.usefixtures("forked_trials")]
+
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(?:^<!-- not run: (?P<why>[^>]+) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 OWN_TESTS = {"migrate.md"}
@@ -34,7 +36,7 @@ PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.
 
 
 def readers() -> dict[str, Any]:
-    """What the reader of a page has already: a model, its data, a loss."""
+    """Return the names that a reader of a page has defined: a model, its data, a loss."""
     x = torch.randn(128, 20)
     dataset, model = (
         TensorDataset(x, (x.sum(1) > 0).long()),

@@ -18,6 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tests import by_hand
 from tests.engine.plain import assert_same_bits, bits
 
+pytestmark = pytest.mark.examined
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHARED = {"corridor"}
 """Files that others import, and no shape."""

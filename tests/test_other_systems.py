@@ -12,6 +12,8 @@ import pytest
 from trainwright.errors import UsageError
 from trainwright.trials.trial import TrialProcess
 
+pytestmark = pytest.mark.examined
+
 
 @pytest.mark.slow
 @pytest.mark.process

@@ -93,7 +93,7 @@ def _row(parts: Sequence[str]) -> str:
 
 
 def breach(path: Path, house: Path = HOUSE) -> str | None:
-    """What a file imports that its room may not; None where it lies in the root or keeps to the table."""
+    """Return the import that the room of a file may not have; None if there is none."""
     if path.parent == house:
         return None
     room = row_of(path, house)

@@ -1,4 +1,4 @@
-"""What a process that a test forks need not load again: imported by the process that it is forked from."""
+"""Modules that forked test processes need, imported once by the process that they are forked from."""
 
 from __future__ import annotations
 

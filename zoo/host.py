@@ -1,4 +1,4 @@
-"""What all fixtures of the zoo share: the registry, small data sets, small models."""
+"""Shared by the programs of the zoo: the registry, small datasets, small models."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ LEAD = 3
 
 @dataclass
 class Score:
-    """What came of one run. ``rank`` is the place of the right code among the findings, 0 for the first.
+    """The result of one run. ``rank`` is the position of the right code among the findings, 0 for the first.
 
     ``doubled`` is the step at which the loss of a divergence had doubled, None if it never did.
     """

@@ -137,7 +137,7 @@ def recomputed(model: nn.Module, keeps: tuple[tuple[str, ...] | None, ...]) -> n
 
 @dataclass
 class After:
-    """What two micro-batches leave: the second must not use the draws of the first."""
+    """The state after two micro-batches. The second must not reuse the random draws of the first."""
 
     grads: list[Tensor]
     buffers: list[Tensor]

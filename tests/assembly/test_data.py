@@ -128,7 +128,7 @@ def test_the_order_depends_on_seed_epoch_and_position_alone() -> None:
 
 
 def by_sample(batches: list[StepBatch]) -> dict[int, list[float]]:
-    """What was drawn for each sample."""
+    """Return the random numbers drawn for each sample."""
     rows = [(micro.data[0].tolist(), micro.data[1].tolist()) for batch in batches for micro in batch.micro]
     return {index: drawn for indices, noises in rows for index, drawn in zip(indices, noises, strict=True)}
 
@@ -411,7 +411,7 @@ def test_a_sample_of_another_form(kind: str, workers: int) -> None:
 
 
 def test_where_no_sample_can_be_blamed_all_are_named() -> None:
-    """Of two forms that are as frequent none is the usual one."""
+    """With two equally frequent shapes, neither is the usual one."""
     with pytest.raises(DataError, match="one of the samples") as caught:
         take(Ragged(), 99, batch_size=2, micro_size=2, shuffle=False, epochs=1)
     assert caught.value.sample_ids == (10, 11)

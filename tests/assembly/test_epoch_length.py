@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import trainwright as tw
-from tests.rows import each_row
 from trainwright.data import epoch_length
 from trainwright.errors import RecipeError
 
@@ -55,7 +54,7 @@ def trained(data: object, folder: Path, **length: int) -> tuple[int, list[Tensor
     return done.step, [p.detach() for p in model.parameters()]
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("data", "steps"),
     [
         (batches, 12),

@@ -1,4 +1,4 @@
-"""What is done to a model before training: freezing; and counting its parameters."""
+"""Freezing a model before training, and counting its parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets which learning rate and decay."""
+"""Parameter groups: learning rate and weight decay of each parameter."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.rows import each_row
 from trainwright.checkpoint.cursor import Cursor, StepBatch, count_rows
 from trainwright.checkpoint.rng import RngBag, seed_all
 from trainwright.data.loading import EvaluationBatches, Loading, StepBatches
@@ -84,7 +83,7 @@ def test_of_many_batches_the_first_16_and_each_16th_are_compared(changed: int) -
         assert next(iter(stream)).cursor.position == 72 and word in stream.resumed
 
 
-@each_row("at", [1, 15, 16, 17, 31, 32, 33, 39])
+@pytest.mark.parametrize("at", [1, 15, 16, 17, 31, 32, 33, 39])
 def test_the_same_batches_again_are_the_same_wherever_a_run_stopped(at: int) -> None:
     fixed = list(torch.randn(40, 2, 3))
     source = unwrap(lambda: iter(fixed)).dataset
@@ -122,7 +121,7 @@ class Counting:
         self.given = state["given"]
 
 
-@each_row("at", [1, 15, 16, 17, 32, 33])
+@pytest.mark.parametrize("at", [1, 15, 16, 17, 32, 33])
 def test_a_digest_goes_on_where_the_loader_goes_on_from_its_own_state(at: int) -> None:
     fixed = list(torch.randn(40, 2, 3))
     cursors = [each.cursor for each in take(Counting(fixed), 40)]

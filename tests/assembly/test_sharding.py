@@ -1,4 +1,4 @@
-"""Which modules are gathered together when their weights are divided among ranks."""
+"""Units of sharding: modules whose weights are gathered together."""
 
 from __future__ import annotations
 

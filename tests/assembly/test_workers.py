@@ -95,7 +95,7 @@ def test_of_a_batch_that_is_read_at_once_all_are_named(make: Callable[[Callable[
 
 
 AHEAD = 5 * BATCH
-"""What two workers read of their own accord: one step that is taken, and two ahead for each."""
+"""Samples that two workers have read: one step that is taken, and two steps ahead for each worker."""
 
 
 def wait_until(is_so: Callable[[], bool], patience_s: float = 60) -> None:

@@ -1,4 +1,4 @@
-"""What can happen to a checkpoint on its way to the disk and on it."""
+"""Faults of a checkpoint while it is written and on the disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from tests import forked
-from tests.rows import each_row
 from trainwright.checkpoint.checkpoint import capture, commit, load_checkpoint, read_run_metadata, save_checkpoint
 from trainwright.checkpoint.cursor import Cursor
 from trainwright.checkpoint.ledger import SkippedStep
@@ -177,7 +176,7 @@ def folder_of_nobody() -> Iterator[Path]:
                 os.seteuid(0)
 
 
-@each_row("name", [".", "step-00000002", "step-00000002/manifest.json", "step-00000002/state.json"])
+@pytest.mark.parametrize("name", [".", "step-00000002", "step-00000002/manifest.json", "step-00000002/state.json"])
 def test_what_may_not_be_read_is_not_taken_for_missing(folder_of_nobody: Path, name: str) -> None:
     save_checkpoint(state_at(1), folder_of_nobody)
     save_checkpoint(state_at(2), folder_of_nobody)

@@ -1,4 +1,4 @@
-"""What a file forgets of a tensor comes back: how its memory lies, complex numbers, types, hidden buffers."""
+"""Strides, complex numbers, tensor subclasses and hidden buffers survive a checkpoint."""
 
 from __future__ import annotations
 

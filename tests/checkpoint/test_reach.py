@@ -1,4 +1,4 @@
-"""What code can reach is captured as it is, and put back; what cannot be captured is named."""
+"""Objects reachable from the user's code are captured and restored; objects that cannot be captured are named."""
 
 from __future__ import annotations
 

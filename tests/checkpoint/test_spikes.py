@@ -1,4 +1,4 @@
-"""What is a spike of the gradient norm, and what is noise."""
+"""Spikes of the gradient norm are separated from its noise."""
 
 from __future__ import annotations
 

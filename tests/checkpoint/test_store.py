@@ -1,4 +1,4 @@
-"""Which checkpoints are there, which is the newest that verifies, which is best, which may go."""
+"""The store of checkpoints: listing, the newest valid one, the best one, and retention."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def of_run(folder: Path, step: int, run: str, best: Best | None = None) -> Path:
 
 
 def foreign_things(folder: Path) -> set[Path]:
-    """What another run and other programs have put into the folder that checkpoints are linked to."""
+    """Create files of another run and of other programs in the folder that checkpoints are linked to."""
     theirs = {of_run(folder, step, OTHER) for step in (1, 2, 3, 30)}
     for name in ("step-00000004", "step-100", ".step-00000005", f".step-00000006.{OTHER}.tmp", ".step-00000007.tmp"):
         (folder / name).mkdir()

@@ -1,4 +1,4 @@
-"""What every command line has: -h, --version, names of recipes in the box, a pipe that closes early."""
+"""Options of all commands: -h, --version, names of built-in recipes, and a pipe that closes early."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_a_recipe_in_the_box_is_found_by_its_name(tmp_path: Path, monkeypatch: p
 
 def test_a_module_beside_the_recipe_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
-    project.mkdir(), elsewhere.mkdir()
+    project.mkdir()
+    elsewhere.mkdir()
     (project / "beside_it.py").write_text("from torch import nn\ndef model():\n    return nn.Linear(2, 1)\n")
     (project / "r.yaml").write_text(
         "model: beside_it:model\ndata: {train: a:b}\nloss: torch.nn:MSELoss\nuntil: 1steps\n"

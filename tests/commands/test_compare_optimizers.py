@@ -30,6 +30,7 @@ def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
 
 
+@pytest.mark.usefixtures("forked_trials")
 @pytest.mark.process
 @pytest.mark.slow
 def test_each_is_trained_at_the_rate_of_its_range_test() -> None:

@@ -19,6 +19,8 @@ from trainwright.runs.records import Examined, Unexamined
 from trainwright.training.run import train
 from trainwright.watching import budget
 
+pytestmark = pytest.mark.examined
+
 MODEL = """
 import torch
 from torch import nn
@@ -175,7 +177,7 @@ def test_a_run_of_a_recipe_is_trained_to_a_step_again(tmp_path: Path, monkeypatc
     (tmp_path / "small.yaml").write_text(RECIPE)
     run = RunFolder.open(train(load(tmp_path / "small.yaml"), quiet=True).run)
     assert "again" in left(run).experiments and left(run).bundle is None, "any of its steps can be trained again"
-    steps, before = [], (run.path / "checkpoints").stat().st_mtime_ns
+    steps, before = list[str](), (run.path / "checkpoints").stat().st_mtime_ns
     examine_later(run, model=None, say=steps.append)
     assert steps == ["training from step 20 to 24, in a separate folder"]
     assert "again" in examined(run) and left(run).experiments == ()

@@ -74,9 +74,8 @@ def test_the_planted_bad_slice_comes_first() -> None:
     wrong = [i for i in range(600) if site[i] == "west" and i % 2]
     y[wrong] = 1 - y[wrong]
     x[17], y[17] = torch.tensor([3.0, *[0.0] * 7]), 0
-    found = tw.bad_cases(
-        model, (x, y), nn.CrossEntropyLoss(), by={"site": site.tolist(), "sign": lambda s: s[0][1] > 0}
-    )
+    positive: Callable[[Any], bool] = lambda s: bool(s[0][1] > 0)  # noqa: E731
+    found = tw.bad_cases(model, (x, y), nn.CrossEntropyLoss(), by={"site": site.tolist(), "sign": positive})
     by_site = [each for each in found.slices if each.grouping == "site"]
     assert by_site[0].name == "west" and {each.name for each in by_site} == {*site}
     first, one = by_site[0], next(each for each in by_site if each.name == "one")
@@ -157,7 +156,7 @@ def test_tokens_that_do_not_count_are_left_out() -> None:
     cases = tw.bad_cases(Tokens(), (ids, target), loss, batch=3)
     right, wrong = (-float(torch.tensor([3.0, 0, 0, 0, 0]).log_softmax(0)[i]) for i in (0, 1))
     assert cases.unit == "tokens" and cases.accuracy == pytest.approx(8 / 9) and cases.labels == ()
-    assert [each.id for each in cases.worst] == [2, 0, 1] or [each.id for each in cases.worst] == [2, 1, 0]
+    assert [each.id for each in cases.worst] == [2, 1, 0]
     assert cases.worst[0].loss == pytest.approx((3 * right + wrong) / 4, rel=1e-5)
     assert cases.loss == pytest.approx((8 * right + wrong) / 9, rel=1e-5)
 
@@ -214,7 +213,7 @@ def pixels(png: str) -> np.ndarray:
 
 
 def test_samples_are_shown_as_what_they_are(tmp_path: Path) -> None:
-    def of(data: object, model: nn.Module, loss: object = None) -> Any:
+    def of(data: object, model: nn.Module, loss: Any = None) -> Any:
         (found,) = tw.bad_cases(model, data, loss or (lambda model, batch: model(batch)), count=1).shown.values()
         return found
 

@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 
 import trainwright as tw
 from tests import forked
-from tests.rows import each_row
 from trainwright.assembly.assemble import build_model
 from trainwright.checkpoint.store import Best, checkpoints, write_best
 from trainwright.cli import app
@@ -139,7 +138,7 @@ def model_of(result: Result) -> nn.Module:
 def logits(model: nn.Module) -> Tensor:
     with torch.no_grad():
         out = model.eval()(IDS_BT)
-    return out if isinstance(out, Tensor) else out.logits  # type: ignore[no-any-return]
+    return out if isinstance(out, Tensor) else out.logits
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -257,7 +256,7 @@ def test_a_best_that_is_gone_or_never_was() -> None:
         write_best(result.run / "checkpoints", Best(3, "loss", 1.0))
 
 
-@each_row("which", ["last", "best", "5"])
+@pytest.mark.parametrize("which", ["last", "best", "5"])
 def test_a_run_without_a_checkpoint_is_trained_first(tmp_path: Path, which: str) -> None:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(MLP)))
     (tmp_path / "plan.json").write_text("{}")

@@ -160,7 +160,7 @@ def test_nodes_edges_and_bytes_are_those_of_the_real_graph(name: str) -> None:
     saved = {each.storage: each for node in profile.nodes for each in node.saved if each.role == "activations"}
     numbers = sum(each.bytes for each in saved.values() if each.bytes == 8)  # `x * 2.0`: torch shows no hook the 2.0
     assert profile.saved_bytes - numbers == size > 0
-    loss.backward()  # type: ignore[no-untyped-call]  # what was read is still whole
+    loss.backward()  # what was read is still whole
     assert all(p.grad is not None for p in model.parameters() if id(p) in leaves)
 
 

@@ -28,7 +28,7 @@ SETTINGS = ("precision", "schedule", "optimizer.lr", "optimizer.weight_decay", "
 
 @dataclass(frozen=True)
 class Score:
-    """What the command that trains prints last: ``name`` and a number between ``least`` and ``most``."""
+    """The last line of the training command: ``name`` and a number between ``least`` and ``most``."""
 
     name: str
     least: float
@@ -57,6 +57,7 @@ def execute(command: str, folder: Path) -> Forked:
     return run(code, *arguments, cwd=folder, env={"TRAINWRIGHT_EXAMINE": "budget"})
 
 
+@pytest.mark.examined
 @pytest.mark.slow
 @pytest.mark.process
 @ALL

@@ -139,6 +139,7 @@ def test_samples_that_are_too_long_are_cut_and_said(folder: Path) -> None:
     assert (train.args["max_length"], train.args["truncate"]) == (256, "right")
 
 
+@pytest.mark.examined
 def test_preferences_are_trained_on_by_dpo(folder: Path) -> None:
     records = [pair(at) for at in range(40)]
     records[7]["rejected"] = [{"role": "assistant", "content": "dog " * 500}]
@@ -175,7 +176,7 @@ def test_a_model_or_file_that_cannot_be_used(folder: Path, arguments: list[str],
     Path("empty.jsonl").write_text("")
     Path("page.jsonl").write_text("<!DOCTYPE html>\n<html></html>\n")
     done = CliRunner().invoke(app, ["init", "finetune", *arguments])
-    assert done.exit_code in (1, 2) and message in " ".join(done.output.split()), done.output
+    assert done.exit_code == 2 and message in " ".join(done.output.split()), done.output
     assert not Path("finetune").exists()
 
 

@@ -151,20 +151,20 @@ def test_the_header_of_a_slurm_job(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "error"),
+    ("words", "code", "error"),
     [
-        (["--ranks", "two"], "is not a number of ranks"),
-        (["--ranks", "2x4", "--set", "parallel.replicate=3"], "must be the number of ranks, 8"),
-        (["--ranks", "2x4", "--grace", "20"], "too short"),
-        (["--ranks", "2x4", "--sbatch", "rm -rf"], "not options of sbatch"),
-        (["--ranks", "2x4", "--output", "no/such/folder"], "cannot be written"),
-        (["--ranks", "2x4", "--stack", "cu13"], "did you mean 'cu130'?"),
-        (["--ranks", "2x4", "--stack", "cpu", "--set", "device=auto"], "stack cpu is for the CPU"),
+        (["--ranks", "two"], 2, "is not a number of ranks"),
+        (["--ranks", "2x4", "--set", "parallel.replicate=3"], 2, "must be the number of ranks, 8"),
+        (["--ranks", "2x4", "--grace", "20"], 2, "too short"),
+        (["--ranks", "2x4", "--sbatch", "rm -rf"], 2, "not options of sbatch"),
+        (["--ranks", "2x4", "--output", "no/such/folder"], 1, "cannot be written"),
+        (["--ranks", "2x4", "--stack", "cu13"], 2, "did you mean 'cu130'?"),
+        (["--ranks", "2x4", "--stack", "cpu", "--set", "device=auto"], 2, "stack cpu is for the CPU"),
     ],
 )
-def test_what_cannot_work_is_refused(project: Path, words: list[str], error: str) -> None:
+def test_what_cannot_work_is_refused(project: Path, words: list[str], code: int, error: str) -> None:
     done = CliRunner().invoke(app, ["launch", "slurm", str(project / "recipe.yaml"), *words])
-    assert done.exit_code in (1, 2) and error in done.stderr and "remedy" in done.stderr
+    assert done.exit_code == code and error in done.stderr and "remedy" in done.stderr
 
 
 CONTAINER = {

@@ -88,7 +88,7 @@ class Deep(nn.Module):
         out: torch.Tensor = self.head(torch.relu(self.hidden(torch.relu(self.input(x)))) / self.ratio)
         return out
 
-    def fan_in_ratios(self) -> dict[nn.Parameter, float]:
+    def fan_in_ratios(self) -> dict[torch.Tensor, float]:
         return {self.hidden.weight: self.ratio} if self.ratio != 1 else {}
 
 

@@ -150,6 +150,7 @@ def test_verify_resume_of_a_function_kills_a_process(monkeypatch: pytest.MonkeyP
     assert proof.equal and proof.trial.kill
 
 
+@pytest.mark.examined
 def test_replay_with_the_objects(objects: tuple[Any, ...]) -> None:
     model, data, loss, optimizer = objects
     more: Any = {"steps": 12, "seed": 3, "quiet": True, "settings": {"checkpoint.every": "4steps"}}

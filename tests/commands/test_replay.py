@@ -19,7 +19,7 @@ from trainwright.runs.folder import RunFolder
 from trainwright.runs.reader import read
 from trainwright.runs.records import Examined, Skipped, Step, Watched
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.examined, pytest.mark.slow]
 
 PARTS = """\
 import numpy as np, random, torch
@@ -127,7 +127,7 @@ Trained = dict[tuple[str, str], tuple[RunFolder, dict[str, bytes], dict[str, Any
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Of each kind and precision a run, what its folder held, and what another process says of its last step."""
+    """One run per kind and precision, the content of its folder, and the replay of its last step in another process."""
     root = tmp_path_factory.mktemp("trained")
     runs = {}
     with pytest.MonkeyPatch.context() as patch:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 LR = {"optimizer.lr": "log:1e-3..1"}
 
 
-def made(folder: Path, over: Mapping[str, object] = LR, **options: object) -> Sweep:
+def made(folder: Path, over: Mapping[str, object] = LR, **options: Any) -> Sweep:
     return read_sweep(prepare(folder), over=over, environ={}, folder=str(folder), **options)
 
 

@@ -13,11 +13,13 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import trainwright as tw
 from benchmarks.sweep import command, killed, prepare, table
+from tests import forked
 from trainwright.commands.sweep import SweepResult, read_sweep, run_one, run_sweep
 from trainwright.commands.sweep.control import ValueReader
 from trainwright.commands.sweep.spec import SPEC, SweepBudget
@@ -28,7 +30,7 @@ from trainwright.recipe.yaml_core import read
 from trainwright.runs.folder import runs_in
 from trainwright.trials import read_trial
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.usefixtures("forked_trials")]
 
 RANDOM = ("--sampler", "random")
 
@@ -39,7 +41,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(recipe: Path) -> SweepResult:
+def undisturbed(recipe: Path, forked_trials: None) -> SweepResult:
     over = {"optimizer.lr": "log:1e-3..1", "seed": "0..100"}
     return tw.sweep(
         recipe, over, trials=2, sampler="random", jobs=2, name="undisturbed", folder=recipe.parent, quiet=True
@@ -56,17 +58,14 @@ def test_a_trial_is_a_run_that_other_verbs_read(undisturbed: SweepResult) -> Non
     assert f"optimizer.lr={json.dumps(best.params['optimizer.lr'])}" in trial.settings
 
 
-def one_thread() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-
-
 def test_the_best_recipe_trains_to_the_best_value(undisturbed: SweepResult, tmp_path: Path) -> None:
     assert undisturbed.best is not None and undisturbed.best_recipe is not None
-    best = from_mapping(read(undisturbed.best_recipe.read_text(), "best.yaml").value)
+    written: Any = read(undisturbed.best_recipe.read_text(), "best.yaml").value
+    best = from_mapping(written)
     assert best.recipe.optimizer.lr == undisturbed.best.params["optimizer.lr"]
     words = shlex.split(undisturbed.train_best)[1:]  # the modules of the recipe are found from any folder
-    arguments = [sys.executable, "-m", "trainwright", *words, "--set", f"folder={tmp_path}"]
-    subprocess.run(arguments, cwd=tmp_path, env=one_thread(), stdout=subprocess.DEVNULL, check=True)
+    done = forked.run(forked.COMMAND_LINE, *words, "--set", f"folder={tmp_path}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert read_trial(tmp_path / "undisturbed-best").val_loss == undisturbed.best.value
 
 

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from tests import forked
-from tests.rows import each_row
 from trainwright.checkpoint.examination import differences
 from trainwright.checkpoint.manifest import write_manifest
 from trainwright.cli import app
@@ -328,7 +327,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.slow
-@each_row("name", DAMAGES)
+@pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_named(trained: Path, tmp_path: Path, name: str) -> None:
     damage, what = DAMAGES[name]
     run = Path(shutil.copytree(trained, tmp_path / name / "tiny"))
@@ -342,7 +341,7 @@ def test_damage_is_named(trained: Path, tmp_path: Path, name: str) -> None:
 
 
 def earlier_of(run: Path) -> tuple[Earlier, list[str]]:
-    """What ``resume`` begins with, and what it says."""
+    """Return the state that ``resume`` begins with, and its messages."""
     lock = RunLock.acquire(run)
     try:
         earlier = find_earlier(RunFolder.open(run), lock, ())
@@ -352,7 +351,7 @@ def earlier_of(run: Path) -> tuple[Earlier, list[str]]:
 
 
 @pytest.mark.slow
-@each_row("name", [*DAMAGES, *METADATA])
+@pytest.mark.parametrize("name", [*DAMAGES, *METADATA])
 def test_a_resume_steps_over_what_is_damaged_or_no_run_has_written(trained: Path, tmp_path: Path, name: str) -> None:
     damage, what = {**DAMAGES, **METADATA}[name]
     run = Path(shutil.copytree(trained, tmp_path / name / "tiny"))

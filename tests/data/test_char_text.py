@@ -7,6 +7,7 @@ import pickle
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def test_items_are_windows_moved_by_one() -> None:
         assert data.decode(x_T) == TEXT[start : start + 16]
         assert data.decode(y_T) == TEXT[start + 1 : start + 17]
     assert x_T.dtype == y_T.dtype == torch.int64
-    assert len(data) == (900 - 1) // 16 == len(list(data))
+    assert len(data) == (900 - 1) // 16 == len([data[index] for index in range(len(data))])
     assert (data.sample_tokens, data.classes, data.deterministic) == (16, 9, True)
 
 
@@ -42,7 +43,7 @@ def test_the_splits_share_the_vocabulary_and_no_character() -> None:
 
 
 @pytest.mark.parametrize(("split", "stride"), [("train", 0), ("train", 3), ("train", 1), ("val", 3)])
-def test_fetch_equals_collated_items(split: str, stride: int) -> None:
+def test_fetch_equals_collated_items(split: Any, stride: int) -> None:
     data = CharText(TEXT, split=split, block_size=16, stride=stride)
     assert data.stride == (stride if stride and split == "train" else 16)
     indices = np.random.default_rng(0).permutation(len(data))
@@ -123,7 +124,7 @@ def test_a_file_is_read_and_what_cannot_be_read_is_refused(tmp_path: Path) -> No
 
 
 def test_wrong_arguments_are_refused_with_a_remedy() -> None:
-    wrong = [
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"split": "test"}, "split must be"),
         ({"block_size": 0}, "are counts"),
         ({"val_share": 1.0}, "val_share"),

@@ -75,7 +75,7 @@ def test_without_augmentation_nothing_is_drawn() -> None:
 
 def test_wrong_arguments_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="split must be"):
-        digits("test")
+        digits("test")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="val_share"):
         digits(val_share=1.0)
     monkeypatch.setitem(sys.modules, "sklearn", None)

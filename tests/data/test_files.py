@@ -57,7 +57,7 @@ def test_what_is_read_is_what_the_position_says() -> None:
 
 
 def ids_of(data: OpenFiles, ranks: int, *, start: Cursor | None = None, steps: int = 12) -> list[list[int]]:
-    """What all ranks train on in each step, of two epochs and more."""
+    """Return the sample ids of each step over all ranks, for more than two epochs."""
     found: list[list[int]] = [[] for _ in range(steps)]
     for rank in range(ranks):
         batches = iter(StepBatches(data, Loading(8, 4, seed=1, rank=rank, ranks=ranks), cursor=start))

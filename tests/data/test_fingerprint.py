@@ -55,7 +55,7 @@ class Pair:
 
 
 class Image:
-    """What a PIL image looks like from outside."""
+    """Has the interface of a PIL image."""
 
     def __init__(self, content: bytes) -> None:
         self.mode, self.size, self.content = "L", (2, 2), content
@@ -144,11 +144,13 @@ def test_large_datasets_are_sampled_alike_each_time() -> None:
 
 @pytest.mark.parametrize("size", [10, 1000])
 def test_random_items_hash_alike_and_disturb_no_generator(size: int) -> None:
-    before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())
+    of_numpy: Any = np.random.get_state()
+    before = (torch.get_rng_state(), random.getstate(), of_numpy[1].copy())
     first = fingerprint(Noisy(size))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
-    assert np.array_equal(np.random.get_state()[1], before[2])
+    of_numpy = np.random.get_state()
+    assert np.array_equal(of_numpy[1], before[2])
     torch.manual_seed(99)
     assert fingerprint(Noisy(size)) == first
 

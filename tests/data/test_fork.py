@@ -69,9 +69,14 @@ def test_tensors_come_back_as_they_were_and_without_the_rest_of_their_storage() 
     assert not torch.equal(same, sent[0])
 
 
+def segfault() -> None:
+    faulthandler.disable()
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
 def test_it_leaves_no_trace_here() -> None:
-    state, done = torch.get_rng_state(), []
-    list(read_in_fork(numbers(lambda: [torch.randn(3), done.append(1)]), limit_s=60))
+    state, done = torch.get_rng_state(), list[int]()
+    list(read_in_fork(numbers(lambda: done.append(len(torch.randn(3)))), limit_s=60))
     assert torch.equal(torch.get_rng_state(), state) and done == []
 
 
@@ -80,22 +85,20 @@ def test_it_leaves_no_trace_here() -> None:
     [
         (lambda: os._exit(3), "ended with exit code 3"),
         (lambda: os._exit(0), "ended with exit code 0"),
-        (lambda: [faulthandler.disable(), os.kill(os.getpid(), signal.SIGSEGV)], "was killed by SIGSEGV"),
+        (segfault, "was killed by SIGSEGV"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
     ],
 )
 def test_a_sample_that_ends_the_process_is_named(befalls: Callable[[], object], how: str) -> None:
-    came = []
     with pytest.raises(DataError) as caught:
-        came.extend(read_in_fork(numbers(befalls), limit_s=60))
+        list(read_in_fork(numbers(befalls), limit_s=60))
     assert caught.value.message == f"a process that reads the data {how} while it read sample 3"
     assert caught.value.sample_ids == (3,)
 
 
 def test_an_end_before_any_sample() -> None:
     def read(begin: Begin) -> Iterator[int]:
-        os._exit(3)
-        yield 1
+        yield from (os._exit(3) for _ in range(1))
 
     with pytest.raises(DataError, match="exit code 3\n") as caught:
         list(read_in_fork(read, limit_s=60))
@@ -146,8 +149,7 @@ def test_without_fork_samples_are_read_in_this_process(monkeypatch: pytest.Monke
 
     def broken(begin: Begin) -> Iterator[int]:
         begin(0)
-        raise ValueError("no such file")
-        yield
+        yield int("no such file")
 
     assert list(read_in_fork(read, limit_s=60.0)) == [os.getpid()] * 3
     with pytest.raises(TooSlowError) as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,10 @@ def test_the_order_is_what_it_was_in_the_first_release() -> None:
 
 
 def test_no_global_generator_moves() -> None:
-    before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    def states() -> tuple[object, ...]:
+        of_numpy: Any = np.random.get_state()
+        return random.getstate(), of_numpy[1].tolist(), torch.get_rng_state().tolist()
+
+    before = states()
     epoch_order(1000, seed=1, epoch=1)
-    after = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-    assert before == after
+    assert states() == before

@@ -1,4 +1,4 @@
-"""What the environment says of the ranks, and what it means when it says too little."""
+"""Environment variables of ranks, complete and incomplete."""
 
 from __future__ import annotations
 

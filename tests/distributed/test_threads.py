@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +22,6 @@ from trainwright.distributed import threads
 from trainwright.distributed.threads import single_threaded, undisturbed_s
 from trainwright.monitoring.saving import SavePolicy, Saving
 
-T = TypeVar("T")
 POOL = 3
 LARGE = 1_000_000  # elements; torch splits an operation from 32,768 on
 
@@ -34,7 +34,7 @@ def fill() -> None:
     torch.empty(LARGE).zero_()
 
 
-def in_thread(*calls: Callable[[], T]) -> T:
+def in_thread(*calls: Callable[[], Any]) -> Any:
     """Calls each in turn in one thread of its own, whose pool ends with it; returns what the last one returned."""
     torch.set_num_threads(POOL)
     with ThreadPoolExecutor(1) as thread:
@@ -47,9 +47,9 @@ needs_libgomp = pytest.mark.skipif("openmp" not in torch.__config__.parallel_inf
 @needs_libgomp
 def test_a_thread_that_says_so_starts_no_pool() -> None:
     before = num_threads()
-    plain = in_thread(fill, num_threads)
+    plain: int = in_thread(fill, num_threads)
     time.sleep(0.05)  # the pool ends just after its thread
-    alone = in_thread(single_threaded, fill, num_threads)
+    alone: int = in_thread(single_threaded, fill, num_threads)
     assert (plain - before, alone - before) == (POOL, 1)
 
 
@@ -63,9 +63,9 @@ def test_other_threads_keep_their_pools() -> None:
 @pytest.mark.parametrize("layout", ["another folder", "no OpenMP"])
 def test_where_there_is_no_openmp_nothing_is_done(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where = tmp_path / "__init__.py" if layout == "another folder" else Path(torch.__file__)
-    monkeypatch.setattr(threads.torch, "__file__", str(where))
+    monkeypatch.setattr(torch, "__file__", str(where))
     if layout == "no OpenMP":
-        monkeypatch.setattr(threads.ctypes, "CDLL", lambda name: object())
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     caches = threads._omp_set_num_threads, threads.torch_library
     for each in caches:
         each.cache_clear()

@@ -1,4 +1,4 @@
-"""What the tests of the engine share: batches cut by hand, and a view of the gradients inside a step."""
+"""Shared by the tests of the engine: batches cut by hand, and a probe of the gradients inside a step."""
 
 from __future__ import annotations
 

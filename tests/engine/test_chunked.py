@@ -46,7 +46,7 @@ def several_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def two_chunks(several_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 30 rows at most: each is a part of the graph that is compiled."""
+    """Chunks have at most 30 rows. Each is a part of the compiled graph."""
     monkeypatch.setitem(chunked.CHUNK_BYTES, "cpu", 4 * V * 30)
 
 

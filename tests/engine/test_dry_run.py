@@ -20,7 +20,7 @@ from trainwright.engine.dry_run import MAX_ROUNDS, Mode, dry_run, time_evaluatio
 from trainwright.engine.precision import FP32
 
 REMEMBERED: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
-"""What is behind weak references is not restored."""
+"""Objects behind weak references are not restored."""
 
 
 class Remembering(nn.Module):

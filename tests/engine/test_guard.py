@@ -183,7 +183,7 @@ ON_DEVICE: dict[str, Callable[[nn.Module], Optimizer]] = {
 
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_an_optimizer_that_takes_the_flag_on_the_device(name: str) -> None:
-    """What runs on a GPU, where the flag is not read: the same call, on the CPU."""
+    """Makes the call that runs on a GPU, where the flag is not read by the host."""
     guarded, plain = network(), network()
     mine, reference = ON_DEVICE[name](guarded), ON_DEVICE[name](plain)
     assert getattr(mine, "_step_supports_amp_scaling", False)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import trainwright as tw
-from tests.rows import each_row
 from trainwright.engine.input_errors import explaining
 from trainwright.errors import UsageError
 
@@ -58,7 +57,7 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], Tensor, nn.Module, Tensor, str, s
 }
 
 
-@each_row("name", list(ROWS))
+@pytest.mark.parametrize("name", list(ROWS))
 def test_what_torch_was_given_and_what_to_do(name: str) -> None:
     make, x, loss, y, said, remedy = ROWS[name]
     model = make()
@@ -89,7 +88,7 @@ def test_an_error_of_the_users_own_stays_what_it_is() -> None:
     assert type(raised.value) is ValueError
 
 
-@each_row("part", ["train", "val"])
+@pytest.mark.parametrize("part", ["train", "val"])
 def test_a_run_says_it_before_the_first_step(part: str) -> None:
     good, bad = (X, LABELS), (X.double(), LABELS)
     data, val = (bad, good) if part == "train" else (good, bad)

@@ -173,7 +173,7 @@ class Failing(Every):
 
 
 def test_an_evaluation_that_fails_costs_no_step_and_the_observers_see_it() -> None:
-    """What is saved belongs into the log: a resumed run goes on behind it."""
+    """The log contains every saved step, because a resumed run continues after it."""
     journal: Journal = []
     failing, saving = Failing(journal, "evaluate", 2), Every(journal, "save", 9)
     with pytest.raises(ZeroDivisionError):

@@ -319,7 +319,7 @@ def test_a_compiled_model_and_one_that_computes_again() -> None:
 
 
 def test_tokens_are_those_of_the_batch_as_it_was_given() -> None:
-    """Of a list of samples the first one counts, in each micro-batch: cut, it would count more."""
+    """The first sample of each micro-batch counts, so a smaller micro-batch would count more tokens."""
 
     def samples(model: nn.Module, batch: list[tuple[Tensor, int]]) -> Loss:
         if len(batch) > 2:

@@ -1,4 +1,4 @@
-"""What a rollback after a spike undoes: everything that an update changes, and each step once."""
+"""A rollback after a spike undoes everything that an update changes, and counts each step once."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ BATCH = StepBatch((MicroBatch((torch.randn(8, 4), torch.randn(8, 2)), np.arange(
 
 
 def run_out(optimizer: Optimizer, model: Two, before: Callable[[], object], writes: Callable[[], object]) -> bool:
-    """Whether the state is said to be whole where the fifth update raises after ``writes``; ``before`` comes ahead."""
+    """Return `whole` of the error of the fifth update, which raises after ``writes``. ``before`` runs ahead of it."""
     state = tw.TrainState(model, optimizer)
     advance = tw.make_step(nn.MSELoss())
     for step in range(4):

@@ -43,7 +43,7 @@ class Blocks(nn.Module):
         x = self.embedding(ids)
         for block in self.blocks:
             x = x + block(x)
-        return self.head(x)  # type: ignore[no-any-return]
+        return self.head(x)
 
 
 def one_step(model: nn.Module, stats: LayerStats, x: Tensor, lr: float = 0.1) -> tuple[Mapping[str, Any], Any, Any]:
@@ -128,10 +128,10 @@ def test_what_has_no_gradient_or_is_not_finite() -> None:
     unused.head(torch.ones(2, 8)).sum().backward()
     stats.before_update()
     stats.after_update()
-    fields = stats.read() or {}
-    assert fields["grad_norm"][:2] == (0.0, 0.0)
-    assert fields["update_ratio"] == (0.0, 0.0, 0.0)
-    assert fields["act_log2"] == ((), (), ())
+    idle: dict[str, Any] = dict(stats.read() or {})
+    assert idle["grad_norm"][:2] == (0.0, 0.0)
+    assert idle["update_ratio"] == (0.0, 0.0, 0.0)
+    assert idle["act_log2"] == ((), (), ())
     assert not unused.head._forward_hooks
 
 
@@ -159,15 +159,15 @@ def test_each_of_several_optimizers_is_measured_before_its_own_update() -> None:
     stats.before_update(rest)
     rest.step()
     stats.after_update()
-    alone = stats.read() or {}
+    alone: dict[str, Any] = dict(stats.read() or {})
     assert alone["grad_norm"][0] == alone["update_ratio"][0] == 0.0 < alone["update_ratio"][1]
 
 
-class Heard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Heard(TorchDispatchMode):
     """The names of the operators that run inside."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

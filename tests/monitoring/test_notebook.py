@@ -16,6 +16,8 @@ from trainwright.monitoring.progress import MAX_POINTS, MIN_STEPS_LIVE, curve
 from trainwright.runs.reader import read
 from trainwright.runs.records import Step
 
+pytestmark = pytest.mark.examined
+
 FIT = """
 import warnings; warnings.simplefilter("error")
 import torch, trainwright as tw

@@ -21,6 +21,7 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.loop import for_steps, run
 from trainwright.engine.loss import Loss
+from trainwright.engine.observer import Stop
 from trainwright.engine.step import StepResult, make_step
 from trainwright.monitoring.cadence import Every
 from trainwright.monitoring.journal import Journal
@@ -74,7 +75,7 @@ def in_a_file(**options: object) -> str:
 
 
 def on_a_terminal(*, width: int = 200, **options: object) -> str:
-    """What a real pseudo-terminal is sent."""
+    """Return what a pseudo-terminal receives."""
     master, slave = os.openpty()
     pieces: list[bytes] = []
 
@@ -283,11 +284,14 @@ def test_the_time_between_steps_is_measured_by_what_it_goes_into() -> None:
     class Steps:
         """The step takes 1 s of the clock; in every eighth an evaluation takes 3 s more."""
 
-        def observe(self, result: StepResult, state: TrainState) -> None:
+        def observe(self, result: StepResult, state: TrainState) -> Stop | None:
             result.step_s = 1.0
             if next(seen) % 8 == 0:
                 result.evaluation = EvaluationResult(1.0, 1.0, seconds=3.0)
                 clock.now_s += 3.0
+            return None
+
+        def close(self) -> None: ...
 
     run(make_state(), batches(40), make_step(loss), until=for_steps(40), observers=[Steps(), spent, Costly(clock)])
     measured = spent.measured()

@@ -317,7 +317,7 @@ OURS = tuple(f"/{name}.py" for name in ("rng", "generators", "fetch", "contextli
 
 
 def interrupted(dataset: object, loading: Loading, line: int) -> bool:
-    """Whether so many lines are executed while a batch is read; SIGTERM comes before the last of them."""
+    """Send SIGTERM before the given line that runs while a batch is read. Return False if fewer lines run."""
     left = [line]
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:

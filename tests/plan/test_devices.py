@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.rows import each_row
 from trainwright.errors import RecipeError, UsageError
 from trainwright.plan.devices import find_device, known_devices, load_devices, parse_devices
 
 GIB = 1 << 30
 
 
-@each_row("device", known_devices().values(), ids=lambda device: device.name)
+@pytest.mark.parametrize("device", known_devices().values(), ids=lambda device: device.name)
 def test_every_device_of_the_table_is_plausible(device: object) -> None:
     known = known_devices()
     row = find_device(device.name, known)  # type: ignore[attr-defined]
@@ -60,7 +59,7 @@ def test_every_problem_of_a_file_is_told_at_once() -> None:
     assert "did you mean 'bandwidth'" in str(raised.value)
 
 
-@each_row("text", ["", "- a\n", "a: [\n"])
+@pytest.mark.parametrize("text", ["", "- a\n", "a: [\n"])
 def test_what_is_no_table(text: str) -> None:
     with pytest.raises(RecipeError):
         parse_devices(text, "mine.yaml")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.plan.traces import GIB, scaled
-from tests.rows import each_row
 from trainwright.plan.devices import Device
 from trainwright.plan.layout import Layout, Offload, choose, micro_sizes, weigh
 from trainwright.plan.remedies import PeakMemory, remedies
@@ -70,7 +71,7 @@ def test_each_decision_says_why_and_what_its_neighbours_cost() -> None:
     assert "over the link" in notes["optimizer offload"].why
 
 
-@each_row(("size", "expected"), [(1, [1]), (12, [1, 2, 3, 4, 6, 12]), (7, [1, 2, 3, 4, 7])])
+@pytest.mark.parametrize(("size", "expected"), [(1, [1]), (12, [1, 2, 3, 4, 6, 12]), (7, [1, 2, 3, 4, 7])])
 def test_micro_batches_cut_the_batch_evenly(size: int, expected: list[int]) -> None:
     assert micro_sizes(size) == expected
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.rows import each_row
 from trainwright.plan.machine import (
     Limits,
     disk_free_bytes,
@@ -53,7 +52,7 @@ V1 = """12:cpu,cpuacct:/docker/abc
 GIB = 1 << 30
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("text", "name", "flags"),
     [
         (XEON, "Intel(R) Xeon(R) Platinum 8480+", ("amx_bf16", "avx2", "avx512_bf16", "avx512f")),
@@ -119,7 +118,7 @@ def test_no_control_groups_are_no_limits(tmp_path: Path) -> None:
 A, B, C = "GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("visible", "positions"),
     [
         (None, [0, 1, 2]),

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.traces import GIB, scaled
-from tests.rows import each_row
 from trainwright.plan.devices import Device, parse_devices
 from trainwright.plan.layout import Layout, choose, offload_layouts, offload_of, weigh, why_not_offloaded
 from trainwright.recipe import OPTIMIZERS
@@ -80,6 +79,6 @@ def test_a_devices_file_may_say_what_its_host_does() -> None:
 WITHOUT_GAIN = ("adafactor", "muon", "adamw8bit", "adamw4bit")
 
 
-@each_row("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_which_of_the_box_gain_by_it(name: str) -> None:
     assert bool(why_not_offloaded(name, {"momentum": 0.9})) == (name in WITHOUT_GAIN)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.traces import GIB, moment, scaled, trace
-from tests.rows import each_row
 from trainwright.plan.call_trace import Trace, Work
 from trainwright.plan.devices import Device
 from trainwright.plan.roofline import rate, scaled_time, step_time
@@ -21,7 +20,7 @@ def one(work: Work) -> Trace:
     return Trace("cuda", (moment("forward"),), {}, (work,))
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("work", "seconds", "on"),
     [
         (Work("forward", "", "mm", "bfloat16", 1, 10**14, 10**9), 1.0, "arithmetic"),
@@ -52,8 +51,8 @@ def test_mfu_counts_what_the_model_needs_only() -> None:
     assert one.mfu == pytest.approx(one.flops / one.step_s / 1e14)
 
 
-@each_row("micro", [1, 2, 4, 7])
-@each_row("accumulation", [1, 2, 5])
+@pytest.mark.parametrize("micro", [1, 2, 4, 7])
+@pytest.mark.parametrize("accumulation", [1, 2, 5])
 def test_two_sizes_give_all(micro: int, accumulation: int) -> None:
     made, whole = scaled().at(micro, accumulation), accumulate(trace(micro), accumulation)
     assert scaled().aligned

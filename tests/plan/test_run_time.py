@@ -7,7 +7,6 @@ import time
 import pytest
 
 from tests.plan.changed import with_cadence, with_predicted
-from tests.rows import each_row
 from trainwright.plan.explain import preflight, time_of_day
 from trainwright.plan.make import Plan, RunFacts, make_plan
 from trainwright.plan.run_time import (
@@ -28,7 +27,7 @@ def planned(until: str, every: str, *, step_s: float | None = 0.1, **evaluation:
     return with_predicted(make_plan(from_mapping(keys).recipe, FACTS), step_s=step_s)
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("until", "every", "count"),
     [
         ("100steps", "0.1run", 10),
@@ -43,7 +42,7 @@ def test_how_often_a_run_is_evaluated(until: str, every: str, count: float) -> N
     assert evaluations(planned(until, every)) == pytest.approx(count)
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("until", "every", "batch_s", "batches", "chosen"),
     [
         ("60s", "0.2run", 0.01, 100, 0),  # 1 s each fits into 1.2 s
@@ -64,7 +63,7 @@ def test_evaluations_take_a_tenth_of_the_training(
     assert affordable_batches(plan, cost) == chosen
 
 
-@each_row(("batch_s", "chosen"), [(0.001, 0), (0.01, 13), (0.1, 1), (1.0, 1)])
+@pytest.mark.parametrize(("batch_s", "chosen"), [(0.001, 0), (0.01, 13), (0.1, 1), (1.0, 1)])
 def test_where_a_run_must_be_over_evaluations_take_less(batch_s: float, chosen: int) -> None:
     """0.9 of 60 s, in five evaluations of 100 batches at most."""
     assert affordable_batches(planned("60s", "0.2run"), EvaluationCost(batch_s, 100), 60.0) == chosen
@@ -76,7 +75,7 @@ def test_nothing_is_cut_where_no_step_was_timed() -> None:
     assert predicted_seconds(plan, EvaluationCost(9.0, 100), used=0.0) == {}
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("part", "used", "batches"),
     [
         (0, 0.0, 5 * 100),

@@ -1,4 +1,4 @@
-"""What the CPU allocator says of a real step, to compare a simulated one with."""
+"""Memory of a real step as the CPU allocator reports it, to compare a simulated step with."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,12 @@ def make_resnet(device: torch.device) -> TracedObjects:
 
 
 def make_bert(device: torch.device) -> TracedObjects:
-    shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 256}
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "intermediate_size": 256,
+    }
     model = hf_model(architecture="BertForMaskedLM", vocab_size=32, max_position_embeddings=64, **shape)
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -212,6 +218,6 @@ def test_the_profile_of_a_step() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_plain_step_is_traced_without_the_survey(name: str) -> None:
-    """What the survey watches is held longer: its step would have another peak."""
+    """The survey keeps tensors alive, which would change the peak of the step."""
     plain = TRACE(MAKERS[name])
     assert planner(name).none.trace.moments == plain.moments

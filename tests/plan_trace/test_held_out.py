@@ -40,7 +40,7 @@ def test_the_peak_is_that_of_a_real_step(name: str, precision: str) -> None:
 
 
 def test_a_call_that_is_large_is_made_with_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it would allocate is the same, by the two smaller calls; and within one without the other."""
+    """The predicted memory follows from two smaller calls. Inside another call it is the same."""
     x, weight = torch.zeros(24, 37, 20, 20), torch.zeros(45, 37, 3, 3)
     args = (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     op, rows = torch.ops.aten.convolution.default, Rows((0,), 1e6)

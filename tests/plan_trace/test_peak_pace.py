@@ -1,4 +1,4 @@
-"""What model FLOPs utilisation is a share of: the FLOPs of a sample, counted, and the peak rate of a known device."""
+"""Terms of model FLOPs utilization: the counted FLOPs of a sample and the peak rate of a known device."""
 
 from __future__ import annotations
 

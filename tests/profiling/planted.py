@@ -1,4 +1,4 @@
-"""What makes a loop slow, for recipes to name."""
+"""Causes of a slow loop that recipes can name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Net(nn.Module):
             x = x + 1e-6
         if self.syncs and x.sum().item() > 1e9:
             x = -x
-        return self.layers(x)  # type: ignore[no-any-return]
+        return self.layers(x)
 
 
 def in_memory() -> Dataset[tuple[Tensor, ...]]:
@@ -69,4 +69,4 @@ class Pictures(nn.Module):
         self.conv, self.head = nn.Conv2d(1, 4, 3), nn.Linear(4 * 2 * 2, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.conv(x.view(-1, 1, 4, 4)).flatten(1))  # type: ignore[no-any-return]
+        return self.head(self.conv(x.view(-1, 1, 4, 4)).flatten(1))

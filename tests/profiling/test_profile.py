@@ -74,7 +74,7 @@ def test_one_worker(tmp_path: Path) -> None:
 
 
 def trial(tmp_path: Path, advice: Sequence[Advice], *own: str, budget_s: float = 300.0) -> list[TriedAdvice]:
-    """What came of it, in blocks of a few steps: whether it is faster depends on the machine, that it ends does not."""
+    """Return the result of trials in blocks of a few steps. The speed-up depends on the machine and is not tested."""
 
     def load(more: Sequence[str]) -> Built:
         return Built(from_mapping(recipe(tmp_path), overrides=[*own, *more]), None)
@@ -227,11 +227,14 @@ def watched(tmp_path: Path, steps: int, **options: Any) -> tuple[Path, list[floa
 
 
 def test_a_watched_loop(tmp_path: Path) -> None:
-    """The slow line of it is named; and it is the same bits."""
+    """Its slow function is named, and the losses are the same bits as without the profile.
+
+    The verdict follows from times, which the load of the machine changes: test_verdict.py covers it.
+    """
     folder, losses = watched(tmp_path, 50, profile=5)
     found = json.loads((folder / "profile.json").read_text())
-    assert found["verdict"]["bound"] == "own code"
-    assert any("slow_callback at planted.py" in each for each in found["verdict"]["evidence"])
+    slow = [each for each in found["facts"]["hot"] if each["label"] == "slow_callback"]
+    assert [(each["phase"], each["site"].partition(":")[0]) for each in slow] == [("loop", "planted.py")]
     assert {sync["site"].partition(":")[0] for sync in found["facts"]["syncs"]} >= {"planted.py"}
     assert found["facts"]["failed"] == {}
     assert (folder / "traces" / "profile.json.gz").exists()

@@ -1,4 +1,4 @@
-"""What bounds a loop, by name, from what was measured: pure, so of devices too that are not here."""
+"""The verdict on a profile is a pure function, so devices that are not installed are covered, too."""
 
 from __future__ import annotations
 

@@ -6,12 +6,11 @@ import math
 
 import pytest
 
-from tests.rows import each_row
 from trainwright.errors import UsageError
 from trainwright.recipe import Duration
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("text", "value", "unit", "canonical"),
     [
         ("1000steps", 1000, "steps", "1000steps"),
@@ -42,7 +41,7 @@ def test_spellings_and_round_trip(text: str, value: float, unit: str, canonical:
     assert hash(Duration.parse(canonical)) == hash(duration)
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("text", "rule", "remedy"),
     [
         ("1000", "which unit", "1000steps"),
@@ -79,7 +78,7 @@ def test_zero_only_where_allowed() -> None:
         Duration.parse("0steps")
 
 
-@each_row("value", [math.nan, math.inf, -1.0, 0.5])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 0.5])
 def test_constructor_holds_the_rules(value: float) -> None:
     with pytest.raises(UsageError):
         Duration(value, "steps")

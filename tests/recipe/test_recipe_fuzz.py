@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.rows import each_row
 from trainwright.errors import RecipeError
 from trainwright.recipe import Recipe, dump, from_mapping, load
 from trainwright.recipe.yaml_core import read, write
@@ -85,9 +84,7 @@ def assert_plain_words(error: RecipeError) -> None:
     assert str(error).encode()  # printable anywhere
 
 
-@pytest.mark.slow
-@each_row("seed", range(300))
-def test_mutated_mappings(seed: int) -> None:
+def load_mutated_mapping(seed: int) -> None:
     rng = random.Random(seed)
     mapping = copy.deepcopy(VALID)
     for _ in range(rng.randint(1, 6)):
@@ -98,18 +95,18 @@ def test_mutated_mappings(seed: int) -> None:
         assert_plain_words(error)
         return
     assert isinstance(recipe, Recipe)
-    assert from_mapping(read(dump(recipe), "r.yaml").value).recipe == recipe
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("mutated")
+    written: Any = read(dump(recipe), "r.yaml").value
+    assert from_mapping(written).recipe == recipe
 
 
 @pytest.mark.slow
-@each_row("seed", range(100))
-def test_mutated_text(seed: int, folder: Path) -> None:
-    """Characters cut out, doubled and swapped in the YAML itself."""
+def test_mutated_mappings() -> None:
+    for seed in range(150):
+        load_mutated_mapping(seed)
+
+
+def load_mutated_text(seed: int, path: Path) -> None:
+    """Cut out, double and swap characters in the YAML itself."""
     rng = random.Random(seed)
     text = list(write(VALID))
     for _ in range(rng.randint(1, 5)):
@@ -117,7 +114,6 @@ def test_mutated_text(seed: int, folder: Path) -> None:
         text[at : at + rng.randint(0, 3)] = rng.choice(
             ["", "\t", ":", "\n", "[", "}", "'", "&a ", "*a", "!x ", "? ", "- ", "\x07", "é"]
         )
-    path = folder / "r.yaml"
     path.write_text("".join(text), encoding="utf-8")
     try:
         assert isinstance(load(path, environ={}).recipe, Recipe)
@@ -125,42 +121,16 @@ def test_mutated_text(seed: int, folder: Path) -> None:
         assert_plain_words(error)
 
 
-@each_row("seed", range(100))
-def test_random_overrides(seed: int) -> None:
+@pytest.mark.slow
+def test_mutated_text(tmp_path: Path) -> None:
+    for seed in range(100):
+        load_mutated_text(seed, tmp_path / "r.yaml")
+
+
+def load_random_overrides(seed: int) -> None:
     rng = random.Random(seed)
-    keys = [
-        "model",
-        "use",
-        "args",
-        "optimizer",
-        "groups",
-        "0",
-        "1",
-        "9",
-        "lr",
-        "data",
-        "train",
-        "batch",
-        "size",
-        "seed",
-    ]
-    values = [
-        "1",
-        "gpt",
-        "",
-        "[1]",
-        "{use: sgd}",
-        "[[",
-        "*a",
-        "'",
-        "10ep",
-        "!x y",
-        "&a [*a]",
-        "a=b",
-        "\t",
-        "{",
-        "é: 1",
-    ]
+    keys = "model use args optimizer groups 0 1 9 lr data train batch size seed".split()  # noqa: SIM905
+    values = ["1", "gpt", "", "[1]", "{use: sgd}", "[[", "*a", "'", "10ep", "!x y", "&a [*a]", "a=b", "\t", "{", "é: 1"]
     overrides = [
         f"{'.'.join(rng.choices(keys, k=rng.randint(1, 4)))}={rng.choice(values)}" for _ in range(rng.randint(1, 6))
     ]
@@ -168,6 +138,11 @@ def test_random_overrides(seed: int) -> None:
         assert isinstance(from_mapping(VALID, overrides=overrides).recipe, Recipe)
     except RecipeError as error:
         assert_plain_words(error)
+
+
+def test_random_overrides() -> None:
+    for seed in range(100):
+        load_random_overrides(seed)
 
 
 def test_the_recipe_that_is_mutated_is_valid() -> None:

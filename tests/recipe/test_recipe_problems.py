@@ -7,7 +7,6 @@ from textwrap import dedent
 
 import pytest
 
-from tests.rows import each_row
 from trainwright.errors import Problem, RecipeError
 from trainwright.recipe import load, problem
 from trainwright.recipe.source import Place, Source
@@ -133,7 +132,7 @@ BROKEN = [
 ]
 
 
-@each_row(("lines", "path", "line", "rule", "remedy"), BROKEN)
+@pytest.mark.parametrize(("lines", "path", "line", "rule", "remedy"), BROKEN)
 def test_one_fault_gives_one_problem(lines: str, path: str, line: int, rule: str, remedy: str, tmp_path: Path) -> None:
     found = problems_in(GOOD + lines + "\n", tmp_path)
     named = [one for one in found if one.path == path]
@@ -141,10 +140,10 @@ def test_one_fault_gives_one_problem(lines: str, path: str, line: int, rule: str
     assert line_of(named[0]) == line
     assert rule in named[0].rule
     assert remedy in named[0].remedy
-    assert len(found) == 1 or "name: mse" in lines
+    assert len(found) == 1
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("text", "path", "line", "remedy"),
     [
         ("data: {train: digits}", "model", 1, "add model: gpt"),

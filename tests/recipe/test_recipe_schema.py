@@ -13,7 +13,6 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from tests.rows import each_row
 from trainwright import recipe as room
 from trainwright.errors import RecipeError
 from trainwright.recipe import Duration, dump, from_mapping, json_schema, load
@@ -80,7 +79,7 @@ def test_what_is_not_stated_does_not_change_the_mathematics() -> None:
     assert (recipe.data.drop_last, recipe.spikes.policy, recipe.optimizer.offload) == (False, "warn", False)
 
 
-@each_row("use", ["sgd", "adafactor", "muon", "lars"])
+@pytest.mark.parametrize("use", ["sgd", "adafactor", "muon", "lars"])
 def test_an_optimizer_has_its_own_defaults(use: str) -> None:
     row, optimizer = room.OPTIMIZERS[use], from_mapping({**SMALL, "optimizer": use}).recipe.optimizer
     assert (optimizer.lr, optimizer.weight_decay, optimizer.args) == (row.lr, row.weight_decay, {})
@@ -118,7 +117,7 @@ def test_the_recommended_settings() -> None:
     assert from_mapping({**SMALL, **RECOMMENDED, "optimizer": "sgd"}).recipe.optimizer.args == {"momentum": 0.9}
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("stated", "path", "value"),
     [
         ({"precision": "fp32"}, "precision", "fp32"),
@@ -145,14 +144,14 @@ def test_an_override_wins_over_the_preset_and_is_asked() -> None:
     assert {"model.use", "data.train", "preset"} < loaded.stated and "optimizer.lr" not in loaded.stated
 
 
-@each_row("recipe", sorted(path.name for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml")))
+@pytest.mark.parametrize("recipe", sorted(path.name for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml")))
 def test_a_recipe_in_the_box_states_what_it_trains_with(recipe: str) -> None:
     asked = load(Path(__file__).parents[2] / "recipes" / recipe, environ={}).stated
     for path in ("precision", "optimizer.use", "optimizer.lr", "optimizer.clip", "schedule.use"):
         assert any(each == path or each.startswith(f"{path}.") for each in asked), path
 
 
-@each_row("mapping", [SMALL, FULL])
+@pytest.mark.parametrize("mapping", [SMALL, FULL])
 def test_dump_loads_back_equal(mapping: dict[str, Any], tmp_path: Path) -> None:
     recipe = from_mapping(mapping).recipe
     path = tmp_path / "recipe.yaml"

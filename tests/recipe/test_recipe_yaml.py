@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.rows import each_row
 from trainwright.errors import RecipeError
 from trainwright.recipe import from_mapping, load
 from trainwright.recipe.yaml_core import MAX_NODES, Document, UnreadableError, read, write
@@ -59,19 +58,21 @@ SCALARS: list[tuple[str, Any]] = [
 ]
 
 
-@each_row(("text", "value"), SCALARS)
+@pytest.mark.parametrize(("text", "value"), SCALARS)
 def test_scalars(text: str, value: Any) -> None:
     document = read(f"key: {text}", "f.yaml")
+    found: Any = document.value
     assert document.problems == []
-    assert document.value == {"key": value}
-    assert type(document.value["key"]) is type(value)
+    assert found == {"key": value}
+    assert type(found["key"]) is type(value)
 
 
 def test_nan_is_a_float() -> None:
-    assert math.isnan(read("key: .NaN", "f.yaml").value["key"])
+    found: Any = read("key: .NaN", "f.yaml").value
+    assert math.isnan(found["key"])
 
 
-@each_row(("text", "value"), SCALARS)
+@pytest.mark.parametrize(("text", "value"), SCALARS)
 def test_written_scalars_read_back_in_both_versions_of_yaml(text: str, value: Any) -> None:
     written = write({"as value": value, "as text": text, "list": [text, value]})
     expected = {"as value": value, "as text": text, "list": [text, value]}
@@ -101,15 +102,16 @@ def test_duplicate_key_names_both_lines() -> None:
 def test_anchors_and_merge_keys() -> None:
     text = "x: &x {a: 1, b: 2}\ny: &y {b: 3, c: 3}\nz:\n  c: 9\n  <<: [*x, *y]\nw: *x\n"
     document = read(text, "f.yaml")
+    found: Any = document.value
     assert document.problems == []
-    assert document.value["z"] == {"a": 1, "b": 2, "c": 9}
+    assert found["z"] == {"a": 1, "b": 2, "c": 9}
     assert str(document.places["z.c"]) == "f.yaml:4"
     assert str(document.places["z.a"]) == "f.yaml:1"
-    assert document.value["w"] == {"a": 1, "b": 2}
-    assert document.value["w"] is not document.value["x"]
+    assert found["w"] == {"a": 1, "b": 2}
+    assert found["w"] is not found["x"]
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("text", "line", "rule", "remedy"),
     [
         ("a: !!python/object/apply:os.system [ls]", 1, "custom tags", "remove the tag"),
@@ -139,7 +141,7 @@ def billion_laughs() -> str:
 
 
 @pytest.mark.slow
-@each_row(
+@pytest.mark.parametrize(
     ("text", "rule", "remedy"),
     [
         ("a:\n\tb: 1", "is not YAML", "spaces"),

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.rows import each_row
 from trainwright.report.chart import Mark, Series, line_chart_svg, line_chart_text
 from trainwright.report.svg import INK, PALETTE, Axis
 
@@ -78,7 +77,7 @@ def test_what_cannot_be_drawn_breaks_the_line() -> None:
     ]
 
 
-@each_row("series", [[], [Series("s", [], [])], [Series("s", [1, 2], [math.nan, math.inf])]])
+@pytest.mark.parametrize("series", [[], [Series("s", [], [])], [Series("s", [1, 2], [math.nan, math.inf])]])
 def test_nothing_to_draw_says_so(series: list[Series]) -> None:
     assert "no finite values" in words(line_chart_svg(series, **LABELS))
     assert line_chart_text(series).count("\n") == 16
@@ -132,7 +131,7 @@ def test_any_numbers_at_all() -> None:
         assert line_chart_text([Series("s", x, y)], 40, 10, log_x=log_x, log_y=log_y).count("\n") == 10
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("axis", "ticks"),
     [
         (Axis(0.0, 1.0), [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]),
@@ -166,7 +165,7 @@ def contrast(colour: str, background: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-@each_row("background", ["#ffffff", "#000000"])
+@pytest.mark.parametrize("background", ["#ffffff", "#000000"])
 def test_colours_are_readable_on_light_and_dark(background: str) -> None:
     assert contrast(INK, background) >= 4.5
     assert min(contrast(colour, background) for colour in PALETTE) >= 3

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.rows import each_row
 from trainwright.plan.machine import Gpu, Machine
 from trainwright.report.environment import (
     Line,
@@ -75,7 +74,7 @@ def faults(facts: SystemFacts) -> list[tuple[str, str]]:
     return [(line.verdict, line.what) for line in lines]
 
 
-@each_row("facts", [GOOD, CPU_ONLY])
+@pytest.mark.parametrize("facts", [GOOD, CPU_ONLY])
 def test_what_fits_together_has_no_faults(facts: SystemFacts) -> None:
     assert faults(facts) == []
     assert all(line.remedy == "" for line in judge(facts))
@@ -150,7 +149,7 @@ CASES: dict[str, tuple[SystemFacts, list[tuple[str, str]]]] = {
 }  # fmt: skip
 
 
-@each_row("case", CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_exactly_these_faults_are_found(case: str) -> None:
     facts, expected = CASES[case]
     assert faults(facts) == expected
@@ -216,7 +215,7 @@ def test_the_drivers_of_the_stacks_are_in_the_tables() -> None:
     assert set(OLDEST_DRIVERS) >= {int(version.split(".")[0]) for version in DRIVERS}
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("archs", "capability", "answer"),
     [
         (["sm_80"], (8, 0), "yes"),

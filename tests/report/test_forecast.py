@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.rows import each_row
+import pytest
+
 from trainwright.plan.call_trace import Moment, Phase, Trace
 from trainwright.plan.devices import Device
 from trainwright.plan.scale import accumulate
@@ -27,7 +28,7 @@ def trace() -> Trace:
     return Trace("cuda", moments, kept, ())
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("count", "said"),
     [(0, "0 FLOP"), (5.03e14, "503 TFLOP"), (7.12e15, "7.12 PFLOP"), (9.42e4, "94.2 kFLOP"), (3e18, "3 EFLOP")],
 )

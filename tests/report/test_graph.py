@@ -7,7 +7,8 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from itertools import combinations
 
-from tests.rows import each_row
+import pytest
+
 from trainwright.plan.fold import Folded, NodeRun, fold
 from trainwright.plan.profile import LOSS, GraphProfile, ModuleProfile, Node, SavedTensor
 from trainwright.report.graph import (
@@ -128,8 +129,8 @@ def test_the_text_has_a_line_for_each_row() -> None:
     assert any(line.split()[:3] == ["2", "1,3", "blocks.0-11.inner"] for line in lines)
 
 
-@each_row("count", [1, 2, 12])
-@each_row("depth", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 12])
+@pytest.mark.parametrize("depth", [1, 2, 3])
 def test_nothing_in_the_drawing_lies_on_anything_else(count: int, depth: int) -> None:
     root = drawing(fold(chain_of_blocks(count), depth))
     _, _, width, height = map(float, root.attrib["viewBox"].split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -93,10 +94,9 @@ HEALTHY: dict[str, tuple[Course, float]] = {
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-@pytest.mark.parametrize("seed", range(5))
-def test_a_loss_that_falls_is_no_trouble(name: str, seed: int) -> None:
+def test_a_loss_that_falls_is_no_trouble(name: str) -> None:
     course, noise = HEALTHY[name]
-    for count in (20, 100, 400):
+    for count, seed in itertools.product((20, 100, 400), range(5)):
         run = facts(losses=series(course, noise, count, seed), step=count)
         assert judge(run).word == "no finding", (name, count, judge(run).sentence)
 
@@ -132,7 +132,7 @@ def test_a_guess_is_nothing_learned_even_where_the_first_loss_was_worse() -> Non
 
 
 def test_a_loss_that_is_no_fixed_objective_is_not_compared() -> None:
-    """Of adversaries and policies it may stand or rise in a run that goes well."""
+    """The losses of adversaries and policies may rise in a healthy run."""
     for course in (lambda t: 0.7, lambda t: 0.7 + t, lambda t: -0.1 + 0.3 * t):
         assert judge(facts(course, 0.02, is_one_objective=False)).word == "no finding"
 

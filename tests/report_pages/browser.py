@@ -99,7 +99,7 @@ class Browser:
         self.until("!window.isOld && document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression is worth in the page."""
+        """Return the value of a JavaScript expression in the page."""
         said = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in said, said["exceptionDetails"]
         return said["result"].get("value")
@@ -134,7 +134,7 @@ def browser_in(folder: Path) -> Iterator[Browser]:
         os.dup2(high_out, 4)
 
     command = [CHROMIUM, *OPTIONS, f"--user-data-dir={folder}"]
-    silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    silent: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, pass_fds=(3, 4), preexec_fn=take_3_and_4, **silent)
     for fd in (theirs_in, theirs_out, high_in, high_out):
         os.close(fd)

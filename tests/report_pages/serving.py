@@ -23,7 +23,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Site:
-    """Where it listens; ``url`` has the token."""
+    """The address of the server. ``url`` contains the token."""
 
     port: int
     url: str

@@ -99,7 +99,7 @@ def test_the_axis_can_be_chosen_and_zoomed_by_keys(browser: Browser, tmp_path: P
     browser.until(f"document.querySelector('figure canvas').toDataURL() === {before!r}")
 
 
-def test_a_new_step_and_a_finding_appear_within_two_seconds(browser: Browser, tmp_path: Path) -> None:
+def test_a_new_step_and_a_finding_appear(browser: Browser, tmp_path: Path) -> None:  # benchmarks/pages.py times it
     folder = make_run(tmp_path, "run", [started(), *map(step, range(1, 31))])
     with site_of(tmp_path) as site:
         browser.open(f"{site.url}")
@@ -109,15 +109,10 @@ def test_a_new_step_and_a_finding_appear_within_two_seconds(browser: Browser, tm
         assert "No findings" in browser.value("document.body.innerText") and not browser.value(
             "!!document.querySelector('.pin')"
         )
-        after_s = []
-        for number in range(31, 36):  # a machine that is busy may be late now and then
-            with folder.log.open("a") as log:
-                log.write(to_json(step(number)) + "\n" + to_json(found(at_step=number)) + "\n")
-            is_shown = f"document.querySelector('.facts dd').textContent === '{number}'"
-            after_s.append(browser.until(f"{is_shown} && !!document.querySelector('.pin.critical')"))
-            if after_s[-1] < 2:
-                break
-        assert min(after_s) < 2
+        with folder.log.open("a") as log:
+            log.write(to_json(step(31)) + "\n" + to_json(found(at_step=31)) + "\n")
+        is_shown = "document.querySelector('.facts dd').textContent === '31'"
+        browser.until(f"{is_shown} && !!document.querySelector('.pin.critical')")
         browser.value("document.querySelector('.pin').click()")
         assert browser.value("document.activeElement.id") == "finding-0-0"
         browser.open(f"http://127.0.0.1:{site.port}/view?run=run&poll")

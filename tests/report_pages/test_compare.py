@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -31,6 +32,7 @@ def test_runs_are_compared_by_what_was_asked_and_what_came_of_it(tmp_path: Path)
     slow = make_run(tmp_path, "slow", records(1.0, 0.9, 0.8, 0.7), settings={"optimizer.lr": 0.001}).path
     fast = make_run(tmp_path, "fast", records(0.8, 0.6, 0.5, 0.55, finding=True), settings={"optimizer.lr": 0.01}).path
     both = compared(slow, fast)
+    assert both.recipe is not None and both.provenance is not None
     assert [(each.path, each.values) for each in both.recipe] == [("optimizer.lr", ("0.001", "0.01"))]
     assert both.plan == () and [each.path for each in both.provenance][-1] == "hostname"
     assert both.target == 0.7 and [each.reached_step for each in both.outcomes] == [40, 20]
@@ -50,11 +52,11 @@ def test_times_that_each_start_measures_are_no_part_of_the_plan(tmp_path: Path) 
 
 
 def test_what_differs_in_a_third_run_only_has_the_value_of_all(tmp_path: Path) -> None:
-    settings = ({"seed": 1}, {"seed": 1}, {"seed": 1, "optimizer.lr": 0.5})
+    settings: list[dict[str, Any]] = [{"seed": 1}, {"seed": 1}, {"seed": 1, "optimizer.lr": 0.5}]
     paths = [make_run(tmp_path, f"r{i}", records(1.0), settings=each).path for i, each in enumerate(settings)]
-    assert [(each.path, each.values) for each in compared(*paths).recipe] == [
-        ("optimizer.lr", ("0.001", "0.001", "0.5"))
-    ]
+    found = compared(*paths).recipe
+    assert found is not None
+    assert [(each.path, each.values) for each in found] == [("optimizer.lr", ("0.001", "0.001", "0.5"))]
 
 
 def test_runs_of_one_recipe_are_told_with_their_spread(tmp_path: Path) -> None:
@@ -65,7 +67,7 @@ def test_runs_of_one_recipe_are_told_with_their_spread(tmp_path: Path) -> None:
     other = make_run(tmp_path, "other", records(1.0, 0.9), settings={"seed": 1, "optimizer.lr": 0.5}).path
     (val, best, _) = compared(*paths, other).spreads
     assert val.names == ("seed-1", "seed-2", "seed-3") and val.measure == "validation loss"
-    assert (val.mean, val.deviation) == (pytest.approx(0.5), pytest.approx(0.1)) and best.mean == val.mean
+    assert val.mean == pytest.approx(0.5) and val.deviation == pytest.approx(0.1) and best.mean == val.mean
 
 
 def test_without_validation_single_dips_do_not_count(tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ def test_without_validation_single_dips_do_not_count(tmp_path: Path) -> None:
 
 
 def test_what_stays_of_a_long_log_does_not_mislead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a thinned log extremes stay: their medians would be far from where the loss is."""
+    """A thinned log keeps the extremes, and their median would be far from the loss."""
     monkeypatch.setattr(log_module, "MAX_ROWS", 1000)
     monkeypatch.setattr(log_module, "BUCKETS", 20)
     paths = []

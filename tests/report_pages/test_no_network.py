@@ -36,7 +36,7 @@ def forbid_other_addresses() -> None:
 
 
 def look_at_pages(root: Path, *, alone: bool) -> None:
-    """What the other process does."""
+    """Runs in the other process."""
     if alone:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", UP_AND_RUNNING))

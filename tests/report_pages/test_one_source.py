@@ -29,11 +29,11 @@ from trainwright.runs.json_values import strict
 from trainwright.runs.reader import read
 from trainwright.runs.records import Ended, Found, Withdrawn
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.examined, pytest.mark.slow]
 
 
 def asked(*words: str) -> dict[str, Any]:
-    """What a command answers in JSON."""
+    """Return the JSON output of a command."""
     return dict(json.loads(CliRunner().invoke(app, [*words, "--json"]).output))
 
 

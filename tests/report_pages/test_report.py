@@ -7,7 +7,6 @@ import html
 import json
 import math
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -195,16 +194,15 @@ def test_each_state_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_report_of_100_000_steps_stays_small(tmp_path: Path) -> None:
-    """And keeps its peak. The time is bounded loosely: it takes about a second on a quiet core."""
+    """And keeps its peak."""
     folder = make_run(tmp_path, "long", [])
     line = to_json(step(7, 0.125, at_s=BEGAN_S))
     before, after = line.split('"step":7,"loss":0.125')
     losses = [2.0 + math.sin(number) for number in range(100_001)]
     losses[54_321] = 1e4
     folder.log.write_text("".join(f'{before}"step":{n},"loss":{losses[n]}{after}\n' for n in range(1, 100_001)))
-    begin_s = time.process_time()
     written = write_report([folder.path])
-    assert written.bytes < 1_000_000 and time.process_time() - begin_s < 10
+    assert written.bytes < 1_000_000
     columns = curves_of(Page(written.path.read_text()))[0]["columns"]
     assert columns["loss"][columns["step"].index(54_321)] == 10_000 and columns["step"][-1] == 100_000
 

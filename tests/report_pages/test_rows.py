@@ -161,8 +161,10 @@ def test_a_line_of_the_size_of_a_word_shows_how_the_loss_went(tmp_path: Path) ->
 def test_a_long_log_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_module, "CHUNK_BYTES", 2**12)
     log = IncrementalLog(make_run(tmp_path, "run", map(step, range(1, 201))).log)
-    assert log.advance(for_s=0.0) and 0 < log.read_rows < 200 and not log.is_complete
-    assert log.advance() and log.is_complete and log.read_rows == 200
+    assert log.advance(for_s=0.0)
+    assert (0 < log.read_rows < 200, bool(log.is_complete)) == (True, False)
+    assert log.advance()
+    assert (log.read_rows, bool(log.is_complete)) == (200, True)
 
 
 def test_a_log_that_is_a_link_is_not_read(tmp_path: Path) -> None:

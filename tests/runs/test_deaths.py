@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,9 +50,9 @@ def started(pid: int, *, died_in_step: int | None = None, step: int = 400) -> St
 
 
 def step(number: int) -> Step:
-    names = ("time_s", "grad_norm", "lr", "weight", "step_s", "wait_s")
-    counts = ("samples", "tokens", "skipped", "mem_bytes")
-    return Step(step=number, loss=float("nan"), ids_hash="a1", **dict.fromkeys(names, 0.5), **dict.fromkeys(counts, 3))
+    values: dict[str, Any] = dict.fromkeys(("time_s", "grad_norm", "lr", "weight", "step_s", "wait_s"), 0.5)
+    counts: dict[str, Any] = dict.fromkeys(("samples", "tokens", "skipped", "mem_bytes"), 3)
+    return Step(step=number, loss=float("nan"), ids_hash="a1", **values, **counts)
 
 
 def ended(ending: str, reason: str, number: int) -> Ended:

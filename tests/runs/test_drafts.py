@@ -44,7 +44,7 @@ def test_only_those_of_processes_that_are_gone(tmp_path: Path, gone: int) -> Non
 
 
 def test_those_of_another_machine_when_they_are_old(tmp_path: Path, gone: int) -> None:
-    """Whether a process lives there cannot be seen from here, but one that writes touches its files."""
+    """It is unknown if their process is alive, but a process that writes touches its files."""
     written, old = draft_by(gone, tmp_path, place="0" * 8), draft_by(gone, tmp_path, place="1" * 8)
     for path in (written, old):
         path.mkdir()

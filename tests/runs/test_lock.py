@@ -54,7 +54,6 @@ class Holding:
 
 
 def content(run: Path) -> dict[str, object]:
-    """Of the file."""
     return dict(json.loads((run / "lock").read_text()))
 
 
@@ -70,7 +69,7 @@ except Exception as error:
 
 
 def try_elsewhere(run: Path) -> str:
-    """What another process that wants the lock is told; empty when it gets it."""
+    """Return the error of another process that requests the lock; empty if it gets it."""
     return subprocess.run([sys.executable, "-c", TRY, str(run)], capture_output=True, text=True, check=True).stdout
 
 
@@ -190,7 +189,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def is_loop(run: Path, *deaths: tuple[int, ...]) -> bool:
-    """Whether deaths in the last of these steps are a loop to the next process. Each process dies by a kill."""
+    """Return True if the next process reports a crash loop after processes were killed in these steps."""
     for steps in deaths:
         subprocess.run([sys.executable, "-c", KILLED, str(run), *map(str, steps)], check=False)
     lock = RunLock.acquire(run)

@@ -170,7 +170,8 @@ def test_no_git_tree_and_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_whole_is_json_and_names_what_matters(tmp_path: Path) -> None:
-    whole = provenance(data_fingerprints={"train": "sha256:1"}, seeds={"model": 1}, command=("a", "b"), folder=tmp_path)
+    facts: dict[str, Any] = {"data_fingerprints": {"train": "sha256:1"}, "seeds": {"model": 1}, "command": ("a", "b")}
+    whole: Any = provenance(**facts, folder=tmp_path)
     assert json.loads(json.dumps(whole, allow_nan=False)) == whole
     assert whole["packages"]["versions"]["torch"].startswith("2.")
     assert len(whole["packages"]["sha256"]) == 64

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.rows import each_row
 from trainwright.runs.records import (
     KINDS,
     Ended,
@@ -112,7 +111,7 @@ EXAMPLES: list[Record] = [
         loss=math.nan,
         grad_norm=1.0,
         lr=0.1,
-        events=[["step", {"optimizer": 0}]],
+        events=[["step", {"optimizer": 0}]],  # type: ignore[list-item]  # as it is read
         values={"losses": [math.nan, 1.0], "vetoed": "gradients"},
     ),
     Examined(time_s=8.6, step=3, experiment="again", values={"norm_now": math.inf, "deep": [{"a": None}]}),
@@ -127,7 +126,7 @@ def reject_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-@each_row("record", EXAMPLES, ids=lambda record: type(record).__name__)
+@pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: type(record).__name__)
 def test_record_survives(record: Record) -> None:
     line = to_json(record)
     assert from_json(line) == record
@@ -175,7 +174,7 @@ def test_fields_of_a_newer_version_are_ignored_and_missing_optional_ones_get_the
     assert (back.where, back.consequences) == (FOUND.where, ())
 
 
-@each_row(
+@pytest.mark.parametrize(
     "line",
     [
         "",

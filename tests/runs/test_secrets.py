@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from trainwright.runs.printing import printable
@@ -79,7 +81,7 @@ def test_text_without_secrets_stays(text: str) -> None:
 
 
 def test_secrets_in_values() -> None:
-    value = {
+    value: dict[str, Any] = {
         "args": {
             "hf_token": "hunter2",
             "tokens": 3,
@@ -92,7 +94,7 @@ def test_secrets_in_values() -> None:
         "command": ["train", "--token", "hunter2", "--set", "a.secret=hunter2", "--lr", "3"],
         "urls": ("https://a:hunter2@b", 1),
     }
-    hidden = masked(value)
+    hidden: Any = masked(value)
     assert "hunter2" not in str(hidden) and "1234" not in str(hidden)
     assert hidden["args"] == {**value["args"], "hf_token": MASK, "password": MASK}
     assert hidden["command"][-2:] == ["--lr", "3"] and hidden["urls"] == (f"https://{MASK}@b", 1)

@@ -1,4 +1,4 @@
-"""What the log keeps when the process is killed, the disk fills up or the folder disappears."""
+"""The log after a kill, on a full disk, and in a folder that disappears."""
 
 from __future__ import annotations
 

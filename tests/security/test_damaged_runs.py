@@ -26,10 +26,10 @@ from trainwright.report.server.server import PageServer, PageState
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.printing import printable
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.examined, pytest.mark.slow]
 
 MOST_BYTES = 2**27
-"""What a command may take at once, whatever the size of a file."""
+"""Maximum memory of a command, for files of any size."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What attacks on a run have not broken: a kill at any call of a save, no more inodes, a clock set back, many steps."""
+"""Attacks that a run withstands: a kill at any call of a save, no inodes, a clock set back, many steps."""
 
 from __future__ import annotations
 

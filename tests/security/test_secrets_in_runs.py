@@ -1,4 +1,4 @@
-"""What a user gives a run to log in somewhere is in no file of its folder, and not on the screen."""
+"""A run writes no credential into its folder and prints none."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ def holding(folder: Path) -> list[str]:
     return sorted(str(path) for path in folder.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes())
 
 
+@pytest.mark.examined
 @pytest.mark.slow
 def test_a_run_keeps_no_secrets_and_asks_for_them_again(shown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert invoke(monkeypatch, "train", "recipe.yaml", *TOKEN)[0] == 0

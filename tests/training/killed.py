@@ -57,7 +57,7 @@ class Records:
 
 @dataclass(frozen=True)
 class Trained:
-    """What the three trainings of a kind left in a folder."""
+    """The results of the three trainings of one kind."""
 
     kind: Kind
     folder: Path
@@ -77,7 +77,7 @@ class Trained:
 
     @property
     def in_parts(self) -> dict[int, list[Any]]:
-        """What the weights at the end have seen: steps that the kill lost count as they were taken again."""
+        """Return the samples that the final weights have seen. Steps that the kill lost count once."""
         return _steps(self.folder / "parts" / "first") | self.resumed
 
     @property
@@ -87,7 +87,7 @@ class Trained:
 
     @property
     def notes(self) -> dict[str, str]:
-        """What the plan of the resumed run says of the data."""
+        """Return the notes on data in the plan of the resumed run."""
         (plan,) = (self.folder / "parts").glob("run*/plan.json")
         return {note["choice"]: note["why"] for note in json.loads(plan.read_text())["notes"]}
 
@@ -102,7 +102,6 @@ class Trained:
 
     @property
     def ids(self) -> str:
-        """What a sample id is."""
         found = self.unwrapped
         if isinstance(found.dataset, ReadyBatches):
             counted = all(len(ids) == len(targets) for _, targets, ids in self.whole.values())

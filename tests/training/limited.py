@@ -50,7 +50,7 @@ class Wide(nn.Module):
 
 
 class Hungry(nn.Module):
-    """What it does besides says ``kind``; ``table`` is a buffer that no state_dict keeps."""
+    """A model with large activations. ``kind`` selects additional behaviour; ``table`` is in no state_dict."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ log: {every: 5steps, doctor: false}
 
 
 def start(*arguments: str, cwd: Path, group: bool = False) -> Forked:
-    """What it prints to stderr is in its stdout, too."""
+    """Start the command line in a process. Its stderr goes to stdout."""
     return Forked(COMMAND_LINE, *arguments, cwd=cwd, group=group, together=True)
 
 

@@ -1,4 +1,4 @@
-"""What a user gets for a mistake: the place, the rule, the remedy, the exit code; never a traceback."""
+"""An error of a user has a place, a rule, a remedy and an exit code, and no traceback."""
 
 from __future__ import annotations
 
@@ -175,6 +175,7 @@ def train(folder: Path, text: str, *options: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+@pytest.mark.examined
 @pytest.mark.process
 def test_the_good_one_trains(folder: Path) -> None:
     code, said = train(folder, GOOD)

@@ -53,6 +53,7 @@ def records(run: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
+@pytest.mark.examined
 @pytest.mark.process
 def test_it_learns_and_is_logged_watched_and_resumed() -> None:
     result = fitted(settings={"log.every": "1steps"})

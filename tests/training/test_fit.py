@@ -39,6 +39,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
 
 
+@pytest.mark.examined
 @pytest.mark.process
 def test_three_lines() -> None:
     model = net()
@@ -519,6 +520,7 @@ class Stops:
     def close(self) -> None: ...
 
 
+@pytest.mark.examined
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize(
@@ -543,6 +545,20 @@ def test_the_end_of_a_run_follows_its_findings(
     assert "1 critical: loss.broadcast_target" in verdict
 
 
+@pytest.mark.process
+def test_the_environment_switches_the_doctor_off_unless_the_recipe_states_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_examined(**settings: Any) -> bool:
+        verdict = tw.fit(net(), data(), nn.CrossEntropyLoss(), steps=2, quiet=True, settings=settings).verdict
+        assert verdict is not None
+        return verdict.word != "not examined"
+
+    monkeypatch.setenv("TRAINWRIGHT_DOCTOR", "off")
+    assert not is_examined()
+    assert is_examined(**{"log.doctor": True})
+    monkeypatch.delenv("TRAINWRIGHT_DOCTOR")
+    assert is_examined()
+
+
 class Counting(nn.Module):
     """Counts its forward passes; the count is a part of a checkpoint."""
 
@@ -562,6 +578,7 @@ class Counting(nn.Module):
         self.calls = state
 
 
+@pytest.mark.examined
 @pytest.mark.slow
 def test_a_module_that_counts_counts_the_steps_alone() -> None:
     """Neither the dry run nor a replay of the doctor is one of them, also after a resume."""
@@ -579,6 +596,7 @@ class Logging(Counting):
         return super().forward(x)
 
 
+@pytest.mark.examined
 @pytest.mark.slow
 def test_a_model_that_writes_files_is_neither_tried_nor_replayed(capsys: pytest.CaptureFixture[str]) -> None:
     result = tw.fit(Logging(), data(), nn.CrossEntropyLoss(), until="7steps", batch=32)

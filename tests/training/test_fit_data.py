@@ -27,7 +27,7 @@ QUICK = {"log.doctor": False, "precision": "fp32"}
 
 
 class Seen:
-    """What the steps were trained on."""
+    """Records the batches of the steps."""
 
     def __init__(self) -> None:
         self.results: list[tw.StepResult] = []

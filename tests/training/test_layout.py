@@ -1,4 +1,4 @@
-"""What ranks that divide a model do instead of what would be wrong, as far as one process can show it."""
+"""Ranks that divide a model, as far as one process can show it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def no_group_is_left() -> Iterator[None]:
 
 
 def loss_of_first(model: nn.Module, degrees: Degrees, loss: LossFn = language_model) -> Callable[..., Loss | Tensor]:
-    """What the first of so many ranks trains on, with its part of the model."""
+    """Return the loss of the first rank with its part of the model."""
     parallel = {name: getattr(degrees, name) for name in AXES}
     loaded = from_mapping({"model": "gpt", "data": {"train": "digits"}, "parallel": parallel})
     parts = Parts(model, Unwrapped(TensorDataset(IDS, IDS)), {}, loss)

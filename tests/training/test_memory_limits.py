@@ -10,6 +10,7 @@ import pytest
 from tests.forked import Forked
 
 pytestmark = [
+    pytest.mark.examined,
     pytest.mark.slow,
     pytest.mark.process,
     pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set by Linux's rlimits"),

@@ -73,7 +73,7 @@ def weighted_loss(model: nn.Module, batch: Any) -> tw.Loss:
 
 
 def test_over_the_whole_validation_set_as_scikit_learn_computes_them() -> None:
-    """Of 53 samples in batches of 8 the last has five, and accumulation leaves short micro-batches in training."""
+    """53 samples in batches of 8: the last batch has five, and accumulation leaves short micro-batches."""
     (x, y), model = data(53, seed=3), net()
     metrics = {
         "f1": torchmetrics.F1Score(task="multiclass", num_classes=3, average="macro"),
@@ -172,6 +172,7 @@ def test_training_metrics_are_of_the_steps_since_the_last_record() -> None:
     assert log(silent, "step")[-1]["probed"] == {}
 
 
+@pytest.mark.examined
 def test_metrics_do_not_change_the_training_nor_each_other_in_a_replay() -> None:
     losses = []
     for metrics in (None, {"mine": macro_f1}):
@@ -400,6 +401,7 @@ def test_what_early_stopping_cannot_go_by() -> None:
         tw.fit(net(), data(), nn.CrossEntropyLoss(), steps=1, restore_best=True, **PLAIN)
 
 
+@pytest.mark.examined
 def test_results_print_themselves_in_a_few_lines() -> None:
     seen: list[str] = []
     result = tw.fit(

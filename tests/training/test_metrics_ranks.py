@@ -65,30 +65,45 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def measured(folder: Path, count: int, recipe: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures of each record of a run on so many ranks."""
-    folder.mkdir()
+TRAIN = "import sys, trainwright as tw; [tw.train(tw.load(path), quiet=True) for path in sys.argv[1:]]"
+Measured = dict[str, list[dict[str, Any]]]
+"""The figures of each record, by the name of the run."""
+
+
+def measured(folder: Path, count: int, runs: dict[str, dict[str, Any]]) -> Measured:
+    """Train with each of the parallel sections, one after another in the same processes."""
     (folder / "mine_ranked.py").write_text(MODULE)
-    (folder / "recipe.yaml").write_text(json.dumps(recipe))
-    done = ranks.run(COMMAND_LINE, count, "train", "recipe.yaml", cwd=folder)
+    for name, parallel in runs.items():
+        (folder / f"{name}.yaml").write_text(json.dumps({**RECIPE, "name": name, "parallel": parallel}))
+    done = ranks.run(TRAIN, count, *(f"{name}.yaml" for name in runs), cwd=folder)
     assert [each.returncode for each in done] == [0] * count, "\n".join(each.stderr for each in done)
-    lines = map(json.loads, (folder / "runs/run/log.jsonl").read_text().splitlines())
-    kinds = {"step": "probed", "evaluated": "metrics"}
-    return [{"at": (x["kind"], x["step"]), **x[kinds[x["kind"]]]} for x in lines if x["kind"] in kinds]
+    kinds, found = {"step": "probed", "evaluated": "metrics"}, {}
+    for name in runs:
+        lines = map(json.loads, (folder / f"runs/{name}/log.jsonl").read_text().splitlines())
+        found[name] = [{"at": (x["kind"], x["step"]), **x[kinds[x["kind"]]]} for x in lines if x["kind"] in kinds]
+    return found
 
 
-@pytest.mark.parametrize("parallel", [{}, {"shard": 2}, {"exact": True}], ids=["replicate", "shard", "exact"])
-def test_metrics_of_two_ranks_are_those_of_one_process(tmp_path: Path, parallel: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    return measured(tmp_path_factory.mktemp("alone"), 1, {"plain": {}, "exact": {"exact": True}})
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    runs = {"replicate": {}, "shard": {"shard": 2}, "exact": {"exact": True}}
+    return measured(tmp_path_factory.mktemp("both"), 2, runs)
+
+
+@pytest.mark.parametrize("layout", ["replicate", "shard", "exact"])
+def test_metrics_of_two_ranks_are_those_of_one_process(layout: str, alone: Measured, both: Measured) -> None:
     """37 samples in steps of 12 leave one for the last step of an epoch: a rank has none. 23 are evaluated."""
-    exact = {"exact": True} if "exact" in parallel else {}
-    alone = measured(tmp_path / "1", 1, {**RECIPE, "parallel": exact})
-    both = measured(tmp_path / "2", 2, {**RECIPE, "parallel": parallel})
-    assert set(alone[0]) == {"at", "accuracy", "f1", "auroc", "hits", "Merged", "label"}
-    assert [each["at"] for each in alone] == [each["at"] for each in both]
-    for one, other in zip(alone, both, strict=True):
+    expected, found = alone["exact" if layout == "exact" else "plain"], both[layout]
+    assert set(expected[0]) == {"at", "accuracy", "f1", "auroc", "hits", "Merged", "label"}
+    assert [each["at"] for each in expected] == [each["at"] for each in found]
+    for one, other in zip(expected, found, strict=True):
         assert one["hits"] == one["Merged"]
-        assert one.pop("at") == other.pop("at")
-        assert other == pytest.approx(one, rel=1e-5)
+        assert {**other, "at": 0} == pytest.approx({**one, "at": 0}, rel=1e-5)
 
 
 def test_a_metric_that_cannot_be_joined_says_so_before_the_first_step(tmp_path: Path) -> None:

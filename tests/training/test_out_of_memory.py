@@ -18,6 +18,7 @@ from trainwright.runs.reader import read
 from trainwright.runs.records import Found, OutOfMemory, Watched
 
 pytestmark = [
+    pytest.mark.examined,
     pytest.mark.process,
     pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set by Linux's RLIMIT_DATA"),
 ]

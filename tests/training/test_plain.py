@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,6 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import trainwright as tw
+from tests import forked
 from trainwright.commands.verify.plain import verify_plain_of
 from trainwright.recipe.catalog import OPTIMIZERS as BOX
 from trainwright.recipe.catalog import OptimizerRow
@@ -512,9 +511,8 @@ def nothing():
 def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "made.py").write_text(MADE)
 
-    def verify(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "trainwright", "verify", "plain", *words]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    def verify(*words: str) -> forked.Forked:
+        return forked.run(forked.COMMAND_LINE, "verify", "plain", *words, cwd=tmp_path)
 
     done = verify("made:objects", "--steps", "6", "--json")
     found = json.loads(done.stdout.splitlines()[-1])

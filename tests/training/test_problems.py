@@ -1,4 +1,4 @@
-"""What is wrong with a recipe beyond its schema is said at once, each with its place and the nearest name."""
+"""All faults of a recipe beyond its schema are reported at once, each with its place and the nearest name."""
 
 from __future__ import annotations
 

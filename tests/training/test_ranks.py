@@ -59,7 +59,7 @@ print(json.dumps({"run": str(result.run), "loss": result.loss, "val_loss": resul
 
 
 def trained(count: int, folder: Path, **settings: Any) -> list[dict[str, Any]]:
-    """What each rank says of its run."""
+    """Return the report of each rank on its run."""
     folder.mkdir(exist_ok=True)
     done = ranks.run(FIT, count, json.dumps(settings), cwd=folder)
     assert [each.returncode for each in done] == [0] * count, "\n".join(each.stderr for each in done)
@@ -103,6 +103,7 @@ def project(tmp_path: Path) -> Path:
     return make_project(tmp_path)
 
 
+@pytest.mark.examined
 def test_a_killed_rank_ends_all_and_the_next_attempt_goes_on(project: Path) -> None:
     assert [each.wait() for each in train(project, "undisturbed")] == [0, 0]
     log = project / "killed/run/log.jsonl"

@@ -11,7 +11,7 @@ from trainwright.runs.findings import findings_in
 from trainwright.runs.reader import read
 from trainwright.runs.records import Found
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.examined, pytest.mark.process, pytest.mark.slow]
 
 FIT = """
 import os, sys, time

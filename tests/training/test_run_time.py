@@ -14,7 +14,7 @@ import trainwright as tw
 from trainwright.checkpoint.store import read_best
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.reader import read
-from trainwright.runs.records import Evaluated, Step
+from trainwright.runs.records import Evaluated
 
 
 class Slow(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -76,10 +76,8 @@ def test_a_step_is_foretold_with_its_data_and_again_after_fifty(
     settings, loss, model = {"log.doctor": False}, nn.CrossEntropyLoss(), nn.Linear(4, 3)
     result = tw.fit(model, Slow(), loss, until="1000steps", batch=8, settings=settings, observers=[Last()])
     plan = json.loads(RunFolder.open(result.run).plan.read_text())
-    steps = [each.step_s for each in read(result.run / "log.jsonl").records if isinstance(each, Step)]
-    assert 8e-3 < plan["step_s"] < 5 * max(steps) and plan["seconds"]["training"] == pytest.approx(
-        1000 * plan["step_s"]
-    )
+    assert plan["step_s"] > 8e-3, "each of 8 samples takes a millisecond and more to read"
+    assert plan["seconds"]["training"] == pytest.approx(1000 * plan["step_s"])
     corrected = [line for line in capsys.readouterr().out.splitlines() if " predicted): ends" in line]
     assert len(corrected) == 1 and corrected[0].startswith("step     50   a step takes ")
 

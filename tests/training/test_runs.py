@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from trainwright.runs.reader import read
 from trainwright.runs.records import Ended, Evaluated, Saved, Skipped, Started, Step
 
 
+@pytest.mark.examined
 @pytest.mark.slow
 def test_a_run_folder_has_its_papers(folder: Path) -> None:
     code, said = invoke("train", "slow.yaml", "--json", "--set", "until=25steps")
@@ -45,6 +45,7 @@ def test_a_run_folder_has_its_papers(folder: Path) -> None:
 EARLIER_RUN = "runs/halves was stopped; runs/halves-2 is a new run. To continue the earlier one: "
 
 
+@pytest.mark.examined
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_sigterm_saves_and_the_resumed_run_has_the_same_bits(folder: Path, workers: str) -> None:
@@ -178,6 +179,7 @@ def test_a_damaged_newest_checkpoint_does_not_push_good_ones_out(folder: Path) -
     assert newest is not None and newest.name == "step-00000030"
 
 
+@pytest.mark.examined
 @pytest.mark.slow
 def test_skipped_steps_are_logged_once_over_a_resume(folder: Path) -> None:
     (folder / "slowly.py").write_text(
@@ -290,6 +292,7 @@ def test_a_full_disk_keeps_what_was_committed(folder: Path, small_disk: Path) ->
     assert newest is not None and not broken and f"trainwright resume {small_disk}/slow" in said
 
 
+@pytest.mark.examined
 @pytest.mark.slow
 def test_the_demo_reaches_a_verdict(folder: Path) -> None:
     code, said = invoke("demo", "--budget", "12steps", *SMALL_DEMO, "--json")
@@ -310,23 +313,8 @@ def test_the_demo_reaches_a_verdict(folder: Path) -> None:
     assert evaluated[-1].loss == result["val_loss"]
 
 
-def test_every_recipe_in_the_box_is_tried() -> None:
+def test_every_recipe_in_the_box_has_a_small_form() -> None:
     assert {path.name for path in builtin_recipes().glob("*.yaml")} == set(SMALL)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
-def test_recipe_in_the_box(name: str, folder: Path) -> None:
-    settings = ["until=3steps", "schedule.warmup=1steps", "evaluation.batch=4", *SMALL[name]]
-    settings += ["log.every=1steps", "log.doctor=false"]
-    options = [option for setting in settings for option in ("--set", setting)]
-    code, said = invoke("train", str(builtin_recipes() / name), *options, "--json")
-    assert code == 0, said
-    result = json.loads(said.splitlines()[-1])
-    assert result["ending"] == "finished" and result["step"] == 3 and result["skipped"] == 0
-    steps = [r for r in read(folder / result["run"] / "log.jsonl").records if isinstance(r, Step)]
-    assert [step.step for step in steps] == [1, 2, 3]
-    assert math.isfinite(steps[-1].loss)
 
 
 @pytest.mark.slow
@@ -358,7 +346,7 @@ def test_lr_range_draws_a_picture(folder: Path) -> None:
 def test_env_judges_this_machine() -> None:
     code, said = invoke("env", "--json")
     lines = json.loads(said.splitlines()[-1])["lines"]
-    assert code in (0, 1)
+    assert code == int(any(line["remedy"] for line in lines))
     assert any("torch" in line["what"] and line["value"] for line in lines)
     assert invoke("env")[0] == code
 

@@ -101,7 +101,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def trained(count: int, folder: Path, cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """What each rank says of its runs, which follow each other."""
+    """Return the report of each rank on its runs."""
     folder.mkdir(exist_ok=True)
     done = ranks.run(FIT, count, json.dumps(cases), cwd=folder)
     assert [each.returncode for each in done] == [0] * count, "\n".join(each.stderr for each in done)

@@ -15,7 +15,7 @@ from trainwright.errors import TrainwrightError
 from trainwright.runs.reader import read
 from trainwright.runs.records import Found, Skipped
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.examined, pytest.mark.slow]
 
 BAD = 40
 """The step whose samples are a thousand times as large."""
@@ -125,7 +125,7 @@ def test_a_policy_that_there_is_not_is_named_before_the_run(tmp_path: Path, monk
 def test_a_resumed_run_decides_as_one_that_was_never_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is usual is part of the state: without it the first 16 steps after a resume would find no spike."""
+    """The statistics are part of the state; without them the first 16 steps after a resume would find no spike."""
     _, straight = fit(tmp_path / "straight", monkeypatch, "skip")
     first, _ = fit(tmp_path / "halves", monkeypatch, "skip", until="36steps")
     _, weights = fit(tmp_path / "halves", monkeypatch, "skip", resume=first.run, accept="all")

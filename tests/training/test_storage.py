@@ -1,4 +1,4 @@
-"""What can happen to a run folder while a process trains in it: real processes, real disks, real users."""
+"""Faults of a run folder during training, with real processes, disks and users."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ sets[0] &= ~OVER_PERMISSIONS  # in effect, and permitted
 sets[1] &= ~OVER_PERMISSIONS
 assert libc.capset(header, sets) == 0, os.strerror(ctypes.get_errno())
 """
-"""What takes the power of root over permissions from a process, as setpriv would."""
+"""Code that drops the capabilities of root over permissions, as setpriv does."""
 
 
 def start_powerless(*arguments: str, cwd: Path) -> Forked:
@@ -197,7 +197,7 @@ def test_interrupted_twice_it_does_not_wait_for_a_write(folder: Path) -> None:
 
 
 def _interrupted_twice_in_a_write(folder: Path, name: str) -> bool:
-    """Whether the write was left as it was."""
+    """Return True if the write was left unchanged."""
     settings = [
         "model={use: 'heavy:heavy'}",
         "until=5000steps",

@@ -72,7 +72,7 @@ print(json.dumps({"run": str(result.run), "state": state, "norms": str(model)}))
 
 
 def trained(count: int, folder: Path, **settings: Any) -> list[dict[str, Any]]:
-    """What each rank says of its run."""
+    """Return the report of each rank on its run."""
     folder.mkdir()
     (folder / "net.py").write_text(NET)
     done = ranks.run(FIT, count, json.dumps({"dtype": "float64", **settings}), cwd=folder)

@@ -217,7 +217,7 @@ ROWS = {"embed": "first", "rows.*": "block", "out": "last"}
 
 
 def test_two_ranks_divide_models_that_were_not_made_for_it(tmp_path: Path) -> None:
-    """Those of ``transformers`` by their own plan, any other by a table; with one and with several micro-batches."""
+    """Models of ``transformers`` use their own plan, others a table; with one and several micro-batches."""
     pytest.importorskip("transformers")
     models = {**HF, "rows": "rows", "small": {**HF["llama"], "num_hidden_layers": 1}}
     trained(1, tmp_path, {name: {"model": model} for name, model in models.items()})

@@ -21,7 +21,7 @@ from trainwright.cli import app
 from trainwright.engine.observer import Stop
 from trainwright.runs.records import RunVerdict
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.examined, pytest.mark.slow]
 CROSS_ENTROPY = nn.CrossEntropyLoss()
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUIET: dict[str, object] = {"log.doctor": False, "log.every": "1steps"}

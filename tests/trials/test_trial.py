@@ -58,6 +58,7 @@ def test_a_trial_is_a_run_folder_that_is_read_once_it_is_over(recipe: Path) -> N
     assert folder.joinpath("log.jsonl").stat().st_mtime_ns == started
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_a_recipe_that_is_refused_is_a_failed_trial_with_the_reason(recipe: Path) -> None:
     trial = run_trial(recipe, ["optimizer.lrr=1"], recipe.parent / "a")
     assert trial.ended == "failed"
@@ -77,6 +78,7 @@ def test_a_trial_that_is_killed_after_it_was_asked_to_stop_can_be_resumed(recipe
     assert (trial.ended, trial.is_over) == ("stopped", False)
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_a_trial_that_is_stopped_by_its_limit_is_resumed_with_the_same_losses(recipe: Path) -> None:
     settings = ["until=60steps", "checkpoint.every=null"]
     undisturbed = run_trial(recipe, settings, recipe.parent / "undisturbed")
@@ -117,6 +119,7 @@ def test_a_folder_that_holds_something_else_is_not_removed(recipe: Path) -> None
     assert (folder / "checkpoints").is_dir()
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_what_a_kill_left_of_a_run_that_had_not_begun_is_begun_again(recipe: Path) -> None:
     folder = recipe.parent / "a"
     folder.mkdir()

@@ -33,7 +33,8 @@ def both(loop: Callable[[Watching], Any], *, but: str = "", **options: Any) -> A
     watches: list[Any] = []
 
     def watching(*args: Any, **more: Any) -> Any:
-        watches.append(tw.watch(*args, out=None, quiet=True, **options, **more))
+        settings: dict[str, Any] = {**options, **more}
+        watches.append(tw.watch(*args, out=None, quiet=True, **settings))
         return watches[-1]
 
     torch.manual_seed(5)

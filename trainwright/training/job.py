@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -98,7 +99,7 @@ from trainwright.training.problems import all_problems_reported
 from trainwright.training.resume import Earlier, doubled_length
 from trainwright.training.run_metadata import describe_origin, notes_of_data
 from trainwright.training.supervision import audit_parts, require_supervised
-from trainwright.watching.budget import predicted_end_s, predicted_from_start_s
+from trainwright.watching.budget import DOCTOR_VARIABLE, predicted_end_s, predicted_from_start_s
 
 ENDING_S = 0.5
 """Estimated seconds for the last save and the end of the process."""
@@ -250,7 +251,13 @@ def until_of_job(job: Job) -> Until:
 
 def is_watched(job: Job) -> bool:
     """Return True if the doctor watches this run and replays steps. It cannot replay a step of several ranks."""
-    return job.recipe.log.doctor and job.world.size == 1
+    return has_doctor(job) and job.world.size == 1
+
+
+def has_doctor(job: Job) -> bool:
+    """Return True if a doctor watches this run, or compares its ranks."""
+    is_asked_for = not job.loaded.stated.isdisjoint(("log.doctor", "log.examine"))
+    return job.recipe.log.doctor and (is_asked_for or os.environ.get(DOCTOR_VARIABLE) != "off")
 
 
 def spike_handler(loaded: Loaded) -> SpikeHandler:

@@ -79,6 +79,7 @@ from trainwright.runs.records import (
 from trainwright.training.job import (
     ENDING_S,
     Job,
+    has_doctor,
     is_watched,
     make_advance,
     spike_handler,
@@ -351,7 +352,7 @@ def make_doctor(
 
 def compares_ranks(job: Job) -> bool:
     """Return True if the doctor compares the ranks of this job."""
-    return job.recipe.log.doctor and job.world.size > 1
+    return has_doctor(job) and job.world.size > 1
 
 
 def make_engine_session(job: Job, folder: RunFolder, say: Callable[[str], None]) -> EngineSession:

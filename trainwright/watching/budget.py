@@ -14,6 +14,11 @@ import torch
 
 Examine = Literal["budget", "all", "listen"]
 """Extent of examinations: within the budget, everything, or no replays."""
+DOCTOR_VARIABLE = "TRAINWRIGHT_DOCTOR"
+"""Environment variable: with ``off`` runs train without the doctor unless they set ``log.doctor`` or ``log.examine``.
+
+A test suite that trains many short runs takes a fraction of the time with it. ``tw.watch`` ignores it.
+"""
 LIFTED_BY = "TRAINWRIGHT_EXAMINE"
 """Environment variable that lifts the budget of every run: ``TRAINWRIGHT_EXAMINE=all``."""
 FRACTION = 0.03

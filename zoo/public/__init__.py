@@ -44,7 +44,7 @@ OPEN, HELD_OUT = _split()
 
 
 class Watch(Protocol):
-    """What a program puts around its training."""
+    """The context that a program puts around its training."""
 
     def __call__(self, model: Any, optimizer: Any, **options: Any) -> AbstractContextManager[Any]:
         """As ``tw.watch``."""
@@ -71,7 +71,7 @@ class NullWatch:
 
 @dataclass(frozen=True)
 class Result:
-    """What a program leaves behind.
+    """The result of a program.
 
     Attributes:
         metric: Name of the final metric.

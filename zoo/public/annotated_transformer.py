@@ -64,7 +64,7 @@ class MultiHeadedAttention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Of the encoder, or with ``src_attn`` of the decoder."""
+    """A layer of the encoder, or with ``src_attn`` of the decoder."""
 
     def __init__(self, size, self_attn, src_attn, feed_forward, dropout):
         super().__init__()

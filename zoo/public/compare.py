@@ -36,7 +36,7 @@ TIMES = re.compile(
     r"|\d\d: \d\d: \d\d|\d+m \d+s"
     r"| *\b\d+(?:\.\d+)?(?:\s?(?:ms|s|sec|seconds)\b|/s\b)"  # a number before a unit of time
 )
-"""What a program prints of times, which differ between any two runs."""
+"""Patterns of printed times, which differ between any two runs."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
 
 
@@ -141,7 +141,7 @@ def run(name: str, seed: int, place: Path, watched: bool) -> Run:
 
 
 def differences(plain: Run, watched: Run) -> list[str]:
-    """What differs between two runs of one program with one seed, one line for each kind of thing."""
+    """Return the differences between two runs of one program with one seed, one line per kind of object."""
     found: dict[str, list[str]] = {}
     for key in sorted(plain.parts.keys() | watched.parts.keys()):
         if plain.parts.get(key) != watched.parts.get(key):

@@ -28,7 +28,7 @@ STEP_TOLERANCE = 1
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one run under a watch showed. A healthy program or twin has only ``warnings`` and ``criticals``."""
+    """The result of one run under a watch. A healthy program or twin has only ``warnings`` and ``criticals``."""
 
     warnings: tuple[str, ...]
     criticals: tuple[str, ...]

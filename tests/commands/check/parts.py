@@ -136,7 +136,7 @@ class Normed(nn.Module):
         self.norm, self.body = nn.BatchNorm1d(DIM), net()
 
     def forward(self, pixels: Tensor) -> Tensor:
-        return self.body(self.norm(pixels.float()))  # type: ignore[no-any-return]
+        return self.body(self.norm(pixels.float()))
 
 
 def named_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -211,7 +211,7 @@ def large() -> nn.Module:
 
 
 def convolutions() -> nn.Module:
-    """Of images, with BatchNorm."""
+    """Return a model of images with BatchNorm."""
     first = [nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)]
     second = [nn.Conv2d(8, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(16 * 4 * 4, CLASSES))
@@ -228,7 +228,7 @@ class Deep(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.sigmoid(layer(x))
-        return self.head(x)  # type: ignore[no-any-return]
+        return self.head(x)
 
 
 class Detached(nn.Module):
@@ -239,7 +239,7 @@ class Detached(nn.Module):
         self.one, self.two = net(8), net(64)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.one(x) + self.two(x).detach()  # type: ignore[no-any-return]
+        return self.one(x) + self.two(x).detach()
 
 
 class Blind(nn.Module):
@@ -250,7 +250,7 @@ class Blind(nn.Module):
         self.body = net()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(torch.ones_like(x))  # type: ignore[no-any-return]
+        return self.body(torch.ones_like(x))
 
 
 class Transformer(nn.Module):
@@ -264,7 +264,7 @@ class Transformer(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1]) if self.causal else None
-        return self.head(self.layer(self.embed(ids) + self.place, src_mask=mask))  # type: ignore[no-any-return]
+        return self.head(self.layer(self.embed(ids) + self.place, src_mask=mask))
 
 
 class Huge(nn.Module):
@@ -276,7 +276,7 @@ class Huge(nn.Module):
         self.rest = nn.ModuleList([nn.Linear(65536, 65536) for _ in range(16)])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)  # type: ignore[no-any-return]
+        return self.body(x)
 
 
 def softmax_first(output: Tensor, target: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whether labels belong to their inputs, by nearest neighbours."""
+"""Misaligned labels are found by nearest neighbours."""
 
 from __future__ import annotations
 

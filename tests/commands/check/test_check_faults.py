@@ -1,4 +1,4 @@
-"""What must be found: one planted fault each; and what must not be said: healthy recipes that look odd."""
+"""Each planted fault is found, and healthy recipes that look odd raise no alarm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUDGETS = {
     "step": replace(UNTRAINED, smoke_s=AMPLE.smoke_s),
     "": AMPLE,
 }
-"""What the lines are about that a part of the training decides. "step" is what the doctor sees in the smoke run."""
+"""Budgets by the topic of a verdict that needs training. "step" stands for findings of the doctor in the smoke run."""
 
 
 def blobs(fault: str) -> dict[str, Any]:

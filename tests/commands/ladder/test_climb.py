@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,13 +11,19 @@ import pytest
 from typer.testing import CliRunner
 
 import trainwright as tw
+from tests import forked
 from trainwright.cli import app
 from trainwright.commands.ladder.result import Ladder
 from trainwright.errors import UsageError
 from trainwright.recipe import load
 from trainwright.trials import read_trial
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.examined,
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("forked_trials"),
+]
 
 MODEL = """\
 import os
@@ -41,7 +44,7 @@ class Large(nn.Module):
 
     def forward(self, x):
         if not torch.is_autocast_enabled("cpu"):
-            time.sleep(0.02)
+            time.sleep(0.1)
         time.sleep(float(os.environ.get("PAUSE_S", 0)))
         return self.out(self.norm(self.hidden(x)))
 
@@ -72,7 +75,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def climbed(recipe: Path) -> Ladder:
+def climbed(recipe: Path, forked_trials: None) -> Ladder:
     return tw.ladder(recipe, steps=16, folder=recipe.parent / "ladder", threads=1, quiet=True)
 
 
@@ -98,9 +101,8 @@ def test_the_recipe_that_it_writes_repeats_its_best_rung(climbed: Ladder, tmp_pa
     assert "precision: bf16  # ladder, bf16: " in text
     assert str(load(best).recipe.until) == "40steps", "the length is that of the user"
     sets = ["--set", "until=16steps", "--set", f"folder={tmp_path}"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{best.parent.parent}:{Path.cwd()}"}
-    command = [sys.executable, "-m", "trainwright", "train", str(best), *sets]
-    subprocess.run(command, env=environ, check=True, capture_output=True)
+    again = forked.run(forked.COMMAND_LINE, "train", str(best), *sets, cwd=best.parent.parent)
+    assert again.returncode == 0, again.stderr
     rung = next(each for each in climbed.rungs if each.name == "bf16")
     assert rung.run is not None
     assert read_trial(tmp_path / "overflow").val_loss == read_trial(rung.run).val_loss
@@ -128,11 +130,9 @@ def test_a_ladder_that_is_killed_goes_on(recipe: Path, climbed: Ladder, tmp_path
     shutil.copytree(climbed.folder, folder)
     rungs = {rung.name: folder / rung.run.name for rung in climbed.rungs if rung.run}
     shutil.rmtree(rungs["fp16"])
-    command = [sys.executable, "-m", "trainwright", "ladder", str(recipe), "--steps", "16", "--threads", "1"]
-    process = subprocess.Popen(
-        [*command, "--folder", str(folder)], env={**os.environ, "PAUSE_S": "0.5"}, stdout=subprocess.DEVNULL
-    )
-    log, end_s = rungs["fp16"] / "log.jsonl", time.monotonic() + 120
+    words = ["ladder", str(recipe), "--steps", "16", "--threads", "1", "--folder", str(folder)]
+    process = forked.Forked(forked.COMMAND_LINE, *words, env={"PAUSE_S": "0.5"})
+    log, end_s = rungs["fp16"] / "log.jsonl", time.monotonic() + 250
     while not (log.is_file() and '"kind":"step"' in log.read_text()) and time.monotonic() < end_s:
         time.sleep(0.05)
     process.kill()

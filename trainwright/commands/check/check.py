@@ -28,7 +28,7 @@ from trainwright.commands.check.first_batch import (
 from trainwright.commands.check.learning import BatchFit, RateEvidence, learning_rate
 from trainwright.commands.check.samples import DatasetSample, read
 from trainwright.commands.check.sandbox import Sandbox, untouched
-from trainwright.commands.check.smoke import STEPS, SmokeRun, afterwards, diagnosed, smoke, trained
+from trainwright.commands.check.smoke import SMOKE_STEPS, SmokeRun, afterwards, diagnosed, smoke, trained
 from trainwright.commands.check.verdict import Checkup, Verdict, supervised
 from trainwright.data.loading import Loading, StepBatches
 from trainwright.distributed import choose_device
@@ -49,13 +49,14 @@ from trainwright.training.supervision import audit_parts
 
 @dataclass(frozen=True)
 class Budget:
-    """Seconds for each part. A step that has begun is completed, so a slow step exceeds the budget."""
+    """Seconds and counts for each part. A step that has begun is completed, so a slow step exceeds the seconds."""
 
     read_s: float = 3.0
     range_s: float = 10.0
     one_batch_s: float = 6.0
     smoke_s: float = 20.0
     most_samples: int = 4096
+    smoke_steps: int = SMOKE_STEPS
 
 
 class _CannotContinue(Exception):
@@ -268,7 +269,7 @@ def _check_training(progress: _Progress, job: Job) -> None:
     computing_s = step_s - job.measured.reading.wait_s
     progress.add(resources.speed(sandbox, computing_s))
     if not measures_progress(job.parts.loss):
-        run = smoke(sandbox, budget_s=budget.smoke_s, step_s=step_s, guess=None)
+        run = smoke(sandbox, budget_s=budget.smoke_s, step_s=step_s, max_steps=budget.smoke_steps, guess=None)
         seen_as = "the value of this loss does not measure progress"
         progress.add([Verdict("cannot tell", "learning rate", seen_as, "follow the metrics of the run")])
         progress.add(diagnosed(run, progress.checkup))
@@ -277,7 +278,7 @@ def _check_training(progress: _Progress, job: Job) -> None:
     found = learning.range_test(sandbox, budget_s=budget.range_s, step_s=computing_s)
     moved = learning.first_update(sandbox)
     fits = _learn_one_batch(progress, sandbox, found)
-    run = smoke(sandbox, budget_s=budget.smoke_s, step_s=step_s, guess=_guess(progress))
+    run = smoke(sandbox, budget_s=budget.smoke_s, step_s=step_s, max_steps=budget.smoke_steps, guess=_guess(progress))
     lr = job.lr
     rate = RateEvidence(lr, _num_steps(job, step_s), moved, found, fits, run)
     progress.checkup.add(learning_rate(rate))
@@ -344,7 +345,7 @@ def _unrelated(progress: _Progress, run: SmokeRun, fit: BatchFit) -> Iterator[Ve
     labels = progress.train.labels()
     if labels is None or progress.aligned or progress.failed or progress.seen is None or progress.seen.classes is None:
         return
-    if len(run.losses) < STEPS // 2 or run.epochs < 1 or fit.fell < learning.LEARNED_LOSS_FALL:
+    if len(run.losses) < SMOKE_STEPS // 2 or run.epochs < 1 or fit.fell < learning.LEARNED_LOSS_FALL:
         return
     entropy = data.entropy(labels)
     best = min(run.ends[1], run.val_loss if run.val_loss is not None else math.inf)

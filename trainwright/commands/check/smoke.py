@@ -30,7 +30,7 @@ from trainwright.runs.records import Found
 from trainwright.training.job import make_advance, until_of
 from trainwright.training.open_run import make_engine_session
 
-STEPS = 100
+SMOKE_STEPS = 100
 EXAMINATION_STEPS = 40
 """The doctor's first examinations take about as long as this number of steps."""
 MIN_STEPS = 20
@@ -117,7 +117,7 @@ class SmokeRun:
         return self.falls and all(loss < (math.inf if self.guess is None else self.guess) for loss in seen)
 
 
-def smoke(sandbox: Sandbox, *, budget_s: float, step_s: float, guess: float | None) -> SmokeRun:
+def smoke(sandbox: Sandbox, *, budget_s: float, step_s: float, max_steps: int, guess: float | None) -> SmokeRun:
     """Train, evaluate and save in a temporary folder. The doctor watches if there is time for that."""
     run, quiet = SmokeRun(guess), Progress(Console(file=io.StringIO()), quiet=True)
     begin_s = time.perf_counter()
@@ -128,7 +128,7 @@ def smoke(sandbox: Sandbox, *, budget_s: float, step_s: float, guess: float | No
         advance = make_advance(job, witness=observer.witness if observer else SILENT)
         advance = observer.around(advance) if observer else advance
         try:
-            for result in steps(state, _some(sandbox, budget_s), advance, until=until_of(sandbox.job.plan)):
+            for result in steps(state, _some(sandbox, budget_s, max_steps), advance, until=until_of(sandbox.job.plan)):
                 run.losses.append(float(result.loss))
                 run.peak_lr = max(run.peak_lr, result.lr)
                 run.skipped += bool(result.skipped)
@@ -151,9 +151,9 @@ def smoke(sandbox: Sandbox, *, budget_s: float, step_s: float, guess: float | No
     return run
 
 
-def _some(sandbox: Sandbox, budget_s: float) -> Iterator[StepBatch]:
+def _some(sandbox: Sandbox, budget_s: float, max_steps: int) -> Iterator[StepBatch]:
     """Yield the batches for which there is time. The schedule is that of the full run."""
-    return islice(within(sandbox.stream(), budget_s), STEPS)
+    return islice(within(sandbox.stream(), budget_s), max_steps)
 
 
 def _length(sandbox: Sandbox) -> int:
