@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from trainwright.assembly.assemble import at_recipe
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.engine.run_length import Until
+from trainwright.engine.loop import Until
 from trainwright.errors import UsageError
 from trainwright.monitoring.nvml import Gpus
 from trainwright.recipe import Duration, Loaded
