@@ -128,7 +128,7 @@ class RunContext:
         check = self._check
         assert check is not None, "findings are made by checks"
         if step is None:
-            step = self._seen(check.needs[0])[-1].step if check.needs else self.last_step
+            step = max(1, self._seen(check.needs[0])[-1].step if check.needs else self.last_step)
         details.setdefault("stage", check.stage)
         details.setdefault("names_cause", check.names_cause)
         details.setdefault("since_step", check.since_step)

@@ -10,7 +10,7 @@ from typing import ClassVar
 class Move:
     """One step in which a copy of the weights moved: ``copy += share * (weights - copy) + growth * copy``."""
 
-    step: int  # The step
+    step: int
     share: float  # The coefficient of the difference
     growth: float  # The coefficient of the copy
     rest: float  # Fraction of the move that both coefficients leave unexplained
@@ -34,7 +34,7 @@ class AveragesFacts:
     experiment: ClassVar[str] = "averages"
     steps: int  # Steps in which the copies were compared
     is_resumed: bool  # The optimizer had a state when the watch began
-    copies: tuple[CopyFacts, ...]  # The copies
+    copies: tuple[CopyFacts, ...]
 
 
 MAX_UNEXPLAINED = 0.05  # Maximum fraction of a move that may stay unexplained, because a float32 copy is rounded

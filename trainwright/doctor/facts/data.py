@@ -185,7 +185,7 @@ class LeakingColumn:
 class PaddedIds:
     """The id that pads rows."""
 
-    id: int  # The id
+    id: int
     fraction: float  # Fraction of all ids that are padding
 
 

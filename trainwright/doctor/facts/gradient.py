@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trainwright.runs.records import Values
-
 
 @dataclass(frozen=True)
 class AccumulationFacts:
@@ -32,11 +30,24 @@ class AccumulationFacts:
 
 
 @dataclass(frozen=True)
-class CustomFunctionsFacts:
-    """The backward pass of each custom autograd Function compared with a difference quotient.
+class FunctionTest:
+    """The backward pass of a custom autograd Function compared with a difference quotient."""
 
-    ``doctor/measure/custom_functions.py`` defines the keys.
-    """
+    function: str  # Its name
+    module: str  # Path of the calling module
+    error: float | None = None  # The largest relative error of a gradient; None if it was not tested
+    factor: float = 1.0  # The best-fitting factor of that gradient
+    unsteady: float = 0.0  # Relative difference of two difference quotients
+    identity: bool = False  # The forward pass returns an argument
+    constant: bool = False  # The outputs do not depend on an argument with a gradient
+    own_way: bool = False  # The backward pass reads an argument that the outputs do not depend on
+    straight: bool = False  # The gradients are passed on unchanged
+    moving: float = 1.0  # The largest error at elements that move the output at their position
+
+
+@dataclass(frozen=True)
+class CustomFunctionsFacts:
+    """The custom autograd Functions of a step."""
 
     experiment: ClassVar[str] = "custom_functions"
-    functions: tuple[Values, ...] = ()
+    functions: tuple[FunctionTest, ...] = ()

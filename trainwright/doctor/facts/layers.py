@@ -54,23 +54,16 @@ class LayerGradient:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reordered:
-    """A call that treats axes wrongly: its module, its source line, and the shapes of its tensors."""
+class WrongAxes:
+    """Calls at one place that treat axes wrongly."""
 
+    # "reordered": a view permutes equal sizes where a transpose was meant. "numbered": rows of a table, one for each
+    # sample, are added to sequences. "inverted": an attention mask hides all keys but the padding. "over_samples": a
+    # softmax over the batch. "batch_as_steps": a layer without ``batch_first`` gets the samples as its first axis.
+    kind: str
     module: str
     line: str | None
     shapes: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AxisFacts:
-    """Calls that treat axes wrongly."""
-
-    reordered: tuple[Reordered, ...] = ()  # A view permutes equal sizes where a transpose was meant
-    numbered: tuple[Reordered, ...] = ()  # Rows of a table, one for each sample, are added to sequences
-    inverted: tuple[Reordered, ...] = ()  # An attention mask hides all keys but the padding
-    over_samples: tuple[Reordered, ...] = ()  # A softmax over the samples of the batch
-    batch_as_steps: tuple[Reordered, ...] = ()  # A layer without ``batch_first`` gets the samples as its first axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +78,10 @@ class LayersFacts:
     depth: tuple[LayerGradient, ...] = ()
     narrow: bool = False
     dropout: dict[str, float] = field(default_factory=dict)
-    axes: AxisFacts = AxisFacts()
+    axes: tuple[WrongAxes, ...] = ()
+
+    def wrong_axes(self, kind: str) -> list[WrongAxes]:
+        return [each for each in self.axes if each.kind == kind]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,7 @@ class LossSign:
     # "no_gradient" (a term of the loss has no graph), "not_updated" (a term reaches only weights that no update
     # changes) or "advantage"
     kind: str
-    op: str  # The operation
+    op: str
     steps: int  # Number of examined steps with the mistake
     line: str | None = None  # Its source line
 

@@ -29,8 +29,8 @@ class RankStep:
 
     Checksums are over bits, in the order of the model; None for tensors that may differ between ranks."""
 
-    rank: int  # The rank
-    step: int  # The step
+    rank: int
+    step: int
     weights: tuple[int, ...] = ()  # Checksums of the weights
     gradients: tuple[int, ...] = ()  # Checksums of the gradients at the update
     reduced: tuple[int, ...] = ()  # Checksums of the gradients after the last backward pass
@@ -79,7 +79,7 @@ class NonfiniteFacts:
 class RankStatus:
     """Progress of one rank."""
 
-    rank: int  # The rank
+    rank: int
     host: str = ""  # Name of its machine
     step: int = 0  # Number of completed updates
     phase: str = "begin"  # Current phase of the step: begin, forward, backward or another one

@@ -12,7 +12,7 @@ from typing import ClassVar
 class HeldResources:
     """Resources of the process after a step."""
 
-    step: int  # The step
+    step: int
     memory_bytes: int  # Host memory
     device_bytes: int = 0  # Live tensors on a GPU
     hooks: int = 0  # Hooks on the modules of the model
@@ -31,7 +31,7 @@ class GrowthFacts:
 class GraphSize:
     """Size of the autograd graph of a loss."""
 
-    step: int  # The step
+    step: int
     nodes: int  # Number of nodes
     retained: bool  # The backward pass retains the graph
     goes_back: bool  # Some nodes are from earlier steps

@@ -73,4 +73,4 @@ class LearningRateFacts:
     zero_steps: int  # Number of steps with a learning rate of 0
     exhausted: int | None  # The step since which the learning rate has been below a thousandth of its peak
     base: float  # The highest ``initial_lr``; 0 without a scheduler
-    schedulers: tuple[SchedulerFacts, ...]  # The schedulers
+    schedulers: tuple[SchedulerFacts, ...]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from trainwright.doctor.facts.gradient import CustomFunctionsFacts
+from trainwright.doctor.facts.gradient import CustomFunctionsFacts, FunctionTest
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args
 from trainwright.replay.experiments import replay
@@ -67,7 +67,7 @@ def replaced(owner: type, name: str, new: Callable[..., object]) -> Iterator[Non
 @replay(CustomFunctionsFacts, when="requested")
 def check_functions(session: ReplaySession) -> CustomFunctionsFacts:
     """Returns, for each custom Function, the relative error of its backward pass and the best-fitting factor."""
-    functions: list[Facts] = []
+    functions: list[FunctionTest] = []
     with session.live():
         calls: _Calls = {}
         classes = custom_functions(session)
@@ -77,7 +77,7 @@ def check_functions(session: ReplaySession) -> CustomFunctionsFacts:
                 undo.enter_context(replaced(each, "forward", _recording(each, calls, inspector)))
             inspector.run(upto="forward")
         for each, (path, args) in calls.items():
-            functions.append({"function": each.__name__, "module": path, **_comparison(each, args)})
+            functions.append(FunctionTest(each.__name__, path, **_comparison(each, args)))
     return CustomFunctionsFacts(tuple(functions))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -15,15 +15,14 @@ from torch.optim import Optimizer
 
 from trainwright.doctor.facts.layers import (
     AttentionFacts,
-    AxisFacts,
     DepthFacts,
     DropoutFacts,
     LayerGradient,
     LayersFacts,
     NormFacts,
     ReluFacts,
-    Reordered,
     RouterFacts,
+    WrongAxes,
 )
 from trainwright.doctor.measure.module_probe import ModuleProbe
 from trainwright.recorder.callers import caller
@@ -117,12 +116,12 @@ class Axes:
             if torch.equal(hidden[rows], ~padding[rows]):
                 self._add("inverted", path, tuple(hidden.shape))
 
-    def facts(self) -> AxisFacts:
-        found: dict[str, list[Reordered]] = defaultdict(list)
-        for (kind, path, line, shapes), times in self._found.items():
-            if times >= MIN_PASSES:
-                found[kind].append(Reordered(module=path, line=line, shapes=shapes))
-        return AxisFacts(**{kind: tuple(each[:4]) for kind, each in found.items()})
+    def facts(self) -> tuple[WrongAxes, ...]:
+        return tuple(
+            WrongAxes(kind=kind, module=path, line=line, shapes=shapes)
+            for (kind, path, line, shapes), times in self._found.items()
+            if times >= MIN_PASSES
+        )
 
 
 def is_reordered(old: Sequence[int], new: Sequence[int]) -> bool:

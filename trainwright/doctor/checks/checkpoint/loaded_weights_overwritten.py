@@ -17,7 +17,6 @@ def loaded_weights_overwritten(run: RunContext, facts: ResumeFacts) -> Results:
     gone = facts.overwritten
     if gone is not None and gone.fraction >= 0.8:
         yield run.finding(
-            max(1, run.last_step),
             symptom=f"{gone.gone} of {gone.weights} loaded weights were overwritten before the first step",
             evidence=[("fraction of loaded values that were replaced", gone.fraction, 0.0)],
         )

@@ -32,7 +32,6 @@ def batches_repeat(run: RunContext, facts: RowsFacts) -> Results:
         yield _same_batch(run, facts)
     elif facts.micro >= MIN_EQUAL_MICRO_BATCHES and 2 * facts.micro_steps >= min(facts.steps, SAME):
         yield run.finding(
-            facts.steps,
             symptom=f"all {facts.micro} micro-batches of a step are the same rows, in {facts.micro_steps} steps",
             sure=0.8,
             evidence=[("equal micro-batches in a step", facts.micro, 1)],
@@ -44,7 +43,6 @@ def batches_repeat(run: RunContext, facts: RowsFacts) -> Results:
 def _same_batch(run: RunContext, facts: RowsFacts) -> Finding:
     count = facts.same + 1
     return run.finding(
-        facts.steps,
         symptom=f"{count} steps in a row, up to step {facts.same_to}, trained on the same {facts.batch} rows of "
         f"{facts.whole}",
         since_step=max(1, facts.same_to - facts.same),

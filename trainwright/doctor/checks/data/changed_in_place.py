@@ -30,7 +30,6 @@ def changed_in_place(run: RunContext, facts: SteadinessFacts) -> Results:
     """
     if facts.changed >= MIN_CHANGES and facts.is_one_factor:
         yield run.finding(
-            facts.steps,
             symptom=f"stored samples are modified: {facts.changed} of {facts.came_again} that came again had "
             f"{facts.factor:.3g} times their values",
             since_step=facts.since_changed,
@@ -40,7 +39,6 @@ def changed_in_place(run: RunContext, facts: SteadinessFacts) -> Results:
     elif facts.written >= MIN_CHANGES:
         is_view = facts.written_views >= MIN_CHANGES
         yield run.finding(
-            facts.steps,
             symptom=f"in {facts.written} steps the input of the model is written to in place",
             severity="warning" if is_view else "info",
             sure=0.6,

@@ -63,7 +63,6 @@ def _out_of_range(run: RunContext, unfinished: Facts, named: int | None) -> Find
     by_one = least is not None and labels.get("min") == 1 and labels.get("max") == least
     samples = tuple(ids[n] for n in bad) if len(ids) == len(values) else ()
     return run.finding(
-        max(run.last_step, 1),
         symptom=f"{op} raised: {named if named is not None else 'a label'} is no class; the labels are {span}",
         cause="labels are counted from 1" if by_one else "a label names no class, or the model has too few outputs",
         where=Where(op=op, sample_ids=samples, source=failed.get("line")),

@@ -30,7 +30,6 @@ def stream_read_by_every_worker(run: RunContext, facts: RowsFacts) -> Results:
         yield NotApplicable("no loader has several workers that read a stream")
     elif facts.groups >= MIN_EQUAL_GROUPS and facts.equal_groups == facts.groups:
         yield run.finding(
-            facts.steps,
             symptom=f"{facts.workers} batches in a row are equal, {facts.groups} times: each worker yields all samples",
             where=Where(source=facts.source),
             evidence=[("groups of equal batches", facts.equal_groups, 0), ("workers", facts.workers)],

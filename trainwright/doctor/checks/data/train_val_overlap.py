@@ -47,7 +47,6 @@ def train_val_overlap(run: RunContext) -> Results:
 
 def _found(run: RunContext, shared: int, samples: int, by: str, is_meant: bool, source: str | None = None) -> Finding:
     return run.finding(
-        max(1, run.last_step),
         severity="info" if is_meant else "warning",
         symptom=f"{shared} of {samples} evaluated samples ({shared / samples:.0%}) are also trained on, by {by}",
         cause="the training set itself is evaluated, too" if is_meant else "",

@@ -24,7 +24,6 @@ def attribute_without_effect(run: RunContext, facts: AttributesFacts) -> Results
     first = facts.idle[0]
     what = f"{first.count} parameters are trained" if first.known.startswith("requires") else "the learning rate stays"
     yield run.finding(
-        max(1, run.last_step),
         symptom=f"the attribute {first.name} of {first.owner} is read by nothing: {what}",
         remedy=f"set {first.known}",
         where=Where(module=first.owner.removesuffix(".weight").removesuffix(".bias")),

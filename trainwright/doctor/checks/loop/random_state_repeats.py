@@ -23,7 +23,6 @@ def random_state_repeats(run: RunContext, facts: SteadinessFacts) -> Results:
         yield NotApplicable("no random numbers are drawn while a step runs")
     elif facts.repeats >= MIN_REPEATS:
         yield run.finding(
-            facts.steps,
             symptom=f"{facts.repeats} steps began in a random state in which an earlier one began: step "
             f"{facts.since_repeat} in that of step {facts.repeated_step}",
             since_step=facts.since_repeat,

@@ -36,7 +36,6 @@ def unseen(run: RunContext) -> Results:
     is_empty = run.finished and not run.steps and bool(unfinished) and unfinished["error"] is None
     if blanks:
         yield run.finding(
-            max(run.last_step, 1),
             symptom="not all of this loop can be seen: " + "; ".join(what for what, _, _ in blanks),
             remedy="; ".join(dict.fromkeys(remedy for _, _, remedy in blanks if remedy)),
             severity="warning" if is_empty and not unfinished["events"] else None,

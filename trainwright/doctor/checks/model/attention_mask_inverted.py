@@ -20,7 +20,7 @@ def attention_mask_inverted(run: RunContext, facts: LayersFacts) -> Results:
 
     Sources: lucidrains/halonet-pytorch#6, InseeFrLab/torchTextClassifiers#92.
     """
-    for each in facts.axes.inverted:
+    for each in facts.wrong_axes("inverted"):
         yield run.finding(
             symptom=f"attention in {in_words(each.module)} hides all tokens and attends only to padding",
             where=Where(module=each.module, op="softmax", source=each.line),

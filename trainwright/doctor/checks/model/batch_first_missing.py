@@ -25,7 +25,7 @@ def batch_first_missing(run: RunContext, facts: LayersFacts) -> Results:
 
     Sources: AndersonJo/dqn-pytorch#1, ray075hl/Bi-Model-Intent-And-Slot PR 2, pytorch/pytorch#1538.
     """
-    for each in facts.axes.batch_as_steps:
+    for each in facts.wrong_axes("batch_as_steps"):
         shape = list(each.shapes[0])
         yield run.finding(
             symptom=f"{in_words(each.module)} has no batch_first and gets {shape}: it takes {shape[0]} samples for "

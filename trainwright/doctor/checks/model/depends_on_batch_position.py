@@ -25,7 +25,7 @@ def depends_on_batch_position(run: RunContext) -> Results:
     Sources: songyangco/GETNext#2, tanjimin/C.Origami#42.
     """
     facts, layers = run.latest(FunctionFacts), run.latest(LayersFacts)
-    for each in layers.axes.numbered if layers is not None else ():
+    for each in layers.wrong_axes("numbered") if layers is not None else ():
         yield run.finding(
             symptom=f"in {in_words(each.module)}, {listed([str(shape) for shape in each.shapes])}: rows of a table of "
             "positions are chosen by the position of the sample in the batch",

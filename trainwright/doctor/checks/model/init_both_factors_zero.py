@@ -28,7 +28,6 @@ def init_both_factors_zero(run: RunContext, facts: WeightsFacts) -> Results:
     if pairs:
         names = [name for name in stuck if pairs[0] in _parents(name)]
         yield run.finding(
-            facts.steps,
             symptom=f"{listed(names)} are all zeros and get a gradient of exactly 0",
             where=Where(module=pairs[0]),
             evidence=[("weights of zeros without a gradient", len(stuck), 0)],

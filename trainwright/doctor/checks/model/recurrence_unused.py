@@ -29,7 +29,6 @@ def recurrence_unused(run: RunContext, facts: WeightsFacts) -> Results:
     is_reverse = stuck[0].endswith("_reverse")
     which = "the reverse direction of " if is_reverse else ""
     yield run.finding(
-        facts.steps,
         symptom=f"{which}{in_words(path)} learns no recurrence: {stuck[0]} always has a gradient of 0",
         cause="the last output of a bidirectional layer is used, where the reverse direction has read one element"
         if is_reverse

@@ -19,7 +19,7 @@ def softmax_over_samples(run: RunContext, facts: LayersFacts) -> Results:
 
     Sources: ctallec/world-models#10, batra-mlp-lab/visdial-challenge-starter-pytorch#1, Lackel/DPN#1.
     """
-    for each in facts.axes.over_samples:
+    for each in facts.wrong_axes("over_samples"):
         yield run.finding(
             symptom=f"a softmax in {in_words(each.module)} over {list(each.shapes[0])} runs over the first axis, the "
             "samples of the batch",

@@ -29,7 +29,7 @@ def view_reorders_axes(run: RunContext, facts: LayersFacts) -> Results:
 
     Sources: Selen-Suyue/DensePolicy2D#3, zamanzadeh/CARLA#16.
     """
-    for each in facts.axes.reordered:
+    for each in facts.wrong_axes("reordered"):
         old, new = each.shapes
         yield run.finding(
             symptom=f"in {in_words(each.module)} a reshape of {list(old)} to {list(new)} permutes no axes: values get "

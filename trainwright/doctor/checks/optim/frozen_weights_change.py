@@ -19,7 +19,6 @@ def frozen_weights_change(run: RunContext, facts: WeightsFacts) -> Results:
     elif facts.frozen_moved:
         names = facts.frozen_moved
         yield run.finding(
-            facts.steps,
             symptom=f"{listed(names)} cannot be trained (requires_grad is False) and changes",
             where=Where(module=names[0].rpartition(".")[0]),
             evidence=[("frozen tensors that changed", len(names), 0)],

@@ -33,7 +33,6 @@ def weights_never_move(run: RunContext, facts: WeightsFacts) -> Results:
     enough = MIN_RECENT_UPDATES if facts.moved else MIN_UPDATES if facts.has_gradient else MIN_UPDATES_FOR_ALL
     if facts.at_0_since == 0 and since >= enough:
         yield run.finding(
-            facts.steps,
             symptom=f"no weight has changed in {since} updates"
             + ("" if facts.has_gradient else ": no gradient reaches any"),
             severity="critical" if facts.has_gradient and not facts.moved else "warning",
@@ -44,7 +43,6 @@ def weights_never_move(run: RunContext, facts: WeightsFacts) -> Results:
     elif facts.updates >= MIN_UPDATES_FOR_ALL and facts.moved and facts.zero_gradients:
         names = facts.zero_gradients
         yield run.finding(
-            facts.steps,
             symptom=f"the gradient of {listed(names)} was exactly 0 at every examination of {facts.updates} updates",
             severity="info" if is_left_as_it_is(run, names) else "warning",
             stage="backward",

@@ -15,7 +15,6 @@ def learning_rate_negative(run: RunContext, facts: WeightsFacts) -> Results:
     """
     if facts.lowest_rate < 0.0:
         yield run.finding(
-            facts.steps,
             symptom=f"the learning rate is {facts.lowest_rate:.3g} in step {facts.lowest_at}",
             since_step=facts.lowest_at,
             evidence=[("lowest learning rate", facts.lowest_rate, ">= 0")],

@@ -42,7 +42,6 @@ def learning_rate_zero(run: RunContext, facts: WeightsFacts) -> Results:
     else:
         return
     yield run.finding(
-        facts.steps,
         symptom=symptom,
         since_step=facts.at_0_since,
         evidence=[("learning rate", 0.0, facts.rate_before_0 or "above 0")],
