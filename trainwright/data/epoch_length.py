@@ -11,20 +11,20 @@ from trainwright.data.ready_batches import PROGRESS_S, Pass, ReadyBatches, silen
 from trainwright.data.unwrap import Unwrapped
 from trainwright.errors import Problem, RecipeError
 from trainwright.plan.make import RunFacts
-from trainwright.recipe import Recipe
-from trainwright.recipe.duration import Duration
 
 MAX_COUNTING_S = 120.0
 """Maximum time for counting an epoch, in seconds: some streams never end."""
 
 
-def with_epoch_counted(facts: RunFacts, data: Unwrapped, recipe: Recipe, say: Callable[[str], None]) -> RunFacts:
-    """Return ``facts`` with the length of an epoch, if the recipe has a length in epochs and the data have none.
+def with_epoch_counted(facts: RunFacts, data: Unwrapped, path: str, seed: int, say: Callable[[str], None]) -> RunFacts:
+    """Return ``facts`` with the length of an epoch, if the data have none.
+
+    ``path`` is the path of a length in epochs in the recipe; "" without one.
 
     Raises:
         RecipeError: The data can be iterated only once, or do not end in time.
     """
-    own, path = facts.own_batches, _in_epochs(recipe)
+    own = facts.own_batches
     is_known = facts.train_samples is not None or (own is not None and own.count is not None)
     if is_known or not path:
         return facts
@@ -32,7 +32,7 @@ def with_epoch_counted(facts: RunFacts, data: Unwrapped, recipe: Recipe, say: Ca
         raise _unknown(path, "one whose data can be iterated once cannot be counted before it")
     begin_s = reported_s = time.monotonic()
     counted = 0
-    for counted, _ in enumerate(_epoch(data, recipe.seed), start=1):
+    for counted, _ in enumerate(_epoch(data, seed), start=1):
         now_s = time.monotonic()
         if now_s - begin_s > MAX_COUNTING_S:
             raise _unknown(path, f"after {counted:,} {_unit(data)} in {MAX_COUNTING_S:g} s there was no end of one")
@@ -46,19 +46,6 @@ def with_epoch_counted(facts: RunFacts, data: Unwrapped, recipe: Recipe, say: Ca
         if own is None
         else replace(facts, own_batches=replace(own, count=counted))
     )
-
-
-def _in_epochs(recipe: Recipe) -> str:
-    """Return the path of the first length of the recipe that is in epochs; "" without one."""
-    lengths: dict[str, Duration | None] = {
-        "until": recipe.until,
-        "schedule.warmup": recipe.schedule.warmup,
-        "evaluation.every": recipe.evaluation.every,
-        "checkpoint.every": recipe.checkpoint.every,
-        "checkpoint.keep_every": recipe.checkpoint.keep_every,
-        "log.every": recipe.log.every,
-    }
-    return next((path for path, length in lengths.items() if length is not None and length.unit == "ep"), "")
 
 
 def _epoch(data: Unwrapped, seed: int) -> Iterator[object]:

@@ -84,7 +84,7 @@ from trainwright.plan.run_time import (
 )
 from trainwright.plan.trace.local_device import known_device, local_device, nominal_cpu, peak_samples_s
 from trainwright.plan.trace.resolve import Resolved, has_open_settings, is_for, read_resolved, resolve
-from trainwright.recipe import Loaded, Recipe
+from trainwright.recipe import Duration, Loaded, Recipe
 from trainwright.recipe.catalog import SPIKE_POLICIES
 from trainwright.recipe.duration import BUDGETS
 from trainwright.recipe.resolve import find, is_live, parameters_of
@@ -470,10 +470,23 @@ def plan_run(resolved: Resolved, parts: Parts, request: Request, hardware: Hardw
     quarantine = frozenset(recipe.data.quarantine)
     found = gather_facts(parts, hardware.device, hardware.machine, _threads(recipe, earlier, hardware), quarantine)
     with at_recipe(loaded.source, ""):
-        facts = with_epoch_counted(found, parts.train, recipe, request.say)
+        facts = with_epoch_counted(found, parts.train, _in_epochs(recipe), recipe.seed, request.say)
         kept = earlier.kept_from_plan(recipe, facts, solve_layout(recipe, ranks).data) if earlier else ResumedValues()
         plan = from_first_rank(request.world, make_plan(recipe, facts, ranks=ranks, kept=kept))
     return Planned(plan, facts, kept)
+
+
+def _in_epochs(recipe: Recipe) -> str:
+    """Return the path of the first length of the recipe that is in epochs; "" without one."""
+    lengths: dict[str, Duration | None] = {
+        "until": recipe.until,
+        "schedule.warmup": recipe.schedule.warmup,
+        "evaluation.every": recipe.evaluation.every,
+        "checkpoint.every": recipe.checkpoint.every,
+        "checkpoint.keep_every": recipe.checkpoint.keep_every,
+        "log.every": recipe.log.every,
+    }
+    return next((path for path, length in lengths.items() if length is not None and length.unit == "ep"), "")
 
 
 def _threads(recipe: Recipe, earlier: Earlier | None, hardware: Hardware) -> tuple[int, ...]:
