@@ -141,7 +141,7 @@ def _loaded(layers: int, folder: Path) -> dict[str, float]:
     begin_s = time.perf_counter()
     load_checkpoint(state, folder / f"step-{STEP:08d}", verified=True)
     seconds = time.perf_counter() - begin_s
-    for index, layer in enumerate(state.model):  # type: ignore[arg-type]
+    for index, layer in enumerate(state.model.children()):
         for each in layer.parameters():
             held = [each, *(own for own in state.optimizer.state[each].values() if own.dim())]
             assert all(bool((part == 1.0 + index).all()) for part in locals_of(held)), "other values than saved"

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 import trainwright as tw
-from trainwright.distributed import group
+from trainwright.engine import overlap
 from trainwright.engine.overlap import OverlappedSum
 
 rank = int(os.environ["RANK"])
-group.BUCKET_BYTES = 512  # several buckets
+overlap.MIN_BUCKET_BYTES = 256  # several buckets
 draw = torch.Generator().manual_seed(0)
 x, y = torch.randn(37, 12, generator=draw), torch.randint(5, (37,), generator=draw)
 sent, again = [], []

@@ -228,13 +228,14 @@ class Ranks:
             return Ranks(distributed.new_group(distributed.get_process_group_ranks(self.group), backend="gloo"))
 
 
-def buckets_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield groups of consecutive tensors of one dtype and device, at most BUCKET_BYTES together."""
+def buckets_of(tensors: Sequence[Tensor], max_bytes: int | None = None) -> Iterator[list[Tensor]]:
+    """Yield groups of consecutive tensors of one dtype and device, at most ``max_bytes`` together (BUCKET_BYTES)."""
+    max_bytes = BUCKET_BYTES if max_bytes is None else max_bytes
     for _, alike in groupby(tensors, key=lambda each: (each.dtype, each.device)):
         bucket: list[Tensor] = []
         size = 0
         for tensor in alike:
-            if bucket and size + tensor.nbytes > BUCKET_BYTES:
+            if bucket and size + tensor.nbytes > max_bytes:
                 yield bucket
                 bucket, size = [], 0
             bucket.append(tensor)

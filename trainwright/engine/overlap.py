@@ -16,9 +16,14 @@ from torch import Tensor, distributed
 
 from trainwright.checkpoint.rng import seed_of
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.distributed.group import Ranks, buckets_of, flattened, raising_rank_error
+from trainwright.distributed.group import BUCKET_BYTES, Ranks, buckets_of, flattened, raising_rank_error
 from trainwright.engine.loss import Accumulated
 from trainwright.engine.rank_sums import combine
+
+MIN_BUCKETS = 8
+"""Number of buckets of a small model. The sum of the last one cannot overlap with the pass."""
+MIN_BUCKET_BYTES = 2**18
+"""Smaller buckets would take as long: their exchange is dominated by its latency."""
 
 
 class OtherRankFailed(Exception):
@@ -53,7 +58,9 @@ class OverlappedSum:
     def _reset(self, parameters: Sequence[Tensor]) -> None:
         usual = [p for p in parameters if id(p) not in self._rare]
         rare = [p for p in parameters if id(p) in self._rare]
-        self._buckets = [_Bucket(each, {*map(id, each)}) for each in (*[*buckets_of(usual)][::-1], *buckets_of(rare))]
+        max_bytes = min(BUCKET_BYTES, max(MIN_BUCKET_BYTES, sum(p.nbytes for p in parameters) // MIN_BUCKETS))
+        in_order = [*[*buckets_of(usual, max_bytes)][::-1], *buckets_of(rare, max_bytes)]
+        self._buckets = [_Bucket(each, {*map(id, each)}) for each in in_order]
         self._flats: list[Tensor] = []
         self._works: list[distributed.Work] = []
         self._has_changed = False
