@@ -119,7 +119,7 @@ def _tool(function: Callable[..., Mapping[str, object]], kind: type) -> Callable
         parameters=[*signature.parameters.values(), with_budget], return_annotation=Annotated[CallToolResult, kind]
     )
     called.__doc__ = f"{' '.join((function.__doc__ or '').split())} {_BUDGET_TEXT}"
-    del called.__wrapped__  # type: ignore[attr-defined]
+    del called.__wrapped__
     return called
 
 
