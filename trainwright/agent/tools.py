@@ -14,7 +14,7 @@ from trainwright.agent.untrusted import MAX_KEY_CHARS, cleaned
 from trainwright.doctor.pages import page
 from trainwright.errors import UsageError
 from trainwright.report.diagnosis import diagnosis_of
-from trainwright.report.evidence import calls_of, environment_of, evidence_of, finding_in, lines_named
+from trainwright.report.evidence import calls_of, environment_of, evidence_of, finding_in, line_of_stage, lines_named
 from trainwright.report.examination import can_be_trained_again
 from trainwright.report.findings import place, value_in_words
 from trainwright.report.pages.compare import Difference, RunComparison
@@ -248,14 +248,14 @@ def _calls(calls: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _line(found: Found, records: Sequence[Record]) -> dict[str, object]:
-    calls = calls_of(records, found)
+    likely = line_of_stage(found, calls_of(records, found))
     return {
         "code": found.code,
         "severity": found.severity,
         "step": found.step,
         "since_step": found.since_step,
         "where": place(found.where).strip(),
-        "line": found.where.source or _line_of_stage(found, calls),
+        "line": found.where.source or (f"{likely[0]} (the {likely[1]} call)" if likely else ""),
         "what": found.symptom,
         "seen": [
             f"{each.measure}: {value_in_words(each.seen)}"
@@ -267,26 +267,6 @@ def _line(found: Found, records: Sequence[Record]) -> dict[str, object]:
         "tried": [f"{each.remedy}: {each.result}" for each in found.tried],
         "explains": [each.partition(":")[0] for each in found.consequences],
     }
-
-
-_CALLS_OF_STAGES = {
-    "input": ("forward",),
-    "label": ("op:", "forward"),
-    "forward": ("forward",),
-    "loss": ("op:", "backward"),
-    "backward": ("backward",),
-    "clip": ("clip", "step"),
-    "update": ("step",),
-}
-
-
-def _line_of_stage(found: Found, calls: Sequence[tuple[str, str]]) -> str:
-    """Return the line that makes the call of the stage that a finding concerns; "" if it is not known."""
-    for kind in _CALLS_OF_STAGES.get(found.stage, ()):
-        lines = [line for name, line in calls if name == kind or (kind.endswith(":") and name.startswith(kind))]
-        if lines:
-            return f"{lines[-1]} (the {kind.rstrip(':')} call)"
-    return ""
 
 
 def _replayable(folder: RunFolder) -> str:
