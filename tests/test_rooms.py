@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "replay",
             "watching",
             "doctor",
+            "doctor/measure",
             "report",
             "profiling",
             "training",

@@ -5,23 +5,29 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+import threading
+import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import anyio
 import pytest
 
 pytest.importorskip("mcp")
 from mcp import Client, StdioServerParameters
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp.shared.exceptions import MCPError
 from mcp.types import TextContent, TextResourceContents
 
 from tests.report_pages.runs import add, ended, evaluated, found, make_run, started, step
-from trainwright.agent.server import ServerOptions, make_server
+from trainwright.agent.server import ServerOptions, http_server, make_server
 from trainwright.agent.untrusted import NOTE
 from trainwright.errors import UsageError
+from trainwright.report.server.serve import open_listener
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import Evidence, Layers, Where
 
@@ -280,6 +286,44 @@ def test_an_agent_finds_a_fault_and_tries_its_remedy(tmp_path: Path, monkeypatch
     ask = anyio.run(main)
     print(f"{ask.calls} calls, {ask.tokens} tokens")
     assert ask.calls < 10 and ask.tokens < 6000
+
+
+def status_of(port: int, headers: Mapping[str, str]) -> int:
+    """The status of a request for the list of tools."""
+    body = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}).encode()
+    known = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/mcp", body, {**known, **headers}, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as done:
+            return int(done.status)
+    except HTTPError as error:
+        error.close()
+        return error.code
+
+
+def test_http_needs_the_token_and_this_host(runs: Path) -> None:
+    server = http_server(ServerOptions(runs), "secret-token")
+    right = {"Authorization": "Bearer secret-token"}
+    with open_listener(None) as listener:
+        port = listener.getsockname()[1]
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        assert status_of(port, right) == 200
+        for wrong in ({}, {"Authorization": "Bearer other"}, {"Authorization": "secret-token"}):
+            assert status_of(port, wrong) == 401
+        assert status_of(port, {**right, "Host": "evil.example"}) in (403, 421)
+        assert status_of(port, {**right, "Origin": "http://evil.example"}) == 403
+
+        async def main() -> int:
+            http = create_mcp_http_client(headers=right)
+            transport = streamable_http_client(f"http://127.0.0.1:{port}/mcp", http_client=http)
+            async with http, Client(transport) as client:
+                return len((await Session(client)("list_runs"))["runs"])
+
+        assert anyio.run(main) == 2
+        server.should_exit = True
+        thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_a_run_can_be_named_after_its_text_was_cleaned(tmp_path: Path) -> None:

@@ -73,9 +73,9 @@ class SourceLines(Answer):
 
 
 class Evidence(Answer):
-    finding: FindingLine = {}
+    finding: FindingLine = FindingLine()
     expected_and_seen: list[list[str]] = []
-    step_loss_gradnorm_lr: list[list[float | int | str | None]] = None
+    step_loss_gradnorm_lr: list[list[float | int | str | None]] = []
     file: str = ""
     lines: list[str] = []
     calls: list[str] = []
@@ -87,14 +87,14 @@ class Evidence(Answer):
 class Series(Answer):
     metric: str = ""
     count: int = 0
-    points: list[list[float | int | str | None]] = None
+    points: list[list[float | int | str | None]] = []
     metrics: list[str] = []
 
 
 class Layers(Answer):
     step: int = 0
     columns: list[str] = []
-    layers: list[list[float | int | str | None]] = None
+    layers: list[list[float | int | str | None]] = []
     steps: list[int] = []
 
 

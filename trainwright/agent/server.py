@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ResourceError, ToolError
@@ -29,6 +29,9 @@ from trainwright.errors import TrainwrightError, UsageError
 from trainwright.report.server.serve import open_listener
 from trainwright.runs.files import UnreadableFile
 from trainwright.version import __version__
+
+if TYPE_CHECKING:
+    from uvicorn import Server
 
 INSTRUCTIONS = (
     "Trainwright examines PyTorch training runs. Start with list_runs, then diagnose_run: it names the first cause, "
@@ -119,7 +122,7 @@ def _tool(function: Callable[..., Mapping[str, object]], kind: type) -> Callable
         parameters=[*signature.parameters.values(), with_budget], return_annotation=Annotated[CallToolResult, kind]
     )
     called.__doc__ = f"{' '.join((function.__doc__ or '').split())} {_BUDGET_TEXT}"
-    del called.__wrapped__  # type: ignore[attr-defined]
+    del called.__wrapped__
     return called
 
 
@@ -148,15 +151,23 @@ def serve_stdio(options: ServerOptions) -> None:
 
 def serve_http(options: ServerOptions, port: int | None, say: Callable[[str], None]) -> None:
     """Serve agents on this machine over HTTP, with a token, until interrupted."""
+    with open_listener(port) as listener:
+        token = secrets.token_urlsafe(24)
+        server = http_server(options, token)
+        say(f"http://127.0.0.1:{listener.getsockname()[1]}/mcp with the header  Authorization: Bearer {token}")
+        server.run(sockets=[listener])
+
+
+def http_server(options: ServerOptions, token: str) -> Server:
+    """Return the HTTP server; requests without the token are refused."""
     import uvicorn
 
-    server = make_server(options)
-    with open_listener(port) as listener:
-        at, token = listener.getsockname()[1], secrets.token_urlsafe(24)
-        say(f"http://127.0.0.1:{at}/mcp with the header  Authorization: Bearer {token}")
-        app = TokenGuard(server.streamable_http_app(json_response=True, stateless_http=True), token)
-        config = uvicorn.Config(app, log_level="critical", access_log=False, ws="none", server_header=False)
-        uvicorn.Server(config).run(sockets=[listener])
+    app = TokenGuard(make_server(options).streamable_http_app(json_response=True, stateless_http=True), token)
+    return uvicorn.Server(
+        uvicorn.Config(
+            app, log_level="critical", access_log=False, ws="none", server_header=False, timeout_graceful_shutdown=1
+        )
+    )
 
 
 class TokenGuard:

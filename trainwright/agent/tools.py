@@ -14,7 +14,7 @@ from trainwright.agent.untrusted import MAX_KEY_CHARS, cleaned
 from trainwright.doctor.pages import page
 from trainwright.errors import UsageError
 from trainwright.report.diagnosis import diagnosis_of
-from trainwright.report.evidence import calls_of, environment_of, evidence_of, finding_in, lines_named
+from trainwright.report.evidence import calls_of, environment_of, evidence_of, finding_in, line_of_stage, lines_named
 from trainwright.report.examination import can_be_trained_again
 from trainwright.report.findings import place, value_in_words
 from trainwright.report.pages.compare import Difference, RunComparison
@@ -86,7 +86,6 @@ class RunTools:
         report = diagnosis_of(folder)
         records = self._records(folder)
         findings = (*report.findings, *report.added)
-        calls = dict.fromkeys(f"{kind} {line}" for each in findings[:1] for kind, line in calls_of(records, each))
         experiments = report.examination.unexamined.experiments if report.examination.unexamined else ()
         return {
             "run": run,
@@ -94,7 +93,7 @@ class RunTools:
             "step": report.step,
             "verdict": report.verdict.sentence,
             "findings": [_line(each, records) for each in findings],
-            "calls": list(calls),
+            "calls": _calls(calls_of(records, findings[0])) if findings else [],
             "not_examined": [*experiments, *(why for why, _ in report.examination.blind)],
             "replay": _replayable(folder),
         }
@@ -115,7 +114,7 @@ class RunTools:
                 for each in pack.found.evidence
             ],
             **_excerpt(pack.excerpt),
-            "calls": [f"{kind} {line}" for kind, line in pack.calls],
+            "calls": _calls(pack.calls),
             "step_loss_gradnorm_lr": [[each.step, each.loss, each.grad_norm, each.lr] for each in pack.points],
             "replays": list(pack.replays),
             "others": [f"{each.code}: {each.symptom}" for each in pack.others],
@@ -134,7 +133,7 @@ class RunTools:
             lines = lines_named(found, calls)
         excerpt = excerpt_of(lines, self.code, began_s=records[0].time_s if records else None)
         why = "" if excerpt else "the run names no line of a Python file for it"
-        return {**_excerpt(excerpt), "calls": [f"{kind} {at}" for kind, at in calls], "why": why}
+        return {**_excerpt(excerpt), "calls": _calls(calls), "why": why}
 
     def get_series(
         self, run: str, metric: str = "", points: int = 40, first_step: int = 0, last_step: int = 2**53
@@ -158,18 +157,21 @@ class RunTools:
         unusual gradients first."""
         records = self._records(self.folder(run), Layers, OutputGrads)
         layers = [each for each in records if isinstance(each, Layers)]
-        if not layers:
+        if not layers or not any(each.grad_norm for each in layers):
             raise UsageError(
                 "this run has no statistics by layer",
                 remedy="read measurements(experiment='layer_outputs' or 'update'), or set log.layers in the recipe",
             )
-        chosen = min(layers, key=lambda each: abs(each.step - step)) if step else layers[-1]
         names = next((each.layers for each in layers if each.layers), ())
+        layers = [each for each in layers if each.grad_norm]
+        chosen = min(layers, key=lambda each: abs(each.step - step)) if step else layers[-1]
         columns = ("grad_norm", "update_ratio", "act_mean", "act_std", "act_max")
         there = [name for name in columns if len(getattr(chosen, name)) == len(names)]
+        if "grad_norm" not in there:
+            raise UsageError("the statistics by layer are damaged", remedy="read measurements")
         rows = [[name, *(getattr(chosen, each)[index] for each in there)] for index, name in enumerate(names)]
         logs = np.log(np.maximum(np.nan_to_num([float(row[1]) for row in rows]), 1e-30))
-        order = np.argsort(-np.abs(logs - np.median(logs)), kind="stable") if len(rows) else []
+        order: list[int] = np.argsort(-np.abs(logs - np.median(logs)), kind="stable").tolist() if rows else []
         shown = [rows[index] for index in order[: max(1, top)]]
         steps = [each.step for each in layers]
         return {"step": chosen.step, "columns": ["layer", *there], "layers": shown, "steps": [steps[0], steps[-1]]}
@@ -241,15 +243,19 @@ class RunTools:
         return read_newest(folder.log, kinds or (Watched, Examined)).records
 
 
+def _calls(calls: Sequence[tuple[str, str]]) -> list[str]:
+    return list(dict.fromkeys(f"{kind} {line}" for kind, line in calls))
+
+
 def _line(found: Found, records: Sequence[Record]) -> dict[str, object]:
-    calls = calls_of(records, found)
+    likely = line_of_stage(found, calls_of(records, found))
     return {
         "code": found.code,
         "severity": found.severity,
         "step": found.step,
         "since_step": found.since_step,
         "where": place(found.where).strip(),
-        "line": found.where.source or _line_of_stage(found, calls),
+        "line": found.where.source or (f"{likely[0]} (the {likely[1]} call)" if likely else ""),
         "what": found.symptom,
         "seen": [
             f"{each.measure}: {value_in_words(each.seen)}"
@@ -261,26 +267,6 @@ def _line(found: Found, records: Sequence[Record]) -> dict[str, object]:
         "tried": [f"{each.remedy}: {each.result}" for each in found.tried],
         "explains": [each.partition(":")[0] for each in found.consequences],
     }
-
-
-_CALLS_OF_STAGES = {
-    "input": ("forward",),
-    "label": ("op:", "forward"),
-    "forward": ("forward",),
-    "loss": ("op:", "backward"),
-    "backward": ("backward",),
-    "clip": ("clip", "step"),
-    "update": ("step",),
-}
-
-
-def _line_of_stage(found: Found, calls: Sequence[tuple[str, str]]) -> str:
-    """Return the line that makes the call of the stage that a finding concerns; "" if it is not known."""
-    for kind in _CALLS_OF_STAGES.get(found.stage, ()):
-        lines = [line for name, line in calls if name == kind or (kind.endswith(":") and name.startswith(kind))]
-        if lines:
-            return f"{lines[-1]} (the {kind.rstrip(':')} call)"
-    return ""
 
 
 def _replayable(folder: RunFolder) -> str:

@@ -35,7 +35,8 @@ def mcp(
     from trainwright.recipe.formatting import parse_bytes
 
     try:
-        from trainwright.agent.server import Limits, ServerOptions, serve_http, serve_stdio
+        from trainwright.agent.process import Limits
+        from trainwright.agent.server import ServerOptions, serve_http, serve_stdio
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "mcp":
             raise

@@ -253,8 +253,35 @@ def calls_of(records: Sequence[Record], found: Found) -> tuple[tuple[str, str], 
 
 
 def lines_named(found: Found, calls: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the lines of the code that concern a finding: its own one, else those of the calls of its step."""
-    return [found.where.source] if found.where.source else [line for _, line in calls]
+    """Return the lines of the code that concern a finding: its own one, else those of the calls of its step.
+
+    The first one is the most likely: the call of the stage that the finding concerns.
+    """
+    if found.where.source:
+        return [found.where.source]
+    first = line_of_stage(found, calls)
+    return [*([first[0]] if first else []), *(line for _, line in calls)]
+
+
+CALLS_OF_STAGES = {
+    "input": ("forward",),
+    "label": ("op:", "forward"),
+    "forward": ("forward",),
+    "loss": ("op:", "backward"),
+    "backward": ("backward",),
+    "clip": ("clip", "step"),
+    "update": ("step",),
+}
+"""The calls that a finding of a stage concerns, the most likely first. ``op:`` is a torch function of the loss."""
+
+
+def line_of_stage(found: Found, calls: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
+    """Return the line and the kind of the call of the stage that a finding concerns; None if it is not known."""
+    for kind in CALLS_OF_STAGES.get(found.stage, ()):
+        lines = [line for name, line in calls if name == kind or (kind.endswith(":") and name.startswith(kind))]
+        if lines:
+            return lines[-1], kind.rstrip(":")
+    return None
 
 
 def points_around(view: RunView, found: Found) -> Iterator[Point]:

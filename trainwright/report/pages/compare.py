@@ -135,7 +135,7 @@ def _parting(first: RunView, other: RunView) -> str:
     """Return the first step that both logs have and in which a number differs in any bit."""
     rows = [view.log.rows for view in (first, other)]
     steps = [column(each, "step") for each in rows]
-    common, *places = np.intersect1d(*steps, return_indices=True)
+    common, *places = np.intersect1d(steps[0], steps[1], return_indices=True)
     if not len(common):
         return f"{other.name}: no step is in the logs of both"
     differs = {}
