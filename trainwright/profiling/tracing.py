@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from trainwright.profiling.audit import COMPILED_MARKS
 from trainwright.profiling.facts import ModuleTime, OperatorTime
 from trainwright.runs.storage import make_subfolder
 
@@ -22,6 +23,7 @@ MEMORY_POINTS = 300
 """Points of the memory curve; each is the maximum of its span."""
 MAX_ROWS = 40
 """The number of slowest operators and modules that are kept."""
+MAX_KERNELS = 200
 _BACKWARD = "autograd::engine::evaluate_function"
 _UPDATE = "Optimizer.step"
 _DATA = "enumerate(DataLoader)"
@@ -124,6 +126,12 @@ class TracedSteps:
             curve.append(held)
         lowest = min([0, *curve])  # memory from before the trace is freed in it
         return _peaks([each - lowest for each in curve])
+
+    def kernels(self) -> dict[str, float]:
+        """Return the calls in a step of the kernels of a GPU and of compiled regions, by name."""
+        calls = Counter(event.name for event in self._on_device)
+        calls.update(event.name for event in self._events if event.name.startswith(COMPILED_MARKS))
+        return {name: count / self._steps for name, count in calls.most_common(MAX_KERNELS)}
 
     def busy(self) -> float | None:
         """Return the fraction of the time in which a GPU computed; None without one."""
