@@ -1,17 +1,22 @@
-"""Measurements on an NVIDIA GPU, part by part: ``scripts/gpu OUT [PART ...] [--limit S]``.
+"""What to run where there is an NVIDIA GPU, part by part, the most valuable first: ``scripts/gpu OUT [PART ...]``.
 
     tests     the tests that need a GPU (`pytest -m gpu`)
     sync      steps of the engine under torch.cuda.set_sync_debug_mode("error"); how often a step of tw.fit synchronises
-    overhead  step_overhead.py on the GPU
+    mfu       tokens/s and model FLOPs utilization of GPT-2 124M in bf16: eager, compiled, and captured in CUDA graphs
+    graphs    a step of 2 ms and a GPT: plain loop, engine, engine with CUDA graphs
+    overhead  step_overhead.py on the GPU: tw.fit and peers against a plain loop
     watch     watch_overhead.py on the GPU
-    zoo       gpu_zoo.py: healthy programs and listed faults there
-    stall     checkpoint_stall.py with GPT-2 124M on the GPU
+    host      host_time.py: what tw.fit and tw.watch add to the host's time of a step
     plan      plan_accuracy.py: the foreseen peak against torch.cuda.max_memory_allocated
     amp       tokens/s of GPT-2 124M by precision (fp8 with torchao), eager and compiled, against fp32
-    mfu       model FLOPs utilization of GPT-2 124M in bf16, compiled
+    train     tokens/s of `trainwright train` with the recipe of GPT-2 124M, everything at its default
+    stall     checkpoint_stall.py with GPT-2 124M on the GPU
+    zoo       gpu_zoo.py: healthy programs and listed faults there
 
-This file needs the standard library alone. Each part is a process of its own with a time limit; its figures go to
-OUT/PART.jsonl as they come, and a part that fails, or finds no GPU, leaves a line that says so.
+A part is a process of its own with a time limit below four minutes. Its figures go to OUT/PART.jsonl as they come; the
+last line has its time, and its error if there was one. Parts that ended well before are not run again (``--again``), so
+several short sittings add up: ``--seconds`` starts no part that may not end in time. At the end, a table of all parts
+in OUT is printed and written to OUT/table.md. This file needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -23,11 +28,42 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-PARTS = ("tests", "sync", "overhead", "watch", "zoo", "stall", "plan", "amp", "mfu")
-LIMIT_S = 470.0
+PARTS = ("tests", "sync", "mfu", "graphs", "overhead", "watch", "host", "plan", "amp", "train", "stall", "zoo")
+LIMIT_S = 230.0
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    """Returns the figures of a part so far. A line that was cut off by a kill is left out."""
+    found: list[dict[str, Any]] = []
+    for line in file.read_text(errors="replace").splitlines() if file.exists() else ():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def is_done(part: str, out: Path) -> bool:
+    """Returns whether the part has ended well in an earlier sitting."""
+    lines = lines_of(out / f"{part}.jsonl")
+    return bool(lines) and lines[-1].get("case") == part and "seconds" in lines[-1] and "error" not in lines[-1]
+
+
+def table(out: Path) -> Iterator[str]:
+    """Yields a Markdown table of the figures of all parts."""
+    yield "| part | case | median | unit | against | range |"
+    yield "|---|---|---|---|---|---|"
+    for part in PARTS:
+        for line in lines_of(out / f"{part}.jsonl"):
+            if "value" in line:
+                low, high = line.get("spread") or ("", "")
+                cells = (part, line.get("case"), line["value"], line.get("unit"), line.get("against", ""))
+                yield f"| {' | '.join(map(str, cells))} | {low} to {high} |"
+            elif "error" in line or "skipped" in line:
+                yield f"| {part} | not measured | | | {line.get('error') or line['skipped']} | |"
 
 
 def run_part(part: str, out: Path, device: str, limit_s: float = LIMIT_S) -> bool:
@@ -59,13 +95,27 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the folder for the figures")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default all")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="seconds that a part may take")
+    parser.add_argument("--seconds", type=float, metavar="S", help="seconds of this sitting")
+    parser.add_argument("--again", action="store_true", help="run parts again that have ended well")
     options = parser.parse_args()
     if unknown := [part for part in options.parts if part not in PARTS]:
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     options.out.mkdir(parents=True, exist_ok=True)
-    device = os.environ.get("DEVICE", "cuda")
-    good = [run_part(part, options.out.resolve(), device, options.limit) for part in options.parts or PARTS]
-    raise SystemExit(0 if all(good) else 1)
+    out, device, begin_s, good = options.out.resolve(), os.environ.get("DEVICE", "cuda"), time.perf_counter(), True
+    for part in options.parts or PARTS:
+        if is_done(part, out) and not options.again:
+            continue
+        if options.seconds is not None and time.perf_counter() - begin_s + options.limit > options.seconds:
+            print(
+                json.dumps({"bench": "gpu", "case": part, "skipped": "the next sitting: no time is left"}), flush=True
+            )
+            good = False
+            continue
+        good &= run_part(part, out, device, options.limit)
+    lines = [*table(out)]
+    (out / "table.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines), flush=True)
+    raise SystemExit(0 if good else 1)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,16 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from itertools import repeat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.figures import about, figure
+from benchmarks.figures import about, figure, ratios
+
+if TYPE_CHECKING:
+    from trainwright.engine.graphs import StepGraphs
 
 ROOT = Path(__file__).parent.parent
 GPT2 = {"layers": 12, "d_model": 768, "block_size": 1024, "vocab_size": 50257}
@@ -57,7 +62,15 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 class Gpt:
     """GPT-2 124M on the device with its step function and batches that lie there already; on a CPU a tiny one."""
 
-    def __init__(self, device: torch.device, precision: str, *, compiled: bool = False, accumulation: int = 1) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        precision: str,
+        *,
+        compiled: bool = False,
+        accumulation: int = 1,
+        captured: bool = False,
+    ) -> None:
         from trainwright.assembly.linear_layers import convert_linear_layers
         from trainwright.checkpoint.train_state import TrainState
         from trainwright.engine.losses import language_model
@@ -79,7 +92,8 @@ class Gpt:
             self.model.compile()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.state = TrainState(self.model, self.optimizer, scaler=how.scaler(device))
-        self.advance = make_step(language_model, precision=how, clip=make_clip("norm", 1.0))
+        graphs = captured_steps(device) if captured else None
+        self.advance = make_step(language_model, precision=how, clip=make_clip("norm", 1.0), graphs=graphs)
 
     @property
     def tokens(self) -> int:
@@ -113,6 +127,16 @@ class Gpt:
         self.train(steps)
         wait_for(self.device)
         return steps * self.tokens / (time.perf_counter() - begin_s)
+
+
+def captured_steps(device: torch.device) -> StepGraphs | None:
+    """Returns what captures steps on this device; None on a CPU. Prints the reason if a step cannot be captured."""
+    from trainwright.engine.graphs import CudaGraphs, StepGraphs
+
+    def report(reason: str) -> None:
+        print(json.dumps({"bench": "gpu_graphs", "case": "not captured", "error": reason}), flush=True)
+
+    return StepGraphs(CudaGraphs(device), report=report) if device.type == "cuda" else None
 
 
 def wait_for(device: torch.device) -> None:
@@ -236,7 +260,10 @@ def plan(device: torch.device) -> None:
     if device.type == "cpu":
         other_benchmark("plan_accuracy", "--quick", "--device", "cpu")
         return
+    begin_s = time.perf_counter()
     for model in ("gpt", "resnet", "bert", "lora", "lstm"):
+        if time.perf_counter() - begin_s > 150:
+            break
         other_benchmark("plan_accuracy", "--device", "cuda", "--only", model)
 
 
@@ -268,18 +295,103 @@ def amp(device: torch.device) -> None:
 
 
 def mfu(device: torch.device) -> None:
-    """Steps of the engine with batches on the device; then ``trainwright train``, everything at its default."""
-    gpt = Gpt(device, "bf16", compiled=device.type == "cuda", accumulation=count(device, 4))
-    gpt.train(count(device, 5))
-    speeds = [gpt.speed(count(device, 20)) for _ in range(3)]
+    """Steps of the engine with batches on the device."""
+    ways = {"engine": {}, "compiled": {"compiled": True}, "compiled_graphs": {"compiled": True, "captured": True}}
+    for case, how in (ways if device.type == "cuda" else {"engine": {}}).items():
+        gpt = Gpt(device, "bf16", accumulation=count(device, 4), **how)
+        gpt.train(count(device, 8))
+        speeds = [gpt.speed(count(device, 12)) for _ in range(3)]
+        show_utilization(case, speeds, flops_of(gpt), peak_flops(device, "bf16"))
+        forget(gpt)
+
+
+def flops_of(gpt: Gpt) -> float:
+    """FLOPs of a token."""
     shape = {name: gpt.shape[name] for name in ("layers", "d_model", "block_size")}
     positions = shape["block_size"] * shape["d_model"]
-    each = flops_per_token(sum(p.numel() for p in gpt.model.parameters()) - positions, **shape)
-    show_utilization("engine", speeds, each, peak_flops(device, "bf16"))
-    del gpt
-    if device.type == "cuda":
+    return flops_per_token(sum(p.numel() for p in gpt.model.parameters()) - positions, **shape)
+
+
+def forget(gpt: Gpt) -> None:
+    """Frees the memory of a model."""
+    gpt.state = gpt.model = gpt.optimizer = gpt.advance = None  # type: ignore[assignment]
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
-        show_utilization("train", [speed_of_recipe()], each, peak_flops(device, "bf16"))
+
+
+def train(device: torch.device) -> None:
+    """``trainwright train`` on GPT-2 124M, everything at its default."""
+    if device.type == "cuda":
+        gpt = Gpt(device, "bf16")
+        flops = flops_of(gpt)
+        forget(gpt)
+        show_utilization("train", [speed_of_recipe()], flops, peak_flops(device, "bf16"))
+
+
+def graphs(device: torch.device) -> None:
+    """A step that the host bounds: a plain loop, the engine, the engine with CUDA graphs. Ratios to the plain loop."""
+    layers, width, rows = (24, 256, 64) if device.type == "cuda" else (2, 16, 4)
+    steps = count(device, 200)
+    x, y = torch.randn(rows, width, device=device), torch.randint(width, (rows,), device=device)
+    seconds: dict[str, list[float]] = {"plain": [], "engine": [], "graphs": []}
+    runs = {"plain": plain_steps(deep_mlp(layers, width, device), x, y)}
+    runs["engine"] = engine_steps(deep_mlp(layers, width, device), x, y, None)
+    runs["graphs"] = engine_steps(deep_mlp(layers, width, device), x, y, captured_steps(device))
+    for act in runs.values():
+        act(8)
+    for _ in range(5):
+        for name, act in runs.items():
+            wait_for(device)
+            begin_s = time.perf_counter()
+            act(steps)
+            wait_for(device)
+            seconds[name].append((time.perf_counter() - begin_s) / steps)
+    figure("gpu_graphs", "plain_step", [1e3 * each for each in seconds["plain"]], unit="ms", against="absolute")
+    for name in ("engine", "graphs"):
+        figure("gpu_graphs", name, ratios(seconds[name], seconds["plain"]), unit="ratio", against="plain loop")
+
+
+def deep_mlp(layers: int, width: int, device: torch.device) -> torch.nn.Module:
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU()) for _ in range(layers)]
+    return torch.nn.Sequential(*blocks).to(device)
+
+
+def plain_steps(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[int], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def act(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+    return act
+
+
+def engine_steps(
+    model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, graphs: StepGraphs | None
+) -> Callable[[int], None]:
+    import numpy as np
+
+    import trainwright as tw
+
+    state = tw.TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+    advance = tw.make_step(torch.nn.CrossEntropyLoss(), clip=tw.make_clip("norm", 1.0), graphs=graphs)
+    batch = tw.StepBatch((tw.MicroBatch((x, y), np.arange(len(x))),))
+
+    def act(steps: int) -> None:
+        for _ in tw.steps(state, repeat(batch), advance, until=tw.for_steps(state.step + steps)):
+            pass
+
+    return act
+
+
+def host(device: torch.device) -> None:
+    """The host's time of a step, measured on the CPU of this machine."""
+    small = ("--sizes", "8,100,600", "--turns", "8", "--seconds", "45") if device.type == "cuda" else ("--quick",)
+    other_benchmark("host_time", *small)
 
 
 def show_utilization(case: str, speeds: list[float], flops_of_a_token: float, peak: float | None) -> None:
@@ -306,6 +418,9 @@ def speed_of_recipe(steps: int = 80) -> float:
 
 
 PARTS: dict[str, Callable[[torch.device], None]] = {
+    "graphs": graphs,
+    "host": host,
+    "train": train,
     "tests": tests,
     "sync": sync,
     "overhead": overhead,

@@ -1,6 +1,6 @@
 """Processor time of a step that computes almost nothing: what ``tw.fit`` and ``tw.watch`` add to a plain loop.
 
-    python -m benchmarks.host_time [--sizes 8,100,600] [--turns 10] [--seconds 75] [--quick]
+    python -m benchmarks.host_time [--sizes 8,100,600] [--turns 10] [--seconds 45] [--quick]
 
 On a GPU the time of the host is often the time of the step, and it can be measured on a CPU: the models here are chains
 of linear layers of 4 x 4, with 8 to 600 tensors. The plain loop has the optimizer, the batches and the clipping that
@@ -216,7 +216,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         child(sys.argv[2], int(sys.argv[3]))
         return
-    options: Any = arguments(__doc__, sizes=("8,100,600", "8,16"), turns=(10, 2), seconds=(75.0, 75.0))
+    options: Any = arguments(__doc__, sizes=("8,100,600", "8,16"), turns=(10, 2), seconds=(45.0, 45.0))
     sizes = [int(size) for size in options.sizes.split(",")]
     about("host_time")
     found = {size: measured(size, options.turns, options.seconds) for size in sizes}

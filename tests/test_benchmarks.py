@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import run_part
+from benchmarks.gpu import is_done, run_part, table
 from benchmarks.gpu_parts import flops_per_token, utilization
 from tests import forked
 
@@ -103,6 +103,23 @@ def test_a_part_for_a_gpu_that_fails_leaves_its_error(tmp_path: Path) -> None:
     assert not run_part("mfu", tmp_path, "cpu", limit_s=0.05)
     last = json.loads((tmp_path / "mfu.jsonl").read_text().splitlines()[-1])
     assert last["error"] == "not done after 0.05 s"
+
+
+def test_parts_for_a_gpu_are_run_until_they_have_ended_well(tmp_path: Path) -> None:
+    figure = {"bench": "b", "case": "c", "value": 2.0, "unit": "ms", "against": "plain", "n": 2, "spread": [1.0, 3.0]}
+    ended = {"bench": "gpu", "case": "mfu", "seconds": 9.0}
+    for part, lines in {
+        "mfu": [figure, ended],
+        "sync": [figure, ended | {"case": "sync", "error": "exit code 1"}],
+    }.items():
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (tmp_path / "amp.jsonl").write_text(json.dumps(figure) + '\n{"bench": "gpu", "ca')  # the part was killed
+    assert [is_done(part, tmp_path) for part in ("mfu", "sync", "amp", "zoo")] == [True, False, False, False]
+    shown = list(table(tmp_path))
+    assert (
+        "| mfu | c | 2.0 | ms | plain | 1.0 to 3.0 |" in shown
+        and "| sync | not measured | | | exit code 1 | |" in shown
+    )
 
 
 WINDOW = """

@@ -80,6 +80,9 @@ def profile(
     ],
     seconds: Annotated[float, typer.Option(min=0.05, help="Seconds of timing at full speed.")] = 1.0,
     budget: Annotated[str, typer.Option(metavar="TIME", help="Time for trying remedies; 0s tries none.")] = "60s",
+    audit: Annotated[
+        bool, typer.Option(help="Compare the dtypes and kernels that ran with those that the recipe asks for.")
+    ] = False,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
@@ -95,5 +98,5 @@ def profile(
     with importing_torch():
         from trainwright.commands.profile import profile as run_profile
 
-    seen = run_profile(subject.build, for_s=seconds, budget_s=budget_s, console=console_for(as_json))
+    seen = run_profile(subject.build, for_s=seconds, budget_s=budget_s, audits=audit, console=console_for(as_json))
     finish_printed(seen, as_json)

@@ -24,6 +24,7 @@ from trainwright.monitoring.terminal import Console
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.parallel import in_one_process
 from trainwright.plan.trace.local_device import local_device
+from trainwright.profiling.audit import audit
 from trainwright.profiling.session import TIMED_S, ProfileSession
 from trainwright.profiling.verdict import Advice, ProfileFacts, judge
 from trainwright.profiling.words import MIN_ROUNDS, ROUNDS, Profile, SpeedUp, TriedAdvice, compare_timings
@@ -198,7 +199,12 @@ class ProfiledRun:
 
 
 def profile(
-    build: Build, *, for_s: float = TIMED_S, budget_s: float = 60.0, console: Console | None = None
+    build: Build,
+    *,
+    for_s: float = TIMED_S,
+    budget_s: float = 60.0,
+    audits: bool = False,
+    console: Console | None = None,
 ) -> ProfiledRun:
     """Train the beginning of the run that ``build`` makes, in a separate run folder.
 
@@ -206,6 +212,7 @@ def profile(
         build: Makes the recipe and its objects.
         for_s: Seconds of timing at full speed.
         budget_s: Seconds for trying remedies; 0 tries none.
+        audits: Compare the kernels that ran with those that the recipe asks for.
         console: The output.
     """
     console = console or Console()
@@ -235,7 +242,8 @@ def profile(
         device = local_device()
         verdict = judge(facts, device)
         tried = tuple(_tried(build, seen.job, verdict.advice, budget_s, console))
-    found = Profile(facts, verdict, tried)
+    rows = audit(facts, on_gpu=seen.job.device.type == "cuda") if audits else ()
+    found = Profile(facts, verdict, tried, rows)
     folder.write_json(NAME, found.to_json())
     with suppress(Exception):
         write_report([folder.path])

@@ -115,7 +115,7 @@ class ProfileSession:
             return
         seen = self._try("trace", lambda: tracer.close(self._traced, self._trace))
         if seen is not None:
-            for name in ("operators", "modules", "memory", "busy"):
+            for name in ("operators", "modules", "memory", "busy", "kernels"):
                 self.parts[name] = self._try(name, getattr(seen, name))
             self.parts["trace"] = None if self._trace is None else self._trace.name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import site
 import sysconfig
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
@@ -18,6 +18,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import trainwright
+from trainwright.profiling.audit import COMPILED_MARKS
 from trainwright.profiling.verdict import ModuleTime, OperatorTime
 from trainwright.runs.storage import make_subfolder
 
@@ -128,6 +129,7 @@ MEMORY_POINTS = 300
 """Points of the memory curve; each is the maximum of its span."""
 MAX_ROWS = 40
 """The number of slowest operators and modules that are kept."""
+MAX_KERNELS = 200
 _BACKWARD = "autograd::engine::evaluate_function"
 _UPDATE = "Optimizer.step"
 _DATA = "enumerate(DataLoader)"
@@ -230,6 +232,12 @@ class TracedSteps:
             curve.append(held)
         lowest = min([0, *curve])  # memory from before the trace is freed in it
         return _peaks([each - lowest for each in curve])
+
+    def kernels(self) -> dict[str, float]:
+        """Return the calls in a step of the kernels of a GPU and of compiled regions, by name."""
+        calls = Counter(event.name for event in self._on_device)
+        calls.update(event.name for event in self._events if event.name.startswith(COMPILED_MARKS))
+        return {name: count / self._steps for name, count in calls.most_common(MAX_KERNELS)}
 
     def busy(self) -> float | None:
         """Return the fraction of the time in which a GPU computed; None without one."""

@@ -63,6 +63,7 @@ class ProfileFacts:
     """A profile. ``phases`` add up to ``step_s``, the mean over ``steps`` steps that ran without a profiler.
 
     ``busy`` is the fraction of the time in which a GPU computed, None on a CPU. ``workers`` is None if unknown.
+    ``kernels`` are calls of the kernels of a GPU and of compiled regions, by name.
     ``memory`` are the bytes that tensors held over the traced steps. ``left_out`` are the steps that an occasional
     evaluation, save or examination followed.
     """
@@ -83,6 +84,7 @@ class ProfileFacts:
     workers: int | None = None
     fused: bool | None = None
     compiled: bool = False
+    kernels: Mapping[str, float] = field(default_factory=dict)
     trace: str | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
 

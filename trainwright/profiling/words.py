@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainwright.plan.explain import human_seconds
+from trainwright.profiling.audit import AuditRow
 from trainwright.profiling.verdict import Advice, BoundVerdict, ProfileFacts
 from trainwright.runs.json_values import strict
 
@@ -96,6 +97,7 @@ class Profile:
     facts: ProfileFacts
     verdict: BoundVerdict
     tried: tuple[TriedAdvice, ...] = ()
+    audit: tuple[AuditRow, ...] = ()
 
     @property
     def gains(self) -> tuple[TriedAdvice, ...]:
@@ -120,6 +122,9 @@ class Profile:
     def lines(self) -> Iterator[str]:
         """Yield the text output."""
         facts, verdict = self.facts, self.verdict
+        if self.audit:
+            yield "audit: what ran, against what the recipe asks for"
+            yield from (f"  {row}" for row in self.audit)
         yield verdict.headline
         yield f"next      {self.next}"
         yield f"step      {human_seconds(facts.step_s)}, over {facts.steps} steps at full speed, in {facts.precision}"
@@ -144,6 +149,6 @@ class Profile:
     def to_json(self) -> Mapping[str, object]:
         """Return the content of ``profile.json``."""
         facts = {name: value for name, value in vars(self.facts).items() if name != "work"}
-        value = strict({"facts": facts, "verdict": self.verdict, "tried": self.tried})
+        value = strict({"facts": facts, "verdict": self.verdict, "tried": self.tried, "audit": self.audit})
         advice = [str(each) for each in (*(each for each in self.tried if each.seen), *self.open)]
         return {**value, "next": self.next, "gains": [str(each) for each in self.gains], "advice": advice}

@@ -1,0 +1,131 @@
+"""Compares the operators and kernels that ran with those that the recipe asks for: precision, attention, update."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from trainwright.plan.call_trace import Work
+from trainwright.profiling.facts import ProfileFacts
+
+MIN_FRACTION = 0.95
+"""Fraction of the FLOPs in the requested dtype. The head of a model or a loss in float32 is below the rest."""
+LOW_PRECISION = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "mxfp8": "bfloat16"}
+"""Dtype of ordinary matrix products, by precision."""
+FUSED_ATTENTION = ("flash_attention", "cudnn_attention", "fused_attention_overrideable")
+COMPILED_MARKS = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph", "triton_")
+
+
+@dataclass(frozen=True)
+class AuditRow:
+    """What was asked for a class of operators, and what ran. ``agrees`` is False for a silent fallback."""
+
+    what: str
+    asked: str
+    ran: str
+    agrees: bool
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        mark = "ok" if self.agrees else "NOT AS ASKED"
+        remedy = "" if self.agrees or not self.remedy else f"; {self.remedy}"
+        return f"{self.what:<16} asked {self.asked:<14} ran {self.ran}  {mark}{remedy}"
+
+
+def audit(facts: ProfileFacts, *, on_gpu: bool) -> tuple[AuditRow, ...]:
+    """Return one row for each class of operators that ran and for which the recipe asks for something."""
+    return tuple(_rows(facts, on_gpu=on_gpu))
+
+
+def _rows(facts: ProfileFacts, *, on_gpu: bool) -> Iterator[AuditRow]:
+    products = [each for each in facts.work if each.flops and not _is_attention(each) and not _is_convolution(each)]
+    yield from _in_dtype("matrix products", products, facts, on_gpu=on_gpu)
+    convolutions = [each for each in facts.work if each.flops and _is_convolution(each)]
+    yield from _in_dtype("convolutions", convolutions, facts, on_gpu=on_gpu)
+    if facts.precision in ("fp8", "mxfp8"):
+        scaled = sum(each.calls for each in products if "scaled_mm" in each.op)
+        ran = f"{scaled:,} scaled products" if scaled else "none in 8 bits (emulated, or no layer was converted)"
+        remedy = "the device must have fp8, and sizes of layers must be multiples of 16"
+        yield AuditRow("8-bit layers", facts.precision, ran, scaled > 0, remedy)
+    yield from _attention(facts, on_gpu=on_gpu)
+    yield from _update(facts)
+    if facts.compiled:
+        found = [name for name in facts.kernels if name.startswith(COMPILED_MARKS)]
+        ran = f"{len(found)} compiled regions or kernels" if found else "eager operators only"
+        remedy = "the compiler gave up: TORCH_LOGS=graph_breaks,recompiles names the lines"
+        yield AuditRow("compiled model", "torch.compile", ran, bool(found), remedy)
+
+
+def _in_dtype(what: str, works: list[Work], facts: ProfileFacts, *, on_gpu: bool) -> Iterator[AuditRow]:
+    if not works:
+        return
+    flops = _flops_by_dtype(works)
+    total = sum(flops.values())
+    shown = ", ".join(f"{dtype} {flop / total:.0%}" for dtype, flop in flops.most_common(3))
+    asked = facts.precision
+    if asked in LOW_PRECISION:
+        wanted = LOW_PRECISION[asked]
+        others = Counter[str]()
+        for each in works:
+            if each.dtype != wanted and "scaled_mm" not in each.op:
+                others[each.module or "the loss"] += each.flops
+        agrees = sum(others.values()) <= (1 - MIN_FRACTION) * total
+        where = ", ".join(name for name, _ in others.most_common(3))
+        yield AuditRow(what, wanted, shown, agrees, f"other dtypes in {where}: look for .float() or autocast(False)")
+    elif asked == "tf32" and on_gpu:
+        kernels = {name: calls for name, calls in facts.kernels.items() if _is_product_kernel(name)}
+        tensor_cores = sum(calls for name, calls in kernels.items() if "tf32" in name.lower())
+        count = sum(kernels.values())
+        remedy = "something sets torch.backends.cuda.matmul.allow_tf32 or the matmul precision back"
+        yield AuditRow(what, "tf32", f"{tensor_cores:.0f} of {count:.0f} kernels in tf32", tensor_cores > 0, remedy)
+    elif asked == "fp32":
+        float32 = flops.get("float32", 0) >= MIN_FRACTION * total
+        yield AuditRow(what, "float32", shown, float32, "the model is not in float32, or autocast is on")
+
+
+def _attention(facts: ProfileFacts, *, on_gpu: bool) -> Iterator[AuditRow]:
+    calls = Counter[str]()
+    for each in facts.work:
+        if _is_attention(each) and each.phase == "forward":
+            calls[each.op] += each.calls
+    if not calls:
+        return
+    fused = sum(count for op, count in calls.items() if any(mark in op for mark in FUSED_ATTENTION))
+    ran = ", ".join(f"{op.removeprefix('_scaled_dot_product_')} {count}x" for op, count in calls.most_common(3))
+    remedy = "flash attention needs bf16 or fp16, no explicit mask, and head sizes up to 256"
+    yield AuditRow("attention", "flash", ran, fused == sum(calls.values()) or not on_gpu, remedy)
+
+
+def _update(facts: ProfileFacts) -> Iterator[AuditRow]:
+    if facts.fused is None:
+        return
+    ops = Counter[str]()
+    for each in facts.work:
+        if each.phase == "update":
+            ops[each.op] += each.calls
+    fused = sum(count for op, count in ops.items() if op.startswith("_fused_"))
+    foreach = sum(count for op, count in ops.items() if op.startswith("_foreach_"))
+    ran = "fused" if fused else "foreach" if foreach else f"one tensor at a time ({sum(ops.values())} operators)"
+    asked = "fused" if facts.fused else "foreach"
+    remedy = "optimizer.args.fused needs parameters of one device and a floating dtype"
+    yield AuditRow("update", asked, ran, bool(fused) if facts.fused else bool(fused or foreach), remedy)
+
+
+def _flops_by_dtype(works: Iterable[Work]) -> Counter[str]:
+    flops = Counter[str]()
+    for each in works:
+        flops[each.dtype] += each.flops
+    return flops
+
+
+def _is_attention(work: Work) -> bool:
+    return "scaled_dot_product" in work.op or "flex_attention" in work.op
+
+
+def _is_convolution(work: Work) -> bool:
+    return "conv" in work.op
+
+
+def _is_product_kernel(name: str) -> bool:
+    return any(mark in name.lower() for mark in ("gemm", "cutlass", "xmma", "nvjet"))
