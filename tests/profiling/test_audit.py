@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from trainwright.profiling.facts import ProfileFacts
 
 from trainwright.plan.call_trace import Work
 from trainwright.profiling.audit import AuditRow, audit
 from trainwright.profiling.session import StepCounter
+from trainwright.profiling.verdict import ProfileFacts
 
 
 class Net(nn.Module):

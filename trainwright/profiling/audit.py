@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from trainwright.plan.call_trace import Work
-from trainwright.profiling.facts import ProfileFacts
+from trainwright.profiling.verdict import ProfileFacts
 
 MIN_FRACTION = 0.95
 """Fraction of the FLOPs in the requested dtype. The head of a model or a loss in float32 is below the rest."""
