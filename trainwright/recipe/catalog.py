@@ -316,6 +316,11 @@ OBSERVERS = _by_name(
         "trainwright.monitoring.early_stopping:EarlyStopping",
         "Ends the run when the validation no longer improves.",
     ),
+    Row(
+        "generate",
+        "trainwright.finetune.generations:Generations",
+        "Shows completions of some prompts before the first step and after each evaluation.",
+    ),
 )
 
 SINKS = _by_name(
