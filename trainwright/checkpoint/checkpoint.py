@@ -3,6 +3,8 @@
 checkpoints/step-00000400/
     model.safetensors    the model's state_dict under its key names; the averaged weights if the optimizer averages
                          them itself (see checkpoint/optimizer_modes.py)
+    frozen.safetensors   what is not trained, if it is the larger part: the base model of adapters. It is one file on
+                         disk, with a hard link from each checkpoint
     rest.safetensors     tensors of optimizer, EMA and random generators; the training weights of such an optimizer
     state.json           everything else, and the metadata of the run
     manifest.json        step, sizes and sha256
@@ -20,12 +22,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trainwright.checkpoint.codec import StateDict, Tree, encode
 from trainwright.checkpoint.contents import read_contents
 from trainwright.checkpoint.cursor import Cursor
+from trainwright.checkpoint.frozen import frozen_part, load_model_tensors, write_frozen
 from trainwright.checkpoint.manifest import (
     INVALID_CONTENT_ERRORS,
     name_of,
@@ -40,7 +43,7 @@ from trainwright.checkpoint.optimizer_modes import both_weights
 from trainwright.checkpoint.rng import RngBag
 from trainwright.checkpoint.shards import holds_parts, whole
 from trainwright.checkpoint.staging import Staging, num_bytes, on_host
-from trainwright.checkpoint.store import Best, delete, draft_of_step, is_own, sweep
+from trainwright.checkpoint.store import Best, checkpoints, delete, draft_of_step, is_own, sweep
 from trainwright.checkpoint.tensor_file import write_tensors
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.checkpoint.weights import load_plain_state_dict, plain_state_dict, unwrapped
@@ -185,10 +188,13 @@ def commit(snapshot: CheckpointData, folder: Path, best: Best | None = None, run
             _require_own(path, run)
         _require_space(folder, num_bytes(snapshot.model) + num_bytes(snapshot.rest) + len(values) + _SPARE_BYTES)
         aside.mkdir()
-        write_tensors(snapshot.model, aside / "model.safetensors")
+        frozen = frozen_part(snapshot.model, snapshot.trained)
+        digest = write_frozen(frozen, aside, checkpoints(folder, run)) if frozen else None
+        own = {name: each for name, each in snapshot.model.items() if name not in frozen}
+        write_tensors(own, aside / "model.safetensors")
         write_tensors(snapshot.rest, aside / "rest.safetensors")
         (aside / "state.json").write_text(values, "utf-8")
-        written = write_manifest(aside, snapshot.step, asdict(best) if best else None, run)
+        written = write_manifest(aside, snapshot.step, asdict(best) if best else None, run, digest)
         if target.exists():  # the same step again, after a resume
             delete(replaced, run)
             target.rename(replaced)
@@ -290,10 +296,11 @@ def read_run_metadata(path: Path) -> StateDict:
 def mismatches(state: TrainState, path: Path) -> list[str]:
     """Return one line for each tensor in which the model and a verified checkpoint differ in name or shape."""
     built = {name: each for name, each in plain_state_dict(state.model).items() if isinstance(each, Tensor)}
-    with raising_checkpoint_error(path), safe_open(path / "model.safetensors", framework="pt") as file:
+    with raising_checkpoint_error(path):
+        saved = {name: tuple(each.shape) for name, each in load_model_tensors(path).items()}
         names = read_state(path)["model"]
         shapes = {
-            name: tuple(file.get_slice(value["__tensor__"]).get_shape())
+            name: saved[value["__tensor__"]]
             for name, value in names.items()
             if isinstance(value, dict) and "__tensor__" in value
         }

@@ -14,7 +14,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trainwright.checkpoint.codec import StateDict, Tree, decode
-from trainwright.checkpoint.manifest import invalid_content, raising_checkpoint_error, read_manifest, read_state, verify
+from trainwright.checkpoint.manifest import (
+    FROZEN,
+    invalid_content,
+    raising_checkpoint_error,
+    read_manifest,
+    read_state,
+    verify,
+)
 from trainwright.checkpoint.rng import RngBag
 from trainwright.checkpoint.schema import AMOUNT, ANYTHING, FLOAT, NATURAL, TENSOR, TEXT, Maybe, Rule, violations
 
@@ -90,6 +97,8 @@ def read_contents(path: Path) -> Contents:
     """Read a verified checkpoint. Raises CheckpointError unless every part is present and of the right type."""
     with raising_checkpoint_error(path):
         tensors = {part: _tensors(path / f"{part}.safetensors") for part in PARTS}
+        if (path / FROZEN).is_file():
+            tensors["model"] |= _tensors(path / FROZEN)
         values = read_state(path)
         for problem in violations(values, dict.fromkeys(PARTS, ANYTHING), "state.json"):
             raise invalid_content(path, problem)

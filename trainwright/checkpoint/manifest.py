@@ -19,7 +19,9 @@ from trainwright.runs.files import STATE, UnreadableFile, open_file, read_json
 from trainwright.runs.system_calls import fsync
 
 NAME = "manifest.json"
-FORMAT = 2
+FORMAT, FORMAT_WITH_FROZEN = 2, 3
+"""Earlier versions cannot read a checkpoint with frozen.safetensors."""
+FROZEN = "frozen.safetensors"
 NEEDED = ("model.safetensors", "rest.safetensors", "state.json")
 
 
@@ -34,13 +36,17 @@ def step_of(path: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def write_manifest(folder: Path, step: int, best: Mapping[str, Tree] | None = None, run: str = "") -> int:
+def write_manifest(
+    folder: Path, step: int, best: Mapping[str, Tree] | None = None, run: str = "", frozen: str | None = None
+) -> int:
     """List all files of ``folder`` and make them and the manifest durable (fsync). Return the total number of bytes.
 
-    ``best`` holds the metric and value by which the state is the best so far; ``run`` is the identity of the run.
+    ``best`` holds the metric and value by which the state is the best so far; ``run`` is the identity of the run, and
+    ``frozen`` the hash of the weights in frozen.safetensors.
     """
-    files = {path.name: _entry(path) for path in sorted(folder.iterdir()) if path.name != NAME}
+    files = {path.name: entry_of(path) for path in sorted(folder.iterdir()) if path.name != NAME}
     body = {"format": FORMAT, "step": step, "run": run, "best": best, "files": files}
+    body |= {} if frozen is None else {"format": FORMAT_WITH_FROZEN, "frozen": frozen}
     text = json.dumps({**body, "sha256": _sum(body)}, indent=1)
     (folder / NAME).write_text(text, "utf-8")  # no newline at its end, so that any truncation is detected
     for name in (*files, NAME):
@@ -65,9 +71,9 @@ def read_manifest(folder: Path) -> StateDict:
         raise CheckpointError(f"{folder / NAME} cannot be read: {error}", remedy=_REMEDY) from None
     if manifest.pop("sha256", None) != _sum(manifest):
         raise CheckpointError(f"{folder / NAME} is damaged: it differs from its own sha256", remedy=_REMEDY)
-    if manifest.get("format") != FORMAT:
+    if (found := manifest.get("format")) not in (FORMAT, FORMAT_WITH_FROZEN):
         raise NotReadableHere(
-            f"{folder / NAME}: format {manifest.get('format')} is not {FORMAT}, which this version reads",
+            f"{folder / NAME}: this version reads the formats {FORMAT} and {FORMAT_WITH_FROZEN}, not {found}",
             remedy="use the version of Trainwright that wrote it (`version` in log.jsonl)",
         )
     return manifest
@@ -163,7 +169,7 @@ INVALID_CONTENT_ERRORS = (
 _REMEDY = "resume from an older checkpoint of the run"
 
 
-def _entry(path: Path) -> dict[str, str | int]:
+def entry_of(path: Path) -> dict[str, str | int]:
     with open_file(path, follow_links=True) as file:
         size = os.fstat(file.fileno()).st_size
         return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
@@ -173,4 +179,4 @@ def _matches(path: Path, expected: Tree) -> bool:
     """Return True if a file matches its entry. The size is compared first: a replaced file may be endless."""
     with open_file(path, follow_links=True) as file:
         size = os.fstat(file.fileno()).st_size
-    return isinstance(expected, dict) and size == expected.get("bytes") and _entry(path) == expected
+    return isinstance(expected, dict) and size == expected.get("bytes") and entry_of(path) == expected

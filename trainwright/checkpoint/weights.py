@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from trainwright.checkpoint.codec import StateDict, Tree, decode
+from trainwright.checkpoint.frozen import load_model_tensors
 from trainwright.checkpoint.manifest import raising_checkpoint_error, read_state, verify
 from trainwright.checkpoint.names import plain_name
 from trainwright.checkpoint.shards import divided_like
@@ -75,7 +76,7 @@ def read_weights(checkpoint: Path, *, average: bool = False) -> StateDict:
     verify(checkpoint)
     with raising_checkpoint_error(checkpoint):
         state = read_state(checkpoint)
-        weights: StateDict = decode(load_file(checkpoint / "model.safetensors"), state["model"])
+        weights: StateDict = decode(load_model_tensors(checkpoint), state["model"])
         if not average:
             return weights
         saved: StateDict = decode(load_file(checkpoint / "rest.safetensors"), state["rest"]["ema"])

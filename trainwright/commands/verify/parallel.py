@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from trainwright.assembly.assemble import at_recipe
 from trainwright.checkpoint.cursor import count_tokens
+from trainwright.checkpoint.frozen import load_model_tensors
 from trainwright.checkpoint.manifest import name_of
 from trainwright.checkpoint.rng import preserved_rng, reseed
 from trainwright.engine.loss import as_loss_fn, call_loss
@@ -318,7 +318,7 @@ def examine_forward(loaded: Loaded) -> tuple[bool, Sums]:
 
 def _read(run: Path, steps: int) -> _Trained:
     records = [each for each in read(run / "log.jsonl").records if isinstance(each, Step)]
-    weights = load_file(run / "checkpoints" / name_of(len(records)) / "model.safetensors")
+    weights = load_model_tensors(run / "checkpoints" / name_of(len(records)))
     if len(records) < steps:
         raise UsageError(f"the data gave {len(records)} steps of {steps}", remedy=f"add --steps {len(records)}")
     return _Trained(
