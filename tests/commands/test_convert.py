@@ -238,10 +238,52 @@ def test_axolotl(tmp_path: Path) -> None:
     assert (recipe["evaluation"]["every"], recipe["checkpoint"]["every"]) == ("0.25ep", "1ep")
     assert recipe["parallel"] == {"tensor": 2} and recipe["loss"] == "hf_causal_lm" and recipe["precision"] == "auto"
     assert outcomes(conversion, "not supported") == {
-        *("trust_remote_code", "datasets", "val_set_size", "sequence_len", "special_tokens"),
+        *("trust_remote_code", "special_tokens"),
     }
     assert recipe["optimizer"]["use"] == "adamw8bit"
-    assert {*conversion.to_fill_in} == {"data.train", "data.val"}
+    args = {"path": "tatsu-lab/alpaca", "val_fraction": 0.05, "max_length": 512, "truncate": "drop"}
+    assert recipe["data"]["train"] == {"use": "instruct", "args": args}
+    assert recipe["data"]["val"] == {"use": "instruct", "args": {**args, "split": "val"}}
+    assert not conversion.to_fill_in
+
+
+AXOLOTL_CHATS = {"base_model": "tiny", "datasets": [{"path": "chats.jsonl", "type": "chat_template"}]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "path", "value"),
+    [
+        ({"sequence_len": 64, "sample_packing": True}, "data.packing", {"by": "bfd", "max_length": 64}),
+        ({"train_on_inputs": True}, "data.train.args.train_on", "all"),
+        ({"chat_template_jinja": "{{ messages }}"}, "data.train.args.chat_template", "{{ messages }}"),
+        ({"neftune_noise_alpha": 5}, "loss.args.neftune_alpha", 5.0),
+        ({"rl": "dpo", "dpo_beta": 0.2}, "loss", {"use": "dpo", "args": {"beta": 0.2}}),
+        ({"rl": "dpo"}, "data.train.use", "preference"),
+    ],
+    ids=["packing", "inputs", "template", "neftune", "dpo", "pairs"],
+)
+def test_data_of_axolotl(tmp_path: Path, changed: dict[str, Any], path: str, value: object) -> None:
+    conversion = converted(tmp_path, {**AXOLOTL_CHATS, **changed}, "axolotl.json", source="axolotl")
+    found: Any = check_complete(conversion, tmp_path)
+    for name in path.split("."):
+        found = found[name]
+    assert found == value and not conversion.to_fill_in
+
+
+@pytest.mark.parametrize(
+    ("changed", "key", "remedy"),
+    [
+        ({"datasets": [{"path": "a", "type": "alpaca"}] * 2}, "datasets", "join them"),
+        ({"datasets": [{"path": "a", "type": "mine"}]}, "datasets", "convert it to chat"),
+        ({"rl": "kto"}, "rl", "docs/how-to/dpo.md"),
+        ({"val_set_size": 100}, "val_set_size", "val_fraction"),
+        ({"chat_template": "llama3"}, "chat_template", "into a file"),
+    ],
+    ids=["two", "unknown type", "kto", "count", "by name"],
+)
+def test_data_of_axolotl_that_is_not_converted(tmp_path: Path, changed: Any, key: str, remedy: str) -> None:
+    conversion = converted(tmp_path, {**AXOLOTL_CHATS, **changed}, "axolotl.json", source="axolotl")
+    assert [remedy in row.remedy for row in conversion.of("not supported") if row.key == key] == [True]
 
 
 MODULE = """

@@ -56,11 +56,14 @@ ATTENTION: Mapping[str, str] = {
     "eager_attention": "eager",
     "flex_attention": "flex_attention",
 }
-TOKENIZED = "a dataset here gives tokens"
-TOKENIZE = "tokenize it in a function of data.py that returns (ids, next ids), and name that in data.train"
+DATASETS: Mapping[str, str] = {"chat_template": "chat", "sharegpt": "chat", "alpaca": "instruct", "completion": "text"}
+"""Types of data sets, and their names here."""
+PAIRS: Mapping[str, str] = {"dpo": "dpo", "ipo": "", "kto": "", "orpo": "", "simpo": "", "grpo": ""}
+"""Values of ``rl``, and the losses that are equal to theirs."""
+ONE_SET = "a data set is one file, folder or hub name of one layout"
+TOKENIZER = "the tokenizer is used as it was saved"
 QUANTIZED = "weights are trained as they are"
 WITHOUT_QUANTIZED = "adapters of full weights (model.lora), on a device that holds them"
-PREFERENCE = "see examples/dpo.py for a custom loss"
 
 
 def base_model(draft: Draft, key: str, value: object) -> None:
@@ -167,6 +170,108 @@ def arguments(draft: Draft, key: str, value: object) -> None:
         refused("a string in a special format", "write them into optimizer.args")(draft, key, value)
 
 
+def datasets(draft: Draft, key: str, value: object) -> None:
+    """Convert a list of one data set of a known type."""
+    listed = value if isinstance(value, list) else [value]
+    first = listed[0] if listed and isinstance(listed[0], Mapping) else {}
+    kind, path = str(first.get("type") or ""), first.get("path")
+    use = "preference" if "loss.use" in draft.settings else DATASETS.get(kind.partition(":")[0].partition(".")[0])
+    if len(listed) != 1:
+        draft.refuse(key, value, ONE_SET, "join them into one file, and name it in data.train.args.path")
+    elif use is None or not isinstance(path, str):
+        remedy = "convert it to chat, instruct, completion, text or preference (docs/how-to/chat-data.md)"
+        draft.refuse(key, value, f"no layout is known for type: {kind}", remedy)
+    else:
+        files = first.get("data_files")
+        given = files if isinstance(files, str) else path
+        settings = {"data.train.use": use, "data.train.args.path": given}
+        if isinstance(split := first.get("split"), str) and split != "train":
+            settings["data.train.args.source_split"] = split
+        draft.take(key, value, settings, "trainwright check RECIPE shows which tokens carry loss")
+
+
+def of_data(name: str, value_here: object = None) -> Rule:
+    """Return the rule of an option of the data set. Without a data set it is refused."""
+
+    def rule(draft: Draft, key: str, value: object) -> None:
+        if is_inactive(value):
+            draft.skip(key, value, "off")
+        elif "data.train.use" not in draft.settings:
+            draft.refuse(key, value, "there is no data set in the recipe", f"set data.train.args.{name}")
+        else:
+            draft.take(key, value, {f"data.train.args.{name}": number(value) if value_here is None else value_here})
+
+    return rule
+
+
+def max_length(draft: Draft, key: str, value: object) -> None:
+    """Drop longer samples, as axolotl does."""
+    if "data.train.use" not in draft.settings or is_inactive(value):
+        of_data("max_length")(draft, key, value)
+        return
+    settings = {"data.train.args.max_length": number(value), "data.train.args.truncate": "drop"}
+    draft.take(key, value, settings, "longer samples are left out")
+
+
+def packing(draft: Draft, key: str, value: object) -> None:
+    length = draft.settings.get("data.train.args.max_length")
+    if is_inactive(value):
+        draft.skip(key, value, "off")
+    elif length is None or "loss.use" in draft.settings:
+        draft.refuse(key, value, "there is no length of the rows", "set data.packing: {by: bfd, max_length: 2048}")
+    else:
+        draft.take(key, value, {"data.packing": {"by": "bfd", "max_length": length}}, "batch sizes count rows")
+
+
+def chat_template(draft: Draft, key: str, value: object) -> None:
+    if is_inactive(value) or value == "tokenizer_default":
+        draft.skip(key, value, "that of the tokenizer")
+    elif isinstance(value, str) and "{" in value:
+        of_data("chat_template")(draft, key, value)
+    elif value == "jinja":
+        draft.skip(key, value, "see chat_template_jinja")
+    else:
+        remedy = "write its text into a file, and set data.train.args.chat_template to that file"
+        draft.refuse(key, value, "templates by name are files of axolotl", remedy)
+
+
+def held_out(draft: Draft, key: str, value: object) -> None:
+    """Convert ``val_set_size``: both sets get the fraction, and all options of the training set."""
+    amount = number(value)
+    if is_inactive(value):
+        draft.skip(key, value, "off")
+    elif "data.train.use" not in draft.settings:
+        draft.refuse(key, value, "there is no data set in the recipe", "set val_fraction of data.train and data.val")
+    elif not isinstance(amount, float) or not 0 < amount < 1:
+        draft.refuse(key, value, "the validation set is a fraction", "set val_fraction of data.train and data.val")
+    else:
+        settings = {"data.train.args.val_fraction": amount, "data.val.args.split": "val"}
+        draft.take(key, value, settings, "by content: nearly equal records stay on one side")
+
+
+def preference(draft: Draft, key: str, value: object) -> None:
+    if is_inactive(value):
+        draft.skip(key, value, "off")
+    elif loss := PAIRS.get(str(value)):
+        draft.take(key, value, {"loss.use": loss})
+    else:
+        draft.refuse(key, value, "there is no such loss", "see docs/how-to/dpo.md and docs/how-to/grpo.md")
+
+
+def of_dpo(draft: Draft, key: str, value: object) -> None:
+    if value is None or "loss.use" not in draft.settings:
+        draft.skip(key, value, "off")
+    else:
+        draft.take(key, value, {"loss.args.beta": number(value)})
+
+
+def noise(draft: Draft, key: str, value: object) -> None:
+    if is_inactive(value) or "loss.use" in draft.settings:
+        draft.skip(key, value, "off")
+    else:
+        draft.take(key, value, {"loss.use": "hf_causal_lm", "loss.args.neftune_alpha": decimal(value)})
+
+
 OFF = nothing("off, or as here")
 RULES: Mapping[str, Rule] = {
     "base_model": base_model,
@@ -240,25 +345,27 @@ RULES: Mapping[str, Rule] = {
     "fsdp": refused("the number of ranks that share the state is a number here", ZERO),
     "fsdp_config": refused("the number of ranks that share the state is a number here", ZERO),
     "fsdp_version": nothing("FSDP 2"),
-    "datasets": refused(TOKENIZED, TOKENIZE),
+    "rl": preference,
+    **dict.fromkeys(("rl_beta", "dpo_beta"), of_dpo),
+    "datasets": datasets,
     "pretraining_dataset": refused(
-        TOKENIZED, "write the ids into a file, and use the dataset tokens (docs/how-to/data.md)"
+        "a stream of texts is not read", "set data.train: {use: text, args: {path: ...}} (docs/how-to/chat-data.md)"
     ),
-    "test_datasets": refused(TOKENIZED, "the same for data.val"),
-    "val_set_size": refused("the sets are two functions", "hold rows out in data.py, and name them in data.val"),
-    "sequence_len": refused(TOKENIZED, "cut the rows in data.py at this length"),
-    "sample_packing": refused(TOKENIZED, "write the ids into one file: dataset tokens with end (docs/how-to/data.md)"),
-    "eval_sample_packing": refused(TOKENIZED, "the same for data.val"),
-    "pad_to_sequence_len": refused(TOKENIZED, "pad the rows in data.py"),
-    "train_on_inputs": refused(TOKENIZED, "-100 instead of the ids of the prompt leaves them out"),
-    "chat_template": refused(TOKENIZED, "apply it in data.py: tokenizer.apply_chat_template"),
-    "special_tokens": refused(TOKENIZED, "set them on the tokenizer in data.py"),
-    "tokens": refused(TOKENIZED, "add them to the tokenizer, and resize the embedding in a function of yours"),
+    "test_datasets": refused(ONE_SET, "name a file in data.val"),
+    "sequence_len": max_length,
+    "sample_packing": packing,
+    "eval_sample_packing": nothing("validation is packed as training is"),
+    "pad_to_sequence_len": nothing("batches are padded to their longest sample"),
+    "train_on_inputs": of_data("train_on", "all"),
+    "chat_template": chat_template,
+    "chat_template_jinja": chat_template,
+    "val_set_size": held_out,
+    "special_tokens": refused(TOKENIZER, "set them, and save it: tokenizer.save_pretrained(folder)"),
+    "tokens": refused(TOKENIZER, "add them, resize the embedding, and save both in one folder"),
     "group_by_length": refused(
         "batches are drawn in random order", "sort or pack in your dataset (docs/how-to/data.md)"
     ),
-    "rl": refused("there is no built-in loss on preferences", PREFERENCE),
-    "neftune_noise_alpha": refused("no noise on embeddings", "add it in the forward of your model"),
+    "neftune_noise_alpha": noise,
     "loss_watchdog_threshold": nothing("the doctor examines each step, and spikes has a policy"),
     "loss_watchdog_patience": nothing("the doctor examines each step, and spikes has a policy"),
     "plugins": refused("code of axolotl", "see docs/how-to/custom-step.md for custom steps"),
@@ -270,9 +377,9 @@ RULES: Mapping[str, Rule] = {
     "hf_use_auth_token": HUB,
     "save_safetensors": OFF,
     "strict": OFF,
-    "dataset_prepared_path": nothing("your dataset keeps what it has prepared"),
-    **dict.fromkeys(("dataset_processes", "dataset_num_proc", "dataset_keep_in_memory"), nothing("your dataset")),
-    **dict.fromkeys(("tokenizer_type", "tokenizer_config", "tokenizer_use_fast"), nothing("data.py has the tokenizer")),
+    "dataset_prepared_path": nothing("tokens are cached"),
+    **dict.fromkeys(("dataset_processes", "dataset_num_proc", "dataset_keep_in_memory"), nothing("tokens are cached")),
+    **dict.fromkeys(("tokenizer_type", "tokenizer_config", "tokenizer_use_fast"), nothing("that of the model")),
     **dict.fromkeys(("is_llama_derived_model", "is_mistral_derived_model", "is_falcon_derived_model"), OFF),
     **dict.fromkeys(
         ("wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model", "wandb_run_id"), nothing(REPORTED)
@@ -292,9 +399,12 @@ def convert(values: Mapping[str, object]) -> Draft:
     apply(RULES, ordered, draft, of=NAME)
     betas(draft, values)
     draft.leave_open("model.use", "model:make_model", "a function in model.py that returns the model")
-    draft.leave_open(
-        "data.train", "data:train_set", "a function in data.py that returns rows (ids, next ids); -100 is not counted"
-    )
-    draft.leave_open("data.val", "data:val_set", "the same for validation, or leave it out")
-    draft.settings.setdefault("loss", "hf_causal_lm")
+    if "data.train.use" not in draft.settings:
+        draft.leave_open("data.train", "data:train_set", "a data set (docs/how-to/chat-data.md)")
+        draft.leave_open("data.val", "data:val_set", "the same for validation, or leave it out")
+    elif "data.val.args.split" in draft.settings:  # the same file with the same options
+        same = {path: value for path, value in draft.settings.items() if path.startswith("data.train.")}
+        draft.settings |= {path.replace("data.train.", "data.val."): value for path, value in same.items()}
+    if "loss.use" not in draft.settings:
+        draft.settings["loss"] = "hf_causal_lm"
     return draft
