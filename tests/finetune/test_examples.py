@@ -54,7 +54,8 @@ def test_an_example_trains(name: str, changed: list[str], folder: Path) -> None:
     assert evaluated[0]["step"] == 0 and evaluated[-1]["loss"] < evaluated[0]["loss"]
     if name == "sft":
         samples = (Path(result.run) / "samples/samples.txt").read_text()
-        assert samples.startswith("--- the start\n> a") and samples.count("--- step") == len({each["step"] for each in evaluated}) - 1
+        assert samples.startswith("--- the start\n> a")
+        assert samples.count("--- step") == len({each["step"] for each in evaluated}) - 1
         assert "\x1b" not in samples
     if name == "dpo":
         assert first == pytest.approx(0.6931, abs=1e-3)
