@@ -21,7 +21,7 @@ from tests.engine.plain import assert_same_bits, bits
 pytestmark = pytest.mark.examined
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SHARED = {"corridor"}
+SHARED = {"corridor", "rewards"}
 """Files that others import, and no shape."""
 SHAPES = sorted({path.stem for path in EXAMPLES.glob("*.py")} - SHARED)
 STEPS = 12

@@ -19,6 +19,8 @@ from tests.finetune.tokenizers import make_tokenizer
 from tests.forked import COMMAND_LINE, run
 from tests.models.hub_server import serving
 from trainwright.cli import app
+from trainwright.commands.init import DataOptions
+from trainwright.commands.init_finetune import gather
 from trainwright.errors import UsageError
 from trainwright.recipe import load
 
@@ -206,6 +208,11 @@ def test_a_tokenizer_without_a_template_gets_that_of_a_file(folder: Path) -> Non
     assert data.val is not None
     assert [each.args["chat_template"] for each in (data.train, data.val)] == [str(folder / "chat.jinja")] * 2
     assert "with the chat template" in Path("finetune/README.md").read_text()
+    from transformers import AutoTokenizer
+
+    result = tw.train(load("finetune/recipe.yaml", overrides=["until=1steps", "log.doctor=false"]), quiet=True)
+    kept = AutoTokenizer.from_pretrained(Path(result.run) / "hub")  # an export takes its tokenizer from there
+    assert kept.chat_template == Path("chat.jinja").read_text()
 
 
 def test_records_that_cannot_be_used_are_skipped_on_request(folder: Path) -> None:
@@ -219,3 +226,20 @@ def test_records_that_cannot_be_used_are_skipped_on_request(folder: Path) -> Non
     assert data.val is not None and data.train.args["on_bad_record"] == data.val.args["on_bad_record"] == "skip"
     with pytest.raises(UsageError, match="on_bad_record must be one of stop, skip"):
         tw.init("finetune", "other", model="base", data="chats.jsonl", on_bad_record="drop")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "is an encoder-decoder"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "is a BertForMaskedLM"),
+        ({"architectures": ["LlamaModel"], "model_type": "llama"}, "is a LlamaModel"),
+    ],
+    ids=["encoder-decoder", "encoder", "without a head"],
+)
+def test_a_model_that_predicts_no_next_token_is_refused(folder: Path, config: Any, says: str) -> None:
+    file = Path("base/config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    with pytest.raises(UsageError, match=says) as caught:
+        gather("base", "chats.jsonl", DataOptions())
+    assert "tw.fit" in caught.value.remedy

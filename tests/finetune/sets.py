@@ -500,9 +500,39 @@ BROKEN: tuple[SetCase, ...] = (
         lines(with_one(completion, {"prompt": "the quick brown ", "completion": "fox"})),
         "across the end of the prompt",
     ),
+    SetCase(
+        "escaped-newlines",
+        "chat",
+        lines(with_one(chat, {"messages": [user(2), said(2, r"It needs two things:\n- salt\n- water.\nThen stir.")]})),
+        "a backslash and the letter n",
+    ),
+    SetCase(
+        "answers-cut-at-one-length",
+        "chat",
+        lines([{"messages": [user(at), said(at, answer(at)[:60])]} for at in range(24)]),
+        "answers have exactly 60 characters",
+        "data.jsonl:1",
+    ),
 )
 
 GOOD: tuple[SetCase, ...] = (
+    SetCase(
+        "code-with-escapes",
+        "chat",
+        lines(
+            with_one(chat, {"messages": [user(2), said(2, r'print("a.\n") writes a line, and r"\n" matches its end.')]})
+        ),
+    ),
+    SetCase(
+        "answers-of-one-length",
+        "chat",
+        lines(
+            [
+                {"messages": [user(at), said(at, f"The box with the number {at:04} is on the shelf.")]}
+                for at in range(12)
+            ]
+        ),
+    ),
     SetCase("messages", "chat", lines([*map(chat, range(12))])),
     SetCase("sharegpt", "chat", lines([*map(sharegpt, range(12))])),
     SetCase(

@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("name", "changed"),
     [
-        ("sft", ["optimizer.lr=1e-3"]),
+        ("sft", ["optimizer.lr=1e-3", "observers=[{use: generate, args: {prompts: ['a\\x1b[2J']}}]"]),
         ("dpo", ["optimizer.lr=1e-4", "batch.size=8"]),
     ],
     ids=["sft", "dpo"],
@@ -49,6 +49,14 @@ def test_an_example_trains(name: str, changed: list[str], folder: Path) -> None:
     assert result.loss is not None and result.val_loss is not None
     first, *_, last = [each["loss"] for each in steps(Path(result.run))]
     assert last < first
+    log = [json.loads(line) for line in (Path(result.run) / "log.jsonl").read_text().splitlines()]
+    evaluated = [each for each in log if each.get("kind") == "evaluated"]
+    assert evaluated[0]["step"] == 0 and evaluated[-1]["loss"] < evaluated[0]["loss"]
+    if name == "sft":
+        samples = (Path(result.run) / "samples/samples.txt").read_text()
+        assert samples.startswith("--- the start\n> a")
+        assert samples.count("--- step") == len({each["step"] for each in evaluated}) - 1
+        assert "\x1b" not in samples
     if name == "dpo":
         assert first == pytest.approx(0.6931, abs=1e-3)
         assert {"reward_margin", "reward_accuracy"} <= set(result.metrics)
@@ -72,3 +80,12 @@ def test_a_plan_has_samples_with_the_reference(folder: Path) -> None:
 def test_packing_without_packed_rows_is_an_error(folder: Path) -> None:
     with pytest.raises(RecipeError, match="is none, so no samples share a row"):
         verify_packing(EXAMPLES / "sft.yaml", settings=["data.packing=none"])
+
+
+def test_the_grpo_example_trains(folder: Path) -> None:
+    ask = {"role": "user", "content": "What is 2 + 3?"}
+    Path("prompts.jsonl").write_bytes(lines([{"prompt": [ask], "answer": str(at)} for at in range(20)]))
+    small = ["batch.size=2", "until=2steps", "loss.args.completions=2", "loss.args.max_new_tokens=4"]
+    result = tw.train(load(EXAMPLES / "grpo.yaml", overrides=[*small, "checkpoint.best=null"]), quiet=True)
+    assert [each.code for each in result.findings if each.severity != "info"] == []
+    assert {"reward", "kl", "completions_cut", "groups_of_equal_reward"} <= set(result.metrics)

@@ -149,3 +149,17 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
     assert len(found[1]) == 2 and all(len(losses) == 5 for losses in found[1])
     for one, two in zip(found[1], found[2], strict=True):
         assert two == pytest.approx(one, abs=1e-5)
+
+
+def test_the_reference_of_trained_adapters_is_the_model_with_them() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model, data = peft.get_peft_model(llama(), config), pairs(4)
+    found = filled(model, data)
+    with torch.no_grad(), model.disable_adapter():
+        base = [log_prob(model.eval(), each, "chosen").item() for each in data]
+    with torch.no_grad():
+        policy = [log_prob(model.eval(), each, "chosen").item() for each in data]
+    assert [float(each["reference_chosen"]) for each in found] == pytest.approx(policy, rel=1e-5)
+    assert policy != pytest.approx(base, rel=1e-3)

@@ -17,13 +17,13 @@ from tests.monitoring.small_run import batches, make_state
 from trainwright.checkpoint.cursor import BadSample
 from trainwright.checkpoint.store import checkpoints
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.commands.demo import TextSamples
 from trainwright.engine.loop import for_steps, run
 from trainwright.engine.loss import Loss
 from trainwright.engine.step import StepResult, make_step
 from trainwright.monitoring.cadence import Every
 from trainwright.monitoring.journal import Journal
 from trainwright.monitoring.progress import Progress
+from trainwright.monitoring.samples import TextSamples
 from trainwright.monitoring.saving import SavePolicy, Saving
 from trainwright.monitoring.signals import STOPPED_EXIT_CODE, Signals
 from trainwright.monitoring.step_log import StepLog

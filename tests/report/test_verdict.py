@@ -254,3 +254,21 @@ def test_the_noise_of_a_course_is_that_around_it() -> None:
     steep = [100 * math.exp(-n / 20) + draw.gauss(0.0, 0.3) for n in range(1000)]
     assert noise_of(steep) == pytest.approx(0.3, rel=0.1)
     assert noise_of([1.0]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("losses", "word", "best_step"),
+    [
+        ((2.0, 1.8, 1.5), "no finding", None),
+        ((2.0, 2.01), "no finding", None),
+        ((2.0, 2.2, 2.3), "worse than before", None),
+        ((2.0, 1.7, 2.3), "worse than before", STEPS // 2),
+    ],
+    ids=["better", "the same", "worse", "worse after it was better"],
+)
+def test_a_pretrained_model_is_compared_with_its_start(losses: Any, word: str, best_step: int | None) -> None:
+    before = Evaluated(time_s=0.0, step=0, loss=losses[0], weight=1.0, metrics={}, seconds=0.1)
+    verdict = judge(replace(LEARNS, evaluations=[before, *seen(*losses[1:])]))
+    assert (verdict.word, verdict.best_step) == (word, best_step)
+    assert ("before train" in verdict.sentence) == (len(losses) > 1)
+    assert judge(replace(LEARNS, evaluations=seen(*losses))).word == "no finding"  # not before the first step

@@ -3,6 +3,8 @@
 checkpoints/step-00000400/
     model.safetensors    the model's state_dict under its key names; the averaged weights if the optimizer averages
                          them itself (see checkpoint/optimizer_modes.py)
+    frozen.safetensors   what is not trained, if it is the larger part: the base model of adapters. It is one file on
+                         disk, with a hard link from each checkpoint
     rest.safetensors     tensors of optimizer, EMA and random generators; the training weights of such an optimizer
     state.json           everything else, and the metadata of the run
     manifest.json        step, sizes and sha256
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from trainwright.checkpoint.codec import StateDict, Tree, encode
 from trainwright.checkpoint.contents import read_contents
 from trainwright.checkpoint.cursor import Cursor
+from trainwright.checkpoint.frozen import frozen_part, write_frozen
 from trainwright.checkpoint.manifest import (
     INVALID_CONTENT_ERRORS,
     name_of,
@@ -42,7 +45,7 @@ from trainwright.checkpoint.optimizer_modes import both_weights
 from trainwright.checkpoint.rng import RngBag
 from trainwright.checkpoint.shards import holds_parts
 from trainwright.checkpoint.staging import Staging, num_bytes, on_host
-from trainwright.checkpoint.store import Best, delete, draft_of_step, is_own, sweep
+from trainwright.checkpoint.store import Best, checkpoints, delete, draft_of_step, is_own, sweep
 from trainwright.checkpoint.tensor_file import open_tensors, write_tensors
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.checkpoint.weights import load_plain_state_dict, plain_state_dict, unwrapped
@@ -190,10 +193,13 @@ def commit(snapshot: CheckpointData, folder: Path, best: Best | None = None, run
     with storage_errors(aside):
         needed = num_bytes(snapshot.model) + num_bytes(snapshot.rest) + len(values)
         begin_draft(aside, folder / name_of(snapshot.step), run, needed)
-        write_tensors(snapshot.model, aside / "model.safetensors")
+        frozen = frozen_part(snapshot.model, snapshot.trained)
+        digest = write_frozen(frozen, aside, checkpoints(folder, run)) if frozen else None
+        own = {name: each for name, each in snapshot.model.items() if name not in frozen}
+        write_tensors(own, aside / "model.safetensors")
         write_tensors(snapshot.rest, aside / "rest.safetensors")
         (aside / "state.json").write_text(values, "utf-8")
-        written = write_manifest(aside, snapshot.step, asdict(best) if best else None, run)
+        written = write_manifest(aside, snapshot.step, asdict(best) if best else None, run, frozen=digest)
         return put_in_place(aside, folder / name_of(snapshot.step), run), written
 
 

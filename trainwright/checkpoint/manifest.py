@@ -20,12 +20,17 @@ from trainwright.runs.files import STATE, UnreadableFile, open_file, read_json
 from trainwright.runs.system_calls import fsync
 
 NAME = "manifest.json"
+FROZEN = "frozen.safetensors"
+"""The weights that are not trained, if they are most of the model."""
 FORMAT = 2
 SHARDED_FORMAT = 3
 """Format of a checkpoint that several ranks wrote, with a file of each rank."""
+FROZEN_FORMAT = 4
+"""Format of a checkpoint with frozen.safetensors, which earlier versions cannot read."""
 NEEDED = {
     FORMAT: ("model.safetensors", "rest.safetensors", "state.json"),
     SHARDED_FORMAT: ("shards.json", "state.json"),
+    FROZEN_FORMAT: (FROZEN, "model.safetensors", "rest.safetensors", "state.json"),
 }
 """The files of each format, besides those that the manifest lists."""
 
@@ -51,21 +56,24 @@ def write_manifest(
     best: Mapping[str, Tree] | None = None,
     run: str = "",
     durable: Mapping[str, FileEntry] | None = None,
+    frozen: str | None = None,
 ) -> int:
     """List all files of ``folder`` and make them and the manifest durable (fsync). Return the total number of bytes.
 
     ``best`` holds the metric and value by which the state is the best so far; ``run`` is the identity of the run.
     ``durable`` are files that other ranks wrote and have made durable: they are not read here.
+    ``frozen`` is the hash of the weights in frozen.safetensors.
     """
     written = durable or {}
     own = {path.name: file_entry(path) for path in sorted(folder.iterdir()) if path.name not in (NAME, *written)}
     files = {**own, **written}
     body = {
-        "format": FORMAT if durable is None else SHARDED_FORMAT,
+        "format": SHARDED_FORMAT if durable is not None else FORMAT if frozen is None else FROZEN_FORMAT,
         "step": step,
         "run": run,
         "best": best,
         "files": files,
+        **({} if frozen is None else {"frozen": frozen}),
     }
     text = json.dumps({**body, "sha256": _sum(body)}, indent=1)
     (folder / NAME).write_text(text, "utf-8")  # no newline at its end, so that any truncation is detected

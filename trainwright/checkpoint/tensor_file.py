@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trainwright.checkpoint.manifest import invalid_content
+from trainwright.checkpoint.manifest import FROZEN, invalid_content
 from trainwright.checkpoint.stored import StoredTensor, TensorPart
 from trainwright.runs.files import STATE, read_json
 
@@ -72,11 +72,16 @@ def open_tensors(checkpoint: Path, part: str) -> Mapping[str, Tensor | StoredTen
     """
     if (checkpoint / SHARDS).exists():
         return _stored(checkpoint, part)
-    file = checkpoint / f"{part}.safetensors"
-    try:
-        return dict(load_file(file))
-    except (SafetensorError, ValueError) as error:
-        raise invalid_content(checkpoint, f"{file.name} is no safetensors file: {error}") from None
+    files = [checkpoint / f"{part}.safetensors"]
+    if part == "model" and (checkpoint / FROZEN).exists():
+        files.append(checkpoint / FROZEN)
+    found: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            found |= load_file(file)
+        except (SafetensorError, ValueError) as error:
+            raise invalid_content(checkpoint, f"{file.name} is no safetensors file: {error}") from None
+    return found
 
 
 def _stored(checkpoint: Path, part: str) -> dict[str, Tensor | StoredTensor]:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed import Launch
-from trainwright.engine.step import StepResult
-from trainwright.errors import StorageError, UsageError
+from trainwright.errors import UsageError
 from trainwright.models.generate import generate
 from trainwright.monitoring.progress import Progress
+from trainwright.monitoring.samples import TextSamples
 from trainwright.monitoring.terminal import Console
 from trainwright.recipe import load
 from trainwright.recipe.load import builtin_recipes
 from trainwright.runs.folder import RunFolder
-from trainwright.runs.storage import make_subfolder, open_for_writing
 from trainwright.training.job import Job
 from trainwright.training.result import Result
 from trainwright.training.run import train
@@ -57,48 +55,6 @@ def demo(
     if loaded.recipe.until.unit == "s":
         loaded = replace(loaded, within_s=loaded.recipe.until.value)
     return train(loaded, console=console, quiet=quiet, extras=[text_samples] if task == "text" else [])
-
-
-class TextSamples:
-    """An observer that calls ``write`` at given fractions of the run.
-
-    ``write()`` returns the sample, or "" to omit it. It must not change the mode of the model or the random generators.
-    """
-
-    def __init__(
-        self,
-        write: Callable[[], str],
-        *,
-        folder: Path,
-        say: Callable[[str], None],
-        at: Sequence[float] = (0.25, 0.5),
-    ) -> None:
-        self._write = write
-        self._folder = folder
-        self._say = say
-        self._left = sorted(at)
-
-    def observe(self, _result: StepResult, state: TrainState) -> None:
-        share = state.fraction
-        if self._left and share >= self._left[0]:
-            self._left = [each for each in self._left if each > share]
-            self.show(f"{share:.0%} of the run")
-
-    def show(self, title: str) -> None:
-        """Print one sample now and keep it in the folder."""
-        text = self._write()
-        if not text:
-            return
-        self._say(f"sample at {title}:\n" + "\n".join(f"    {line}" for line in text.splitlines()))
-        try:
-            make_subfolder(self._folder)
-            fd = open_for_writing(self._folder / "samples.txt", os.O_WRONLY | os.O_APPEND)
-            with os.fdopen(fd, "a", encoding="utf-8") as file:
-                file.write(f"--- {title}\n{text}\n")
-        except (OSError, StorageError) as error:
-            self._say(f"the sample is not kept: {error}")
-
-    def close(self) -> None: ...
 
 
 class _FinalToo(TextSamples):

@@ -6,10 +6,12 @@ import json
 import re
 import struct
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +31,8 @@ MIN_FULL_BATCHES = 20
 """Steps that an epoch should have. A small data set gets a smaller batch."""
 MAX_PADDING_FRACTION = 1 / 3
 """Padding tokens / all tokens of the batches, above which the samples of a micro-batch share one row instead."""
+DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of classes that predict the next token; the last one without an encoder reads images, too."""
 DATASETS: dict[Use, type[TokenizedSet]] = {each.use: each for each in (Chat, Instruct, Completion, Texts, Preference)}
 
 
@@ -91,6 +95,7 @@ def gather(model: str, data: str, options: DataOptions) -> Facts:
     folder = find_folder(model)
     require_weights(folder)
     config = read_json(folder / "config.json")
+    _require_decoder(model, config)
     use, layout = _layout(data)
     name, path = _absolute(model), _absolute(data)
     try:
@@ -114,6 +119,22 @@ def gather(model: str, data: str, options: DataOptions) -> Facts:
         0 if limit is None else int((lengths > limit).sum()),
         _padding(lengths if limit is None else np.minimum(lengths, limit), _batch_size(len(lengths))),
         options,
+    )
+
+
+def _require_decoder(model: str, config: Mapping[str, Any]) -> None:
+    """Raise UsageError for an encoder, an encoder-decoder, or a model without a language-model head."""
+    names = [str(each) for each in config.get("architectures") or ()]
+    if config.get("is_encoder_decoder"):
+        what, why = "an encoder-decoder", "its labels are a sequence of their own"
+    elif names and not any(each.endswith(DECODERS) for each in names):
+        what, why = f"a {names[0]}", "it does not predict the next token"
+    else:
+        return
+    raise UsageError(
+        f"{model} is {what}, and init finetune writes recipes for decoders (such as LlamaForCausalLM): {why}",
+        remedy='tokenize your data, and call tw.fit("FOLDER", data) with the loss that the model returns '
+        "(docs/how-to/fine-tune.md)",
     )
 
 

@@ -44,6 +44,11 @@ MIN_SAME_ANSWER_WORDS = 4
 MIN_SAMPLES_FOR_SHARES = 8
 MAX_WRAPPERS = 4
 MAX_ENDS_READ = 256
+MAX_ANSWERS_READ = 1000
+"""Samples whose answers are decoded to compare their lengths; it takes 30 us for each."""
+MIN_CUT_ANSWERS, MIN_CUT_ANSWER_FRACTION, MIN_CUT_ANSWER_WORDS, MIN_MID_TEXT_FRACTION = 4, 0.1, 6, 0.8
+"""Answers of the largest length that are a sign of a limit: their number, their fraction of the samples, the words of
+each, and the fraction of them that ends with a letter, a digit or a comma."""
 MAX_ROWS_COMPARED = 200_000
 """Rows among which near duplicates are sought; it takes 20 us for each."""
 _ROLE_NAMES = {code: name for name, code in ROLE_CODES.items()}
@@ -127,6 +132,7 @@ def audit_set(
     """
     rows, numbers = dataset.rows(), dataset.row_numbers()
     findings = [*_defect_findings(dataset, rows), *_duplicates(dataset, rows), *_same_answers(dataset, rows)]
+    findings += _cut_answers(dataset, rows)
     if train is not None:
         findings += _leaks(dataset, rows, train)
     kept = np.flatnonzero(rows["kept"] == 1)
@@ -295,6 +301,32 @@ def _same_answers(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[Supervi
     message += f"is {place}"
     remedy = "check how answers are read; a model that always says this has a low loss"
     yield SupervisionFinding("same_answer", "warning", message, remedy, int(counts[most]), place)
+
+
+def _cut_answers(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[SupervisionFinding]:
+    """Yield a warning if many different answers have the same length in characters, the largest, and end in mid-text.
+
+    A length limit in the program that made the data leaves such answers.
+    """
+    samples = _samples(rows)[:MAX_ANSWERS_READ]
+    if len(samples) < MIN_SAMPLES_FOR_SHARES or dataset.use == "text":
+        return
+    answers: dict[str, int] = {}
+    for row in samples:
+        tokens = dataset.tokens_of_row(int(dataset.row_numbers()[row]))
+        last = tokens[(tokens["supervised"] == 1) & (tokens["turn"] == tokens["turn"].max(initial=0))]
+        answers.setdefault(str(dataset.tokenizer.decode(last["id"].tolist(), skip_special_tokens=True)).strip(), row)
+    largest = max(map(len, answers))
+    longest = [text for text in answers if len(text) == largest and len(text.split()) >= MIN_CUT_ANSWER_WORDS]
+    in_mid_text = [text for text in longest if text[-1].isalnum() or text[-1] == ","]
+    if len(longest) < max(MIN_CUT_ANSWERS, MIN_CUT_ANSWER_FRACTION * len(samples)):
+        return
+    if len(in_mid_text) >= MIN_MID_TEXT_FRACTION * len(longest):
+        place = dataset.store.place(rows[answers[in_mid_text[0]]])
+        message = f"{len(longest):,} of {len(samples):,} answers have exactly {largest} characters, none has more, and "
+        message += f"they end in mid-text: ...{in_mid_text[0][-30:]!r}; the first is {place}"
+        remedy = f"look for a limit of {largest} characters where the data is made, and make these answers again"
+        yield SupervisionFinding("cut_answers", "warning", message, remedy, len(longest), place)
 
 
 def _leaks(dataset: TokenizedSet, rows: NDArray[Any], train: TokenizedSet) -> Iterator[SupervisionFinding]:

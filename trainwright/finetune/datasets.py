@@ -47,7 +47,7 @@ class TokenizerSource:
 
     def load(self) -> Tokenizer:
         found = load_tokenizer(self.name, revision=self.revision, trust_remote_code=self.trust_remote_code)
-        return _with_template(found, self.chat_template)
+        return with_template(found, self.chat_template)
 
 
 class TokenizedSet(Dataset[dict[str, Tensor]]):
@@ -114,14 +114,15 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         if tokenizer is None:
             remedy = "set tokenizer to a folder or a hub name, or model.args.name in the recipe"
             raise UsageError("there is no tokenizer", remedy=remedy)
-        template = _template_text(chat_template)
+        template = template_text(chat_template)
+        self.given_template = template
         if isinstance(tokenizer, str | Path):
             self._source: TokenizerSource | None = TokenizerSource(
                 tokenizer, tokenizer_revision, trust_remote_code, template
             )
             self._tokenizer: Tokenizer | None = self._source.load()
         else:
-            self._source, self._tokenizer = None, _with_template(tokenizer, template)
+            self._source, self._tokenizer = None, with_template(tokenizer, template)
         encoder = Encoder(self.tokenizer, train_on, max_length, truncate, template_args)
         if not self.tokenizer.is_fast:
             remedy = "use a fast tokenizer: it has the file tokenizer.json"
@@ -143,7 +144,7 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         self.train_on = train_on
         self.max_length = max_length
         self.split = split
-        self.pad_id = _pad_id(self.tokenizer)
+        self.pad_id = pad_id_of(self.tokenizer)
         self._rows = self.store.rows()
         self._begins = _begins(self._rows, [len(each) for each in self.store.tokens()])
         self._chosen = _side(self._rows, split, val_fraction)
@@ -323,7 +324,7 @@ def padded(samples: Sequence[Mapping[str, Tensor]], pad_id: int) -> dict[str, Te
     return batch
 
 
-def _pad_id(tokenizer: Tokenizer) -> int:
+def pad_id_of(tokenizer: Tokenizer) -> int:
     found = tokenizer.pad_token_id
     found = tokenizer.eos_token_id if found is None else found
     return 0 if found is None else int(found)
@@ -351,13 +352,13 @@ def _side(rows: NDArray[Any], split: Split, fraction: float) -> NDArray[np.int64
     return found
 
 
-def _with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
+def with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
 
 
-def _template_text(template: str | Path | None) -> str | None:
+def template_text(template: str | Path | None) -> str | None:
     """Return the text of a template, which is given as such or as a file."""
     if template is None or (isinstance(template, str) and "{" in template):
         return template

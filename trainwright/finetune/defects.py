@@ -47,6 +47,7 @@ class Defect(IntFlag):
     HTML_ERROR = 1 << 33
     PARSED_ARGUMENTS = 1 << 34
     FIELD_LEFT_OUT = 1 << 35
+    ESCAPED_NEWLINE = 1 << 36
 
 
 class Meaning(NamedTuple):
@@ -82,6 +83,11 @@ MEANINGS: dict[Defect, Meaning] = {
         "warning",
         "an HTML error page as the answer: a request failed when the data was made",
         "drop these records, or make their answers again",
+    ),
+    Defect.ESCAPED_NEWLINE: Meaning(
+        "warning",
+        "an answer with a backslash and the letter n instead of line breaks: it was escaped twice",
+        r"write line breaks when the file is made: text.replace(r'\n', chr(10))",
     ),
     Defect.EMPTY_PROMPT: Meaning("warning", "an empty user turn", "fill it in, or drop the record"),
     Defect.OTHER_TEMPLATE: Meaning(

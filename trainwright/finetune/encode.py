@@ -30,6 +30,8 @@ ROLE_CODES = {name: code for code, name in enumerate(ROLES, start=1)} | {"text":
 PLACEHOLDERS = frozenset(("null", "none", "nan", "n/a", "undefined", "<na>", "todo"))
 MOJIBAKE = re.compile("\ufffd|Ã[\u0080-\u00bf]|â€[\u0080-\u00ff™œž˜¦“”\u009d]|Â[\u00a0-\u00bf]|Ã[©¨¤¶¼±³­¡ ]")
 """UTF-8 read as Latin-1 or Windows-1252, and the sign that replaces bytes which are not UTF-8."""
+ESCAPED_NEWLINE = re.compile(r"[.!?:]\\n(?:\\n)?(?=[A-Z0-9*#-]|$)")
+"""The two characters that stand for a line break in code, between sentences or items of a list."""
 
 
 TEMPLATE_MARKS = re.compile(
@@ -205,6 +207,8 @@ def _content_defects(example: Example) -> Defect:
         found |= Defect.PLACEHOLDER
     if any(HTML_ERROR.match(each) for each in answers):
         found |= Defect.HTML_ERROR
+    if any("\n" not in each and ESCAPED_NEWLINE.search(each) for each in answers):
+        found |= Defect.ESCAPED_NEWLINE
     if any(MOJIBAKE.search(text) for _, text in parts):
         found |= Defect.MOJIBAKE
     if any(role == "user" and not text.strip() for role, text in parts):

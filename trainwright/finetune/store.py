@@ -35,8 +35,8 @@ from trainwright.finetune.tokenizer import tokenizer_digest
 from trainwright.runs.printing import printable
 from trainwright.runs.system_calls import try_lock
 
-FORMAT = 2
-"""Increased when the same records give other tokens or other files."""
+FORMAT = 3
+"""Increased when the same records give other tokens, defects or files."""
 SHARD_RECORDS = 1000
 MAX_PROBLEMS_SHOWN = 8
 """Kinds of problems."""

@@ -13,7 +13,7 @@ from trainwright.errors import UsageError
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode inside the context and restore the mode of each module afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -51,7 +51,7 @@ def generate(
         raise UsageError("temperature, top_k and tokens must be >= 0", remedy="temperature=0 takes the likeliest token")
     limit = int(getattr(model, "block_size", 0))  # 0: the model accepts any length
     generator = generator or torch.Generator(ids_BT.device).manual_seed(0)
-    with _evaluating(model):
+    with evaluation_mode(model):
         for _ in range(tokens):
             logits_BV = model(ids_BT[:, -limit:])[:, -1].float()
             if top_k and top_k < logits_BV.shape[-1]:

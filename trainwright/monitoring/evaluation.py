@@ -70,6 +70,16 @@ class PeriodicEvaluation:
         counts = max(each.count for each in self._sets.values())
         self._evaluate(state, {name: each.in_course for name, each in self._sets.items()}, counts)
 
+    def before_training(self, state: TrainState, listeners: Sequence[EvaluationListener]) -> None:
+        """Evaluate a pretrained model before its first step, as during the run.
+
+        Only ``listeners`` receive the result: a schedule or the choice of the best checkpoint does not depend on it.
+        """
+        sets = {name: each.in_course for name, each in self._sets.items()}
+        seen = self._of_all(state, sets, max(each.count for each in self._sets.values()))
+        for listener in listeners:
+            listener.evaluated(state.step, seen)
+
     def finish(self, state: TrainState) -> None:
         """Evaluate the last step if it was not: as during the run, which decides the best, and on the full set."""
         if self._seen != (state.step, state.ema.is_complete):  # an average may be completed after the last step
@@ -78,6 +88,12 @@ class PeriodicEvaluation:
             self._evaluate(state, {name: each.at_end for name, each in self._sets.items()}, 0)
 
     def _evaluate(self, state: TrainState, sets: Mapping[str, Iterable[MicroBatch]], count: int) -> None:
+        seen = self._of_all(state, sets, count)
+        self._seen, self.last = (state.step, state.ema.is_complete), seen
+        for listener in self._listeners:
+            listener.evaluated(state.step, seen)
+
+    def _of_all(self, state: TrainState, sets: Mapping[str, Iterable[MicroBatch]], count: int) -> EvaluationResult:
         if self._world.size > 1:
             share_buffers(state, self._world)
         with averaged_weights(state.optimizer):
@@ -88,9 +104,7 @@ class PeriodicEvaluation:
                 average = self._evaluated(state.model, first, NO_METRICS)
             metrics = {**seen.metrics, f"{state.ema.kind}_loss": average.loss}
             seen = replace(seen, metrics=metrics, seconds=seen.seconds + average.seconds)
-        self._seen, self.last = (state.step, state.ema.is_complete), replace(seen, batches=count)
-        for listener in self._listeners:
-            listener.evaluated(state.step, self.last)
+        return replace(seen, batches=count)
 
     def _evaluated(self, model: nn.Module, batches: Iterable[MicroBatch], metrics: MetricSet) -> EvaluationResult:
         return evaluate(model, self._loss, batches, precision=self._precision, world=self._world, metrics=metrics)

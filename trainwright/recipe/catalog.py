@@ -135,6 +135,12 @@ DATASETS = _by_name(
         "A chosen and a rejected answer for a prompt.",
         keys=("path",),
     ),
+    Row(
+        "prompts",
+        "trainwright.finetune.prompts:Prompts",
+        "Prompts to complete, and the columns for a reward function.",
+        keys=("path",),
+    ),
     Row("episodes", "trainwright.data.episodes:episodes", "Seeds of episodes, for a loss that plays."),
 )
 
@@ -144,6 +150,7 @@ LOSSES = _by_name(
     Row("mse", "trainwright.engine.losses:mse", "Mean squared error."),
     Row("hf_causal_lm", "trainwright.engine.losses:hf_causal_lm", "Next token, for a model of transformers."),
     Row("dpo", "trainwright.finetune.losses:DPO", "Direct preference optimization: chosen over rejected completions."),
+    Row("grpo", "trainwright.finetune.grpo:GRPO", "Policy optimization: completions are scored by your function."),
     Row("bradley_terry", "trainwright.finetune.losses:bradley_terry", "Reward model: chosen above rejected."),
     Row("distillation", "trainwright.finetune.losses:Distillation", "The distribution of a teacher, for each token."),
     Row("reinforce", "trainwright.engine.policy_gradient:Reinforce", "Policy gradient: the loss plays episodes."),
@@ -308,6 +315,11 @@ OBSERVERS = _by_name(
         "early_stopping",
         "trainwright.monitoring.early_stopping:EarlyStopping",
         "Ends the run when the validation no longer improves.",
+    ),
+    Row(
+        "generate",
+        "trainwright.finetune.generations:Generations",
+        "Shows completions of some prompts before the first step and after each evaluation.",
     ),
 )
 

@@ -38,6 +38,7 @@ WORDS = (
     "killed",
     "not saved",
     "learned nothing",
+    "worse than before",
     "overfits",
     "warning",
     "ended early",
@@ -67,6 +68,8 @@ MIN_OVERFITTING_NOISES = 5.0
 """Rise of the validation loss after its best, in standard deviations of the noise of single evaluations."""
 MIN_RISE_OF_RANGE, MIN_RISE_OF_TRAINING_DROP = 0.05, 0.1
 """The same rise, as a fraction of the range of the validation loss, and of the drop of the training loss meanwhile."""
+MIN_RISE_SINCE_START = 0.01
+"""Rise of the validation loss of a pretrained model over that before training, as a fraction of it."""
 FALLING_SLOPE_ERRORS = -2.0
 """Slope of the losses of the second half of a run, in standard errors."""
 LEARNED_NOTHING_CODE = "loss.no_better_than_constant"
@@ -159,6 +162,8 @@ def _claims(facts: VerdictFacts) -> Iterator[_Claim]:
         yield _Claim("diverged", f"it diverged: {diverged}", tells_losses=True)
     elif facts.is_over and (nothing := _learned_nothing(facts)) is not None:
         yield _Claim("learned nothing", f"it learned nothing: {nothing}", tells_losses=True)
+    elif (worse := _worse_than_before(facts)) is not None:
+        yield _Claim("worse than before", worse, tells_losses=True, best_step=_best_step(facts))
     elif (overfits := _overfits(facts)) is not None:
         yield overfits
     if not facts.saved:
@@ -205,7 +210,10 @@ def _loss_summary(facts: VerdictFacts) -> str:
         last = facts.evaluations[-1]
         best = min(_comparable(facts.evaluations), key=_loss_or_infinity, default=last)
         is_past = len(facts.evaluations) > 1 and best.loss < last.loss and best.step != last.step
+        first = facts.evaluations[0]
         seen = f"validation loss {figure(last.loss)}"
+        if first.step == 0 < last.step and first.batches == last.batches:
+            seen += f" (before training {figure(first.loss)})"
         parts.append(seen + (f" (lowest {figure(best.loss)} at step {best.step:,})" if is_past else ""))
     return (", ".join(parts) or "no loss was measured") + _below_reference(facts)
 
@@ -304,6 +312,24 @@ def _diverged(facts: VerdictFacts) -> str | None:
         step = losses[at + window - 1][0]
         return f"the training loss fell to {figure(lowest)} by step {step:,} and rose to {figure(end)}"
     return None
+
+
+def _worse_than_before(facts: VerdictFacts) -> str | None:
+    """Return how much worse the validation loss is than that of the pretrained model before the first step."""
+    seen = _comparable(facts.evaluations)
+    if not facts.is_over or not facts.is_one_objective or len(seen) < 2 or seen[0].step:
+        return None
+    before, after = seen[0].loss, seen[-1].loss
+    if after - before <= MIN_RISE_SINCE_START * abs(before):
+        return None
+    return f"the model is worse than before training: its validation loss is {figure(after)} and was {figure(before)}"
+
+
+def _best_step(facts: VerdictFacts) -> int | None:
+    """Return the trained step with the lowest validation loss, if it is below that before training."""
+    first, *trained = _comparable(facts.evaluations)
+    best = min(trained, key=_loss_or_infinity)
+    return best.step if best.loss < first.loss else None
 
 
 def _learned_nothing(facts: VerdictFacts) -> str | None:

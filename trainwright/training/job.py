@@ -61,6 +61,7 @@ from trainwright.engine.stage_passes import PipelineStages, StagedPasses
 from trainwright.engine.step import Probe, StepFn, make_step
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import DataError, UsageError
+from trainwright.finetune.grpo import GRPO
 from trainwright.finetune.isolation import require_isolated
 from trainwright.finetune.reference import fill
 from trainwright.monitoring.nvml import Gpus
@@ -538,6 +539,8 @@ def make_state(loaded: Loaded, divided: Divided, facts: RunFacts, request: Reque
 def _fill_reference(divided: Divided, recipe: Recipe, request: Request, hardware: Hardware) -> None:
     """Compute the reference of a loss that compares with the initial weights, while the model still has them."""
     parts = divided.parts
+    if isinstance(parts.loss, GRPO):
+        parts.loss.keep_reference(parts.model)
     named = recipe.precision
     precision = Precision("fp32" if named is None or named == "auto" else named, hardware.device.type)
     fill(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +37,7 @@ from trainwright.engine.loss import measures_progress, takes_model
 from trainwright.engine.observer import Observer
 from trainwright.engine.step import StepFn, StepResult
 from trainwright.engine.witness import SILENT
+from trainwright.finetune.generations import Generations
 from trainwright.monitoring.alerts.watch import alerting
 from trainwright.monitoring.cadence import Every
 from trainwright.monitoring.evaluation import EvaluationListener, PeriodicEvaluation, ValidationSet
@@ -50,6 +52,7 @@ from trainwright.monitoring.layer_stats import (
 from trainwright.monitoring.logbook import Logbook
 from trainwright.monitoring.progress import Progress
 from trainwright.monitoring.remaining import EndTime, Measured, TimeSpent
+from trainwright.monitoring.samples import TextSamples
 from trainwright.monitoring.saving import MIN_FRACTION_SAVE_INTERVAL_S, PartSaving, SavePolicy, Saving, SavingTogether
 from trainwright.monitoring.signals import Signals
 from trainwright.monitoring.sinks import sink_factories
@@ -254,6 +257,10 @@ def _open_on_first(job: Job, place: HeldFolder, process: Process, extras: Sequen
             make(job, folder, progress) for make in extras
         ]  # before hooks are registered: they may run the model
         steps = _instrumented(job, doctor, logbook)
+        for each in job.built.observers:
+            if isinstance(each, Generations):
+                write = partial(_generated, each, job)
+                each.show = TextSamples(write, folder=folder.samples, say=progress.say, at=()).show
         observers: list[Observer] = [steps.window, logbook.recorder, logbook.telemetry, spent, progress]
         observers += [*_end_time(job, progress), *_not_logging(doctor), *job.built.observers]
         observers += [*further, *alerts, *steps.layers, signals, Heartbeat(lock, state)]
@@ -286,6 +293,11 @@ def _open_on_other(job: Job, place: HeldFolder, process: Process) -> Iterator[Op
     with steps.window.collecting():
         observers: list[Observer] = [steps.window, *_not_logging(doctor), *steps.layers, process.signals]
         yield OpenRun(job.batches, steps.advance, until_of(job.plan), tuple(observers), evaluation, saving)
+
+
+def _generated(observer: Generations, job: Job) -> str:
+    with job.precision.autocast():
+        return observer.text_of(job.state.model)
 
 
 def _not_logging(doctor: EngineSession | RanksObserver | None) -> Iterator[Observer]:

@@ -30,7 +30,10 @@ from trainwright.engine import loop
 from trainwright.engine.loop import NEVER, StopRequest
 from trainwright.engine.precision import MatmulMode
 from trainwright.errors import StoppedError, StorageError, UsageError
+from trainwright.finetune.generations import Generations
+from trainwright.models.pretrained import pretrained_of
 from trainwright.monitoring.alerts.watch import require_channels
+from trainwright.monitoring.evaluation import EvaluationListener
 from trainwright.monitoring.progress import Progress
 from trainwright.monitoring.signals import Signals, grace_s
 from trainwright.monitoring.terminal import Console
@@ -43,7 +46,15 @@ from trainwright.runs.folder import RunFolder, ensure_identity
 from trainwright.runs.lock import NoLock, RunLock
 from trainwright.training.job import Job, prepare
 from trainwright.training.layout import require_layout
-from trainwright.training.open_run import Extra, HeldFolder, Process, compares_ranks, measure_norms, open_run
+from trainwright.training.open_run import (
+    Extra,
+    HeldFolder,
+    OpenRun,
+    Process,
+    compares_ranks,
+    measure_norms,
+    open_run,
+)
 from trainwright.training.problems import all_problems_reported
 from trainwright.training.result import Result, finish
 from trainwright.training.resume import Earlier, find_earlier, follow_earlier, interrupted_run, unfinished_before
@@ -90,6 +101,7 @@ def train(
             job = prepare(loaded, parts, earlier=earlier, world=process.world, launch=launch, say=say)
         place = enter_folder(job, earlier, process, serve=serve)
         with open_run(job, place, process, extras) as run:
+            _evaluate_base(job, run, process)
             outcome = loop.run(
                 job.state,
                 run.batches,
@@ -104,6 +116,20 @@ def train(
             process.world.least(0)  # the first rank has saved: torchrun ends all ranks when one exits
             run.record_end(outcome, job.state)
         return finish(job, place, run, outcome, process)
+
+
+def _evaluate_base(job: Job, run: OpenRun, process: Process) -> None:
+    """Evaluate a pretrained model before its first step: what fine-tuning is compared with."""
+    if run.evaluation is None or job.state.step or pretrained_of(job.state.model) is None:
+        return
+    listeners: list[EvaluationListener] = []
+    if run.reports is not None:
+        listeners = [run.reports.logbook.recorder, process.progress]
+    with nothing_to_save(process.signals):
+        run.evaluation.before_training(job.state, listeners)
+    for each in job.built.observers:
+        if isinstance(each, Generations):
+            each.show("the start")
 
 
 def require_trainable(loaded: Loaded, parts: Parts | None, ranks: int) -> None:

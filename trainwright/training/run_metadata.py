@@ -28,6 +28,9 @@ from trainwright.runs.supervision import NAME as SUPERVISION
 if TYPE_CHECKING:
     from trainwright.training.job import Job
 
+CHAT_TEMPLATE = "chat_template.jinja"
+"""File of a tokenizer; it takes precedence over the template in tokenizer_config.json."""
+
 
 def describe_origin(recipe: Recipe, parts: Parts) -> dict[str, Any]:
     """Return the provenance of this process: code, packages, machine, data and seeds."""
@@ -89,11 +92,22 @@ def _write_hub(folder: RunFolder, job: Job) -> None:
     try:
         draft.mkdir()
         if write_hub_files(model, draft):
+            if (template := _given_template(job.parts.train.dataset)) is not None:
+                (draft / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
             draft.rename(folder.hub)
     except OSError as error:
         raise storage_error(error, folder.hub, "write") from error
     finally:
         remove(draft)
+
+
+def _given_template(dataset: object) -> str | None:
+    """Return the chat template that replaces the tokenizer's in this data set, which may be packed; None without."""
+    while dataset is not None:
+        if isinstance(found := getattr(dataset, "given_template", None), str):
+            return found
+        dataset = getattr(dataset, "dataset", None)
+    return None
 
 
 def write_supervision(folder: RunFolder, job: Job) -> None:

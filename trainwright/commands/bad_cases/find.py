@@ -64,9 +64,14 @@ def _row(data: object, row: int, size: int) -> object:
 
 
 def inputs_of(sample: object) -> object:
-    """Return a sample without its target: the first item of a tuple, or a mapping without its labels."""
+    """Return a sample without its target: the first item of a tuple or list, or a mapping without its labels.
+
+    A list of numbers, such as token ids, has no target. It is returned as a tensor.
+    """
     if isinstance(sample, Mapping):
         return {name: each for name, each in sample.items() if name != "labels"}
+    if isinstance(sample, list) and sample and all(isinstance(each, int | float) for each in sample):
+        return torch.tensor(sample)
     return sample[0] if isinstance(sample, tuple | list) and len(sample) else sample
 
 

@@ -1,0 +1,355 @@
+"""Group relative policy optimization: the loss generates completions, and a function of the user scores them.
+
+A completion follows from its prompt, the weights and torch's random generator, which a checkpoint contains. So a
+resumed run and a replayed step generate the same completions.
+
+Shapes: B prompts, G completions of each, R = B * G rows, T tokens of a row, C tokens of a completion.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainwright.checkpoint.shards import is_sharded
+from trainwright.data.padding import ATTENTION_KEY, IGNORE
+from trainwright.data.token_rows import IDS, LABELS
+from trainwright.engine.loss import Batch, Loss
+from trainwright.engine.token_batch import following, token_batch
+from trainwright.engine.user_log import log
+from trainwright.errors import UsageError, require_choice, text_of
+from trainwright.finetune.prompts import RECORD
+from trainwright.finetune.tokenizer import load_tokenizer
+from trainwright.models.generate import evaluation_mode
+from trainwright.models.pretrained import hub_model_of, pretrained_of, require_transformers
+
+if TYPE_CHECKING:
+    from trainwright.finetune.tokenizer import Tokenizer
+
+Reward = Callable[..., Sequence[float]]
+LossType: TypeAlias = Literal["dapo", "grpo", "dr_grpo"]
+ADVANTAGES, OLD_LOG_PROBS = "advantages", "old_log_probs"
+"""Keys of a batch of completions that are given: (R,), and (R, T) as ``labels``."""
+STD_EPSILON = 1e-4
+"""Added to the standard deviation of the rewards of a group, as in TRL."""
+
+
+class Rollout(NamedTuple):
+    """Prompts with their completions, padded on the right, and how good each is in its group."""
+
+    ids: Tensor
+    """(R, T)."""
+    labels: Tensor
+    """(R, T): the ids of the completion, -100 elsewhere."""
+    mask: Tensor
+    """(R, T): 0 for padding."""
+    advantages: Tensor
+    """(R,)."""
+    old: Tensor | None = None
+    """(R, T): log-probabilities under the policy that generated the tokens, as ``labels``; None: this policy."""
+
+
+class GRPO(nn.Module):
+    """Group relative policy optimization (https://arxiv.org/abs/2402.03300) on batches of ``prompts``.
+
+    Generates ``completions`` completions for each prompt, calls the reward function, and compares each completion with
+    the others of its prompt: the advantage is ``(reward - mean) / (std + 1e-4)`` over the group. Each rollout is used
+    for one update, so the ratio of probabilities is 1 and the clip has no effect. A batch may have completions instead:
+    ``input_ids``, ``labels`` (-100 on the prompt), ``advantages`` (R,) and, from an earlier policy, ``old_log_probs``
+    (R, T). There the clip applies.
+
+    Args:
+        reward: A function, or ``module:function`` in the folder of the recipe, or a list of these, whose rewards are
+            added. It is called as in TRL, with lists that have an entry for each completion: ``prompts``,
+            ``completions``, ``completion_ids`` and every other key of the records, as far as it has parameters of
+            these names. It returns a number for each.
+        completions: Completions of each prompt.
+        max_new_tokens: Maximum number of tokens of a completion.
+        temperature: Temperature of the policy, in generation and in the loss.
+        beta: Weight of the KL divergence from the weights at the start of the run; 0: none.
+        clip: Bound of the ratio of probabilities, as a difference to 1.
+        clip_high: Another upper bound; null: that of ``clip``.
+        scale_rewards: Divide by the standard deviation of the group.
+        loss_type: ``dapo`` weights each token the same, ``grpo`` each completion, ``dr_grpo`` divides the sum over the
+            tokens by the number of completions times ``max_new_tokens``.
+        tokenizer: Decodes completions; null: that in the folder of the model.
+
+    Raises UsageError for a value that cannot be used.
+    """
+
+    measures_progress = False
+    """The value of the loss may rise while the policy improves; watch ``reward``."""
+
+    def __init__(
+        self,
+        reward: Any,
+        *,
+        completions: int = 8,
+        max_new_tokens: int = 256,
+        temperature: float = 1.0,
+        beta: float = 0.0,
+        clip: float = 0.2,
+        clip_high: float | None = None,
+        scale_rewards: bool = True,
+        loss_type: LossType = "dapo",
+        tokenizer: str | Path | Tokenizer | None = None,
+    ) -> None:
+        super().__init__()
+        require_choice("loss_type", loss_type, get_args(LossType))
+        for wrong, rule, remedy in (
+            (completions < 2, f"completions={completions} leaves none to compare with", "try completions: 8"),
+            (max_new_tokens < 1, f"max_new_tokens={max_new_tokens} generates nothing", "try max_new_tokens: 256"),
+            (temperature <= 0, f"temperature={temperature} must be above 0", "try temperature: 1.0"),
+            (beta < 0, f"beta={beta} must be 0 or more", "try beta: 0.04"),
+            (not 0 < clip < 1, f"clip={clip} must be in (0, 1)", "try clip: 0.2"),
+        ):
+            if wrong:
+                raise UsageError(f"grpo: {rule}", remedy=remedy)
+        given = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
+        self.rewards = [_function(each) if isinstance(each, str) else each for each in given]
+        self.completions, self.max_new_tokens, self.temperature = completions, max_new_tokens, temperature
+        self.beta, self.bounds = beta, (1 - clip, 1 + (clip if clip_high is None else clip_high))
+        self.scale_rewards, self.loss_type = scale_rewards, loss_type
+        self._tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+        self._reference: dict[str, Tensor] = {}
+
+    def keep_reference(self, model: nn.Module) -> None:
+        """Copy the trained weights of ``model``, if ``beta`` needs them: they are the reference from now on.
+
+        A run does so before its first step, any other loop at its first call. ``state_dict`` contains the copy. With
+        adapters it is small.
+        """
+        if self.beta:
+            trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+            self._reference = {name: each.detach().clone() for name, each in trained}
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        """Return the reference, for checkpoints."""
+        return self._reference
+
+    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+        """Invert ``get_extra_state``."""
+        self._reference = dict(state)
+
+    def forward(self, model: nn.Module, batch: Batch) -> Loss:
+        """Return the summed loss over tokens or completions."""
+        rollout = self._given(batch) if isinstance(batch, Mapping) and ADVANTAGES in batch else self._roll(model, batch)
+        reference_RT = self._reference_log_probs(model, rollout)
+        return self.loss(self.log_probs(model, rollout), rollout, reference_RT)
+
+    def loss(self, log_probs_RT: Tensor, rollout: Rollout, reference_RT: Tensor | None = None) -> Loss:
+        """Return the loss of a rollout with these log-probabilities of the policy and of the reference.
+
+        All are at the places of the tokens before: position t has that of token t + 1.
+        """
+        mask_RT = (following(rollout.labels) != IGNORE).to(log_probs_RT.dtype)
+        old_RT = log_probs_RT.detach() if rollout.old is None else F.pad(rollout.old[:, 1:], (0, 1))
+        ratio_RT, advantages_R1 = (log_probs_RT - old_RT).exp(), rollout.advantages[:, None]
+        low, high = self.bounds
+        loss_RT = -torch.minimum(ratio_RT * advantages_R1, ratio_RT.clamp(low, high) * advantages_R1)
+        outside_RT = ((ratio_RT < low) & (advantages_R1 < 0)) | ((ratio_RT > high) & (advantages_R1 > 0))
+        tokens = mask_RT.sum()
+        log(clipped=(outside_RT * mask_RT).sum() / tokens.clamp(min=1))
+        if reference_RT is not None:
+            log_ratio_RT = reference_RT - log_probs_RT
+            kl_RT = log_ratio_RT.exp() - log_ratio_RT - 1
+            log(kl=(kl_RT.detach() * mask_RT).sum() / tokens.clamp(min=1))
+            loss_RT = loss_RT + self.beta * ratio_RT * kl_RT  # with the ratio, its gradient is that of the KL
+        sums_R = (loss_RT * mask_RT).sum(1)
+        if self.loss_type == "grpo":
+            return Loss((sums_R / mask_RT.sum(1).clamp(min=1)).sum(), float(len(sums_R)))
+        if self.loss_type == "dr_grpo":
+            return Loss(sums_R.sum() / self.max_new_tokens, float(len(sums_R)))
+        return Loss(sums_R.sum(), tokens)
+
+    def log_probs(self, model: nn.Module, rollout: Rollout, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the log-probability of the label that follows each position, (R, T); 0 where there is none.
+
+        ``weights`` replace those of the model with these names.
+        """
+        called = token_batch(model, {IDS: rollout.ids, LABELS: rollout.labels, ATTENTION_KEY: rollout.mask})
+        if weights is None:
+            output = model(**called.inputs)
+        else:
+            output = torch.func.functional_call(model, dict(weights), (), called.inputs)
+        logits_RTV = output.logits.float() / self.temperature
+        return -F.cross_entropy(logits_RTV.transpose(1, 2), called.target, reduction="none", ignore_index=IGNORE)
+
+    def _reference_log_probs(self, model: nn.Module, rollout: Rollout) -> Tensor | None:
+        if not self.beta:
+            return None
+        if type(rollout.ids) is not Tensor:  # fake tensors: a pass without gradients needs less memory than that with
+            return torch.zeros_like(rollout.ids, dtype=torch.float32)
+        if not self._reference:
+            self.keep_reference(model)  # the first call outside of a run, such as that of `trainwright check`
+        reference = {name: each.to(rollout.ids.device) for name, each in self._reference.items()}
+        with torch.no_grad(), evaluation_mode(model):
+            found_RT = self.log_probs(model, rollout, reference)
+        torch.clear_autocast_cache()  # casts that were made without a graph would have no gradient
+        return found_RT
+
+    def _given(self, batch: Mapping[str, Any]) -> Rollout:
+        mask_RT = batch.get(ATTENTION_KEY, torch.ones_like(batch[IDS]))
+        return Rollout(batch[IDS], batch[LABELS], mask_RT, batch[ADVANTAGES], batch.get(OLD_LOG_PROBS))
+
+    def _roll(self, model: nn.Module, batch: Batch) -> Rollout:
+        """Generate completions and score them. Costs one wait for the device for each token."""
+        if not isinstance(batch, Mapping) or not {IDS, RECORD} <= set(batch):
+            got = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+            remedy = "use the data set prompts, or trainwright.finetune.prompts.Prompts in Python"
+            raise UsageError(f"grpo needs batches of prompts; this one has {got}", remedy=remedy)
+        ids_RT = batch[IDS].repeat_interleave(self.completions, 0)
+        mask_BT = batch.get(ATTENTION_KEY, torch.ones_like(batch[IDS]))
+        mask_RT = mask_BT.repeat_interleave(self.completions, 0)
+        if type(ids_RT) is not Tensor:  # fake tensors, which hold no values: completions of the largest size
+            longest_RT = F.pad(ids_RT, (0, self.max_new_tokens))
+            return Rollout(longest_RT, longest_RT, torch.ones_like(longest_RT), longest_RT[:, 0].float())
+        end_ids, tokenizer = self._end_ids(model), self._tokenizer_of(model)
+        completion_RC = self._generated(model, ids_RT, mask_RT, end_ids, tokenizer)
+        is_end_RC = torch.isin(completion_RC, torch.tensor(end_ids, device=ids_RT.device))
+        kept_RC = (is_end_RC.cumsum(1) - is_end_RC.long()) == 0
+        lengths = kept_RC.sum(1)
+        texts = [row[:length] for row, length in zip(completion_RC.tolist(), lengths.tolist(), strict=True)]
+        rewards_R = self._scored(batch[RECORD], texts, tokenizer).to(ids_RT.device)
+        grouped_BG = rewards_R.view(-1, self.completions)
+        std_B1, centred_BG = grouped_BG.std(1, keepdim=True), grouped_BG - grouped_BG.mean(1, keepdim=True)
+        advantages_BG = centred_BG / (std_B1 + STD_EPSILON) if self.scale_rewards else centred_BG
+        log(
+            reward=rewards_R.mean(),
+            reward_std=std_B1.mean(),
+            groups_of_equal_reward=(std_B1 == 0).float().mean(),
+            completion_tokens=lengths.float().mean(),
+            completions_cut=1 - is_end_RC.any(1).float().mean(),
+        )
+        rows_RT = torch.cat([ids_RT, completion_RC], 1)
+        labels_RT = torch.cat([torch.full_like(ids_RT, IGNORE), completion_RC.masked_fill(~kept_RC, IGNORE)], 1)
+        seen_RT = torch.cat([mask_RT, kept_RC.to(mask_RT.dtype)], 1)
+        order_RT = (1 - seen_RT).argsort(dim=1, stable=True)[:, : int(seen_RT.sum(1).max())]  # padding to the right
+        ids_RT, labels_RT, seen_RT = (each.gather(1, order_RT) for each in (rows_RT, labels_RT, seen_RT))
+        return Rollout(ids_RT, labels_RT, seen_RT, advantages_BG.flatten())
+
+    @torch.no_grad()
+    def _generated(
+        self, model: Any, ids_RT: Tensor, mask_RT: Tensor, end_ids: list[int], tokenizer: Tokenizer
+    ) -> Tensor:
+        """Return the ids that the model adds to its prompts, (R, C)."""
+        if is_sharded(model) or not hasattr(model, "generate"):
+            what = "ranks divide its weights" if is_sharded(model) else "it has no generate()"
+            remedy = "use a model of transformers, complete on each rank (parallel: {replicate: -1})"
+            raise UsageError(f"grpo cannot generate with a {type(model).__name__}: {what}", remedy=remedy)
+        order_RT = mask_RT.argsort(dim=1, stable=True)  # padding to the left
+        pad = tokenizer.pad_token_id
+        settings = require_transformers("grpo").GenerationConfig(
+            max_new_tokens=self.max_new_tokens,
+            do_sample=True,
+            temperature=self.temperature,
+            top_k=0,
+            top_p=1.0,
+            repetition_penalty=1.0,
+            eos_token_id=end_ids,
+            pad_token_id=end_ids[0] if pad is None else pad,
+            use_cache=True,
+        )
+        with evaluation_mode(model):
+            found_RT: Tensor = model.generate(
+                input_ids=ids_RT.gather(1, order_RT),
+                attention_mask=mask_RT.gather(1, order_RT),
+                generation_config=settings,
+            )
+        torch.clear_autocast_cache()  # as above
+        return found_RT[:, ids_RT.shape[1] :]
+
+    def _scored(self, records: Sequence[str], completion_ids: list[list[int]], tokenizer: Tokenizer) -> Tensor:
+        """Return the sum of the rewards of each completion, (R,)."""
+        fields = [json.loads(each) for each in records for _ in range(self.completions)]
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completion_ids]
+        completions = [
+            text if isinstance(each["prompt"], str) else [{"role": "assistant", "content": text}]
+            for each, text in zip(fields, texts, strict=True)
+        ]
+        given = {"prompts": [each["prompt"] for each in fields], "completions": completions}
+        given |= {"completion_ids": completion_ids}
+        names = dict.fromkeys(name for each in fields for name in each if name != "prompt")
+        given |= {name: [each.get(name) for each in fields] for name in names}
+        total_R = torch.zeros(len(fields))
+        for function in self.rewards:
+            values_R = _numbers(function, function(**_accepted(function, given)), len(fields))
+            if len(self.rewards) > 1:
+                log(**{f"reward_{_name(function)}": values_R.mean()})
+            total_R += values_R
+        return total_R
+
+    def _tokenizer_of(self, model: nn.Module) -> Tokenizer:
+        if self._tokenizer is None:
+            origin, inside = pretrained_of(model), hub_model_of(model)
+            folder = origin.folder if origin is not None else getattr(inside, "name_or_path", "")
+            if not folder:
+                remedy = "pass it: GRPO(reward, tokenizer=tokenizer)"
+                raise UsageError("grpo: the model was not loaded from a folder with a tokenizer", remedy=remedy)
+            self._tokenizer = load_tokenizer(folder)
+        return self._tokenizer
+
+    def _end_ids(self, model: nn.Module) -> list[int]:
+        """Return the ids that end a completion: those of the model and of the tokenizer."""
+        found = getattr(getattr(hub_model_of(model), "generation_config", None), "eos_token_id", None)
+        ids = [*(found if isinstance(found, list) else [found]), self._tokenizer_of(model).eos_token_id]
+        known = list(dict.fromkeys(int(each) for each in ids if each is not None))
+        if not known:
+            remedy = "set tokenizer.eos_token, or eos_token_id in generation_config.json"
+            raise UsageError("grpo: neither the model nor the tokenizer has an end token", remedy=remedy)
+        return known
+
+
+def _function(name: str) -> Reward:
+    """Return the function ``module:name``; the folder of the recipe is in the import path."""
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        remedy = "write reward: module:function, with the module beside the recipe"
+        raise UsageError(
+            f"grpo: there is no reward function {name!r}: {text_of(error, lines=1)}", remedy=remedy
+        ) from None
+    if not callable(found):
+        rule = f"grpo: {name} is a {type(found).__name__} and cannot be called"
+        raise UsageError(rule, remedy="write reward: module:function")
+    return found  # type: ignore[no-any-return]
+
+
+def _accepted(function: Reward, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a function has parameters for."""
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return dict(given)
+    if missing := [
+        name
+        for name, each in parameters.items()
+        if name not in given and each.default is inspect.Parameter.empty and each.kind is not each.VAR_POSITIONAL
+    ]:
+        remedy = f"use some of these: {', '.join(given)}"
+        raise UsageError(f"grpo: the reward {_name(function)} has the parameter {missing[0]!r}", remedy=remedy)
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+def _numbers(function: Reward, values: Any, count: int) -> Tensor:
+    """Return the rewards of a function. Raises UsageError unless there is a finite number for each completion."""
+    found = values.tolist() if hasattr(values, "tolist") else values
+    listed = list(found) if isinstance(found, list | tuple) else []
+    if len(listed) != count or not all(isinstance(each, int | float) and math.isfinite(each) for each in listed):
+        bad = next((each for each in listed if not (isinstance(each, int | float) and math.isfinite(each))), None)
+        what = f"{len(listed)} values" if len(listed) != count else f"{bad!r}"
+        remedy = "return a list with one finite number for each of completions"
+        raise UsageError(f"grpo: the reward {_name(function)} gave {what} for {count} completions", remedy=remedy)
+    return torch.tensor([float(each) for each in listed], device="cpu")
+
+
+def _name(function: Reward) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
