@@ -28,10 +28,9 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from trainwright.engine.run_length import for_steps
 
 from benchmarks.figures import about, arguments, figure, interleaved
-from trainwright.engine.loop import steps
+from trainwright.engine.loop import for_steps, steps
 from trainwright.errors import TrainwrightError
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import load

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from trainwright.commands.bad_cases.samples import shown_sample
+
+from trainwright.commands.bad_cases.find import shown_sample
 
 
 @pytest.mark.parametrize(
