@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import trainwright as tw
 from trainwright.checkpoint.codec import same_bits
-from trainwright.engine.graphs import MAX_CAPTURES, WARM_UP_STEPS, GraphBackend, StepGraphs
+from trainwright.engine.graphs import MAX_CAPTURES, WARM_UP_STEPS, StepGraphs
 from trainwright.engine.step import make_step
 from trainwright.training.job import Job
 
@@ -285,13 +285,6 @@ def test_what_needs_the_host_in_each_step_runs_eagerly(change: Callable[[tw.Trai
     graphs = StepGraphs(RepeatedCalls(state), report=said.append)
     train(state, 5, graphs)
     assert len(said) == 1 and reason in said[0] and graphs.num_captures == 0
-
-
-def test_an_adaptive_clip_is_an_obstacle() -> None:
-    said: list[str] = []
-    backend: GraphBackend = RepeatedCalls()
-    make_step(nn.CrossEntropyLoss(), clip=tw.make_clip("zclip"), graphs=StepGraphs(backend, report=said.append))
-    assert said == ["optimizer.clip.by zclip keeps statistics on the host; clip by norm"]
 
 
 @pytest.mark.slow

@@ -31,9 +31,11 @@ def make_clip(by: ClipName, at: float = 1.0) -> ClipFn:
         UsageError: Unknown name, or a number that is out of range.
     """
     require_choice("the clip", by, get_args(ClipName))
+    if by == "none":
+        return no_clip
     if not at > 0:
         raise UsageError(f"a clip is at a number above 0; got {at!r}", remedy="make_clip('none') does not clip")
-    return no_clip if by == "none" else GradientClip(by, at)
+    return GradientClip(by, at)
 
 
 @dataclass(frozen=True)
