@@ -254,7 +254,7 @@ def test_a_model_of_which_steps_are_short_is_examined_early() -> None:
 
 
 def experiment(name: str, run: Callable[[ReplaySession], Facts], *, steps: float) -> Experiment:
-    return Experiment(name, "first", run, memory=1.0, by_samples=False, steps=steps, value=1.0, latest=math.inf)
+    return Experiment(name, "first", run, memory=1.0, steps=steps, value=1.0, latest=math.inf)
 
 
 def examined_by(watch: tw.Watch, *experiments: Experiment) -> None:

@@ -122,27 +122,26 @@ def test_what_needs_more_than_there_is_does_not_begin() -> None:
     watch, _ = train(Marking(), 2)
     runner = watch.session.runner
     session = runner._session_of(2)
-    assert runner._memory.rows_for(session, 1.0, can_be_fewer=False) is None
+    runner._memory.require(session, 1.0)
     with pytest.raises(
         NotReplayable, match=rf"{NOT_ENOUGH_MEMORY}: it takes about [\d,]+ MiB, and [\d,]+ MiB are free"
     ):
-        runner._memory.rows_for(session, 1e12, can_be_fewer=True, is_capped=False)
+        runner._memory.require(session, 1e12, is_capped=False)
 
 
 def test_an_experiment_takes_twice_as_much_as_the_step_at_most() -> None:
-    """However much is free; on fewer samples where it may run on fewer."""
+    """However much is free."""
     watch, _ = train(Marking(), 2)
-    session, weights = watch.session.runner._session_of(2), sum(p.nbytes for p in Marking().parameters())
+    session = watch.session.runner._session_of(2)
     memory = ReplayMemory()
     memory._of_size = {_size_of(session.recorded_step): 2**30}
     memory._asked_at, memory._free = 2, 2**40
-    assert memory.rows_for(session, 1.9, can_be_fewer=False) is None
+    memory.require(session, 1.9)
     with pytest.raises(
         NotReplayable, match=rf"{NOT_ENOUGH_MEMORY}: it takes about [\d,]+ MiB, and it may take 2,048 MiB"
     ):
-        memory.rows_for(session, 4.0, can_be_fewer=False)
-    assert len(memory.rows_for(session, 4.0, can_be_fewer=True) or ()) == 7 and weights < 2**20
-    assert memory.rows_for(session, 4.0, can_be_fewer=False, is_capped=False) is None
+        memory.require(session, 4.0)
+    memory.require(session, 4.0, is_capped=False)
 
 
 PEAKS = """

@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 from torch.autograd.graph import Node
 
+MAX_NODES = 100_000
 
-def leaves_of(tensor: Tensor, limit: int = 100_000) -> list[Tensor] | None:
-    """Returns the leaves behind ``tensor``; None for a graph of more than ``limit`` nodes.
+
+def leaves_of(tensor: Tensor) -> list[Tensor] | None:
+    """Returns the leaves behind ``tensor``; None for a graph of more than MAX_NODES nodes.
 
     Leaves behind a reentrant checkpoint are not found.
     """
@@ -24,6 +26,6 @@ def leaves_of(tensor: Tensor, limit: int = 100_000) -> list[Tensor] | None:
             if behind is not None and behind not in seen:
                 seen.add(behind)
                 waiting.append(behind)
-        if len(seen) > limit:
+        if len(seen) > MAX_NODES:
             return None
     return found

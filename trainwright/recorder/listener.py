@@ -105,9 +105,6 @@ class Listener:
     def on_copied(self, tensor: Tensor) -> None:
         """Called when a tensor is deep-copied."""
 
-    def on_warning(self, kind: str, text: str, source: str) -> None:
-        """Called when a warning is shown. ``source`` is the line of the user's code that caused it."""
-
     def on_begun_again(self) -> None:
         """Called when the step begins again after running out of memory. Earlier reports of the step do not count."""
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from trainwright.recorder.callers import calling_frame
 from trainwright.recorder.listener import has_listeners, inside, tell
 from trainwright.recorder.user_types import TorchFunction
-from trainwright.recorder.user_warnings import is_of_the_recorder
 
 
 def _outermost(event: str, arguments: Callable[..., tuple[object, ...]]) -> Callable[[TorchFunction], TorchFunction]:
@@ -65,25 +60,11 @@ def _wrap_deepcopy(original: TorchFunction) -> TorchFunction:
     return deepcopy
 
 
-def _wrap_showwarning(original: TorchFunction) -> TorchFunction:
-    @functools.wraps(original)
-    def showwarning(message: object, category: type[Warning], filename: str, lineno: int, *rest: object) -> None:
-        if is_of_the_recorder():
-            return
-        frame = calling_frame()
-        place = (filename, lineno) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-        tell("on_warning", category.__name__, str(message), f"{Path(place[0]).name}:{place[1]}")
-        original(message, category, filename, lineno, *rest)
-
-    return showwarning
-
-
 OBJECT_WRAPPERS: tuple[tuple[object, str, Callable[[TorchFunction], TorchFunction]], ...] = (
     (nn.Module, "train", _outermost("on_mode", _mode)),
     (nn.Module, "state_dict", _outermost("on_state_dict", _state)),
     (nn.Module, "load_state_dict", _outermost("on_loaded", _loaded)),
     (torch, "save", _outermost("on_saved", _saved)),
     (Tensor, "__deepcopy__", _wrap_deepcopy),
-    (warnings, "showwarning", _wrap_showwarning),
 )
 """Replaced functions, as in ``hooks``."""

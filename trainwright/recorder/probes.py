@@ -42,15 +42,11 @@ class LoopObjects:
 
 @dataclass(frozen=True)
 class WatchSite:
-    """The run folder of a watch (None: none), and how a probe writes records and prints outside of an examination.
-
-    ``examines_all``: a probe has no time limit.
-    """
+    """The run folder of a watch (None: none), and how a probe writes records and prints outside of an examination."""
 
     folder: Path | None
     write: Callable[[Record], None]
     say: Callable[[str], None]
-    examines_all: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,9 +114,6 @@ class Ring:
 
     def steps_from(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
         """Returns all steps from that state up to ``step``; None if one is missing or cannot be replayed."""
-        return self._steps_between(snapshot, step)
-
-    def _steps_between(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
         steps = [each for each in self.steps if snapshot.step <= each.step <= step]
         if len(steps) < step - snapshot.step + 1 or any(each.not_replayable for each in steps):
             return None
@@ -128,7 +125,7 @@ class Ring:
         """Returns a state and all steps from it up to ``step``; None if one is missing or cannot be replayed."""
         for snapshot in reversed(self.snapshots):
             if snapshot.step <= step:
-                steps = self._steps_between(snapshot, step)
+                steps = self.steps_from(snapshot, step)
                 by_hand = any("edited" in each.values for each in (steps or [])[:-1])  # such an update is not known
                 return None if steps is None or by_hand else (snapshot, steps)
         return None

@@ -66,7 +66,7 @@ def _silence() -> None:
     _replaced[:] = show, shown
 
 
-def is_of_the_recorder() -> bool:
+def _is_of_the_recorder() -> bool:
     """Returns True if the running code is this package's, and not user code that it calls."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -83,13 +83,15 @@ def is_of_the_recorder() -> bool:
 
 
 def at_the_caller(original: ShowWarning) -> ShowWarning:
-    """Shows a warning of a function that the tape calls at the user's line of the call.
+    """Shows no warning of the recorder, and that of a function that the tape calls at the user's line of the call.
 
     Python shows a warning once for each location, and the tape is another location than the user's line. So the warning
     is issued again at that line. It is shown once, with and without the tape.
     """
 
     def showwarning(message: Warning, category: type[Warning], filename: str, lineno: int, *rest: object) -> None:
+        if _is_of_the_recorder():
+            return
         frame = calling_frame() if filename == _TAPE else None
         site = None if frame is None else _without_tape(sys._getframe(1))
         if frame is None or site is None:

@@ -27,7 +27,6 @@ class Experiment:
     Attributes:
         when: At every examination (\"checkup\"), at the first one, at an incident, or on request of a check.
         memory: Maximum memory, as a multiple of the prediction of ``ReplayMemory`` for the step.
-        by_samples: With less memory, it may run on some samples of each micro-batch.
         steps: Approximate duration in training steps.
         value: Experiments with a larger ``value / steps`` run first.
         latest: The last step for which it is informative.
@@ -37,7 +36,6 @@ class Experiment:
     when: When
     run: Run
     memory: float
-    by_samples: bool
     steps: float
     value: float
     latest: float
@@ -62,7 +60,6 @@ def replay(
     value: float = 1.0,
     latest: float = math.inf,
     memory: float = DEFAULT_MEMORY,
-    by_samples: bool = False,
 ) -> Callable[[Callable[[ReplaySession], Any]], Experiment]:
     """Decorates a function of a ReplaySession that returns a measurement of ``kind`` and makes an Experiment of it.
 
@@ -74,6 +71,6 @@ def replay(
         def facts(session: ReplaySession) -> Facts:
             return dict(strict(vars(run(session))))
 
-        return Experiment(kind.experiment, when, facts, memory, by_samples, steps, value, latest)
+        return Experiment(kind.experiment, when, facts, memory, steps, value, latest)
 
     return made

@@ -22,8 +22,6 @@ SMALL_BYTES = 256 * 2**20
 """An experiment may always use this much if it is free."""
 AMPLE_MEMORY_RATIO = 8
 """Free memory is not read again if an earlier reading showed this multiple of the need."""
-MIN_SAMPLES = 2
-"""BatchNorm does not accept a single sample."""
 PEAK_TENSORS = 3
 """Memory besides the saved tensors at the peak, in largest tensors: its input and the gradients of both."""
 WEIGHT_COPIES = 3
@@ -42,30 +40,20 @@ class ReplayMemory:
         """True if a step was measured. The first replaying experiment takes an additional forward pass."""
         return bool(self._of_size)
 
-    def rows_for(
-        self, session: ReplaySession, times: float, *, can_be_fewer: bool, is_capped: bool = True
-    ) -> range | None:
-        """Returns the samples of each micro-batch for which ``times`` the step's memory is available; None: all of
-        them.
+    def require(self, session: ReplaySession, times: float, *, is_capped: bool = True) -> None:
+        """Raises NotReplayable if less than ``times`` the step's memory is available.
 
         ``is_capped``: an experiment takes at most MAX_STEP_MEMORY_RATIO of the step's memory, and not all that is free.
-
-        Raises NotReplayable if all samples are required, or even two do not fit.
         """
-        size, weights = session.size or 0, WEIGHT_COPIES * sum([p.nbytes for p in session.replayer.subject.parameters])
+        weights = WEIGHT_COPIES * sum([p.nbytes for p in session.replayer.subject.parameters])
         batch = self._of_batch(session)
         if self._asked_at != session.step and times * (batch + weights) > self._free / AMPLE_MEMORY_RATIO:
             self._asked_at, self._free = session.step, free_bytes(session.replayer.device)
         cap = max(SMALL_BYTES, MAX_STEP_MEMORY_RATIO * (batch + weights)) if is_capped else math.inf
-        room = min(self._free, cap) / times
-        if batch + weights <= room:
-            return None
-        fitting = int(size * (room - weights) / batch) if can_be_fewer and batch else 0
-        if fitting < MIN_SAMPLES:
+        if times * (batch + weights) > min(self._free, cap):
             wanted = _mib(times * (batch + weights))
             limit = f"{_mib(self._free)} are free" if self._free <= cap else f"it may take {_mib(cap)}"
             raise NotReplayable(f"{NOT_ENOUGH_MEMORY}: it takes about {wanted}, and {limit}")
-        return range(fitting)
 
     def _of_batch(self, session: ReplaySession) -> int:
         """Returns the memory of the step without the weights, in bytes."""

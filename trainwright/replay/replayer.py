@@ -113,7 +113,6 @@ class Replayer:
 
     def __init__(self, subject: LiveObjects, names: Sequence[str]) -> None:
         self.subject, self.names, self.deadline = subject, list(names), Deadline()
-        self.rows: Sequence[int] | None = None
         self._now: ReachableState | None = None
         self._then: ReachableState | None = None
         self.known = frozenset(id(p) for p in subject.parameters)
@@ -129,15 +128,6 @@ class Replayer:
                 yield
             finally:
                 self._now, self._then = before
-
-    @contextmanager
-    def only(self, rows: Sequence[int] | None) -> Iterator[None]:
-        """Context in which an intervention without selected samples uses these; None: all samples."""
-        self.rows = rows
-        try:
-            yield
-        finally:
-            self.rows = None
 
     def _outside_autocast(self) -> AbstractContextManager[object]:
         """Context outside of the loop's autocast, so that the replay neither reads nor fills its weight cache."""
@@ -339,7 +329,7 @@ class _Run:
 
     def _read(self, written: Any, loss: bool = False) -> Any:
         """Returns arguments with tensors instead of slots and constants."""
-        rows = self.replayer.rows if self.intervention.rows is None else self.intervention.rows
+        rows = self.intervention.rows
         size = None if rows is None else batch_size(self.recorded)
 
         def tensor_of(leaf: object) -> object:

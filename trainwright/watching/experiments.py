@@ -30,7 +30,7 @@ from trainwright.replay.experiments import DEFAULT_STEPS, Experiment
 from trainwright.replay.memory import NOT_ENOUGH_MEMORY, ReplayMemory, free_what_it_holds
 from trainwright.replay.replayer import NotReplayable, Replayer
 from trainwright.replay.session import ReplaySession
-from trainwright.replay.trials import NotTried, RegisteredTrial
+from trainwright.replay.trials import NotTried
 from trainwright.runs.json_values import Facts
 from trainwright.runs.records import Tried
 from trainwright.watching.budget import ExaminationBudget
@@ -71,10 +71,8 @@ class ExperimentRunner:
         *,
         replays: bool = True,
         say: Callable[[str], None] = lambda line: None,
-        experiments: Sequence[Experiment] = REPLAYS,
-        trials: Mapping[str, RegisteredTrial] = TRIALS,
     ) -> None:
-        self._experiments, self._remedies = {each.name: each for each in experiments}, trials
+        self._experiments = {each.name: each for each in REPLAYS}
         self._ring, self._budget, self._own, self._replays, self._say = ring, budget, own, replays, say
         self.now_s = budget.clock
         self.replayer = Replayer(subject, names_of(subject))
@@ -199,7 +197,7 @@ class ExperimentRunner:
         facts: Facts = {}
         for own in self._own if step else ():
             name = USER_CHECK_PREFIX + name_of_check(own)
-            if self._is_time_for(name):
+            if self._is_time_for(self._predicted_s(name)):
                 facts |= self._measured(name, step, partial(_own_facts, own))
         return facts
 
@@ -213,7 +211,7 @@ class ExperimentRunner:
         for request in sorted(known, key=lambda each: self._experiments[each.experiment].rank):
             name = request.experiment
             if request.step is not None:
-                with self._spending_on_evidence(True):
+                with self._spending_on_evidence():
                     facts |= self._run([name], request.step)
             else:
                 self._standing[name] = None
@@ -227,7 +225,7 @@ class ExperimentRunner:
         for name in names:
             if step == 0 or (name, step) in self._done or name not in self._experiments:
                 continue
-            if not self._is_time_for(name):
+            if not self._is_time_for(self._predicted_s(name)):
                 break
             self._done.add((name, step))
             self._left_out.pop(name, None)
@@ -267,30 +265,21 @@ class ExperimentRunner:
             steps += MEASURING_STEPS
         return LEAST_S + steps * self._budget.step_s
 
-    def _is_time_for(self, name: str) -> bool:
-        predicted_s, now_s = self._predicted_s(name), self.now_s()
+    def _is_time_for(self, predicted_s: float) -> bool:
+        """Returns True if there is this much time. Announces an examination that will take long."""
+        now_s = self.now_s()
         if predicted_s > self._until_s - now_s:
             return False
-        self._announce(now_s - self._begin_s + predicted_s)
-        return True
-
-    def _announce(self, seconds: float) -> None:
-        if seconds > ANNOUNCED_S and not self._is_announced:
+        if now_s - self._begin_s + predicted_s > ANNOUNCED_S and not self._is_announced:
             self._is_announced = True
             limit = "" if self._until_s == math.inf else f", at most {self._until_s - self._begin_s:.1f} s"
             self._say(f"examining a step: it is replayed for more than {ANNOUNCED_S:.0f} s{limit}")
+        return True
 
     def _run_within_memory(self, experiment: Experiment, session: ReplaySession) -> Facts:
-        if not experiment.steps:  # it replays nothing
-            return experiment.run(session)
-        rows = self._memory.rows_for(
-            session,
-            experiment.memory,
-            can_be_fewer=experiment.by_samples,
-            is_capped=not self._budget.is_lifted,
-        )
-        with self.replayer.only(rows):
-            return experiment.run(session)
+        if experiment.steps:  # else it replays nothing
+            self._memory.require(session, experiment.memory, is_capped=not self._budget.is_lifted)
+        return experiment.run(session)
 
     def _without_what_it_held(self, error: Exception) -> str:
         """Frees the tensors of an experiment that raised. Returns the reason."""
@@ -302,9 +291,9 @@ class ExperimentRunner:
 
         Returns None if there is no time for it now.
         """
-        if trial is None or step == 0 or trial.name not in self._remedies:
+        if trial is None or step == 0 or trial.name not in TRIALS:
             return ()
-        with self._spending_on_evidence(True):
+        with self._spending_on_evidence():
             result = self._tried(step, trial)
         (self._trials.add if result is None else self._trials.discard)(trial.name)
         if result is None:
@@ -313,13 +302,12 @@ class ExperimentRunner:
 
     def _tried(self, step: int, trial: RemedyTrial) -> str | None:
         """Returns the outcome as text, "" if the remedy cannot be tried; None if there is no time for it."""
-        predicted_s, begin_s = LEAST_S + self._remedies[trial.name].steps * self._budget.step_s, self.now_s()
-        if predicted_s > self._left_s:
+        remedy, begin_s = TRIALS[trial.name], self.now_s()
+        if not self._is_time_for(LEAST_S + remedy.steps * self._budget.step_s):
             return None
-        self._announce(begin_s - self._begin_s + predicted_s)
         try:
             with self.replayer.deadline.within(self._left_s):
-                return self._remedies[trial.name].run(self._session_of(step), **trial.args)
+                return remedy.run(self._session_of(step), **trial.args)
         except ReplayTimeout:
             return None
         except (NotReplayable, NotTried):
@@ -330,17 +318,15 @@ class ExperimentRunner:
             self.replayed_s += self.now_s() - begin_s
 
     @contextmanager
-    def _spending_on_evidence(self, is_evidence: bool) -> Iterator[None]:
-        """Context with additional time if something was detected."""
+    def _spending_on_evidence(self) -> Iterator[None]:
+        """Context with additional time, because something was detected."""
         until_s, begin_s = self._until_s, self.now_s()
-        if is_evidence:
-            self._until_s = max(until_s, begin_s + self._budget.left_for_evidence_s)
+        self._until_s = max(until_s, begin_s + self._budget.left_for_evidence_s)
         try:
             yield
         finally:
             self._until_s = until_s
-            if is_evidence:
-                self._budget.spent_on_evidence_s += self.now_s() - begin_s
+            self._budget.spent_on_evidence_s += self.now_s() - begin_s
 
     def keep(self, folder: Path, step: int, about: Mapping[str, object]) -> Path | None:
         """Writes a bundle of ``step``; None if the recorder does not hold it any more. Raises StorageError."""

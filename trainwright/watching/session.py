@@ -153,7 +153,7 @@ class WatchSession:
         self._light = LightSteps(self.recording, is_off=self.budget.is_lifted or options.is_engine)
         self.findings_log = FindingsLog(self.runner, self._probes, write, checks=options.checks)
         self._incidents = Incidents(options.bundles, self.runner, write)
-        self._site = WatchSite(options.bundles.parent if options.bundles else None, write, say, self.budget.is_lifted)
+        self._site = WatchSite(options.bundles.parent if options.bundles else None, write, say)
         self._schedule = ExaminationSchedule(first_step, self.budget)
         self._snapshots = SnapshotSchedule(options.keep)
         self._late = lateness(self.device)
