@@ -73,7 +73,7 @@ def read_manifest(folder: Path) -> StateDict:
         raise CheckpointError(f"{folder / NAME} is damaged: it differs from its own sha256", remedy=_REMEDY)
     if (found := manifest.get("format")) not in (FORMAT, FORMAT_WITH_FROZEN):
         raise NotReadableHere(
-            f"{folder / NAME}: this version reads the formats {FORMAT} and {FORMAT_WITH_FROZEN}, not {found}",
+            f"{folder / NAME}: format {found} is none that this version reads ({FORMAT}, {FORMAT_WITH_FROZEN})",
             remedy="use the version of Trainwright that wrote it (`version` in log.jsonl)",
         )
     return manifest
