@@ -16,6 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from itertools import repeat
 from pathlib import Path
@@ -167,7 +168,7 @@ def sync(device: torch.device) -> None:
             gpt = Gpt(device, precision, accumulation=accumulation)
             gpt.train(3)
             case = f"{precision}_accum{accumulation}"
-            where = first_sync(lambda gpt=gpt: gpt.train(count(device, 5)), device)
+            where = first_sync(partial(gpt.train, count(device, 5)), device)
             line = {"bench": "gpu_sync", "case": case, "value": int(bool(where)), "unit": "syncs", "where": where}
             print(json.dumps(line), flush=True)
     figure("gpu_sync", "fit", [syncs_of_fit(device)], unit="syncs/step", against="absolute")
@@ -363,7 +364,7 @@ def plain_steps(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> Cal
     def act(steps: int) -> None:
         for _ in range(steps):
             optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(x), y).backward()
+            torch.nn.functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
 

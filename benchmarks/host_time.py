@@ -75,11 +75,12 @@ class Clock:
         self.times_s.append(time.thread_time())
         self.step += 1
         if self._profile is not None:
-            self._profile.__exit__(None, None, None)
+            self._profile.stop()
             self.calls.append(calls_of(self._profile))
         counts, self._profile = FIRST - PROFILED <= self.step < FIRST, None
         if counts:
-            self._profile = profile(activities=[ProfilerActivity.CPU]).__enter__()
+            self._profile = profile(activities=[ProfilerActivity.CPU])
+            self._profile.start()
         elif self.step >= FIRST and (self.step - FIRST) % TURN == 0:
             self._wait_for_turn()
 
@@ -101,7 +102,8 @@ class Clock:
 
 def calls_of(done: profile) -> int:
     """Returns the number of ATen operators. Building torch's own list of events takes seconds for a large model."""
-    results = done.profiler.kineto_results  # type: ignore[union-attr]
+    assert done.profiler is not None
+    results: Any = done.profiler.kineto_results
     return sum(event.name().startswith("aten::") for event in results.events())
 
 
@@ -112,9 +114,9 @@ def by_hand(tensors: int, clock: Clock, *, watched: bool = False) -> None:
     watch = tw.watch(model, optimizer, out=None, quiet=True) if watched else nullcontext()
     with watch:
         while True:
-            for ids in torch.randperm(len(x)).split(ROWS):
+            for ids in torch.randperm(len(x)).split(ROWS):  # type: ignore[no-untyped-call]
                 optimizer.zero_grad()
-                F.cross_entropy(model(x[ids]), y[ids]).backward()
+                F.cross_entropy(model(x[ids]), y[ids]).backward()  # type: ignore[no-untyped-call]
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 clock()

@@ -23,14 +23,15 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.first(x))
         with torch.autocast("cpu", enabled=not self.falls_back and torch.is_autocast_enabled("cpu")):
-            return self.second(h.float() if self.falls_back else h)
+            out: Tensor = self.second(h.float() if self.falls_back else h)
+            return out
 
 
 def counted(model: nn.Module, precision: str, *, fused: bool | None = True) -> ProfileFacts:
     """Trains one step under the counter of the profiler."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     counter = StepCounter([model])
-    with counter:  # type: ignore[no-untyped-call]
+    with counter:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             loss = model(torch.randn(16, 32)).float().square().mean()
         loss.backward()
