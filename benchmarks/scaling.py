@@ -1,12 +1,10 @@
 """Several processes against one: ``tw.fit`` at its defaults, the same batch, one thread each.
 
-    python -m benchmarks.scaling [--rounds 3] [--ranks 2] [--mbit 200] [--quick]
+    python -m benchmarks.scaling [--rounds 3] [--ranks 2] [--quick]
 
 A round trains a small GPT in one process and on the ranks, in alternating order. ``speed_up`` is the median step of one
 process by that of the ranks, ``efficiency`` that by the number of ranks, and ``communication`` the share of a step
-of the ranks that the exchange of its gradients takes alone, timed afterwards on tensors of the same sizes. ``hidden``
-is the fraction of that exchange by which a step is shorter than one that sums its gradients after the backward pass, in
-the same processes. ``--mbit`` limits the link between the ranks (a network namespace with ``tc``; Linux).
+of the ranks that the exchange of its gradients takes alone, timed afterwards on tensors of the same sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import json
 import os
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,8 +20,6 @@ from pathlib import Path
 from benchmarks.figures import about, arguments, figure, ratios
 from benchmarks.processes import Started
 
-SLOWED = "SCALING_SLOWED"
-"""Set in the environment if the link is slow already."""
 PROGRAM = """
 import json, statistics, sys, time
 import torch
@@ -33,30 +28,18 @@ import trainwright as tw
 from trainwright.distributed import SOLO, Launch, joined
 import os
 
-from trainwright.engine.overlap import OverlappedSum
-
 steps = int(sys.argv[1])
 task = make_task("gpt", steps)
 times = []
-make = OverlappedSum.__init__
-
-def without(self, world):
-    make(self, world)
-    self.is_enabled = False
 
 class Clock:
     def observe(self, result, state):
         times.append(result.step_s - result.wait_s)
 
 with joined(Launch.read(os.environ), 60.0) as world:
-    step_s = {}
-    for name in ("after", "overlapped") if world.size > 1 else ("overlapped",):
-        OverlappedSum.__init__ = without if name == "after" else make
-        times.clear()
-        model = task.make_model()
-        tw.fit(model, task.make_data(), task.loss, until=f"{steps}steps", lr=1e-3, batch=task.batch_size,
-               precision="fp32", observers=[Clock()], quiet=True, settings={"log.doctor": False})
-        step_s[name] = statistics.median(times[len(times) // 4:])
+    model = task.make_model()
+    tw.fit(model, task.make_data(), task.loss, until=f"{steps}steps", lr=1e-3, batch=task.batch_size, precision="fp32",
+           observers=[Clock()], quiet=True, settings={"log.doctor": False})
     grads = [torch.zeros_like(p) for p in model.parameters()]
     taken = []
     for _ in range(20):
@@ -64,8 +47,7 @@ with joined(Launch.read(os.environ), 60.0) as world:
         world.sum_(grads)
         taken.append(time.perf_counter() - begin_s)
     if world.rank == 0:
-        print(json.dumps({"step_s": step_s["overlapped"], "after_s": step_s.get("after", 0.0),
-                          "sum_s": statistics.median(taken)}))
+        print(json.dumps({"step_s": statistics.median(times[len(times) // 4:]), "sum_s": statistics.median(taken)}))
 """
 
 
@@ -77,7 +59,7 @@ def measured(ranks: int, steps: int, quick: bool) -> dict[str, float]:
         free.close()
         path = os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])])
         shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "WORLD_SIZE": str(ranks)}
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         started = [
             Started(
                 ["-W", "ignore", "-c", PROGRAM, str(steps)],
@@ -92,17 +74,8 @@ def measured(ranks: int, steps: int, quick: bool) -> dict[str, float]:
     return seen
 
 
-def on_slow_link(mbit: int) -> int:
-    """Runs this benchmark again where the loopback device is slow; returns its exit code."""
-    limit = f"ip link set lo up && tc qdisc add dev lo root tbf rate {mbit}mbit burst 64kb latency 200ms"
-    again = ["unshare", "-Urn", "sh", "-c", f'{limit} && exec "$@"', "sh", sys.executable, "-m", "benchmarks.scaling"]
-    return subprocess.run([*again, *sys.argv[1:]], env={**os.environ, SLOWED: "1"}).returncode
-
-
 def main() -> None:
-    options = arguments(__doc__, rounds=(3.0, 1.0), ranks=(2.0, 2.0), steps=(120.0, 12.0), mbit=(0, 0))
-    if options.mbit and SLOWED not in os.environ:
-        sys.exit(on_slow_link(options.mbit))
+    options = arguments(__doc__, rounds=(3.0, 1.0), ranks=(2.0, 2.0), steps=(120.0, 12.0))
     ranks, steps = int(options.ranks), int(options.steps)
     about("scaling")
     alone, spread = [], []
@@ -116,9 +89,6 @@ def main() -> None:
     figure("scaling", f"efficiency_{ranks}", [each / ranks for each in gained], unit="ratio", against=against)
     shares = [each["sum_s"] / each["step_s"] for each in spread]
     figure("scaling", f"communication_{ranks}", shares, unit="share", against="a step of the ranks")
-    hidden = [(each["after_s"] - each["step_s"]) / each["sum_s"] for each in spread]
-    link = f"{options.mbit} Mbit/s" if options.mbit else "the loopback device"
-    figure("scaling", f"hidden_{ranks}", hidden, unit="share", against=f"the exchange alone, over {link}")
     print(f"medians: {statistics.median(gained):.2f} times as fast on {ranks} ranks", file=sys.stderr)
 
 
