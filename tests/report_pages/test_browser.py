@@ -88,7 +88,7 @@ def test_the_axis_can_be_chosen_and_zoomed_by_keys(browser: Browser, tmp_path: P
     browser.open(f"file://{report(tmp_path)}")
     for axis in ("samples", "seconds"):
         browser.value(f"x.value = '{axis}', x.dispatchEvent(new Event('change'))")
-        assert browser.value("document.querySelector('figure').ariaLabel") == f"loss over {axis}"
+        assert browser.value("document.querySelector('figure').ariaLabel").startswith(f"loss over {axis}; loss from ")
         assert browser.value(f"({INK})('loss')") > 0.5
     browser.value("document.querySelector('figure').focus()")
     key = {"type": "keyDown", "text": "+", "key": "+"}

@@ -46,6 +46,7 @@ class FindingLine(Shape):
     since_step: int | None = None
     where: str = ""
     line: str = ""
+    near: str = ""
     what: str = ""
     seen: list[str] = []
     cause: str = ""

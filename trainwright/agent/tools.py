@@ -255,7 +255,8 @@ def _line(found: Found, records: Sequence[Record]) -> dict[str, object]:
         "step": found.step,
         "since_step": found.since_step,
         "where": place(found.where).strip(),
-        "line": found.where.source or (f"{likely[0]} (the {likely[1]} call)" if likely else ""),
+        "line": found.where.source,
+        "near": f"the {likely[1]} call at {likely[0]}" if likely and not found.where.source else "",
         "what": found.symptom,
         "seen": [
             f"{each.measure}: {value_in_words(each.seen)}"
