@@ -31,7 +31,7 @@ def test_both_files_lie_where_such_files_lie(checkout: Path, code: str, check: s
         text = path.read_text()
         compile(text, str(path), "exec")
         assert max(map(len, text.splitlines())) <= 120
-    assert "def lost(run: RunContext)" in made.check.read_text() and f'"{code}"' in made.test.read_text()
+    assert "def lost(run: RunContext, facts: " in made.check.read_text() and f'"{code}"' in made.test.read_text()
 
 
 @pytest.mark.parametrize("code", ["optim.Lost", "optim", "qqq.lost", "optim.lr_too_high"])

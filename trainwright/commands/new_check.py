@@ -42,7 +42,6 @@ def {name}(run: RunContext, facts: WeightsFacts) -> Results:
         yield NotApplicable("why the check does not apply to this run")
     elif facts.highest_rate > MAX_RATE:  # replace this condition
         yield run.finding(
-            facts.steps,
             symptom=f"the learning rate is {facts.highest_rate:.3g}",
             evidence=[("the measured quantity", facts.highest_rate, MAX_RATE)],
         )

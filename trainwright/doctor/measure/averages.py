@@ -66,6 +66,7 @@ class _Copy:
     kind: str
     of: str
     weights: list[_Pair]
+    module: nn.Module | None  # The object that holds the copy, if it is a module
     before: list[tuple[Tensor, Tensor]] | None = None
     moves: list[Move] = field(default_factory=list)
     gap: float = 0.0
@@ -87,7 +88,7 @@ class Averages(Probe):
     name = AveragesFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._subject = watched.subject
+        self._subject, self._sites = watched.subject, watched.sites
         self._copies: list[_Copy] = []
         self._begun: int | None = None
         self._last = self._step = 0
@@ -99,6 +100,7 @@ class Averages(Probe):
         if self._begun is None and step.step >= (SEARCH_STEP_IF_RESUMED if self._is_resumed else SEARCH_STEP):
             self._begun = step.step
             self._copies = list(_copies_of(self._subject))
+            self._sites.follow([each.module for each in self._copies if each.module is not None])
         if self._begun is None or step.step > self._begun + FOLLOWED_STEPS:
             return
         for copy in self._copies:
@@ -216,7 +218,8 @@ def _paired(holder: object, kind: str, original: _Original) -> _Copy:
     names = list(weights)
     chosen = sorted({round(n * (len(names) - 1) / (TENSORS_PER_COPY - 1)) for n in range(TENSORS_PER_COPY)})
     pairs = [_Pair(_lookup(holder, n), _live(original.module, names[n])) for n in chosen]
-    return _Copy(kind, original.path or type(original.module).__name__, pairs)
+    module = holder if isinstance(holder, nn.Module) else None
+    return _Copy(kind, original.path or type(original.module).__name__, pairs, module)
 
 
 def _lookup(holder: object, place: int) -> Callable[[], Tensor | None]:
