@@ -32,7 +32,8 @@ ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(?:^<!-- not run: (?P<why>[^>]+) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 OWN_TESTS = {"migrate.md"}
 """Pages whose blocks another test runs, and compares."""
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if page.name not in OWN_TESTS]
+READMES = sorted(ROOT.glob("README*.md"))
+PAGES = [page for page in (*READMES, *sorted((ROOT / "docs").rglob("*.md"))) if page.name not in OWN_TESTS]
 
 
 def readers() -> dict[str, Any]:
@@ -83,7 +84,7 @@ def test_a_block_that_does_not_run_says_why() -> None:
 
 
 ANY_RECIPE = {"model": {"use": "mlp", "args": {"sizes": [4, 2]}}, "data": {"train": "digits"}}
-ALL_PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+ALL_PAGES = (*READMES, *sorted((ROOT / "docs").rglob("*.md")))
 
 
 def test_every_block_of_yaml_is_part_of_a_recipe() -> None:
@@ -114,3 +115,14 @@ def test_every_command_is_one() -> None:
         known = {opt for each in command.params for opt in (*each.opts, *each.secondary_opts)} | {"--help"}
         options = {word.partition("=")[0] for word in rest if word.startswith("--")}
         assert options <= known, f"{name}: trainwright {' '.join(words)}"
+
+
+def figures(page: Path) -> list[list[str]]:
+    """The numbers of each row of a table that has some."""
+    rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    return [sorted(found) for row in rows if (found := re.findall(r"\d+(?:\.\d+)?", row))]
+
+
+@pytest.mark.parametrize("page", [page for page in READMES if page.name != "README.md"], ids=lambda page: page.name)
+def test_a_translated_readme_has_the_figures_of_the_original(page: Path) -> None:
+    assert figures(page) == figures(ROOT / "README.md") != []
