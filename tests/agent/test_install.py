@@ -49,7 +49,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="symbolic link"):
         install(project)
     assert (tmp_path / "other.md").read_text() == "other"
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         install(tmp_path / "nothing")
 
 

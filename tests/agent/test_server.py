@@ -228,7 +228,7 @@ def test_a_hostile_run_comes_out_as_data(tmp_path: Path) -> None:
 
 
 def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         make_server(ServerOptions(tmp_path / "nothing"))
 
 

@@ -1,6 +1,6 @@
-"""Tools for agents that run code: a plan and a check of a recipe, and replays of recorded steps.
+"""Tools for agents that run code: plan a recipe, check it, and replay recorded steps.
 
-Each runs a command in a process of its own, bounded in time and memory (``process.py``).
+Each tool runs a command in a separate process with limits on time and memory (``process.py``).
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from trainwright.report.evidence import finding_in
 
 
 class Experiments:
-    """Runs commands in the folder of the user's code."""
+    """The tools. Commands run in the folder of the user's code."""
 
     def __init__(self, tools: RunTools, limits: Limits) -> None:
         self._tools, self._limits = tools, limits
 
     def plan_recipe(self, recipe: str, settings: list[str] | None = None) -> dict[str, object]:
-        """Predict memory and time of a recipe (a YAML file in the code folder, or a built-in name). Runs the code that
-        it names. settings: PATH=VALUE."""
-        done = self._run("plan", self._inside(recipe), *_set(settings))
-        return {"outcome": _plan_in_words(done), "result": _without(done, "frontier", "devices", "methods", "timeline")}
+        """Predict memory and time of a recipe (a YAML file in the code folder, or a built-in name). Runs the code of
+        the recipe. settings: PATH=VALUE."""
+        output = self._run("plan", self._require_inside(recipe), *_set_arguments(settings))
+        return {
+            "outcome": _plan_in_words(output),
+            "result": _without(output, "frontier", "devices", "methods", "timeline"),
+        }
 
     def check_recipe(self, recipe: str, settings: list[str] | None = None) -> dict[str, object]:
-        """Check if a recipe, or MODULE:FUNCTION that returns (model, data, loss, optimizer), would train.
+        """Check a recipe, or MODULE:FUNCTION that returns (model, data, loss, optimizer), for mistakes before a run.
         Runs its code for a few steps."""
-        done = self._run("check", self._inside(recipe), *_set(settings))
-        verdicts = done.get("verdicts", done.get("checks", []))
+        output = self._run("check", self._require_inside(recipe), *_set_arguments(settings))
+        verdicts = output.get("verdicts", output.get("checks", []))
         bad = [each for each in verdicts if isinstance(each, dict) and each.get("state") not in ("ok", "pass")]
         return {
             "outcome": f"{len(bad)} of {len(verdicts)} verdicts are not ok",
@@ -40,62 +43,68 @@ class Experiments:
         }
 
     def replay_step(self, run: str, step: int = 0, model: str = "") -> dict[str, object]:
-        """Replay a recorded step bit for bit and examine it. step 0: the one of the first finding. model:
-        FILE.py:FUNCTION that builds the model, for a watched loop."""
-        done = self._replay(run, step, model)
-        findings = [f"{each['code']} (step {each['step']}): {each['symptom']}" for each in done.get("findings", [])]
+        """Replay a recorded step bit for bit and examine it. step 0: the step of the first finding. model:
+        FILE.py:FUNCTION that builds the model; required for a watched loop."""
+        output = self._replay(run, step, model)
+        findings = [f"{each['code']} (step {each['step']}): {each['symptom']}" for each in output.get("findings", [])]
         tried = [
             f"{each['remedy']}: {each['result']}"
-            for found in done.get("findings", [])
+            for found in output.get("findings", [])
             for each in found.get("tried", [])
         ]
-        result = {"same_bits": done.get("same_bits"), "error": done.get("error"), "notes": done.get("notes")}
-        return {"outcome": str(done.get("outcome", "")), "result": {**result, "findings": findings, "tried": tried}}
+        result = {"same_bits": output.get("same_bits"), "error": output.get("error"), "notes": output.get("notes")}
+        return {"outcome": str(output.get("outcome", "")), "result": {**result, "findings": findings, "tried": tried}}
 
     def run_experiment(self, run: str, change: str, step: int = 0, model: str = "") -> dict[str, object]:
         """Replay a recorded step with one change and compare: lr=FACTOR, fp32, fp64, eval, train, without=ID,ID
         (samples), clip=NORM, op=NAME (that torch function in float64). step, model: as in replay_step."""
         if change.startswith("remedy"):
-            raise UsageError("run_experiment tries no remedy", remedy="call try_remedy")
-        done = self._replay(run, step, model, "--try", change)
-        return {"outcome": (done.get("changed") or {}).get("outcome", ""), "result": {"replay": done.get("outcome")}}
+            raise UsageError("run_experiment cannot try the remedy of a finding", remedy="call try_remedy")
+        output = self._replay(run, step, model, "--try", change)
+        return {
+            "outcome": (output.get("changed") or {}).get("outcome", ""),
+            "result": {"replay": output.get("outcome")},
+        }
 
     def try_remedy(self, run: str, code: str = "", model: str = "") -> dict[str, object]:
         """Try the remedy of a finding (default: the first) on its recorded step, before any code is changed."""
         found = finding_in(diagnosis_of(self._tools.folder(run)), code or None)
-        done = self._replay(run, found.step, model, "--try", f"remedy={found.code}")
-        return {"outcome": (done.get("changed") or {}).get("outcome", ""), "result": {"replay": done.get("outcome")}}
+        output = self._replay(run, found.step, model, "--try", f"remedy={found.code}")
+        return {
+            "outcome": (output.get("changed") or {}).get("outcome", ""),
+            "result": {"replay": output.get("outcome")},
+        }
 
     def _replay(self, run: str, step: int, model: str, *more: str) -> Mapping[str, Any]:
         folder = self._tools.folder(run)
         step = step or finding_in(diagnosis_of(folder), None).step
-        chosen = ["--model", self._inside(model)] if model else []
+        chosen = ["--model", self._require_inside(model)] if model else []
         return self._run("replay", str(folder.path.resolve()), "--step", str(step), *chosen, *more)
 
-    def _inside(self, name: str) -> str:
-        """Return a name that leads out of the code folder neither by itself nor by a link. Raises UsageError."""
+    def _require_inside(self, name: str) -> str:
+        """Return ``name``. Raises UsageError if its path, with links resolved, is outside of the code folder."""
         path = Path(name.rpartition(":")[0] or name)
         is_option = name.startswith("-") or "\0" in name or len(name) > 300
         root = self._tools.code.resolve()
         if is_option or path.is_absolute() or ".." in path.parts or not (root / path).resolve().is_relative_to(root):
             raise UsageError(
                 f"{name[:80]!r} is not in the code folder",
-                remedy="name a file below it, without .. and links out of it",
+                remedy="name a file inside it; paths with .. and links that lead outside are refused",
             )
         return name
 
-    def _run(self, *words: str) -> Mapping[str, Any]:
-        return run_command(words, self._tools.code, self._limits)
+    def _run(self, *arguments: str) -> Mapping[str, Any]:
+        return run_command(arguments, self._tools.code, self._limits)
 
 
-def _set(settings: Sequence[str] | None) -> list[str]:
+def _set_arguments(settings: Sequence[str] | None) -> list[str]:
     return [word for each in settings or () for word in ("--set", each)]
 
 
-def _without(done: Mapping[str, Any], *names: str) -> dict[str, object]:
-    return {name: value for name, value in done.items() if name not in names}
+def _without(output: Mapping[str, Any], *names: str) -> dict[str, object]:
+    return {name: value for name, value in output.items() if name not in names}
 
 
-def _plan_in_words(done: Mapping[str, Any]) -> str:
-    fits = done.get("fits")
+def _plan_in_words(output: Mapping[str, Any]) -> str:
+    fits = output.get("fits")
     return "" if fits is None else "it fits" if fits else "it does not fit"

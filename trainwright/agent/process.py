@@ -1,4 +1,4 @@
-"""Runs a Trainwright command in a process of its own, bounded in time and memory."""
+"""Runs a Trainwright command in a separate process with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _PROGRAM = (
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of one process: wall-clock seconds, and bytes of resident memory of it and its children."""
+    """Limits of one process: wall-clock time, and resident memory including its children."""
 
     seconds: float = 300.0
     memory_bytes: int = 8 * 2**30
 
 
-def run_command(words: Sequence[str], folder: Path, limits: Limits) -> Mapping[str, Any]:
-    """Run ``trainwright WORDS --json`` in ``folder``, and return the object that it prints.
+def run_command(arguments: Sequence[str], folder: Path, limits: Limits) -> Mapping[str, Any]:
+    """Run ``trainwright ARGUMENTS --json`` in ``folder``, and return the JSON object that it prints.
 
     Raises:
         UsageError: The command reports an error.
-        TrainwrightError: It exceeded a limit, or ended without a result.
+        TrainwrightError: The command exceeded a limit, or ended without a result.
     """
-    beside = filter(None, (str(folder.absolute()), os.environ.get("PYTHONPATH")))
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(beside)}
+    import_paths = filter(None, (str(folder.absolute()), os.environ.get("PYTHONPATH")))
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(import_paths)}
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM.format(parent=os.getpid()), *words, "--json"],
+            [sys.executable, "-c", _PROGRAM.format(parent=os.getpid()), *arguments, "--json"],
             cwd=folder,
             env=environ,
             stdin=subprocess.DEVNULL,
@@ -58,16 +58,16 @@ def run_command(words: Sequence[str], folder: Path, limits: Limits) -> Mapping[s
         try:
             exceeded = _wait(process, limits)
         finally:
-            _end(process)
+            _kill_group(process)
         if exceeded:
             raise TrainwrightError(
-                f"{words[0]} {exceeded} and was ended", remedy="start the server with larger --time or --memory"
+                f"{arguments[0]} {exceeded} and was killed", remedy="start the server with larger --time or --memory"
             )
-        result = _last_object(output)
+        result = _last_json_object(output)
         if result is None:
             raise TrainwrightError(
-                f"{words[0]} ended with exit code {process.returncode} and no result: {_end_of(errors)[-300:]}",
-                remedy="run the command by hand",
+                f"{arguments[0]} ended with exit code {process.returncode} and no result: {_read_tail(errors)[-300:]}",
+                remedy=f"run it in a terminal: trainwright {arguments[0]}",
             )
     if "error" in result and "exit" in result:
         raise UsageError(str(result["error"]))
@@ -75,7 +75,7 @@ def run_command(words: Sequence[str], folder: Path, limits: Limits) -> Mapping[s
 
 
 def _wait(process: subprocess.Popen[bytes], limits: Limits) -> str:
-    """Wait for the end of a process. Returns the limit that it exceeded, or ""."""
+    """Wait for a process. Returns a text on the limit that it exceeded, or ""."""
     until_s = time.monotonic() + limits.seconds
     while process.poll() is None:
         if time.monotonic() > until_s:
@@ -96,15 +96,15 @@ def _resident_bytes(pid: int) -> int:
     return total
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it started."""
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process and its children."""
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # also if it ended: its children may still run
+        os.killpg(process.pid, signal.SIGKILL)  # also if it has ended, because its children may still run
     process.wait()
 
 
-def _last_object(output: IO[bytes]) -> Mapping[str, Any] | None:
-    for line in reversed(_end_of(output).splitlines()):
+def _last_json_object(output: IO[bytes]) -> Mapping[str, Any] | None:
+    for line in reversed(_read_tail(output).splitlines()):
         if line.startswith("{"):
             with suppress(ValueError):
                 found: Mapping[str, Any] = json.loads(line)
@@ -112,7 +112,7 @@ def _last_object(output: IO[bytes]) -> Mapping[str, Any] | None:
     return None
 
 
-def _end_of(file: IO[bytes]) -> str:
+def _read_tail(file: IO[bytes]) -> str:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - MAX_OUTPUT_BYTES))
     return file.read().decode("utf-8", errors="replace").strip()

@@ -32,8 +32,8 @@ class Prompts(Dataset[dict[str, Any]]):
     """Prompts for the model to complete, for the loss ``grpo``.
 
     A record has ``prompt``: a text, or a list of messages. For messages the chat template appends the start of an
-    answer. Its other keys are passed to the reward function. A sample is a dict of ``input_ids``, int64 (T,), and ``record``,
-    the record as JSON.
+    answer. Its other keys are passed to the reward function. A sample is a dict of ``input_ids``, int64 (T,), and
+    ``record``, the record as JSON.
 
     Args:
         path: A .jsonl, .json, .csv or .parquet file, a folder of such files, or the name of a hub dataset. In Python
