@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint whose parts several ranks wrote. A rank reads only the bytes of its own part."""
+"""Tensors of a sharded checkpoint. Each rank reads only the bytes that it needs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 Box: TypeAlias = Sequence[tuple[int, int]]
-"""Begin and length of a part of a tensor in each dimension."""
+"""Offset and length of a part of a tensor in each dimension."""
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A part of a tensor: all of the entry of that name in a file."""
+    """A part of a tensor. ``file`` has it under the name of the tensor; ``box`` is its place in the full tensor."""
 
     file: Path
     box: Box
@@ -24,7 +24,7 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor whose parts are in several files. Nothing is read before ``read`` or ``whole`` is called."""
+    """A tensor whose parts are in several files. Only ``read`` and ``whole`` read from them."""
 
     name: str
     dtype: torch.dtype
@@ -33,31 +33,31 @@ class StoredTensor:
     open: Callable[[Path], Any]
 
     def read(self, box: Box) -> Tensor:
-        """Return a part of the tensor. Reads no other bytes."""
+        """Read a part of the tensor, and no other bytes. Raises ValueError if a file has another dtype."""
         out = torch.empty([length for _, length in box], dtype=self.dtype, device="cpu")
         for part in self.parts:
-            shared = [
+            overlap = [
                 (max(begin, start), min(begin + length, start + size))
                 for (begin, length), (start, size) in zip(box, part.box, strict=True)
             ]
-            if any(begin >= end for begin, end in shared):
+            if any(begin >= end for begin, end in overlap):
                 continue
-            into = tuple(slice(b - begin, e - begin) for (b, e), (begin, _) in zip(shared, box, strict=True))
-            from_ = tuple(slice(b - start, e - start) for (b, e), (start, _) in zip(shared, part.box, strict=True))
+            target = tuple(slice(b - begin, e - begin) for (b, e), (begin, _) in zip(overlap, box, strict=True))
+            source = tuple(slice(b - start, e - start) for (b, e), (start, _) in zip(overlap, part.box, strict=True))
             file = self.open(part.file)
-            read = file.get_slice(self.name)[from_] if from_ else file.get_tensor(self.name)
+            read = file.get_slice(self.name)[source] if source else file.get_tensor(self.name)
             if read.dtype != self.dtype:
-                raise ValueError(f"{self.name} is {read.dtype} in {part.file.name}, and {self.dtype} in shards.json")
-            out[into] = read
+                raise ValueError(f"{self.name} is {read.dtype} in {part.file.name}, but {self.dtype} in shards.json")
+            out[target] = read
         return out
 
     def whole(self) -> Tensor:
-        """Return the full tensor."""
+        """Read the full tensor."""
         return self.read([(0, size) for size in self.shape])
 
 
 def read_whole(tree: Any) -> Any:
-    """Return a decoded tree in which every stored tensor has been read in full."""
+    """Return the tree with every StoredTensor replaced by the full tensor."""
     if isinstance(tree, StoredTensor):
         return tree.whole()
     if isinstance(tree, Mapping):
