@@ -81,6 +81,14 @@ def test_a_log_leads_to_no_other_file(tmp_path: Path, source: str) -> None:
     assert seen is None or (not seen.lines and "give the folder of the code" in seen.note)
 
 
+def test_a_line_after_the_end_of_the_file_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("one\ntwo\n")
+    seen = excerpt_of(["train.py:20", "train.py:2"], tmp_path)
+    assert seen is not None and not seen.lines and "has only 2 lines" in seen.note
+    seen = excerpt_of(["train.py:2", "train.py:20"], tmp_path)
+    assert seen is not None and seen.lines == ("one", "two") and seen.marked == (2,)
+
+
 def test_changed_code_is_noted(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(CODE)
     seen = excerpt_of(["train.py:20"], tmp_path, began_s=1.0)
