@@ -29,14 +29,14 @@ _PROGRAM = (
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProcessLimits:
     """The limits of one process: wall-clock seconds, and bytes of resident memory of it and its children."""
 
     seconds: float = 300.0
     memory_bytes: int = 8 * 2**30
 
 
-def run_command(words: Sequence[str], folder: Path, limits: Limits) -> Mapping[str, Any]:
+def run_command(words: Sequence[str], folder: Path, limits: ProcessLimits) -> Mapping[str, Any]:
     """Run ``trainwright WORDS --json`` in ``folder``, and return the object that it prints.
 
     Raises:
@@ -74,7 +74,7 @@ def run_command(words: Sequence[str], folder: Path, limits: Limits) -> Mapping[s
     return result
 
 
-def _wait(process: subprocess.Popen[bytes], limits: Limits) -> str:
+def _wait(process: subprocess.Popen[bytes], limits: ProcessLimits) -> str:
     """Wait for the end of a process. Returns the limit that it exceeded, or ""."""
     until_s = time.monotonic() + limits.seconds
     while process.poll() is None:

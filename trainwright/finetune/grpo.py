@@ -43,7 +43,7 @@ STD_EPSILON = 1e-4
 """Added to the standard deviation of the rewards of a group, as in TRL."""
 
 
-class Rollout(NamedTuple):
+class CompletionGroups(NamedTuple):
     """Prompts with their completions, padded on the right, and how good each is in its group."""
 
     ids: Tensor
@@ -146,7 +146,7 @@ class GRPO(nn.Module):
         reference_RT = self._reference_log_probs(model, rollout)
         return self.loss(self.log_probs(model, rollout), rollout, reference_RT)
 
-    def loss(self, log_probs_RT: Tensor, rollout: Rollout, reference_RT: Tensor | None = None) -> Loss:
+    def loss(self, log_probs_RT: Tensor, rollout: CompletionGroups, reference_RT: Tensor | None = None) -> Loss:
         """Return the loss of a rollout with these log-probabilities of the policy and of the reference.
 
         All are at the places of the tokens before: position t has that of token t + 1.
@@ -171,7 +171,9 @@ class GRPO(nn.Module):
             return Loss(sums_R.sum() / self.max_new_tokens, float(len(sums_R)))
         return Loss(sums_R.sum(), tokens)
 
-    def log_probs(self, model: nn.Module, rollout: Rollout, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    def log_probs(
+        self, model: nn.Module, rollout: CompletionGroups, weights: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """Return the log-probability of the label that follows each position, (R, T); 0 where there is none.
 
         ``weights`` replace those of the model with these names.
@@ -184,7 +186,7 @@ class GRPO(nn.Module):
         logits_RTV = output.logits.float() / self.temperature
         return -F.cross_entropy(logits_RTV.transpose(1, 2), called.target, reduction="none", ignore_index=IGNORE)
 
-    def _reference_log_probs(self, model: nn.Module, rollout: Rollout) -> Tensor | None:
+    def _reference_log_probs(self, model: nn.Module, rollout: CompletionGroups) -> Tensor | None:
         if not self.beta:
             return None
         if type(rollout.ids) is not Tensor:  # fake tensors: a pass without gradients needs less memory than that with
@@ -197,11 +199,11 @@ class GRPO(nn.Module):
         torch.clear_autocast_cache()  # casts that were made without a graph would have no gradient
         return found_RT
 
-    def _given(self, batch: Mapping[str, Any]) -> Rollout:
+    def _given(self, batch: Mapping[str, Any]) -> CompletionGroups:
         mask_RT = batch.get(ATTENTION_KEY, torch.ones_like(batch[IDS]))
-        return Rollout(batch[IDS], batch[LABELS], mask_RT, batch[ADVANTAGES], batch.get(OLD_LOG_PROBS))
+        return CompletionGroups(batch[IDS], batch[LABELS], mask_RT, batch[ADVANTAGES], batch.get(OLD_LOG_PROBS))
 
-    def _roll(self, model: nn.Module, batch: Batch) -> Rollout:
+    def _roll(self, model: nn.Module, batch: Batch) -> CompletionGroups:
         """Generate completions and score them. Costs one wait for the device for each token."""
         if not isinstance(batch, Mapping) or not {IDS, RECORD} <= set(batch):
             got = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
@@ -212,7 +214,7 @@ class GRPO(nn.Module):
         mask_RT = mask_BT.repeat_interleave(self.completions, 0)
         if type(ids_RT) is not Tensor:  # fake tensors, which hold no values: completions of the largest size
             longest_RT = F.pad(ids_RT, (0, self.max_new_tokens))
-            return Rollout(longest_RT, longest_RT, torch.ones_like(longest_RT), longest_RT[:, 0].float())
+            return CompletionGroups(longest_RT, longest_RT, torch.ones_like(longest_RT), longest_RT[:, 0].float())
         end_ids, tokenizer = self._end_ids(model), self._tokenizer_of(model)
         completion_RC = self._generated(model, ids_RT, mask_RT, end_ids, tokenizer)
         is_end_RC = torch.isin(completion_RC, torch.tensor(end_ids, device=ids_RT.device))
@@ -235,7 +237,7 @@ class GRPO(nn.Module):
         seen_RT = torch.cat([mask_RT, kept_RC.to(mask_RT.dtype)], 1)
         order_RT = (1 - seen_RT).argsort(dim=1, stable=True)[:, : int(seen_RT.sum(1).max())]  # padding to the right
         ids_RT, labels_RT, seen_RT = (each.gather(1, order_RT) for each in (rows_RT, labels_RT, seen_RT))
-        return Rollout(ids_RT, labels_RT, seen_RT, advantages_BG.flatten())
+        return CompletionGroups(ids_RT, labels_RT, seen_RT, advantages_BG.flatten())
 
     @torch.no_grad()
     def _generated(
