@@ -124,5 +124,8 @@ def figures(page: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", [page for page in READMES if page.name != "README.md"], ids=lambda page: page.name)
-def test_a_translated_readme_has_the_figures_of_the_original(page: Path) -> None:
-    assert figures(page) == figures(ROOT / "README.md") != []
+def test_a_translated_readme_has_the_code_and_the_figures_of_the_original(page: Path) -> None:
+    original = ROOT / "README.md"
+    assert figures(page) == figures(original) != []
+    code, translated = ([re.sub(r" *#.*", "", each) for _, each, _ in blocks(of)] for of in (original, page))
+    assert code == translated != []

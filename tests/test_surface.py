@@ -74,7 +74,7 @@ def test_verbs() -> None:
 WITHOUT_TORCH = """
 trainwright trainwright.cli trainwright.recipe trainwright.plan.make trainwright.plan.explain trainwright.plan.machine
 trainwright.runs.reader trainwright.runs.folder trainwright.runs.provenance
-trainwright.training.result trainwright.report.chart trainwright.report.environment
+trainwright.report.chart trainwright.report.environment
 """
 
 
@@ -245,19 +245,6 @@ def test_the_readme_leads_to_the_documentation() -> None:
 def test_the_readme_names_every_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert [name for name in extras if name not in ("dev", "docs") and f"`{name}`" not in README] == []
-
-
-def test_the_chinese_readme_has_the_code_and_the_figures_of_the_english_one() -> None:
-    chinese = (ROOT / "README.zh.md").read_text()
-    for language in ("python", "yaml"):
-        assert blocks(language, chinese) == blocks(language)[: len(blocks(language, chinese))] != []
-    figures = [
-        re.findall(r"\*\*0\*\*|\*\*100 %\*\*|\b\d+ %|\b23\b", text.split("| Trainwright |")[1])
-        for text in (README, chinese)
-    ]
-    assert sorted(figures[0][:14]) == sorted(figures[1][:14])
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", chinese)
-    assert links and [each for each in links if not (ROOT / each).exists()] == []
 
 
 def test_every_verb_is_among_the_commands() -> None:

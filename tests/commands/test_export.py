@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import trainwright as tw
-from tests import forked
+from tests import forked, ranks
 from trainwright.assembly.assemble import build_model
 from trainwright.checkpoint.store import Best, checkpoints, write_best
 from trainwright.cli import app
@@ -362,7 +362,7 @@ def base_of(result: Result) -> nn.Module:
     """The model of the recipe without its adapters, built again."""
     loaded = tw.load(RunFolder.open(result.run).recipe)
     model, _ = build_model(loaded)
-    saved = load_file(checkpoints(result.run / "checkpoints")[0] / "model.safetensors")
+    saved = ranks.tensors_in(checkpoints(result.run / "checkpoints")[0])
     frozen = {name.replace(".base_layer", ""): each for name, each in saved.items() if ".lora_" not in name}
     built = model.state_dict()
     assert frozen and all(torch.equal(built[name], each) for name, each in frozen.items()), "the base is as it was"

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.commands.test_replay import train, work_in
+from tests.commands.replayed_runs import train, work_in
 from trainwright.commands.replay import rerun
 from trainwright.errors import UsageError
 from trainwright.runs.folder import RunFolder

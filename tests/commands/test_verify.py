@@ -321,7 +321,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "state.json: rest has no 'optimizer'",
     ),
     "another step": (rewritten(another_step), "state.json holds step 80, and the manifest says 8"),
-    "lost tensor": (rewritten(without_reference), "which is not in model.safetensors"),
+    "lost tensor": (rewritten(without_reference), "which is not in the tensors of model"),
     **FORGED,
 }
 

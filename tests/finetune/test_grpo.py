@@ -15,7 +15,7 @@ from tests.finetune.sets import lines
 from tests.finetune.tiny import EOS, PAD, llama
 from tests.finetune.tokenizers import make_tokenizer
 from trainwright.errors import UsageError
-from trainwright.finetune.grpo import GRPO, Rollout
+from trainwright.finetune.grpo import GRPO, CompletionGroups
 from trainwright.finetune.prompts import Prompts
 
 PROMPTS, COMPLETIONS, LONGEST = 3, 4, 6
@@ -50,7 +50,7 @@ def grpo(reward: Any = even, **changed: Any) -> GRPO:
     return GRPO(reward, **{**options, **changed})
 
 
-def rollout() -> tuple[Rollout, dict[str, Tensor]]:
+def rollout() -> tuple[CompletionGroups, dict[str, Tensor]]:
     """Completions of an earlier policy, and the same as TRL has them: prompts are padded on the left."""
     draw = torch.Generator().manual_seed(3)
     rows = []
@@ -65,7 +65,7 @@ def rollout() -> tuple[Rollout, dict[str, Tensor]]:
         return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=fill, padding_side=side)
 
     ones = torch.ones_like
-    ours = Rollout(
+    ours = CompletionGroups(
         pad([torch.cat([p, c]) for p, c, _ in rows], PAD, "right"),
         pad([torch.cat([-100 * ones(p), c]) for p, c, _ in rows], -100, "right"),
         pad([ones(torch.cat([p, c])) for p, c, _ in rows], 0, "right"),
@@ -207,7 +207,7 @@ def test_the_reference_is_the_model_at_the_start_also_of_trained_adapters() -> N
     loss.keep_reference(model)
     assert all("lora_" in name for name in loss.get_extra_state())
     ids = torch.randint(60, (2, 5))
-    made = Rollout(ids, ids, torch.ones_like(ids), torch.zeros(2))
+    made = CompletionGroups(ids, ids, torch.ones_like(ids), torch.zeros(2))
     before = loss.log_probs(model.eval(), made)
     with torch.no_grad():
         for name, each in model.named_parameters():

@@ -151,6 +151,7 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
         assert two == pytest.approx(one, abs=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks transformers
 def test_the_reference_of_trained_adapters_is_the_model_with_them() -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)

@@ -311,7 +311,7 @@ def test_ranks_save_the_weights_of_one_process(tmp_path: Path) -> None:
         done = ranks.run(RANKS, count, json.dumps(settings), name, cwd=tmp_path)
         assert [each.returncode for each in done] == [0] * count, [each.stderr for each in done]
         folder = tmp_path / "runs" / name / "checkpoints" / name_of(STEPS)
-        saved.append(load_file(folder / "model.safetensors") | load_file(folder / "rest.safetensors"))
+        saved.append(ranks.tensors_in(folder, "model", "rest"))
     for other in saved[1:]:
         for key in [key for key in saved[0] if not key.startswith("rng")]:
             torch.testing.assert_close(other[key], saved[0][key], msg=key)

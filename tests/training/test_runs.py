@@ -30,7 +30,10 @@ def test_a_run_folder_has_its_papers(folder: Path) -> None:
     code, said = invoke("train", "slow.yaml", "--json", "--set", "until=25steps")
     assert code == 0
     result = json.loads(said.splitlines()[-1])
-    assert set(result) == {"run", "ending", "step", "loss", "val_loss", "skipped", "verdict", "findings"}
+    assert set(result) == {
+        *("run", "ending", "step", "loss", "val_loss", "skipped", "verdict", "findings"),
+        *("energy_kwh", "usd"),
+    }
     assert (result["ending"], result["step"], result["val_loss"], result["skipped"]) == ("finished", 25, None, 0)
     run = folder / result["run"]
     papers = {path.name for path in run.iterdir()}

@@ -15,16 +15,16 @@ def _shorten(schema: dict[str, Any]) -> None:
         each.pop("default", None)
 
 
-class Shape(BaseModel):
+class AnswerPart(BaseModel):
     model_config = ConfigDict(json_schema_extra=_shorten)
 
 
-class Answer(Shape):
+class Answer(AnswerPart):
     note: str = ""
     left_out: dict[str, int] = {}
 
 
-class RunLine(Shape):
+class RunLine(AnswerPart):
     run: str = ""
     state: str = ""
     verdict: str = ""
@@ -39,7 +39,7 @@ class Runs(Answer):
     total: int = 0
 
 
-class FindingLine(Shape):
+class FindingLine(AnswerPart):
     code: str = ""
     severity: str = ""
     step: int = 0
@@ -55,7 +55,7 @@ class FindingLine(Shape):
     explains: list[str] = []
 
 
-class Diagnosis(Answer):
+class DiagnosisAnswer(Answer):
     run: str = ""
     state: str = ""
     step: int = 0
@@ -73,7 +73,7 @@ class SourceLines(Answer):
     why: str = ""
 
 
-class Evidence(Answer):
+class EvidenceAnswer(Answer):
     finding: FindingLine = FindingLine()
     expected_and_seen: list[list[str]] = []
     step_loss_gradnorm_lr: list[list[float | int | str | None]] = []
@@ -85,21 +85,21 @@ class Evidence(Answer):
     environment: dict[str, str] = {}
 
 
-class Series(Answer):
+class SeriesAnswer(Answer):
     metric: str = ""
     count: int = 0
     points: list[list[float | int | str | None]] = []
     metrics: list[str] = []
 
 
-class Layers(Answer):
+class LayersAnswer(Answer):
     step: int = 0
     columns: list[str] = []
     layers: list[list[float | int | str | None]] = []
     steps: list[int] = []
 
 
-class Measurements(Answer):
+class MeasurementsAnswer(Answer):
     experiment: str = ""
     step: int = 0
     values: dict[str, object] = {}
@@ -112,7 +112,7 @@ class Setup(Answer):
     provenance: dict[str, object] = {}
 
 
-class Comparison(Answer):
+class ComparisonAnswer(Answer):
     runs: list[str] = []
     recipe: dict[str, list[str]] | str = {}
     plan: dict[str, list[str]] | str = {}
@@ -121,11 +121,11 @@ class Comparison(Answer):
     outcomes: list[dict[str, object]] = []
 
 
-class Page(Answer):
+class PageAnswer(Answer):
     code: str = ""
     page: str = ""
 
 
-class Outcome(Answer):
+class OutcomeAnswer(Answer):
     outcome: str = ""
     result: dict[str, object] = {}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainwright.agent.process import Limits, run_command
+from trainwright.agent.process import ProcessLimits, run_command
 from trainwright.agent.tools import RunTools
 from trainwright.errors import UsageError
 from trainwright.report.diagnosis import diagnosis_of
@@ -19,7 +19,7 @@ from trainwright.report.evidence import finding_in
 class Experiments:
     """The tools. Commands run in the folder of the user's code."""
 
-    def __init__(self, tools: RunTools, limits: Limits) -> None:
+    def __init__(self, tools: RunTools, limits: ProcessLimits) -> None:
         self._tools, self._limits = tools, limits
 
     def plan_recipe(self, recipe: str, settings: list[str] | None = None) -> dict[str, object]:

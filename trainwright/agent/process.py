@@ -29,14 +29,14 @@ _PROGRAM = (
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProcessLimits:
     """Limits of one process: wall-clock time, and resident memory including its children."""
 
     seconds: float = 300.0
     memory_bytes: int = 8 * 2**30
 
 
-def run_command(arguments: Sequence[str], folder: Path, limits: Limits) -> Mapping[str, Any]:
+def run_command(arguments: Sequence[str], folder: Path, limits: ProcessLimits) -> Mapping[str, Any]:
     """Run ``trainwright ARGUMENTS --json`` in ``folder``, and return the JSON object that it prints.
 
     Raises:
@@ -74,7 +74,7 @@ def run_command(arguments: Sequence[str], folder: Path, limits: Limits) -> Mappi
     return result
 
 
-def _wait(process: subprocess.Popen[bytes], limits: Limits) -> str:
+def _wait(process: subprocess.Popen[bytes], limits: ProcessLimits) -> str:
     """Wait for a process. Returns a text on the limit that it exceeded, or ""."""
     until_s = time.monotonic() + limits.seconds
     while process.poll() is None:

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trainwright.agent import answers
 from trainwright.agent.experiments import Experiments
-from trainwright.agent.process import Limits
+from trainwright.agent.process import ProcessLimits
 from trainwright.agent.tools import RunTools
 from trainwright.agent.untrusted import DEFAULT_BUDGET_TOKENS, NOTE, answer, as_text, cleaned
 from trainwright.doctor.pages import page
@@ -56,7 +56,7 @@ class ServerOptions:
     runs: Path = Path("runs")
     code: Path = field(default_factory=Path.cwd)
     allow_replay: bool = False
-    limits: Limits = field(default_factory=Limits)
+    limits: ProcessLimits = field(default_factory=ProcessLimits)
 
 
 def make_server(options: ServerOptions) -> MCPServer[Any]:
@@ -74,25 +74,25 @@ def make_server(options: ServerOptions) -> MCPServer[Any]:
     experiments = Experiments(tools, options.limits)
     read_only_tools: list[tuple[Callable[..., Mapping[str, object]], type]] = [
         (tools.list_runs, answers.Runs),
-        (tools.diagnose_run, answers.Diagnosis),
-        (tools.finding_evidence, answers.Evidence),
+        (tools.diagnose_run, answers.DiagnosisAnswer),
+        (tools.finding_evidence, answers.EvidenceAnswer),
         (tools.source_lines, answers.SourceLines),
-        (tools.get_series, answers.Series),
-        (tools.layer_statistics, answers.Layers),
-        (tools.measurements, answers.Measurements),
+        (tools.get_series, answers.SeriesAnswer),
+        (tools.layer_statistics, answers.LayersAnswer),
+        (tools.measurements, answers.MeasurementsAnswer),
         (tools.get_setup, answers.Setup),
-        (tools.compare_runs, answers.Comparison),
-        (tools.explain_check, answers.Page),
+        (tools.compare_runs, answers.ComparisonAnswer),
+        (tools.explain_check, answers.PageAnswer),
     ]
     executing_tools: list[tuple[Callable[..., Mapping[str, object]], type]] = [
-        (experiments.plan_recipe, answers.Outcome),
-        (experiments.check_recipe, answers.Outcome),
+        (experiments.plan_recipe, answers.OutcomeAnswer),
+        (experiments.check_recipe, answers.OutcomeAnswer),
     ]
     if options.allow_replay:
         executing_tools += [
-            (experiments.replay_step, answers.Outcome),
-            (experiments.run_experiment, answers.Outcome),
-            (experiments.try_remedy, answers.Outcome),
+            (experiments.replay_step, answers.OutcomeAnswer),
+            (experiments.run_experiment, answers.OutcomeAnswer),
+            (experiments.try_remedy, answers.OutcomeAnswer),
         ]
     for function, kind in read_only_tools:
         server.tool(annotations=ToolAnnotations(read_only_hint=True))(_make_tool(function, kind))

@@ -34,9 +34,7 @@ def write_frozen(frozen: Mapping[str, Tensor], folder: Path, others: Iterable[Pa
     """
     digest = _digest(frozen)
     for other in others:
-        with suppress(
-            CheckpointError, OSError
-        ):  # it is damaged or was just deleted, or the file system has no hard links
+        with suppress(CheckpointError, OSError):  # damaged, just deleted, or a file system without hard links
             manifest = read_manifest(other)
             if manifest.get("frozen") != digest:
                 continue

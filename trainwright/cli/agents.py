@@ -37,7 +37,7 @@ def mcp(
     from trainwright.recipe.formatting import parse_bytes
 
     try:
-        from trainwright.agent.process import Limits
+        from trainwright.agent.process import ProcessLimits
         from trainwright.agent.server import ServerOptions, serve_http, serve_stdio
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "mcp":
@@ -45,7 +45,7 @@ def mcp(
         from trainwright.errors import MissingExtra
 
         raise MissingExtra("mcp", needed_for="trainwright mcp") from None
-    limits = Limits(seconds_of(time, "--time"), parse_bytes(memory))
+    limits = ProcessLimits(seconds_of(time, "--time"), parse_bytes(memory))
     options = ServerOptions(runs, code or Path.cwd(), allow_replay, limits)
     if http:
         serve_http(options, port, line_printer(as_json))

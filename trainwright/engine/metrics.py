@@ -278,7 +278,7 @@ def synchronized(metric: object, world: World) -> Iterator[None]:
     backend may not support the device of the metric.
     """
 
-    def gather(state: Tensor, _group: object = None) -> list[Tensor]:
+    def gather(state: Tensor, group: object = None) -> list[Tensor]:  # noqa: ARG001 - the keyword of torchmetrics
         everywhere = [each.to(state.device) for each in world.collect(state.cpu())]
         return [each for each in everywhere if each.numel()] or everywhere  # a rank without samples has no dtype
 

@@ -176,7 +176,7 @@ def _identity(objective: Tensor) -> Tensor:
     return objective
 
 
-def _no_loss(_model: nn.Module, _batch: Batch) -> Loss:
+def _no_loss(model: nn.Module, batch: Batch) -> Loss:  # noqa: ARG001 - see ``takes_model``
     raise AssertionError("no micro-batch is under way")
 
 

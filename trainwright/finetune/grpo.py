@@ -43,7 +43,7 @@ STD_EPSILON = 1e-4
 """Added to the standard deviation of the rewards of a group, as in TRL."""
 
 
-class Rollout(NamedTuple):
+class CompletionGroups(NamedTuple):
     """Prompts with their completions, padded on the right, and the advantage of each completion in its group."""
 
     ids: Tensor
@@ -154,7 +154,7 @@ class GRPO(nn.Module):
         reference_RT = self._reference_log_probs(model, rollout)
         return self.loss(self.log_probs(model, rollout), rollout, reference_RT)
 
-    def loss(self, log_probs_RT: Tensor, rollout: Rollout, reference_RT: Tensor | None = None) -> Loss:
+    def loss(self, log_probs_RT: Tensor, rollout: CompletionGroups, reference_RT: Tensor | None = None) -> Loss:
         """Return the loss of a rollout with these log-probabilities of the policy and of the reference.
 
         Position t of each has the log-probability of token t + 1.
@@ -179,7 +179,9 @@ class GRPO(nn.Module):
             return Loss(sums_R.sum() / self.max_new_tokens, float(len(sums_R)))
         return Loss(sums_R.sum(), tokens)
 
-    def log_probs(self, model: nn.Module, rollout: Rollout, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    def log_probs(
+        self, model: nn.Module, rollout: CompletionGroups, weights: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """Return the log-probability of the label that follows each position, (R, T); 0 where there is none.
 
         ``weights`` replace the weights of the model that have these names.
@@ -192,12 +194,10 @@ class GRPO(nn.Module):
         logits_RTV = output.logits.float() / self.temperature
         return -F.cross_entropy(logits_RTV.transpose(1, 2), called.target, reduction="none", ignore_index=IGNORE)
 
-    def _reference_log_probs(self, model: nn.Module, rollout: Rollout) -> Tensor | None:
+    def _reference_log_probs(self, model: nn.Module, rollout: CompletionGroups) -> Tensor | None:
         if not self.beta:
             return None
-        if (
-            type(rollout.ids) is not Tensor
-        ):  # fake tensors measure memory, and a pass without gradients does not raise the peak
+        if type(rollout.ids) is not Tensor:  # fake tensors: a pass without gradients does not raise the memory peak
             return torch.zeros_like(rollout.ids, dtype=torch.float32)
         if not self._reference:
             self.keep_reference(model)  # the first call outside of a run, such as that of `trainwright check`
@@ -207,11 +207,11 @@ class GRPO(nn.Module):
         torch.clear_autocast_cache()  # casts that were made without a graph would have no gradient
         return found_RT
 
-    def _read_rollout(self, batch: Mapping[str, Any]) -> Rollout:
+    def _read_rollout(self, batch: Mapping[str, Any]) -> CompletionGroups:
         mask_RT = batch.get(ATTENTION_KEY, torch.ones_like(batch[IDS]))
-        return Rollout(batch[IDS], batch[LABELS], mask_RT, batch[ADVANTAGES], batch.get(OLD_LOG_PROBS))
+        return CompletionGroups(batch[IDS], batch[LABELS], mask_RT, batch[ADVANTAGES], batch.get(OLD_LOG_PROBS))
 
-    def _generate_rollout(self, model: nn.Module, batch: Batch) -> Rollout:
+    def _generate_rollout(self, model: nn.Module, batch: Batch) -> CompletionGroups:
         """Generate completions and score them. Synchronizes with the device once per token."""
         if not isinstance(batch, Mapping) or not {IDS, RECORD} <= set(batch):
             got = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
@@ -222,7 +222,7 @@ class GRPO(nn.Module):
         mask_RT = mask_BT.repeat_interleave(self.completions, 0)
         if type(ids_RT) is not Tensor:  # fake tensors have no values: assume completions of maximum length
             longest_RT = F.pad(ids_RT, (0, self.max_new_tokens))
-            return Rollout(longest_RT, longest_RT, torch.ones_like(longest_RT), longest_RT[:, 0].float())
+            return CompletionGroups(longest_RT, longest_RT, torch.ones_like(longest_RT), longest_RT[:, 0].float())
         end_ids, tokenizer = self._end_ids(model), self._tokenizer_of(model)
         completion_RC = self._generate(model, ids_RT, mask_RT, end_ids, tokenizer)
         is_end_RC = torch.isin(completion_RC, torch.tensor(end_ids, device=ids_RT.device))
@@ -245,7 +245,7 @@ class GRPO(nn.Module):
         seen_RT = torch.cat([mask_RT, kept_RC.to(mask_RT.dtype)], 1)
         order_RT = (1 - seen_RT).argsort(dim=1, stable=True)[:, : int(seen_RT.sum(1).max())]  # padding to the right
         ids_RT, labels_RT, seen_RT = (each.gather(1, order_RT) for each in (rows_RT, labels_RT, seen_RT))
-        return Rollout(ids_RT, labels_RT, seen_RT, advantages_BG.flatten())
+        return CompletionGroups(ids_RT, labels_RT, seen_RT, advantages_BG.flatten())
 
     @torch.no_grad()
     def _generate(

@@ -34,7 +34,7 @@ class Diffusion(nn.Module):
         betas = torch.linspace(FIRST_BETA, LAST_BETA, timesteps, device="cpu") * (PUBLISHED_TIMESTEPS / timesteps)
         self.register_buffer("alphas_cumprod", (1 - betas).cumprod(0), persistent=False)
 
-    def forward(self, images_BCHW: Tensor, _label_B: Tensor | None = None) -> Tensor:
+    def forward(self, images_BCHW: Tensor, label_B: Tensor | None = None) -> Tensor:  # noqa: ARG002 - other models take it
         """Return the loss, a 0-d tensor: the mean over all values. Labels are not used."""
         device = images_BCHW.device
         generator = None if self.training else torch.Generator(device).manual_seed(EVALUATION_SEED)

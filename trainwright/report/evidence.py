@@ -38,7 +38,7 @@ MAX_EVALUATIONS = 8
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """One recorded step. A value is None if it was not recorded."""
 
     step: int
@@ -70,7 +70,7 @@ class EvidencePack:
     title: str
     run: str
     verdict: str
-    points: tuple[Point, ...]
+    points: tuple[CurvePoint, ...]
     calls: tuple[tuple[str, str], ...]
     excerpt: Excerpt | None
     others: tuple[Found, ...]
@@ -287,7 +287,7 @@ def line_of_stage(found: Found, calls: Sequence[tuple[str, str]]) -> tuple[str, 
     return None
 
 
-def points_around(view: RunView, found: Found) -> Iterator[Point]:
+def points_around(view: RunView, found: Found) -> Iterator[CurvePoint]:
     """Yield the recorded steps around the first and the last step of a finding."""
     rows = view.log.rows
     steps = column(rows, "step")
@@ -297,7 +297,7 @@ def points_around(view: RunView, found: Found) -> Iterator[Point]:
         kept |= set(range(max(0, nearest - RECORDS_AROUND), min(len(steps), nearest + RECORDS_AROUND + 1)))
     for index in sorted(kept):
         values = (float(column(rows, name)[index]) for name in ("loss", "grad_norm", "lr"))
-        yield Point(int(steps[index]), *(None if np.isnan(each) else each for each in values))
+        yield CurvePoint(int(steps[index]), *(None if np.isnan(each) else each for each in values))
 
 
 def environment_of(view: RunView) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ FULL_PRECISIONS = (None, "auto", "fp32", "tf32")
 """Settings of ``precision`` that need no autocast."""
 
 
-def no_loss(_model: nn.Module, _batch: Batch) -> Loss:
+def no_loss(model: nn.Module, batch: Batch) -> Loss:  # noqa: ARG001 - see ``takes_model``
     """Stand for the loss of a run that has none. Raises UsageError when called."""
     raise UsageError(
         "the run has a custom step and no loss to evaluate with",

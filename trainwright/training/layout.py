@@ -250,7 +250,7 @@ def evaluation_loss(
     if stages is None:
         return loss
 
-    def through_stages(_model: nn.Module, batch: Batch) -> Loss:
+    def through_stages(model: nn.Module, batch: Batch) -> Loss:  # noqa: ARG001 - see ``takes_model``
         return stages.evaluate(batch, loss_fn)
 
     return through_stages

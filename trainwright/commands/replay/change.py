@@ -45,7 +45,7 @@ class Changed:
     outcome: str
 
 
-class Change(NamedTuple):
+class StepChange(NamedTuple):
     """A change: its text, and a function that tries it on a step and returns the outcome as text."""
 
     text: str
@@ -59,7 +59,7 @@ class Change(NamedTuple):
             raise UsageError(f"--try {self.text}: {why}", remedy=f"try another change: {', '.join(CHANGES)}") from None
 
 
-def change_of(text: str, records: Iterable[Record] = ()) -> Change:
+def change_of(text: str, records: Iterable[Record] = ()) -> StepChange:
     """Parse a change.
 
     Args:
@@ -76,25 +76,25 @@ def change_of(text: str, records: Iterable[Record] = ()) -> Change:
         problem = "needs a value" if wants_value else "has a value, which it does not accept"
         raise UsageError(f"--try {text} {problem}", remedy=f"give {CHANGES[name]}")
     if name in ("fp32", "fp64"):
-        return Change(
+        return StepChange(
             text, lambda session: _compared(session, Intervention(dtype="fp32" if name == "fp32" else "fp64"))
         )
     if name in ("eval", "train"):
-        return Change(
+        return StepChange(
             text, lambda session: _compared(session, Intervention(mode="eval" if name == "eval" else "train"))
         )
     if name == "lr":
         factor = _parse_number(text, value)
-        return Change(text, lambda session: _compared(session, Intervention(lr=factor)))
+        return StepChange(text, lambda session: _compared(session, Intervention(lr=factor)))
     if name == "clip":
         norm = _parse_number(text, value)
-        return Change(text, lambda session: clip_at(session, norm))
+        return StepChange(text, lambda session: clip_at(session, norm))
     if name == "op":
-        return Change(text, lambda session: _in_fp64(session, value))
+        return StepChange(text, lambda session: _in_fp64(session, value))
     if name == "without":
         ids = [int(_parse_number(text, each)) for each in value.split(",")]
-        return Change(text, lambda session: _without(session, ids))
-    return Change(text, _remedy_trial(value, list(records)))
+        return StepChange(text, lambda session: _without(session, ids))
+    return StepChange(text, _remedy_trial(value, list(records)))
 
 
 def _remedy_trial(code: str, records: Sequence[Record]) -> Callable[[ReplaySession], str]:

@@ -18,7 +18,7 @@ from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.manifest import read_manifest, step_of, verify
 from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.checkpoint.store import checkpoints
-from trainwright.commands.replay.change import Change
+from trainwright.commands.replay.change import StepChange
 from trainwright.commands.replay.result import Compared, Rerun, Say, examine_replay
 from trainwright.commands.replay.watched import UNBOUNDED, compared
 from trainwright.engine.step import StepResult
@@ -119,7 +119,7 @@ def rerun_trained(
     settings: tuple[str, ...],
     say: Say,
     parts: Parts | None = None,
-    change: Change | None = None,
+    change: StepChange | None = None,
 ) -> Rerun:
     """Train to ``step`` and examine it, or try ``change`` on it.
 

@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.snapshot import LiveObjects
-from trainwright.commands.replay.change import Change
+from trainwright.commands.replay.change import StepChange
 from trainwright.commands.replay.result import Compared, Rerun, Say, examine_replay
 from trainwright.errors import UsageError, text_of
 from trainwright.recorder.numbers import as_record
@@ -32,7 +32,7 @@ UNBOUNDED = 2**62
 """Bytes. The content of a bundle was within the budget of the recorder that wrote it."""
 
 
-def rerun_watched(bundle: Bundle, step: int, model: str | None, say: Say, change: Change | None = None) -> Rerun:
+def rerun_watched(bundle: Bundle, step: int, model: str | None, say: Say, change: StepChange | None = None) -> Rerun:
     """Replay the steps of the bundle up to ``step``, compare that step with its record, and diagnose it.
 
     ``change`` is tried on the step instead of the diagnosis.
