@@ -10,14 +10,14 @@ KIND_TEXTS = {
 
 @check(stage="loss", confidence=0.85, since_step=1)
 def term_without_gradient(run: RunContext, exams: Every[LossFacts]) -> Results:
-    """A term of the loss trains nothing: it is in the number that is printed, and no update follows from it.
+    """A term of the loss trains nothing: it is part of the printed loss, but has no effect on any update.
 
     How it is detected: in at least 3 of the first steps the loop adds a scalar without a graph, computed from outputs
     of the model, to one that has a graph; or the graph of a term reaches only weights that no update changes before the
     next backward pass, while that of another term reaches weights that are updated.
 
-    Exceptions: a scalar on which `detach()` was called itself, as surrogate losses and baselines do; a term made of
-    detached values that also weigh what has a gradient.
+    Exceptions: a scalar that was detached itself, as in surrogate losses and baselines; a term made of detached values
+    that also weight a term with a gradient.
 
     Usual cause: what the term is made of was detached or computed under `no_grad`: a generator's loss uses
     `fake.detach()`; a gradient penalty calls `torch.autograd.grad` without `create_graph=True`.

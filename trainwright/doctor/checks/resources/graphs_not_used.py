@@ -9,9 +9,9 @@ def graphs_not_used(run: RunContext) -> Results:
     How it is detected: the engine reports why it did not capture a step, or stopped replaying it.
 
     Usual cause: the step needs the host: it reads a value (`.item()`), draws from Python's random generator, uses an
-    optimizer that is not fused, or has batches of ever new shapes.
+    optimizer that is not fused, or gets batches whose shapes keep changing.
 
-    Fix: what the reason names; or leave `graphs` out. The training is correct either way.
+    Fix: change what the reason names, or leave `graphs` out of the recipe. The training is correct either way.
 
     Sources: docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (constraints);
     pytorch.org/blog/accelerating-pytorch-with-cuda-graphs.
