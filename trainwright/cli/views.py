@@ -86,7 +86,7 @@ def profile(
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Find what bounds a step, by operator, module and phase of some steps in a separate run; try remedies."""
+    """Profile some steps in a separate run by operator, module and phase, find what bounds them, and try remedies."""
     from trainwright.runs.folder import RunFolder
 
     budget_s = seconds_of(budget, "--budget")
