@@ -178,7 +178,7 @@ def ladder(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Go from a float32 baseline to a fast run, one change at a time; keep each change that preserves the loss and pays.
+    """Go from a float32 baseline to a fast run, one change at a time: keep those that preserve the loss and pay.
 
     Exit 3 if a rung breaks; the best recipe below it is still written.
     """

@@ -24,7 +24,7 @@ def clip_before_unscale(run: RunContext, facts: ScalerFacts) -> Results:
     """Gradients are clipped while they still contain the loss scale.
 
     Why it matters: their norm is about 65536 times too large, so every step is clipped, and after unscaling the
-    gradient is a tiny part of what it should be. Adam hides it, but not against eps.
+    gradient is a tiny part of what it should be. Adam hides this, except in its eps.
 
     How it is detected: gradients of a scaled loss are clipped before they are unscaled, at a threshold that does not
     include the scale.

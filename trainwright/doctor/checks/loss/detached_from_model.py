@@ -26,7 +26,7 @@ def detached_from_model(run: RunContext) -> Results:
 
     Looks like: optim.params_not_registered, where the gradients go to other parameters than those of the optimizer.
 
-    Fix: keep the tensors that the model and the loss function return, and call `.item()` only for what is printed.
+    Fix: keep the tensors that the model and the loss function return, and call `.item()` only on values to print.
     """
     cut = [each for each in run.steps if _is_cut(run, each)]
     reaching = [each.step for each in run.steps if each.values.get("grads", (0, 0))[0]]

@@ -17,7 +17,7 @@ def eos_ignored(run: RunContext, exams: Every[TokensFacts]) -> Results:
 
     Looks like: data.pad_in_loss, the opposite.
 
-    Fix: a padding token of its own, or mask labels by position: `ids.masked_fill(attention_mask == 0, -100)`.
+    Fix: use a separate padding token, or mask labels by position: `ids.masked_fill(attention_mask == 0, -100)`.
 
     Sources: huggingface/trl#1623, huggingface/trl PR 6357.
     """

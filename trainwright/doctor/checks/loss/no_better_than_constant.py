@@ -22,8 +22,8 @@ def no_better_than_constant(run: RunContext, exams: Every[LossFacts]) -> Results
     all targets so far, and shuffling the targets of the batch does not make it larger by 2 % either.
 
     Exceptions: the loss still falls, or fewer than 30 samples of a class were seen; several models, drawn samples or a
-    reversed gradient, where a part of the model is meant to know nothing; a loss beside another of its kind that has
-    been learned, as the inner loss of MAML before the weights are adapted.
+    reversed gradient, where a part of the model is meant to know nothing; a loss next to another one of its kind that
+    has been learned, such as the inner loss of MAML before the weights are adapted.
 
     Usual cause: targets that do not belong to the inputs, updates that do not work, or outputs that do not depend on
     the inputs.

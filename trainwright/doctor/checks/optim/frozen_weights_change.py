@@ -8,7 +8,7 @@ def frozen_weights_change(run: RunContext, facts: WeightsFacts) -> Results:
 
     How it is detected: checksums of the weights that an optimizer holds and that have `requires_grad=False`.
 
-    Usual cause: its last gradient is still there, so the optimizer goes on with its momentum or weight decay.
+    Usual cause: its last gradient is still there, so the optimizer continues to apply momentum or weight decay.
 
     Looks like: optim.frozen_rows_decay, where only rows are frozen.
 

@@ -16,7 +16,7 @@ def fp16_underflow(run: RunContext, live: MixedPrecisionFacts) -> Results:
     of float16, and their root mean square is below 64 times that: it has less than six bits. Or all results of an
     operation in a replayed forward pass are 0 in float16, and not in float32.
 
-    Exceptions: single values that vanish beside larger ones, such as the tail of a softmax.
+    Exceptions: single values that vanish next to larger ones, such as the tail of a softmax.
 
     Usual cause: float16 without a GradScaler, or with `enabled=False`.
 

@@ -7,7 +7,7 @@ from trainwright.doctor.facts.ranks import ProgramDifference, RanksFacts
 
 @check(stage="loop")
 def programs_differ(run: RunContext, facts: RanksFacts) -> Results:
-    """The ranks do not run the same program: modes, precision, loss, or what changes the gradients.
+    """The ranks do not run the same program: modes, precision, loss or operations on the gradients differ.
 
     How it is detected: these are compared as text, and differ in two compared steps.
 
