@@ -43,7 +43,7 @@ def nll_without_log_softmax(run: RunContext, exams: Every[LossFacts]) -> Results
                 ("fraction of the input above 0", round(call.above_0, 3), 0.0),
                 ("distance of the sum of exp(input) of a row from 1", round(call.off_sum, 3), 0.0),
             ],
-            trial=RemedyTrial("scores_for_probabilities"),
+            trial=RemedyTrial("logits_instead_of_probabilities"),
         )
 
 
