@@ -27,8 +27,8 @@ def mcp(
         bool, typer.Option("--http", help="Serve over HTTP on this machine, with a token; else stdio.")
     ] = False,
     port: Annotated[int | None, typer.Option(help="For --http. Default: 8787, or a free port.")] = None,
-    time: Annotated[str, typer.Option("--time", help="The longest time of a replay, plan or check.")] = "5min",
-    memory: Annotated[str, typer.Option("--memory", help="The most memory of a replay, plan or check.")] = "8GiB",
+    time: Annotated[str, typer.Option("--time", help="Maximum time of a replay, plan or check.")] = "5min",
+    memory: Annotated[str, typer.Option("--memory", help="Maximum memory of a replay, plan or check.")] = "8GiB",
     as_json: Json = False,
 ) -> None:
     """Serve runs to coding agents over the Model Context Protocol: verdicts, evidence, and experiments if allowed."""

@@ -86,7 +86,7 @@ def profile(
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Find what bounds a step, by operator, module and phase of some steps in a separate run; try remedies."""
+    """Profile some steps by operator, module and phase in a separate run, find the bottleneck, and try remedies."""
     from trainwright.runs.folder import RunFolder
 
     budget_s = seconds_of(budget, "--budget")

@@ -4,14 +4,14 @@ from trainwright.runs.records import NotCaptured
 
 @check(stage="loop", severity="info")
 def graphs_not_used(run: RunContext) -> Results:
-    """The recipe asks for CUDA graphs (`graphs: true`), and the steps run eagerly.
+    """The recipe has `graphs: true`, but the steps run eagerly, without CUDA graphs.
 
-    How it is detected: the engine reports why it did not capture a step, or stopped replaying it.
+    How it is detected: the engine reports why it did not capture a step, or why it stopped replaying its graph.
 
-    Usual cause: the step needs the host: it reads a value (`.item()`), draws from Python's random generator, uses an
-    optimizer that is not fused, or has batches of ever new shapes.
+    Usual cause: the step reads a value on the host (`.item()`), draws from Python's random generator, uses an optimizer
+    that is not fused, or the batches have many different shapes.
 
-    Fix: what the reason names; or leave `graphs` out. The training is correct either way.
+    Fix: remove the reported obstacle, or leave `graphs` out. The training is correct either way.
 
     Sources: docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (constraints);
     pytorch.org/blog/accelerating-pytorch-with-cuda-graphs.
@@ -21,5 +21,5 @@ def graphs_not_used(run: RunContext) -> Results:
         yield run.finding(
             max(1, reported[-1].step),
             symptom=f"steps run eagerly, without CUDA graphs: {reported[-1].reason}",
-            evidence=[("the reason", reported[-1].reason, "every step can be captured")],
+            evidence=[("capture of a step", reported[-1].reason, "every step can be captured")],
         )
