@@ -1,4 +1,4 @@
-"""The command line. Commands are in files by the time of their use: before, during and after a run."""
+"""The command line. Commands are grouped by their use: before, during and after a run."""
 
 from __future__ import annotations
 

@@ -42,7 +42,10 @@ app.add_typer(verify_app, name="verify", no_args_is_help=True)
 def diagnose(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     deep: Annotated[
-        bool, typer.Option("--deep", help="First replay a step for examinations that were left out. Runs its code.")
+        bool,
+        typer.Option(
+            "--deep", help="First replay a step for the examinations that were left out. Runs code of the run."
+        ),
     ] = False,
     model: ModelOf = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also the findings below a warning.")] = False,
@@ -167,7 +170,7 @@ def export(
         bool,
         typer.Option("--adapter/--merge", help="Only the LoRA adapter, in PEFT's layout; or merged (default)."),
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="A new folder; else in the run's export/.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A new folder. Default: in export/ of the run.")] = None,
     hf: Annotated[
         Path | None, typer.Option("--hf", metavar="FOLDER", help="Short for --format hf --out FOLDER.")
     ] = None,
@@ -181,7 +184,7 @@ def export(
     from trainwright.commands.export import push as upload
 
     if hf is not None and (out is not None or layout not in (None, "hf")):
-        raise UsageError("--hf is short for --format hf --out", remedy="leave --format and --out out")
+        raise UsageError("--hf is short for --format hf --out", remedy="remove --format and --out")
     layout = layout or ("hf" if hf is not None or (push is not None and not adapter) else "safetensors")
     if push is not None and layout != "hf" and not adapter:
         raise UsageError(
@@ -200,7 +203,9 @@ def export(
 def average(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     last: Annotated[int, typer.Option(min=2, help="Number of the newest intact checkpoints.")] = 5,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="A new folder; else in the run's export/.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="A new folder. Default: in export/ of the run.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write the mean of the newest checkpoints of a run as model.safetensors. It runs no code of the run."""
@@ -213,9 +218,11 @@ def average(
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     data: Annotated[str, typer.Argument(metavar="DATA", help="val, train, or package.module:callable.")] = "val",
-    which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint; else the best there is.")] = "",
+    which: Annotated[
+        str, typer.Option(help="last, best, or the step of a checkpoint. Default: best, if there is one.")
+    ] = "",
     batch: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")] = None,
-    average: Annotated[bool, typer.Option("--average", help="Take the average of the weights.")] = False,
+    average: Annotated[bool, typer.Option("--average", help="Use the average of the weights.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure loss and metrics of a checkpoint of a run on a dataset."""
@@ -228,10 +235,14 @@ def evaluate(
 def predict(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     data: Annotated[str, typer.Argument(metavar="DATA", help="val, train, or package.module:callable.")] = "val",
-    out: Annotated[Path | None, typer.Option(help="A new .npy or .pt file; else predictions.npy in the run.")] = None,
-    which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint; else the best there is.")] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="A new .npy or .pt file. Default: predictions.npy in the run.")
+    ] = None,
+    which: Annotated[
+        str, typer.Option(help="last, best, or the step of a checkpoint. Default: best, if there is one.")
+    ] = "",
     batch: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")] = None,
-    average: Annotated[bool, typer.Option("--average", help="Take the average of the weights.")] = False,
+    average: Annotated[bool, typer.Option("--average", help="Use the average of the weights.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write the outputs of the model of a run for each sample of a dataset, in order."""
@@ -248,16 +259,20 @@ def errors(
         list[str] | None,
         typer.Option(metavar="COLUMN|MODULE:FUNCTION", help="Group the samples by this, repeatable."),
     ] = None,
-    count: Annotated[int, typer.Option(min=1, max=75, help="Samples in each list; twice as many labels.")] = 20,
+    count: Annotated[
+        int, typer.Option(min=1, max=75, help="Samples in each list; twice as many in that of labels.")
+    ] = 20,
     folds: Annotated[
         int | None,
         typer.Option(
             min=2, help="Cross-validation: train the recipe this many times, each without a part of its data."
         ),
     ] = None,
-    which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint; else the best there is.")] = "",
+    which: Annotated[
+        str, typer.Option(help="last, best, or the step of a checkpoint. Default: best, if there is one.")
+    ] = "",
     batch: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")] = None,
-    average: Annotated[bool, typer.Option("--average", help="Take the average of the weights.")] = False,
+    average: Annotated[bool, typer.Option("--average", help="Use the average of the weights.")] = False,
     as_json: Json = False,
 ) -> None:
     """Find where the model of a run is wrong: worst samples, confusions, slices, calibration, likely wrong labels."""

@@ -52,7 +52,7 @@ def init(
     ] = "stop",
     as_json: Json = False,
 ) -> None:
-    """Write a small project that trains as it is into a new folder: recipe, model, data, a test and a README."""
+    """Create a small project that trains without changes: recipe, model, data, a test and a README."""
     from trainwright.commands.init import init as write
 
     made = write(
@@ -94,14 +94,14 @@ def check(recipe: RecipeOrFunction, settings: Settings = None, as_json: Json = F
 @verb()
 def plan(
     recipe: RecipeOrRun,
-    device: Annotated[str | None, typer.Option(help="h100-80gb, rtx4090, cpu, ...; otherwise this machine's.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Its memory, if it differs: 24GiB.")] = None,
+    device: Annotated[str | None, typer.Option(help="h100-80gb, rtx4090, cpu, ... Default: this machine.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of the device, if it differs: 24GiB.")] = None,
     devices: Annotated[Path | None, typer.Option(metavar="FILE", help="A table of more devices (YAML).")] = None,
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Memory against time of activation checkpointing.")
     ] = False,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Number of such devices: memory, exchanges and time of each layout.")
+        int | None, typer.Option(min=1, help="Number of such devices: memory, communication and time of each layout.")
     ] = None,
     settings: Settings = None,
     as_json: Json = False,

@@ -30,7 +30,9 @@ Stack = Annotated[
 ]
 Image = Annotated[str, typer.Option(help="The container image, with trainwright and the imports of the recipe.")]
 Volume = Annotated[str, typer.Option(help="The PersistentVolumeClaim for the runs, which all pods can write.")]
-Grace = Annotated[int, typer.Option(metavar="SECONDS", help="From the signal to the kill: a step and a checkpoint.")]
+Grace = Annotated[
+    int, typer.Option(metavar="SECONDS", help="Time from the signal to the kill, for a step and a checkpoint.")
+]
 
 
 @verb("slurm", of=launch_app)

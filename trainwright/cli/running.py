@@ -119,7 +119,7 @@ def demo(
 
 Serve = Annotated[
     bool,
-    typer.Option("--serve", help="Show it in a browser while it trains, from a separate process that reads files."),
+    typer.Option("--serve", help="Show the run in a browser while it trains. A separate process reads its files."),
 ]
 Torchrun = Annotated[
     list[str] | None,
@@ -178,7 +178,7 @@ def ladder(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Go from a float32 baseline to a fast run, one change at a time; keep changes that hold the loss and pay.
+    """Go from a float32 baseline to a fast run, one change at a time: keep those that preserve the loss and pay.
 
     Exit 3 if a rung breaks; the best recipe below it is still written.
     """

@@ -1,4 +1,4 @@
-"""``init``: writes a small project of one kind, which trains as it is, into a new folder."""
+"""``init``: writes a small project of one kind, which trains without changes, in a new folder."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def init(
     chat_template: str | Path | None = None,
     on_bad_record: OnBadRecord = "stop",
 ) -> NewProject:
-    """Write a small project that trains as it is: recipe, model, data, a test and a README.
+    """Write a small project that trains without changes: recipe, model, data, a test and a README.
 
     With ``finetune``, write recipes that fine-tune ``model`` on ``data``. The layout of the records, the chat template
     and the lengths of the samples decide what is in them. No weights are read.

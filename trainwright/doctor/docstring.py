@@ -19,8 +19,8 @@ SECTIONS = (
 REQUIRED_SECTIONS = ("How it is detected", "Usual cause", "Fix")
 _SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):\s*", re.MULTILINE)
 
-_NAME = re.compile(r"[\w-]+[./_#]\w")
-"""A code, a repository or a function, whose first letter is not capitalized."""
+_NAME = re.compile(r"[\w-]+([./_#]\w|://| PR \d| #\d)")
+"""A code, an address, a repository with a number, or a function. Its first letter is not capitalized."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ def compared_measure(what: str, name: str, was: list[float], now: list[float]) -
     return f"{better}{name} {course(now)} in {len(now)} updates on this batch {what}; unchanged: {course(was)}"
 
 
-def scores_for_probabilities(session: ReplaySession) -> str:
-    """Tries the logarithm of the probabilities, which gives nearly the same loss as the scores would.
+def logits_instead_of_probabilities(session: ReplaySession) -> str:
+    """Tries the logarithm of the probabilities, which gives nearly the same loss as the logits would.
 
     Measured by the negative log-likelihood of the target, which is comparable in both cases.
     """
@@ -53,7 +53,7 @@ def scores_for_probabilities(session: ReplaySession) -> str:
 
     for change in losses:
         session.train(NUM_UPDATES, Intervention(ops=handler(change)), repeat=True)
-    what = "with scores instead of probabilities"
+    what = "with logits"
     return compared_measure(what, "-log p of the targets", losses[False], losses[True])
 
 

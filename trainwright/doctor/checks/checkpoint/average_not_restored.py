@@ -11,9 +11,9 @@ def average_not_restored(run: RunContext, facts: AveragesFacts) -> Results:
     Why it matters: evaluations and saved models use the average, which stays near a fresh initialisation for many
     steps.
 
-    How it is detected: the optimizer had a state when the watch began, and the distance of the average from the weights
-    was then more than half of their size. That distance is computed: the measured one, divided by the fraction of it
-    that the decay of the average has left since.
+    How it is detected: the optimizer already had state when the watch began, and at that time the average was further
+    from the weights than half of their norm. That initial distance is computed from a later measurement and the decay
+    of the average.
 
     Usual cause: the average (EMA) was not restored from the checkpoint, so it starts from the initialisation.
 

@@ -11,7 +11,7 @@ def kept_state_changes(run: RunContext, facts: KeptFacts) -> Results:
     Why it matters: the "best" weights are those of the last step.
 
     How it is detected: the version counters of the tensors in each dictionary that `state_dict()` of a watched model
-    returned, when it is loaded, saved, or still kept at the end.
+    returns. They are compared when the dictionary is loaded or saved, or at the end if it still exists.
 
     Exceptions: a dictionary that was copied or saved in time, and one that is left over from the last evaluation.
 

@@ -8,7 +8,7 @@ def loaded_weights_overwritten(run: RunContext, facts: ResumeFacts) -> Results:
 
     How it is detected: samples of each weight right after `load_state_dict`, and at the first forward call.
 
-    Exceptions: a new head alone; weights that were only cast or scaled.
+    Exceptions: only a new head is overwritten; weights that were only cast or scaled.
 
     Usual cause: the model is initialised after `load_state_dict`.
 

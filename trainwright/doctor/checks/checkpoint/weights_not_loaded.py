@@ -6,16 +6,16 @@ from trainwright.doctor.facts.checkpoint import ResumeFacts
 def weights_not_loaded(run: RunContext, facts: ResumeFacts) -> Results:
     """Weights of the model are not in the state that is loaded, and `strict=False` hides it.
 
-    How it is detected: the names that `load_state_dict` misses: they differ from those of the state by a prefix only,
+    How it is detected: the missing keys of `load_state_dict` differ from the keys of the loaded state only by a prefix,
     or are half of the model.
 
     Exceptions: a part that is new, such as a head; the state of an adapter without its frozen weights.
 
     Usual cause: names that differ by `module.`, `_orig_mod.` or `model.`.
 
-    Fix: add the prefix or take it off, and load with `strict=True`.
+    Fix: add or strip the prefix, and load with `strict=True`.
 
-    Sources: lightning #4333.
+    Sources: Lightning #4333.
     """
     for load in facts.loads:
         if load.prefix is None and 2 * len(load.missing) < load.tensors:

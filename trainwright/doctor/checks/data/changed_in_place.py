@@ -12,16 +12,17 @@ CONSEQUENCES = (
 
 @check(stage="input", confidence=0.9, explains=CONSEQUENCES)
 def changed_in_place(run: RunContext, facts: SteadinessFacts) -> Results:
-    """The stored training data are changed in place, so a sample has other values when it comes again.
+    """The stored training data are changed in place, so a sample has different values when it is read again.
 
     Why it matters: each epoch normalises the samples once more, until they are far from what the model has learned.
 
-    How it is detected: the first samples of each batch, and slices of a larger tensor, are sampled. Four of them
-    come again with values `a * x + b`, with the same `a`. Or the version counter of an input changes during a step.
+    How it is detected: some values of the first samples of each batch, and of slices of a larger tensor, are kept. Four
+    of these samples return with the values `a * x + b`, with the same `a`. Or the version counter of an input changes
+    during a step.
 
-    Exceptions: an input that is no view of a larger tensor is reported only with -v.
+    Exceptions: an input that is not a view of a larger tensor is reported only with -v.
 
-    Usual cause: `x -= mean`, `x.mul_()` or `out=x` on what `__getitem__` has indexed, which is a view of the
+    Usual cause: `x -= mean`, `x.mul_()` or `out=x` on the result of indexing in `__getitem__`, which is a view of the
     stored array.
 
     Fix: work out of place (`x = x - mean`), or on `x.clone()` or `x.copy()`.

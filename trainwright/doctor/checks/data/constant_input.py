@@ -20,13 +20,13 @@ def constant_input(run: RunContext, facts: BatchFacts) -> Results:
 
     How it is detected: the variance of every input over the batch is exactly 0.
 
-    Exceptions: an input of one number, for a model that has no inputs (info).
+    Exceptions: a single number as input, for a model without real inputs (info).
 
     Usual cause: integer arithmetic, such as `(x / 255).to(torch.uint8)`, which is 0 almost everywhere.
 
     Looks like: data.double_normalised, where a small variance is left.
 
-    Fix: cast before dividing, `x.float() / 255`, and look at `(x[0] - x[1]).abs().max()` behind the loader.
+    Fix: cast before dividing, `x.float() / 255`, and print `(x[0] - x[1]).abs().max()` for a batch from the loader.
     """
     if not facts.inputs or facts.inputs[0].shape[0] < MIN_SAMPLES:
         return

@@ -8,11 +8,11 @@ def empty_loader(run: RunContext, facts: LoadersFacts) -> Results:
 
     Why it matters: every line of the loop runs, no error is raised, and nothing is trained.
 
-    How it is detected: an iterator was made and no batch came, and the length of the loader is 0. A loader without a
-    length must be found empty twice.
+    How it is detected: an iterator was created and returned no batch, and the length of the loader is 0. A loader
+    without a length must be found empty twice.
 
-    Usual cause: the data set is smaller than a batch and `drop_last=True`, a filter left nothing, or a generator was
-    read once before.
+    Usual cause: the data set is smaller than a batch and `drop_last=True`, a filter left nothing, or a generator is
+    already exhausted.
 
     Looks like: optim.step_never_called, where batches come and no step follows.
 

@@ -17,7 +17,7 @@ def label_feature_misaligned(run: RunContext, facts: BatchFacts) -> Results:
 
     Usual cause: one of the two was shuffled, filtered or sorted without the other.
 
-    Fix: index both by one permutation, sort file lists on both sides, and look at ten pairs behind the loader.
+    Fix: index both by one permutation, sort file lists on both sides, and inspect ten pairs from the loader.
 
         order = torch.randperm(len(x)); x, y = x[order], y[order]
 

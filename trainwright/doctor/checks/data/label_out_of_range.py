@@ -14,10 +14,10 @@ ERROR = re.compile(
 
 @check(stage="label", severity="critical", confidence=0.98, explains=("loop.*",))
 def label_out_of_range(run: RunContext) -> Results:
-    """A label names no class, or a target of a binary loss is outside of 0 to 1.
+    """A label is not a valid class, or a target of a binary loss is outside of 0 to 1.
 
-    Why it matters: on a CPU a class out of range is an IndexError; on CUDA an assertion that names no sample. For a
-    binary target outside of 0 to 1 no score is best, so the loss falls without bound.
+    Why it matters: on a CPU a class out of range is an IndexError; on CUDA it is an assertion that names no sample. For
+    a binary target outside of 0 to 1 there is no best score, so the loss falls without bound.
 
     How it is detected: the error that the loss raised, with the labels that it got; and the targets of binary losses.
 
@@ -26,8 +26,8 @@ def label_out_of_range(run: RunContext) -> Results:
     Usual cause: labels are counted from 1, the last layer has too few outputs, or labels of a binary loss are -1 and 1
     or 0 to 255.
 
-    Fix: subtract 1 from the labels, or give the last layer `int(y.max()) + 1` outputs; label -100 what is to be
-    ignored. Targets of a binary loss are 0 and 1.
+    Fix: subtract 1 from the labels, or give the last layer `int(y.max()) + 1` outputs; use the label -100 for targets
+    to ignore. Targets of a binary loss are 0 and 1.
 
     Sources: pytorch/pytorch#18014, pytorch/pytorch#1204.
     """

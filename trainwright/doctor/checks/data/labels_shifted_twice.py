@@ -6,7 +6,7 @@ from trainwright.doctor.facts.data import BatchFacts
 def labels_shifted_twice(run: RunContext, exams: Every[BatchFacts]) -> Results:
     """The labels are shifted twice: the model learns the token after the next one.
 
-    Why it matters: the loss falls as usual, and what the model generates leaves out every second token.
+    Why it matters: the loss falls as usual, but generated text skips every second token.
 
     How it is detected: the position of each prediction in the input is found by its scores, and its target is the token
     two positions later.

@@ -12,10 +12,10 @@ def same_order_every_epoch(run: RunContext) -> Results:
 
     Why it matters: the same samples always share a batch, and random augmentation is not drawn again.
 
-    How it is detected: the sample ids of two epochs are equal, in an order that is not that of the data set; or, by
-    the content of the rows, 8 batches in a row come back while the shuffling loader that gave them is not read.
+    How it is detected: the sample ids of two epochs are equal, in an order that is not that of the data set; or 8
+    batches in a row have the content of earlier ones, while the shuffling loader that they came from is not read.
 
-    Exceptions: a sampler of the user's own may have a fixed order on purpose (info).
+    Exceptions: a custom sampler may have a fixed order on purpose (info).
 
     Usual cause: the generator is seeded again in each epoch, `set_epoch` is missing, or `itertools.cycle(loader)`
     keeps the batches of the first epoch and repeats them.

@@ -12,13 +12,13 @@ def samples_never_drawn(run: RunContext, facts: LoadersFacts) -> Results:
 
     Why it matters: the model overfits the few samples that it sees.
 
-    How it is detected: the sample ids that the sampler returns. Each of them came 32 times on average and others never
-    came; or two epochs drew the same samples and left out more than 5 % of the data set.
+    How it is detected: the sample ids that the sampler returns. They were drawn 32 times each on average, and others
+    never; or two epochs drew the same samples and left out more than 5 % of the data set.
 
     Exceptions: samplers that are made for a part of the data set, such as SubsetRandomSampler.
 
     Usual cause: WeightedRandomSampler has one weight per class instead of one per sample, so it draws only the first
-    few rows; or each epoch is left early and the loader does not shuffle.
+    few rows; or each epoch ends early and the loader does not shuffle.
 
     Looks like: data.batches_repeat.
 

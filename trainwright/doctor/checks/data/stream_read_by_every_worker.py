@@ -10,8 +10,8 @@ def stream_read_by_every_worker(run: RunContext, facts: RowsFacts) -> Results:
 
     Why it matters: consecutive batches are equal, and an epoch is as many times as long as there are workers.
 
-    How it is detected: the rows of a loader over an IterableDataset with several workers: as many batches in a row as
-    there are workers are equal, 4 times with other rows.
+    How it is detected: the rows from a loader over an IterableDataset with n workers: n consecutive batches are equal,
+    and this happens 4 times, each time with other rows.
 
     Usual cause: `__iter__` of the IterableDataset does not split the stream between the workers, and each worker has a
     copy of the data set.

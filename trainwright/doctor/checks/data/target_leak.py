@@ -16,7 +16,7 @@ def target_leak(run: RunContext, every: Every[BatchFacts]) -> Results:
 
     Exceptions: a strong feature still varies within a class.
 
-    Usual cause: the target, or what was computed from it, was left among the features.
+    Usual cause: the target, or a value computed from it, was left among the features.
 
     Looks like: model.future_leak and loss.no_shift, the same fault for sequences.
 

@@ -14,8 +14,8 @@ def token_ids_wrapped(run: RunContext, facts: TargetsFacts, batch: BatchFacts) -
     Why it matters: ids above the largest value of the dtype become other tokens. The model trains on wrong text, and
     no error is raised.
 
-    How it is detected: the largest target so far is exactly 255, 32767 or 65535, over 20 targets for each such id,
-    although the model has at least 32 outputs beyond it.
+    How it is detected: the largest target so far is exactly 255, 32767 or 65535, among at least 20 targets per id of
+    that dtype, although the model has more than 32 outputs beyond it.
 
     Exceptions: 127, the largest code of ASCII.
 

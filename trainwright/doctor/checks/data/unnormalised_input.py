@@ -20,12 +20,13 @@ def unnormalised_input(run: RunContext, exams: Every[BatchFacts]) -> Results:
     Why it matters: the first layer saturates, and no learning rate suits both it and the other layers.
 
     How it is detected: the root mean square of an input is above 10. The first steps are replayed with standardized
-    inputs, whose loss is near chance (or less than a fifth) where the recorded one is not. A model that normalizes its
-    inputs gains nothing and is not reported.
+    inputs, and their loss is near chance (or less than a fifth of the recorded one) while the recorded loss is not. A
+    model that normalizes its inputs gains nothing and is not reported.
 
     Usual cause: pixels from 0 to 255, or features in their physical units, go straight into the model.
 
-    Looks like: optim.lr_too_high, where the first loss is normal; init.too_large, where the inputs are.
+    Looks like: optim.lr_too_high, where the first loss is near chance; model.init_too_large, where the inputs are
+    normal.
 
     Fix: `x = (x - mean) / std` with the statistics of each feature over the training set; for pixels at least
     `x.float() / 255`.

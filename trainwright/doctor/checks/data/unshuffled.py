@@ -6,7 +6,7 @@ MIN_BATCHES = 16
 
 @check(stage="input", severity="critical")
 def unshuffled(run: RunContext, facts: LoadersFacts) -> Results:
-    """The data is sorted by class and read in its order, so each batch holds hardly more than one class.
+    """The data is sorted by class and read in that order, so each batch holds hardly more than one class.
 
     Why it matters: the model forgets the classes that it does not see, and the end of an epoch decides what it
     predicts.
@@ -14,7 +14,7 @@ def unshuffled(run: RunContext, facts: LoadersFacts) -> Results:
     How it is detected: the entropy of the labels of each batch is below half of that of batches drawn at random from
     all labels so far, or from samples all over the data set.
 
-    Exceptions: a sampler that groups classes, as where tasks are learned one after the other (info).
+    Exceptions: a sampler that groups classes, as when tasks are learned one after the other (info).
 
     Usual cause: `shuffle=False`, which is the default of DataLoader.
 

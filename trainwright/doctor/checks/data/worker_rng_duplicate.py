@@ -11,8 +11,8 @@ def worker_rng_duplicate(run: RunContext, facts: LoadersFacts) -> Results:
 
     Why it matters: augmentation is repeated by each worker, or in each epoch. Nothing fails; the final score is worse.
 
-    How it is detected: two workers read one sample twice, in two epochs. Two reads by one worker differ, and the
-    workers, or the epochs, agree.
+    How it is detected: two workers each read one sample twice, in two epochs. Two reads by the same worker differ, but
+    both workers draw the same values, or both epochs do.
 
     Exceptions: the global generators of torch, Python and NumPy, which PyTorch seeds for each worker.
 

@@ -8,11 +8,11 @@ MIN_RESTARTS = 8  # Number of iterators. Fewer may be a test, or short epochs.
 def workers_restarted_each_step(run: RunContext, facts: LoadersFacts) -> Results:
     """A new iterator of the loader is made in every step, which restarts its worker processes each time.
 
-    Why it matters: starting processes takes longer than most steps, and what they prefetch is thrown away. With
-    shuffling, each step draws from the whole data set again, so some samples come often and others never.
+    Why it matters: starting processes takes longer than most steps, and the batches that they prefetch are discarded.
+    With shuffling, each step draws from the whole data set again, so some samples come often and others never.
 
-    How it is detected: iterators of a loader with workers, and the batches that they gave: fewer than two each, where
-    an epoch has more.
+    How it is detected: each iterator of a loader with workers returns fewer than two batches, although an epoch has
+    more.
 
     Usual cause: `next(iter(loader))` in the loop.
 

@@ -6,10 +6,10 @@ from trainwright.doctor.facts.modes import DropsFacts
 def dropout_ignores_mode(run: RunContext, facts: DropsFacts) -> Results:
     """A dropout stays on in eval mode, so predictions are random.
 
-    How it is detected: one forward pass is replayed with every module in eval mode; a dropout function, or a random
-    mask of one rate, that is called there is reported.
+    How it is detected: one forward pass is replayed with every module in eval mode; a dropout function or a random mask
+    with a fixed rate that is called there is reported.
 
-    Usual cause: `F.dropout(x)` without `training=`, which is True unless it is given; `dropout_p` in
+    Usual cause: `F.dropout(x)` without `training=`, which defaults to True; `dropout_p` in
     `scaled_dot_product_attention`.
 
     Looks like: evaluation.in_train_mode, where the modules are in train mode.

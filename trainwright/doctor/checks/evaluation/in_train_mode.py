@@ -12,14 +12,14 @@ def in_train_mode(run: RunContext, facts: ModesFacts) -> Results:
     Why it matters: dropout is on and batch normalization learns from the validation set, so the validation loss is
     noisy and too high, and statistics of the validation set leak into the model.
 
-    How it is detected: passes without gradients between steps, on other batches than those that are trained on.
+    How it is detected: forward passes without gradients, between steps, on batches that are not used for training.
 
-    Exceptions: passes before more than a quarter of the steps, which are part of the step.
+    Exceptions: passes that come before more than a quarter of the steps: they count as part of the step.
 
     Usual cause: `model.eval()` is missing before the evaluation, or before some evaluations. `no_grad` does not change
     the mode.
 
-    Looks like: evaluation.dropout_ignores_mode, where the mode is right.
+    Looks like: evaluation.dropout_ignores_mode, where the modules are in eval mode.
 
     Fix: `model.eval()` before and `model.train()` after each evaluation, with `torch.no_grad()` in between.
 

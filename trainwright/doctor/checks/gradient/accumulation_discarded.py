@@ -14,7 +14,8 @@ from trainwright.runs.records import Watched
 def accumulation_discarded(run: RunContext) -> Results:
     """Gradients are cleared between the micro-batches of a step, so only the last ones reach the update.
 
-    Why it matters: the batch is that many times smaller than it says, and its gradient is divided by the full number.
+    Why it matters: the batch is smaller than configured by the number of discarded micro-batches, and its gradient is
+    still divided by the full number.
 
     How it is detected: in half of the steps `zero_grad()` comes between backward passes, and each of these has a batch
     of its own.

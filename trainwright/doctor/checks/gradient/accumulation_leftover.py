@@ -10,16 +10,17 @@ def accumulation_leftover(run: RunContext, facts: CallsFacts) -> Results:
 
     Why it matters: one update in each epoch mixes gradients of old weights with new ones, and is too large.
 
-    How it is detected: an update during which an epoch ended has a full window of backward passes and those from
-    before.
+    How it is detected: the first update of an epoch contains a full window of backward passes, plus those left over
+    from the epoch before.
 
     Exceptions: windows that run on across epochs (they have the usual length), and windows of changing length.
 
-    Usual cause: the number of batches is no multiple of the accumulation, and nothing steps at the end of the epoch.
+    Usual cause: the number of batches is not a multiple of the accumulation, and nothing steps at the end of the epoch.
 
-    Looks like: optim.missing_zero_grad, which does it in every step.
+    Looks like: optim.missing_zero_grad, where this happens in every step.
 
-    Fix: step at the end of an epoch, too (divided by what the window has), or drop what is left over.
+    Fix: also step at the end of an epoch (divide by the number of micro-batches in the window), or drop the gradients
+    that are left over.
     """
     counts = {record.step: len(kinds(record, "backward")) for record in run.steps}
     if not facts.split_windows or not counts:

@@ -9,9 +9,9 @@ MIN_FRACTION = 0.75  # Fraction of steps that differ. The last step of an epoch 
 
 @check(points_at="step", stage="backward", confidence=0.85, since_step=1)
 def accumulation_window_wrong(run: RunContext, facts: CallsFacts) -> Results:
-    """A step has another number of micro-batches than it should.
+    """A step has a different number of micro-batches than it should.
 
-    How it is detected: backward passes between updates are counted. Three quarters of the steps have another number
+    How it is detected: backward passes between updates are counted. Three quarters of the steps have a different number
     than was passed to `tw.watch(accumulation=...)`; or the first step has one and the next ones have several.
 
     Usual cause: `if i % n == 0: step()` steps after the first micro-batch instead of the last (`(i + 1) % n == 0`).

@@ -24,14 +24,14 @@ def clip_before_unscale(run: RunContext, facts: ScalerFacts) -> Results:
     """Gradients are clipped while they still contain the loss scale.
 
     Why it matters: their norm is about 65536 times too large, so every step is clipped, and after unscaling the
-    gradient is a tiny part of what it should be. Adam hides it, but not against eps.
+    gradient is a tiny part of what it should be. Adam hides this, except in its eps.
 
-    How it is detected: a clip of gradients whose loss was scaled and that are not unscaled, at a threshold without the
-    scale.
+    How it is detected: gradients of a scaled loss are clipped before they are unscaled, at a threshold that does not
+    include the scale.
 
     Usual cause: `clip_grad_norm_` comes before `scaler.unscale_(optimizer)`, or that call is missing.
 
-    Looks like: gradient.clip_always_active, where the norm is true and the threshold too small.
+    Looks like: gradient.clip_always_active, where the norm is correct and the threshold is too small.
 
     Fix: `scaler.scale(loss).backward(); scaler.unscale_(optimizer)`, then the clip, then `scaler.step(optimizer)`.
 

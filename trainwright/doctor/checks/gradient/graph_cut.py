@@ -7,10 +7,10 @@ from trainwright.doctor.facts.wiring import WiringFacts
 def graph_cut(run: RunContext, facts: WiringFacts, seen: Every[WiringFacts]) -> Results:
     """The autograd graph is cut inside the model, so weights that the optimizer holds get no gradient.
 
-    How it is detected: a replay notes each function that returns a tensor without a graph from tensors with one, and
-    the weights behind it that get no gradient and stand still.
+    How it is detected: a replay records each function that gets tensors with a graph and returns one without, and the
+    weights before it that get no gradient and do not change.
 
-    Exceptions: a stop-gradient beside all that is trained (a teacher, a target), or above weights that were trained
+    Exceptions: a stop-gradient outside of the trained path (a teacher, a target), or after weights that were trained
     before, is reported only with -v.
 
     Usual cause: `.detach()`, `.data`, `.item()`, NumPy, an integer conversion or `torch.no_grad()` in `forward`.

@@ -4,8 +4,8 @@ from trainwright.doctor.nonfinite import Mechanism, traced_by, traced_check
 
 @traced_check()
 def infinite_derivative(run: RunContext) -> Results:
-    """A function is taken at the edge of its domain: its value is finite, its derivative is infinite, and the gradient
-    NaN.
+    """A function is evaluated at the edge of its domain: its value is finite, its derivative is infinite, and the
+    gradient is NaN.
 
     Why it matters: the loss shows nothing until the weights are NaN.
 

@@ -4,7 +4,7 @@ from trainwright.doctor.facts.wiring import SavedFacts
 
 @check(stage="backward", severity="critical", confidence=0.97)
 def recompute_mismatch(run: RunContext, facts: SavedFacts) -> Results:
-    """Under activation checkpointing a module gives other values in backward than in forward.
+    """Under activation checkpointing a module returns different values in backward than in forward.
 
     How it is detected: checksums of the outputs of every module in both passes, on a replay.
 

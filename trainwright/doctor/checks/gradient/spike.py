@@ -18,7 +18,7 @@ def spike(run: RunContext) -> Results:
 
     Exceptions: reported only with -v where it was clipped, or where the loss has come back.
 
-    Usual cause: a batch that is unlike the others, a learning rate that was raised, or a steep place.
+    Usual cause: a batch that is unlike the others, a learning rate that was raised, or a steep region of the loss.
 
     Fix: look at the samples of this step. Clip the gradient norm, or leave such updates out: `on_spike="skip"` in
     `tw.watch`, `spikes.policy: skip` in a recipe.

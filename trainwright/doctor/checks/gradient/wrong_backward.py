@@ -10,7 +10,7 @@ def wrong_backward(run: RunContext, facts: WiringFacts, exams: Every[WiringFacts
     How it is detected: a difference quotient of the forward in float64 along the gradient, on a replay.
 
     Exceptions: gradient reversal, straight-through estimators, surrogate gradients, and a backward that draws random
-    numbers and is right in the mean: on purpose, reported only with -v.
+    numbers and is correct in expectation. These are intended, so they are reported only with -v.
 
     Usual cause: the formula misses a factor or an inner derivative.
 

@@ -5,7 +5,7 @@ from trainwright.doctor.facts.weights import WeightsFacts
 
 @check(stage="backward", severity="critical", confidence=0.95, since_step=1)
 def zero_behind_rounding(run: RunContext, facts: ModulesFacts, weights: WeightsFacts) -> Results:
-    """Gradients are exactly 0 in front of a rounding, so the weights there do not learn.
+    """Gradients are exactly 0 before a rounding operation, so the weights there do not learn.
 
     How it is detected: the autograd graph of the loss contains `round`, `floor`, `ceil`, `trunc` or `sign`, and
     parameters that it reaches only through it have a gradient of exactly 0 at every examination.

@@ -6,15 +6,15 @@ MIN_REPEATS = 4
 
 @check(stage="loop", confidence=0.9)
 def random_state_repeats(run: RunContext, facts: SteadinessFacts) -> Results:
-    """Steps begin in a random state in which earlier steps began, so noise and dropout masks repeat.
+    """Steps begin with the random state of earlier steps, so noise and dropout masks repeat.
 
     How it is detected: a hash of the state of the default generators at the first forward call of a step, in every step
-    until 64 and then in every eighth. Four repeats are a finding; a resumed or repeated step is one.
+    until 64 and then in every eighth. Four repeats are a finding. Resuming a run or repeating a step causes only one.
 
-    Usual cause: the generator is seeded again inside the loop (`torch.manual_seed` for a preview or an
-    evaluation), or its state is set back.
+    Usual cause: the generator is seeded again inside the loop (`torch.manual_seed` for a preview or an evaluation), or
+    its state is restored.
 
-    Fix: seed once, before the loop. Give what must repeat a generator of its own:
+    Fix: seed once, before the loop. Use a separate generator for numbers that must repeat:
     `generator=torch.Generator().manual_seed(0)`.
 
     Sources: huggingface/diffusers#175, kohya-ss/sd-scripts#1864.

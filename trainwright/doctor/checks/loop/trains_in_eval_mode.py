@@ -6,15 +6,16 @@ from trainwright.doctor.facts.modes import EvalModule, ModesFacts
 def trains_in_eval_mode(run: RunContext, facts: ModesFacts) -> Results:
     """The model, or a part of it, trains in eval mode.
 
-    Why it matters: dropout is off, and batch normalization uses running statistics of long ago without updating them.
+    Why it matters: dropout is off, and batch normalization uses old running statistics and does not update them.
 
-    How it is detected: the mode of every module in each training pass. What left train mode during the run is critical
-    (a warning for a single module); a model or a part that was never in train mode is a warning.
+    How it is detected: the mode of every module in each training pass. A part that left train mode during the run is
+    critical (a warning if it is a single module). A model or a part that was never in train mode is a warning.
 
-    Exceptions: frozen parts; normalizations alone, all of them or from the first step on (frozen statistics).
+    Exceptions: frozen parts; only normalization layers, if it is all of them or from the first step on (frozen
+    statistics).
 
     Usual cause: `model.eval()` for an evaluation without `model.train()` after it, or `train()` of a submodule only.
-    Models of `from_pretrained` come in eval mode.
+    `from_pretrained` returns models in eval mode.
 
     Fix: call `model.train()` before each epoch and after each evaluation.
 

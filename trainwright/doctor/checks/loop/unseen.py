@@ -20,16 +20,17 @@ PASS_ALL_OBJECTS = "pass the watch the module that the loop calls and every opti
 def unseen(run: RunContext) -> Results:
     """A part of the loop cannot be observed, so it is not examined.
 
-    Why it matters: no finding about that part does not mean that all is well there. A loop that makes no step at all is
-    a warning.
+    Why it matters: the absence of findings does not mean that this part is correct. A loop without a single step is a
+    warning.
 
-    How it is detected: what holds for half of the last eight steps, or for a run that has ended without a step.
+    How it is detected: the part is missing in half of the last eight recorded steps, or the run has ended without a
+    step.
 
-    Usual cause: calls past the module (`model.forward(x)`), a compiled model around the watched one, an optimizer that
-    the watch was not given, gradients written by hand, an empty loader or range of epochs.
+    Usual cause: calls that bypass the module (`model.forward(x)`), a compiled model around the watched one, an
+    optimizer that was not passed to the watch, gradients written by hand, an empty loader or range of epochs.
 
-    Fix: call `model(x)`; pass everything that takes part, as in
-    `tw.watch([generator, discriminator], [opt_g, opt_d], scaler=scaler)`; print `len(loader)`.
+    Fix: call `model(x)`; pass all models, optimizers and scalers, as in `tw.watch([generator, discriminator], [opt_g,
+    opt_d], scaler=scaler)`; print `len(loader)`.
     """
     blanks = list(_blanks(run))
     unfinished = _latest(run, "unfinished")

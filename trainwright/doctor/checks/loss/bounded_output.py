@@ -14,8 +14,8 @@ def bounded_output(run: RunContext, exams: Every[LossFacts]) -> Results:
     """The output ends in a function with bounded values, which cannot reach the targets.
 
     How it is detected: the input of the loss function comes from a sigmoid, softmax, tanh, relu or softplus. For
-    distances: more than 2 % of the targets are beyond its bounds. For logits: the best values within the bounds gain
-    less than 75 % of the loss of equal scores.
+    distances: more than 2 % of the targets are beyond its bounds. For logits: the best values within the bounds reduce
+    the loss of equal scores by less than 75 %.
 
     Usual cause: a final activation that belongs to other targets: relu or sigmoid before targets of both signs, tanh
     before cross entropy, relu before `binary_cross_entropy_with_logits`.

@@ -4,14 +4,14 @@ from trainwright.doctor.nonfinite import Mechanism, traced_by, traced_check
 
 @traced_check()
 def ctc_infeasible(run: RunContext) -> Results:
-    """A CTC target is longer than its input can spell: no alignment exists, so the loss is infinite.
+    """A CTC target is too long for its input: no alignment exists, so the loss is infinite.
 
     How it is detected: the step is replayed operation by operation; `ctc_loss` is infinite for finite
     log-probabilities.
 
     Usual cause: `input_length < target_length + repeats` for a sample, often after subsampling.
 
-    Fix: `nn.CTCLoss(zero_infinity=True)`, or leave such samples out, by the length after subsampling.
+    Fix: `nn.CTCLoss(zero_infinity=True)`, or leave out samples that are too short after subsampling.
 
     Sources: wenet #2299.
     """

@@ -15,9 +15,9 @@ FOREIGN_LOSS = "the loss is not made of what the watched model returned"
 def detached_from_model(run: RunContext) -> Results:
     """The graph of the loss reaches no parameter, so no update learns anything.
 
-    How it is detected: after `backward()` no parameter of the optimizer has a gradient, none was dropped since by
-    `zero_grad()`, and the loss has no graph, is not made of the outputs of the model, or a replay gives no gradient
-    either. It must last for 3 steps.
+    How it is detected: after `backward()` no parameter of the optimizer has a gradient, `zero_grad()` has not cleared
+    any since, and the loss has no graph, is not made of the outputs of the model, or a replay gives no gradient either.
+    It must last for 3 steps.
 
     Exceptions: a batch that has nothing to learn from, among others that have; that is an info.
 
@@ -26,7 +26,7 @@ def detached_from_model(run: RunContext) -> Results:
 
     Looks like: optim.params_not_registered, where the gradients go to other parameters than those of the optimizer.
 
-    Fix: keep the tensors that the model and the loss function return, and call `.item()` only for what is printed.
+    Fix: keep the tensors that the model and the loss function return, and call `.item()` only on values to print.
     """
     cut = [each for each in run.steps if _is_cut(run, each)]
     reaching = [each.step for each in run.steps if each.values.get("grads", (0, 0))[0]]

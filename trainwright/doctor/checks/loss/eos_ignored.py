@@ -8,16 +8,16 @@ def eos_ignored(run: RunContext, exams: Every[TokensFacts]) -> Results:
 
     Why it matters: the model never learns to stop. The loss shows nothing; generation runs to the length limit.
 
-    How it is detected: the id that pads rows also stands between targets, or the attention mask counts the first one as
-    text, and it is never a target.
+    How it is detected: the padding id also occurs between targets, or the attention mask counts its first occurrence as
+    text. It is never a target.
 
-    Exceptions: mere padding, which stands only at the end; prompts that are not trained on.
+    Exceptions: padding that occurs only at the end; prompts that are not trained on.
 
     Usual cause: the end-of-text token is the padding token as well, and the loss ignores padding.
 
     Looks like: data.pad_in_loss, the opposite.
 
-    Fix: a padding token of its own, or mask labels by position: `ids.masked_fill(attention_mask == 0, -100)`.
+    Fix: use a separate padding token, or mask labels by position: `ids.masked_fill(attention_mask == 0, -100)`.
 
     Sources: huggingface/trl#1623, huggingface/trl PR 6357.
     """

@@ -28,11 +28,11 @@ def falls_without_bound(run: RunContext) -> Results:
     Exceptions: several models or optimizers; samples drawn by the model; the likelihood of a density, which slows down.
 
     Usual cause: the sign of a term is wrong (a penalty or a divergence that is subtracted instead of added), `nll_loss`
-    without `log_softmax`, or a distance that is to become large without a margin.
+    without `log_softmax`, or a distance that is maximized without a margin.
 
     Looks like: loss.wrong_sign, where a loss function is maximized.
 
-    Fix: write the loss as a sum of what is to become small, and bound what is to become large by a margin.
+    Fix: write the loss as a sum of terms to minimize, and bound each term to maximize by a margin.
     """
     exams = run.every(LossFacts)
     if exams and (facts := over_most_steps(exams)) and (facts.rivals or facts.drawn):

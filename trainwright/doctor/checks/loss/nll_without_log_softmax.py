@@ -10,14 +10,13 @@ MAX_OFF_SUM = 0.05  # bfloat16 (8 bits) leaves the sum of several hundred probab
 def nll_without_log_softmax(run: RunContext, exams: Every[LossFacts]) -> Results:
     """`nll_loss`, `ctc_loss` or `kl_div` gets probabilities or logits, although it takes log-probabilities.
 
-    Why it matters: `nll_loss` only negates the value of the target class. With probabilities it has hardly a gradient
+    Why it matters: `nll_loss` only negates the value of the target class. With probabilities it has hardly any gradient
     where the model is wrong; with logits it falls below 0, without bound.
 
     How it is detected: more than 10 % of the input of `nll_loss` or `ctc_loss` is above 0, all rows are probabilities,
     or exp(input) of a row does not sum to 1 (median over the rows, within 0.05).
 
-    Exceptions: log-probabilities that are weighted, as in a focal loss: they are below 0, and a warning is not given
-    where a softmax of the input would not be the usual fix.
+    Exceptions: weighted log-probabilities, as in a focal loss: their rows do not sum to 1, but no value is above 0.
 
     Usual cause: `log_softmax` is missing before the loss, or it is taken over another dimension than the classes.
 
@@ -44,7 +43,7 @@ def nll_without_log_softmax(run: RunContext, exams: Every[LossFacts]) -> Results
                 ("fraction of the input above 0", round(call.above_0, 3), 0.0),
                 ("distance of the sum of exp(input) of a row from 1", round(call.off_sum, 3), 0.0),
             ],
-            trial=RemedyTrial("scores_for_probabilities"),
+            trial=RemedyTrial("logits_instead_of_probabilities"),
         )
 
 

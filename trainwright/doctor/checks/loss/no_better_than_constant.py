@@ -22,13 +22,13 @@ def no_better_than_constant(run: RunContext, exams: Every[LossFacts]) -> Results
     all targets so far, and shuffling the targets of the batch does not make it larger by 2 % either.
 
     Exceptions: the loss still falls, or fewer than 30 samples of a class were seen; several models, drawn samples or a
-    reversed gradient, where a part may know nothing; a loss beside another of its kind that has been learned, as the
-    inner loss of MAML before the weights are adapted.
+    reversed gradient, where a part of the model is meant to know nothing; a loss next to another one of its kind that
+    has been learned, such as the inner loss of MAML before the weights are adapted.
 
     Usual cause: targets that do not belong to the inputs, updates that do not work, or outputs that do not depend on
     the inputs.
 
-    Looks like: optim.lr_too_low, where the loss falls, and too slowly.
+    Looks like: optim.lr_too_low, where the loss falls, but too slowly.
 
     Fix: look at inputs and targets of one batch side by side as they go into model and loss; then train on that batch
     alone, until the loss is near 0.

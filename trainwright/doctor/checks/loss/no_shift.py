@@ -6,15 +6,15 @@ MIN_SCORE_CHANGE = 1e-3  # Change of a score, in standard deviations of the scor
 
 @check(stage="label", severity="critical", confidence=0.95)
 def no_shift(run: RunContext, exams: Every[TokensFacts]) -> Results:
-    """The target of a causal model is the token that it is given, or another one than the next.
+    """The targets of a causal model are its input tokens, or tokens at another offset than the next one.
 
-    Why it matters: to copy is easy, so the loss goes to 0 fast, and generation repeats its prompt.
+    Why it matters: copying is easy, so the loss goes to 0 fast, and generation repeats its prompt.
 
     How it is detected: 95 % of the targets equal the input at one offset that is not the next token, and the scores do
     not change with later tokens.
 
     Exceptions: a model that sees the whole row (autoencoders, masked tokens), or whose scores do not depend on the
-    token at their place (it shifts its input itself). Another loss of the step predicts the next token.
+    token at their position (it shifts its input itself). Another loss of the step predicts the next token.
 
     Usual cause: targets are not shifted against the inputs; or they are shifted twice, by the loop and by the model, as
     `transformers` models shift `labels` themselves.

@@ -11,7 +11,7 @@ def no_valid_target(run: RunContext) -> Results:
 
     Usual cause: a prompt that is cut before its answer, or a micro-batch of padding.
 
-    Looks like: every other NaN, where the gradients are bad as well.
+    Looks like: other NaN losses, where the gradients are NaN as well.
 
     Fix: divide the sum by `max(1, valid)`: `F.cross_entropy(z, t, reduction="sum") / max(1, valid)`; leave such a batch
     out of the mean that is logged.

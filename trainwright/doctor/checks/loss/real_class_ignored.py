@@ -9,13 +9,13 @@ def real_class_ignored(run: RunContext, exams: Every[LossFacts]) -> Results:
     """`ignore_index` is the number of a real class, which is never learned.
 
     How it is detected: `ignore_index` is the number of a class, and in more than a quarter of the sequences targets
-    with that number stand between targets that count. Padding stands at the ends alone.
+    with that number stand between targets that count. Padding occurs only at the ends.
 
     Exceptions: targets of images, where a class such as the background is ignored on purpose.
 
     Usual cause: the padding index of the inputs (0) is passed as `ignore_index`, although 0 is a class of the targets.
 
-    Fix: fill up targets with -100, the default of `ignore_index`, instead of a class.
+    Fix: pad targets with -100, the default of `ignore_index`, instead of a class.
 
     Sources: nyu-mll/jiant#925; pytorch.org/docs, torch.nn.CrossEntropyLoss.
     """

@@ -12,7 +12,7 @@ def smoothing_over_masked_class(run: RunContext) -> Results:
 
     Usual cause: classes that are masked with -inf, and `label_smoothing` above 0.
 
-    Looks like: precision.overflow, where the gradients are bad as well. Here they are finite.
+    Looks like: precision.overflow, where the gradients are bad as well. Here the gradients are finite.
 
     Fix: mask with a finite number such as -1e4, or spread the smoothing over the allowed classes only.
     """

@@ -47,5 +47,5 @@ def softmax_before_cross_entropy(run: RunContext, exams: Every[LossFacts]) -> Re
             cause=f"the {first}{place} comes before {call.op}, which takes logits and applies its own",
             where=where_of(call, call.made_in),
             evidence=[("input", seen, "logits"), ("shape", list(call.shape))],
-            trial=RemedyTrial("scores_for_probabilities"),
+            trial=RemedyTrial("logits_instead_of_probabilities"),
         )

@@ -14,16 +14,16 @@ TARGET_LOSS_SUFFIXES = (
 def term_dominates(run: RunContext) -> Results:
     """One term of the loss has a gradient a thousand times as large as another, which is not learned.
 
-    How it is detected: the gradient of each term, in the parameters that all terms reach, in a replay of two of the
-    first 8 steps.
+    How it is detected: the gradients of the terms with respect to the parameters that all terms reach are compared in
+    replays of two of the first 8 steps.
 
-    Exceptions: a term with a weight below 0.5, which is small on purpose; a term that compares with no targets, as a
-    penalty or a divergence may be 0 at the start.
+    Exceptions: a term with a weight below 0.5, which is small on purpose; a term without targets, because a penalty or
+    a divergence may be 0 at the start.
 
     Usual cause: a weight, or a sum instead of a mean, makes one term far larger. A clipped or adaptive update leaves no
     room for the other.
 
-    Fix: choose weights with which the gradients of both terms are of one size.
+    Fix: choose weights with which the gradients of both terms have a similar size.
     """
     several = [(step, facts) for step, facts in run.every(LossFacts) if facts.terms > 1 and step <= MAX_STEP]
     seen = [(step, facts) for step, facts in run.every(TermsFacts) if step <= MAX_STEP]

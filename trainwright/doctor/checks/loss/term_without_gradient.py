@@ -10,22 +10,22 @@ KIND_TEXTS = {
 
 @check(stage="loss", confidence=0.85, since_step=1)
 def term_without_gradient(run: RunContext, exams: Every[LossFacts]) -> Results:
-    """A term of the loss trains nothing: it is in the number that is printed, and no update follows from it.
+    """A term of the loss trains nothing: it is part of the printed loss, but has no effect on any update.
 
     How it is detected: in at least 3 of the first steps the loop adds a scalar without a graph, computed from outputs
     of the model, to one that has a graph; or the graph of a term reaches only weights that no update changes before the
     next backward pass, while that of another term reaches weights that are updated.
 
-    Exceptions: a scalar on which `detach()` was called itself, as surrogate losses and baselines do; a term made of
-    detached values that also weigh what has a gradient.
+    Exceptions: a scalar that was detached itself, as in surrogate losses and baselines; a term made of detached values
+    that also weight a term with a gradient.
 
-    Usual cause: what the term is made of was detached or computed under `no_grad`: a generator's loss uses
+    Usual cause: the inputs of the term were detached or computed under `no_grad`: a generator's loss uses
     `fake.detach()`; a gradient penalty calls `torch.autograd.grad` without `create_graph=True`.
 
     Looks like: loss.term_dominates, where the term has a gradient and another is far larger.
 
-    Fix: keep the graph of what the term is made of, or leave it out of the loss. Detach a generated sample only in the
-    step of the discriminator.
+    Fix: keep the graph of the inputs of the term, or leave the term out of the loss. Detach a generated sample only in
+    the step of the discriminator.
 
     Sources: LixiangHan/GANs-for-1D-Signal#7, junyanz/pytorch-CycleGAN-and-pix2pix#1201, nikhilsinghmus/image2reverb#37.
     """

@@ -19,7 +19,7 @@ def attention_logit_growth(run: RunContext, looks: Every[LayersFacts]) -> Result
 
     Usual cause: queries and keys grow without bound, or the scores are not divided by the root of the head size.
 
-    Looks like: optim.lr_too_high, which gives no warning.
+    Looks like: optim.lr_too_high, where the loss diverges without this early sign.
 
     Fix: `scores = q @ k.transpose(-1, -2) / math.sqrt(head_dim)`; normalise queries and keys; a smaller learning rate.
 

@@ -6,15 +6,15 @@ from trainwright.doctor.facts.layers import LayersFacts
 def attention_mask_inverted(run: RunContext, facts: LayersFacts) -> Results:
     """The attention mask is inverted: attention hides the tokens and sees only the padding.
 
-    Why it matters: the layer sees nothing of the sequence. The loss falls all the same, by what other layers see.
+    Why it matters: the layer sees nothing of the sequence. The loss still falls, because other layers see the tokens.
 
     How it is detected: token ids of several lengths are padded at one end, and the keys that attention hides from all
-    queries of a row are exactly those that are no padding, in two or more training passes.
+    queries of a row are exactly those that are not padding, in two or more training passes.
 
     Usual cause: `key_padding_mask` of `nn.MultiheadAttention` is True where a key is left out; the `attn_mask` of
     `F.scaled_dot_product_attention` and the `attention_mask` of transformers are 1 where it takes part.
 
-    Looks like: model.padding_changes_output, where padding is seen besides tokens.
+    Looks like: model.padding_changes_output, where attention sees padding in addition to the tokens.
 
     Fix: invert the mask: `key_padding_mask=ids == padding`, `scores.masked_fill(~mask, -inf)`.
 

@@ -10,12 +10,12 @@ from trainwright.doctor.facts.layers import LayersFacts
     since_step=1,
 )
 def batch_first_missing(run: RunContext, facts: LayersFacts) -> Results:
-    """A recurrent or attention layer without `batch_first` takes the samples of the batch for the steps of a sequence.
+    """A recurrent or attention layer without `batch_first` treats the samples of the batch as the steps of a sequence.
 
     Why it matters: it relates samples to each other, and not the steps of a sample. Nothing fails, and the loss falls.
 
     How it is detected: `nn.LSTM`, `nn.GRU`, `nn.RNN` or `nn.MultiheadAttention` with `batch_first=False` gets an input
-    of three axes, of which the first has the number of samples of the loader's batch, as has the input of the model.
+    of three axes. The first axis has the batch size of the loader, as does the first axis of the model's input.
 
     Usual cause: `batch_first=True` was left out: the default takes (length, batch, feature).
 

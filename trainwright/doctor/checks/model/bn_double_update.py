@@ -8,8 +8,8 @@ from trainwright.doctor.facts.layers import LayersFacts
 def bn_double_update(run: RunContext, exams: Every[LayersFacts]) -> Results:
     """BatchNorm updates its running statistics more often than the forward pass ran.
 
-    How it is detected: `num_batches_tracked` before and after an examined step, beside the calls in the forward
-    pass.
+    How it is detected: The change of `num_batches_tracked` in an examined step is compared with the number of calls in
+    the forward pass.
 
     Exceptions: a momentum of 1 - sqrt(0.9), which compensates for it.
 

@@ -17,9 +17,10 @@ def dead_relu(run: RunContext, looks: Every[LayersFacts]) -> Results:
     Why it matters: a unit that is never active has no gradient, so it cannot come back.
 
     How it is detected: the inputs of every ReLU in a few steps: 40 % of its units are below 0 by more than four
-    standard deviations, their own and the one that their weights give.
+    standard deviations, both of those measured and of those that their weights predict.
 
-    Exceptions: units that died while the loss has fallen since, less than 90 % of them, are reported only with -v.
+    Exceptions: if less than 90 % of the units died, after the start, and the loss has fallen since, this is reported
+    only with -v.
 
     Usual cause: biases far below 0, or updates that have driven the inputs there: a learning rate that is too high.
 

@@ -13,7 +13,7 @@ def depends_on_batch_position(run: RunContext) -> Results:
     belong to them change by more than rounding, which is measured. Or rows of a table, one for each sample in the
     order of the batch, are added to sequences.
 
-    Exceptions: inputs that are no sample each, or that relate samples to each other (graphs, one set).
+    Exceptions: inputs whose rows are not samples, or are related to each other (graphs, one set).
 
     Usual cause: position embeddings or a mask of the size `x.size(0)` instead of `x.size(1)`: without `batch_first`
     the sequence is the first dimension, with it the second; or a parameter or a buffer with a row for each sample.

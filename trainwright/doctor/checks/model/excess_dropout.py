@@ -11,7 +11,7 @@ def excess_dropout(run: RunContext, exams: Every[LayersFacts]) -> Results:
 
     Exceptions: a rate below 0.8 is reported only with -v.
 
-    Usual cause: the argument is what is dropped, not what is kept.
+    Usual cause: the argument is the probability of dropping, not of keeping.
 
     Fix: `nn.Dropout(0.1)`, or none while the model does not overfit.
     """

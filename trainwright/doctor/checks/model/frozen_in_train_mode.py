@@ -11,7 +11,7 @@ def frozen_in_train_mode(run: RunContext, facts: ModulesFacts) -> Results:
     How it is detected: in two or more steps, inside of a module whose weights no optimizer holds and nothing changes:
     dropout that is on and is called only without gradients, or a BatchNorm in train mode.
 
-    Exceptions: a module that follows the weights (mean teacher, MoCo), where noise is meant.
+    Exceptions: a module that follows the weights (mean teacher, MoCo), where noise is intended.
 
     Usual cause: `model.train()` puts frozen parts into train mode, too; `requires_grad_(False)` freezes weights only.
 

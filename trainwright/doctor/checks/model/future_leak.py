@@ -18,7 +18,7 @@ def future_leak(run: RunContext, batch: BatchFacts, every: Every[BatchFacts]) ->
     Usual cause: the causal mask is missing or off by one; a bidirectional layer, symmetric padding of a convolution, or
     a norm over time.
 
-    Looks like: loss.no_shift, where the target stands at the same position of the input.
+    Looks like: loss.no_shift, where the target is at the same position of the input.
 
     Fix: `scaled_dot_product_attention(q, k, v, is_causal=True)`; convolutions padded on the left only.
     """

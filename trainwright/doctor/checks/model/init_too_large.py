@@ -12,8 +12,8 @@ from trainwright.doctor.facts.layers import FirstLossFacts
 def init_too_large(run: RunContext, exams: Every[FirstLossFacts]) -> Results:
     """Initial weights are far too large: the first loss is many times that of chance.
 
-    How it is detected: the loss of the first steps beside ln(classes), and a replay in which large weights are divided
-    by their gain, the standard deviation times the root of the fan-in.
+    How it is detected: the loss of the first steps is compared with ln(classes), and with a replay in which large
+    weights are divided by their gain (the standard deviation times the root of the fan-in).
 
     Exceptions: inputs that are large themselves.
 

@@ -4,7 +4,7 @@ from trainwright.doctor.facts.modules import ModulesFacts
 
 @check(stage="forward", confidence=0.9, since_step=1)
 def layers_share_weights(run: RunContext, facts: ModulesFacts) -> Results:
-    """One module stands several times in a list of layers, so the layers share their weights.
+    """One module occurs several times in a list of layers, so the layers share their weights.
 
     Why it matters: the model has a fraction of the parameters that it seems to have.
 

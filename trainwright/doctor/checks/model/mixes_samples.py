@@ -15,8 +15,8 @@ def mixes_samples(run: RunContext, facts: FunctionFacts) -> Results:
     How it is detected: in eval mode, one sample is replaced by its neighbour, and the outputs of the others change by
     more than rounding, which is measured.
 
-    Exceptions: batches that may be one thing (nodes of a graph, one set, the same rows in every step); a statistic of
-    the batch among many features, which changes little, is reported only with -v.
+    Exceptions: batches whose rows may belong together (nodes of a graph, one set, the same rows in every step); a
+    statistic of the batch among many features, which changes little, is reported only with -v.
 
     Usual cause: a `view` or `reshape` where a transpose was meant; a softmax, mean, norm or attention over the
     dimension of the batch; `batch_first` left out.

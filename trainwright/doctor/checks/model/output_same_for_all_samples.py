@@ -16,7 +16,7 @@ def output_same_for_all_samples(run: RunContext, facts: ModulesFacts) -> Results
     Why it matters: nothing that the model learns can depend on the input.
 
     How it is detected: the first rows of inputs and outputs of every module, in the training passes of a few steps
-    until step 8 or later. The first module whose output does not vary though its input does is named.
+    until step 8 or later. The finding names the first module whose output does not vary although its input does.
 
     Usual cause: a normalisation over a single value, which is constant (GroupNorm or InstanceNorm of 1x1 maps,
     LayerNorm over one feature); a softmax over one unit, which is always 1; dead units; a layer of zeros.

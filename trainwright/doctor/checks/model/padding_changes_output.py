@@ -13,8 +13,8 @@ def padding_changes_output(run: RunContext, facts: FunctionFacts) -> Results:
 
     Exceptions: reported only with -v where nothing declares the padding: no mask, no lengths, no comparison.
 
-    Usual cause: the last state of a recurrent layer is read behind the padding and not at the length of the sequence;
-    or attention or a mean includes the padding.
+    Usual cause: the last state of a recurrent layer is read after the padding and not at the end of the sequence; or
+    attention or a mean includes the padding.
 
     Fix: `pack_padded_sequence(x, lengths, enforce_sorted=False)`, or `states[torch.arange(B), lengths - 1]`; pass the
     mask to every layer that reads along the row.

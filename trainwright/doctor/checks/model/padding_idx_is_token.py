@@ -6,8 +6,8 @@ from trainwright.doctor.facts.modules import ModulesFacts
 def padding_idx_is_token(run: RunContext, facts: ModulesFacts) -> Results:
     """The `padding_idx` of an embedding is the number of a real token, so this token never learns.
 
-    How it is detected: in a few steps, the ids that equal `padding_idx`: padding stands at the ends of rows, a token
-    between others. More than half of them, and 2 % of all ids, stand between others.
+    How it is detected: in a few steps, the ids that equal `padding_idx`: padding occurs at the ends of rows, a token
+    between others. More than half of these ids, and 2 % of all ids, occur between others.
 
     Usual cause: `padding_idx=0` where 0 is a real, frequent token: its row stays 0 and gets no gradient.
 

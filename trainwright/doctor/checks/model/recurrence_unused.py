@@ -13,10 +13,10 @@ def recurrence_unused(run: RunContext, facts: WeightsFacts) -> Results:
     How it is detected: `weight_hh` of a recurrent layer has a gradient of exactly 0 at every examination of at least 8
     updates. It is multiplied by the state of the step before, which is 0 before the first step.
 
-    Usual cause: of a bidirectional layer, `output[:, -1]` is read: there the reverse direction has seen one element. Or
-    each sequence has length 1, since `batch_first` or an `unsqueeze` is in the wrong place.
+    Usual cause: `output[:, -1]` of a bidirectional layer is read, where the reverse direction has seen only one
+    element. Or each sequence has length 1, since `batch_first` or an `unsqueeze` is in the wrong place.
 
-    Looks like: model.padding_changes_output, where the state is read behind the padding.
+    Looks like: model.padding_changes_output, where the state is read after the padding.
 
     Fix: read the last state of both directions: `torch.cat([h_n[-2], h_n[-1]], dim=1)` of `output, h_n = rnn(x)`.
 

@@ -15,7 +15,8 @@ def view_reorders_axes(run: RunContext, facts: LayersFacts) -> Results:
     Why it matters: shapes are right and nothing fails, but channels, steps or samples are mixed up.
 
     How it is detected: the last two or three axes, those of size 1 left out, have the same sizes in another order after
-    a view, in two or more training passes; or the first axis becomes that of the samples, which was another one.
+    a view, in two or more training passes; or the axis of the samples becomes the first one, although it was another
+    one before.
 
     Exceptions: sizes that differ by 1, as the shift of relative attention is such a view on purpose.
 

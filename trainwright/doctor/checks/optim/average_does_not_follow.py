@@ -6,12 +6,12 @@ from trainwright.doctor.facts.averages import MAX_UNEXPLAINED, AveragesFacts, Co
 
 @check(stage="update", confidence=0.9)
 def average_does_not_follow(run: RunContext, facts: AveragesFacts) -> Results:
-    """An average of the weights is none: its factors are wrong.
+    """A moving average of the weights is not an average, because its factors are wrong.
 
     Why it matters: the averaged model is evaluated and saved, and it is not the one that was trained.
 
     How it is detected: copies of the weights (modules, dicts, lists of the same shapes) are followed for 16 steps, and
-    each of their moves is explained as a fraction of the way to the weights and a growth.
+    each of their changes is expressed as a fraction of the distance to the weights and a growth factor.
 
     Exceptions: slow weights and targets, which move from time to time; a decay that warms up.
 

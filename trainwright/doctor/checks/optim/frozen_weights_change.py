@@ -6,13 +6,13 @@ from trainwright.doctor.facts.weights import WeightsFacts
 def frozen_weights_change(run: RunContext, facts: WeightsFacts) -> Results:
     """A weight with `requires_grad=False` changes.
 
-    How it is detected: checksums of the weights that an optimizer holds and that cannot be trained.
+    How it is detected: checksums of the weights that an optimizer holds and that have `requires_grad=False`.
 
-    Usual cause: its last gradient is still there, so the optimizer goes on with its momentum or weight decay.
+    Usual cause: its last gradient is still there, so the optimizer continues to apply momentum or weight decay.
 
     Looks like: optim.frozen_rows_decay, where only rows are frozen.
 
-    Fix: set `p.grad = None` when it is frozen, or make the optimizer of the weights that are trained.
+    Fix: set `p.grad = None` when it is frozen, or make the optimizer from the trainable weights only.
     """
     if not facts.frozen:
         yield NotApplicable("no optimizer holds a frozen tensor")

@@ -20,8 +20,9 @@ def lr_too_high(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     Looks like: loss.wrong_sign, where no rate helps; data that is not normalized, where the first loss is high before
     any update.
 
-    Fix: a tenth of it. Usual for AdamW are 1e-4 to 1e-3, for SGD with momentum 0.01 to 0.1. Add a warm-up over the
-    first 1 to 5 % of the run. `trainwright lr-range recipe.yaml` draws the loss over the learning rate.
+    Fix: use a tenth of it. Usual values are 1e-4 to 1e-3 for AdamW, and 0.01 to 0.1 for SGD with momentum. Add a
+    warm-up over the first 1 to 5 % of the run. `trainwright lr-range recipe.yaml` draws the loss over the learning
+    rate.
 
     Sources: AutoTrainer (Zhang et al., ICSE 2021).
     """

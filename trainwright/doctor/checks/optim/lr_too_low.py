@@ -18,11 +18,12 @@ def lr_too_low(run: RunContext, exams: Every[UpdateFacts]) -> Results:
 
     Exceptions: a warm-up, and a rate that a schedule or a clip has made small.
 
-    Usual cause: a wrong exponent, or a unit: 1e-8 is the usual eps, and not a rate.
+    Usual cause: a wrong exponent, or a confusion with eps: 1e-8 is the usual eps, not a learning rate.
 
     Looks like: gradient.graph_cut and gradient.vanishing, where gradients are missing; gradient.clip_always_active.
 
-    Fix: multiply it by 10 until the loss moves. Usual for AdamW are 1e-4 to 1e-3, for SGD with momentum 0.01 to 0.1.
+    Fix: multiply it by 10 until the loss moves. Usual values are 1e-4 to 1e-3 for AdamW, and 0.01 to 0.1 for SGD with
+    momentum.
 
     Sources: AutoTrainer (Zhang et al., ICSE 2021).
     """

@@ -8,7 +8,7 @@ MAX_MATCHED_FRACTION = 0.5  # Fraction of this mean that remains once moments an
 
 @check(stage="update", confidence=0.85, since_step=1)
 def moments_of_other_params(run: RunContext, facts: LoadedMomentsFacts) -> Results:
-    """The optimizer goes on with moments that belong to other parameters.
+    """The optimizer continues with moments that belong to other parameters.
 
     Why it matters: shapes fit, so nothing fails. Each of these weights moves with the step size of another one until
     the moments are forgotten, which takes a thousand steps.

@@ -14,12 +14,12 @@ def params_missing(run: RunContext, facts: CallsFacts) -> Results:
     Exceptions: reported only with -v where all parameters are missing (an image or a prompt is trained) or the missing
     ones were trained before the run (a head on a pretrained model).
 
-    Usual cause: the optimizer was made before a layer was added, or of `model.head.parameters()`.
+    Usual cause: the optimizer was made before a layer was added, or from `model.head.parameters()`.
 
     Looks like: optim.stale_params, where the optimizer holds tensors that are not in the model.
 
-    Fix: `torch.optim.AdamW(model.parameters())` once all layers exist, or `optimizer.add_param_group(...)`. Not to be
-    trained? `module.requires_grad_(False)`.
+    Fix: `torch.optim.AdamW(model.parameters())` once all layers exist, or `optimizer.add_param_group(...)`. If they
+    should not be trained: `module.requires_grad_(False)`.
 
     Sources: HVPNeT#5, mace#525.
     """

@@ -9,7 +9,7 @@ MIN_GRADIENT_RATIO = 0.5  # Norm of a coupled decay / norm of the gradient
 
 @check(stage="update", confidence=0.85)
 def weight_decay_too_high(run: RunContext, facts: UpdateFacts, exams: Every[UpdateFacts]) -> Results:
-    """Weight decay shrinks the weights faster than the gradient can hold them.
+    """Weight decay shrinks the weights faster than the gradients can make them grow.
 
     Why it matters: the model forgets what it learns and predicts the average label.
 
@@ -17,7 +17,7 @@ def weight_decay_too_high(run: RunContext, facts: UpdateFacts, exams: Every[Upda
     of SGD and Adam is more than half of the gradient, and the loss has fallen by less than a quarter in 24 steps or
     more.
 
-    Usual cause: a decay of AdamW that is written for SGD, or the other way round; one digit too many.
+    Usual cause: a value for SGD used with AdamW, or the other way round; one digit too many.
 
     Looks like: a strong decay under which the loss falls (grokking), which is healthy.
 

@@ -13,17 +13,17 @@ def weights_never_move(run: RunContext, facts: WeightsFacts) -> Results:
     Why it matters: what does not change learns nothing.
 
     How it is detected: checksums of all weights at each examination: none has changed in 4 updates (12 where no weight
-    has a gradient), or in 40 lately. Of single weight matrices: the gradient was exactly 0 at every examination of at
-    least 12 updates.
+    has a gradient), or in the last 40. For single weight matrices: the gradient was exactly 0 at every examination of
+    at least 12 updates.
 
-    Exceptions: weights that were trained before, or are beside all that is trained, are reported with -v.
+    Exceptions: weights that were trained before, or are outside of the trained path, are reported only with -v.
 
     Usual cause: the optimizer holds other tensors than the model, the graph is cut (detach, .data, no_grad), or an
     operation between the weight and the loss is flat: a dead unit, a factor of 0, a clamp, a softmax over one value.
 
     Looks like: schedule.learning_rate_zero, gradient.graph_cut, model.init_both_factors_zero.
 
-    Fix: compare a weight and its gradient before and after `optimizer.step()`; make the optimizer of
+    Fix: compare a weight and its gradient before and after `optimizer.step()`; make the optimizer from
     `model.parameters()` after the model is complete.
     """
     if not facts.tensors:

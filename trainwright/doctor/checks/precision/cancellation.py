@@ -7,7 +7,7 @@ RUN_LENGTH_RATIO = 3  # The experiment is requested again when the run is this m
 
 @check(stage="loss")
 def cancellation(run: RunContext, formats: FormatFacts) -> Results:
-    """The loss subtracts numbers that are close together in 16 bits, and little but rounding is left of its gradient.
+    """The loss subtracts nearly equal numbers in 16 bits, so its gradient is mostly rounding error.
 
     Why it matters: a KL divergence in bfloat16 has gradients that are off by 9 to 19 %. Nothing is infinite, so nothing
     is noticed.

@@ -13,7 +13,7 @@ def eps_underflow(run: RunContext) -> Results:
 
     Fix: keep the weights in float32 and use `torch.autocast`; or set `eps=1e-4`.
 
-    Sources: lightning #20619, glide #5.
+    Sources: Lightning #20619, glide #5.
     """
     cause = "gradients are finite, the update is not: eps={eps:g} is 0 in float16, so the optimizer divides by 0"
     yield from traced_by(run, {"eps_underflow": Mechanism(cause)})

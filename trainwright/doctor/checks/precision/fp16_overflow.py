@@ -7,7 +7,8 @@ def fp16_overflow(run: RunContext) -> Results:
     """A number becomes larger than 65504, the largest number of float16; in float32 the step is finite.
 
     How it is detected: the step is replayed operation by operation and once in float32; the first operation that is not
-    finite in float16 is finite in float32. Without the loss scale: skips while a scaler finds its scale are no finding.
+    finite in float16 is finite in float32. The loss scale is left out, so steps that a scaler skips while it searches
+    for its scale are not reported.
 
     Usual cause: large activations or exponentials, such as those of a model that was trained in bfloat16.
 

@@ -7,7 +7,7 @@ MAX_RMS_IN_STEPS = 64
 
 @check(stage="backward", confidence=0.95, explains=("optim.lr_too_low", "gradient.vanishing"))
 def fp16_underflow(run: RunContext, live: MixedPrecisionFacts) -> Results:
-    """Numbers in float16 are so small that they are exactly 0: below 6e-8 there is nothing left.
+    """Numbers in float16 are so small that they become exactly 0: 6e-8 is the smallest number above 0.
 
     Why it matters: a large part of the weights gets no gradient, without an error. It can be one term only, such as the
     balance loss of a router.
@@ -16,7 +16,7 @@ def fp16_underflow(run: RunContext, live: MixedPrecisionFacts) -> Results:
     of float16, and their root mean square is below 64 times that: it has less than six bits. Or all results of an
     operation in a replayed forward pass are 0 in float16, and not in float32.
 
-    Exceptions: single values that vanish beside larger ones, such as the tail of a softmax.
+    Exceptions: single values that vanish next to larger ones, such as the tail of a softmax.
 
     Usual cause: float16 without a GradScaler, or with `enabled=False`.
 

@@ -6,7 +6,7 @@ from trainwright.doctor.facts.calls import ScalerFacts
 def gradients_not_unscaled(run: RunContext, facts: ScalerFacts) -> Results:
     """Updates are made with gradients that still contain the loss scale.
 
-    Why it matters: they are up to 65536 times too large. Adam hides it, but not against eps, weight decay and clipping.
+    Why it matters: they are up to 65536 times too large. Adam hides this, except in eps, weight decay and clipping.
 
     How it is detected: the loss went through `scaler.scale`, and the optimizer steps without `scaler.step` or
     `scaler.unscale_`, or through another scaler; in two updates.

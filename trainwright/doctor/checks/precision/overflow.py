@@ -7,7 +7,8 @@ from trainwright.doctor.nonfinite import Mechanism, skipped_by_scaler, traced_at
 
 @traced_check()
 def overflow(run: RunContext) -> Results:
-    """An operation makes infinity of finite numbers: they are larger than their dtype can hold, in float32 too.
+    """An operation turns finite numbers into infinity: the results are larger than their dtype can hold, in float32
+    too.
 
     How it is detected: the step is replayed operation by operation; the first that makes a value non-finite has finite
     inputs and gives infinity. Where every gradient is finite and only their norm is not, the norm has overflowed.

@@ -4,7 +4,7 @@ from trainwright.doctor.nonfinite import Mechanism, traced_by, traced_check
 
 @traced_check()
 def undefined_operation(run: RunContext) -> Results:
-    """An operation makes NaN of finite numbers: it is not defined for its input.
+    """An operation turns finite numbers into NaN, because it is not defined for its input.
 
     How it is detected: the step is replayed operation by operation; the first that makes a NaN has finite inputs
     outside of its domain, or combines infinities of a mask.

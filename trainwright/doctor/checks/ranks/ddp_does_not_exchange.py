@@ -19,7 +19,8 @@ def ddp_does_not_exchange(run: RunContext, facts: RanksFacts) -> Results:
     Usual cause: the loop calls `ddp.module(x)`; `no_sync()` is around the last micro-batch of a step; or parameters
     were replaced after wrapping, by `.to()`, `.half()`, a new head or tied weights.
 
-    Looks like: ranks.unused_parameters, where one rank alone has no gradients. Evaluation by `ddp.module` is right.
+    Looks like: ranks.unused_parameters, where one rank alone has no gradients. Using `ddp.module` in an evaluation is
+    correct.
 
     Fix: call `ddp(x)`; leave `no_sync()` for the forward and backward pass of the last micro-batch; move, cast and
     change the model first, then wrap it.

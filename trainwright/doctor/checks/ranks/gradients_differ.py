@@ -12,11 +12,12 @@ from trainwright.doctor.facts.ranks import RanksFacts, one_rank, since, trains_l
 def gradients_differ(run: RunContext, facts: RanksFacts) -> Results:
     """The ranks update their weights with different gradients, so the replicas drift apart.
 
-    How it is detected: checksums of the gradients at the update and of the weights after it; of shards (FSDP) the
-    number by which each rank multiplies its part.
+    How it is detected: checksums of the gradients at the update and of the weights after it; for shards (FSDP), the
+    factor by which each rank scales its part.
 
-    Exceptions: models that are divided among the ranks, as in ranks.replicas_diverged; ranks that train apart and set
-    their weights equal between updates (local SGD). Ranks that never exchange gradients are reported from step 16 on.
+    Exceptions: models that are divided among the ranks, as in ranks.replicas_diverged; ranks that train separately and
+    synchronize their weights between updates (local SGD). Ranks that never exchange gradients are reported from step 16
+    on.
 
     Usual cause: gradients are not combined over the ranks, or clipping, unscaling or a hook changes them on one rank
     alone.

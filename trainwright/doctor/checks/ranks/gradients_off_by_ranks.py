@@ -4,12 +4,13 @@ from trainwright.doctor.facts.ranks import RanksFacts
 
 @check(stage="backward", confidence=0.85, points_at="backward")
 def gradients_off_by_ranks(run: RunContext, facts: RanksFacts) -> Results:
-    """The gradients are the number of ranks times too large or too small: nothing divides their sum, or two things do.
+    """The gradients are too large or too small by a factor of the number of ranks: their sum is not divided by it, or
+    twice.
 
     Why it matters: the learning rate is in effect multiplied or divided by the number of ranks.
 
-    How it is detected: the loss is a mean. Its gradients go through `all_reduce` with SUM, and their bits are the same
-    at the update; or the loss is divided by the number of ranks, and DistributedDataParallel takes the mean again.
+    How it is detected: the loss is a mean. Its gradients go through `all_reduce` with SUM, and are not changed before
+    the update; or the loss is divided by the number of ranks, and DistributedDataParallel takes the mean again.
 
     Exceptions: models that are divided among the ranks; half a squared error with two ranks.
 

@@ -11,13 +11,14 @@ from trainwright.doctor.facts.ranks import RanksFacts
 def nonfinite_loss(run: RunContext, facts: RanksFacts) -> Results:
     """The loss of one rank was not finite before any exchange, while that of another was.
 
-    Why it matters: the reduction makes the gradients of all ranks NaN, so every rank looks like the cause; this one is.
+    Why it matters: the reduction makes the gradients of all ranks NaN, so every rank looks like the cause. This rank is
+    the cause.
 
     How it is detected: each rank reports its own loss of the first step that is not finite, at once.
 
     Usual cause: the samples of that rank.
 
-    Looks like: precision.nonfinite_step without this finding: all ranks, or none by its own loss.
+    Looks like: precision.nonfinite_step without this finding: the loss of every rank is non-finite, or that of none.
 
     Fix: see the findings of that rank in its own run folder; leave such an update out on all ranks at once.
 

@@ -7,7 +7,7 @@ from trainwright.doctor.facts.ranks import ProgramDifference, RanksFacts
 
 @check(stage="loop")
 def programs_differ(run: RunContext, facts: RanksFacts) -> Results:
-    """The ranks do not run the same program: modes, precision, loss, or what changes the gradients.
+    """The ranks do not run the same program: modes, precision, loss or operations on the gradients differ.
 
     How it is detected: these are compared as text, and differ in two compared steps.
 
@@ -16,7 +16,8 @@ def programs_differ(run: RunContext, facts: RanksFacts) -> Results:
     Usual cause: a branch of the loop depends on the rank, such as `if rank == 0: evaluate()` that leaves the model in
     eval mode.
 
-    Fix: let every rank take the same branch: decide on one rank and broadcast, or by numbers that are the same on all.
+    Fix: let every rank take the same branch: decide on one rank and broadcast, or use values that are the same on all
+    ranks.
     """
     differing = [each for each in facts.programs if each.is_no_chance]
     if not differing:

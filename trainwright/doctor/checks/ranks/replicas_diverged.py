@@ -13,13 +13,13 @@ def replicas_diverged(run: RunContext, facts: RanksFacts) -> Results:
     them.
 
     How it is detected: checksums of the bits are compared, often at first and later at every 16th step. A parameter is
-    a replica if it begins equal or its gradients are equal at the update, or if DistributedDataParallel wraps it.
+    a replica if its initial values or its gradients are equal at the update, or if DistributedDataParallel wraps it.
 
     Exceptions: models that are divided among the ranks (tensor, sequence, expert and pipeline parallelism, FSDP);
     moments that one rank keeps for all; running statistics of norms; local SGD, as in ranks.gradients_differ.
 
-    Usual cause: each rank made its own weights; a scheduler that each rank steps by its own validation loss; a load or
-    a reset on one rank alone.
+    Usual cause: each rank initialized its own weights; a scheduler that each rank steps by its own validation loss; a
+    load or a reset on one rank alone.
 
     Looks like: ranks.gradients_differ, resources.silent_corruption.
 

@@ -8,10 +8,11 @@ from trainwright.doctor.facts.ranks import RanksFacts, RankStatus, in_ranks
 def stalled(run: RunContext, facts: RanksFacts) -> Results:
     """A rank makes no progress, or does not report, and the others wait for it.
 
-    How it is detected: each rank reports many times a second; one is still for longer than `patience_s`, or silent for
-    15 s. It is a warning while the process lives.
+    How it is detected: each rank reports many times a second; one makes no progress for longer than `patience_s`, or
+    sends no report for 15 s. The finding is a warning while the process lives.
 
-    Usual cause: it does something that the others do not (reads, evaluates, saves), hangs, or its process is gone.
+    Usual cause: that rank does something that the others do not (reads, evaluates, saves), hangs, or its process has
+    ended.
 
     Looks like: ranks.uneven_steps, where its loop is over.
 

@@ -6,15 +6,15 @@ from trainwright.doctor.facts.ranks import RanksFacts, in_ranks, one_rank
 
 @check(stage="loop", confidence=0.85)
 def straggler(run: RunContext, facts: RanksFacts) -> Results:
-    """The same rank takes longest by itself in every compared step, and the others wait for it.
+    """The same rank computes longest in every compared step, and the others wait for it.
 
-    How it is detected: the time of a step without the backward pass and calls in which ranks wait: 1.5 times that of
-    the median rank, a fifth of a step and 5 ms more, in three rows of 4 to 16 steps.
+    How it is detected: the time of a step, without the backward pass and calls in which ranks wait, is 1.5 times that
+    of the median rank, and longer by a fifth of a step and by 5 ms, in three consecutive windows of 4 to 16 steps.
 
     Usual cause: its machine, its data or its part of the work is slower.
 
-    Fix: compare clocks, temperature, data loading and other programs with those of the others; share the work by
-    length.
+    Fix: compare clocks, temperature, data loading and other programs with those of the others; divide the work by
+    sequence length.
 
     Sources: Llama 3, section 3.3.4.
     """

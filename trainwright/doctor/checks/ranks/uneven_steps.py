@@ -9,12 +9,11 @@ from trainwright.doctor.facts.ranks import RanksFacts
     explains=("ranks.stalled", "ranks.replicas_diverged", "ranks.gradients_differ"),
 )
 def uneven_steps(run: RunContext, facts: RanksFacts) -> Results:
-    """A rank ended its loop while others were in a further step and wait for it.
+    """A rank ended its loop while others are in a later step and wait for it.
 
-    How it is detected: each rank reports its step; one has finished before a step in which another stands or has
-    failed.
+    How it is detected: each rank reports its step; one has finished before a step in which another waits or has failed.
 
-    Usual cause: the ranks have different numbers of batches, or one leaves a step out.
+    Usual cause: the ranks have different numbers of batches, or one skips a step.
 
     Looks like: ranks.stalled, where the rank is still in its loop.
 

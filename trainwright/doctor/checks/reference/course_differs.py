@@ -11,7 +11,7 @@ MIN_DEVIATIONS = 4.0  # Standard deviations of the reference run that its batche
 
 @check(stage="loss", confidence=0.7, names_cause=False)
 def course_differs(run: RunContext, reference: ReferenceFacts) -> Results:
-    """Losses, gradient norms or learning rates are not those of the reference run at the same steps.
+    """Losses, gradient norms or learning rates differ from those of the reference run at the same steps.
 
     How it is detected: the learning rate at common steps; the mean loss and gradient norm of the first and of the last
     8 common steps, where they differ by a quarter and by 4 standard deviations of the reference run.
@@ -20,7 +20,7 @@ def course_differs(run: RunContext, reference: ReferenceFacts) -> Results:
 
     Looks like: reference.program_differs and reference.data_differ, which name the difference in the program.
 
-    Fix: begin with the first difference in the program; where there is none, with the learning rate.
+    Fix: first fix the first difference in the program. If there is none, compare the learning rates.
     """
     if (here := traits_of(run)).steps < MIN_STEPS:
         return

@@ -9,11 +9,11 @@ def data_differ(run: RunContext, reference: ReferenceFacts) -> Results:
     """The batches differ from those of the reference run in shape, scale, number of rows, classes or repetition.
 
     How it is detected: the rows of a step, the shapes of the inputs, their standard deviation, the largest target, and
-    in runs of equal length the fraction of rows that are new at the end, from the 8th step on.
+    in runs of equal length the fraction of rows that are still new at the end, from the 8th step on.
 
     Usual cause: another data set, batch size or preprocessing, or a sampler that repeats.
 
-    Fix: look at the difference. Where it is meant, use another run as reference.
+    Fix: examine the difference. If it is intended, use another run as reference.
     """
     if (here := traits_of(run)).steps < MIN_STEPS:
         return

@@ -4,14 +4,14 @@ from trainwright.doctor.facts.reference import MIN_STEPS, ReferenceFacts, differ
 
 @check(stage="loop", confidence=0.8, names_cause=False)
 def program_differs(run: RunContext, reference: ReferenceFacts) -> Results:
-    """The program does something else in a step than that of the reference run.
+    """The steps of the program differ from those of the reference run.
 
     How it is detected: the usual order of the calls of a step, the loss functions, autocast, modules in eval mode,
     evaluations in train mode, and the parameters of the optimizers, from the 8th step on.
 
     Usual cause: a call, a mode or a part of the model that was changed or lost between the two programs.
 
-    Fix: look at the difference. Where it is meant, use another run as reference.
+    Fix: examine the difference. If it is intended, use another run as reference.
     """
     if (here := traits_of(run)).steps < MIN_STEPS:
         return

@@ -6,7 +6,8 @@ from trainwright.doctor.facts.reference import MIN_STEPS, ReferenceFacts, traits
 def weights_stand_still(run: RunContext, reference: ReferenceFacts) -> Results:
     """Fewer weights change than in the reference run.
 
-    How it is detected: the number of trainable tensors that have changed since the start, of equally many.
+    How it is detected: the number of trainable tensors that have changed since the start, if both runs have equally
+    many trainable tensors.
 
     Usual cause: a part of the model that is cut off from the loss, frozen, or missing in the optimizer.
 

@@ -11,7 +11,8 @@ MIN_CONSECUTIVE_INTERVALS = 3
 def allocator_thrashes(run: RunContext) -> Results:
     """The allocator of the GPU flushes its cache again and again, and waits for the device each time.
 
-    How it is detected: the counter of retries rises by a quarter of the steps or more between each of four readings.
+    How it is detected: the allocator's counter of retries is read four times. Between each two readings it rises by at
+    least one retry for every four steps.
 
     Exceptions: some flushes in the first steps, at an evaluation, or after a step that ran out of memory.
 

@@ -14,7 +14,8 @@ def memory_grows(run: RunContext, facts: GrowthFacts) -> Results:
     """Memory grows from step to step, once caches are filled.
 
     How it is detected: bytes that are allocated and not freed, on the GPU and in the process: over at least eight
-    readings after step 64 by 64 MiB and a tenth, rising in three of four, and still in the second half.
+    readings after step 64, they grow by 64 MiB and by a tenth. Three of four readings rise, and the growth continues in
+    the second half.
 
     Exceptions: freed blocks that the allocator keeps and pages of mapped files do not count. A buffer that is filled to
     its bound looks the same until it is full.

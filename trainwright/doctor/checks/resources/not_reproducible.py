@@ -9,7 +9,7 @@ def not_reproducible(run: RunContext) -> Results:
     ones.
 
     Usual cause: another machine, library or code; an operation that is not deterministic; random numbers that torch
-    does not draw; or hardware that errs, where two replays in the same process differ.
+    does not draw; or faulty hardware, if two replays in the same process differ.
 
     Fix: `torch.use_deterministic_algorithms(True)`, and draw random numbers from torch only.
 

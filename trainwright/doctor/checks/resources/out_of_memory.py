@@ -33,10 +33,10 @@ def _gib(num_bytes: int) -> str:
 def out_of_memory(run: RunContext) -> Results:
     """A step ran out of memory.
 
-    How it is detected: the engine records each attempt that ran out, with what was held then.
+    How it is detected: the engine records each attempt that ran out of memory, with the memory in use at that time.
 
-    Usual cause: the micro-batch is too large for the device; or something is not released between steps, where the
-    memory left over after each attempt grows.
+    Usual cause: the micro-batch is too large for the device; or something is not released between steps: then the
+    memory still in use after each attempt grows.
 
     Looks like: resources.memory_grows.
 

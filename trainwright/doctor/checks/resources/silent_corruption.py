@@ -12,7 +12,7 @@ def silent_corruption(run: RunContext, facts: RanksFacts) -> Results:
     How it is detected: all ranks made the same updates from the same gradients, and the weights of one differ; or a
     parameter changed by one bit between two updates.
 
-    Usual cause: memory or processor of that machine is defective; it will happen again.
+    Usual cause: the memory or the processor of that machine is defective, so it will happen again.
 
     Looks like: ranks.replicas_diverged, where code writes to several weights of one rank.
 

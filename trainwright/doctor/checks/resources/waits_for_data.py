@@ -8,14 +8,16 @@ MIN_WAIT_S = 0.01  # Collating a batch of small samples takes less
 
 @check(stage="input", severity="info")
 def waits_for_data(run: RunContext) -> Results:
-    """A large part of each step is waited for its data.
+    """A large part of each step is spent waiting for data.
 
-    How it is detected: the median of the last 64 steps waits for the loader for half of its time, and for 10 ms.
+    How it is detected: in the median of the last 64 steps, the wait for the loader is half of the step time and at
+    least 10 ms.
 
     Usual cause: the loader reads or prepares slower than the model computes.
 
-    Fix: time a loop over the loader alone, with `num_workers=0` and with more. Where a sample is read fast, handing
-    batches over from workers costs more than it saves; where it is slow, add workers or prepare the data.
+    Fix: time a loop over the loader alone, with `num_workers=0` and with more. If reading a sample is fast,
+    transferring batches from workers costs more than it saves. If it is slow, add workers or preprocess the data in
+    advance.
 
     Sources: Mohan et al. 2021, Analyzing and mitigating data stalls in DNN training.
     """

@@ -9,8 +9,9 @@ MIN_BYTES_PER_OBJECT = 6  # A tenth of the bytes of an object. Reading one copie
 def workers_copy_dataset(run: RunContext, facts: MemoryFacts) -> Results:
     """Each worker of the loader makes a copy of the dataset in its own memory.
 
-    How it is detected: the memory that workers share with no other process is read from time to time. It grows by 1 MiB
-    and 6 bytes for each Python object in the lists and dicts of the dataset, which has 100,000 or more.
+    How it is detected: the memory that workers share with no other process is read from time to time. It grows by at
+    least 1 MiB, and by at least 6 bytes for each Python object in the lists and dicts of the dataset. The dataset has
+    100,000 of these objects or more.
 
     Usual cause: a dataset holds lists or dicts of Python objects. Reading one in a forked worker writes its reference
     count, which copies its memory page.

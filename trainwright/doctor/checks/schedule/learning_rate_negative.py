@@ -8,7 +8,7 @@ def learning_rate_negative(run: RunContext, facts: WeightsFacts) -> Results:
 
     How it is detected: the learning rate of every parameter group at every update.
 
-    Usual cause: a factor of the schedule becomes negative: a cosine without its 1, or a decay that goes on after the
+    Usual cause: a factor of the schedule becomes negative: a cosine without `1 +`, or a decay that continues after the
     end.
 
     Fix: print the learning rate of every step of the schedule before the run, and put `max(0.0, ...)` around it.

@@ -22,8 +22,8 @@ def learning_rate_zero(run: RunContext, facts: WeightsFacts) -> Results:
 
     Exceptions: a warm-up that begins at 0, and a short tail in which running statistics settle.
 
-    Usual cause: a schedule is over, such as one that was resumed; a counter, an integer division or a parameter group
-    that the schedule misses sets it to 0.
+    Usual cause: a schedule has ended, for example after a resume; or a counter, an integer division or a parameter
+    group that the schedule leaves out sets the rate to 0.
 
     Looks like: optim.weights_never_move, where the rate is above 0.
 

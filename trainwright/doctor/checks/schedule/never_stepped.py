@@ -14,8 +14,8 @@ def never_stepped(run: RunContext, facts: LearningRateFacts) -> Results:
 
     Why it matters: with a warm-up from 0 the learning rate stays 0 and nothing is trained; else it never decays.
 
-    How it is detected: no call of `step()`, and a rate of 0 in every step (critical), or one rate to the end of a run
-    of two epochs.
+    How it is detected: no call of `step()`, and a rate of 0 in every step (critical), or the same rate until the end of
+    a run of two epochs or more.
 
     Exceptions: plateau schedules, which may wait.
 

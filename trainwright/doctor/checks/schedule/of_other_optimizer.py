@@ -8,14 +8,14 @@ def of_other_optimizer(run: RunContext, facts: LearningRateFacts) -> Results:
 
     Why it matters: the learning rate of the optimizer that updates the weights never changes.
 
-    How it is detected: the optimizer that the scheduler was made with, in two steps (20 where it shares no parameters
-    with the watched models).
+    How it is detected: the optimizer that the scheduler was made with does not step for two steps of the loop (20 if it
+    shares no parameters with the watched models).
 
     Usual cause: the optimizer was made again after the scheduler.
 
     Fix: make the scheduler with the optimizer that steps.
 
-    Sources: accelerate#2665, HVPNeT#5 (objects of before a copy).
+    Sources: accelerate#2665, HVPNeT#5 (objects from before a copy).
     """
     for each in facts.schedulers:
         if each.is_stray:

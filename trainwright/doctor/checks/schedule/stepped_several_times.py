@@ -13,11 +13,12 @@ def stepped_several_times(run: RunContext, facts: LearningRateFacts) -> Results:
 
     Why it matters: the schedule runs that many times too fast. On 8 ranks the decay is over after an eighth of the run.
 
-    How it is detected: the same number of calls in a row after each update; or calls that no update came before, about
-    as often as others, or twice beside at least eight that follow one update each.
+    How it is detected: the same number of calls in a row after each update; or calls without an update before them:
+    about as many as calls after an update, or at least two in addition to at least eight calls that follow one update
+    each.
 
     Usual cause: a scheduler that `accelerate` prepared, which steps once for each rank; a call for each step and
-    another for each epoch; a call that is there twice.
+    another for each epoch; a duplicated call.
 
     Looks like: schedule.unit_mismatch, where a call follows each micro-batch.
 

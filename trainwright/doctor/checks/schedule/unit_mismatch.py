@@ -15,8 +15,9 @@ def unit_mismatch(run: RunContext, facts: LearningRateFacts) -> Results:
 
     Why it matters: the learning rate is near 0 after the first part of the run, or never leaves the warm-up.
 
-    How it is detected: `scheduler.step()` is called after every micro-batch; or with every update while its own numbers
-    end it within one epoch; or its length is that of the run in updates, and it is called far less often.
+    How it is detected: `scheduler.step()` is called after every micro-batch; or after every update, although its own
+    settings end it within one epoch; or its length is the number of updates of the run, but it is called far less
+    often.
 
     Usual cause: a schedule that counts epochs is stepped for each batch, or the other way round.
 
