@@ -83,7 +83,7 @@ def masked(value: T) -> T:
     if isinstance(value, str):
         return cast(T, _mask_text(value))
     if isinstance(value, Mapping):
-        return cast(T, {key: _mask_all(each) if is_secret(str(key)) else masked(each) for key, each in value.items()})
+        return cast(T, {key: mask_all(each) if is_secret(str(key)) else masked(each) for key, each in value.items()})
     if isinstance(value, list | tuple):
         before = ("", *value[:-1])  # in a command line: --token VALUE
         return cast(T, type(value)(_after(option, each) for option, each in zip(before, value)))
@@ -114,15 +114,15 @@ def masked_paths(value: object, path: str = "") -> Iterator[str]:
 
 def _after(option: object, value: object) -> object:
     is_value_of_secret = isinstance(option, str) and option.startswith("-") and "=" not in option and is_secret(option)
-    return _mask_all(value) if is_value_of_secret else masked(value)
+    return mask_all(value) if is_value_of_secret else masked(value)
 
 
-def _mask_all(value: object) -> object:
+def mask_all(value: object) -> object:
     """Mask every text and number in the value of a key that names a secret."""
     if isinstance(value, Mapping):
-        return {key: _mask_all(each) for key, each in value.items()}
+        return {key: mask_all(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_mask_all(each) for each in value]
+        return [mask_all(each) for each in value]
     return MASK if (isinstance(value, str) and value) or type(value) in (int, float) else value
 
 
