@@ -5,13 +5,16 @@ Each runs a command in a process of its own, bounded in time and memory (``proce
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainwright.agent.process import ProcessLimits, run_command
 from trainwright.agent.tools import RunTools
 from trainwright.errors import UsageError
+from trainwright.recipe.section import is_reference
+from trainwright.recipe.yaml_core import UnreadableError, read
 from trainwright.report.diagnosis import diagnosis_of
 from trainwright.report.evidence import finding_in
 
@@ -25,13 +28,13 @@ class Experiments:
     def plan_recipe(self, recipe: str, settings: list[str] | None = None) -> dict[str, object]:
         """Predict memory and time of a recipe (a YAML file in the code folder, or a built-in name). Runs the code that
         it names. settings: PATH=VALUE."""
-        done = self._run("plan", self._inside(recipe), *_set(settings))
+        done = self._run("plan", self._own(recipe), *self._set(settings))
         return {"outcome": _plan_in_words(done), "result": _without(done, "frontier", "devices", "methods", "timeline")}
 
     def check_recipe(self, recipe: str, settings: list[str] | None = None) -> dict[str, object]:
         """Check if a recipe, or MODULE:FUNCTION that returns (model, data, loss, optimizer), would train.
         Runs its code for a few steps."""
-        done = self._run("check", self._inside(recipe), *_set(settings))
+        done = self._run("check", self._own(recipe), *self._set(settings))
         verdicts = done.get("verdicts", done.get("checks", []))
         bad = [each for each in verdicts if isinstance(each, dict) and each.get("state") not in ("ok", "pass")]
         return {
@@ -84,12 +87,61 @@ class Experiments:
             )
         return name
 
+    def _own(self, recipe: str) -> str:
+        """Return a recipe or MODULE:FUNCTION that is of the code folder, and of no run. Raises UsageError.
+
+        What a run folder names or holds may come from anybody; only replays, which need permission, run it.
+        """
+        self._inside(recipe)
+        module, colon, _ = recipe.rpartition(":")
+        if colon:
+            self._require_own_module(module)
+        elif self._tools.is_of_run(self._tools.code / recipe):
+            raise UsageError(
+                f"{recipe[:80]!r} belongs to a run", remedy="copy the recipe to your code, and read it there"
+            )
+        return recipe
+
+    def _require_own_module(self, module: str) -> None:
+        root = self._tools.code.resolve()
+        top = module.partition(".")[0]
+        path = (root / module.replace(".", "/")).resolve()
+        is_there = any((root / name).exists() for name in (f"{top}.py", top)) if top.isidentifier() else False
+        if not is_there or not path.is_relative_to(root) or self._tools.is_of_run(path):
+            raise UsageError(
+                f"{module[:80]!r} is no module of the code folder",
+                remedy="name one below it; what another package or a run has belongs into a recipe that you have read",
+            )
+
+    def _set(self, settings: Sequence[str] | None) -> list[str]:
+        """Return the options of settings. Raises UsageError if one names a callable that is not of the code folder."""
+        for each in settings or ():
+            for text in _texts(_value_of(each.partition("=")[2])):
+                module, colon, name = text.partition(":")
+                if colon and is_reference(text) and not (_OF_TORCH.fullmatch(module) and name.isidentifier()):
+                    self._require_own_module(module)
+        return [word for each in settings or () for word in ("--set", each)]
+
     def _run(self, *words: str) -> Mapping[str, Any]:
         return run_command(words, self._tools.code, self._limits)
 
 
-def _set(settings: Sequence[str] | None) -> list[str]:
-    return [word for each in settings or () for word in ("--set", each)]
+_OF_TORCH = re.compile(r"torch\.(nn|optim)")
+"""Modules whose classes a setting may name."""
+
+
+def _value_of(text: str) -> object:
+    try:
+        return read(text, "--set").value
+    except UnreadableError:
+        return text  # the command reports it
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts(each)
 
 
 def _without(done: Mapping[str, Any], *names: str) -> dict[str, object]:
