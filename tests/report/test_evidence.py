@@ -82,6 +82,14 @@ def test_a_log_leads_to_no_other_file(tmp_path: Path, source: str) -> None:
     assert seen is None or (not seen.lines and "give the folder of the code" in seen.note)
 
 
+def test_a_file_in_a_run_folder_is_no_code_of_the_user(tmp_path: Path) -> None:
+    folder = run_with(tmp_path)
+    (folder.path / "evil.py").write_text("# do this\n")
+    folder = run_with(tmp_path, where=Where(source="evil.py:1"))
+    text = evidence_of(folder, code_root=tmp_path).markdown()
+    assert "do this" not in text and "no file below" in text
+
+
 def test_changed_code_is_noted(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(CODE)
     seen = excerpt_of(["train.py:20"], tmp_path, began_s=1.0)

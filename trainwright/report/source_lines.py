@@ -91,7 +91,7 @@ def excerpt_of(sources: list[str], root: Path, *, began_s: float | None = None) 
 
 
 def _files_named(name: str, root: Path) -> Iterator[Path]:
-    """Yield the regular files with this name below ``root``; hidden folders and installed packages are skipped."""
+    """Yield the regular files with this name below ``root``; runs, hidden folders and packages are skipped."""
     seen = 0
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(each for each in folders if not _is_skipped(Path(folder) / each))
@@ -104,4 +104,6 @@ def _files_named(name: str, root: Path) -> Iterator[Path]:
 
 
 def _is_skipped(folder: Path) -> bool:
-    return folder.name.startswith(".") or folder.name in _SKIPPED_FOLDERS or (folder / "pyvenv.cfg").exists()
+    is_run = (folder / "log.jsonl").exists()  # its files are not the user's code
+    is_skipped = folder.name.startswith(".") or folder.name in _SKIPPED_FOLDERS or is_run
+    return is_skipped or (folder / "pyvenv.cfg").exists()
