@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -279,6 +280,30 @@ def test_a_hostile_run_comes_out_as_data(tmp_path: Path) -> None:
 def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is no folder"):
         make_server(ServerOptions(tmp_path / "nothing"))
+
+
+def test_one_command_runs_at_a_time(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an agent that asks for many at once gets many times the memory."""
+    inside, most = [0], [0]
+
+    def slow(*_: object) -> dict[str, Any]:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.05)
+        inside[0] -= 1
+        return {}
+
+    monkeypatch.setattr("trainwright.agent.experiments.run_command", slow)
+    experiments = Experiments(RunTools(runs, tmp_path), ProcessLimits())
+    threads = [threading.Thread(target=experiments.plan_recipe, args=("demo",)) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert most == [1]
+    experiments = Experiments(RunTools(runs, tmp_path), ProcessLimits(seconds=0.01))
+    with experiments._one, pytest.raises(UsageError, match="another plan"):
+        experiments.plan_recipe("demo")
 
 
 @pytest.mark.process

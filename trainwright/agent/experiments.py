@@ -6,6 +6,7 @@ Each runs a command in a process of its own, bounded in time and memory (``proce
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ class Experiments:
 
     def __init__(self, tools: RunTools, limits: ProcessLimits) -> None:
         self._tools, self._limits = tools, limits
+        self._one = threading.Lock()
 
     def plan_recipe(self, recipe: str, settings: list[str] | None = None) -> dict[str, object]:
         """Predict memory and time of a recipe (a YAML file in the code folder, or a built-in name). Runs the code that
@@ -123,7 +125,13 @@ class Experiments:
         return [word for each in settings or () for word in ("--set", each)]
 
     def _run(self, *words: str) -> Mapping[str, Any]:
-        return run_command(words, self._tools.code, self._limits)
+        """Run a command; one at a time, because the limits are those of each."""
+        if not self._one.acquire(timeout=self._limits.seconds):
+            raise UsageError("another plan, check or replay is running", remedy="call this again when it has ended")
+        try:
+            return run_command(words, self._tools.code, self._limits)
+        finally:
+            self._one.release()
 
 
 _OF_TORCH = re.compile(r"torch\.(nn|optim)")
