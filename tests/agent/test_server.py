@@ -306,6 +306,32 @@ def test_one_command_runs_at_a_time(runs: Path, tmp_path: Path, monkeypatch: pyt
         experiments.plan_recipe("demo")
 
 
+OWN = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    inputs = torch.randn(256, 4)
+    data = torch.utils.data.TensorDataset(inputs, (inputs[:, 0] > 0).long())
+    return model, data, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_check_names_what_is_not_ok(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+
+    async def act(ask: Session) -> None:
+        made = await ask("check_recipe", recipe="own:make", budget=4000)
+        words = {each["word"] for each in made["result"]["verdicts"]}
+        assert made["outcome"].startswith("it trains; ") and words and "ok" not in words
+
+    asked(runs, act, code=tmp_path)
+
+
 @pytest.mark.process
 def test_a_process_that_prints_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "MAX_WRITTEN_BYTES", 2**20)

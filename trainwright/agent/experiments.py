@@ -37,11 +37,13 @@ class Experiments:
         """Check if a recipe, or MODULE:FUNCTION that returns (model, data, loss, optimizer), would train.
         Runs its code for a few steps."""
         done = self._run("check", self._own(recipe), *self._set(settings))
-        verdicts = done.get("verdicts", done.get("checks", []))
-        bad = [each for each in verdicts if isinstance(each, dict) and each.get("state") not in ("ok", "pass")]
+        verdicts = done.get("verdicts", [])
+        bad = [each for each in verdicts if each.get("word") != "ok"]
+        known: dict[object, str] = {True: "it trains", False: "it would not train"}
+        said = known.get(done.get("trains"), "it is not known if it trains")
         return {
-            "outcome": f"{len(bad)} of {len(verdicts)} verdicts are not ok",
-            "result": {"verdicts": bad or verdicts},
+            "outcome": f"{said}; {len(bad)} of {len(verdicts)} verdicts are not ok",
+            "result": {"verdicts": bad},
         }
 
     def replay_step(self, run: str, step: int = 0, model: str = "") -> dict[str, object]:
