@@ -5,13 +5,17 @@ Each tool runs a command in a separate process with limits on time and memory (`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainwright.agent.process import ProcessLimits, run_command
 from trainwright.agent.tools import RunTools
 from trainwright.errors import UsageError
+from trainwright.recipe.section import is_reference
+from trainwright.recipe.yaml_core import UnreadableError, read
 from trainwright.report.diagnosis import diagnosis_of
 from trainwright.report.evidence import finding_in
 
@@ -21,11 +25,12 @@ class Experiments:
 
     def __init__(self, tools: RunTools, limits: ProcessLimits) -> None:
         self._tools, self._limits = tools, limits
+        self._one = threading.Lock()
 
     def plan_recipe(self, recipe: str, settings: list[str] | None = None) -> dict[str, object]:
         """Predict memory and time of a recipe (a YAML file in the code folder, or a built-in name). Runs the code of
         the recipe. settings: PATH=VALUE."""
-        output = self._run("plan", self._require_inside(recipe), *_set_arguments(settings))
+        output = self._run("plan", self._own(recipe), *self._set_arguments(settings))
         return {
             "outcome": _plan_in_words(output),
             "result": _without(output, "frontier", "devices", "methods", "timeline"),
@@ -34,12 +39,14 @@ class Experiments:
     def check_recipe(self, recipe: str, settings: list[str] | None = None) -> dict[str, object]:
         """Check a recipe, or MODULE:FUNCTION that returns (model, data, loss, optimizer), for mistakes before a run.
         Runs its code for a few steps."""
-        output = self._run("check", self._require_inside(recipe), *_set_arguments(settings))
-        verdicts = output.get("verdicts", output.get("checks", []))
-        bad = [each for each in verdicts if isinstance(each, dict) and each.get("state") not in ("ok", "pass")]
+        output = self._run("check", self._own(recipe), *self._set_arguments(settings))
+        verdicts = output.get("verdicts", [])
+        bad = [each for each in verdicts if each.get("word") != "ok"]
+        known: dict[object, str] = {True: "it trains", False: "it would not train"}
+        said = known.get(output.get("trains"), "it is not known if it trains")
         return {
-            "outcome": f"{len(bad)} of {len(verdicts)} verdicts are not ok",
-            "result": {"verdicts": bad or verdicts},
+            "outcome": f"{said}; {len(bad)} of {len(verdicts)} verdicts are not ok",
+            "result": {"verdicts": bad},
         }
 
     def replay_step(self, run: str, step: int = 0, model: str = "") -> dict[str, object]:
@@ -93,12 +100,67 @@ class Experiments:
             )
         return name
 
+    def _own(self, recipe: str) -> str:
+        """Return a recipe or MODULE:FUNCTION that is of the code folder, and of no run. Raises UsageError.
+
+        What a run folder names or holds may come from anybody; only replays, which need permission, run it.
+        """
+        self._require_inside(recipe)
+        module, colon, _ = recipe.rpartition(":")
+        if colon:
+            self._require_own_module(module)
+        elif self._tools.is_of_run(self._tools.code / recipe):
+            raise UsageError(
+                f"{recipe[:80]!r} belongs to a run", remedy="copy the recipe to your code, and read it there"
+            )
+        return recipe
+
+    def _require_own_module(self, module: str) -> None:
+        root = self._tools.code.resolve()
+        top = module.partition(".")[0]
+        path = (root / module.replace(".", "/")).resolve()
+        is_there = any((root / name).exists() for name in (f"{top}.py", top)) if top.isidentifier() else False
+        if not is_there or not path.is_relative_to(root) or self._tools.is_of_run(path):
+            raise UsageError(
+                f"{module[:80]!r} is no module of the code folder",
+                remedy="name one below it; what another package or a run has belongs into a recipe that you have read",
+            )
+
+    def _set_arguments(self, settings: Sequence[str] | None) -> list[str]:
+        """Return the options of settings. Raises UsageError if one names a callable that is not of the code folder."""
+        for each in settings or ():
+            for text in _texts(_value_of(each.partition("=")[2])):
+                module, colon, name = text.partition(":")
+                if colon and is_reference(text) and not (_OF_TORCH.fullmatch(module) and name.isidentifier()):
+                    self._require_own_module(module)
+        return [word for each in settings or () for word in ("--set", each)]
+
     def _run(self, *arguments: str) -> Mapping[str, Any]:
-        return run_command(arguments, self._tools.code, self._limits)
+        """Run a command; one at a time, because the limits are those of each."""
+        if not self._one.acquire(timeout=self._limits.seconds):
+            raise UsageError("another plan, check or replay is running", remedy="call this again when it has ended")
+        try:
+            return run_command(arguments, self._tools.code, self._limits)
+        finally:
+            self._one.release()
 
 
-def _set_arguments(settings: Sequence[str] | None) -> list[str]:
-    return [word for each in settings or () for word in ("--set", each)]
+_OF_TORCH = re.compile(r"torch\.(nn|optim)")
+"""Modules whose classes a setting may name."""
+
+
+def _value_of(text: str) -> object:
+    try:
+        return read(text, "--set").value
+    except UnreadableError:
+        return text  # the command reports it
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts(each)
 
 
 def _without(output: Mapping[str, Any], *names: str) -> dict[str, object]:

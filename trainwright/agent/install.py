@@ -66,8 +66,8 @@ def install(folder: Path, *, replace: bool = False) -> Installed:
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder", remedy="give the root of your project")
-    texts = {SKILL_PATH: skill(), AGENTS_PATH: _with_section(_read(folder / AGENTS_PATH), replace=replace)}
-    before = {path: _read(folder / path) for path in texts}
+    texts = {SKILL_PATH: skill(), AGENTS_PATH: _with_section(_read(folder, AGENTS_PATH), replace=replace)}
+    before = {path: _read(folder, path) for path in texts}
     if before[SKILL_PATH] not in ("", texts[SKILL_PATH]) and not replace:
         raise _refusal(SKILL_PATH)
     written = [path for path, text in texts.items() if text != before[path]]
@@ -97,11 +97,11 @@ def _refusal(path: Path) -> UsageError:
     )
 
 
-def _read(path: Path) -> str:
-    if path.is_symlink():
-        raise StorageError(
-            f"{path} is a symbolic link", remedy="replace it with a regular file, or copy the instructions by hand"
-        )
+def _read(folder: Path, inside: Path) -> str:
+    path = folder / inside
+    linked = next((each for each in (path, *list(path.parents)[: len(inside.parts) - 1]) if each.is_symlink()), None)
+    if linked is not None:
+        raise StorageError(f"{linked} is a symbolic link", remedy="replace it by a file or folder, or install by hand")
     try:
         return path.read_text("utf-8") if path.exists() else ""
     except (OSError, UnicodeDecodeError) as error:

@@ -21,6 +21,8 @@ from trainwright.errors import TrainwrightError, UsageError
 
 POLL_S = 0.5
 MAX_OUTPUT_BYTES = 2**22
+MAX_WRITTEN_BYTES = 2**28
+"""What a process may print: it lies on the disk until the process ends."""
 _PROGRAM = (
     "import sys; sys.argv[0] = 'trainwright'\n"
     "from trainwright.trials.child import end_with; end_with({parent})\n"
@@ -56,7 +58,7 @@ def run_command(arguments: Sequence[str], folder: Path, limits: ProcessLimits) -
             start_new_session=True,
         )
         try:
-            exceeded = _wait(process, limits)
+            exceeded = _wait(process, limits, (output, errors))
         finally:
             _kill_group(process)
         if exceeded:
@@ -74,7 +76,7 @@ def run_command(arguments: Sequence[str], folder: Path, limits: ProcessLimits) -
     return result
 
 
-def _wait(process: subprocess.Popen[bytes], limits: ProcessLimits) -> str:
+def _wait(process: subprocess.Popen[bytes], limits: ProcessLimits, files: Sequence[IO[bytes]]) -> str:
     """Wait for a process. Returns a text on the limit that it exceeded, or ""."""
     until_s = time.monotonic() + limits.seconds
     while process.poll() is None:
@@ -82,6 +84,8 @@ def _wait(process: subprocess.Popen[bytes], limits: ProcessLimits) -> str:
             return f"took more than {limits.seconds:g} s"
         if _resident_bytes(process.pid) > limits.memory_bytes:
             return f"used more than {limits.memory_bytes / 2**30:.3g} GiB"
+        if sum(os.fstat(each.fileno()).st_size for each in files) > MAX_WRITTEN_BYTES:
+            return f"printed more than {MAX_WRITTEN_BYTES / 2**20:.0f} MiB"
         time.sleep(POLL_S)
     return ""
 
@@ -106,7 +110,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 def _last_json_object(output: IO[bytes]) -> Mapping[str, Any] | None:
     for line in reversed(_read_tail(output).splitlines()):
         if line.startswith("{"):
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 found: Mapping[str, Any] = json.loads(line)
                 return found
     return None

@@ -23,11 +23,10 @@ from trainwright.agent import answers
 from trainwright.agent.experiments import Experiments
 from trainwright.agent.process import ProcessLimits
 from trainwright.agent.tools import RunTools
-from trainwright.agent.untrusted import DEFAULT_BUDGET_TOKENS, NOTE, answer, as_text, cleaned
+from trainwright.agent.untrusted import DEFAULT_BUDGET_TOKENS, NOTE, answer, as_text, refusal
 from trainwright.doctor.pages import page
-from trainwright.errors import TrainwrightError, UsageError
+from trainwright.errors import UsageError
 from trainwright.report.server.serve import open_listener
-from trainwright.runs.files import UnreadableFile
 from trainwright.version import __version__
 
 if TYPE_CHECKING:
@@ -110,8 +109,8 @@ def _make_tool(function: Callable[..., Mapping[str, object]], kind: type) -> Cal
     def tool(*args: Any, budget: int = DEFAULT_BUDGET_TOKENS, **kwargs: Any) -> CallToolResult:
         try:
             result = answer(function(*args, **kwargs), budget)
-        except (TrainwrightError, OSError, ValueError) as error:
-            raise ToolError(cleaned(str(error))) from None
+        except Exception as error:  # a hostile run; the SDK would send its text as it is
+            raise ToolError(refusal(error)) from None
         return CallToolResult(content=[TextContent(type="text", text=as_text(result))], structured_content=result)
 
     signature = inspect.signature(function, eval_str=True)
@@ -133,15 +132,15 @@ def _add_resources(server: MCPServer[Any], tools: RunTools) -> None:
         try:
             return page(code)
         except UsageError as error:
-            raise ResourceError(cleaned(str(error))) from None
+            raise ResourceError(refusal(error)) from None
 
     @server.resource("trainwright://runs/{run}/{file}", name="run_file", mime_type="text/plain")
     def run_file(run: str, file: str) -> str:
         """The end of a text file of a run folder, such as recipe.yaml, plan.json or log.jsonl."""
         try:
             return f"{NOTE}\n\n{tools.read_file(run, file)}"
-        except (UsageError, UnreadableFile, OSError) as error:
-            raise ResourceError(cleaned(str(error))) from None
+        except Exception as error:
+            raise ResourceError(refusal(error)) from None
 
 
 def serve_stdio(options: ServerOptions) -> None:
@@ -177,7 +176,7 @@ class TokenGuard:
         self._app, self._expected = app, f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
+        if scope["type"] != "lifespan":
             received = Headers(scope=scope).get("authorization", "").encode()
             if not hmac.compare_digest(received, self._expected):
                 refusal = PlainTextResponse("send the header that `trainwright mcp --http` has printed", 401)

@@ -49,12 +49,22 @@ class RunTools:
 
     def folder(self, run: str) -> RunFolder:
         """Return the run with this name. Raises UsageError for any other text, such as a path."""
-        known = {cleaned(name, MAX_KEY_CHARS): path for name, path in self._shelf.runs().items()}
+        known: dict[str, Path] = {}
+        for name, path in sorted(
+            self._shelf.runs().items(), key=lambda each: cleaned(each[0], MAX_KEY_CHARS) != each[0]
+        ):
+            known.setdefault(cleaned(name, MAX_KEY_CHARS), path)  # a name with hidden characters replaces no other one
         if run not in known:
             raise UsageError(
                 f"there is no run {run[:MAX_KEY_CHARS]!r}", remedy="use a name from list_runs; paths are refused"
             )
         return RunFolder.open(known[run])
+
+    def is_of_run(self, path: Path) -> bool:
+        """Return True if a path is in the folder of the runs; if that holds the code as well, if it is in a run."""
+        runs = self.root.resolve()
+        folders = self._shelf.runs().values() if self.code.resolve().is_relative_to(runs) else (runs,)
+        return any(path.resolve().is_relative_to(each.resolve()) for each in folders)
 
     def _name(self, path: Path) -> str:
         return cleaned(readable(path.name), MAX_KEY_CHARS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -12,6 +13,8 @@ from torch import Tensor
 
 Box: TypeAlias = Sequence[tuple[int, int]]
 """Offset and length of a part of a tensor in each dimension."""
+MAX_IRREGULAR_PARTS = 2000
+"""Maximum number of parts that form no grid, because each pair of them is compared."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,12 @@ class StoredTensor:
             target = tuple(slice(b - begin, e - begin) for (b, e), (begin, _) in zip(overlap, box, strict=True))
             source = tuple(slice(b - start, e - start) for (b, e), (start, _) in zip(overlap, part.box, strict=True))
             file = self.open(part.file)
-            read = file.get_slice(self.name)[source] if source else file.get_tensor(self.name)
+            stored = file.get_slice(self.name)
+            if [*stored.get_shape()] != [length for _, length in part.box]:  # torch would broadcast a smaller one
+                raise ValueError(
+                    f"{self.name} has the shape {stored.get_shape()} in {part.file.name}, not in shards.json"
+                )
+            read = stored[source] if source else file.get_tensor(self.name)
             if read.dtype != self.dtype:
                 raise ValueError(f"{self.name} is {read.dtype} in {part.file.name}, but {self.dtype} in shards.json")
             out[target] = read
@@ -54,6 +62,18 @@ class StoredTensor:
     def whole(self) -> Tensor:
         """Read the full tensor."""
         return self.read([(0, size) for size in self.shape])
+
+
+def do_overlap(parts: Sequence[TensorPart]) -> bool:
+    """Return True if parts of one tensor overlap."""
+    boxes = {tuple(part.box) for part in parts if all(length for _, length in part.box)}
+    axes = [sorted(set(axis)) for axis in zip(*boxes)]
+    if all(begin + length <= after for axis in axes for (begin, length), (after, _) in pairwise(axis)):
+        return len(boxes) < sum(all(length for _, length in part.box) for part in parts)  # a grid, as torch divides
+    return len(boxes) > MAX_IRREGULAR_PARTS or any(
+        all(max(b, c) < min(b + m, c + n) for (b, m), (c, n) in zip(one, other))
+        for one, other in combinations(boxes, 2)
+    )
 
 
 def read_whole(tree: Any) -> Any:

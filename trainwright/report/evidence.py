@@ -23,7 +23,7 @@ from trainwright.report.pages.view import RunView
 from trainwright.report.source_lines import Excerpt, excerpt_of
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.json_values import JsonValue
-from trainwright.runs.printing import printable
+from trainwright.runs.printing import visible
 from trainwright.runs.reader import read_newest
 from trainwright.runs.records import Evaluated, Examined, Found, Record, Replayed, Started, Watched
 from trainwright.runs.secrets import masked_code
@@ -327,9 +327,9 @@ def _nearest_evaluations(evaluations: Sequence[Evaluated], step: int) -> list[Ev
 
 
 def shareable(text: str) -> str:
-    """Return a text with secrets masked, control characters escaped, and the user's home folder as ``~``."""
+    """Return a text with secrets masked, invisible characters escaped, and the user's home folder as ``~``."""
     home = str(Path.home())
-    text = printable(masked_code(text))
+    text = visible(masked_code(text))
     return text.replace(home, "~") if len(home) > 1 else text
 
 

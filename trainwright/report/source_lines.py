@@ -96,7 +96,7 @@ def excerpt_of(sources: list[str], root: Path, *, began_s: float | None = None) 
 
 
 def _find_files(name: str, root: Path) -> Iterator[Path]:
-    """Yield the regular files with this name below ``root``. Skips hidden folders and installed packages."""
+    """Yield the regular files with this name below ``root``. Skips runs, hidden folders and installed packages."""
     seen = 0
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(each for each in folders if not _is_skipped(Path(folder) / each))
@@ -109,4 +109,6 @@ def _find_files(name: str, root: Path) -> Iterator[Path]:
 
 
 def _is_skipped(folder: Path) -> bool:
-    return folder.name.startswith(".") or folder.name in _SKIPPED_FOLDERS or (folder / "pyvenv.cfg").exists()
+    is_run = (folder / "log.jsonl").exists()  # its files are not the user's code
+    is_skipped = folder.name.startswith(".") or folder.name in _SKIPPED_FOLDERS or is_run
+    return is_skipped or (folder / "pyvenv.cfg").exists()
