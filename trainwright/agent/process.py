@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ import psutil
 from trainwright.errors import TrainwrightError, UsageError
 
 POLL_S = 0.5
+MARK = "COMMAND_OF_TRAINWRIGHT"
+"""The environment variable by which all processes of a command are known; TRAINWRIGHT_... would be a setting."""
 MAX_OUTPUT_BYTES = 2**22
 MAX_WRITTEN_BYTES = 2**28
 """What a process may print: it lies on the disk until the process ends."""
@@ -46,7 +49,8 @@ def run_command(words: Sequence[str], folder: Path, limits: ProcessLimits) -> Ma
         TrainwrightError: It exceeded a limit, or ended without a result.
     """
     beside = filter(None, (str(folder.absolute()), os.environ.get("PYTHONPATH")))
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(beside)}
+    mark = secrets.token_hex(16)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(beside), MARK: mark}
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM.format(parent=os.getpid()), *words, "--json"],
@@ -60,7 +64,7 @@ def run_command(words: Sequence[str], folder: Path, limits: ProcessLimits) -> Ma
         try:
             exceeded = _wait(process, limits, (output, errors))
         finally:
-            _end(process)
+            _end(process, mark)
         if exceeded:
             raise TrainwrightError(
                 f"{words[0]} {exceeded} and was ended", remedy="start the server with larger --time or --memory"
@@ -100,11 +104,15 @@ def _resident_bytes(pid: int) -> int:
     return total
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it started."""
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """End the process and all that it started, also what has left its session but still has ``mark``."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)  # also if it ended: its children may still run
     process.wait()
+    for each in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if each.environ().get(MARK) == mark:
+                each.kill()
 
 
 def _last_object(output: IO[bytes]) -> Mapping[str, Any] | None:
