@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -11,12 +12,14 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
 import anyio
+import psutil
 import pytest
 
 pytest.importorskip("mcp")
@@ -321,12 +324,13 @@ def make():
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_check_names_what_is_not_ok(runs: Path, tmp_path: Path) -> None:
+def test_a_check_names_what_is_not_ok_and_a_plan_if_it_fits(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
 
     async def act(ask: Session) -> None:
         made = await ask("check_recipe", recipe="own:make", budget=4000)
         words = {each["word"] for each in made["result"]["verdicts"]}
+        assert (await ask("plan_recipe", recipe="demo"))["outcome"] == "it fits"
         assert made["outcome"].startswith("it trains; ") and words and "ok" not in words
 
     asked(runs, act, code=tmp_path)
@@ -343,6 +347,35 @@ def test_a_process_that_prints_without_end_is_ended(monkeypatch: pytest.MonkeyPa
         finally:
             running.kill()
             running.wait()
+
+
+DAEMON = """
+import os, sys, time
+if os.fork():
+    sys.exit()
+os.setsid()
+open(sys.argv[1], "w").write(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+@pytest.mark.process
+def test_a_process_that_left_its_session_is_ended(tmp_path: Path) -> None:
+    environ = {**os.environ, process.MARK: "a mark"}
+    running = subprocess.Popen([sys.executable, "-c", DAEMON, "pid"], cwd=tmp_path, env=environ, start_new_session=True)
+    running.wait()
+    until_s = time.monotonic() + 20
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    daemon = psutil.Process(int((tmp_path / "pid").read_text()))
+    process._end(running, "another mark")
+    assert daemon.is_running() and daemon.status() != psutil.STATUS_ZOMBIE
+    process._end(running, "a mark")
+    with suppress(psutil.NoSuchProcess):
+        while daemon.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
 
 
 def test_output_that_is_nested_without_end_is_no_result(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ import psutil
 from trainwright.errors import TrainwrightError, UsageError
 
 POLL_S = 0.5
+MARK = "COMMAND_OF_TRAINWRIGHT"
+"""The environment variable by which all processes of a command are known; TRAINWRIGHT_... would be a setting."""
 MAX_OUTPUT_BYTES = 2**22
 MAX_WRITTEN_BYTES = 2**28
 """What a process may print: it lies on the disk until the process ends."""
@@ -46,7 +49,8 @@ def run_command(arguments: Sequence[str], folder: Path, limits: ProcessLimits) -
         TrainwrightError: The command exceeded a limit, or ended without a result.
     """
     import_paths = filter(None, (str(folder.absolute()), os.environ.get("PYTHONPATH")))
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(import_paths)}
+    mark = secrets.token_hex(16)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(import_paths), MARK: mark}
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM.format(parent=os.getpid()), *arguments, "--json"],
@@ -60,7 +64,7 @@ def run_command(arguments: Sequence[str], folder: Path, limits: ProcessLimits) -
         try:
             exceeded = _wait(process, limits, (output, errors))
         finally:
-            _kill_group(process)
+            _kill_all(process, mark)
         if exceeded:
             raise TrainwrightError(
                 f"{arguments[0]} {exceeded} and was killed", remedy="start the server with larger --time or --memory"
@@ -100,11 +104,15 @@ def _resident_bytes(pid: int) -> int:
     return total
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and its children."""
+def _kill_all(process: subprocess.Popen[bytes], mark: str) -> None:
+    """Kill the process, its group, and processes that have left the group but have ``mark`` in their environment."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)  # also if it has ended, because its children may still run
     process.wait()
+    for each in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if each.environ().get(MARK) == mark:
+                each.kill()
 
 
 def _last_json_object(output: IO[bytes]) -> Mapping[str, Any] | None:
