@@ -369,9 +369,9 @@ def test_a_process_that_left_its_session_is_ended(tmp_path: Path) -> None:
         assert time.monotonic() < until_s
         time.sleep(0.01)
     daemon = psutil.Process(int((tmp_path / "pid").read_text()))
-    process._end(running, "another mark")
+    process._kill_all(running, "another mark")
     assert daemon.is_running() and daemon.status() != psutil.STATUS_ZOMBIE
-    process._end(running, "a mark")
+    process._kill_all(running, "a mark")
     with suppress(psutil.NoSuchProcess):
         while daemon.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < until_s
