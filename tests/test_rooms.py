@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "finetune",
         ),
     },
-    "agent": {"runs", "doctor", "report"},
+    "agent": {"recipe", "runs", "doctor", "report"},
     "cli": {"recipe", "plan", "runs", "monitoring", "doctor", "report", "training", "commands", "agent"},
 }
 ROOT = {"__init__", "__main__", "version", "errors"}

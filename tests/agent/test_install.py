@@ -49,8 +49,24 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="symbolic link"):
         install(project)
     assert (tmp_path / "other.md").read_text() == "other"
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         install(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_linked_folder_is_not_followed(tmp_path: Path, depth: int) -> None:
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    project.mkdir()
+    elsewhere.mkdir()
+    linked = project.joinpath(*SKILL_PATH.parts[:depth])
+    linked.parent.mkdir(parents=True, exist_ok=True)
+    linked.symlink_to(elsewhere)
+    with pytest.raises(StorageError, match="symbolic link"):
+        install(project)
+    assert [*elsewhere.iterdir()] == [] and not (project / "AGENTS.md").exists()
+    (tmp_path / "name").symlink_to(tmp_path / "other")
+    (tmp_path / "other").mkdir()
+    assert install(tmp_path / "name").written, "the project itself may be a link"
 
 
 def test_the_skill_names_commands_and_changes_that_exist() -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import subprocess
 import sys
+import tempfile
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
 import anyio
+import psutil
 import pytest
 
 pytest.importorskip("mcp")
@@ -24,7 +30,11 @@ from mcp.shared.exceptions import MCPError
 from mcp.types import TextContent, TextResourceContents
 
 from tests.report_pages.runs import add, ended, evaluated, found, make_run, started, step
+from trainwright.agent import process
+from trainwright.agent.experiments import Experiments
+from trainwright.agent.process import ProcessLimits
 from trainwright.agent.server import ServerOptions, http_server, make_server
+from trainwright.agent.tools import RunTools
 from trainwright.agent.untrusted import NOTE
 from trainwright.errors import UsageError
 from trainwright.report.server.serve import open_listener
@@ -177,6 +187,49 @@ def test_recipes_and_models_come_from_the_code_folder(runs: Path, tmp_path: Path
     asked(runs, act, code=code, allow_replay=True)
 
 
+def test_neither_a_plan_nor_a_check_runs_code_of_a_run(runs: Path, tmp_path: Path) -> None:
+    """The folder of the runs is in that of the code, as by default."""
+    (runs / "one" / "evil.py").write_text("open('ran', 'w')\ndef make(): ...")
+    (runs / "one" / "recipe.yaml").write_text("name: x\nmodel: {use: 'os:getcwd'}\n")
+    (tmp_path / "mine.yaml").write_text("name: x\n")
+    (tmp_path / "own.py").write_text("")
+
+    async def act(ask: Session) -> None:
+        for tool in RUNNING:
+            for recipe in ("runs/one", "runs/one/recipe.yaml", "runs"):
+                assert "belongs to a run" in await ask.refused(tool, recipe=recipe)
+            for module in ("runs.one.evil:make", "os:getcwd", "subprocess:run", ".own:make"):
+                assert "is no module of the code folder" in await ask.refused(tool, recipe=module)
+            for setting in (
+                "model.use=os:getcwd",
+                'model={use: "os\\x3agetcwd"}',
+                "loss={a: [{use: runs.one.evil:make}]}",
+            ):
+                refusal = await ask.refused(tool, recipe="mine.yaml", settings=[setting])
+                assert "is no module of the code folder" in refusal
+
+    asked(runs, act, code=tmp_path)
+    assert not (tmp_path / "ran").exists()
+    experiments = Experiments(RunTools(runs, tmp_path), ProcessLimits())
+    wanted = ["model.use=own:make", "loss.use=torch.nn:CrossEntropyLoss", "name=a", "optimizer.lr=0.1"]
+    assert experiments._set_arguments(wanted)[1::2] == wanted and experiments._own("own:make") == "own:make"
+
+
+def test_an_error_is_cleaned_and_marked(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise LookupError(EVIL)
+
+    monkeypatch.setattr("trainwright.agent.tools.diagnosis_of", fail)
+
+    async def act(ask: Session) -> None:
+        text = await ask.refused("diagnose_run", run="one")
+        assert NOTE in text and "LookupError" in text and len(text) < 1000
+        assert "\x1b" not in text and "<script" not in text and "abcdefgh" not in text
+        assert NOTE in await ask.refused("diagnose_run", run="nothing")
+
+    asked(runs, act)
+
+
 def test_resources(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("secret")
     (runs / "one" / "linked.txt").symlink_to(tmp_path / "secret.txt")
@@ -228,8 +281,108 @@ def test_a_hostile_run_comes_out_as_data(tmp_path: Path) -> None:
 
 
 def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         make_server(ServerOptions(tmp_path / "nothing"))
+
+
+def test_one_command_runs_at_a_time(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an agent that asks for many at once gets many times the memory."""
+    inside, most = [0], [0]
+
+    def slow(*_: object) -> dict[str, Any]:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.05)
+        inside[0] -= 1
+        return {}
+
+    monkeypatch.setattr("trainwright.agent.experiments.run_command", slow)
+    experiments = Experiments(RunTools(runs, tmp_path), ProcessLimits())
+    threads = [threading.Thread(target=experiments.plan_recipe, args=("demo",)) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert most == [1]
+    experiments = Experiments(RunTools(runs, tmp_path), ProcessLimits(seconds=0.01))
+    with experiments._one, pytest.raises(UsageError, match="another plan"):
+        experiments.plan_recipe("demo")
+
+
+OWN = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    inputs = torch.randn(256, 4)
+    data = torch.utils.data.TensorDataset(inputs, (inputs[:, 0] > 0).long())
+    return model, data, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_check_names_what_is_not_ok_and_a_plan_if_it_fits(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+
+    async def act(ask: Session) -> None:
+        made = await ask("check_recipe", recipe="own:make", budget=4000)
+        words = {each["word"] for each in made["result"]["verdicts"]}
+        assert (await ask("plan_recipe", recipe="demo"))["outcome"] == "it fits"
+        assert made["outcome"].startswith("it trains; ") and words and "ok" not in words
+
+    asked(runs, act, code=tmp_path)
+
+
+@pytest.mark.process
+def test_a_process_that_prints_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "MAX_WRITTEN_BYTES", 2**20)
+    monkeypatch.setattr(process, "POLL_S", 0.01)
+    with tempfile.TemporaryFile() as output:
+        running = subprocess.Popen([sys.executable, "-c", "while True: print('x' * 2**16)"], stdout=output)
+        try:
+            assert "printed more than 1 MiB" in process._wait(running, ProcessLimits(seconds=20.0), [output])
+        finally:
+            running.kill()
+            running.wait()
+
+
+DAEMON = """
+import os, sys, time
+if os.fork():
+    sys.exit()
+os.setsid()
+open(sys.argv[1], "w").write(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+@pytest.mark.process
+def test_a_process_that_left_its_session_is_ended(tmp_path: Path) -> None:
+    environ = {**os.environ, process.MARK: "a mark"}
+    running = subprocess.Popen([sys.executable, "-c", DAEMON, "pid"], cwd=tmp_path, env=environ, start_new_session=True)
+    running.wait()
+    until_s = time.monotonic() + 20
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    daemon = psutil.Process(int((tmp_path / "pid").read_text()))
+    process._kill_all(running, "another mark")
+    assert daemon.is_running() and daemon.status() != psutil.STATUS_ZOMBIE
+    process._kill_all(running, "a mark")
+    with suppress(psutil.NoSuchProcess):
+        while daemon.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+
+
+def test_output_that_is_nested_without_end_is_no_result(tmp_path: Path) -> None:
+    path = tmp_path / "output"
+    path.write_text('{"good": 1}\n' + '{"a":' * 100_000 + "\n")
+    with path.open("rb") as output:
+        assert process._last_json_object(output) == {"good": 1}
 
 
 PROGRAM = """
@@ -324,6 +477,12 @@ def test_http_needs_the_token_and_this_host(runs: Path) -> None:
         server.should_exit = True
         thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_name_with_hidden_characters_replaces_no_run(tmp_path: Path) -> None:
+    for name in ("a", "a\u200b", "\u2060a"):
+        make_run(tmp_path, name, [started()])
+    assert RunTools(tmp_path, tmp_path).folder("a").path.name == "a"
 
 
 def test_a_run_can_be_named_after_its_text_was_cleaned(tmp_path: Path) -> None:

@@ -52,10 +52,10 @@ def test_the_change_is_made(run: RunFolder, monkeypatch: pytest.MonkeyPatch, cha
     ("change", "said"),
     [
         ("nothing", "must be one of"),
-        ("lr", "is incomplete"),
-        ("fp32=1", "is incomplete"),
+        ("lr", "needs a value"),
+        ("fp32=1", "has a value, which it does not accept"),
         ("lr=fast", "not a number of 0 or more"),
-        ("op=nothing", "calls no nothing; it calls .*linear"),
+        ("op=nothing", "does not call nothing; it calls .*linear"),
         ("without=999", "its samples are"),
         ("remedy=optim.lr_too_high", "no finding"),
     ],
@@ -65,3 +65,15 @@ def test_what_cannot_be_tried_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=said):
         tried(run, change, monkeypatch)
+
+
+def test_a_part_of_a_micro_batch_is_compared_with_that_micro_batch(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="its samples are") as error:
+        tried(run, "without=999", monkeypatch)
+    samples = re.findall(r"\d+", str(error.value).partition("its samples are ")[2].partition("\n")[0])
+    assert len(samples) == 12
+    changes = ("lr=1", f"without={samples[0]}", f"without={samples[-1]}")
+    losses = {re.findall(r"unchanged: loss ([\d.]+)", tried(run, change, monkeypatch))[0] for change in changes}
+    assert len(losses) == 3, "of the step, and of each of its two micro-batches"

@@ -172,16 +172,22 @@ def test_a_model_that_reads_a_value_in_its_forward_pass_runs_eagerly() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = self.inner(x)
+            random.random()
             if self.backend is not None and self.backend.is_capturing:
                 raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture")
             return out
 
+    random.seed(0)
     model = Reads()
     state, said = state_of(model), list[str]()
     model.backend = RepeatedCalls(state)
     losses = train(state, 8, StepGraphs(model.backend, report=said.append))
     assert len(said) == 1 and "the capture raised RuntimeError: Cannot copy" in said[0]
     assert_same_run(state, losses)
+    drawn = random.random()
+    random.seed(0)
+    train(state_of(Reads()), 8, None)
+    assert random.random() == drawn, "the failed capture has drawn no number"
 
 
 def test_a_replay_that_differs_from_the_eager_step_is_not_used() -> None:

@@ -154,7 +154,7 @@ def test_advantages_compare_the_completions_of_a_prompt() -> None:
         return even(completion_ids)
 
     data, loss = prompts(2), grpo(reward)
-    made = loss._roll(policy(), data.fetch_batch(torch.arange(2).numpy()))
+    made = loss._generate_rollout(policy(), data.fetch_batch(torch.arange(2).numpy()))
     assert seen["answer"] == [0] * COMPLETIONS + [1] * COMPLETIONS
     assert seen["prompts"][0] == "say " and seen["prompts"][-1] == "say say "
     rewards_BG = torch.tensor(even(seen["ids"])).view(2, COMPLETIONS)
@@ -223,15 +223,15 @@ def test_the_reference_is_the_model_at_the_start_also_of_trained_adapters() -> N
 @pytest.mark.parametrize(
     ("reward", "match"),
     [
-        (lambda completions: [1.0], "gave 1 values for 8 completions"),
-        (lambda completions: [float("nan")] * len(completions), "gave nan for 8"),
+        (lambda completions: [1.0], "returned 1 values for 8 completions"),
+        (lambda completions: [float("nan")] * len(completions), "returned nan for 8"),
         (lambda completions, solution: [], "has the parameter 'solution'"),
     ],
     ids=["too few", "nan", "unknown column"],
 )
 def test_a_reward_that_cannot_be_used(reward: Any, match: str) -> None:
     with pytest.raises(UsageError, match=match):
-        grpo(reward)._scored(['{"prompt": "a"}'] * 2, [[1]] * 8, make_tokenizer())
+        grpo(reward)._score(['{"prompt": "a"}'] * 2, [[1]] * 8, make_tokenizer())
 
 
 def test_settings_that_cannot_be_used() -> None:
@@ -239,6 +239,12 @@ def test_settings_that_cannot_be_used() -> None:
         GRPO("nowhere:f")
     with pytest.raises(UsageError, match="none to compare with"):
         GRPO(even, completions=1)
+    with pytest.raises(UsageError, match=r"clip_high=-0\.2 must"):
+        GRPO(even, clip_high=-0.2)
+    with pytest.raises(UsageError, match="list of rewards is empty"):
+        GRPO([])
+    with pytest.raises(UsageError, match="records have a key 'completions'"):
+        grpo(even)._score(['{"prompt": "a", "completions": ["b"]}'] * 2, [[1]] * 8, make_tokenizer())
     with pytest.raises(UsageError, match="needs batches of prompts"):
         grpo()(policy(), {"input_ids": torch.zeros(1, 2, dtype=torch.long)})
 

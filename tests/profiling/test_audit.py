@@ -47,9 +47,9 @@ def rows(facts: ProfileFacts, *, on_gpu: bool = False) -> dict[str, AuditRow]:
 @pytest.mark.parametrize(("falls_back", "agrees"), [(False, True), (True, False)], ids=["bf16", "falls-back"])
 def test_a_layer_that_is_computed_in_another_dtype_is_named(falls_back: bool, agrees: bool) -> None:
     row = rows(counted(Net(falls_back=falls_back), "bf16"))["matrix products"]
-    assert (row.asked, row.agrees) == ("bfloat16", agrees)
+    assert (row.requested, row.agrees) == ("bfloat16", agrees)
     assert ("float32" in row.ran) == falls_back and ("second" in row.remedy) == falls_back
-    assert ("NOT AS ASKED" in str(row)) == falls_back
+    assert ("NOT AS REQUESTED" in str(row)) == falls_back
 
 
 def test_float32_is_float32() -> None:

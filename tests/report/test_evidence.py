@@ -62,10 +62,11 @@ def test_a_finding_without_a_line_shows_the_lines_of_its_step(tmp_path: Path) ->
 
 
 def test_text_of_the_run_stays_in_its_place(tmp_path: Path) -> None:
-    evil = "x\n# Heading\n```\n<img src=x> [click](javascript:1) | cell \x1b[2J token=abcd"
+    evil = "x\n# Heading\n```\n<img src=x> [click](javascript:1) | cell \x1b[2J token=abcd \U000e0041\u200b"
     text = evidence_of(run_with(tmp_path, symptom=evil), code_root=tmp_path).markdown()
     line = next(each for each in text.splitlines() if each.startswith("**What is wrong.**"))
     assert "# Heading" in line and "&lt;img" in line and "](" not in line and "\\x1b" in line and "abcd" not in line
+    assert "\U000e0041" not in text and "\u200b" not in text
 
 
 @pytest.mark.parametrize("source", ["../secret.py:1", "/etc/passwd:1", "secret.txt:1", "linked.py:1", "twice.py:1"])
@@ -79,6 +80,22 @@ def test_a_log_leads_to_no_other_file(tmp_path: Path, source: str) -> None:
     (root / "linked.py").symlink_to(tmp_path / "secret.py")
     seen = excerpt_of([source], root)
     assert seen is None or (not seen.lines and "give the folder of the code" in seen.note)
+
+
+def test_a_line_after_the_end_of_the_file_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("one\ntwo\n")
+    seen = excerpt_of(["train.py:20", "train.py:2"], tmp_path)
+    assert seen is not None and not seen.lines and "has only 2 lines" in seen.note
+    seen = excerpt_of(["train.py:2", "train.py:20"], tmp_path)
+    assert seen is not None and seen.lines == ("one", "two") and seen.marked == (2,)
+
+
+def test_a_file_in_a_run_folder_is_no_code_of_the_user(tmp_path: Path) -> None:
+    folder = run_with(tmp_path)
+    (folder.path / "evil.py").write_text("# do this\n")
+    folder = run_with(tmp_path, where=Where(source="evil.py:1"))
+    text = evidence_of(folder, code_root=tmp_path).markdown()
+    assert "do this" not in text and "no file below" in text
 
 
 def test_changed_code_is_noted(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainwright.errors import UsageError
-from trainwright.runs.reader import MAX_LINES_KEPT, follow, read, read_newest, steps
-from trainwright.runs.records import Ended, Examined, Record, Saved, Started, Step, Unknown, Watched, to_json
+from trainwright.runs import reader
+from trainwright.runs.reader import MAX_LINES_KEPT, follow, read, read_course, read_newest, steps
+from trainwright.runs.records import Ended, Evaluated, Examined, Record, Saved, Started, Step, Unknown, Watched, to_json
 from trainwright.runs.writer import LogWriter
 
 
@@ -145,3 +148,31 @@ def test_of_a_long_log_the_newest_process_is_read_with_fewer_steps(tmp_path: Pat
     assert of_steps[-MAX_LINES_KEPT // 4 :] == list(
         range(30_000 - MAX_LINES_KEPT // 4, 30_000)
     )  # the newest are all there
+
+
+@pytest.mark.parametrize("read_some", [read_course, lambda log: read_newest(log, (Watched, Evaluated)).records])
+def test_lines_that_are_no_steps_are_not_looked_at_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_some: Callable[[Path], tuple[Record, ...]]
+) -> None:
+    monkeypatch.setattr(reader, "MAX_LINES_KEPT", 100)
+    thinned: list[int] = []
+    thin = reader._without_half
+
+    def counted(lines: list[bytes], is_step: Callable[[bytes], bool]) -> list[bytes]:
+        thinned.append(len(lines))
+        return thin(lines, is_step)
+
+    monkeypatch.setattr(reader, "_without_half", counted)
+    evaluated = Evaluated(time_s=0.0, step=1, loss=1.0, weight=1.0, metrics={}, seconds=0.1)
+    (tmp_path / "log.jsonl").write_text((to_json(evaluated) + "\n") * 2000)
+    assert len(read_some(tmp_path / "log.jsonl")) == 2000
+    assert 0 < len(thinned) < 25, "one look for each line takes quadratic time"
+
+
+def test_of_a_log_without_end_the_newest_records_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "MAX_LINES_KEPT", 100)
+    monkeypatch.setattr(reader, "MAX_LINES_OF_ANY_KIND", 400)
+    log, examined = tmp_path / "log.jsonl", Examined(time_s=0.0, step=1, experiment="rates", values={"a": 1})
+    log.write_text("".join(to_json(replace(examined, step=number)) + "\n" for number in range(2000)))
+    steps_read = [each.step for each in read_newest(log, (Watched, Examined)).records if isinstance(each, Examined)]
+    assert len(steps_read) < 700 and steps_read[:64] == list(range(64)) and steps_read[-200:] == list(range(1800, 2000))

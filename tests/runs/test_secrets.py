@@ -8,7 +8,7 @@ import pytest
 
 from trainwright.runs.printing import printable
 from trainwright.runs.records import Ended, Found, Started, from_json, to_json
-from trainwright.runs.secrets import MASK, is_secret, masked, masked_paths
+from trainwright.runs.secrets import MASK, is_secret, masked, masked_code, masked_paths
 
 SECRET = (
     *("token", "hf_token", "hfToken", "HF_TOKEN", "use_auth_token", "data.train.args.token", "api_key", "apiKey"),
@@ -133,3 +133,49 @@ def test_a_record_without_secrets_is_written_as_it_is() -> None:
 def test_nothing_printed_is_a_command_to_the_terminal(text: str, shown: str) -> None:
     assert printable(text) == shown
     shown.encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'api_key = """hunter22"""',
+        '    api_key: str = "hunter22"',
+        'self.token: str | None = "hunter22"',
+        'TOKEN = (\n    "hunter22"\n)',
+        'parser.add_argument("--token", default="hunter22")',
+        'key = os.environ.get("API_KEY") or "hunter22"',
+        f'wandb.login(key="{"0123456789abcdef" * 2}hunter22")'.replace("hunter22", "deadbeef"),
+        "model:\n  args:\n    - api_key: hunter22",
+        'headers = ["Authorization: Bearer hunter22"]',
+        "https://hooks.slack.com/services/T0/B0/hunter22",
+        "https://discord.com/api/webhooks/1/hunter22",
+        "https://bucket.s3.amazonaws.com/data?X-Amz-Signature=hunter22&x=1",
+        "-----BEGIN RSA PRIVATE KEY-----\nhunter22\n-----END RSA PRIVATE KEY-----",
+        "AIza" + "hunter22" * 4,
+    ],
+)
+def test_code_that_is_sent_to_others_holds_no_secret(text: str) -> None:
+    hidden = masked_code(text)
+    assert MASK in hidden and "hunter22" not in hidden and "deadbeef" not in hidden
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'pad_token: str = "<pad>"',
+        "def attend(\n    self,\n    token: torch.Tensor,\n    auth: bool = False,\n): ...",
+        'tokenizer = AutoTokenizer.from_pretrained("gpt2")',
+        'key = "weight"',
+        "sig = inspect.signature(function)",
+    ],
+)
+def test_code_without_secrets_stays(text: str) -> None:
+    assert masked_code(text) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["a=" * 5000, "token = " + " " * 50_000, '"a' * 20_000, "eyJ-" * 5000, "a:" * 20_000, "{a" + " " * 50_000]
+)
+def test_no_text_takes_long_or_breaks_the_mask(text: str) -> None:
+    """Without limits in the patterns some of these take minutes."""
+    assert masked(f"{text}token=hunter2") != "" and "hunter2" not in masked_code(f"{text} token=hunter2")

@@ -31,7 +31,7 @@ def test_a_cost_becomes_a_time(until: str, stated: float | None, ranks: int, sec
 
 @pytest.mark.parametrize(
     ("until", "ranks", "remedy"),
-    [("5USD", 1, "write price: 2.5"), ("2kWh", 1, "in USD"), ("2kWh", 2, "in seconds")],
+    [("5USD", 1, "write price: 2.5"), ("2kWh", 1, "seconds or USD"), ("2kWh", 2, "in seconds")],
 )
 def test_what_is_not_known_is_an_error_with_its_remedy(until: str, ranks: int, remedy: str) -> None:
     loaded = from_mapping({**RECIPE, "until": until})

@@ -19,7 +19,7 @@ import trainwright as tw
 from tests import forked
 from trainwright.recorder.hooks import listening
 from trainwright.recorder.probes import Probe
-from trainwright.replay.memory import NOT_ENOUGH_MEMORY, ReplayMemory, _size_of
+from trainwright.replay.memory import NOT_ENOUGH_MEMORY, ReplayMemory, _input_bytes
 from trainwright.replay.replayer import NotReplayable
 from trainwright.runs.records import Examined
 
@@ -124,7 +124,7 @@ def test_what_needs_more_than_there_is_does_not_begin() -> None:
     session = runner._session_of(2)
     runner._memory.require(session, 1.0)
     with pytest.raises(
-        NotReplayable, match=rf"{NOT_ENOUGH_MEMORY}: it takes about [\d,]+ MiB, and [\d,]+ MiB are free"
+        NotReplayable, match=rf"{NOT_ENOUGH_MEMORY}: it needs about [\d,]+ MiB, but [\d,]+ MiB are free"
     ):
         runner._memory.require(session, 1e12, is_capped=False)
 
@@ -134,11 +134,11 @@ def test_an_experiment_takes_twice_as_much_as_the_step_at_most() -> None:
     watch, _ = train(Marking(), 2)
     session = watch.session.runner._session_of(2)
     memory = ReplayMemory()
-    memory._of_size = {_size_of(session.recorded_step): 2**30}
-    memory._asked_at, memory._free = 2, 2**40
+    memory._bytes_by_size = {_input_bytes(session.recorded_step): 2**30}
+    memory._free_step, memory._free = 2, 2**40
     memory.require(session, 1.9)
     with pytest.raises(
-        NotReplayable, match=rf"{NOT_ENOUGH_MEMORY}: it takes about [\d,]+ MiB, and it may take 2,048 MiB"
+        NotReplayable, match=rf"{NOT_ENOUGH_MEMORY}: it needs about [\d,]+ MiB, but its limit is 2,048 MiB"
     ):
         memory.require(session, 4.0)
     memory.require(session, 4.0, is_capped=False)
@@ -176,7 +176,7 @@ class Runner(experiments.ExperimentRunner):
             found = super()._run([name], step)
             if found and "blind" not in found[name]:
                 weights = 3 * sum(p.nbytes for p in model.parameters())
-                step_bytes = weights + self._memory._of_batch(self._session_of(step))
+                step_bytes = weights + self._memory._batch_bytes(self._session_of(step))
                 foretold = step_bytes * EXPERIMENTS[name].memory
                 peaks.append([name, peak_bytes(cpu) - before, held_bytes(cpu) - before, foretold])
             facts |= found

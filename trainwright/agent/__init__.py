@@ -1,1 +1,1 @@
-"""Serves runs to coding agents over the Model Context Protocol: verdicts, evidence and experiments."""
+"""Serves diagnoses, evidence and replays of runs to coding agents over the Model Context Protocol."""

@@ -1,4 +1,4 @@
-"""The types of the answers to agents. ``note`` says that they are data; ``left_out`` counts what the budget removed."""
+"""Types of the answers to agents. ``note`` marks them as data. ``left_out`` counts removed list items by path."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 
-def _short(schema: dict[str, Any]) -> None:
-    """Remove titles and defaults from a schema: an agent reads the schemas of all tools in every session."""
+def _shorten(schema: dict[str, Any]) -> None:
+    """Remove titles and defaults from a schema. Every session of an agent pays tokens for the schemas of all tools."""
     schema.pop("title", None)
     for each in schema.get("properties", {}).values():
         each.pop("title", None)
@@ -16,7 +16,7 @@ def _short(schema: dict[str, Any]) -> None:
 
 
 class AnswerPart(BaseModel):
-    model_config = ConfigDict(json_schema_extra=_short)
+    model_config = ConfigDict(json_schema_extra=_shorten)
 
 
 class Answer(AnswerPart):

@@ -1,4 +1,4 @@
-"""``trainwright agent install``: writes instructions for coding agents into a project, and replaces none silently."""
+"""``trainwright agent install``: writes instructions for coding agents into a project."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainwright.errors import StorageError, UsageError
 from trainwright.runs.json_values import JsonValue
 
 SKILL_PATH = Path(".claude/skills/trainwright/SKILL.md")
-"""Where Claude Code looks for skills; other agents read AGENTS.md."""
+"""Claude Code reads skills from this folder. Other agents read AGENTS.md."""
 AGENTS_PATH = Path("AGENTS.md")
 BEGIN, END = "<!-- trainwright: begin -->", "<!-- trainwright: end -->"
 _SECTION = re.compile(rf"{re.escape(BEGIN)}.*?{re.escape(END)}\n?", re.DOTALL)
@@ -19,7 +19,7 @@ MCP_COMMAND = "trainwright mcp"
 
 @dataclass(frozen=True)
 class Installed:
-    """The files that were written, and those that already held the same text."""
+    """Paths of the files that were written, and of those that already had the same text."""
 
     folder: Path
     written: tuple[str, ...]
@@ -47,7 +47,7 @@ def skill() -> str:
 
 
 def section() -> str:
-    """Return the section of AGENTS.md: the skill without its head, one level deeper."""
+    """Return the section for AGENTS.md: the skill without front matter, its headings one level deeper."""
     body = skill().split("---\n", 2)[2].strip()
     return f"{BEGIN}\n{re.sub('^#', '##', body, flags=re.MULTILINE)}\n{END}\n"
 
@@ -60,14 +60,14 @@ def install(folder: Path, *, replace: bool = False) -> Installed:
         replace: Replace an older or edited version of these texts. The rest of AGENTS.md is never changed.
 
     Raises:
-        UsageError: The folder does not exist; or a text is there already, differs, and ``replace`` is False. Then
-            nothing is written.
+        UsageError: The folder does not exist, or ``replace`` is False and another version of the texts exists.
+            Nothing is written.
         StorageError: A file cannot be written, or is a symbolic link.
     """
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder", remedy="give the root of your project")
-    texts = {SKILL_PATH: skill(), AGENTS_PATH: _with_section(_read(folder / AGENTS_PATH), replace=replace)}
-    before = {path: _read(folder / path) for path in texts}
+        raise UsageError(f"{folder} is not a folder", remedy="give the root of your project")
+    texts = {SKILL_PATH: skill(), AGENTS_PATH: _with_section(_read(folder, AGENTS_PATH), replace=replace)}
+    before = {path: _read(folder, path) for path in texts}
     if before[SKILL_PATH] not in ("", texts[SKILL_PATH]) and not replace:
         raise _refusal(SKILL_PATH)
     written = [path for path, text in texts.items() if text != before[path]]
@@ -81,7 +81,7 @@ def install(folder: Path, *, replace: bool = False) -> Installed:
 
 
 def _with_section(text: str, *, replace: bool) -> str:
-    """Return the text of AGENTS.md with the section. Raises UsageError if it has another version of it."""
+    """Return ``text`` with the section. Raises UsageError if it has another version and ``replace`` is False."""
     found = _SECTION.search(text)
     if found is None:
         return f"{text.rstrip()}\n\n{section()}".lstrip()
@@ -93,13 +93,15 @@ def _with_section(text: str, *, replace: bool) -> str:
 def _refusal(path: Path) -> UsageError:
     return UsageError(
         f"{path} has another version of the instructions",
-        remedy="look at it, then: trainwright agent install --replace",
+        remedy="save your changes elsewhere, then: trainwright agent install --replace",
     )
 
 
-def _read(path: Path) -> str:
-    if path.is_symlink():
-        raise StorageError(f"{path} is a symbolic link", remedy="replace it by a file, or install by hand")
+def _read(folder: Path, inside: Path) -> str:
+    path = folder / inside
+    linked = next((each for each in (path, *list(path.parents)[: len(inside.parts) - 1]) if each.is_symlink()), None)
+    if linked is not None:
+        raise StorageError(f"{linked} is a symbolic link", remedy="replace it by a file or folder, or install by hand")
     try:
         return path.read_text("utf-8") if path.exists() else ""
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""The MCP server: registers the tools, and speaks over stdio or over HTTP on this machine."""
+"""The MCP server: registers the tools and serves them over stdio, or over HTTP on this machine."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from trainwright.agent import answers
 from trainwright.agent.experiments import Experiments
 from trainwright.agent.process import ProcessLimits
 from trainwright.agent.tools import RunTools
-from trainwright.agent.untrusted import DEFAULT_BUDGET_TOKENS, NOTE, answer, as_text, cleaned
+from trainwright.agent.untrusted import DEFAULT_BUDGET_TOKENS, NOTE, answer, as_text, refusal
 from trainwright.doctor.pages import page
-from trainwright.errors import TrainwrightError, UsageError
+from trainwright.errors import UsageError
 from trainwright.report.server.serve import open_listener
-from trainwright.runs.files import UnreadableFile
 from trainwright.version import __version__
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class ServerOptions:
     Args:
         runs: The folder of the runs, or a run.
         code: The folder of the user's code.
-        allow_replay: Also offer the tools that replay recorded steps, which runs the code of a run.
+        allow_replay: Also offer the tools that replay recorded steps. They run the code of a run.
         limits: The limits of each process.
     """
 
@@ -60,11 +59,11 @@ class ServerOptions:
 
 
 def make_server(options: ServerOptions) -> MCPServer[Any]:
-    """Return the server with its tools and resources. Raises UsageError if there is no folder of runs."""
+    """Return the server with its tools and resources. Raises UsageError if a folder does not exist."""
     for folder in (options.runs, options.code):
         if not folder.is_dir():
             raise UsageError(
-                f"{folder} is no folder", remedy="give the folder of the runs, and with --code your code's"
+                f"{folder} is not a folder", remedy="give the folder of the runs, and with --code that of your code"
             )
     server: MCPServer[Any] = MCPServer(
         "trainwright", instructions=INSTRUCTIONS, version=__version__, log_level="ERROR", subscriptions=False
@@ -72,7 +71,7 @@ def make_server(options: ServerOptions) -> MCPServer[Any]:
     logging.getLogger("mcp").setLevel(logging.CRITICAL)  # errors of tools are in their answers
     tools = RunTools(options.runs, options.code)
     experiments = Experiments(tools, options.limits)
-    reading: list[tuple[Callable[..., Mapping[str, object]], type]] = [
+    read_only_tools: list[tuple[Callable[..., Mapping[str, object]], type]] = [
         (tools.list_runs, answers.Runs),
         (tools.diagnose_run, answers.DiagnosisAnswer),
         (tools.finding_evidence, answers.EvidenceAnswer),
@@ -84,68 +83,68 @@ def make_server(options: ServerOptions) -> MCPServer[Any]:
         (tools.compare_runs, answers.ComparisonAnswer),
         (tools.explain_check, answers.PageAnswer),
     ]
-    running: list[tuple[Callable[..., Mapping[str, object]], type]] = [
+    executing_tools: list[tuple[Callable[..., Mapping[str, object]], type]] = [
         (experiments.plan_recipe, answers.OutcomeAnswer),
         (experiments.check_recipe, answers.OutcomeAnswer),
     ]
     if options.allow_replay:
-        running += [
+        executing_tools += [
             (experiments.replay_step, answers.OutcomeAnswer),
             (experiments.run_experiment, answers.OutcomeAnswer),
             (experiments.try_remedy, answers.OutcomeAnswer),
         ]
-    for function, kind in reading:
-        server.tool(annotations=ToolAnnotations(read_only_hint=True))(_tool(function, kind))
-    for function, kind in running:
+    for function, kind in read_only_tools:
+        server.tool(annotations=ToolAnnotations(read_only_hint=True))(_make_tool(function, kind))
+    for function, kind in executing_tools:
         hints = ToolAnnotations(read_only_hint=False, destructive_hint=False, open_world_hint=False)
-        server.tool(annotations=hints)(_tool(function, kind))
+        server.tool(annotations=hints)(_make_tool(function, kind))
     _add_resources(server, tools)
     return server
 
 
-def _tool(function: Callable[..., Mapping[str, object]], kind: type) -> Callable[..., CallToolResult]:
-    """Return a tool: the function with a budget; its answers are cleaned and typed, and its errors have remedies."""
+def _make_tool(function: Callable[..., Mapping[str, object]], kind: type) -> Callable[..., CallToolResult]:
+    """Return the MCP tool of a function. Adds the parameter ``budget``, and cleans answers and error messages."""
 
     @functools.wraps(function)
-    def called(*args: Any, budget: int = DEFAULT_BUDGET_TOKENS, **kwargs: Any) -> CallToolResult:
+    def tool(*args: Any, budget: int = DEFAULT_BUDGET_TOKENS, **kwargs: Any) -> CallToolResult:
         try:
-            whole = answer(function(*args, **kwargs), budget)
-        except (TrainwrightError, OSError, ValueError) as error:
-            raise ToolError(cleaned(str(error))) from None
-        return CallToolResult(content=[TextContent(type="text", text=as_text(whole))], structured_content=whole)
+            result = answer(function(*args, **kwargs), budget)
+        except Exception as error:  # a hostile run; the SDK would send its text as it is
+            raise ToolError(refusal(error)) from None
+        return CallToolResult(content=[TextContent(type="text", text=as_text(result))], structured_content=result)
 
     signature = inspect.signature(function, eval_str=True)
     with_budget = inspect.Parameter(
         "budget", inspect.Parameter.KEYWORD_ONLY, default=DEFAULT_BUDGET_TOKENS, annotation=int
     )
-    called.__signature__ = signature.replace(  # type: ignore[attr-defined]
+    tool.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*signature.parameters.values(), with_budget], return_annotation=Annotated[CallToolResult, kind]
     )
-    called.__doc__ = f"{' '.join((function.__doc__ or '').split())} {_BUDGET_TEXT}"
-    del called.__wrapped__
-    return called
+    tool.__doc__ = f"{' '.join((function.__doc__ or '').split())} {_BUDGET_TEXT}"
+    del tool.__wrapped__
+    return tool
 
 
 def _add_resources(server: MCPServer[Any], tools: RunTools) -> None:
     @server.resource("trainwright://checks/{code}", name="check", mime_type="text/markdown")
     def check_page(code: str) -> str:
-        """The page of a check, by its code."""
+        """The page of the check with this code."""
         try:
             return page(code)
         except UsageError as error:
-            raise ResourceError(cleaned(str(error))) from None
+            raise ResourceError(refusal(error)) from None
 
     @server.resource("trainwright://runs/{run}/{file}", name="run_file", mime_type="text/plain")
     def run_file(run: str, file: str) -> str:
-        """The end of a text file of a run folder, by its name: recipe.yaml, plan.json, log.jsonl."""
+        """The end of a text file of a run folder, such as recipe.yaml, plan.json or log.jsonl."""
         try:
             return f"{NOTE}\n\n{tools.read_file(run, file)}"
-        except (UsageError, UnreadableFile, OSError) as error:
-            raise ResourceError(cleaned(str(error))) from None
+        except Exception as error:
+            raise ResourceError(refusal(error)) from None
 
 
 def serve_stdio(options: ServerOptions) -> None:
-    """Serve one agent over stdin and stdout until it closes them."""
+    """Serve one agent over stdin and stdout until they are closed."""
     make_server(options).run("stdio")
 
 
@@ -159,7 +158,7 @@ def serve_http(options: ServerOptions, port: int | None, say: Callable[[str], No
 
 
 def http_server(options: ServerOptions, token: str) -> Server:
-    """Return the HTTP server; requests without the token are refused."""
+    """Return the HTTP server. It refuses requests without the token."""
     import uvicorn
 
     app = TokenGuard(make_server(options).streamable_http_app(json_response=True, stateless_http=True), token)
@@ -171,16 +170,16 @@ def http_server(options: ServerOptions, token: str) -> Server:
 
 
 class TokenGuard:
-    """Accepts requests with the token only. The SDK refuses foreign host names and origins."""
+    """ASGI middleware that refuses requests without the token. The SDK refuses foreign host names and origins."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._expected = app, f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            given = Headers(scope=scope).get("authorization", "").encode()
-            if not hmac.compare_digest(given, self._expected):
-                refusal = PlainTextResponse("give the token that `trainwright mcp --http` has printed", 401)
+        if scope["type"] != "lifespan":
+            received = Headers(scope=scope).get("authorization", "").encode()
+            if not hmac.compare_digest(received, self._expected):
+                refusal = PlainTextResponse("send the header that `trainwright mcp --http` has printed", 401)
                 await refusal(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""The read-only tools for agents. Each calls the function behind a command, and returns its result as plain values."""
+"""The read-only tools for agents. Each calls the function behind a command and returns plain values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RunTools:
 
     Args:
         runs: The folder of the runs, or a run.
-        code: The folder of the user's code, in which the lines of findings are looked up.
+        code: The folder of the user's code, from which source lines are read.
     """
 
     def __init__(self, runs: Path, code: Path) -> None:
@@ -48,13 +48,23 @@ class RunTools:
         self._shelf = RunShelf([runs])
 
     def folder(self, run: str) -> RunFolder:
-        """Return the run with this name. Raises UsageError for anything else, such as a path."""
-        known = {cleaned(name, MAX_KEY_CHARS): path for name, path in self._shelf.runs().items()}
+        """Return the run with this name. Raises UsageError for any other text, such as a path."""
+        known: dict[str, Path] = {}
+        for name, path in sorted(
+            self._shelf.runs().items(), key=lambda each: cleaned(each[0], MAX_KEY_CHARS) != each[0]
+        ):
+            known.setdefault(cleaned(name, MAX_KEY_CHARS), path)  # a name with hidden characters replaces no other one
         if run not in known:
             raise UsageError(
-                f"there is no run {run[:MAX_KEY_CHARS]!r}", remedy="name one of list_runs; paths are refused"
+                f"there is no run {run[:MAX_KEY_CHARS]!r}", remedy="use a name from list_runs; paths are refused"
             )
         return RunFolder.open(known[run])
+
+    def is_of_run(self, path: Path) -> bool:
+        """Return True if a path is in the folder of the runs; if that holds the code as well, if it is in a run."""
+        runs = self.root.resolve()
+        folders = self._shelf.runs().values() if self.code.resolve().is_relative_to(runs) else (runs,)
+        return any(path.resolve().is_relative_to(each.resolve()) for each in folders)
 
     def _name(self, path: Path) -> str:
         return cleaned(readable(path.name), MAX_KEY_CHARS)
@@ -81,7 +91,8 @@ class RunTools:
         return {"runs": found[: max(1, limit)], "total": len(found)}
 
     def diagnose_run(self, run: str) -> dict[str, object]:
-        """State, verdict and findings of a run, the first cause first: what, where (code line), why, and what to do."""
+        """State, verdict and findings of a run, the first cause first: what is wrong, the code line, the cause, the
+        remedy."""
         folder = self.folder(run)
         report = diagnosis_of(folder)
         records = self._records(folder)
@@ -92,19 +103,19 @@ class RunTools:
             "state": report.state,
             "step": report.step,
             "verdict": report.verdict.sentence,
-            "findings": [_line(each, records) for each in findings],
+            "findings": [_finding_values(each, records) for each in findings],
             "calls": _calls(calls_of(records, findings[0])) if findings else [],
             "not_examined": [*experiments, *(why for why, _ in report.examination.blind)],
-            "replay": _replayable(folder),
+            "replay": _replayable_steps(folder),
         }
 
     def finding_evidence(self, run: str, code: str = "") -> dict[str, object]:
-        """Evidence for one finding (code: as in diagnose_run; default the first): expected and seen values, recorded
-        steps around it, the lines of code, what was tried."""
+        """Evidence for one finding: expected and seen values, recorded steps around it, source lines, and what was
+        tried. code: as in diagnose_run; default: the first finding."""
         folder = self.folder(run)
         pack = evidence_of(folder, code or None, code_root=self.code)
         return {
-            "finding": _line(pack.found, self._records(folder)),
+            "finding": _finding_values(pack.found, self._records(folder)),
             "expected_and_seen": [
                 [
                     each.measure,
@@ -122,7 +133,8 @@ class RunTools:
         }
 
     def source_lines(self, run: str, code: str = "", line: str = "") -> dict[str, object]:
-        """The source lines that a finding points at (default: the first one), or those around line: train.py:44."""
+        """The source lines that a finding names (default: the first finding), or those around line, such as
+        train.py:44."""
         folder = self.folder(run)
         records = self._records(folder)
         calls: Sequence[tuple[str, str]] = ()
@@ -132,29 +144,30 @@ class RunTools:
             calls = calls_of(records, found)
             lines = lines_named(found, calls)
         excerpt = excerpt_of(lines, self.code, began_s=records[0].time_s if records else None)
-        why = "" if excerpt else "the run names no line of a Python file for it"
+        why = "" if excerpt else "the run names no line of a Python file for this finding"
         return {**_excerpt(excerpt), "calls": _calls(calls), "why": why}
 
     def get_series(
         self, run: str, metric: str = "", points: int = 40, first_step: int = 0, last_step: int = 2**53
     ) -> dict[str, object]:
-        """A metric over steps as [step, value], downsampled with peaks kept. Without metric: the names of all."""
+        """A metric over steps as [step, value]. Downsampling keeps minima and maxima. Without metric: the names of all
+        metrics."""
         view = RunView.read(self.folder(run).path)
-        series = dict(_series(view))
+        series = dict(_metric_series(view))
         if metric not in series:
             names = [cleaned(name, MAX_KEY_CHARS) for name in series]
             if metric:
-                raise UsageError(f"there is no metric {metric!r}", remedy=f"known are: {', '.join(names[:40])}")
+                raise UsageError(f"there is no metric {metric!r}", remedy=f"known metrics: {', '.join(names[:40])}")
             return {"metrics": names}
         steps, values = series[metric]
         wanted = (steps >= first_step) & (steps <= last_step) & ~np.isnan(values)
-        thin = _thinned(steps[wanted], values[wanted], min(max(points, 4), MAX_POINTS))
+        thin = _downsample(steps[wanted], values[wanted], min(max(points, 4), MAX_POINTS))
         shown = [[int(step), value if np.isfinite(value) else "not finite"] for step, value in thin]
         return {"metric": metric, "count": int(wanted.sum()), "points": shown}
 
     def layer_statistics(self, run: str, step: int = 0, top: int = 12) -> dict[str, object]:
-        """Statistics by layer of the newest step (or the recorded one nearest to step): the layers with the most
-        unusual gradients first."""
+        """Statistics by layer at the newest recorded step, or at the one nearest to step. Layers whose gradient norm
+        differs most from the median come first."""
         records = self._records(self.folder(run), Layers, OutputGrads)
         layers = [each for each in records if isinstance(each, Layers)]
         if not layers or not any(each.grad_norm for each in layers):
@@ -166,31 +179,31 @@ class RunTools:
         layers = [each for each in layers if each.grad_norm]
         chosen = min(layers, key=lambda each: abs(each.step - step)) if step else layers[-1]
         columns = ("grad_norm", "update_ratio", "act_mean", "act_std", "act_max")
-        there = [name for name in columns if len(getattr(chosen, name)) == len(names)]
-        if "grad_norm" not in there:
+        recorded = [name for name in columns if len(getattr(chosen, name)) == len(names)]
+        if "grad_norm" not in recorded:
             raise UsageError("the statistics by layer are damaged", remedy="read measurements")
-        rows = [[name, *(getattr(chosen, each)[index] for each in there)] for index, name in enumerate(names)]
+        rows = [[name, *(getattr(chosen, each)[index] for each in recorded)] for index, name in enumerate(names)]
         logs = np.log(np.maximum(np.nan_to_num([float(row[1]) for row in rows]), 1e-30))
         order: list[int] = np.argsort(-np.abs(logs - np.median(logs)), kind="stable").tolist() if rows else []
         shown = [rows[index] for index in order[: max(1, top)]]
         steps = [each.step for each in layers]
-        return {"step": chosen.step, "columns": ["layer", *there], "layers": shown, "steps": [steps[0], steps[-1]]}
+        return {"step": chosen.step, "columns": ["layer", *recorded], "layers": shown, "steps": [steps[0], steps[-1]]}
 
     def measurements(self, run: str, experiment: str = "", step: int = 0) -> dict[str, object]:
-        """What the doctor measured: the values of one experiment at its newest step (or at step). Without experiment:
-        the names, with their steps."""
+        """Measurements of the doctor: the values of one experiment at its newest step, or at the one nearest to step.
+        Without experiment: the names, with their first and last step."""
         records = [each for each in self._records(self.folder(run)) if isinstance(each, Examined)]
-        of_it = [each for each in records if each.experiment == experiment]
-        if not of_it:
+        matching = [each for each in records if each.experiment == experiment]
+        if not matching:
             steps: dict[str, list[int]] = {}
             for each in records:
                 steps.setdefault(each.experiment, []).append(each.step)
             return {"experiments": {name: [found[0], found[-1]] for name, found in sorted(steps.items())}}
-        chosen = min(of_it, key=lambda each: abs(each.step - step)) if step else of_it[-1]
+        chosen = min(matching, key=lambda each: abs(each.step - step)) if step else matching[-1]
         return {"experiment": experiment, "step": chosen.step, "values": chosen.values}
 
     def get_setup(self, run: str, part: str = "") -> dict[str, object]:
-        """The setup of a run: part is recipe, plan, provenance, or empty for recipe and environment in short."""
+        """The setup of a run: part is recipe, plan or provenance; default: the recipe and the main versions."""
         view = RunView.read(self.folder(run).path)
         parts: dict[str, Mapping[str, Any]] = {"recipe": view.recipe, "plan": view.plan, "provenance": view.provenance}
         if part in parts:
@@ -199,16 +212,16 @@ class RunTools:
         return {"recipe": recipe, "provenance": dict(environment_of(view))}
 
     def compare_runs(self, runs: list[str]) -> dict[str, object]:
-        """Compare two runs or more with the first: differences of recipe, plan and provenance, the first step at which
-        they part, results."""
+        """Compare two or more runs: differences of recipe, plan and provenance, the first step whose results differ,
+        and the outcomes."""
         if len(runs) < 2:
-            raise UsageError("compare_runs needs two runs or more", remedy="name them as list_runs does")
-        made = RunComparison.of([RunView.read(self.folder(run).path) for run in runs])
+            raise UsageError("compare_runs needs two runs or more", remedy="use names from list_runs")
+        comparison = RunComparison.of([RunView.read(self.folder(run).path) for run in runs])
         return {
             "runs": runs,
-            "recipe": _differences(made.recipe),
-            "first_difference": list(made.parted),
-            "provenance": _differences(made.provenance),
+            "recipe": _differences(comparison.recipe),
+            "first_difference": list(comparison.parted),
+            "provenance": _differences(comparison.provenance),
             "outcomes": [
                 {
                     "run": each.name,
@@ -220,13 +233,13 @@ class RunTools:
                     "best": each.best,
                     "findings": list(each.findings),
                 }
-                for each in made.outcomes
+                for each in comparison.outcomes
             ],
-            "plan": _differences(made.plan),
+            "plan": _differences(comparison.plan),
         }
 
     def explain_check(self, code: str = "") -> dict[str, object]:
-        """The page of a check: what it finds, how, usual causes, fix. Without code, or with a topic: the codes."""
+        """The page of a check: what it detects, how, usual causes, fix. Without code, or with a topic: the codes."""
         return {"code": code, "page": page(code)}
 
     def read_file(self, run: str, file: str) -> str:
@@ -247,7 +260,7 @@ def _calls(calls: Sequence[tuple[str, str]]) -> list[str]:
     return list(dict.fromkeys(f"{kind} {line}" for kind, line in calls))
 
 
-def _line(found: Found, records: Sequence[Record]) -> dict[str, object]:
+def _finding_values(found: Found, records: Sequence[Record]) -> dict[str, object]:
     likely = line_of_stage(found, calls_of(records, found))
     return {
         "code": found.code,
@@ -270,8 +283,8 @@ def _line(found: Found, records: Sequence[Record]) -> dict[str, object]:
     }
 
 
-def _replayable(folder: RunFolder) -> str:
-    """Return which steps can be replayed, and what that needs."""
+def _replayable_steps(folder: RunFolder) -> str:
+    """Return a text on the steps that can be replayed, and on what a replay needs."""
     if can_be_trained_again(folder.path):
         return "any step"
     steps: list[int] = []
@@ -282,7 +295,7 @@ def _replayable(folder: RunFolder) -> str:
             continue
     if steps:
         return f"steps {', '.join(map(str, steps[-8:]))}, with model=FILE.py:FUNCTION that builds the model"
-    return "no step: the run kept none"
+    return "no step: the run saved none"
 
 
 def _excerpt(excerpt: Excerpt | None) -> dict[str, object]:
@@ -301,8 +314,8 @@ def _differences(found: Sequence[Difference] | None) -> dict[str, list[str]] | s
 Points = tuple[np.ndarray[Any, np.dtype[np.float64]], np.ndarray[Any, np.dtype[np.float64]]]
 
 
-def _series(view: RunView) -> Iterator[tuple[str, Points]]:
-    """Yield every metric of a run: its name, steps and values. Infinity: not finite."""
+def _metric_series(view: RunView) -> Iterator[tuple[str, Points]]:
+    """Yield (name, (steps, values)) of every metric of a run. A value that is not finite is infinity."""
     rows = view.log.rows
     for name in COLUMNS:
         if name not in _HIDDEN_METRICS and np.isfinite(column(rows, name)).any():
@@ -319,10 +332,10 @@ def _series(view: RunView) -> Iterator[tuple[str, Points]]:
         yield "validation.loss", (steps, losses)
 
 
-def _thinned(
+def _downsample(
     steps: np.ndarray[Any, np.dtype[np.float64]], values: np.ndarray[Any, np.dtype[np.float64]], points: int
 ) -> list[tuple[float, float]]:
-    """Return about ``points`` points: the least, the greatest and a non-finite value of equal spans of steps."""
+    """Return about ``points`` points: the minimum, the maximum and a non-finite value of each interval of steps."""
     rows = np.full((len(steps), len(COLUMNS)), np.nan)
     column(rows, "step")[:] = steps
     column(rows, "loss")[:] = np.where(np.isfinite(values), values, np.inf)

@@ -1,4 +1,4 @@
-"""Weights that are not trained: one file on disk for all checkpoints of a run, such as the base model of adapters."""
+"""Stores weights that are not trained, such as the base model of adapters, once for all checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from trainwright.errors import CheckpointError
 
 
 def frozen_part(model: Mapping[str, Tensor], trained: Collection[str]) -> dict[str, Tensor]:
-    """Return the tensors that are not trained, if they are larger than the others; else none.
+    """Return the tensors that are not trained if they are more than half of the bytes of the model; else {}.
 
-    The buffers of a model that is trained completely, such as the statistics of BatchNorm, are smaller.
+    The buffers of a fully trained model, such as BatchNorm statistics, stay in the checkpoint.
     """
     frozen = {name: each for name, each in model.items() if name not in trained}
     return frozen if trained and 2 * num_bytes(frozen) > num_bytes(model) else {}
 
 
 def write_frozen(frozen: Mapping[str, Tensor], folder: Path, others: Iterable[Path]) -> str:
-    """Write frozen.safetensors into ``folder``, or link that of another checkpoint with the same content.
+    """Write frozen.safetensors into ``folder``, or a hard link to that of another checkpoint with the same content.
 
-    The content is compared by its hash, so weights that change without being trained are written again. A linked file
-    is read once to find damage. Returns the hash.
+    Hashes of the content are compared, so weights that change without being trained are written again. A linked file is
+    read once to detect damage. Returns the hash.
     """
     digest = _digest(frozen)
     for other in others:
-        with suppress(CheckpointError, OSError):  # damaged, just deleted, or a file system without links
+        with suppress(CheckpointError, OSError):  # damaged, just deleted, or a file system without hard links
             manifest = read_manifest(other)
             if manifest.get("frozen") != digest:
                 continue

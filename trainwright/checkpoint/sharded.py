@@ -1,8 +1,8 @@
-"""Saving a state that ranks divide: each rank writes its own part, and the first rank commits all of them.
+"""Saves a state that is sharded over ranks: each rank writes its part, and the first rank commits the checkpoint.
 
 checkpoints/step-00000400/
     model-00000.safetensors   the parts of the weights that rank 0 wrote, by the names of the tensors
-    rest-00000.safetensors    the same of optimizer, averages and random generators; further files of each other rank
+    rest-00000.safetensors    the parts of optimizer, averages and random generators; every rank writes two such files
     shards.json               the parts of each tensor: file, offset and shape
     state.json, manifest.json as in a checkpoint of one process
 
@@ -46,9 +46,9 @@ from trainwright.runs.system_calls import fsync
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
-_SHARED_FOLDER = "ranks that divide the model write into one folder: use one that all of their machines share"
-_REPLICATED = "optimizer.state."
-"""Prefix of tensors outside of the model that are equal on all ranks that have them."""
+_SHARED_FOLDER = "all ranks of a sharded model write into one folder: use a folder that all machines share"
+_OPTIMIZER_PREFIX = "optimizer.state."
+"""Prefix of the names of optimizer tensors, which are equal on all ranks that have them."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class SavedPart:
     Attributes:
         step: Number of completed steps.
         draft: Folder in which the ranks write.
-        tensors: Live tensors of this rank, later copies on the host.
+        tensors: Tensors of this rank: first the live ones, later copies on the host.
         trained: Names of trained weights.
-        values: state.json; only on the first rank.
-        index: shards.json; only on the first rank.
+        values: Content of state.json; empty on other ranks than the first.
+        index: Content of shards.json; empty on other ranks than the first.
     """
 
     step: int
@@ -74,7 +74,7 @@ class SavedPart:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank can write. ``single`` are names of tensors that only the first rank that offers them writes."""
+    """The tensors that a rank can write. Of the ranks that offer a name in ``single``, only the first one writes it."""
 
     plan: SavePlan
     single: frozenset[str]
@@ -84,7 +84,7 @@ class _Offer:
 
 @dataclass(frozen=True)
 class _Task:
-    """What a rank must write, and where. ``trained`` are the names of trained weights among them."""
+    """The tensors that a rank must write, and the folder. ``trained`` are the names of trained weights among them."""
 
     draft: Path
     names: tuple[TensorName, ...]
@@ -93,7 +93,7 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The tasks of all ranks, and what only the first rank writes."""
+    """The tasks of all ranks, and the content of the files that only the first rank writes."""
 
     tasks: Sequence[_Task]
     values: Mapping[str, Tree]
@@ -109,11 +109,11 @@ class _Written:
 
 
 class ShardedSave:
-    """Saves of a state that the ranks of ``world`` divide. Each rank has one, and calls its methods with the others.
+    """Saves a state that is sharded over the ranks of ``world``. All ranks must call each method together.
 
     Args:
         world: All ranks.
-        has_values: True on one rank of each pipeline stage: those whose values and undivided tensors are saved.
+        has_values: True on one rank of each pipeline stage. Its values and unsharded tensors are saved.
     """
 
     def __init__(self, world: Ranks, *, has_values: bool) -> None:
@@ -121,16 +121,16 @@ class ShardedSave:
         self._writers: Ranks | None = None
 
     def tensors(self, state: TrainState) -> dict[TensorName, Tensor]:
-        """Return the tensors of this rank that a save may copy."""
+        """Return the local tensors of this rank."""
         return {name: local(tensor) for name, tensor in encoded_parts(state)[0].items()}
 
     def capture(
         self, state: TrainState, folder: Path, run: str, run_metadata: Mapping[str, Tree], guard: Callable[[], None]
     ) -> SavedPart:
-        """Return the part of the state that this rank writes: the live tensors.
+        """Return the part of the state that this rank writes, with live tensors.
 
-        The first rank calls ``guard``, and makes the folder of the draft. Raises the same error on every rank if one
-        of them failed.
+        The first rank calls ``guard`` and makes the draft folder. If it fails, or another rank does, every rank raises
+        the same error.
         """
         if self._writers is None:
             self._writers = self._world.again()
@@ -140,14 +140,16 @@ class ShardedSave:
         try:
             offer, live = self._offer(state)
         except Exception as caught:
-            error = _brief_error(caught)
+            error = _sendable_error(caught)
         offers = self._world.to_first((offer, error))
         plan: _Plan | TrainwrightError | None = None
         if offers is not None:
             try:
-                plan = _planned([_require(*each) for each in offers], state.step, folder, run, run_metadata, guard)
+                plan = _plan_save(
+                    [_offer_or_raise(*each) for each in offers], state.step, folder, run, run_metadata, guard
+                )
             except Exception as caught:
-                plan = _brief_error(caught)
+                plan = _sendable_error(caught)
         size = self._world.size
         tasks: Sequence[_Task | TrainwrightError] | None = None
         if plan is not None:
@@ -156,8 +158,8 @@ class ShardedSave:
         if isinstance(task, TrainwrightError):
             raise task
         values, index = (plan.values, plan.index) if isinstance(plan, _Plan) else ({}, {})
-        own = {name: live[name] for name in task.names}
-        return SavedPart(state.step, task.draft, own, task.trained, values, index)
+        tensors = {name: live[name] for name in task.names}
+        return SavedPart(state.step, task.draft, tensors, task.trained, values, index)
 
     def _offer(self, state: TrainState) -> tuple[_Offer, dict[TensorName, Tensor]]:
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -166,19 +168,19 @@ class ShardedSave:
         replicas = {name for name, each in tensors.items() if is_divided(each) or _is_replicated(name, each)}
         offered = {name: each for name, each in tensors.items() if self._has_values or name in replicas}
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner({_joined(name): each for name, each in offered.items()})
+        planner.set_up_planner({_key_of(name): each for name, each in offered.items()})
         plan = planner.create_local_plan()
         items = [item for item in plan.items if not _is_empty(_data_of(item))]
-        single = frozenset(_joined(name) for name in offered if name not in replicas)
+        single = frozenset(_key_of(name) for name in offered if name not in replicas)
         values_to_send = values if self._has_values else None
         offer = _Offer(replace(plan, items=items), single, values_to_send, trained_names(state.model))
         return offer, {name: local(each) for name, each in offered.items()}
 
     def write(self, part: SavedPart, folder: Path, best: Best | None = None, run: str = "") -> tuple[Path, int] | None:
-        """Write this rank's files, wait for those of the others, and commit the checkpoint on the first rank.
+        """Write the files of this rank. On the first rank, also wait for the other ranks and commit the checkpoint.
 
-        Returns its path and size on the first rank. May run in a thread. If any process is killed at any time, either
-        the complete checkpoint or none exists.
+        Returns the path and the size in bytes on the first rank, None on others. May run in a thread. If a process is
+        killed at any time, either the complete checkpoint exists or none.
 
         Raises:
             StorageError: On the first rank, if a rank could not write.
@@ -186,7 +188,7 @@ class ShardedSave:
             RankError: Another rank was lost.
         """
         assert self._writers is not None
-        written = self._writers.to_first(_write_own(part, self._world.rank))
+        written = self._writers.to_first(_write_part(part, self._world.rank))
         if written is None:
             return None
         with storage_errors(part.draft):
@@ -202,25 +204,25 @@ class ShardedSave:
 
 
 def _data_of(item: WriteItem) -> TensorWriteData:
-    """Return the description of a tensor in a plan, which has no other objects."""
+    """Return the tensor data of an item. Plans of this module contain only tensors."""
     assert item.tensor_data is not None
     return item.tensor_data
 
 
 def _is_empty(data: TensorWriteData) -> bool:
-    """Return True if this rank has no element of a tensor that has some."""
+    """Return True if this rank has no element of a tensor that is not empty."""
     return data.chunk.sizes.numel() == 0 < data.size.numel()
 
 
 def _is_replicated(name: TensorName, tensor: Tensor) -> bool:
     part, path = name
-    return isinstance(tensor, nn.Parameter) if part == "model" else path.startswith(_REPLICATED)
+    return isinstance(tensor, nn.Parameter) if part == "model" else path.startswith(_OPTIMIZER_PREFIX)
 
 
-def _planned(
+def _plan_save(
     offers: Sequence[_Offer], step: int, folder: Path, run: str, metadata: Mapping[str, Tree], guard: Callable[[], None]
 ) -> _Plan:
-    """Return what each rank writes, after making the folder for it."""
+    """Make the draft folder, and return what each rank must write."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     taken: set[str] = set()
@@ -236,7 +238,7 @@ def _planned(
     num_bytes = 0
     for rank, plan in enumerate(final):
         for item in plan.items:
-            part, name = _parted(item.index.fqn)
+            part, name = _name_of_key(item.index.fqn)
             data = _data_of(item)
             dtype = str(data.properties.dtype).removeprefix("torch.")
             entry = index[part].setdefault(name, {"dtype": dtype, "shape": [*data.size], "parts": []})
@@ -250,12 +252,12 @@ def _planned(
     trained = {name for offer in offers for name in offer.trained}
     tasks = []
     for plan in final:
-        names = tuple(_parted(item.index.fqn) for item in plan.items)
+        names = tuple(_name_of_key(item.index.fqn) for item in plan.items)
         tasks.append(_Task(draft.absolute(), names, frozenset(trained.intersection(name for _, name in names))))
     return _Plan(tasks, {**values, "metadata": metadata}, index)
 
 
-def _write_own(part: SavedPart, rank: int) -> _Written:
+def _write_part(part: SavedPart, rank: int) -> _Written:
     data: CheckpointData = data_of(part.step, part.tensors, {}, part.trained)
     try:
         require_finite(data)
@@ -269,10 +271,10 @@ def _write_own(part: SavedPart, rank: int) -> _Written:
         fsync(part.draft)
         return _Written(files)
     except FileNotFoundError as error:
-        what = f"rank {rank} does not find the folder of the first rank, {part.draft}: {error.strerror}"
+        what = f"rank {rank} cannot find {part.draft}, the folder of the first rank: {error.strerror}"
         return _Written({}, StorageError(what, remedy=_SHARED_FOLDER))
     except Exception as error:
-        return _Written({}, _brief_error(error, f"rank {rank} could not write its part: "))
+        return _Written({}, _sendable_error(error, f"rank {rank} could not write its files: "))
 
 
 def _require_files(draft: Path, files: Mapping[str, FileEntry]) -> None:
@@ -280,18 +282,21 @@ def _require_files(draft: Path, files: Mapping[str, FileEntry]) -> None:
     for name, entry in files.items():
         path = draft / name
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
-            raise StorageError(f"{path}, which another rank has written, is not here", remedy=_SHARED_FOLDER)
+            raise StorageError(
+                f"{path}, which another rank has written, is missing or has another size on the first rank",
+                remedy=_SHARED_FOLDER,
+            )
 
 
-def _require(offer: _Offer | None, error: TrainwrightError | None) -> _Offer:
+def _offer_or_raise(offer: _Offer | None, error: TrainwrightError | None) -> _Offer:
     if error is not None:
         raise error
     assert offer is not None
     return offer
 
 
-def _brief_error(error: Exception, start: str = "") -> TrainwrightError:
-    """Return an error that can be sent to other ranks."""
+def _sendable_error(error: Exception, start: str = "") -> TrainwrightError:
+    """Return the error as one that can be sent to other ranks: without traceback, and short."""
     if isinstance(error, TrainwrightError):
         kind = StorageError if isinstance(error, StorageError) else CheckpointError
         return kind(error.message, remedy=error.remedy)
@@ -300,11 +305,11 @@ def _brief_error(error: Exception, start: str = "") -> TrainwrightError:
     return kind(f"{start}{' '.join(text_of(error).split())[:400]}", remedy=f"{remedy}; older checkpoints are intact")
 
 
-def _joined(name: TensorName) -> str:
+def _key_of(name: TensorName) -> str:
     return "/".join(name)
 
 
-def _parted(joined: str) -> TensorName:
+def _name_of_key(joined: str) -> TensorName:
     part, _, name = joined.partition("/")
     return part, name
 

@@ -1,9 +1,10 @@
-"""Tensors of a checkpoint whose parts several ranks wrote. A rank reads only the bytes of its own part."""
+"""Tensors of a sharded checkpoint. Each rank reads only the bytes that it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor
 
 Box: TypeAlias = Sequence[tuple[int, int]]
-"""Begin and length of a part of a tensor in each dimension."""
+"""Offset and length of a part of a tensor in each dimension."""
+MAX_IRREGULAR_PARTS = 2000
+"""Maximum number of parts that form no grid, because each pair of them is compared."""
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A part of a tensor: all of the entry of that name in a file."""
+    """A part of a tensor. ``file`` has it under the name of the tensor; ``box`` is its place in the full tensor."""
 
     file: Path
     box: Box
@@ -24,7 +27,7 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor whose parts are in several files. Nothing is read before ``read`` or ``whole`` is called."""
+    """A tensor whose parts are in several files. Only ``read`` and ``whole`` read from them."""
 
     name: str
     dtype: torch.dtype
@@ -33,31 +36,48 @@ class StoredTensor:
     open: Callable[[Path], Any]
 
     def read(self, box: Box) -> Tensor:
-        """Return a part of the tensor. Reads no other bytes."""
+        """Read a part of the tensor, and no other bytes. Raises ValueError if a file has another dtype."""
         out = torch.empty([length for _, length in box], dtype=self.dtype, device="cpu")
         for part in self.parts:
-            shared = [
+            overlap = [
                 (max(begin, start), min(begin + length, start + size))
                 for (begin, length), (start, size) in zip(box, part.box, strict=True)
             ]
-            if any(begin >= end for begin, end in shared):
+            if any(begin >= end for begin, end in overlap):
                 continue
-            into = tuple(slice(b - begin, e - begin) for (b, e), (begin, _) in zip(shared, box, strict=True))
-            from_ = tuple(slice(b - start, e - start) for (b, e), (start, _) in zip(shared, part.box, strict=True))
+            target = tuple(slice(b - begin, e - begin) for (b, e), (begin, _) in zip(overlap, box, strict=True))
+            source = tuple(slice(b - start, e - start) for (b, e), (start, _) in zip(overlap, part.box, strict=True))
             file = self.open(part.file)
-            read = file.get_slice(self.name)[from_] if from_ else file.get_tensor(self.name)
+            stored = file.get_slice(self.name)
+            if [*stored.get_shape()] != [length for _, length in part.box]:  # torch would broadcast a smaller one
+                raise ValueError(
+                    f"{self.name} has the shape {stored.get_shape()} in {part.file.name}, not in shards.json"
+                )
+            read = stored[source] if source else file.get_tensor(self.name)
             if read.dtype != self.dtype:
-                raise ValueError(f"{self.name} is {read.dtype} in {part.file.name}, and {self.dtype} in shards.json")
-            out[into] = read
+                raise ValueError(f"{self.name} is {read.dtype} in {part.file.name}, but {self.dtype} in shards.json")
+            out[target] = read
         return out
 
     def whole(self) -> Tensor:
-        """Return the full tensor."""
+        """Read the full tensor."""
         return self.read([(0, size) for size in self.shape])
 
 
+def do_overlap(parts: Sequence[TensorPart]) -> bool:
+    """Return True if parts of one tensor overlap."""
+    boxes = {tuple(part.box) for part in parts if all(length for _, length in part.box)}
+    axes = [sorted(set(axis)) for axis in zip(*boxes)]
+    if all(begin + length <= after for axis in axes for (begin, length), (after, _) in pairwise(axis)):
+        return len(boxes) < sum(all(length for _, length in part.box) for part in parts)  # a grid, as torch divides
+    return len(boxes) > MAX_IRREGULAR_PARTS or any(
+        all(max(b, c) < min(b + m, c + n) for (b, m), (c, n) in zip(one, other))
+        for one, other in combinations(boxes, 2)
+    )
+
+
 def read_whole(tree: Any) -> Any:
-    """Return a decoded tree in which every stored tensor has been read in full."""
+    """Return the tree with every StoredTensor replaced by the full tensor."""
     if isinstance(tree, StoredTensor):
         return tree.whole()
     if isinstance(tree, Mapping):

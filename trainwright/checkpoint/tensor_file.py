@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trainwright.checkpoint.manifest import FROZEN, invalid_content
-from trainwright.checkpoint.stored import StoredTensor, TensorPart
+from trainwright.checkpoint.manifest import FROZEN, invalid_content, read_manifest
+from trainwright.checkpoint.stored import StoredTensor, TensorPart, do_overlap
 from trainwright.runs.files import STATE, read_json
 
 SHARDS = "shards.json"
@@ -68,12 +68,15 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 def open_tensors(checkpoint: Path, part: str) -> Mapping[str, Tensor | StoredTensor]:
     """Return the tensors of "model" or "rest" by name: memory-mapped, or read when needed.
 
+    Only files that the manifest lists are opened: ``verify`` has seen no others.
+
     Raises CheckpointError for a file without safetensors, and other errors for an invalid shards.json.
     """
-    if (checkpoint / SHARDS).exists():
-        return _stored(checkpoint, part)
+    listed = read_manifest(checkpoint)["files"]
+    if SHARDS in listed:
+        return _stored(checkpoint, part, listed)
     files = [checkpoint / f"{part}.safetensors"]
-    if part == "model" and (checkpoint / FROZEN).exists():
+    if part == "model" and FROZEN in listed:
         files.append(checkpoint / FROZEN)
     found: dict[str, Tensor] = {}
     for file in files:
@@ -84,7 +87,7 @@ def open_tensors(checkpoint: Path, part: str) -> Mapping[str, Tensor | StoredTen
     return found
 
 
-def _stored(checkpoint: Path, part: str) -> dict[str, Tensor | StoredTensor]:
+def _stored(checkpoint: Path, part: str, listed: Collection[str]) -> dict[str, Tensor | StoredTensor]:
     @cache
     def opened(file: Path) -> Any:
         try:
@@ -94,7 +97,7 @@ def _stored(checkpoint: Path, part: str) -> dict[str, Tensor | StoredTensor]:
 
     found: dict[str, Tensor | StoredTensor] = {}
     for name, entry in read_json(checkpoint / SHARDS, STATE, follow_links=True)[part].items():
-        parts = tuple(_part(checkpoint, each) for each in entry["parts"])
+        parts = tuple(_part(checkpoint, each, listed) for each in entry["parts"])
         dtype = getattr(torch, entry["dtype"])
         shape = torch.Size(entry["shape"])
         if not isinstance(dtype, torch.dtype):
@@ -107,11 +110,13 @@ def _stored(checkpoint: Path, part: str) -> dict[str, Tensor | StoredTensor]:
                 raise ValueError(f"{SHARDS}: a part of {name} is not inside of its shape {tuple(shape)}")
         if sum(math.prod(length for _, length in each.box) for each in parts) != shape.numel():
             raise ValueError(f"{SHARDS}: the parts of {name} are not all of its shape {tuple(shape)}")
+        if do_overlap(parts):
+            raise ValueError(f"{SHARDS}: parts of {name} overlap")
         found[name] = StoredTensor(name, dtype, shape, parts, opened)
     return found
 
 
-def _part(checkpoint: Path, entry: Mapping[str, Any]) -> TensorPart:
-    if Path(entry["file"]).name != entry["file"]:
-        raise ValueError(f"{SHARDS}: {entry['file']!r} is outside of the checkpoint")
+def _part(checkpoint: Path, entry: Mapping[str, Any], listed: Collection[str]) -> TensorPart:
+    if entry["file"] not in listed:
+        raise ValueError(f"{SHARDS}: {entry['file']!r} is not in the manifest")
     return TensorPart(checkpoint / entry["file"], tuple(zip(entry["offset"], entry["shape"], strict=True)))

@@ -21,7 +21,9 @@ def mcp(
     ] = None,
     allow_replay: Annotated[
         bool,
-        typer.Option("--allow-replay", help="Let agents replay steps and try remedies. Runs the code of the runs."),
+        typer.Option(
+            "--allow-replay", help="Let agents replay steps and try remedies. This runs the code of the runs."
+        ),
     ] = False,
     http: Annotated[
         bool, typer.Option("--http", help="Serve over HTTP on this machine, with a token; else stdio.")
@@ -31,7 +33,7 @@ def mcp(
     memory: Annotated[str, typer.Option("--memory", help="Maximum memory of a replay, plan or check.")] = "8GiB",
     as_json: Json = False,
 ) -> None:
-    """Serve runs to coding agents over the Model Context Protocol: verdicts, evidence, and experiments if allowed."""
+    """Serve diagnoses and evidence of runs, and replays if allowed, to coding agents over MCP."""
     from trainwright.recipe.formatting import parse_bytes
 
     try:

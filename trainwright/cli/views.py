@@ -1,4 +1,4 @@
-"""Commands that show runs: as a file, side by side, or live."""
+"""Commands that show runs: as an HTML file, side by side, or live. Also ``profile``."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def profile(
     seconds: Annotated[float, typer.Option(min=0.05, help="Seconds of timing at full speed.")] = 1.0,
     budget: Annotated[str, typer.Option(metavar="TIME", help="Time for trying remedies; 0s tries none.")] = "60s",
     audit: Annotated[
-        bool, typer.Option(help="Compare the dtypes and kernels that ran with those that the recipe asks for.")
+        bool, typer.Option(help="Compare the dtypes and kernels that ran with those that the recipe requests.")
     ] = False,
     settings: Settings = None,
     as_json: Json = False,
@@ -93,10 +93,10 @@ def profile(
     is_run = (recipe / "recipe.yaml").is_file()
     path = RunFolder.open(recipe).recipe if is_run else recipe
     environ: dict[str, str] | None = {} if is_run else None
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler warns of memory that was allocated before it
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no profiler warnings about earlier allocations
     subject = subject_of(path, settings, environ)
     with importing_torch():
         from trainwright.commands.profile import profile as run_profile
 
-    seen = run_profile(subject.build, for_s=seconds, budget_s=budget_s, audits=audit, console=console_for(as_json))
-    finish_printed(seen, as_json)
+    result = run_profile(subject.build, for_s=seconds, budget_s=budget_s, audits=audit, console=console_for(as_json))
+    finish_printed(result, as_json)

@@ -1,8 +1,8 @@
 """``launch slurm``, ``kubernetes`` and ``skypilot``: writes job files for schedulers.
 
-All start one torchrun per machine, with the rendezvous on the first machine. With a stack (``cu130``), each machine
-first compares itself with it by ``trainwright env``. Slurm and Kubernetes send a signal so that the run saves before
-they end it, and restart the job when the ranks exit with 75 (stopped and saved).
+All job files start one torchrun per machine, with the rendezvous on the first machine. With a stack (``cu130``),
+``trainwright env`` first checks each machine. Slurm and Kubernetes send a signal before they end a job, so that the run
+saves. They restart the job if the ranks exit with 75 (stopped and saved).
 """
 
 from __future__ import annotations
@@ -24,40 +24,42 @@ from trainwright.training.problems import problems_of
 MAX_RESTARTS = 3
 """Number of times that torchrun restarts the ranks before the job fails. They resume from the newest checkpoint."""
 MAX_POD_FAILURES = 3
-"""The same number for pods that exit with a code other than 75, for each node of the job."""
+"""Number of failed pods per node before the job fails. Exit code 75 does not count as a failure."""
 FINAL_EXIT_CODES = (2, 3)
-"""Exit codes that another attempt would repeat: a wrong command line or recipe, and a critical finding."""
+"""Exit codes after which a restart is useless: 2 for a wrong command line or recipe, 3 for a critical finding."""
 STOPPED_AND_SAVED = 75
 SHUTDOWN_MARGIN_S = 30
-"""Seconds of the grace period for torchrun to end remaining ranks and itself."""
+"""Part of the grace period that is reserved for torchrun to end remaining ranks and itself."""
 MIN_GRACE_S = 60
-MEETING_PORT = 29500
+RENDEZVOUS_PORT = 29500
 USAGE_ERROR = 2
 CONTAINER = "trainwright"
-"""The name of the container, and of the program in it."""
+"""Name of the container, and of the executable in it."""
 IMAGE_GROUP = 1000
-"""The group of the user in containers/Dockerfile, which must be able to write to volumes."""
+"""Group id of the user in containers/Dockerfile. Volumes must be writable for it."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A job of ``nodes`` machines with ``each`` ranks."""
+    """A job on ``nodes`` machines with ``each`` ranks per machine."""
 
     nodes: int
     each: int
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """Read ``2x8``. ``8`` is one machine. Raises UsageError."""
+        """Parse ``2x8`` (2 machines with 8 ranks each) or ``8`` (one machine). Raises UsageError."""
         found = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)", text.strip().lower())
         if found is None:
-            raise UsageError(f"{text!r} is not a number of ranks", remedy="give machines x ranks of each: --ranks 2x8")
+            raise UsageError(
+                f"{text!r} is not a number of ranks", remedy="give machines x ranks per machine: --ranks 2x8"
+            )
         return cls(int(found[1] or 1), int(found[2]))
 
 
 @dataclass(frozen=True)
 class JobFile:
-    """The file for a scheduler. ``path`` is where it was written; None if it is printed only."""
+    """A job file and the command that submits it. ``path`` is None if the file is only printed."""
 
     text: str
     submit: str
@@ -66,7 +68,7 @@ class JobFile:
     exit_code = 0
 
     def lines(self) -> list[str]:
-        """Return the file itself, or its path and the command that submits it."""
+        """Return the lines of the file, or if it was written its path and the command that submits it."""
         return self.text.splitlines() if self.path is None else [str(self.path), f"  {self.submit} {self.path}"]
 
     def to_json(self) -> dict[str, object]:
@@ -101,16 +103,16 @@ def slurm_job(
         shape: Machines, and ranks of each.
         settings: Overrides of the recipe.
         grace_s: Time from the signal to the kill.
-        directives: Options of sbatch without their hyphens: ``partition=gpu``.
-        image: A container image, for the Pyxis plugin; None: the Python that writes the script.
+        directives: Options of sbatch without hyphens, such as ``partition=gpu``.
+        image: A container image for the Pyxis plugin. None: the current Python interpreter.
         stack: The combination of CUDA, driver and NCCL that each machine must have before ranks start.
 
     Raises:
         RecipeError: The layout of the recipe does not suit the ranks.
         UsageError: An option is wrong.
     """
-    _require(loaded, shape, grace_s, elsewhere=image is not None)
-    own = {
+    _require_launchable(loaded, shape, grace_s, elsewhere=image is not None)
+    defaults = {
         "job-name": f"job-name={loaded.recipe.name}",
         "nodes": f"nodes={shape.nodes}",
         "ntasks-per-node": "ntasks-per-node=1",
@@ -119,13 +121,13 @@ def slurm_job(
         "requeue": "requeue",
         "open-mode": "open-mode=append",
     }
-    header = sbatch_header(own, directives)
+    header = sbatch_header(defaults, directives)
     recipe = Path(loaded.source.name).absolute()
     trainwright = [sys.executable, "-m", "trainwright"] if image is None else ["trainwright"]
     program = [*trainwright, *_command(str(recipe), settings)]
     container = "" if image is None else _PYXIS.format(image=shlex.quote(image), folder=shlex.quote(str(recipe.parent)))
-    check = _check(stack, loaded, shape)
-    meeting = f'"$first:$port" --rdzv-id "$SLURM_JOB_ID" {_limits(grace_s)}'
+    check = _stack_check(stack, loaded, shape)
+    rendezvous = f'"$first:$port" --rdzv-id "$SLURM_JOB_ID" {_torchrun_limits(grace_s)}'
     return JobFile(
         _SBATCH.format(
             name=loaded.recipe.name,
@@ -136,23 +138,24 @@ def slurm_job(
             program=shlex.join(program),
             nodes=shape.nodes,
             each=shape.each,
-            meeting=meeting,
+            rendezvous=rendezvous,
             stopped=STOPPED_AND_SAVED,
         ),
         "sbatch",
     )
 
 
-def sbatch_header(own: Mapping[str, str], directives: Sequence[str]) -> str:
-    """Return the ``#SBATCH`` lines. ``directives`` replace those of the same name. Raises UsageError for invalid
-    options.
+def sbatch_header(defaults: Mapping[str, str], directives: Sequence[str]) -> str:
+    """Return the ``#SBATCH`` lines. ``directives`` replace defaults of the same name.
+
+    Raises UsageError for invalid options.
     """
     options = {text.partition("=")[0].lstrip("-"): text.lstrip("-") for text in directives}
     if any(not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", each) for each in options.values()):
         raise UsageError(
-            f"not options of sbatch: {list(directives)}", remedy="write for example --sbatch partition=gpu"
+            f"{list(directives)} are not options of sbatch", remedy="write for example --sbatch partition=gpu"
         )
-    return "\n".join(f"#SBATCH --{each}" for each in {**own, **options}.values())
+    return "\n".join(f"#SBATCH --{each}" for each in {**defaults, **options}.values())
 
 
 _PYXIS = '--container-image={image} --container-mounts="$PWD:$PWD",{folder}:{folder} --container-workdir="$PWD" '
@@ -162,24 +165,24 @@ srun {container}{check} || exit 1
 """
 SBATCH_SAVE = """\
 step=
-asked=
+signaled=
 
-# Before the time is over, and before a preemption: the signal is passed on, and the run saves and ends with {stopped}.
+# Slurm sends USR1 before a timeout or a preemption. It is forwarded to the run, which saves and exits with {stopped}.
 save() {{
-    asked=yes
+    signaled=yes
     [ -n "$step" ] && kill -USR1 "$step"
 }}
 trap save USR1
 """
-"""Passes the signal of the scheduler on to ``$step``. A template for ``str.format``, as SBATCH_WAIT."""
+"""Forwards the signal of the scheduler to ``$step``. A template for ``str.format``, like SBATCH_WAIT."""
 SBATCH_WAIT = """
 wait "$step"
 code=$?
-while kill -0 "$step" 2>/dev/null; do # `wait` ends when USR1 comes, and is then called again
+while kill -0 "$step" 2>/dev/null; do # USR1 interrupts `wait`
     wait "$step"
     code=$?
 done
-if [ "$code" -eq {stopped} ] && [ -n "$asked" ]; then # stopped and saved: the same job again, which resumes
+if [ "$code" -eq {stopped} ] && [ -n "$signaled" ]; then # stopped and saved: requeue this job, which resumes
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
@@ -199,7 +202,7 @@ _SBATCH += (
     + """\
 {check}
 srun --kill-on-bad-exit=0 {container}{program} -- \\
-    --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint {meeting} &
+    --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint {rendezvous} &
 step=$!
 """
 )
@@ -216,7 +219,7 @@ def kubernetes_job(
     grace_s: int = 120,
     stack: str | None = None,
 ) -> JobFile:
-    """Return a manifest: the recipe as a ConfigMap, a headless Service, and an indexed Job. Needs no operator.
+    """Return a manifest with the recipe as a ConfigMap, a headless Service, and an indexed Job. Needs no operator.
 
     Args:
         loaded: The recipe.
@@ -231,13 +234,13 @@ def kubernetes_job(
         RecipeError: The layout of the recipe does not suit the ranks.
         UsageError: The grace is too short, or the stack is unknown.
     """
-    _require(loaded, shape, grace_s, elsewhere=True)
+    _require_launchable(loaded, shape, grace_s, elsewhere=True)
     name = dns_label(loaded.recipe.name)
-    meeting = ["--rdzv-endpoint", f"{name}-0.{name}:{MEETING_PORT}", "--rdzv-id", "$(JOB_UID)"]
+    rendezvous = ["--rdzv-endpoint", f"{name}-0.{name}:{RENDEZVOUS_PORT}", "--rdzv-id", "$(JOB_UID)"]
     uid = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
     words = [CONTAINER, *_command("/recipe/recipe.yaml", [*settings, "folder=/runs"]), "--"]
     words += ["--nnodes", str(shape.nodes), "--nproc-per-node", str(shape.each), "--rdzv-backend", "c10d"]
-    words += [*meeting, *_limits(grace_s).split()]
+    words += [*rendezvous, *_torchrun_limits(grace_s).split()]
     gpus = 0 if loaded.recipe.device == "cpu" else shape.each
     container = _container(image, words, "recipe", grace_s, gpus, [{"name": "JOB_UID", "valueFrom": uid}])
     documents = [
@@ -250,7 +253,7 @@ def kubernetes_job(
                 "clusterIP": "None",
                 "publishNotReadyAddresses": True,  # the rendezvous precedes readiness
                 "selector": {"trainwright/run": name},
-                "ports": [{"name": "meeting", "port": MEETING_PORT}],
+                "ports": [{"name": "rendezvous", "port": RENDEZVOUS_PORT}],
             },
         },
         _indexed_job(
@@ -262,7 +265,7 @@ def kubernetes_job(
                 "backoffLimit": MAX_POD_FAILURES * shape.nodes,
                 "podFailurePolicy": _failure_policy(FINAL_EXIT_CODES),
             },
-            {"subdomain": name, **_pod(container, "recipe", name, volume, grace_s, _check(stack, loaded, shape))},
+            {"subdomain": name, **_pod(container, "recipe", name, volume, grace_s, _stack_check(stack, loaded, shape))},
         ),
     ]
     head = f"# {name}: made by `trainwright launch kubernetes`. One pod a node, which is torchrun.\n"
@@ -279,14 +282,14 @@ def skypilot_job(
     settings: Sequence[str] = (),
     stack: str | None = None,
 ) -> JobFile:
-    """Return a task of SkyPilot: machines with the image, the recipe and the volume for runs.
+    """Return a SkyPilot task that runs the recipe on machines with the image and the volume for runs.
 
     Args:
         loaded: The recipe.
         shape: Machines, and ranks of each.
         image: The container image.
-        volume: A volume of SkyPilot (``sky volumes``) for the runs, which all machines can write.
-        gpu: The accelerator of each rank: ``H100``. Required unless the recipe has ``device: cpu``.
+        volume: A SkyPilot volume (``sky volumes``) for the runs. All machines must be able to write to it.
+        gpu: The accelerator of each rank, such as ``H100``. Required unless the recipe has ``device: cpu``.
         settings: Overrides of the recipe.
         stack: The combination of CUDA, driver and NCCL that each machine must have before ranks start.
 
@@ -294,18 +297,18 @@ def skypilot_job(
         RecipeError: The layout of the recipe does not suit the ranks.
         UsageError: The accelerator is missing, or the stack is unknown.
     """
-    _require(loaded, shape, MIN_GRACE_S, elsewhere=True)
+    _require_launchable(loaded, shape, MIN_GRACE_S, elsewhere=True)
     on_gpu = loaded.recipe.device != "cpu"
     if on_gpu and not gpu:
-        raise UsageError("SkyPilot needs the accelerator of each rank", remedy="give for example --gpu H100")
-    check = _check(stack, loaded, shape)
+        raise UsageError("SkyPilot needs the type of the accelerator", remedy="give for example --gpu H100")
+    check = _stack_check(stack, loaded, shape)
     command = [*_command("/recipe/recipe.yaml", [*settings, "folder=/runs"]), "--"]
     command += ["--nnodes", str(shape.nodes), "--nproc-per-node", str(shape.each), "--rdzv-backend", "c10d"]
     lines = [
         *([shlex.join(["trainwright", *check])] if check else []),
         'first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
-        f'trainwright {shlex.join(command)} --rdzv-endpoint "$first:{MEETING_PORT}" \\',
-        f'    --rdzv-id "$SKYPILOT_TASK_ID" {_limits(MIN_GRACE_S)}',
+        f'trainwright {shlex.join(command)} --rdzv-endpoint "$first:{RENDEZVOUS_PORT}" \\',
+        f'    --rdzv-id "$SKYPILOT_TASK_ID" {_torchrun_limits(MIN_GRACE_S)}',
     ]
     task = {
         "name": dns_label(loaded.recipe.name),
@@ -324,8 +327,9 @@ def skypilot_job(
 
 
 def _failure_policy(final: Sequence[int]) -> dict[str, object]:
-    """Return the pod failure policy. The first matching rule applies. Ignore: a new pod that does not count as a
-    failure. ``final`` are exit codes that another attempt would repeat.
+    """Return the pod failure policy. ``final`` are exit codes after which a restart is useless.
+
+    The first matching rule applies. "Ignore" starts a new pod without counting a failure.
     """
 
     def ends_with(codes: Sequence[int]) -> dict[str, object]:
@@ -343,7 +347,7 @@ def _failure_policy(final: Sequence[int]) -> dict[str, object]:
 def _indexed_job(
     name: str, labels: dict[str, str], pods: dict[str, object], pod: dict[str, object]
 ) -> dict[str, object]:
-    """Return a Job whose pods have an index. ``pods`` are its numbers of pods and of their failures."""
+    """Return an indexed Job. ``pods`` are its fields on the number of pods and of failures, ``pod`` is the pod spec."""
     template = {"metadata": {"labels": labels}, "spec": {"restartPolicy": "Never", **pod}}
     return {
         "apiVersion": "batch/v1",
@@ -360,10 +364,10 @@ def _config_map(name: str, files: dict[str, str]) -> dict[str, object]:
 def _pod(
     container: dict[str, object], mounted: str, name: str, volume: str, grace_s: int, check: Sequence[str] = ()
 ) -> dict[str, object]:
-    """Return the common part of the pods of a run and of a sweep. ``mounted`` is the volume of the ConfigMap ``name``.
+    """Return the common part of the pod specs of runs and sweeps. ``mounted`` is the volume of the ConfigMap ``name``.
 
-    The check runs in a separate container before ranks start. If it fails, the pod fails, and its successor may be
-    placed on another node. It has the same resources, because the driver is visible only to containers with a GPU.
+    The check runs in an init container. If it fails, the pod fails, and the next pod may be placed on another node. The
+    init container has the same resources, because only containers with a GPU can see the driver.
     """
     resources = {"resources": container["resources"]} if "resources" in container else {}
     first = {"name": "env", "image": container["image"], "command": [CONTAINER, *check], **resources}
@@ -398,9 +402,10 @@ def _container(
     }
 
 
-def _check(stack: str | None, loaded: Loaded, shape: Shape) -> list[str]:
-    """Return the arguments of ``trainwright`` that compare a machine with a stack; empty without one. Raises
-    UsageError.
+def _stack_check(stack: str | None, loaded: Loaded, shape: Shape) -> list[str]:
+    """Return the arguments of ``trainwright`` that check a machine against a stack; [] without a stack.
+
+    Raises UsageError for an unknown stack, or one for the CPU with a recipe that may use a GPU.
     """
     if stack is None:
         return []
@@ -412,10 +417,10 @@ def _check(stack: str | None, loaded: Loaded, shape: Shape) -> list[str]:
     return ["env", "--stack", stack, *(["--gpus", str(shape.each)] if on_gpu else [])]
 
 
-def _require(loaded: Loaded, shape: Shape, grace_s: int, *, elsewhere: bool = False) -> None:
+def _require_launchable(loaded: Loaded, shape: Shape, grace_s: int, *, elsewhere: bool = False) -> None:
     """Raise RecipeError with all problems that the ranks would report, or UsageError for a short grace period.
 
-    With ``elsewhere`` the ranks run in a container, which may have modules and data that this machine lacks.
+    ``elsewhere``: the ranks run in a container, which may have modules and data that this machine does not have.
     """
     if found := problems_of(loaded, ranks=shape.nodes * shape.each, elsewhere=elsewhere):
         raise RecipeError(found)
@@ -425,7 +430,7 @@ def _require(loaded: Loaded, shape: Shape, grace_s: int, *, elsewhere: bool = Fa
 def require_grace(grace_s: int) -> None:
     """Raise UsageError for a grace period that is too short for a step and its checkpoint."""
     if grace_s < MIN_GRACE_S:
-        rule = f"torchrun needs {SHUTDOWN_MARGIN_S} s of it to end, the rest is for the last step and its checkpoint"
+        rule = f"torchrun needs {SHUTDOWN_MARGIN_S} s of it to end, and the last step and its checkpoint need the rest"
         raise UsageError(f"--grace {grace_s} is too short: {rule}", remedy=f"give at least {MIN_GRACE_S}")
 
 
@@ -433,19 +438,19 @@ def _command(recipe: str, settings: Sequence[str]) -> list[str]:
     return ["train", recipe, *(word for each in settings for word in ("--set", each))]
 
 
-def _limits(grace_s: int) -> str:
+def _torchrun_limits(grace_s: int) -> str:
     return f"--max-restarts {MAX_RESTARTS} --shutdown-timeout {grace_s - SHUTDOWN_MARGIN_S}"
 
 
 def dns_label(name: str) -> str:
-    """Return the name as a Kubernetes host label, short enough for ``-INDEX`` to follow within 63 characters."""
+    """Return the name as a DNS label, short enough that ``-INDEX`` fits into 63 characters."""
     label = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:50].strip("-")
     return label if label and label[0].isalpha() else f"run-{label}".strip("-")
 
 
 _SBATCH_OF_SWEEP = """\
 #!/bin/bash
-# {name}: made by `trainwright launch slurm`. A task of the array is one trial.
+# {name}: made by `trainwright launch slurm`. Each array task runs one trial.
 {header}
 
 export TRAINWRIGHT_GRACE_S={grace_s}
@@ -468,14 +473,14 @@ def slurm_sweep(
     grace_s: int = 120,
     directives: Sequence[str] = (),
 ) -> JobFile:
-    """Return an sbatch script with an array of jobs. ``arguments`` are those of ``trainwright sweep``.
+    """Return an sbatch script for a job array. ``arguments`` are passed to ``trainwright sweep``.
 
     Raises UsageError for wrong options and for a budget in USD.
     """
     require_grace(grace_s)
     sweep.require_no_price()
     limit = f"%{at_once}" if at_once else ""
-    own = {
+    defaults = {
         "job-name": f"job-name={sweep.name}",
         "array": f"array=0-{sweep.trials - 1}{limit}",
         "ntasks": "ntasks=1",
@@ -488,7 +493,7 @@ def slurm_sweep(
     program = [sys.executable, "-m", "trainwright", "sweep", *arguments]
     text = _SBATCH_OF_SWEEP.format(
         name=sweep.name,
-        header=sbatch_header(own, directives),
+        header=sbatch_header(defaults, directives),
         grace_s=grace_s - SHUTDOWN_MARGIN_S,
         program=shlex.join(program),
         stopped=STOPPED_AND_SAVED,
@@ -499,7 +504,7 @@ def slurm_sweep(
 def kubernetes_sweep(
     sweep: Sweep, *, image: str, volume: str, at_once: int | None = None, grace_s: int = 120
 ) -> JobFile:
-    """Return a manifest: sweep and recipe as a ConfigMap, and an indexed Job whose pods are the trials.
+    """Return a manifest with sweep and recipe as a ConfigMap, and an indexed Job with one pod per trial.
 
     ``volume`` is the name of the PersistentVolumeClaim for the folder of the sweep. Raises UsageError for a short grace
     period and for a budget in USD.

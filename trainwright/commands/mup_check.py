@@ -1,4 +1,4 @@
-"""``mup-check RECIPE``: checks that a step changes every layer as much in a wide model as in a narrow one."""
+"""``mup-check RECIPE``: checks that layer outputs and their changes do not depend on the width of the model."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ MAX_LINES = 5
 _CHART_HEIGHT = 400
 Verdict = Literal["grows", "vanishes", "stable"]
 BuildOf = Callable[[int], Built]
-"""Makes the model, data and loss of a width."""
+"""Builds the model, data and loss for a width."""
 
 
 @dataclass(frozen=True)
 class LayerScaling:
-    """Mean absolute output of a layer after some steps, and its mean absolute change since the first, by width.
+    """Mean absolute output of a layer after some steps, and mean absolute change since before the first step, by width.
 
-    A slope is that of a straight line through log size over log width; None if a size is 0 or not finite.
+    A slope is the least-squares slope of log size over log width; None if a size is 0 or not finite.
     """
 
     name: str
@@ -79,7 +79,7 @@ class MupCheck:
 
     def lines(self) -> list[str]:
         """Return the table as text."""
-        names = max(len("layer"), *(len(layer.name) for layer in self.layers))
+        names = max(map(len, ["layer", *(layer.name for layer in self.layers)]))
         width = ", ".join(map(str, self.widths))
         found = [f"after {self.steps} steps at widths {width}: slope of log size over log width, 0 is flat"]
         found.append(f"{'layer':{names}}  activations  updates  verdict")
@@ -123,24 +123,24 @@ def check_widths(build: BuildOf, widths: Sequence[int], *, steps: int, say: Call
     """
     widths = tuple(sorted(set(widths)))
     if len(widths) < 2 or widths[0] < 1 or steps < 1:
-        raise UsageError("mup-check needs two widths at least, and one step", remedy="give --widths 64 --widths 128")
+        raise UsageError("mup-check needs at least two widths and one step", remedy="give --widths 64 --widths 128")
     sizes: dict[str, list[tuple[float, float]]] = {}
     for width in widths:
-        found = _sizes(build(width), steps)
+        found = _measure_sizes(build(width), steps)
         say(f"width {width}: {steps} steps, {len(found)} layers")
         if sizes and sizes.keys() != found.keys():
             different = sorted(sizes.keys() ^ found.keys())[0]
             raise UsageError(
                 f"the models of widths {widths[0]} and {width} have different layers, such as {different}",
-                remedy="let only the sizes of layers depend on the width",
+                remedy="use the width only for layer sizes, not for the number or names of layers",
             )
         for name, pair in found.items():
             sizes.setdefault(name, []).append(pair)
-    return MupCheck(widths, steps, tuple(_scaling(name, widths, pairs) for name, pairs in sizes.items()))
+    return MupCheck(widths, steps, tuple(_layer_scaling(name, widths, pairs) for name, pairs in sizes.items()))
 
 
 def draw(found: MupCheck, out: Path) -> MupCheck:
-    """Write a picture of the layers with the steepest slopes. Returns the check with the path of the picture."""
+    """Write an SVG chart of the layers with the steepest slopes. Returns the check with the path of the chart."""
     parts = [root(720, 2 * _CHART_HEIGHT, "coordinate check")]
     for number, (kind, title) in enumerate((("updates", "Change of a layer's output"), ("activations", "Output"))):
         slope = "update_slope" if kind == "updates" else "activation_slope"
@@ -165,8 +165,8 @@ def _short(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def _sizes(built: Built, steps: int) -> dict[str, tuple[float, float]]:
-    """Return the mean absolute output and change of each layer on the first micro-batch."""
+def _measure_sizes(built: Built, steps: int) -> dict[str, tuple[float, float]]:
+    """Return (mean absolute output, mean absolute change) of each layer on the first micro-batch."""
     require_loss(built.parts, "mup_check")
     job = prepare(in_one_process(built.loaded), built.parts)
     torch.set_num_threads(job.plan.threads)
@@ -186,15 +186,15 @@ def _sizes(built: Built, steps: int) -> dict[str, tuple[float, float]]:
 
 
 def _outputs(job: Job, data: object) -> dict[str, Tensor]:
-    """Return the output of each layer that has direct parameters, and of the model."""
+    """Return the outputs of the model and of each layer that has parameters of its own."""
     model, found = job.state.model, dict[str, Tensor]()
-    with evaluating(model, job.parts.loss), _listening(model, found):
+    with evaluating(model, job.parts.loss), _record_outputs(model, found):
         as_loss_fn(job.parts.loss)(model, data)
     return found
 
 
 @contextmanager
-def _listening(model: nn.Module, found: dict[str, Tensor]) -> Iterator[None]:
+def _record_outputs(model: nn.Module, found: dict[str, Tensor]) -> Iterator[None]:
     def keep(name: str, _module: nn.Module, _inputs: object, output: object) -> None:
         output = getattr(output, "logits", output)
         if isinstance(output, Tensor) and output.is_floating_point():
@@ -208,18 +208,18 @@ def _listening(model: nn.Module, found: dict[str, Tensor]) -> Iterator[None]:
         yield
 
 
-def _scaling(name: str, widths: Sequence[int], pairs: Sequence[tuple[float, float]]) -> LayerScaling:
+def _layer_scaling(name: str, widths: Sequence[int], pairs: Sequence[tuple[float, float]]) -> LayerScaling:
     activations, updates = (tuple(each) for each in zip(*pairs, strict=True))
     of_activations, of_updates = slope(widths, activations), slope(widths, updates)
     verdict: Verdict = "stable"
-    if max(_steep(of_activations, math.inf), _steep(of_updates, math.inf)) > TOLERANCE:
+    if max(_or_default(of_activations, math.inf), _or_default(of_updates, math.inf)) > TOLERANCE:
         verdict = "grows"
-    elif _steep(of_updates, 0.0) < -TOLERANCE:
+    elif _or_default(of_updates, 0.0) < -TOLERANCE:
         verdict = "vanishes"
     return LayerScaling(name, activations, updates, of_activations, of_updates, verdict)
 
 
-def _steep(found: float | None, otherwise: float) -> float:
+def _or_default(found: float | None, otherwise: float) -> float:
     return otherwise if found is None else found
 
 

@@ -10,12 +10,12 @@ from trainwright.doctor.context import RunContext, by_experiment
 from trainwright.doctor.finding import make_finding
 from trainwright.runs.records import Examined, construct
 
-USER_CHECK_PREFIX = "own."  # Prefix of their codes, which are also the names of their experiments
+USER_CHECK_PREFIX = "own."  # Prefix of the codes of user-defined checks, which are also the names of their experiments
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserCheckFacts:
-    """One call of a user-defined check. ``statement`` is its docstring, ``broken`` its result: None, or a text."""
+    """One call of a user-defined check. ``statement`` is its docstring; ``broken`` is the problem it found, or None."""
 
     statement: str
     broken: str | None
@@ -43,8 +43,8 @@ def _results(code: str, outcomes: list[Examined]) -> Results:
         step,
         symptom=str(facts.broken),
         cause=f"expected: {facts.statement}" if facts.statement else "one of your checks found it",
-        remedy="see the check: it is the function of yours that is passed in checks=[...]",
+        remedy="see your function that is passed in checks=[...]",
         sure=0.9,
         since_step=since,
-        evidence=[("replayed steps in which it was found", len(broken), 0), ("replayed steps", len(seen))],
+        evidence=[("replayed steps in which the check failed", len(broken), 0), ("replayed steps", len(seen))],
     )

@@ -1,4 +1,4 @@
-"""BatchNorm statistics of averaged weights, by torch's ``update_bn``."""
+"""Measures the BatchNorm statistics of averaged weights with torch's ``update_bn``."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def measure_norms_of(
     precision: Precision = FP32,
     world: World = SOLO,
 ) -> bool:
-    """Measure the running statistics of BatchNorm with the averaged weights, as the mean over ``batches``.
+    """Set the running statistics of BatchNorm to the mean over ``batches``, computed with the averaged weights.
 
-    Each micro-batch counts once. Each rank of ``world`` reads its part of the batches; the result is the mean over the
-    ranks. BatchNorm layers in evaluation mode keep their statistics. Live weights, live statistics, other buffers and
-    random generators stay unchanged. Costs one forward pass per micro-batch.
+    All micro-batches have the same weight. Each rank of ``world`` reads its part of the batches, and the result is the
+    mean over ranks. BatchNorm layers in evaluation mode keep their statistics. Live weights, live statistics, other
+    buffers and random generators stay unchanged. Costs one forward pass per micro-batch.
 
     Returns False, without measuring, if there is no batch.
     """
@@ -41,13 +41,13 @@ def measure_norms_of(
     buffers = {id(buffer): buffer for root in roots for buffer in root.buffers()}.values()
     before = [buffer.clone() for buffer in buffers]
     norms = [norm for norm in average.norms.values() if norm.training]
-    with torch.no_grad(), preserved_rng(), collecting(LoggedMeans()):  # the first batch draws the order of its epoch
+    with torch.no_grad(), preserved_rng(), collecting(LoggedMeans()):  # reading the first batch may draw random numbers
         first = next(stream := iter(batches), None)
         if first is None:
             return False
         micro_batches = ((micro,) for batch in chain([first], stream) for micro in batch.micro if micro.size)
         with average.swapped():
-            update_bn(micro_batches, _Passes(state.model, norms, as_loss_fn(loss), precision))
+            update_bn(micro_batches, _UpdateBnModule(state.model, norms, as_loss_fn(loss), precision))
             reshard(state.model)
             if world.size > 1:
                 means = [b for norm in norms for b in norm.buffers() if b.is_floating_point()]
@@ -59,7 +59,7 @@ def measure_norms_of(
     return True
 
 
-class _Passes(nn.Module):
+class _UpdateBnModule(nn.Module):
     """The module passed to ``update_bn``. It exposes only the measured layers and ignores changes of mode."""
 
     def __init__(self, model: nn.Module, norms: Sequence[nn.Module], loss_fn: LossFn, precision: Precision) -> None:
@@ -70,7 +70,7 @@ class _Passes(nn.Module):
     def modules(self, *_options: object, **_named_options: object) -> Iterator[nn.Module]:
         return iter(self._norms)
 
-    def train(self, *_mode: bool, **_named_mode: bool) -> _Passes:
+    def train(self, *_mode: bool, **_named_mode: bool) -> _UpdateBnModule:
         return self
 
     def forward(self, micro: MicroBatch) -> None:

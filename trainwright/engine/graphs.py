@@ -1,12 +1,13 @@
-"""CUDA graphs: the kernels of a step are captured once and replayed, so that the host launches one graph a step.
+"""Captures the kernels of a step in a CUDA graph and replays it, so that the host launches one graph per step.
 
-A step whose kernels are shorter than their launches takes the time of the host. ``StepGraphs`` captures forward,
-backward, clipping, guard and update of all micro-batches together. Everything that differs between steps is in static
-tensors: the batch, the learning rates, and the random state, which torch's graphs advance themselves. What only the
-host knows (counting, schedule, ledger, log) stays outside.
+If launching the kernels of a step takes longer than running them, the step takes as long as the host needs.
+``StepGraphs`` captures forward, backward, clipping, guard and update of all micro-batches in one graph. The batch and
+the learning rates are copied into static tensors before each replay. CUDA graphs advance the random state of the GPU.
+Counting, schedule, ledger and log run on the host, outside of the graph.
 
-A captured step does not run Python. Therefore the first replays are compared with the eager step bit for bit, and a
-step that the recorder records in full runs eagerly. Whatever cannot be captured runs eagerly, and is reported once.
+A replay does not run Python code. Therefore some replays are compared bit for bit with the eager step, and a step that
+the recorder records in full runs eagerly. If a step cannot be captured, all later steps run eagerly, and the reason is
+reported once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -33,31 +34,33 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.loss import Accumulated
 
 WARM_UP_STEPS = 3
-"""Steps of a shape before its capture: kernels are chosen, moments are created, and the last one uses a side stream."""
+"""Eager steps with a batch shape before its capture. They choose kernels and create the optimizer state. The last one
+runs on a side stream."""
 MAX_CAPTURES = 8
-"""Captures in one run. Each holds the activations of a step, so another shape in every step must not add graphs."""
+"""Maximum number of captures in a run. Each graph holds the activations of a step."""
 MAX_SHAPES = 64
-"""Shapes of batches that are remembered before graphs are given up."""
+"""Maximum number of different batch shapes. After more, all steps run eagerly."""
 CHECKED_REPLAYS = frozenset({0, 1, 64})
-"""Replays of a graph that are compared with the eager step. The late one finds what Python changes later."""
+"""Indices of the replays of a graph that are compared with the eager step. The late one detects a model whose Python
+code changes its behavior after some steps."""
 LAUNCH_BOUND_FRACTION = 0.9
-"""Time until the host has launched a step / time until the device has computed it, above which it is launch-bound."""
+"""Minimum of (time to launch a step / time to launch and compute it) for a step that is launch-bound."""
 
 T = TypeVar("T")
 Replay: TypeAlias = Callable[[], None]
 
 
 class GraphBackend(Protocol):
-    """The operations of CUDA graphs. Tests have one that replays the Python function."""
+    """The operations of CUDA graphs. The backend of the tests calls the Python function again instead."""
 
     def warm_up(self, work: Callable[[], T]) -> T:
-        """Run ``work`` as a step, in the way that a capture needs."""
+        """Run ``work`` on a side stream, as CUDA graphs require before a capture."""
 
     def capture(self, work: Callable[[], T]) -> tuple[T, Replay]:
         """Capture ``work`` without changing any tensor. Return its result, whose tensors each replay overwrites."""
 
     def launch_fraction(self, work: Callable[[], T]) -> tuple[T, float]:
-        """Run ``work``. Return its result, and the launch time as a fraction of the full time. Waits for the device."""
+        """Run ``work``. Return its result and (launch time / full time). Synchronizes with the device."""
 
 
 class CudaGraphs:
@@ -92,7 +95,7 @@ class CudaGraphs:
 
 
 class StepOutputs(NamedTuple):
-    """What a step leaves besides the state: sums of its micro-batches, norm before clipping, and the guard's flag."""
+    """Results of a step: sums over micro-batches, gradient norm before clipping, and whether the update was skipped."""
 
     done: Accumulated
     grad_norm: Tensor
@@ -100,20 +103,23 @@ class StepOutputs(NamedTuple):
 
 
 class StepWork(Protocol):
-    """The part of a step that runs on the device. It must read nothing back to the host."""
+    """The part of a step that runs on the device. It must not synchronize with the host."""
 
     def gradients(self, state: TrainState, batch: StepBatch) -> tuple[Accumulated, Tensor]:
-        """Run the passes, and clip. Return their sums and the norm."""
+        """Run forward and backward passes, and clip. Return sums over micro-batches, and the gradient norm."""
 
     def update(self, state: TrainState, done: Accumulated, grad_norm: Tensor) -> Tensor:
-        """Update weights and buffers unless the gradients are not finite. Return the flag."""
+        """Update weights and buffers if the gradients are finite. Return a 0-d bool: True if the update was skipped."""
 
     def undo(self, state: TrainState, *, has_run: bool) -> None:
-        """Clear what an interrupted ``gradients`` left. In a capture no kernel has run, so buffers are unchanged."""
+        """Clear the gradients, and if ``has_run`` restore the buffers, after ``gradients`` raised an error.
+
+        In a capture no kernel has run, so buffers are unchanged.
+        """
 
 
 class NotCapturable(Exception):
-    """This step cannot be captured; the message is the reason."""
+    """This step cannot be captured. The message is the reason."""
 
 
 @dataclass(eq=False)
@@ -136,13 +142,13 @@ class _Group(NamedTuple):
 
 @dataclass(eq=False)
 class StepGraphs:
-    """Decides for each step whether a graph is captured, replayed, or neither.
+    """Captures and replays the steps of a run. Steps that cannot be captured are left to the caller.
 
     Args:
-        backend: See GraphBackend.
-        only_if_launch_bound: Capture only steps whose time is that of the host, by measurement.
-        runs_eagerly: True if Python code must run in the next step: hooks measure something.
-        report: Called once with the reason why graphs are not used, or no longer.
+        backend: Runs, captures and replays the work of a step.
+        only_if_launch_bound: Capture only if a measured step is launch-bound (LAUNCH_BOUND_FRACTION).
+        runs_eagerly: Returns True if the next step must run its Python code, for example for hooks that measure.
+        report: Called once with the reason if graphs are not used, or not used any more.
     """
 
     backend: GraphBackend
@@ -157,7 +163,7 @@ class StepGraphs:
     _seen: dict[object, int] = field(default_factory=dict)
     _objects: object = None
     _groups: list[_Group] = field(default_factory=list)
-    _values: list[float | None] = field(default_factory=list)
+    _written_lrs: list[float | None] = field(default_factory=list)
     _attached: _Graph | None = None
     _is_launch_bound: bool = False
 
@@ -170,7 +176,10 @@ class StepGraphs:
             self.report(reason)
 
     def step(self, state: TrainState, batch: StepBatch, work: StepWork) -> StepOutputs | None:
-        """Run the step, or return None: then the caller runs it eagerly. The learning rates must be set."""
+        """Run the step and return its outputs, or return None if the caller must run it eagerly.
+
+        The parameter groups must already have the learning rates of this step.
+        """
         if self.ended:
             return None
         outputs = None
@@ -191,28 +200,28 @@ class StepGraphs:
         if graph is None:
             seen = self._seen[key] = self._seen.get(key, 0) + 1
             if len(self._seen) > MAX_SHAPES:
-                raise NotCapturable(f"the batches had {len(self._seen)} shapes so far, and a graph has one")
+                raise NotCapturable(f"the batches had {len(self._seen)} shapes so far, and each shape needs a graph")
             if seen < WARM_UP_STEPS:
                 return None
             if seen == WARM_UP_STEPS:
-                return self._warmed_up(state, batch, work)
+                return self._warm_up(state, batch, work)
             if self.num_captures == MAX_CAPTURES:
                 raise NotCapturable(
-                    f"{MAX_CAPTURES} graphs were captured, and shapes or settings of the optimizer change again"
+                    f"{MAX_CAPTURES} graphs were captured, and the batch shape or an optimizer setting changed again"
                 )
-            graph = self._graphs[key] = self._captured(state, batch, work)
+            graph = self._graphs[key] = self._capture(state, batch, work)
         self._load(graph, batch)
         is_checked = graph.num_replays in CHECKED_REPLAYS
         graph.num_replays += 1
         self.num_replays += 1
         if is_checked:
-            return self._checked(graph, state, work)
+            return self._check_replay(graph, state, work)
         self._attach(graph)
         graph.replay()
-        return _copied(graph.outputs)
+        return _cloned(graph.outputs)
 
     def _key(self, state: TrainState, batch: StepBatch) -> object:
-        """Return all that a captured step takes for constant. New objects of the state make earlier graphs invalid."""
+        """Return the values that a graph fixes. Drops all graphs if the state has new objects."""
         parts = parts_of(state.optimizer)
         groups = state.optimizer.param_groups
         first: Tensor = groups[0]["params"][0]
@@ -223,36 +232,36 @@ class StepGraphs:
             self._graphs.clear()
             self._seen.clear()
             self._groups = [_Group(group, torch.zeros((), device=first.device)) for group in groups]
-            self._values: list[float | None] = [None] * len(groups)
+            self._written_lrs: list[float | None] = [None] * len(groups)
         settings = tuple((name, value) for group in groups for name, value in group.items() if name not in _NOT_FIXED)
         shapes = tuple((micro.size, _shape_of(micro.data)) for micro in batch.micro)
         return settings, shapes, state.model.training
 
-    def _write_rates(self) -> None:
+    def _write_lrs(self) -> None:
         for place, (group, on_device) in enumerate(self._groups):
             value = group["lr"]
             if isinstance(value, Tensor):
-                raise NotCapturable("the learning rate of the optimizer is a tensor that something else writes to")
-            if value != self._values[place]:
-                self._values[place] = value
+                raise NotCapturable("the learning rate of the optimizer is a tensor, which other code may change")
+            if value != self._written_lrs[place]:
+                self._written_lrs[place] = value
                 on_device.fill_(value)
 
     def _load(self, graph: _Graph, batch: StepBatch) -> None:
         """Copy everything that differs between steps into static tensors."""
-        self._write_rates()
+        self._write_lrs()
         static, live = tensors_in([m.data for m in graph.batch.micro]), tensors_in([m.data for m in batch.micro])
         torch._foreach_copy_(static, live, non_blocking=True)
 
     def _attach(self, graph: _Graph) -> None:
-        """Let ``.grad`` be the tensors that the graph writes, after steps that did not use it."""
+        """Set ``.grad`` to the tensors that the graph writes, if the previous step did not use this graph."""
         if self._attached is not graph:
             for parameter, grad in graph.grads:
                 parameter.grad = grad
             self._attached = graph
 
     @contextmanager
-    def _rates_on_device(self) -> Iterator[None]:
-        """Let the optimizer read its learning rates from the device. Only while its Python code runs."""
+    def _lrs_on_device(self) -> Iterator[None]:
+        """Context in which parameter groups have their learning rates as tensors on the device."""
         before = [(group, group["lr"], group.get("capturable")) for group, _ in self._groups]
         try:
             for group, on_device in self._groups:
@@ -267,20 +276,19 @@ class StepGraphs:
                     group["capturable"] = capturable
 
     def _eager(self, state: TrainState, batch: StepBatch, work: StepWork) -> StepOutputs:
-        """Run the Python code of the step. Raises NotCapturable if the gradients fail; nothing is written then."""
-        device = _device_of(state)
-        generators = TorchGenerators.read(device)
-        with self._rates_on_device():
+        """Run the Python code of the step. Raises NotCapturable if the passes fail; the state is unchanged then."""
+        draws = RngBag.capture()
+        with self._lrs_on_device():
             try:
                 done, grad_norm = work.gradients(state, batch)
             except Exception as error:
                 work.undo(state, has_run=True)
-                generators.restore(device)
-                raise NotCapturable(f"an eager step for the graph raised {_first_line(error)}") from error
+                draws.restore()
+                raise NotCapturable(f"an eager step before the capture raised {_first_line(error)}") from error
             return StepOutputs(done, grad_norm, work.update(state, done, grad_norm))
 
-    def _warmed_up(self, state: TrainState, batch: StepBatch, work: StepWork) -> StepOutputs | None:
-        self._write_rates()
+    def _warm_up(self, state: TrainState, batch: StepBatch, work: StepWork) -> StepOutputs | None:
+        self._write_lrs()
         if self.only_if_launch_bound and not self._is_launch_bound:
             outputs, fraction = self.backend.launch_fraction(lambda: self._eager(state, batch, work))
             if fraction < LAUNCH_BOUND_FRACTION:
@@ -291,10 +299,10 @@ class StepGraphs:
             return outputs
         return self.backend.warm_up(lambda: self._eager(state, batch, work))
 
-    def _captured(self, state: TrainState, batch: StepBatch, work: StepWork) -> _Graph:
+    def _capture(self, state: TrainState, batch: StepBatch, work: StepWork) -> _Graph:
         """Capture the step for batches of this shape. Raises NotCapturable; the state is unchanged then."""
         self.num_captures += 1
-        static = StepBatch(tuple(MicroBatch(_copied(micro.data), micro.ids) for micro in batch.micro))
+        static = StepBatch(tuple(MicroBatch(_cloned(micro.data), micro.ids) for micro in batch.micro))
         device = _device_of(state)
         draws = _HostDraws.now(device)
 
@@ -303,27 +311,28 @@ class StepGraphs:
             return StepOutputs(done, grad_norm, work.update(state, done, grad_norm))
 
         try:
-            with self._rates_on_device():
+            with self._lrs_on_device():
                 outputs, replay = self.backend.capture(captured)
         except Exception as error:
             work.undo(state, has_run=False)
+            draws.bag.restore()  # the eager step must draw the same numbers
             raise NotCapturable(f"the capture raised {_first_line(error)}") from error
         if not draws.are_unchanged():
-            draws.bag.restore()  # the eager step draws what the capture drew
+            draws.bag.restore()  # the eager step must draw the same numbers
             raise NotCapturable("the step draws random numbers on the host, which a graph would repeat")
         parameters = [each for group in state.optimizer.param_groups for each in group["params"]]
         return _Graph(static, outputs, replay, [(each, each.grad) for each in parameters])
 
-    def _checked(self, graph: _Graph, state: TrainState, work: StepWork) -> StepOutputs:
-        """Run the step twice, replayed and eagerly, and compare. The state and the result are those of the eager step.
+    def _check_replay(self, graph: _Graph, state: TrainState, work: StepWork) -> StepOutputs:
+        """Replay the step, run it again eagerly, and compare. Keeps the state and the result of the eager step.
 
-        Costs two copies of the state to the host.
+        Copies the state to the host three times.
         """
         device, before = _device_of(state), _HostCopy.of(state)
         generators = TorchGenerators.read(device)
         self._attach(graph)
         graph.replay()
-        replayed, outputs = _HostCopy.of(state), _copied(graph.outputs)
+        replayed, outputs = _HostCopy.of(state), _cloned(graph.outputs)
         draws = TorchGenerators.read(device)
         before.write_to(state)
         generators.restore(device)
@@ -332,12 +341,12 @@ class StepGraphs:
         differing = _HostCopy.of(state).differing(replayed)
         if not same_bits(eager.done.loss.cpu(), outputs.done.loss.cpu()):
             differing.append("the loss")
-        if not _are_same(draws, TorchGenerators.read(device)):
+        if not _are_equal(draws, TorchGenerators.read(device)):
             differing.append("the random state")
         if differing:
             self.end(
                 f"replay {graph.num_replays} of the graph differs from the eager step in {len(differing)} values: "
-                f"{', '.join(differing[:3])}. Kernels that add in any order differ, and so does Python code that "
+                f"{', '.join(differing[:3])}. The usual causes are nondeterministic kernels, and Python code that "
                 "changes from step to step"
             )
         return eager
@@ -347,26 +356,26 @@ _NOT_FIXED = ("params", "lr", "initial_lr", "capturable", "param_names")
 
 
 def _require_capturable(state: TrainState, parts: Sequence[Optimizer]) -> None:
-    """Raise NotCapturable for parts of the state that need the host in each step."""
+    """Raise NotCapturable if a part of the state must run on the host in each step."""
     if state.scaler.scale is not None:
-        raise NotCapturable("the loss scale of fp16 is adapted by the host; use precision: bf16")
+        raise NotCapturable("the host adapts the loss scale of fp16; use precision: bf16")
     if not isinstance(state.ema, NoAverage):
-        raise NotCapturable("the average of the weights is updated by the host; leave model.ema and model.swa out")
+        raise NotCapturable("the host updates the average of the weights; leave model.ema and model.swa out")
     for part in parts:
         name = type(part).__name__
         if not getattr(part, "_step_supports_amp_scaling", False):
             raise NotCapturable(f"{name} cannot skip an update on the device; use adamw, adam or sgd with fused=True")
         if part.state and not all(
             value.device == parameter.device
-            for parameter, own in part.state.items()
-            for value in own.values()
+            for parameter, values in part.state.items()
+            for value in values.values()
             if isinstance(value, Tensor)
         ):
             raise NotCapturable(f"{name} keeps a part of its state on the host; use fused=True")
 
 
 def _shape_of(data: object) -> object:
-    """Return what a graph takes for constant in a batch: structure, shapes, dtypes and values of numbers."""
+    """Return the properties of a batch that a graph fixes: structure, shapes, dtypes, and values of Python numbers."""
     if isinstance(data, Tensor):
         return data.shape, data.dtype, data.device, data.requires_grad
     if isinstance(data, tuple | list):
@@ -375,10 +384,10 @@ def _shape_of(data: object) -> object:
         return type(data), *((name, _shape_of(each)) for name, each in data.items())
     if data is None or isinstance(data, bool | int | float | str):
         return data
-    raise NotCapturable(f"the batch contains a {type(data).__name__}, whose content a graph cannot follow")
+    raise NotCapturable(f"the batch contains a {type(data).__name__}, which cannot be copied into static tensors")
 
 
-def _copied(value: T) -> T:
+def _cloned(value: T) -> T:
     """Return the same structure with copies of its tensors."""
     copied: T = tree_map_only(Tensor, lambda each: each.detach().clone(), value)
     return copied
@@ -389,7 +398,7 @@ def _device_of(state: TrainState) -> torch.device:
     return device
 
 
-def _are_same(one: TorchGenerators, other: TorchGenerators) -> bool:
+def _are_equal(one: TorchGenerators, other: TorchGenerators) -> bool:
     return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(one, other))
 
 
@@ -399,14 +408,14 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class _HostDraws:
-    """States of generators that a graph does not advance: Python's and NumPy's, and for a GPU torch's on the host."""
+    """States of the generators that a graph does not advance: Python, NumPy, and for a GPU torch on the CPU."""
 
     bag: RngBag
     device: torch.device
 
     @classmethod
     def now(cls, device: torch.device) -> _HostDraws:
-        return cls(RngBag.capture(), device)
+        return cls(replace(RngBag.capture(), torch_cuda=()), device)
 
     def are_unchanged(self) -> bool:
         before, now = self.bag, RngBag.capture()
@@ -421,7 +430,7 @@ class _HostDraws:
 
 @dataclass(frozen=True)
 class _HostCopy:
-    """Copies of all tensors of a state on the host, by name."""
+    """Copies in host memory of all tensors of a training state, by name."""
 
     tensors: dict[str, Tensor]
 
@@ -435,8 +444,9 @@ class _HostCopy:
         for module in modules:
             yield from chain(module.named_parameters(), module.named_buffers())
         for number, part in enumerate(parts_of(state.optimizer)):
-            for place, own in enumerate(part.state.values()):
-                yield from ((f"{key} {number}.{place}", each) for key, each in own.items() if isinstance(each, Tensor))
+            for place, values in enumerate(part.state.values()):
+                tensors = ((key, each) for key, each in values.items() if isinstance(each, Tensor))
+                yield from ((f"{key} {number}.{place}", each) for key, each in tensors)
 
     @torch.no_grad()
     def write_to(self, state: TrainState) -> None:

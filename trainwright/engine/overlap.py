@@ -1,8 +1,8 @@
-"""Sums the gradients of model copies while the last backward pass of a step still computes the others.
+"""Overlaps the all-reduce of gradients with the last backward pass of a step.
 
-As in torch's DistributedDataParallel, hooks after the accumulation of each gradient fill buckets, and a complete bucket
-is summed asynchronously. The weight of each rank's gradient is exchanged before the pass, as soon as the last loss is
-known, so the sums are those of ``sum_whole`` after the pass.
+As in torch's DistributedDataParallel, hooks that run after the accumulation of each gradient fill buckets, and complete
+buckets are all-reduced asynchronously. The weights of the ranks are exchanged before the backward pass, when the last
+loss is known. Therefore the sums equal those of ``sum_whole`` after the pass.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from trainwright.engine.loss import Accumulated
 from trainwright.engine.rank_sums import combine
 
 MIN_BUCKETS = 8
-"""Number of buckets of a small model. The sum of the last one cannot overlap with the pass."""
+"""Minimum number of buckets, unless they get too small. The all-reduce of the last bucket cannot overlap."""
 MIN_BUCKET_BYTES = 2**18
-"""Smaller buckets would take as long: their exchange is dominated by its latency."""
+"""Minimum size of a bucket. The all-reduce of a smaller one is dominated by latency."""
 
 
 class OtherRankFailed(Exception):
@@ -31,19 +31,19 @@ class OtherRankFailed(Exception):
 
 
 class _Bucket(NamedTuple):
-    """Parameters whose gradients are summed together, and how many of them have none yet."""
+    """Parameters whose gradients are summed together, and the ids of those without a complete gradient."""
 
     parameters: list[Tensor]
     waiting: set[int]
 
 
 class OverlappedSum:
-    """Sums gradients during the last backward pass of each step. All ranks have one, and the same parameters.
+    """Sums gradients during the last backward pass of each step. All ranks must have the same parameters.
 
-    All ranks sum the same buckets in the same order: from the last parameters, whose gradients are complete first.
-    Those that not all ranks used in the last step come after all others, because a bucket waits for the ones before it.
-    A parameter without a gradient on this rank sends zeros. After an error a rank sends zeros for what is left, so that
-    no other one waits; the ranks then agree that the step starts again.
+    All ranks sum the same buckets in the same order. The last parameters come first, because their gradients are
+    complete first. Parameters that not all ranks used in the previous step come last, because a bucket waits for all
+    earlier ones. A parameter without a gradient on this rank contributes zeros. After an error a rank sends zeros for
+    the remaining buckets, so that no other rank waits. Then all ranks repeat the step.
 
     ``is_enabled`` becomes False if a gradient changed after it was sent, as under reentrant activation checkpointing.
     """
@@ -51,7 +51,7 @@ class OverlappedSum:
     def __init__(self, world: Ranks) -> None:
         self.is_enabled = True
         self._world = world
-        self._failed: Callable[[], None] | None = None
+        self._on_error: Callable[[], None] | None = None
         self._rare: set[int] = set()
         self._reset([])
 
@@ -67,38 +67,38 @@ class OverlappedSum:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Context of the passes of a step on this rank. After an error, does this rank's part of the exchanges."""
-        self._failed = self._report_failure
+        """Context of the passes of a step. After an error, completes the exchanges of this rank."""
+        self._on_error = self._report_failure
         try:
             yield
         except OtherRankFailed:
             raise
         except Exception:
-            if self._failed is not None:
-                self._failed()
+            if self._on_error is not None:
+                self._on_error()
             raise
         finally:
-            self._failed = None
+            self._on_error = None
 
     def _report_failure(self) -> None:
         self._world.least(0)
 
     @contextmanager
     def last_backward(self, state: TrainState, done: Accumulated, device: torch.device) -> Iterator[Accumulated]:
-        """Context of the last backward pass. Returns the combined results of all ranks, before that pass.
+        """Context of the last backward pass. Yields the results of the forward passes, combined over all ranks.
 
         Raises OtherRankFailed if another rank could not compute its forward passes.
         """
-        self._failed = None
+        self._on_error = None
         if not self._world.least(1):
             raise OtherRankFailed
         done = combine(done, self._world, device)
         parameters = [p for group in state.optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._reset(parameters)
-        self._failed = self._send_zeros
+        self._on_error = self._send_zeros
         bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
 
-        def accumulated(parameter: Tensor) -> None:
+        def on_accumulated(parameter: Tensor) -> None:
             bucket = bucket_of[id(parameter)]
             if id(parameter) not in bucket.waiting:
                 self._has_changed = True
@@ -106,7 +106,7 @@ class OverlappedSum:
             while len(self._flats) < len(self._buckets) and not self._buckets[len(self._flats)].waiting:
                 self._send(state, done)
 
-        handles = [p.register_post_accumulate_grad_hook(accumulated) for p in parameters]
+        handles = [p.register_post_accumulate_grad_hook(on_accumulated) for p in parameters]
         try:
             yield done
         finally:
@@ -114,28 +114,28 @@ class OverlappedSum:
                 handle.remove()
         while len(self._flats) < len(self._buckets):
             self._send(state, done)
-        self._failed = None
+        self._on_error = None
         self._wait()
 
     @torch.no_grad()
     def _send(self, state: TrainState, done: Accumulated) -> None:
-        """Start to sum the next bucket. Gradients become views of it, so that it takes no memory of its own."""
+        """Start the all-reduce of the next bucket. Gradients become views of the bucket, which saves memory."""
         parameters = self._buckets[len(self._flats)].parameters
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        if any(grad.is_sparse for grad in grads):  # refused after the pass
+        if any(grad.is_sparse for grad in grads):  # an error is raised after the pass
             self._has_changed = True
             grads = [torch.zeros_like(p) for p in parameters]
         flat = flattened(grads)
         state.scaler.unscale_([flat])
         if done.correction is not None:
             flat.mul_(done.correction)
-        for parameter, part in zip(parameters, _parts(flat, parameters), strict=True):
+        for parameter, part in zip(parameters, _views(flat, parameters), strict=True):
             if parameter.grad is not None and parameter.grad.is_contiguous():
                 parameter.grad = part
         self._start(flat)
 
     def _send_zeros(self) -> None:
-        """Sum zeros for the buckets that are left."""
+        """All-reduce zeros for the remaining buckets."""
         for bucket in self._buckets[len(self._flats) :]:
             first = bucket.parameters[0]
             self._start(first.new_zeros(sum(p.numel() for p in bucket.parameters)))
@@ -155,21 +155,21 @@ class OverlappedSum:
 
     @torch.no_grad()
     def settle(self) -> bool:
-        """Set the summed gradients, also those that only other ranks have. Every rank must call it.
+        """Set ``.grad`` to the sums, also where only other ranks have a gradient. All ranks must call it.
 
         Returns False if a gradient changed after it was sent: the step must start again without overlap.
         """
         parameters = [p for bucket in self._buckets for p in bucket.parameters]
         here = [p.grad is not None for p in parameters]
-        mine = torch.tensor([*here, self._has_changed], dtype=torch.uint8, device="cpu")
-        seeds = self._world.gather(torch.tensor([seed_of(str(mine.tolist()))], device="cpu"))
-        of_all = mine[None] if bool((seeds == seeds[0]).all()) else self._world.gather(mine)
-        *present, has_changed = of_all.amax(0).tolist()
-        self._rare = {id(p) for p, is_everywhere in zip(parameters, of_all.amin(0).tolist()) if not is_everywhere}
+        local = torch.tensor([*here, self._has_changed], dtype=torch.uint8, device="cpu")
+        seeds = self._world.gather(torch.tensor([seed_of(str(local.tolist()))], device="cpu"))
+        of_ranks = local[None] if bool((seeds == seeds[0]).all()) else self._world.gather(local)
+        *present, has_changed = of_ranks.amax(0).tolist()
+        self._rare = {id(p) for p, is_everywhere in zip(parameters, of_ranks.amin(0).tolist()) if not is_everywhere}
         if has_changed:
             self.is_enabled = False
         else:
-            parts = [part for b, flat in zip(self._buckets, self._flats) for part in _parts(flat, b.parameters)]
+            parts = [part for b, flat in zip(self._buckets, self._flats) for part in _views(flat, b.parameters)]
             for parameter, part, is_present in zip(parameters, parts, present, strict=True):
                 if parameter.grad is None and is_present:
                     parameter.grad = part
@@ -179,6 +179,6 @@ class OverlappedSum:
         return not has_changed
 
 
-def _parts(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+def _views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     parts = torch.split(flat, [p.numel() for p in parameters])
     return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]

@@ -1,6 +1,6 @@
 """Completions of a few prompts before the first step and after each evaluation of a run.
 
-They are kept in the run folder and shown on its page.
+The completions are saved in the run folder and shown in its report.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from trainwright.runs.printing import printable
 class Generations:
     """An observer that shows how the model completes some prompts, before the first step and after each evaluation.
 
-    It has no effect on the training. The likeliest token is taken each time, so texts differ only if the weights do.
+    It has no effect on the training. Decoding is greedy, so texts differ only if the weights differ.
 
     Args:
         prompts: Texts. If the tokenizer has a chat template, each is a message of a user.
         max_new_tokens: Maximum number of tokens of a completion.
-        tokenizer: Folder or hub name of the tokenizer; null: that in the folder of the model.
+        tokenizer: Folder or hub name of the tokenizer; null: the tokenizer in the folder of the model.
     """
 
     needs_evaluation = True
@@ -42,7 +42,7 @@ class Generations:
         self.prompts, self.max_new_tokens = tuple(prompts), max_new_tokens
         self._tokenizer: Any = None if tokenizer is None else load_tokenizer(tokenizer)
         self.show: Callable[[str], None] = lambda title: None
-        """Writes ``text_of`` the model under a title; set by the run."""
+        """Writes the result of ``text_of`` under a title. The run sets it."""
 
     def observe(self, result: StepResult, state: TrainState) -> None:
         if result.evaluation is not None:
@@ -61,14 +61,16 @@ class Generations:
         lines = []
         with evaluating(model):
             for prompt in self.prompts:
-                ids_1T = torch.tensor([self._encoded(tokenizer, prompt)], device=inside.device)
-                found_1T = inside.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), generation_config=settings)
-                completion = tokenizer.decode(found_1T[0, ids_1T.shape[1] :], skip_special_tokens=True)
+                ids_1T = torch.tensor([self._encode(tokenizer, prompt)], device=inside.device)
+                generated_1T = inside.generate(
+                    ids_1T, attention_mask=torch.ones_like(ids_1T), generation_config=settings
+                )
+                completion = tokenizer.decode(generated_1T[0, ids_1T.shape[1] :], skip_special_tokens=True)
                 lines += [f"> {printable(prompt)}", printable(completion)]
         torch.clear_autocast_cache()  # casts that were made without a graph would have no gradient
         return "\n".join(lines)
 
-    def _encoded(self, tokenizer: Any, prompt: str) -> list[int]:
+    def _encode(self, tokenizer: Any, prompt: str) -> list[int]:
         if not tokenizer.chat_template:
             return [*tokenizer(prompt)["input_ids"]]
         messages = [{"role": "user", "content": prompt}]

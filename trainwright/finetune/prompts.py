@@ -1,4 +1,4 @@
-"""Prompts for policy optimization: token ids of a prompt, and the record that it comes from, for the reward function.
+"""Prompts for policy optimization: token ids for the model, and the full record for the reward function.
 
 Shapes: B prompts, T tokens of the longest.
 """
@@ -29,18 +29,18 @@ RECORD = "record"
 
 
 class Prompts(Dataset[dict[str, Any]]):
-    """Prompts that a model is to complete, for the loss ``grpo``.
+    """Prompts for the model to complete, for the loss ``grpo``.
 
-    A record has ``prompt``: a text, or a list of messages, to which the chat template adds the beginning of an answer.
-    Its other keys are passed to the reward function. A sample is a dict of ``input_ids``, int64 (T,), and ``record``,
-    the record as JSON.
+    A record has ``prompt``: a text, or a list of messages. For messages the chat template appends the start of an
+    answer. Its other keys are passed to the reward function. A sample is a dict of ``input_ids``, int64 (T,), and
+    ``record``, the record as JSON.
 
     Args:
-        path: A .jsonl, .json, .csv or .parquet file, a folder of such files, the name of a hub dataset, or in Python
-            the records themselves.
-        tokenizer: The tokenizer, its folder or hub name; in a recipe by default that of ``model.name``.
-        split: ``train``, or ``val``, which is what ``val_fraction`` holds out.
-        val_fraction: Fraction of the records that is held out, chosen by their content.
+        path: A .jsonl, .json, .csv or .parquet file, a folder of such files, or the name of a hub dataset. In Python
+            also a sequence of records.
+        tokenizer: The tokenizer, its folder or hub name. Default in a recipe: the tokenizer of ``model.name``.
+        split: ``train``, or ``val`` for the records that ``val_fraction`` holds out.
+        val_fraction: Fraction of the records that is held out. A hash of a record decides whether it is.
         max_length: Maximum number of tokens of a prompt; a longer one is an error. null: no limit.
         chat_template: A file with another chat template, or its text.
         template_args: Values for the chat template, such as ``{enable_thinking: false}``.
@@ -71,8 +71,8 @@ class Prompts(Dataset[dict[str, Any]]):
     ) -> None:
         require_choice("split", split, get_args(Split))
         if not 0 <= val_fraction < 1 or (split == "val" and not val_fraction):
-            rule = f"split: {split} with val_fraction: {val_fraction}"
-            raise UsageError(rule, remedy="give both sets the same val_fraction, such as 0.1")
+            rule = f"split: {split} is not possible with val_fraction: {val_fraction}"
+            raise UsageError(rule, remedy="give both sets the same val_fraction in (0, 1), such as 0.1")
         if tokenizer is None:
             remedy = "set tokenizer to a folder or a hub name, or model.name in the recipe"
             raise UsageError("there is no tokenizer", remedy=remedy)
@@ -85,23 +85,23 @@ class Prompts(Dataset[dict[str, Any]]):
         self._template_args = dict(template_args or {})
         self.pad_id = pad_id_of(self.tokenizer)
         found = list(_records(path, source_split, revision))
-        self.records = [text for _, text in found if (split == "val") == (_position(text) < val_fraction)]
+        self.records = [text for _, text in found if (split == "val") == (_split_position(text) < val_fraction)]
         if not self.records:
             remedy = "raise val_fraction" if split == "val" else "check that it is the right file"
             raise UsageError(f"there is no prompt for {split}", remedy=remedy)
-        self._ids = [self._encoded(json.loads(text)["prompt"]) for text in self.records]
+        self._ids = [self._encode(json.loads(text)["prompt"]) for text in self.records]
         longest = max(map(len, self._ids))
         if max_length is not None and longest > max_length:
             place = next(place for place, text in found if text == self.records[_first_of(self._ids, longest)])
             rule = f"{place}: the prompt has {longest} tokens, more than max_length: {max_length}"
             raise UsageError(rule, remedy=f"set max_length: {longest}, or leave the record out")
 
-    def _encoded(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+    def _encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
         if isinstance(prompt, str):
             return [*self.tokenizer(prompt)["input_ids"]]
         if not self.tokenizer.chat_template:
             remedy = "set chat_template to a file, or give prompts as text"
-            raise UsageError("the prompts are messages, and the tokenizer has no chat template", remedy=remedy)
+            raise UsageError("the prompts are messages, but the tokenizer has no chat template", remedy=remedy)
         text = self.tokenizer.apply_chat_template(
             prompt, add_generation_prompt=True, tokenize=False, **self._template_args
         )
@@ -125,7 +125,7 @@ class Prompts(Dataset[dict[str, Any]]):
 
 
 def _records(path: Any, split: str, revision: str | None) -> Iterator[tuple[str, str]]:
-    """Yield place and JSON of each record. Raises UsageError for one without a prompt."""
+    """Yield (place, JSON) of each record. Raises UsageError for a record without a prompt."""
     found: Iterator[tuple[str, Any, FileRecord | None]]
     if isinstance(path, str | Path):
         source = open_source(path, split=split, revision=revision)
@@ -136,15 +136,15 @@ def _records(path: Any, split: str, revision: str | None) -> Iterator[tuple[str,
         if record is not None and record.problem:
             raise UsageError(f"{place}: {record.problem}", remedy=record.remedy)
         prompt = fields.get("prompt") if isinstance(fields, Mapping) else None
-        messages = isinstance(prompt, list) and all(isinstance(each, Mapping) and "role" in each for each in prompt)
-        if not prompt or not (isinstance(prompt, str) or messages):
+        is_messages = isinstance(prompt, list) and all(isinstance(each, Mapping) and "role" in each for each in prompt)
+        if not prompt or not (isinstance(prompt, str) or is_messages):
             remedy = "give each record a prompt: a text, or a list of messages with role and content"
             raise UsageError(f"{place}: the record has no prompt", remedy=remedy)
         yield place, json.dumps(dict(fields), sort_keys=True, default=str)
 
 
-def _position(text: str) -> float:
-    """Return a number in [0, 1) that follows from the content."""
+def _split_position(text: str) -> float:
+    """Return a number in [0, 1) from a hash of the text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2.0**48
 
 

@@ -1,8 +1,8 @@
-"""Keeps tokenized records in a folder of the cache that is named by a hash of everything that they depend on.
+"""Keeps tokenized records in a cache folder whose name is a hash of everything that the tokens depend on.
 
 A shard is two files of NumPy arrays without pickled objects: ``shard-00000.tokens.npy`` and ``shard-00000.rows.npy``.
-Each is written under another name, flushed to the disk and renamed, the rows last. A shard is complete when it has
-rows. Tokenization that was killed goes on after the last complete shard and gives the same bytes.
+Each file is written under a temporary name, flushed to disk and renamed. The rows are written last, so a shard with
+rows is complete. Tokenization that was killed continues after the last complete shard and writes the same bytes.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from trainwright.runs.printing import printable
 from trainwright.runs.system_calls import try_lock
 
 FORMAT = 3
-"""Increased when the same records give other tokens, defects or files."""
+"""Version of the files. Increase it if the same records give other tokens, defects or files."""
 SHARD_RECORDS = 1000
 MAX_PROBLEMS_SHOWN = 8
-"""Kinds of problems."""
+"""Maximum number of different problems in an error message."""
 MAX_PLACES_SHOWN = 3
-"""Further records with one problem."""
+"""Maximum number of further records that are named for one problem."""
 POSITION = re.compile(r"\[\d+\]|(?:line|column|char|byte) \d+")
 """The part of a message that differs between records with the same problem."""
 MIN_SHOWN_S = 2.0
-LOCK_POLL_S = 0.1
 """Progress is shown if tokenization takes longer."""
+LOCK_POLL_S = 0.1
 TOKEN = np.dtype([("id", "<i4"), ("turn", "<u2"), ("role", "u1"), ("supervised", "u1")])
 ROW = np.dtype(
     [
@@ -88,7 +88,7 @@ class Store:
     unit: str
 
     def rows(self) -> NDArray[Any]:
-        """Return all rows, those that are left out included."""
+        """Return all rows, including those of records that are left out."""
         return np.concatenate([np.load(_rows_file(self.folder, at), allow_pickle=False) for at in range(self.shards)])
 
     def tokens(self) -> list[NDArray[Any]]:
@@ -96,13 +96,15 @@ class Store:
         return [_load_tokens(self.folder, at) for at in range(self.shards)]
 
     def place(self, row: Any) -> str:
-        """Return the place of a row in the files of the user."""
+        """Return the file and line of a row, such as ``chats.jsonl:3``."""
         name, line = self.names[int(row["file"])], int(row["line"])
         return f"{name}:{line}" if self.unit == "line" else f"{name} row {line}"
 
 
 def cache_folder(given: str | Path | None = None) -> Path:
-    """Return the folder of the cache: as given, ``$TRAINWRIGHT_CACHE``, or ``~/.cache/trainwright``."""
+    """Return the cache folder: ``given``, else ``$TRAINWRIGHT_CACHE``, else ``trainwright`` in ``$XDG_CACHE_HOME`` or
+    ``~/.cache``.
+    """
     if given is not None:
         return Path(given).expanduser()
     if named := os.environ.get("TRAINWRIGHT_CACHE"):
@@ -138,7 +140,7 @@ def tokenized(source: RecordSource, encoder: Encoder, options: EncodingOptions, 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
-            done = _finished(folder)
+            done = _read_summary(folder)
             if done is None:
                 done = _build(folder, source, encoder, options)
     except OSError as error:
@@ -148,14 +150,14 @@ def tokenized(source: RecordSource, encoder: Encoder, options: EncodingOptions, 
 
 
 class TokenizationProgress:
-    """Shows on a terminal how many records are tokenized, if it takes long."""
+    """Shows the number of tokenized records on a terminal if tokenization takes more than MIN_SHOWN_S."""
 
     def __init__(self, name: str, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._out, self._clock = name, out or sys.stderr, clock
         self._begin_s, self._shown = clock(), ""
 
     def show(self, records: int) -> None:
-        """Write the number over the one before."""
+        """Replace the shown number."""
         if self._out.isatty() and self._clock() - self._begin_s > MIN_SHOWN_S:
             self._shown = f"tokenizing {printable(self._name)}: {records:,} records"
             self._out.write(f"\r{self._shown}")
@@ -168,33 +170,35 @@ class TokenizationProgress:
             self._out.flush()
 
 
-class _Done(NamedTuple):
+class _Summary(NamedTuple):
     """The number of shards of a complete folder, and the hash of their tokens."""
 
     shards: int
     digest: str
 
 
-def _build(folder: Path, source: RecordSource, encoder: Encoder, options: EncodingOptions) -> _Done:
+def _build(folder: Path, source: RecordSource, encoder: Encoder, options: EncodingOptions) -> _Summary:
     records = source.records()
     number, layout = 0, ""
     progress = TokenizationProgress(source.names[0])
-    while some := list(islice(records, SHARD_RECORDS)):
-        layout = layout or _layout_of_first(some, options)
-        if not _is_complete(folder, number):
-            rows, tokens = _Shard(source, encoder, options, layout).encode(some)
-            _write(_tokens_file(folder, number), tokens)
-            _write(_rows_file(folder, number), rows)
-        number += 1
-        progress.show(number * SHARD_RECORDS)
-    progress.close()
+    try:
+        while some := list(islice(records, SHARD_RECORDS)):
+            layout = layout or _layout_of_first(some, options)
+            if not _is_complete(folder, number):
+                rows, tokens = _Shard(source, encoder, options, layout).encode(some)
+                _write(_tokens_file(folder, number), tokens)
+                _write(_rows_file(folder, number), rows)
+            number += 1
+            progress.show(number * SHARD_RECORDS)
+    finally:
+        progress.close()  # also before an error message
     if not number:
         raise UsageError(f"{source.names[0]} has no records", remedy="check that it is the right file")
     digest = hashlib.sha256()
     for at in range(number):
         digest.update(np.load(_rows_file(folder, at), allow_pickle=False)["length"].tobytes())
         digest.update(_load_tokens(folder, at).tobytes())
-    done = _Done(number, digest.hexdigest())
+    done = _Summary(number, digest.hexdigest())
     _replace(folder / "done.json", json.dumps({"format": FORMAT, **done._asdict()}).encode())
     return done
 
@@ -207,7 +211,7 @@ def _layout_of_first(records: Sequence[FileRecord], options: EncodingOptions) ->
 
 
 def _renamed(fields: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the fields with the names of the layouts; ``columns`` maps them to those in the file."""
+    """Return the fields under the names that the layouts use. ``columns`` maps these names to those in the file."""
     if not columns:
         return fields
     return {**fields, **{name: fields[theirs] for name, theirs in columns.items() if theirs in fields}}
@@ -221,7 +225,7 @@ class _Shard:
         self.problems: list[tuple[FileRecord, BadRecord]] = []
 
     def encode(self, records: Sequence[FileRecord]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return rows and tokens. Raises UsageError for bad records, unless they are to be skipped."""
+        """Return rows and tokens. Raises UsageError for bad records, unless ``on_bad_record`` is "skip"."""
         parsed = [(record, self._parsed(record)) for record in records]
         examples = [each for _, item in parsed if item for each in _examples(item)]
         rendered = []
@@ -266,7 +270,7 @@ class _Shard:
             layout, found = example_of(fields, self.options.use, self.options.roles)
             if layout != self.layout:
                 raise BadRecord(
-                    f"it is of the layout {layout!r}, the records before are {self.layout!r}",
+                    f"it has the layout {layout!r}, and the records before it have {self.layout!r}",
                     "convert the file to one layout, or make two data sets of it",
                 )
             return found
@@ -292,7 +296,7 @@ class _Shard:
             too_long.append((record, longest))
         cut = [self.encoder.cut(each) for each in whole]
         parts = [part for each in _examples(item) for part in each.content()]
-        extra = _of_pair(item) if isinstance(item, Pair) else Defect(0)
+        extra = _pair_defects(item) if isinstance(item, Pair) else Defect(0)
         extra |= Defect.TOO_LONG if is_too_long and self.options.truncate == "drop" else Defect(0)
         if len(cut) == 2 and np.array_equal(cut[0].ids, cut[1].ids):
             is_same = np.array_equal(whole[0].ids, whole[1].ids)
@@ -319,11 +323,11 @@ class _Shard:
         rest = [f"and {more} more in these {count:,} records"] if more else []
         total = len({(record.file, record.line) for record, _ in self.problems})
         head = f"{total} record{'' if total == 1 else 's'} cannot be used:"
-        remedy = "repair them, or set on_bad_record: skip, which leaves them out and counts them"
+        remedy = "fix them, or set on_bad_record: skip, which leaves them out and counts them"
         return UsageError("\n  ".join([head, *shown, *rest]), remedy=remedy)
 
     def _shown(self, found: Sequence[tuple[FileRecord, BadRecord]]) -> str:
-        """Return one problem with its first records."""
+        """Return the text of one problem and the first records that have it."""
         error = found[0][1]
         first, *rest = dict.fromkeys(self.source.place(record.file, record.line) for record, _ in found)
         more = f" and {len(rest) - MAX_PLACES_SHOWN:,} more" if len(rest) > MAX_PLACES_SHOWN else ""
@@ -347,7 +351,7 @@ def _examples(item: Example | Pair) -> tuple[Example, ...]:
     return (item.chosen, item.rejected) if isinstance(item, Pair) else (item,)
 
 
-def _of_pair(pair: Pair) -> Defect:
+def _pair_defects(pair: Pair) -> Defect:
     is_swapped = pair.scores is not None and pair.scores[0] < pair.scores[1]
     return Defect.SCORES_SWAPPED if is_swapped else Defect(0)
 
@@ -364,7 +368,7 @@ def _load_tokens(folder: Path, number: int) -> NDArray[Any]:
     file = _tokens_file(folder, number)
     try:
         return np.asarray(np.load(file, allow_pickle=False, mmap_mode="r"))  # slices of a plain array are faster
-    except ValueError:  # an array without values cannot be mapped
+    except ValueError:  # an empty array cannot be memory-mapped
         return np.load(file, allow_pickle=False)  # type: ignore[no-any-return]
 
 
@@ -377,11 +381,11 @@ def _is_complete(folder: Path, number: int) -> bool:
     return rows.dtype == ROW and tokens.dtype == TOKEN and int(rows["length"].sum()) == len(tokens)
 
 
-def _finished(folder: Path) -> _Done | None:
-    """Return what a complete folder has, else None."""
+def _read_summary(folder: Path) -> _Summary | None:
+    """Return the summary of a complete folder; None if the folder is not complete."""
     try:
         done = json.loads((folder / "done.json").read_text())
-        found = _Done(int(done["shards"]), str(done["digest"]))
+        found = _Summary(int(done["shards"]), str(done["digest"]))
         is_readable = done["format"] == FORMAT and found.shards > 0
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -395,26 +399,26 @@ def _write(path: Path, array: NDArray[Any]) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file so that it is there completely or not at all."""
-    own = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    """Write a file atomically."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with own.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        own.replace(path)
+        temporary.replace(path)
     except BaseException:
-        own.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process tokenize; others wait for its result. The lock ends with the process that holds it."""
+    """Lock a folder, so that one process tokenizes and others wait for its result. The lock ends with its process."""
     with (folder / "lock").open("w") as file:
         with suppress(OSError):  # a file system without locks: several processes write the same bytes
             while not try_lock(file.fileno()):
                 time.sleep(LOCK_POLL_S)
-            for left in folder.glob(".*"):  # of a process that was killed
+            for left in folder.glob(".*"):  # temporary files of a process that was killed
                 left.unlink(missing_ok=True)
         yield

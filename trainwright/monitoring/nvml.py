@@ -1,4 +1,4 @@
-"""Readings of NVIDIA GPUs by NVML: load, memory, power, energy, clocks, throttling, ECC and Xid errors, PCIe."""
+"""Reads the sensors of NVIDIA GPUs with NVML: load, memory, power, energy, clocks, throttling, errors, PCIe."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ THROTTLE_REASONS = {
     0x40: "hardware_thermal",
     0x80: "power_brake",
 }
-"""Bits of NVML's clocks event reasons that lower the clocks of a busy GPU."""
+"""Bits of NVML's clocks event reasons for lower clocks of a busy GPU, and their names in readings."""
 JOULES_PER_KWH = 3.6e6
 
 
 class Gpus:
-    """NVIDIA GPUs by NVML index. Without a driver, or for values that a GPU does not support, there are no readings.
+    """NVIDIA GPUs by NVML index. There are no readings without a driver, and none that a GPU does not support.
 
     ``nvml`` is the module ``pynvml``, or an object with the same functions.
     """
 
     def __init__(self, indices: Sequence[int], nvml: Any = None) -> None:
         self._handles: dict[int, Any] = {}
-        self._begin_mj: dict[int, float] = {}
+        self._initial_mj: dict[int, float] = {}
         self._xids: dict[int, list[int]] = {}
         self._events: Any = None
         if not indices:
@@ -41,12 +41,12 @@ class Gpus:
             return
         for index in self._handles:
             if (energy_mj := self._read(index, _energy_mj)) is not None:
-                self._begin_mj[index] = energy_mj
-        self._listen_for_xids()
+                self._initial_mj[index] = energy_mj
+        self._register_xid_events()
 
     def values(self) -> dict[str, float]:
         """Return all readings by name, such as ``gpu0/power_watts``."""
-        self._take_xids()
+        self._read_xids()
         readings: dict[str, float] = {}
         for index in self._handles:
             for name, read in _READINGS.items():
@@ -55,8 +55,8 @@ class Gpus:
             if (reasons := self._read(index, _throttle_reasons)) is not None:
                 for bit, name in THROTTLE_REASONS.items():
                     readings[f"gpu{index}/throttled_{name}"] = float(bool(int(reasons) & bit))
-            if index in self._begin_mj and (energy_mj := self._read(index, _energy_mj)) is not None:
-                readings[f"gpu{index}/energy_joules"] = (energy_mj - self._begin_mj[index]) / 1000
+            if index in self._initial_mj and (energy_mj := self._read(index, _energy_mj)) is not None:
+                readings[f"gpu{index}/energy_joules"] = (energy_mj - self._initial_mj[index]) / 1000
             if xids := self._xids.get(index):
                 readings[f"gpu{index}/xid_errors"] = float(len(xids))
                 readings[f"gpu{index}/last_xid"] = float(xids[-1])
@@ -65,21 +65,22 @@ class Gpus:
     @property
     def measures_energy(self) -> bool:
         """True if every GPU has an energy counter."""
-        return bool(self._handles) and len(self._begin_mj) == len(self._handles)
+        return bool(self._handles) and len(self._initial_mj) == len(self._handles)
 
     def energy_kwh(self) -> float:
-        """Return the energy of all GPUs since this object was made. A GPU without a counter adds nothing."""
-        now_mj = {index: self._read(index, _energy_mj) for index in self._begin_mj}
-        return sum((now or 0.0) - self._begin_mj[index] for index, now in now_mj.items() if now) / 1000 / JOULES_PER_KWH
+        """Return the energy of all GPUs since this object was created. GPUs without a counter are left out."""
+        now_mj = {index: self._read(index, _energy_mj) for index in self._initial_mj}
+        used_mj = sum(now - self._initial_mj[index] for index, now in now_mj.items() if now is not None)
+        return used_mj / 1000 / JOULES_PER_KWH
 
     def power_limit_watts(self) -> float | None:
-        """Return the sum of the power limits; None if one is not reported."""
+        """Return the sum of the power limits; None if a GPU does not report its limit."""
         limits = [self._read(index, _power_limit_mw) for index in self._handles]
         known = [limit for limit in limits if limit is not None]
         return sum(known) / 1000 if known and len(known) == len(limits) else None
 
     def close(self) -> None:
-        """Release the driver."""
+        """Shut NVML down."""
         if self._handles:
             self._handles = {}
             self._nvml.nvmlShutdown()
@@ -88,9 +89,9 @@ class Gpus:
         try:
             return read(self._nvml, self._handles[index])
         except (self._nvml.NVMLError, AttributeError):
-            return None  # consumer cards and MIG slices lack some; NVML drops deprecated ones
+            return None  # consumer cards and MIG slices lack some sensors; NVML removes deprecated functions
 
-    def _listen_for_xids(self) -> None:
+    def _register_xid_events(self) -> None:
         nvml = self._nvml
         try:
             self._events = nvml.nvmlEventSetCreate()
@@ -99,14 +100,14 @@ class Gpus:
         except (nvml.NVMLError, AttributeError):  # not supported on every system
             self._events = None
 
-    def _take_xids(self) -> None:
-        """Take the errors since the last call, without waiting."""
+    def _read_xids(self) -> None:
+        """Record the Xid errors since the last call, without waiting."""
         nvml = self._nvml if self._events is not None else None
         while nvml is not None:
             try:
                 event = nvml.nvmlEventSetWait_v2(self._events, 0)
                 index = int(nvml.nvmlDeviceGetIndex(event.device))
-            except (nvml.NVMLError, AttributeError):  # none is waiting
+            except (nvml.NVMLError, AttributeError):  # no more events
                 return
             self._xids.setdefault(index, []).append(int(event.eventData))
 
@@ -128,13 +129,13 @@ _READINGS: Mapping[str, Callable[[Any, Any], float]] = {
     "busy_percent": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
     "memory_bytes": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
     "temperature_celsius": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
-    "power_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,  # NVML has milliwatts
+    "power_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,  # NVML returns milliwatts
     "sm_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
     "memory_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
     "ecc_uncorrected": lambda nvml, gpu: nvml.nvmlDeviceGetTotalEccErrors(
         gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     ),
-    # NVML counts for 20 ms in each of these two calls, and returns KB/s
+    # each of these two calls measures for 20 ms and returns KiB/s
     "pcie_sent_bytes_s": lambda nvml, gpu: 1024 * nvml.nvmlDeviceGetPcieThroughput(gpu, nvml.NVML_PCIE_UTIL_TX_BYTES),
     "pcie_received_bytes_s": lambda nvml, gpu: (
         1024 * nvml.nvmlDeviceGetPcieThroughput(gpu, nvml.NVML_PCIE_UTIL_RX_BYTES)

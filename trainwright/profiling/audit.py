@@ -1,4 +1,4 @@
-"""Compares the operators and kernels that ran with those that the recipe asks for: precision, attention, update."""
+"""Compares the operators and kernels that ran with the requested precision, attention, update and compilation."""
 
 from __future__ import annotations
 
@@ -10,62 +10,62 @@ from trainwright.plan.call_trace import Work
 from trainwright.profiling.verdict import ProfileFacts
 
 MIN_FRACTION = 0.95
-"""Fraction of the FLOPs in the requested dtype. The head of a model or a loss in float32 is below the rest."""
+"""Minimum fraction of the FLOPs in the requested dtype. A head or a loss in float32 may take the rest."""
 LOW_PRECISION = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "mxfp8": "bfloat16"}
-"""Dtype of ordinary matrix products, by precision."""
+"""Dtype of matrix products that are not in 8 bits, by precision."""
 FUSED_ATTENTION = ("flash_attention", "cudnn_attention", "fused_attention_overrideable")
-COMPILED_MARKS = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph", "triton_")
+COMPILED_PREFIXES = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph", "triton_")
 
 
 @dataclass(frozen=True)
 class AuditRow:
-    """What was asked for a class of operators, and what ran. ``agrees`` is False for a silent fallback."""
+    """Requested and observed implementation of a class of operators. ``agrees`` is False for a silent fallback."""
 
     what: str
-    asked: str
+    requested: str
     ran: str
     agrees: bool
     remedy: str = ""
 
     def __str__(self) -> str:
-        mark = "ok" if self.agrees else "NOT AS ASKED"
+        mark = "ok" if self.agrees else "NOT AS REQUESTED"
         remedy = "" if self.agrees or not self.remedy else f"; {self.remedy}"
-        return f"{self.what:<16} asked {self.asked:<14} ran {self.ran}  {mark}{remedy}"
+        return f"{self.what:<16} requested {self.requested:<14} ran {self.ran}  {mark}{remedy}"
 
 
 def audit(facts: ProfileFacts, *, on_gpu: bool) -> tuple[AuditRow, ...]:
-    """Return one row for each class of operators that ran and for which the recipe asks for something."""
+    """Return one row for each class of operators that ran and that the recipe sets."""
     return tuple(_rows(facts, on_gpu=on_gpu))
 
 
 def _rows(facts: ProfileFacts, *, on_gpu: bool) -> Iterator[AuditRow]:
     products = [each for each in facts.work if each.flops and not _is_attention(each) and not _is_convolution(each)]
-    yield from _in_dtype("matrix products", products, facts, on_gpu=on_gpu)
+    yield from _dtype_rows("matrix products", products, facts, on_gpu=on_gpu)
     convolutions = [each for each in facts.work if each.flops and _is_convolution(each)]
-    yield from _in_dtype("convolutions", convolutions, facts, on_gpu=on_gpu)
+    yield from _dtype_rows("convolutions", convolutions, facts, on_gpu=on_gpu)
     if facts.precision in ("fp8", "mxfp8"):
         scaled = sum(each.calls for each in products if "scaled_mm" in each.op)
         ran = f"{scaled:,} scaled products" if scaled else "none in 8 bits (emulated, or no layer was converted)"
-        remedy = "the device must have fp8, and sizes of layers must be multiples of 16"
+        remedy = "the device must support fp8, and layer sizes must be multiples of 16"
         yield AuditRow("8-bit layers", facts.precision, ran, scaled > 0, remedy)
-    yield from _attention(facts, on_gpu=on_gpu)
-    yield from _update(facts)
+    yield from _attention_rows(facts, on_gpu=on_gpu)
+    yield from _update_rows(facts)
     if facts.compiled:
-        found = [name for name in facts.kernels if name.startswith(COMPILED_MARKS)]
+        found = [name for name in facts.kernels if name.startswith(COMPILED_PREFIXES)]
         ran = f"{len(found)} compiled regions or kernels" if found else "eager operators only"
-        remedy = "the compiler gave up: TORCH_LOGS=graph_breaks,recompiles names the lines"
+        remedy = "torch.compile fell back to eager: TORCH_LOGS=graph_breaks,recompiles shows the lines"
         yield AuditRow("compiled model", "torch.compile", ran, bool(found), remedy)
 
 
-def _in_dtype(what: str, works: list[Work], facts: ProfileFacts, *, on_gpu: bool) -> Iterator[AuditRow]:
+def _dtype_rows(what: str, works: list[Work], facts: ProfileFacts, *, on_gpu: bool) -> Iterator[AuditRow]:
     if not works:
         return
     flops = _flops_by_dtype(works)
     total = sum(flops.values())
     shown = ", ".join(f"{dtype} {flop / total:.0%}" for dtype, flop in flops.most_common(3))
-    asked = facts.precision
-    if asked in LOW_PRECISION:
-        wanted = LOW_PRECISION[asked]
+    requested = facts.precision
+    if requested in LOW_PRECISION:
+        wanted = LOW_PRECISION[requested]
         others = Counter[str]()
         for each in works:
             if each.dtype != wanted and "scaled_mm" not in each.op:
@@ -73,18 +73,18 @@ def _in_dtype(what: str, works: list[Work], facts: ProfileFacts, *, on_gpu: bool
         agrees = sum(others.values()) <= (1 - MIN_FRACTION) * total
         where = ", ".join(name for name, _ in others.most_common(3))
         yield AuditRow(what, wanted, shown, agrees, f"other dtypes in {where}: look for .float() or autocast(False)")
-    elif asked == "tf32" and on_gpu:
+    elif requested == "tf32" and on_gpu:
         kernels = {name: calls for name, calls in facts.kernels.items() if _is_product_kernel(name)}
         tensor_cores = sum(calls for name, calls in kernels.items() if "tf32" in name.lower())
         count = sum(kernels.values())
-        remedy = "something sets torch.backends.cuda.matmul.allow_tf32 or the matmul precision back"
+        remedy = "other code has reset torch.backends.cuda.matmul.allow_tf32 or the matmul precision"
         yield AuditRow(what, "tf32", f"{tensor_cores:.0f} of {count:.0f} kernels in tf32", tensor_cores > 0, remedy)
-    elif asked == "fp32":
+    elif requested == "fp32":
         float32 = flops.get("float32", 0) >= MIN_FRACTION * total
         yield AuditRow(what, "float32", shown, float32, "the model is not in float32, or autocast is on")
 
 
-def _attention(facts: ProfileFacts, *, on_gpu: bool) -> Iterator[AuditRow]:
+def _attention_rows(facts: ProfileFacts, *, on_gpu: bool) -> Iterator[AuditRow]:
     calls = Counter[str]()
     for each in facts.work:
         if _is_attention(each) and each.phase == "forward":
@@ -93,11 +93,11 @@ def _attention(facts: ProfileFacts, *, on_gpu: bool) -> Iterator[AuditRow]:
         return
     fused = sum(count for op, count in calls.items() if any(mark in op for mark in FUSED_ATTENTION))
     ran = ", ".join(f"{op.removeprefix('_scaled_dot_product_')} {count}x" for op, count in calls.most_common(3))
-    remedy = "flash attention needs bf16 or fp16, no explicit mask, and head sizes up to 256"
+    remedy = "flash attention needs bf16 or fp16, no explicit mask, and a head dimension of at most 256"
     yield AuditRow("attention", "flash", ran, fused == sum(calls.values()) or not on_gpu, remedy)
 
 
-def _update(facts: ProfileFacts) -> Iterator[AuditRow]:
+def _update_rows(facts: ProfileFacts) -> Iterator[AuditRow]:
     if facts.fused is None:
         return
     ops = Counter[str]()
@@ -107,9 +107,9 @@ def _update(facts: ProfileFacts) -> Iterator[AuditRow]:
     fused = sum(count for op, count in ops.items() if op.startswith("_fused_"))
     foreach = sum(count for op, count in ops.items() if op.startswith("_foreach_"))
     ran = "fused" if fused else "foreach" if foreach else f"one tensor at a time ({sum(ops.values())} operators)"
-    asked = "fused" if facts.fused else "foreach"
-    remedy = "optimizer.args.fused needs parameters of one device and a floating dtype"
-    yield AuditRow("update", asked, ran, bool(fused) if facts.fused else bool(fused or foreach), remedy)
+    requested = "fused" if facts.fused else "foreach"
+    remedy = "optimizer.args.fused needs floating-point parameters on one device"
+    yield AuditRow("update", requested, ran, bool(fused) if facts.fused else bool(fused or foreach), remedy)
 
 
 def _flops_by_dtype(works: Iterable[Work]) -> Counter[str]:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import trainwright
-from trainwright.profiling.audit import COMPILED_MARKS
+from trainwright.profiling.audit import COMPILED_PREFIXES
 from trainwright.profiling.verdict import ModuleTime, OperatorTime
 from trainwright.runs.storage import make_subfolder
 
@@ -236,7 +236,7 @@ class TracedSteps:
     def kernels(self) -> dict[str, float]:
         """Return the calls in a step of the kernels of a GPU and of compiled regions, by name."""
         calls = Counter(event.name for event in self._on_device)
-        calls.update(event.name for event in self._events if event.name.startswith(COMPILED_MARKS))
+        calls.update(event.name for event in self._events if event.name.startswith(COMPILED_PREFIXES))
         return {name: count / self._steps for name, count in calls.most_common(MAX_KERNELS)}
 
     def busy(self) -> float | None:

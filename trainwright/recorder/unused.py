@@ -1,4 +1,4 @@
-"""Tracks gradients that no optimizer has used before they are dropped: the loop may have used them by hand."""
+"""Tracks gradients that are dropped before an optimizer has used them. The loop may have used them itself."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ from trainwright.recorder.pausable import PausableMode
 from trainwright.recorder.tape import READS_GRADIENT
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
-NO_USERS = ("torch.nn.utils.clip_grad", "trainwright.")
-"""Modules that read gradients without using them: a clip, and the recorder after it."""
+IGNORED_MODULES = ("torch.nn.utils.clip_grad", "trainwright.")
+"""Modules that read gradients without using them: gradient clipping and Trainwright."""
 
 
-class _Reads(PausableMode):
-    """Records whether ``.grad`` of a tensor is read for use while the mode runs."""
+class _GradientReads(PausableMode):
+    """Records whether ``.grad`` of a tensor is read, except by IGNORED_MODULES, while the mode is active."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.were_there = False
+        self.was_read = False
 
     def __torch_function__(
         self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        if function == READS_GRADIENT and not self.were_there:
-            self.were_there = _is_a_user(sys._getframe(1))
+        if function == READS_GRADIENT and not self.was_read:
+            self.was_read = _uses_gradients(sys._getframe(1))
         return function(*args, **(kwargs or {}))
 
 
-def _is_a_user(frame: FrameType) -> bool:
-    return not str(frame.f_globals.get("__name__")).startswith(NO_USERS)
+def _uses_gradients(frame: FrameType) -> bool:
+    return not str(frame.f_globals.get("__name__")).startswith(IGNORED_MODULES)
 
 
 class UnusedGradients:
     """Gradients since the last update. ``are_there``: no update followed the last backward pass.
 
-    Once a loop has dropped such gradients, later reads before a drop are recorded: the loop may step by hand, or
-    project gradients. If ``reads`` is pushed, it must be stopped before anything else happens.
+    After a loop has dropped unused gradients once, reads of ``.grad`` are recorded: the loop may update weights itself,
+    or project gradients. While ``reads`` is pushed, it must be stopped before another mode is pushed.
     """
 
     def __init__(self) -> None:
         self.are_there = self._are_dropped = False
-        self.reads = _Reads()
+        self.reads = _GradientReads()
 
     def on_gradients(self) -> None:
         self.are_there = True
         if self._are_dropped:
-            self.reads.were_there = False
+            self.reads.was_read = False
             self.reads.start()
 
     def on_zero_grad(self) -> bool:
-        """Called when they are dropped. Returns True if they were read."""
+        """Called when the gradients are dropped. Returns True if they were read."""
         self.forget()
         self._are_dropped = True
-        return self.reads.were_there
+        return self.reads.was_read
 
     def forget(self) -> None:
-        """Called when an update uses them, or nothing will."""
+        """Called when an update has used the gradients, or when no update will use them."""
         self.are_there = False
         if self.reads.pushed:
             self.reads.stop()

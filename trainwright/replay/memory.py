@@ -1,4 +1,4 @@
-"""Predicts the memory of a replay before it begins, so that an examination leaves enough for training."""
+"""Predicts the memory of a replay before it begins, so that an examination leaves enough memory for training."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ NOT_ENOUGH_MEMORY = "not examined, because there is not enough memory"
 MAX_STEP_MEMORY_RATIO = 2.0
 """Maximum memory of an experiment / memory of the step: weights, gradients and activations."""
 SMALL_BYTES = 256 * 2**20
-"""An experiment may always use this much if it is free."""
+"""An experiment may always use this much memory if it is free."""
 AMPLE_MEMORY_RATIO = 8
-"""Free memory is not read again if an earlier reading showed this multiple of the need."""
+"""Free memory is not read again if the last reading was at least this multiple of the required memory."""
 PEAK_TENSORS = 3
-"""Memory besides the saved tensors at the peak, in largest tensors: its input and the gradients of both."""
+"""Memory at the peak besides the saved tensors, as a multiple of the largest saved tensor."""
 WEIGHT_COPIES = 3
-"""A replay copies the weights, makes gradients besides those of the loop, and its result copies the gradients."""
+"""A replay needs copies of the weights, gradients besides those of the loop, and copies of these gradients."""
 
 
 class ReplayMemory:
-    """Memory of the replays of a step. A measurement holds for all steps with inputs of that size."""
+    """Predicts the memory of replays. A measured step predicts all steps with inputs of the same size."""
 
     def __init__(self) -> None:
-        self._of_size: dict[int, int] = {}
-        self._free, self._asked_at = 0, 0  # free bytes, and the step of the reading, which takes a millisecond
+        self._bytes_by_size: dict[int, int] = {}
+        self._free, self._free_step = 0, 0  # free bytes and the step at which they were read, which takes 1 ms
 
     @property
     def is_measured(self) -> bool:
-        """True if a step was measured. The first replaying experiment takes an additional forward pass."""
-        return bool(self._of_size)
+        """True if a step was measured. The measurement costs one forward pass."""
+        return bool(self._bytes_by_size)
 
     def require(self, session: ReplaySession, times: float, *, is_capped: bool = True) -> None:
-        """Raises NotReplayable if less than ``times`` the step's memory is available.
+        """Raises NotReplayable if less than ``times`` the memory of the step is available.
 
-        ``is_capped``: an experiment takes at most MAX_STEP_MEMORY_RATIO of the step's memory, and not all that is free.
+        ``is_capped``: also if that is more than MAX_STEP_MEMORY_RATIO of the memory of the step.
         """
         weights = WEIGHT_COPIES * sum([p.nbytes for p in session.replayer.subject.parameters])
-        batch = self._of_batch(session)
-        if self._asked_at != session.step and times * (batch + weights) > self._free / AMPLE_MEMORY_RATIO:
-            self._asked_at, self._free = session.step, free_bytes(session.replayer.device)
+        batch = self._batch_bytes(session)
+        if self._free_step != session.step and times * (batch + weights) > self._free / AMPLE_MEMORY_RATIO:
+            self._free_step, self._free = session.step, free_bytes(session.replayer.device)
         cap = max(SMALL_BYTES, MAX_STEP_MEMORY_RATIO * (batch + weights)) if is_capped else math.inf
         if times * (batch + weights) > min(self._free, cap):
-            wanted = _mib(times * (batch + weights))
-            limit = f"{_mib(self._free)} are free" if self._free <= cap else f"it may take {_mib(cap)}"
-            raise NotReplayable(f"{NOT_ENOUGH_MEMORY}: it takes about {wanted}, and {limit}")
+            required = _mib(times * (batch + weights))
+            limit = f"{_mib(self._free)} are free" if self._free <= cap else f"its limit is {_mib(cap)}"
+            raise NotReplayable(f"{NOT_ENOUGH_MEMORY}: it needs about {required}, but {limit}")
 
-    def _of_batch(self, session: ReplaySession) -> int:
+    def _batch_bytes(self, session: ReplaySession) -> int:
         """Returns the memory of the step without the weights, in bytes."""
-        size = _size_of(session.recorded_step)
-        if size not in self._of_size:
-            self._of_size[size] = _measured(session)
-        return self._of_size[size]
+        size = _input_bytes(session.recorded_step)
+        if size not in self._bytes_by_size:
+            self._bytes_by_size[size] = _measure_batch_bytes(session)
+        return self._bytes_by_size[size]
 
 
 def free_what_it_holds(error: Exception, device: torch.device) -> bool:
-    """Frees the tensors in the frames of ``error``. Returns True if memory had run out."""
+    """Frees the tensors in the frames of ``error``. Returns True for an out-of-memory error."""
     traceback.clear_frames(error.__traceback__)
     has_run_out = is_out_of_memory(error)
     if has_run_out:
@@ -72,8 +72,8 @@ def free_what_it_holds(error: Exception, device: torch.device) -> bool:
     return has_run_out
 
 
-def _measured(session: ReplaySession) -> int:
-    """Returns the bytes that a forward pass saves for the backward pass, and those besides them at the peak."""
+def _measure_batch_bytes(session: ReplaySession) -> int:
+    """Returns the bytes that a forward pass saves for the backward pass, and an estimate of the rest at the peak."""
     seen: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def _measured(session: ReplaySession) -> int:
     return sum(seen.values()) + PEAK_TENSORS * max(seen.values(), default=0)
 
 
-def _size_of(recorded: RecordedStep) -> int:
+def _input_bytes(recorded: RecordedStep) -> int:
     return sum(num_bytes(c.tensor) for call in recorded.calls for c in constants_of((call.args, call.kwargs)))
 
 

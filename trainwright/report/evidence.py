@@ -1,6 +1,6 @@
-"""The evidence for one finding as a self-contained Markdown file, for an issue, a colleague or a language model.
+"""Writes the evidence for one finding as a Markdown file, for an issue, a colleague or a language model.
 
-Secrets and the user's home folder are masked. Text from the run cannot break out of its place in the document.
+Secrets and the user's home folder are masked. Text from the run is escaped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainwright.report.pages.view import RunView
 from trainwright.report.source_lines import Excerpt, excerpt_of
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.json_values import JsonValue
-from trainwright.runs.printing import printable
+from trainwright.runs.printing import visible
 from trainwright.runs.reader import read_newest
 from trainwright.runs.records import Evaluated, Examined, Found, Record, Replayed, Started, Watched
 from trainwright.runs.secrets import masked_code
@@ -31,7 +31,7 @@ from trainwright.runs.storage import write_atomically
 from trainwright.version import __version__
 
 RECORDS_AROUND = 6
-"""Records before and after each of the two steps of a finding: the one where it began, and the one that shows it."""
+"""Number of records shown before and after the step at which the finding began, and before and after its last step."""
 MAX_TEXT_CHARS = 2000
 MAX_RECIPE_CHARS = 6000
 MAX_EVALUATIONS = 8
@@ -56,14 +56,14 @@ class EvidencePack:
         title: The first sentence of the page of its check; "" for a user-defined check.
         verdict: The verdict on the run.
         points: Recorded steps around the finding.
-        calls: Calls of the step with their lines: ``("backward", "train.py:44")``.
+        calls: Calls of the step with their lines, such as ``("backward", "train.py:44")``.
         excerpt: The code around those lines; None if the run names no line.
         others: Other findings of the run.
-        environment: Names and values.
+        environment: Names and values of versions, commit, device and settings.
         recipe: The recipe as YAML; "" for a watched loop.
         evaluations: Steps and validation losses.
         replays: Results of replays of recorded steps.
-        examined: Experiments that ran on the step of the finding.
+        examined: Names of experiments that ran on the step of the finding.
     """
 
     found: Found
@@ -81,7 +81,7 @@ class EvidencePack:
     examined: tuple[str, ...]
 
     def markdown(self) -> str:
-        """Return the document."""
+        """Return the text of the file."""
         found = self.found
         since = "" if found.since_step in (None, found.step) else f", since step {found.since_step:,}"
         parts = [f"# {_inline(found.code)}" + (f": {_inline(self.title)}" if self.title else "")]
@@ -90,16 +90,19 @@ class EvidencePack:
             f"step {found.step:,}{since}. Confidence {found.sure:.0%}. Run: {_inline(self.verdict)}."
         )
         parts.append(f"**What is wrong.** {_inline(found.symptom)}")
-        parts += ["## Expected and seen", *_table(("measure", "seen", "expected"), list(self._evidence()))]
+        parts += ["## Expected and seen", *_table(("measure", "seen", "expected"), list(self._evidence_rows()))]
         parts.append(f"**Cause.** {_inline(found.cause)}")
         parts.append(f"**Remedy.** {_inline(found.remedy)}")
-        parts += ["## What was tried", *self._tried()]
+        parts += ["## What was tried", *self._tried_section()]
         if self.points:
-            parts += ["## Recorded steps", *_table(("step", "loss", "gradient norm", "learning rate"), self._rows())]
+            parts += [
+                "## Recorded steps",
+                *_table(("step", "loss", "gradient norm", "learning rate"), self._step_rows()),
+            ]
         if self.evaluations:
             rows = [(f"{step:,}", value_in_words(loss)) for step, loss in self.evaluations]
             parts += _table(("step", "validation loss"), rows)
-        parts += self._code()
+        parts += self._code_section()
         if self.others:
             lines = [f"- {each.severity}: {_inline(each.code)}: {_inline(each.symptom)}" for each in self.others]
             parts += ["## Other findings of this run", "\n".join(lines)]
@@ -112,7 +115,7 @@ class EvidencePack:
         )
         return "\n\n".join(parts) + "\n"
 
-    def _evidence(self) -> Iterator[tuple[str, str, str]]:
+    def _evidence_rows(self) -> Iterator[tuple[str, str, str]]:
         for each in self.found.evidence:
             yield (
                 each.measure,
@@ -120,7 +123,7 @@ class EvidencePack:
                 "" if each.expected is None else value_in_words(each.expected),
             )
 
-    def _tried(self) -> list[str]:
+    def _tried_section(self) -> list[str]:
         tried = [f"- {_inline(each.remedy)}: {_inline(each.result)}" for each in self.found.tried]
         tried += [f"- {_inline(each)}" for each in self.replays]
         if self.examined:
@@ -128,14 +131,14 @@ class EvidencePack:
             tried.append(f"- experiments on a replay of step {self.found.step:,}: {names}")
         return ["\n".join(tried) or "Nothing was tried in a replay."]
 
-    def _rows(self) -> list[tuple[str, ...]]:
+    def _step_rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = []
         marked = {self.found.step, self.found.since_step}
         for before, each in zip([None, *self.points], self.points):
             if before is not None and each.step - before.step > 2 * self._stride:
                 rows.append(("...", "", "", ""))
             step = f"**{each.step:,}**" if each.step in marked else f"{each.step:,}"
-            rows.append((step, *(_number(value) for value in (each.loss, each.grad_norm, each.lr))))
+            rows.append((step, *(_format_number(value) for value in (each.loss, each.grad_norm, each.lr))))
         return rows
 
     @property
@@ -143,7 +146,7 @@ class EvidencePack:
         gaps = [after.step - before.step for before, after in zip(self.points, self.points[1:])]
         return max(1, min(gaps, default=1))
 
-    def _code(self) -> list[str]:
+    def _code_section(self) -> list[str]:
         parts = []
         if self.calls or self.excerpt:
             parts.append("## Code")
@@ -158,7 +161,7 @@ class EvidencePack:
 
 @dataclass(frozen=True)
 class WrittenEvidence:
-    """The path of a written evidence file."""
+    """The result of ``write_evidence``."""
 
     path: Path
     code: str
@@ -181,9 +184,9 @@ def write_evidence(
 
     Args:
         folder: The run.
-        code: The code of the finding; None for the first one.
-        code_root: The folder of the user's code; by default the current one.
-        out: The file to write; by default ``evidence-CODE.md`` in the run folder.
+        code: The code of the finding; None for the first finding.
+        code_root: The folder of the user's code. Default: the current folder.
+        out: The file to write. Default: ``evidence-CODE.md`` in the run folder.
 
     Raises:
         UsageError: The run has no such finding.
@@ -217,7 +220,7 @@ def evidence_of(folder: RunFolder, code: str | None = None, *, code_root: Path |
         tuple(each for each in (*report.findings, *report.added) if each.code != found.code),
         tuple(environment_of(view)),
         view.recipe_text,
-        tuple((each.step, each.loss) for each in _nearest(view.evaluations, found.step)),
+        tuple((each.step, each.loss) for each in _nearest_evaluations(view.evaluations, found.step)),
         tuple(f"replay of step {each.step:,}: {each.outcome}" for each in replays),
         tuple(
             dict.fromkeys(
@@ -230,11 +233,11 @@ def evidence_of(folder: RunFolder, code: str | None = None, *, code_root: Path |
 
 
 def finding_in(report: Report, code: str | None) -> Found:
-    """Return the finding with this code, the first one for None. Raises UsageError if there is none."""
+    """Return the finding with this code, or the first finding if ``code`` is None. Raises UsageError without one."""
     findings = (*report.findings, *report.added)
     if not findings:
         raise UsageError(
-            f"{report.run} has no finding", remedy=f"trainwright checks {report.run} lists what was checked"
+            f"{report.run} has no finding", remedy=f"see what was checked: trainwright checks {report.run}"
         )
     if code is None:
         return findings[0]
@@ -248,14 +251,14 @@ def finding_in(report: Report, code: str | None) -> Found:
 
 
 def calls_of(records: Sequence[Record], found: Found) -> tuple[tuple[str, str], ...]:
-    """Return the calls of the step of a finding with their lines, as far as they were recorded."""
+    """Return the recorded calls of the step of a finding as (kind, line)."""
     return tuple((str(kind), str(line)) for kind, line in RunContext(records).calls_at(found.step))
 
 
 def lines_named(found: Found, calls: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the lines of the code that concern a finding: its own one, else those of the calls of its step.
+    """Return the source lines for a finding: the line that it names, else the lines of the calls of its step.
 
-    The first one is the most likely: the call of the stage that the finding concerns.
+    The first line is the most likely: the call of the stage of the finding.
     """
     if found.where.source:
         return [found.where.source]
@@ -272,11 +275,11 @@ CALLS_OF_STAGES = {
     "clip": ("clip", "step"),
     "update": ("step",),
 }
-"""The calls that a finding of a stage concerns, the most likely first. ``op:`` is a torch function of the loss."""
+"""Kinds of calls by stage of a finding, the most likely first. ``op:`` is the prefix of torch functions in the loss."""
 
 
 def line_of_stage(found: Found, calls: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
-    """Return the line and the kind of the call of the stage that a finding concerns; None if it is not known."""
+    """Return (line, kind) of the call that belongs to the stage of a finding; None if it was not recorded."""
     for kind in CALLS_OF_STAGES.get(found.stage, ()):
         lines = [line for name, line in calls if name == kind or (kind.endswith(":") and name.startswith(kind))]
         if lines:
@@ -318,25 +321,25 @@ def environment_of(view: RunView) -> Iterator[tuple[str, str]]:
         yield "command", " ".join(starts[-1].command)
 
 
-def _nearest(evaluations: Sequence[Evaluated], step: int) -> list[Evaluated]:
+def _nearest_evaluations(evaluations: Sequence[Evaluated], step: int) -> list[Evaluated]:
     near = sorted(evaluations, key=lambda each: abs(each.step - step))[:MAX_EVALUATIONS]
     return sorted(near, key=lambda each: each.step)
 
 
 def shareable(text: str) -> str:
-    """Return a text without secrets, control characters and the user's home folder."""
+    """Return a text with secrets masked, invisible characters escaped, and the user's home folder as ``~``."""
     home = str(Path.home())
-    text = printable(masked_code(text))
+    text = visible(masked_code(text))
     return text.replace(home, "~") if len(home) > 1 else text
 
 
 def _inline(text: str) -> str:
-    """Return text of the run as one line that is no HTML, heading or link."""
+    """Return text of the run as one line, with HTML tags and links disabled."""
     line = " ".join(shareable(text[:MAX_TEXT_CHARS]).split())
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", line).replace("](", "]\\(")
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}" if math.isfinite(value) else "not finite"
 
 

@@ -1,4 +1,4 @@
-"""The doctor's examination of a run: what was examined, what was not, and why, in a line or two of text."""
+"""Summarizes in a few lines what the doctor examined in a run, what it did not examine, and why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainwright.runs.records import Examined, Record, Unexamined, Watched
 from trainwright.runs.shapes import ProvenanceFile, read_as
 
 _STEP_EXPERIMENTS = {"casts", "batch", "again"}
-"""Experiments that the examination of one step runs."""
+"""Experiments that run when a single step is examined."""
 MAX_REASON_CHARS, MAX_NAMES = 200, 4
 
 
@@ -24,13 +24,14 @@ class Examination:
     """The extent of an examination.
 
     Args:
-        steps: Steps with a record; in a long run not every step has one.
-        taken: Steps that ran while the doctor observed. Each of them was checked for NaN and infinity.
+        steps: Number of steps with a record. In a long run not every step has one.
+        taken: Number of steps that ran while the doctor was active. All were checked for NaN and infinity.
         replayed: Steps that were replayed and examined closely.
         checks: The result of each check; empty if no check was applied.
-        blind: Reasons why steps could not be replayed, with the number of recorded steps, the most frequent first.
+        blind: Pairs (reason why steps could not be replayed, number of such steps), the most frequent first.
         not_run: Experiments that were due and have not run.
-        unexamined: Experiments without time at the end of the run; None if it has not ended, or all had time.
+        unexamined: Experiments for which no time was left at the end of the run; None if the run has not ended, or if
+            all experiments ran.
     """
 
     steps: int
@@ -48,24 +49,24 @@ class Examination:
         """Build the examination from the records of a run."""
         every = tuple(records)
         examined = [each for each in every if isinstance(each, Examined) and "blind" not in each.values]
-        close = [each.step for each in examined if each.experiment in _STEP_EXPERIMENTS]
+        replayed = [each.step for each in examined if each.experiment in _STEP_EXPERIMENTS]
         watched = [each for each in every if isinstance(each, Watched)]
         blind = Counter(str(each.values["blind"]) for each in watched if each.values.get("blind"))
-        left = [each for each in every if isinstance(each, Unexamined)][-1:]
+        last_unexamined = [each for each in every if isinstance(each, Unexamined)][-1:]
         numbers = {each.step for each in watched}
         return cls(
             steps=len(numbers),
-            replayed=tuple(dict.fromkeys(close)),
+            replayed=tuple(dict.fromkeys(replayed)),
             checks=tuple(checks),
             blind=tuple(blind.most_common()),
             not_run=tuple(not_run),
-            unexamined=left[0] if left and left[0].experiments else None,
+            unexamined=last_unexamined[0] if last_unexamined and last_unexamined[0].experiments else None,
             taken=max(numbers) - min(numbers) + 1 if numbers else 0,
         )
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of checks with each result."""
+        """Number of checks by result."""
         return dict(Counter(each.state for each in self.checks))
 
     def lines(self, run: Path | None = None) -> Iterator[str]:
@@ -90,11 +91,11 @@ class Examination:
     def _checks(self) -> Iterator[str]:
         if not self.checks:
             return
-        held = Counter(each.code.partition(".")[0] for each in self.checks if each.state == "passed")
-        kinds = ", ".join(f"{family} {count}" for family, count in held.items())
+        passed = Counter(each.code.partition(".")[0] for each in self.checks if each.state == "passed")
+        kinds = ", ".join(f"{family} {count}" for family, count in passed.items())
         others = {"found": "did not", "not applicable": "do not apply", "not examined": "had nothing to examine"}
         counted = [f"{self.counts[state]} {words}" for state, words in others.items() if state in self.counts]
-        yield ", ".join([f"{sum(held.values())} checks passed{f' ({kinds})' if kinds else ''}", *counted])
+        yield ", ".join([f"{sum(passed.values())} checks passed{f' ({kinds})' if kinds else ''}", *counted])
 
     def to_json(self) -> dict[str, JsonValue]:
         """Return the output of ``--json``."""
@@ -108,7 +109,7 @@ class Examination:
 
 
 def line_of_unexamined(unexamined: Unexamined, run: Path | None) -> str | None:
-    """Return a line on experiments that had no time and how to run them later; None if all had time.
+    """Return a line on experiments for which no time was left and how to run them; None if all ran.
 
     ``run`` is None if the run has no folder.
     """
@@ -122,16 +123,16 @@ def line_of_unexamined(unexamined: Unexamined, run: Path | None) -> str | None:
 
 
 def _later(unexamined: Unexamined, run: Path | None) -> str:
-    """Return how to examine the rest: from the recipe, from the last recorded steps, or during training."""
+    """Return how to run the remaining experiments: by replaying the run or its last steps, or during training."""
     if run is not None and can_be_trained_again(run):
         return f"later: trainwright diagnose {run} --deep"
     if run is not None and unexamined.bundle is not None:
-        return f"later: trainwright diagnose {run} --deep --model FILE.py:FUNCTION, which makes the model"
+        return f"later: trainwright diagnose {run} --deep --model FILE.py:FUNCTION, which returns the model"
     return f"{while_it_trains(run)} takes the time"
 
 
 def while_it_trains(run: Path | None) -> str:
-    """Return how to examine everything during a run of this kind; a run without a folder is a watched loop."""
+    """Return the setting that runs all experiments during training. A run without a folder is a watched loop."""
     try:
         recipe = None if run is None or not (run / "recipe.yaml").is_file() else read_text(run / "recipe.yaml")
     except UnreadableFile:
@@ -142,10 +143,10 @@ def while_it_trains(run: Path | None) -> str:
 
 
 def can_be_trained_again(run: Path) -> bool:
-    """Return True if any step of a run can be replayed from its folder: by its recipe, or by a function for its
-    objects.
+    """Return True if all steps of a run can be replayed from its folder.
 
-    False for a watched loop, and for objects (``use: live:Net``) that no recorded function makes.
+    This needs a recipe, and for objects that were passed in Python (``use: live:Net``) a recorded function that creates
+    them. False for a watched loop.
     """
     try:
         if not (run / "recipe.yaml").is_file():

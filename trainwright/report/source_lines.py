@@ -1,7 +1,7 @@
 """Reads the lines of the user's code that a run names, such as ``train.py:44``.
 
-A log holds the name of a file without its folder, so the file is searched below a folder that the user gives. Only
-Python files are read, and no link is followed: a foreign log must not lead to any other file.
+A log contains the name of a file without its folder, so the file is searched below a folder that the user passes. Only
+Python files are read and links are not followed, so an untrusted log cannot expose other files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LINES_AROUND = 6
 MAX_LINES = 40
 MAX_LINE_CHARS = 200
 MAX_ENTRIES_SEARCHED = 20_000
-"""Files and folders that are searched for a name. More are not, so that a home folder does not take minutes."""
+"""Maximum number of files and folders that are searched. Limits the time if the folder is a home folder."""
 _SOURCE = re.compile(r"([\w.+ -]{1,200}\.py):(\d{1,7})")
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "node_modules", "__pycache__", "checkpoints", "bundles"}
 
@@ -56,11 +56,11 @@ def excerpt_of(sources: list[str], root: Path, *, began_s: float | None = None) 
     Args:
         sources: Lines such as ``train.py:44``, the most important first.
         root: The folder below which the file is searched.
-        began_s: The Unix time at which the run began, to report that the file was changed since.
+        began_s: The Unix time at which the run began. A later change of the file is noted.
 
     Returns:
-        The excerpt, with a note instead of lines if there is not exactly one file. None if no source is a line of a
-        Python file.
+        The excerpt, with a note instead of lines if not exactly one file has this name or if it is too short. None if
+        no source is a line of a Python file.
     """
     found = [match for each in sources if (match := _SOURCE.fullmatch(each))]
     if not found:
@@ -69,7 +69,7 @@ def excerpt_of(sources: list[str], root: Path, *, began_s: float | None = None) 
     numbers = sorted({int(each[2]) for each in found if each[1] == name})
     first = int(found[0][2])
     near = [each for each in numbers if abs(each - first) <= MAX_LINES - 2 * LINES_AROUND]
-    files = list(_files_named(name, root))
+    files = list(_find_files(name, root))
     if len(files) != 1:
         where = f"{len(files)} files below {root} have this name" if files else f"no file below {root} has this name"
         return Excerpt(name, note=f"{where}: give the folder of the code with --code")
@@ -78,6 +78,11 @@ def excerpt_of(sources: list[str], root: Path, *, began_s: float | None = None) 
         text = read_text(path).splitlines()
     except UnreadableFile as error:
         return Excerpt(str(path.relative_to(root)), note=f"it cannot be read: {error.reason}")
+    if first > len(text):
+        return Excerpt(
+            str(path.relative_to(root)), note=f"it has only {len(text)} lines, so it is not the file of the run"
+        )
+    near = [each for each in near if each <= len(text)]
     begin = max(1, min(near) - LINES_AROUND)
     lines = masked_code("\n".join(text[begin - 1 : max(near) + LINES_AROUND])).splitlines()[:MAX_LINES]
     is_newer = began_s is not None and path.stat().st_mtime > began_s
@@ -85,13 +90,13 @@ def excerpt_of(sources: list[str], root: Path, *, began_s: float | None = None) 
         str(path.relative_to(root)),
         begin,
         tuple(printable(each)[:MAX_LINE_CHARS] for each in lines),
-        tuple(each for each in near if each <= len(text)),
+        tuple(near),
         "the file was changed after the run began, so the lines may differ" if is_newer else "",
     )
 
 
-def _files_named(name: str, root: Path) -> Iterator[Path]:
-    """Yield the regular files with this name below ``root``; hidden folders and installed packages are skipped."""
+def _find_files(name: str, root: Path) -> Iterator[Path]:
+    """Yield the regular files with this name below ``root``. Skips runs, hidden folders and installed packages."""
     seen = 0
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(each for each in folders if not _is_skipped(Path(folder) / each))
@@ -104,4 +109,6 @@ def _files_named(name: str, root: Path) -> Iterator[Path]:
 
 
 def _is_skipped(folder: Path) -> bool:
-    return folder.name.startswith(".") or folder.name in _SKIPPED_FOLDERS or (folder / "pyvenv.cfg").exists()
+    is_run = (folder / "log.jsonl").exists()  # its files are not the user's code
+    is_skipped = folder.name.startswith(".") or folder.name in _SKIPPED_FOLDERS or is_run
+    return is_skipped or (folder / "pyvenv.cfg").exists()

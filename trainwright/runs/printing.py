@@ -8,6 +8,12 @@ from collections.abc import Sequence
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 """Control characters except tab and newline, and characters that change the text direction."""
+INVISIBLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f"
+    "\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U000e0000-\U000e0fff]"
+)
+"""Control characters, and characters that are not shown or change the direction of text: a language model reads what
+they spell, and a person does not see it."""
 
 
 def readable(text: str) -> str:
@@ -18,6 +24,11 @@ def readable(text: str) -> str:
 def printable(text: str) -> str:
     """Return ``text`` with control characters escaped: ``\\x1b[2J`` is shown instead of clearing the screen."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], readable(text))
+
+
+def visible(text: str) -> str:
+    """Return ``text`` with every invisible character escaped, for a text that a language model may read."""
+    return INVISIBLE.sub(lambda found: ascii(found[0])[1:-1], readable(text))
 
 
 def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -30,7 +30,8 @@ from trainwright.runs.records import (
 T = TypeVar("T")
 FIRST_RECORDS_KEPT, END_BYTES = 64, 256 * 2**10
 MAX_LINES_KEPT = 8192
-"""The number of lines that ``read_newest`` keeps: about 20 MB."""
+"""The number of lines that ``read_newest`` keeps: about 20 MB. More are kept of records that are no steps."""
+MAX_LINES_OF_ANY_KIND = 2**17
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def read_newest(path: Path | str, kinds: tuple[type[Record], ...]) -> LogContent
     are thinned as they come, and the rest is decoded at the end. Lines that hold no record, or an unknown one, are
     counted in the complete log. Raises UsageError when there is no such log.
     """
+    limit = MAX_LINES_KEPT
     wanted = tuple(_beginning(kind) for kind in (*kinds, Started))
     others = tuple(_beginning(kind) for kind in KINDS.values() if kind not in (*kinds, Started))
     lines: list[bytes] = []
@@ -86,7 +88,7 @@ def read_newest(path: Path | str, kinds: tuple[type[Record], ...]) -> LogContent
     with _open(Path(path)) as file:
         for line in lines_of(file):
             if line.startswith(_beginning(Started)):
-                lines = []
+                lines, limit = [], MAX_LINES_KEPT
             if line.startswith(wanted):
                 lines.append(line)
             elif not (line.startswith(others) and line.endswith(b"}\n")):
@@ -95,8 +97,8 @@ def read_newest(path: Path | str, kinds: tuple[type[Record], ...]) -> LogContent
                 broken_lines = broken_lines + odd.broken_lines
                 torn = odd.torn
                 unknown = unknown + odd.unknown
-            if len(lines) > MAX_LINES_KEPT:
-                lines = _without_half(lines, lambda each: each.startswith(_beginning(Watched)))
+            if len(lines) > limit:
+                lines, limit = _thinned(lines, (_beginning(Watched),))
     found = decode_lines(lines)
     return LogContents(found.records, broken_lines + found.broken_lines, torn or found.torn, unknown)
 
@@ -131,12 +133,13 @@ def read_course(path: Path | str) -> tuple[Record, ...]:
     kinds = tuple(map(_beginning, (Started, Ended, Evaluated, Found, Withdrawn, Logged, Skipped, Step, Watched)))
     of_steps = tuple(map(_beginning, (Step, Watched)))
     lines: list[bytes] = []
+    limit = MAX_LINES_KEPT
     with _open(Path(path)) as file:
         for line in lines_of(file):
             if line.startswith(kinds):
                 lines.append(line)
-            if len(lines) > MAX_LINES_KEPT:
-                lines = _without_half(lines, lambda each: each.startswith(of_steps))
+            if len(lines) > limit:
+                lines, limit = _thinned(lines, of_steps)
     course: list[Record] = []
     for record in decode_lines(lines).records:
         if isinstance(record, Started):
@@ -151,6 +154,18 @@ _STEP_RECORDS = (Step, Watched, Evaluated, Logged)
 
 def _beginning(kind: type[Record]) -> bytes:
     return f'{{"kind":"{kind.__name__.lower()}"'.encode()
+
+
+def _thinned(lines: list[bytes], of_steps: tuple[bytes, ...]) -> tuple[list[bytes], int]:
+    """Return fewer lines, and the number of lines at which they are to be thinned again.
+
+    That number grows with the lines that are no steps: to look at all of them for each new one would take quadratic
+    time.
+    """
+    lines = _without_half(lines, lambda each: each.startswith(of_steps))
+    if len(lines) > MAX_LINES_OF_ANY_KIND:
+        lines = lines[:FIRST_RECORDS_KEPT] + lines[-MAX_LINES_OF_ANY_KIND // 2 :]
+    return lines, max(MAX_LINES_KEPT, len(lines) * 5 // 4)
 
 
 def without_half_of_the_steps(records: list[Record]) -> list[Record]:

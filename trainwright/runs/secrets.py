@@ -26,6 +26,8 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _USER_OF_URL = re.compile(r"(?<=://)[^\s/?#\"'<>]+(?=@)")
 _KEY = r"[A-Za-z_][A-Za-z0-9_.-]{0,100}"
 """Bounded, because a long word without an assignment would otherwise take quadratic time."""
+_MAX_DEPTH = 8
+"""Of assignments in values: ``a=b=c=...`` is masked from there on."""
 _VALUE = r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|[^\s,;&\"'{}()\[\]]+)"
 _NAMED_VALUE = re.compile(
     rf"(?P<before>[\"']?(?P<assigned>(?<![A-Za-z_]){_KEY})[\"']?=|[{{,]\s*[\"']?(?P<mapped>{_KEY})[\"']?\s*:\s*)(?P<value>{_VALUE})"
@@ -33,14 +35,31 @@ _NAMED_VALUE = re.compile(
 _OPTION = re.compile(rf"(?P<before>--(?P<key>{_KEY})\s+)(?!-)(?P<value>{_VALUE})")
 _HEADER = re.compile(rf"(?P<before>(?P<key>{_KEY}):\s+)\S[^\n]*")
 _LITERAL = re.compile(
-    r"(?P<before>(?P<quote>[\"']?)(?P<key>[A-Za-z_]\w{0,100})(?P=quote)\]?\s*[=:,]\s*[rbuf]{0,2})"
-    r"(?P<value>\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')",
-    re.IGNORECASE,
+    r"(?P<before>(?<![A-Za-z0-9])(?P<key>[A-Za-z][\w-]{0,100})[\"']?\]?\s{0,20}(?::[ \w.\[\]|,]{1,60}=|[=:,]|\) or\b)"
+    r"\s{0,20}(?:default ?= ?)?[(\[]?\s{0,20}[rbuf]{0,2})(?P<value>(?P<quotes>\"\"\"|\'\'\').{0,2000}?(?P=quotes)"
+    r"|\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')",
+    re.IGNORECASE | re.DOTALL,
 )
-"""A string literal in code: ``api_key = "..."``, ``{"token": "..."}``, ``setenv("HF_TOKEN", "...")``."""
+"""A string literal in code: ``api_key: str = "..."``, ``{"token": "..."}``, ``setenv("HF_TOKEN", "...")``, and
+``add_argument("--token", default="...")``."""
+_SETTING = re.compile(
+    rf"^(?P<before>[ \t]{{0,80}}(?:- )?(?P<key>{_KEY}):[ \t]+)"
+    r"(?!(?:str|int|bytes|bool|list|dict|None|Optional|[\w.]{0,40}Tensor)\b)[^\s#][^\n]*",
+    re.MULTILINE,
+)
+"""A line of YAML, or a header, at any depth; no annotation of an argument in code."""
+_BY_CONTEXT = re.compile(
+    r"(?P<before>hooks\.slack\.com/|discord(?:app)?\.com/api/webhooks/|\.webhook\.office\.com/|api\.telegram\.org/bot"
+    r"|[?&](?:X-Amz-Signature|X-Goog-Signature|Signature|sig)=|\bBearer {1,4}"
+    r"|\bkey {0,2}= {0,2}[\"'](?=[0-9a-f]{40}[\"']))[^\s\"'<>&)\]]{8,}"
+)
+"""Addresses of webhooks, signatures of addresses, and keys of wandb, whatever they are assigned to."""
+_PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----)(?:[\s\S]{0,8000}?-----END|[\w+/=\s\\]{1,8000})")
 _KNOWN_TOKENS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,300}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,300}"
-    r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,300}|eyJ[\w-]{10,900}\.[\w-]{10,900}\.[\w-]{1,900})"
+    r"|A[KS]IA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,300}|eyJ[\w-]{10,900}\.[\w-]{10,900}\.[\w-]{1,900}"
+    r"|AIza[\w-]{30,60}|nvapi-[\w-]{16,300}|gsk_[A-Za-z0-9]{16,}|[rs]k_live_[A-Za-z0-9]{16,}|npm_[A-Za-z0-9]{30,}"
+    r"|pypi-[\w-]{16,300})"
 )
 """Values with the form of tokens of well-known services, whatever they are assigned to."""
 
@@ -64,7 +83,7 @@ def masked(value: T) -> T:
     if isinstance(value, str):
         return cast(T, _mask_text(value))
     if isinstance(value, Mapping):
-        return cast(T, {key: _mask_all(each) if is_secret(str(key)) else masked(each) for key, each in value.items()})
+        return cast(T, {key: mask_all(each) if is_secret(str(key)) else masked(each) for key, each in value.items()})
     if isinstance(value, list | tuple):
         before = ("", *value[:-1])  # in a command line: --token VALUE
         return cast(T, type(value)(_after(option, each) for option, each in zip(before, value)))
@@ -74,12 +93,14 @@ def masked(value: T) -> T:
 def masked_code(text: str) -> str:
     """Return source code, or other text that is sent to somebody else, without secrets.
 
-    It is stricter than ``masked``: string literals that are assigned to the name of a secret, and values with the form
-    of tokens of well-known services.
+    It is stricter than ``masked``: string literals that are assigned to the name of a secret, lines of YAML, addresses
+    of webhooks, private keys, and values with the form of tokens of well-known services.
     """
     text = "\n".join(map(_mask_text, text.split("\n")))
     text = _LITERAL.sub(_mask_literal, text)
-    return _KNOWN_TOKENS.sub(MASK, text)
+    text = _SETTING.sub(lambda found: f"{found['before']}{MASK}" if is_secret(found["key"]) else found[0], text)
+    text = _PRIVATE_KEY.sub(rf"\1 {MASK}", text)
+    return _KNOWN_TOKENS.sub(MASK, _BY_CONTEXT.sub(rf"\g<before>{MASK}", text))
 
 
 def masked_paths(value: object, path: str = "") -> Iterator[str]:
@@ -93,15 +114,15 @@ def masked_paths(value: object, path: str = "") -> Iterator[str]:
 
 def _after(option: object, value: object) -> object:
     is_value_of_secret = isinstance(option, str) and option.startswith("-") and "=" not in option and is_secret(option)
-    return _mask_all(value) if is_value_of_secret else masked(value)
+    return mask_all(value) if is_value_of_secret else masked(value)
 
 
-def _mask_all(value: object) -> object:
+def mask_all(value: object) -> object:
     """Mask every text and number in the value of a key that names a secret."""
     if isinstance(value, Mapping):
-        return {key: _mask_all(each) for key, each in value.items()}
+        return {key: mask_all(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_mask_all(each) for each in value]
+        return [mask_all(each) for each in value]
     return MASK if (isinstance(value, str) and value) or type(value) in (int, float) else value
 
 
@@ -120,14 +141,17 @@ def _mask_text(text: str) -> str:
 
 def _mask_literal(found: re.Match[str]) -> str:
     value = found["value"]
-    return f"{found['before']}{value[0]}{MASK}{value[0]}" if is_secret(found["key"]) and len(value) > 2 else found[0]
+    quotes = found["quotes"] or value[0]
+    is_masked = is_secret(found["key"]) and len(value) > 2 * len(quotes)
+    return f"{found['before']}{quotes}{MASK}{quotes}" if is_masked else found[0]
 
 
-def _mask_value(found: re.Match[str]) -> str:
+def _mask_value(found: re.Match[str], depth: int = 0) -> str:
     before, value = found["before"], found["value"]
     if value == "...":  # as a remedy writes it
         return found[0]
-    if not is_secret(found["assigned"] or found["mapped"]):
-        return before + _NAMED_VALUE.sub(_mask_value, value)  # --set=data.args.token=VALUE
+    if depth < _MAX_DEPTH and not is_secret(found["assigned"] or found["mapped"]):
+        # --set=data.args.token=VALUE
+        return before + _NAMED_VALUE.sub(lambda inner: _mask_value(inner, depth + 1), value)
     quote = value[0] if value[0] in "\"'" else ""
     return f"{before}{quote}{MASK}{quote}"

@@ -1,4 +1,4 @@
-"""The supervision audit of a run: which tokens or pixels carry loss, as ``supervision.json`` in the run folder."""
+"""The supervision audit of a run (``supervision.json``): which tokens or pixels contribute to the loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainwright.runs.files import UnreadableFile, read_json
 
 NAME = "supervision.json"
 BEGIN_MARK, END_MARK = "⟦", "⟧"
-"""Brackets around the text that carries loss."""
+"""Brackets around text that contributes to the loss."""
 WIDTH = 118
 MAX_FINDINGS_PRINTED = 12
 Severity = Literal["error", "warning", "note"]
@@ -22,7 +22,7 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True)
 class LossShare:
-    """The tokens of one role or of one answer, and how many of them carry loss."""
+    """Number of tokens of a role or of an answer, and how many of them contribute to the loss."""
 
     name: str
     tokens: int
@@ -39,7 +39,7 @@ class LossShare:
 
 @dataclass(frozen=True)
 class SupervisionFinding:
-    """One thing that was noticed: ``samples`` samples have it, and ``place`` is the first of them."""
+    """A problem of a data set. ``samples`` is the number of samples that have it, ``place`` the first of them."""
 
     name: str
     severity: Severity
@@ -59,13 +59,13 @@ class MarkedText:
 
 @dataclass(frozen=True)
 class DecodedSample:
-    """A decoded sample, in parts that carry loss or do not."""
+    """A decoded sample, divided into parts that contribute to the loss and parts that do not."""
 
     place: str
     parts: tuple[MarkedText, ...]
 
     def line(self) -> str:
-        """Return the text in one line, with marks around what carries loss."""
+        """Return the text in one line, with brackets around parts that contribute to the loss."""
         text = (f"{BEGIN_MARK}{each.text}{END_MARK}" if each.supervised else each.text for each in self.parts)
         return "".join(text).replace("\r", "").replace("\n", "\\n")
 
@@ -76,18 +76,18 @@ class Supervision:
 
     Attributes:
         data: ``train`` or ``val``.
-        unit: What is counted: ``tokens``, ``pixels`` or ``targets``.
-        masked_by: What decides which of them carry loss.
-        samples: Samples that were examined.
-        size: Samples of the data set; None if unknown.
-        left_out: Records that are not trained on.
-        total: Tokens of the examined samples, without padding.
-        longest: Tokens of the longest sample.
-        supervised: How many of them carry loss.
-        padding: Padding beside them.
-        roles: By role.
-        turns: By number of the answer in its conversation.
-        findings: What was noticed, the most severe first.
+        unit: The counted units: ``tokens``, ``pixels`` or ``targets``.
+        masked_by: Description of the rule that decides which units contribute to the loss.
+        samples: Number of examined samples.
+        size: Number of samples of the data set; None if unknown.
+        left_out: Number of records that are not used for training.
+        total: Number of units in the examined samples, without padding.
+        supervised: Number of these units that contribute to the loss.
+        padding: Number of padding units besides ``total``.
+        longest: Number of units in the longest sample.
+        roles: Counts by role.
+        turns: Counts by number of the answer in its conversation.
+        findings: Problems, the most severe first.
         decoded: A few samples as text.
     """
 
@@ -108,7 +108,7 @@ class Supervision:
 
     @property
     def fraction(self) -> float:
-        """The fraction of tokens that carry loss."""
+        """Fraction of the units that contribute to the loss."""
         return self.supervised / self.total if self.total else 0.0
 
     @property
@@ -117,7 +117,7 @@ class Supervision:
 
     @property
     def refusal(self) -> SupervisionFinding | None:
-        """The finding for which the data set cannot be trained on."""
+        """The first error, because of which a run is refused; None without an error."""
         return next((each for each in self.findings if each.severity == "error"), None)
 
     @property
@@ -134,24 +134,24 @@ class Supervision:
 
     def lines(self) -> list[str]:
         """Return the report as text, with decoded samples of a training set."""
-        found = _wrapped("supervision: " if self.data == "train" else f"supervision of {self.data}: ", self.summary())
+        found = _wrap("supervision: " if self.data == "train" else f"supervision of {self.data}: ", self.summary())
         if shares := self.shares():
-            found += _wrapped("  ", shares)
+            found += _wrap("  ", shares)
         for each in self.findings[:MAX_FINDINGS_PRINTED]:
-            found += _wrapped(f"  {each.severity}: ", each.message)
-            found += _wrapped("    remedy: ", each.remedy)
+            found += _wrap(f"  {each.severity}: ", each.message)
+            found += _wrap("    remedy: ", each.remedy)
         for sample in self.decoded if self.data == "train" else ():
-            found += _wrapped(f"  {sample.place}: ", sample.line())
+            found += _wrap(f"  {sample.place}: ", sample.line())
         return found
 
     def shares(self) -> str:
-        """Return the fractions by role and by answer as text; "" if they are unknown."""
+        """Return the supervised fractions by role and by answer as text; "" if they are unknown."""
         groups = self.roles, self.turns if len(self.turns) > 1 else ()
-        return "; ".join(", ".join(map(_described, each)) for each in groups if each)
+        return "; ".join(", ".join(map(_share_text, each)) for each in groups if each)
 
 
 def percent(fraction: float) -> str:
-    """Return a fraction as a percentage; only a true 0 or 1 is shown as such."""
+    """Return a fraction as a percentage. "0.0 %" and "100.0 %" are exact."""
     text = f"{100 * fraction:.1f}"
     if text == "0.0" and fraction > 0:
         return "less than 0.1 %"
@@ -163,19 +163,19 @@ def read_supervision(path: Path) -> tuple[Supervision, ...]:
     try:
         return TypeAdapter(tuple[Supervision, ...]).validate_python(read_json(path))
     except ValidationError as error:
-        raise UnreadableFile(path, f"{error.error_count()} values are not as Trainwright writes them") from None
+        raise UnreadableFile(path, f"{error.error_count()} values have an unexpected type") from None
 
 
-def _described(share: LossShare) -> str:
+def _share_text(share: LossShare) -> str:
     return f"{share.name}: {share.fraction_text} of {share.tokens:,}"
 
 
-def _wrapped(head: str, text: str) -> list[str]:
+def _wrap(head: str, text: str) -> list[str]:
     indent = " " * min(len(head), 12)
     return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False) or [head]
 
 
 def most_severe_first(findings: Sequence[SupervisionFinding]) -> tuple[SupervisionFinding, ...]:
-    """Return findings by severity, otherwise in their order."""
+    """Return findings sorted by severity. The sort is stable."""
     order = ("error", "warning", "note")
     return tuple(sorted(findings, key=lambda each: order.index(each.severity)))

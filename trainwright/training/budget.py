@@ -1,4 +1,4 @@
-"""The length of a run that is given as its cost: US dollars, or kilowatt-hours of the GPU."""
+"""Converts the length of a run from a cost, in US dollars or kilowatt-hours of the GPU, into time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from trainwright.recipe import Duration, Loaded
 from trainwright.recipe.duration import BUDGETS
 
 READ_EVERY_S = 0.2
-"""Seconds between two readings of the energy counter, which the driver updates every 0.1 s or so."""
+"""Seconds between two readings of the energy counter. The driver updates it about every 0.1 s."""
 
 
 def within_budget(loaded: Loaded, price: float | None, watts: float | None, ranks: int) -> Loaded:
     """Return the recipe with a length in seconds instead of a cost; unchanged if it has no cost.
 
-    Dollars are those of the full time from the first step to the end of the run. Kilowatt-hours become the time at the
-    power limit, which is the least that the run takes; the run ends by the measured energy.
+    Dollars pay for the time from the first step to the end of the run. Kilowatt-hours are converted with the power
+    limit of the GPU, which gives the shortest possible time. The run itself ends by the measured energy.
 
     Args:
         loaded: The recipe.
-        price: US dollars for an hour of one device by the table of devices, if known. The recipe takes precedence.
+        price: US dollars per hour of one device, None if unknown. A price in the recipe takes precedence.
         watts: The power limit of the device; None without a GPU that reports it.
         ranks: The number of devices.
 
@@ -46,7 +46,8 @@ def within_budget(loaded: Loaded, price: float | None, watts: float | None, rank
         else:
             if watts is None:
                 raise UsageError(
-                    "this device does not report its energy", remedy="write a length in steps or seconds, or in USD"
+                    "this device does not report its power limit or energy",
+                    remedy="write a length in steps, seconds or USD",
                 )
             if ranks > 1:
                 raise UsageError("kWh of several devices are not added up", remedy="write a length in seconds or USD")
@@ -56,7 +57,7 @@ def within_budget(loaded: Loaded, price: float | None, watts: float | None, rank
 
 
 def for_energy(limit_kwh: float, used_kwh: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> Until:
-    """Return the length of a run that ends when ``limit_kwh`` are used."""
+    """Return a length for a run that ends after it has used ``limit_kwh``."""
     due_s, fraction = clock(), 0.0
 
     def until(_state: TrainState) -> float:
@@ -69,6 +70,6 @@ def for_energy(limit_kwh: float, used_kwh: Callable[[], float], clock: Callable[
 
 
 def energy_meter(indices: tuple[int, ...]) -> Callable[[], float]:
-    """Return a function of the kWh that the GPUs with these NVML indices have used from now on."""
+    """Return a function that returns the energy in kWh that the GPUs with these NVML indices have used since now."""
     gpus = Gpus(indices)
     return gpus.energy_kwh

@@ -1,4 +1,4 @@
-"""Builds the live objects of a run, and describes custom optimizers, schedules and observers in the plan."""
+"""Builds the objects of a run, and adds notes on custom optimizers, schedules and observers to the plan."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Live(NamedTuple):
 
 
 def build_live(parts: Parts, loaded: Loaded, plan: Plan) -> Live:
-    """Build state, schedule and observers. Raises RecipeError or UsageError for objects that cannot be used."""
+    """Build state, schedule, observers and metrics. Raises RecipeError or UsageError for unusable objects."""
     _require_restorable(loaded.recipe, plan)
     state = build_state(parts, loaded, plan)
     schedule = build_schedule(parts, loaded, plan, state.optimizer)
@@ -60,47 +60,47 @@ def build_live(parts: Parts, loaded: Loaded, plan: Plan) -> Live:
 
 
 def named_metrics(loaded: Loaded, loss: object) -> dict[str, object]:
-    """Return the metrics of a recipe by name. Built-in ones take parameters that ``loss`` states about its outputs."""
+    """Return the metrics of a recipe by name. Built-in metrics get parameters of the outputs from ``loss``."""
     found: dict[str, object] = {}
-    for number, ask in enumerate(loaded.recipe.metrics):
+    for number, part in enumerate(loaded.recipe.metrics):
         path = f"metrics.{number}"
-        if ask.shown_name in found:
-            what, remedy = f"two metrics are named {ask.shown_name!r}", "give one of them another name"
+        if part.shown_name in found:
+            what, remedy = f"two metrics are named {part.shown_name!r}", "give one of them another name"
             raise RecipeError(Problem(path, what, remedy=remedy, where=loaded.source.where(path)))
-        if ask.use == "perplexity" and not ask.args and loaded.recipe.loss.use in CROSS_ENTROPIES:
-            found[ask.shown_name] = LossPerplexity()
-        elif ask.use in METRICS:
-            accepted = parameters_of(import_factory(METRICS[ask.use].factory))
-            stated = {name: value for name, value in metric_args_of_loss(loss).items() if name in accepted}
-            found[ask.shown_name] = make(ask.use, {**stated, **ask.args}, METRICS, path, loaded.source)
+        if part.use == "perplexity" and not part.args and loaded.recipe.loss.use in CROSS_ENTROPIES:
+            found[part.shown_name] = LossPerplexity()
+        elif part.use in METRICS:
+            accepted = parameters_of(import_factory(METRICS[part.use].factory))
+            from_loss = {name: value for name, value in metric_args_of_loss(loss).items() if name in accepted}
+            found[part.shown_name] = make(part.use, {**from_loss, **part.args}, METRICS, path, loaded.source)
         else:
-            found[ask.shown_name] = _find_part(ask, {}, path, loaded)
+            found[part.shown_name] = _find_part(part, {}, path, loaded)
     return found
 
 
 def _require_whole_outputs(plan: Plan) -> None:
-    """Raise UsageError if no rank has the outputs of full samples."""
+    """Raise UsageError for a parallel layout in which no rank has the outputs of full samples."""
     for axis in ("pipeline", "context"):
         if getattr(plan.degrees, axis) > 1:
             raise UsageError(
-                f"parallel.{axis}: no rank has the outputs and targets of full samples, which metrics need",
+                f"metrics need the outputs and targets of full samples, which no rank has with parallel.{axis}",
                 remedy=f"leave metrics out and evaluate later: trainwright evaluate RUN; or leave parallel.{axis} out",
             )
 
 
-def _find_part(ask: Part, names: Mapping[str, Row], path: str, loaded: Loaded) -> object:
+def _find_part(part: Part, names: Mapping[str, Row], path: str, loaded: Loaded) -> object:
     """Return an instance of the class, or the function with its arguments, that a recipe names."""
-    found = find(ask.use, names, path, loaded.source)
+    found = find(part.use, names, path, loaded.source)
     if isinstance(found, type):
-        return make(ask.use, ask.args, names, path, loaded.source)
-    require_unmasked(ask.args, f"{path}.args", loaded.source)
-    return partial(found, **ask.args) if ask.args else found
+        return make(part.use, part.args, names, path, loaded.source)
+    require_unmasked(part.args, f"{path}.args", loaded.source)
+    return partial(found, **part.args) if part.args else found
 
 
 def _with_custom_objects(plan: Plan, recipe: Recipe, state: TrainState, schedule: ScheduleFn | SteppedSchedule) -> Plan:
-    """Return the plan with the learning rate of a custom optimizer and notes on parameters that it does not train.
+    """Return the plan with the learning rate of a custom optimizer, and with notes on custom objects.
 
-    Adds a schedule with a state to the state of the run.
+    Adds a schedule that has a state to the state of the run.
     """
     notes = [*_optimizer_notes(recipe, state), *_schedule_notes(plan, recipe, schedule)]
     if isinstance(schedule, SteppedSchedule):
@@ -113,7 +113,7 @@ def _with_custom_objects(plan: Plan, recipe: Recipe, state: TrainState, schedule
 
 
 def _make_observers(parts: Parts, loaded: Loaded, state: TrainState) -> tuple[Observer, ...]:
-    """Return the observers passed in Python, then those of the recipe. Those with a state join the state of the run."""
+    """Return the observers passed in Python, then those of the recipe. Adds those with a state to the run's state."""
     observers = [*map(as_observer, parts.custom.observers), *_recipe_observers(loaded)]
     for number, each in enumerate(observers):
         _require_validation(each, loaded.recipe, type(each).__name__)
@@ -123,9 +123,9 @@ def _make_observers(parts: Parts, loaded: Loaded, state: TrainState) -> tuple[Ob
 
 
 def _recipe_observers(loaded: Loaded) -> Iterator[Observer]:
-    for number, ask in enumerate(loaded.recipe.observers):
+    for number, part in enumerate(loaded.recipe.observers):
         path = f"observers.{number}"
-        found = _find_part(ask, OBSERVERS, path, loaded)
+        found = _find_part(part, OBSERVERS, path, loaded)
         with at_recipe(loaded.source, f"{path}.use"):
             yield as_observer(found)
 
@@ -139,12 +139,12 @@ def _require_validation(needs: object, recipe: Recipe, name: str) -> None:
 
 
 def _require_restorable(recipe: Recipe, plan: Plan) -> None:
-    """Raise UsageError if there will be no best checkpoint, or several ranks share the weights."""
+    """Raise UsageError if ``restore_best`` is set without a best checkpoint, or with several ranks."""
     if not recipe.checkpoint.restore_best:
         return
     if recipe.data.val is None or recipe.checkpoint.best is None:
         raise UsageError(
-            "restore_best needs a validation set and checkpoint.best to find the best weights",
+            "restore_best needs a validation set and checkpoint.best",
             remedy="pass a validation set, and leave checkpoint.best at its default",
         )
     if plan.degrees.ranks > 1:
@@ -158,13 +158,13 @@ def _optimizer_notes(recipe: Recipe, state: TrainState) -> Iterator[Note]:
         return
     parts = parts_of(state.optimizer)
     if len(parts) > 1:
-        yield Note("optimizer", " + ".join(map(_described, parts)), "stepped together")
+        yield Note("optimizer", " + ".join(map(_size_text, parts)), "stepped together")
     if left := not_trained(state.optimizer, state.model):
         shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
         yield Note("not trained", f"{len(left)} parameters", f"no optimizer holds {shown}")
 
 
-def _described(optimizer: Optimizer) -> str:
+def _size_text(optimizer: Optimizer) -> str:
     size = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     return f"{type(optimizer).__name__} of {size:,} weights"
 
@@ -187,7 +187,7 @@ def measured_state(offload: bool | str | None, measured: int | None) -> dict[str
 
 
 def memory_note(optimizer: str, measured: int | None) -> Iterator[Note]:
-    """Yield a note if the memory of an optimizer is neither known nor measured."""
+    """Yield a note if the memory of a custom optimizer was not measured."""
     if optimizer not in OPTIMIZERS and measured is None:
-        why = "its state was not measured: the weights are too large, or sharded, or it cannot be copied"
+        why = "its state was not measured: the weights are too large or sharded, or the optimizer cannot be copied"
         yield Note("memory", "the optimizer counts as AdamW", why)

@@ -1,4 +1,4 @@
-"""``replay --try CHANGE``: replays a recorded step with one change, and compares it with the unchanged step."""
+"""``replay --try CHANGE``: replays a recorded step with one change and compares it with the unchanged step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from trainwright.errors import UsageError, require_choice, suggest
 from trainwright.recorder.program import mapped
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import function_name
-from trainwright.replay.replayer import Intervention, ReplayResult
+from trainwright.replay.replayer import UNCHANGED, Intervention, ReplayResult
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried
 from trainwright.runs.records import Record
 
 CHANGES = {
-    "lr": "lr=FACTOR: the learning rate times FACTOR",
+    "lr": "lr=FACTOR: multiply the learning rate by FACTOR",
     "fp32": "fp32: everything in float32, without autocast",
     "fp64": "fp64: everything in float64",
     "eval": "eval: the model in eval mode",
@@ -34,19 +34,19 @@ CHANGES = {
     "op": "op=NAME: every call of one torch function, such as softmax, in float64",
     "remedy": "remedy=CODE: the remedy of a finding, if a replay can try it",
 }
-"""The changes, and what each does."""
+"""Usage text of each change."""
 
 
 @dataclass(frozen=True)
 class Changed:
-    """The outcome of a step with one change."""
+    """The outcome of a step that was replayed with one change."""
 
     change: str
     outcome: str
 
 
 class StepChange(NamedTuple):
-    """A change: its text, and the function that tries it on a step and returns the outcome as text."""
+    """A change: its text, and a function that tries it on a step and returns the outcome as text."""
 
     text: str
     run: Callable[[ReplaySession], str]
@@ -60,11 +60,11 @@ class StepChange(NamedTuple):
 
 
 def change_of(text: str, records: Iterable[Record] = ()) -> StepChange:
-    """Return the change that a text names.
+    """Parse a change.
 
     Args:
         text: Such as ``lr=0.1``, ``fp32`` or ``without=17,23``.
-        records: The records of the run, for the remedies of its findings.
+        records: The records of the run. Needed for ``remedy=CODE``.
 
     Raises:
         UsageError: There is no such change, or its value is wrong.
@@ -73,7 +73,8 @@ def change_of(text: str, records: Iterable[Record] = ()) -> StepChange:
     require_choice("--try", name, CHANGES)
     wants_value = "=" in CHANGES[name].partition(":")[0]
     if bool(value) != wants_value:
-        raise UsageError(f"--try {text} is incomplete", remedy=CHANGES[name])
+        problem = "needs a value" if wants_value else "has a value, which it does not accept"
+        raise UsageError(f"--try {text} {problem}", remedy=f"give {CHANGES[name]}")
     if name in ("fp32", "fp64"):
         return StepChange(
             text, lambda session: _compared(session, Intervention(dtype="fp32" if name == "fp32" else "fp64"))
@@ -83,47 +84,53 @@ def change_of(text: str, records: Iterable[Record] = ()) -> StepChange:
             text, lambda session: _compared(session, Intervention(mode="eval" if name == "eval" else "train"))
         )
     if name == "lr":
-        factor = _number(text, value)
+        factor = _parse_number(text, value)
         return StepChange(text, lambda session: _compared(session, Intervention(lr=factor)))
     if name == "clip":
-        norm = _number(text, value)
+        norm = _parse_number(text, value)
         return StepChange(text, lambda session: clip_at(session, norm))
     if name == "op":
         return StepChange(text, lambda session: _in_fp64(session, value))
     if name == "without":
-        ids = [int(_number(text, each)) for each in value.split(",")]
+        ids = [int(_parse_number(text, each)) for each in value.split(",")]
         return StepChange(text, lambda session: _without(session, ids))
-    return StepChange(text, _remedy_of(value, list(records)))
+    return StepChange(text, _remedy_trial(value, list(records)))
 
 
-def _remedy_of(code: str, records: Sequence[Record]) -> Callable[[ReplaySession], str]:
+def _remedy_trial(code: str, records: Sequence[Record]) -> Callable[[ReplaySession], str]:
     findings = {each.found.code: each for each in diagnose(RunContext(records, finished=True)).findings}
     if code not in findings:
         raise UsageError(
-            f"the run has no finding {code!r}", remedy=suggest(code, findings) if findings else "it has none"
+            f"the run has no finding {code!r}", remedy=suggest(code, findings) if findings else "try another change"
         )
     trial = findings[code].trial
     if trial is None or trial.name not in TRIALS:
         raise UsageError(
-            f"no replay can try the remedy of {code}",
-            remedy=f"change the code as it says: {findings[code].found.remedy}",
+            f"a replay cannot try the remedy of {code}",
+            remedy=f"change the code: {findings[code].found.remedy}",
         )
     return lambda session: TRIALS[trial.name].run(session, **trial.args)
 
 
-def _compared(session: ReplaySession, changed: Intervention, *, is_same_batch: bool = True) -> str:
-    """Return the step with and without the change, and some updates on its batch."""
-    now, was = session.run(changed), session.run()
+def _compared(
+    session: ReplaySession,
+    changed: Intervention,
+    unchanged: Intervention = UNCHANGED,
+    *,
+    with_updates: bool = True,
+) -> str:
+    """Return text on the step with and without the change, and on some updates on its batch."""
+    now, was = session.run(changed), session.run(unchanged)
     if now.error is not None and was.error is None:
         raise NotTried(str(now.error).partition("\n")[0])
-    text = f"{_words(now)}; unchanged: {_words(was)}"
-    if not is_same_batch or was.error is not None:
+    text = f"{_result_text(now)}; unchanged: {_result_text(was)}"
+    if not with_updates or was.error is not None:
         return text
-    losses = [session.train(NUM_UPDATES, each, repeat=True) for each in (Intervention(), changed)]
+    losses = [session.train(NUM_UPDATES, each, repeat=True) for each in (unchanged, changed)]
     return f"{text}; updates on this batch {compare_losses('with the change', *losses)}"
 
 
-def _words(result: ReplayResult) -> str:
+def _result_text(result: ReplayResult) -> str:
     if result.error is not None:
         return f"{type(result.error).__name__}: {str(result.error).partition(chr(10))[0]}"
     words = f"loss {result.loss:.6g}, gradient norm {result.grad_norm:.6g}"
@@ -132,24 +139,24 @@ def _words(result: ReplayResult) -> str:
 
 def _in_fp64(session: ReplaySession, op: str) -> str:
     calls = 0
-    others: set[str] = set()
+    called: set[str] = set()
 
-    def replaced(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+    def run_in_fp64(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         nonlocal calls
         name = function_name(function).strip("_")
-        others.add(name)
+        called.add(name)
         if name != op:
             return function(*args, **kwargs)
         calls += 1
         dtypes = [each.dtype for each in args if isinstance(each, Tensor) and each.is_floating_point()]
-        made = function(*cast(Args, mapped(args, _to_double)), **cast(Kwargs, mapped(kwargs, _to_double)))
-        is_float = isinstance(made, Tensor) and made.dtype == torch.float64 and dtypes
-        return cast(Tensor, made).to(dtypes[0]) if is_float else made
+        output = function(*cast(Args, mapped(args, _to_double)), **cast(Kwargs, mapped(kwargs, _to_double)))
+        is_float = isinstance(output, Tensor) and output.dtype == torch.float64 and dtypes
+        return cast(Tensor, output).to(dtypes[0]) if is_float else output
 
-    text = _compared(session, Intervention(ops=replaced), is_same_batch=False)
+    text = _compared(session, Intervention(ops=run_in_fp64), with_updates=False)
     if not calls:
-        known = sorted(each for each in others if each.isidentifier() and not each.startswith("get"))
-        raise NotTried(f"the step calls no {op}; it calls {', '.join(known[:20])}")
+        known = sorted(each for each in called if each.isidentifier() and not each.startswith("get"))
+        raise NotTried(f"the step does not call {op}; it calls {', '.join(known[:20])}")
     return text
 
 
@@ -161,19 +168,19 @@ def _without(session: ReplaySession, ids: Sequence[int]) -> str:
     known = [each for each in session.ids if each]
     rows = [(micro, each.index(sample)) for micro, each in enumerate(known) for sample in ids if sample in each]
     if len(known) != len(session.ids) or len(rows) != len(ids):
-        there = ", ".join(str(each) for each in (known[0] if known else ())[:40]) or "not known"
-        raise NotTried(f"the step does not hold these samples; its samples are {there}")
+        in_step = ", ".join([str(sample) for each in known for sample in each][:40]) or "unknown"
+        raise NotTried(f"the step does not contain these samples; its samples are {in_step}")
     if len({micro for micro, _ in rows}) > 1:
-        raise NotTried("these samples are in different micro-batches: leave out those of one")
+        raise NotTried("these samples are in different micro-batches: name samples of one micro-batch")
     micro = rows[0][0]
-    others = [row for row in range(len(known[micro])) if (micro, row) not in rows]
-    if not others:
-        raise NotTried("nothing would be left of the batch")
+    kept = [row for row in range(len(known[micro])) if (micro, row) not in rows]
+    if not kept:
+        raise NotTried("no sample of the batch would remain")
     only = [micro] if len(known) > 1 else None
-    return _compared(session, Intervention(rows=others, micro=only))
+    return _compared(session, Intervention(rows=kept, micro=only), Intervention(micro=only))
 
 
-def _number(text: str, value: str) -> float:
+def _parse_number(text: str, value: str) -> float:
     try:
         number = float(value)
     except ValueError:

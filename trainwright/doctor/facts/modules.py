@@ -1,4 +1,4 @@
-"""Measurements of modules in a few examined steps of the live loop."""
+"""Measurements of modules in a few examined steps of the training loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedModule:
-    """One module that the container ``path`` holds ``times`` times. ``is_chained``: its output is its next input."""
+    """A module that occurs ``times`` times in the container ``path``. ``is_chained``: each output is the next input."""
 
     path: str
     times: int
@@ -21,7 +21,7 @@ class TokenTable:
 
     path: str  # Path of the module
     padding: float = 0.0  # Fraction of the ids that are ``padding_idx``
-    inside: float = 0.0  # Fraction of these that are between other tokens
+    inside: float = 0.0  # Fraction of the padding that is between other tokens
     used: int = 0  # Number of rows that were used
     decayed: int = 0  # Number of rows that changed although their gradient was 0 whenever they were used
 
@@ -41,10 +41,10 @@ class ModulesFacts:
     experiment: ClassVar[str] = "modules"
     looks: int  # Number of examined steps
     last: int  # The last examined step
-    same_inputs: bool = False  # The inputs were the same in all of them
+    same_inputs: bool = False  # The inputs were the same in all examined steps
     # The first module whose outputs are the same for every sample although its inputs are not; None without one
     constant: str | None = None
-    is_whole: bool = False  # The outputs of the full model are the same
+    is_whole: bool = False  # The outputs of the full model are the same for every sample
     constant_kind: str = ""  # Class of ``constant``
     spreads: tuple[OutputSpread, ...] = ()  # Spread of vector outputs in steps whose loss uses no data but the inputs
     # Frozen modules with dropout that are in train mode and were called only without gradients

@@ -1,4 +1,4 @@
-"""Measurements of the weights: movement of each tensor, scale, learning rates, gradients of exactly 0."""
+"""Measurements of the weights: which tensors change, learning rates, and gradients of exactly 0."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.facts.wiring import WiringFacts
 
-MAX_NAMES = 32  # Maximum number of tensors that are listed for each property
+MAX_NAMES = 32  # Maximum number of names in each list
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,39 +19,41 @@ class WeightsFacts:
     experiment: ClassVar[str] = "weights"
     steps: int  # Steps so far
     updates: int  # Updates at a learning rate above 0
-    tensors: int = 0  # Number of trainable tensors in optimizers with such a learning rate
-    moved: int = 0  # Number of these that have changed
-    zero_gradients: tuple[str, ...] = ()  # Matrices among these whose gradient was all zeros at every examination
+    tensors: int = 0  # Number of trainable tensors in optimizers whose learning rate was above 0
+    moved: int = 0  # Number of these tensors that have changed
+    zero_gradients: tuple[str, ...] = ()  # Matrices of ``tensors`` whose gradient was all zeros at every examination
     zero_weights: tuple[str, ...] = ()  # Matrices that began as zeros and never moved
     has_gradient: bool = False  # A tensor had a gradient other than 0
     stands_since: int = 0  # The last step after which anything had changed
-    updates_since: int = 0  # Updates since then
+    updates_since: int = 0  # Updates since ``stands_since``
     frozen: int = 0  # Number of tensors in an optimizer that do not require a gradient
-    frozen_moved: tuple[str, ...] = ()  # Names of these that changed
-    # Weights that were written to so often before the first step that they must have been trained
+    frozen_moved: tuple[str, ...] = ()  # Names of ``frozen`` tensors that changed
+    # Weights whose version counter before the first step shows that they were trained
     worked_on: tuple[str, ...] = ()
     since: int = 0  # Step of the previous examination
-    unchanged: tuple[str, ...] = ()  # Tensors that have not changed since then, or have a gradient of zeros
+    unchanged: tuple[str, ...] = ()  # Tensors that have not changed since ``since``, or have a gradient of zeros
     lowest_rate: float = 0.0  # The lowest learning rate of an update if it is below 0, else 0
     lowest_at: int = 0  # Step of that update
     at_0_since: int = 0  # The step since which the learning rates of all groups are 0; 0 if they are not
-    rate_before_0: float = 0.0  # The highest learning rate in the step before that
+    rate_before_0: float = 0.0  # The highest learning rate in the step before ``at_0_since``
     highest_rate: float = 0.0  # The highest learning rate
 
 
 def standing(run: RunContext, names: Sequence[str], step: int) -> list[str] | None:
-    """Returns the weights that have not changed since ``step``; None if only the next examination will show it.
+    """Returns the names of weights that have not changed since ``step``; None before an examination after ``step``.
 
-    A weight without a gradient that changes follows a moving average, is changed by hand, or has a gradient from a loss
-    outside of the replay.
+    A weight without a gradient may still change: by a moving average, by code of the user, or by a loss that the replay
+    does not contain.
     """
     every = [facts for _, facts in run.every(WeightsFacts)]
     if not every:
         return list(names)
     if not run.finished and not any(facts.since >= step for facts in every):
         return None
-    looks = [set(facts.unchanged) for facts in every if facts.since >= step - 1 and len(facts.unchanged) < MAX_NAMES]
-    return [name for name in names if all(name in look for look in looks)]
+    examinations = [
+        set(facts.unchanged) for facts in every if facts.since >= step - 1 and len(facts.unchanged) < MAX_NAMES
+    ]
+    return [name for name in names if all(name in look for look in examinations)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +67,8 @@ class PretrainedFacts:
 
 
 def is_left_as_it_is(run: RunContext, names: Sequence[str]) -> bool:
-    """Returns True if weights without a gradient are used unchanged on purpose: outside of the trained path, or
-    pretrained.
+    """Returns True if weights without a gradient are probably meant to stay unchanged: they are pretrained, or outside
+    of the path from the loss to the trained weights.
     """
     wiring, weights = run.latest(WiringFacts), run.latest(WeightsFacts)
     cuts = wiring.cuts if wiring is not None else ()

@@ -1,4 +1,4 @@
-"""Measures the arguments of loss functions: live in some of the steps, and in replays."""
+"""Measures the arguments of loss functions, in some steps of the training loop and in replays."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ CLASSES = frozenset({"cross_entropy", "nll_loss", CHUNKED})
 BINARY = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
 DISTANCES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 SQUARED = "squared error"
-MAX_ROWS = 256
+MAX_ROWS = 256  # Maximum number of samples that are measured
 MAX_COLUMNS = 1024  # Maximum number of values per sample that are measured
-MAX_CLASSES = 65536
+MAX_CLASSES = 65536  # Losses with more classes are not measured
 BOUNDS = {
     "SigmoidBackward0": ("sigmoid", 0.0, 1.0),
     "SoftmaxBackward0": ("softmax", 0.0, 1.0),
@@ -47,20 +47,20 @@ BOUNDS = {
     "ReluBackward0": ("relu", 0.0, math.inf),
     "SoftplusBackward0": ("softplus", 0.0, math.inf),
 }
-"""Functions with bounded values, by the name of their autograd node."""
-_MOVES = (
+"""Functions with bounded values as (name, lower bound, upper bound), by the name of their autograd node."""
+_VIEW_NODES = (
     "View", "Squeeze", "Unsqueeze", "Reshape", "Permute", "Slice", "Select", "Transpose", "TBackward", "ToCopy",
     "Clone", "Alias", "UnsafeView", "Index", "Expand",
 )  # fmt: skip
 
 
 def made_by(x: Tensor, names: tuple[str, ...]) -> Node | None:
-    """Returns the autograd node that computed ``x``, behind views and copies, if it has one of these names."""
+    """Returns the autograd node that computed ``x``, apart from views and copies, if it has one of these names."""
     node = x.grad_fn
     for _ in range(8):
         if node is None or type(node).__name__ in names:
             return node
-        if not type(node).__name__.startswith(_MOVES) or not node.next_functions:
+        if not type(node).__name__.startswith(_VIEW_NODES) or not node.next_functions:
             return None
         node = node.next_functions[0][0]
     return None
@@ -85,7 +85,7 @@ def class_dim(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> int:
 
 @dataclass(frozen=True)
 class ComparedLoss:
-    """Some rows of one call: predictions ``x`` and ``target``, both without a graph.
+    """Some rows of one call of a loss: predictions ``x`` and ``target``, both detached.
 
     Shapes: (N, C) and (N,) for classes, with -1 for ignored targets; otherwise equal shapes.
     """
@@ -107,13 +107,13 @@ class ComparedLoss:
         return values.double().mean()
 
     def of_blank(self) -> Tensor:
-        """Returns the loss of outputs of 0, or of equal probabilities or log-probabilities."""
+        """Returns the loss of predictions without information: zeros, or equal probabilities or log-probabilities."""
         if self.name == "nll_loss":
             return self.value(torch.full_like(self.x, -math.log(self.x.shape[1])), self.target)
         return self.value(torch.full_like(self.x, 0.5 if self.name == "binary_cross_entropy" else 0.0), self.target)
 
     def sums(self) -> tuple[Tensor, float | Tensor]:
-        """Returns the sum of the targets (for classes, their counts) and the number of targets."""
+        """Returns (sum of the targets, number of targets). For classes the sum is the count of each class."""
         if self.name in CLASSES:
             kept = (self.target >= 0).double()
             counts = torch.zeros(self.x.shape[1], dtype=torch.float64, device=self.x.device)
@@ -123,7 +123,7 @@ class ComparedLoss:
         return self.target.double().sum(), self.target.numel()
 
     def of_constant(self, mean: Tensor) -> Tensor:
-        """Returns the loss of one constant prediction: the mean of the targets, or the class frequencies."""
+        """Returns the loss of the constant prediction ``mean``: the mean of the targets, or the class frequencies."""
         if self.name in CLASSES:
             return self.value(mean.clamp(min=1e-9).log().to(self.x).expand_as(self.x), self.target)
         if self.name in BINARY:
@@ -132,14 +132,14 @@ class ComparedLoss:
         return self.value(mean.to(self.x).expand_as(self.x).clone(), self.target)
 
     def of_shuffled(self) -> Tensor:
-        """Returns the loss with the targets of other samples, the mean of two shifts."""
+        """Returns the loss with the targets of other samples: the mean over two shifts of the targets."""
         shifts = (len(self.target) // 3 + 1, len(self.target) // 2 + 1)
         return (
             self.value(self.x, self.target.roll(shifts[0], 0)) + self.value(self.x, self.target.roll(shifts[1], 0))
         ) / 2
 
     def varies(self) -> Tensor:
-        """Returns a 0-d bool: True if the targets are not all equal."""
+        """Returns True (a 0-d tensor) if the targets are not all equal."""
         first = self.target.flatten()[:1]
         kept = self.target >= 0 if self.name in CLASSES else torch.ones_like(self.target, dtype=torch.bool)
         reference = self.target.max() if self.name in CLASSES else first
@@ -147,9 +147,9 @@ class ComparedLoss:
 
 
 def compared_loss(name: str, function: TorchFunction, args: Args, kwargs: Kwargs) -> ComparedLoss | None:
-    """Returns some rows of a call that compares predictions with targets; None for any other call."""
+    """Returns some rows of a call that compares predictions with targets; None for other calls."""
     if name in CLASSES:
-        return _of_classes(name, function, args, kwargs)
+        return _compared_class_loss(name, function, args, kwargs)
     if name not in BINARY | DISTANCES | {SQUARED}:
         return None
     given = dict(zip(("input", "target", "weight"), args)) | kwargs
@@ -159,10 +159,10 @@ def compared_loss(name: str, function: TorchFunction, args: Args, kwargs: Kwargs
     if x.shape != target.shape or not x.dim() or len(x) < 2 or not target.is_floating_point():
         return None
     given = {key: each for key, each in given.items() if key in ("beta", "delta")}
-    return ComparedLoss(name, function, _part(x), _part(target), given)
+    return ComparedLoss(name, function, _sample_rows(x), _sample_rows(target), given)
 
 
-def _of_classes(name: str, function: TorchFunction, args: Args, kwargs: Kwargs) -> ComparedLoss | None:
+def _compared_class_loss(name: str, function: TorchFunction, args: Args, kwargs: Kwargs) -> ComparedLoss | None:
     call = classified(name, args, kwargs)
     if call is None or len(call.target) < 2 or not 2 <= call.classes <= MAX_CLASSES:
         return None
@@ -171,14 +171,17 @@ def _of_classes(name: str, function: TorchFunction, args: Args, kwargs: Kwargs) 
     return ComparedLoss(name, function, call.scores(every).float(), call.target[every], rest)
 
 
-def _part(x: Tensor) -> Tensor:
-    """Returns evenly spread samples, and the first values of each."""
+def _sample_rows(x: Tensor) -> Tensor:
+    """Returns at most about MAX_ROWS evenly spaced samples, with the first MAX_COLUMNS values of each."""
     rows = x.detach()[:: max(1, -(-len(x) // MAX_ROWS))]
     return rows if rows[0].numel() <= MAX_COLUMNS else rows.flatten(1)[:, :MAX_COLUMNS]
 
 
 def room_within(loss: ComparedLoss, low: float, high: float) -> float:
-    """Returns the improvement over equal scores that is possible within these bounds, as a fraction of their loss."""
+    """Returns the largest possible reduction of the loss by predictions within these bounds, as a fraction.
+
+    The reference is the loss of equal predictions for all classes.
+    """
     if loss.name in BINARY:
         best = loss.value((low + (min(high, 30.0) - low) * loss.target).to(loss.x), loss.target)
     else:
@@ -187,18 +190,20 @@ def room_within(loss: ComparedLoss, low: float, high: float) -> float:
     return 1.0 - float(best) / max(float(equal), 1e-12)
 
 
-EVERY_STEP_UNTIL = 8  # All steps until this one are examined
+EVERY_STEP_UNTIL = 8  # All steps up to this one are examined
 INTERVALS = ((64, 4), (256, 16))  # (last step, interval) of the examined steps after EVERY_STEP_UNTIL
 LAST_INTERVAL = 64  # Interval of examined steps after all of INTERVALS
-MAX_VALUES = 8  # Number of values that are kept of the first and of the last examined steps
-MIN_STEPS_WITH_SIGN = 3  # Number of examined steps that must show a mistake that one step may show by chance
+MAX_VALUES = 8  # Number of first, and of last, examined steps whose values are kept
+MIN_STEPS_WITH_SIGN = (
+    3  # Number of examined steps with a mistake before it is reported, because one step may have it by chance
+)
 MAX_CALLS = 32  # Maximum number of measured calls per step
-MAX_LOG_PROBABILITY = 1e-3  # Upper bound of the logarithm of a probability plus a small epsilon
+MAX_LOG_PROBABILITY = 1e-3  # Maximum log-probability that is accepted: 0, and a margin for rounding
 BOUNDED_BELOW = CLASSES | BINARY | DISTANCES | {
     "kl_div", "ctc_loss", "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss",
     "multilabel_soft_margin_loss", SQUARED, "absolute error",
 }  # fmt: skip
-"""Losses that have a lower bound and should be minimized."""
+"""Losses that have a lower bound and are minimized."""
 SOFTMAXES = frozenset({"softmax", "log_softmax"})
 PAIRED = frozenset({"sub", "rsub", "mul", "add", *DISTANCES})
 DIFFERENCES = frozenset({"sub", "rsub"})
@@ -207,14 +212,14 @@ ADDS_DIMENSION = frozenset({"unsqueeze", "__getitem__", "view", "reshape", "expa
 RANDOM_FUNCTIONS = frozenset({"multinomial", "bernoulli", "poisson", "normal", "sample"})
 SUM_FUNCTIONS = frozenset({"add", "radd", "iadd", "sub", "rsub", "isub"})
 WEIGHTING_FUNCTIONS = frozenset({"mul", "rmul", "div", "neg", "mean", "sum", "squeeze", "float", "to"})
-"""Functions of one value that keep the name of a term."""
+"""Functions whose result keeps the name of the term that is their input."""
 Row: TypeAlias = dict[str, Tensor]
-_MAKER_KEY = "trainwright_made"
-"""Key in the metadata of the node that made a scalar. The value is the called function and its line."""
+_FUNCTION_KEY = "trainwright_made"
+"""Key in the metadata of the autograd node of a scalar. The value is (called function, line)."""
 
 
 @dataclass
-class _Site:
+class _CallSite:
     """One call site of a loss function, with its measurements in each examined step."""
 
     fixed: dict[str, Any]
@@ -223,8 +228,8 @@ class _Site:
     steps: int = 0
     early: list[dict[str, float]] = field(default_factory=list)
     sums: tuple[Tensor, float | Tensor] | None = None
-    wants: list[Tensor] = field(default_factory=list)
-    wanted: list[int] = field(default_factory=list)
+    gradient_extremes: list[Tensor] = field(default_factory=list)
+    directions: list[int] = field(default_factory=list)
 
 
 class LossCalls:
@@ -232,52 +237,57 @@ class LossCalls:
 
     Args:
         stack: Paths of the running modules, outermost first. Empty in the loop.
-        slot_of: Returns the slot of a tensor in the recorded program; None if no model made it.
-        is_live: The calls are those of the loop, so the user's line can be read from the stack.
+        slot_of: Returns the slot of a tensor in the recorded program; None if no recorded call computed it.
+        is_live: True in the training loop, where the line of the user can be read from the Python stack.
     """
 
     def __init__(
         self, stack: Sequence[str] = (), slot_of: Callable[[Tensor], int | None] | None = None, *, is_live: bool = False
     ) -> None:
         self.stack, self._slot_of, self._is_live = stack, slot_of, is_live
-        self._sites: dict[Hashable, _Site] = {}
-        self._signs: dict[tuple[str, str, str | None], int] = {}
-        self._outer: dict[tuple[str, str | None], Broadcast] = {}
-        # for each term: its maker, and the leaves that it reaches
-        self._reach: list[tuple[tuple[str, str | None], set[int]]] = []
+        self._sites: dict[Hashable, _CallSite] = {}
+        self._mistakes: dict[tuple[str, str, str | None], int] = {}
+        self._broadcasts: dict[tuple[str, str | None], Broadcast] = {}
+        # for each term: its (function, line), and the ids of the leaves that it depends on
+        self._term_leaves: list[tuple[tuple[str, str | None], set[int]]] = []
         self._stepped: set[int] = set()
-        self._useful: set[tuple[str, str | None]] = set()
+        self._trained_terms: set[tuple[str, str | None]] = set()
         self.drawn = False
         self.steps = 0
-        self._signs_now: set[tuple[str, str, str | None]] = set()
-        self._numbers: dict[Hashable, int] = {}
+        self._step_mistakes: set[tuple[str, str, str | None]] = set()
+        self._num_calls: dict[Hashable, int] = {}
         self.forget()
 
     def forget(self) -> None:
         """Drops all tensors."""
-        self._raised: TensorNotes[None] = TensorNotes()
+        self._with_new_dimension: TensorNotes[None] = TensorNotes()
         self._residuals: TensorNotes[tuple[Tensor, Tensor]] = TensorNotes()
         self._probabilities: TensorNotes[str | None] = TensorNotes()
         self._count = itertools.count()
-        self._source: TensorNotes[int] = TensorNotes()  # for results of softmax, exp, ...: the number of the input
-        self._without_graph: TensorNotes[str | None] = TensorNotes()  # scalars: their maker; None: detached
+        # for results of softmax, exp, ...: a number that identifies the input
+        self._input_numbers: TensorNotes[int] = TensorNotes()
+        # scalars: the function that computed them; None: detached
+        self._without_graph: TensorNotes[str | None] = TensorNotes()
         # for tensors without a graph: the tensors that they are computed from
         self._origins: TensorNotes[frozenset[int]] = TensorNotes()
-        self._weighing: set[int] = set()  # such tensors that are combined with a tensor that has a graph
-        self._idle: list[tuple[tuple[str, str, str | None], frozenset[int]]] = []  # terms without a graph
+        # origins of tensors that are combined with a tensor that has a graph
+        self._combined_with_graph: set[int] = set()
+        self._terms_without_graph: list[tuple[tuple[str, str, str | None], frozenset[int]]] = []
 
     def end_backward(self) -> None:
-        """Drops the tensors and graphs behind a loss after its backward pass."""
-        self._signs_now |= {sign for sign, origins in self._idle if not origins & self._weighing}
+        """Drops all tensors and graphs after a backward pass."""
+        self._step_mistakes |= {
+            sign for sign, origins in self._terms_without_graph if not origins & self._combined_with_graph
+        }
         self.forget()
 
     def end_step(self) -> None:
         """Counts the mistakes of the step and drops its tensors."""
         self.end_backward()
-        for each in self._signs_now:
-            self._signs[each] = self._signs.get(each, 0) + 1
+        for each in self._step_mistakes:
+            self._mistakes[each] = self._mistakes.get(each, 0) + 1
         self.steps += 1
-        self._signs_now, self._numbers = set(), {}
+        self._step_mistakes, self._num_calls = set(), {}
 
     # calls
 
@@ -293,7 +303,7 @@ class LossCalls:
             return
         plain = name.strip("_")
         if plain in PAIRED:
-            self._record_outer(plain, args, kwargs, result)
+            self._record_broadcast(plain, args, kwargs, result)
         if name in ("softmax", "sigmoid"):
             self._probabilities[result] = self.stack[-1] if self.stack else None
         if not self.stack:
@@ -304,17 +314,17 @@ class LossCalls:
     def _line(self) -> str | None:
         return caller() if self._is_live else None
 
-    def _sign(self, kind: str, op: str) -> None:
-        self._signs_now.add((kind, op, self._line()))
+    def _add_mistake(self, kind: str, op: str) -> None:
+        self._step_mistakes.add((kind, op, self._line()))
 
-    def _site(self, op: str, **fixed: Any) -> _Site | None:
-        """Returns the call site, which is the same object in each step."""
+    def _site(self, op: str, **fixed: Any) -> _CallSite | None:
+        """Returns the call site, the same object in each step; None if there are too many."""
         line = self._line()
         key = (op, line, fixed.get("module"))
-        number = self._numbers[key] = self._numbers.get(key, 0) + 1
+        number = self._num_calls[key] = self._num_calls.get(key, 0) + 1
         if (key, number) not in self._sites and len(self._sites) >= MAX_CALLS:
             return None
-        site = self._sites.setdefault((key, number), _Site({"op": op, "line": line}))
+        site = self._sites.setdefault((key, number), _CallSite({"op": op, "line": line}))
         site.fixed |= fixed
         site.steps += 1
         return site
@@ -324,9 +334,9 @@ class LossCalls:
     def _record_operation(self, name: str, plain: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
         first = args[0]
         if name in ADDS_DIMENSION:
-            self._raised[result] = None
+            self._with_new_dimension[result] = None
         if name in ("softmax", "log_softmax", "exp", "clamp") and isinstance(first, Tensor):
-            self._source[result] = self._source_of(first)
+            self._input_numbers[result] = self._number_of(first)
         tensors = [each for each in args if isinstance(each, Tensor)]
         if plain in DIFFERENCES and sum(each.requires_grad for each in tensors) == 1 and len(tensors) == 2:
             x, target = sorted(tensors, key=lambda each: not each.requires_grad)
@@ -338,23 +348,23 @@ class LossCalls:
         if plain in ("mul", "rmul") and len(tensors) == 2:
             self._record_product(tensors[0], tensors[1], result)
         if self._slot_of is not None and torch.is_grad_enabled():
-            self._follow(tensors, result)
+            self._record_origins(tensors, result)
         if not result.dim():
             self._record_scalar(plain, tensors, result)
 
-    def _source_of(self, tensor: Tensor) -> int:
-        if tensor not in self._source:
-            self._source[tensor] = next(self._count)
-        return self._source[tensor]
+    def _number_of(self, tensor: Tensor) -> int:
+        if tensor not in self._input_numbers:
+            self._input_numbers[tensor] = next(self._count)
+        return self._input_numbers[tensor]
 
-    def _follow(self, tensors: list[Tensor], result: Tensor) -> None:
-        """Records the origins of a tensor without a graph, and tensors that are combined with one that has a graph.
+    def _record_origins(self, tensors: list[Tensor], result: Tensor) -> None:
+        """Records the origins of tensors without a graph, and which of them are combined with a tensor that has one.
 
-        A detached tensor that weights a term is intended, and so is a term of its value.
+        A detached tensor that weights a term is intended. A term computed from its value is then intended, too.
         """
         origins = frozenset[int]().union(*(self._origins.get(each) or () for each in tensors))
         if result.requires_grad and result.dim():
-            self._weighing |= origins
+            self._combined_with_graph |= origins
         elif not result.requires_grad:
             self._origins[result] = origins or frozenset({next(self._count)})
 
@@ -366,10 +376,10 @@ class LossCalls:
             self._record_gradient(site, result)
 
     def _record_product(self, a: Tensor, b: Tensor, result: Tensor) -> None:
-        """Detects p log p, and log-probabilities that are weighted by a tensor with a graph."""
+        """Detects entropies (p log p), and advantages with a graph that weight log-probabilities."""
         if not (a.requires_grad and b.requires_grad) or a.shape != b.shape or not a.dim():
             return
-        sources = [self._source_of(each) for each in (a, b)]
+        sources = [self._number_of(each) for each in (a, b)]
         if sources[0] == sources[1] and a is not b:
             site = self._site("entropy", shape=tuple(a.shape))
             if site is not None:
@@ -382,45 +392,45 @@ class LossCalls:
             ):
                 continue
             if node is not None and sum(each is None for each, _ in node.next_functions) == 1:
-                self._sign("advantage", "mul")
+                self._add_mistake("advantage", "mul")
 
     def _record_scalar(self, plain: str, tensors: list[Tensor], result: Tensor) -> None:
-        """Tracks scalars: terms of the loss with and without a graph."""
+        """Records scalars, which may be terms of the loss, with or without a graph."""
         if self._slot_of is None:
             return
         if result.grad_fn is not None:
-            # not a mapping by node, which would hold the graph
+            # a dict with nodes as keys would keep the graph alive
             metadata = cast("dict[str, object]", result.grad_fn.metadata)
-            metadata[_MAKER_KEY] = plain, self._line()
+            metadata[_FUNCTION_KEY] = plain, self._line()
         if plain in SUM_FUNCTIONS and result.requires_grad and len(tensors) == 2:
             for each in tensors:
                 op = self._without_graph.get(each)
                 if op is not None and not each.requires_grad and self._slot_of(each) is not None:
                     origins = self._origins.get(each) or frozenset()
-                    self._idle.append((("no_gradient", op, self._line()), origins))
+                    self._terms_without_graph.append((("no_gradient", op, self._line()), origins))
         if not result.requires_grad and torch.is_grad_enabled():
             before = [self._without_graph[each] for each in tensors if each in self._without_graph]
             made = before[0] if before and plain in WEIGHTING_FUNCTIONS else None if plain == "detach" else plain
             self._without_graph[result] = made
 
-    def _record_outer(self, name: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
-        """Records a column and a row of equally many samples that broadcast to a square."""
+    def _record_broadcast(self, name: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
+        """Records two tensors of N samples whose shapes differ, such as (N, 1) and (N,), and broadcast to (N, N)."""
         pair = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][:2]
         is_named = name.endswith("_loss")
         if len(pair) < 2 or pair[0].dim() == pair[1].dim() or (self.stack and not is_named):
             return
         low, high = sorted(pair, key=lambda each: each.dim())
         if low.dim() > 1 and high._base is not None and high._base.dim() < high.dim():
-            return  # rows of several columns that a view has given another dimension: pairs are intended
+            return  # a view has added a dimension to rows with several columns: pairs are intended
         if not low.dim() or low.shape[0] != high.shape[0] or low.shape[0] < 2:
             return
         count = math.prod(torch.broadcast_shapes(low.shape, high.shape))  # type: ignore[no-untyped-call]
         if count <= max(low.numel(), high.numel()) or low.requires_grad == high.requires_grad:
             return
-        if is_named or (low not in self._raised and high not in self._raised):
+        if is_named or (low not in self._with_new_dimension and high not in self._with_new_dimension):
             line = self._line()
             shapes = tuple(tuple(each.shape) for each in pair)
-            self._outer.setdefault((name, line), Broadcast(name, shapes, count, int(low.shape[0]), line))
+            self._broadcasts.setdefault((name, line), Broadcast(name, shapes, count, int(low.shape[0]), line))
 
     # loss functions
 
@@ -448,7 +458,7 @@ class LossCalls:
             self._record_gradient(site, result)
 
     def _maker(self, x: Tensor) -> str | None:
-        """Returns the module that computed the probabilities ``x``, or the tensor that ``x`` is a view of."""
+        """Returns the path of the module that computed the probabilities ``x``, also behind views."""
         if x in self._probabilities:
             return self._probabilities[x]
         wanted = made_by(x, ("SigmoidBackward0", "SoftmaxBackward0"))
@@ -456,7 +466,7 @@ class LossCalls:
         return next(matching, None)
 
     def _measure_loss(
-        self, site: _Site, name: str, arguments: dict[str, Any], args: Args, kwargs: Kwargs, function: Any
+        self, site: _CallSite, name: str, arguments: dict[str, Any], args: Args, kwargs: Kwargs, function: Any
     ) -> None:
         x, target = arguments["input"], arguments.get("target")
         if name in ("cross_entropy", "nll_loss"):
@@ -475,8 +485,8 @@ class LossCalls:
         if loss is not None:
             self._measure(site, loss, x, target)
 
-    def _record_ignored(self, site: _Site, name: str, args: Args, kwargs: Kwargs, target: Tensor) -> None:
-        """Records which targets are ignored, and which of these precede others in the same sequence."""
+    def _record_ignored(self, site: _CallSite, name: str, args: Args, kwargs: Kwargs, target: Tensor) -> None:
+        """Records the fraction of ignored targets, and how often one is between other targets of a sequence."""
         call = classified(name, args, kwargs)
         if call is None:
             return
@@ -494,8 +504,8 @@ class LossCalls:
             inside = (left_out & carries_later & carries_before).any(1)
             site.fixed["ignored_inside"] = float(inside.double().mean())
 
-    def _measure(self, site: _Site, loss: ComparedLoss, x: Tensor, target: Tensor) -> None:
-        """Measures values that one step cannot decide. Synchronizes with the device only in the first step."""
+    def _measure(self, site: _CallSite, loss: ComparedLoss, x: Tensor, target: Tensor) -> None:
+        """Measures values of which several steps are needed. Synchronizes with the device only in the first step."""
         with torch.no_grad():
             sums, number = loss.sums()
             known = site.sums
@@ -521,14 +531,14 @@ class LossCalls:
                 site.fixed["reverses"] = bool(custom_functions_of([x]))
             site.pending.append(row)
 
-    def _record_gradient(self, site: _Site, result: Tensor) -> None:
-        """Records whether a smaller or a larger ``result`` lowers the total loss."""
+    def _record_gradient(self, site: _CallSite, result: Tensor) -> None:
+        """Registers a hook that records whether a smaller or a larger ``result`` lowers the total loss."""
         op = site.fixed["op"]
         rows = result.numel() // result.shape[-1] if result.dim() else 1
 
         @without_modes()
         def hook(gradient: Tensor) -> None:
-            site.wants.append(_extremes(gradient, rows))
+            site.gradient_extremes.append(_extremes(gradient, rows))
 
         if result.requires_grad and (op in BOUNDED_BELOW or op in ("entropy", "log_softmax")):
             result.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -536,44 +546,43 @@ class LossCalls:
     # backward passes and updates
 
     def on_backward(self, losses: Sequence[Tensor]) -> None:
-        """Records the leaves that each term of the loss reaches. The terms are evaluated before the next
-        backward pass.
-        """
+        """Records the leaves of each term of the loss. They are evaluated before the next backward pass."""
         self._evaluate_terms()
         waiting = [each.grad_fn for each in losses]
         for node in waiting:  # grows during the iteration
             if node is not None and type(node).__name__.startswith(("Add", "Sub", "Mul", "Div", "Neg")):
                 waiting += [following for following, _ in node.next_functions]
-            elif node is not None and len(self._reach) < MAX_CALLS:
-                made = cast("dict[str, tuple[str, str | None]]", node.metadata).get(_MAKER_KEY)
+            elif node is not None and len(self._term_leaves) < MAX_CALLS:
+                made = cast("dict[str, tuple[str, str | None]]", node.metadata).get(_FUNCTION_KEY)
                 if made is not None:
-                    self._reach.append((made, set(map(id, leaves_among(nodes_behind([node]))))))
+                    self._term_leaves.append((made, set(map(id, leaves_among(nodes_behind([node]))))))
 
     def on_step(self, parameters: Collection[Tensor]) -> None:
         """Records the parameters that an optimizer updates."""
         self._stepped.update(map(id, parameters))
 
     def _evaluate_terms(self) -> None:
-        """Finds terms that reach only parameters that no update has changed. They train nothing."""
+        """Finds terms that depend only on parameters that no optimizer has updated."""
         if not self._stepped:
             return
-        useful = [made for made, leaves in self._reach if leaves & self._stepped]
-        self._useful.update(useful)
-        for (op, line), leaves in self._reach:
-            if useful and len(leaves) > 1 and (op, line) not in self._useful:
-                self._signs_now.add(("not_updated", op, line))
-        self._reach, self._stepped = [], set()
+        useful = [made for made, leaves in self._term_leaves if leaves & self._stepped]
+        self._trained_terms.update(useful)
+        for (op, line), leaves in self._term_leaves:
+            if useful and len(leaves) > 1 and (op, line) not in self._trained_terms:
+                self._step_mistakes.add(("not_updated", op, line))
+        self._term_leaves, self._stepped = [], set()
 
     # results
 
     @property
     def certain(self) -> int:
-        """Returns the number of mistakes that are too frequent to be chance."""
+        """The number of mistakes that are too frequent to be chance."""
         return sum(
-            count >= (1 if kind == "advantage" else MIN_STEPS_WITH_SIGN) for (kind, _, _), count in self._signs.items()
+            count >= (1 if kind == "advantage" else MIN_STEPS_WITH_SIGN)
+            for (kind, _, _), count in self._mistakes.items()
         )
 
-    def _read(self) -> None:
+    def _synchronize(self) -> None:
         """Synchronizes with the device and converts all measurements to numbers."""
         for site in self._sites.values():
             for row in site.pending:
@@ -583,25 +592,29 @@ class LossCalls:
                 if len(site.early) < MAX_VALUES:
                     site.early.append(read)
             site.pending = []
-            for each in site.wants:
-                site.wanted = [*site.wanted, _wants(site.fixed["op"], each.tolist())][-2 * MAX_VALUES :]
-            site.wants = []
+            for each in site.gradient_extremes:
+                site.directions = [*site.directions, _loss_direction(site.fixed["op"], each.tolist())][
+                    -2 * MAX_VALUES :
+                ]
+            site.gradient_extremes = []
 
     def calls(self) -> tuple[MeasuredLoss, ...]:
         """Returns the call sites of loss functions and softmaxes."""
-        self._read()
+        self._synchronize()
         return tuple(_call(site) for site in self._sites.values())
 
     @property
     def outer(self) -> tuple[Broadcast, ...]:
-        """Returns the pairs that broadcast to a square."""
-        return tuple(self._outer.values())
+        """The pairs of tensors that broadcast to (N, N)."""
+        return tuple(self._broadcasts.values())
 
     @property
     def signs(self) -> tuple[LossSign, ...]:
-        """Returns other mistakes."""
+        """The other mistakes."""
         signs = (
-            (key, count) for key, count in self._signs.items() if key[0] != "not_updated" or key[1:] not in self._useful
+            (key, count)
+            for key, count in self._mistakes.items()
+            if key[0] != "not_updated" or key[1:] not in self._trained_terms
         )
         return tuple(LossSign(kind, op, count, line) for (kind, op, line), count in signs)
 
@@ -614,13 +627,13 @@ def _length_of_sequences(x: Tensor, target: Tensor) -> int:
     return next(known, 0) if target.dim() in (1, 2) else 0
 
 
-def _call(site: _Site) -> MeasuredLoss:
+def _call(site: _CallSite) -> MeasuredLoss:
     rows, early = site.rows, site.early
-    wanted = set(site.wanted)
+    directions = set(site.directions)
     return MeasuredLoss(
         **site.fixed,
         steps=site.steps,
-        wants=wanted.pop() if len(wanted) == 1 else 0,
+        wants=directions.pop() if len(directions) == 1 else 0,
         values=(_column(early, "value"), _column(rows, "value")),
         rows=tuple((r["value"], r["constant"], r["shuffled"]) for r in rows if r.get("varies")),
         outside=min((row["outside"] for row in rows if "outside" in row), default=0.0),
@@ -640,11 +653,11 @@ def _extremes(gradient: Tensor, rows: int) -> Tensor:
     return torch.stack([low, high, (used.sum() <= rows).double()])
 
 
-def _wants(op: str, extremes: Sequence[float]) -> int:
-    """Returns 1 if a smaller result lowers the loss, -1 if a larger one does, 0 if elements differ.
+def _loss_direction(op: str, extremes: Sequence[float]) -> int:
+    """Returns 1 if a smaller result lowers the loss, -1 if a larger result does, 0 if it depends on the element.
 
-    For log_softmax only a likelihood counts: at most one element in each row has a gradient. The sign is that of the
-    negative log-likelihood.
+    For log_softmax the direction is that of the negative log-likelihood. It is known only if at most one element in
+    each row has a gradient.
     """
     low, high, is_sparse = extremes
     if not math.isfinite(low) or not math.isfinite(high) or low * high <= 0 or abs(high - low) > 1e-2 * abs(high):
@@ -659,7 +672,7 @@ class LossListener(Probe):
 
     name = LossFacts.experiment
     hears_every_step = True
-    """It sets the listener of the tape for the next step."""
+    """The probe sets or removes the listener of the tape for the next step."""
 
     def __init__(self, tape: Tape, subject: LiveObjects) -> None:
         self._tape, self._subject = tape, subject
@@ -707,7 +720,7 @@ class LossListener(Probe):
         self._tape.listener = self._on_function if is_examined(step.step + 1) else None
 
     def values(self) -> Facts | None:
-        """Returns the calls so far. None if the loop calls no loss function: a replay sees those inside models."""
+        """Returns the calls so far; None without one. Only replays measure calls inside models."""
         self.urgent = False
         found = self._found
         calls = found.calls()
@@ -725,7 +738,7 @@ def is_examined(step: int) -> bool:
 
 
 def facts_of(found: LossCalls, subject: LiveObjects, terms: int, reached: int) -> LossFacts:
-    """Returns the facts of the collected calls."""
+    """Returns the collected calls as LossFacts."""
     return LossFacts(
         given=found.calls(),
         outer=found.outer,

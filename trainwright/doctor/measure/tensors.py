@@ -1,4 +1,4 @@
-"""What several instruments do with tensors: sample their elements, and walk the autograd graph behind them."""
+"""Helpers for measurements: sample the elements of a tensor, and traverse its autograd graph."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ MAX_NODES = 20_000  # Maximum number of visited graph nodes
 
 
 def sampled(tensor: Tensor, most: int) -> Tensor:
-    """Returns a copy of elements that are spread over a tensor.
+    """Returns a copy of at most ``most`` evenly spaced elements of a tensor.
 
-    A DTensor is not sliced as a whole, because that would communicate.
+    Of a DTensor only the local part is sampled, because slicing it would communicate.
     """
     flat = own_part(tensor.detach()).flatten()
     return flat[:: max(1, flat.numel() // most)][:most].clone()
 
 
 def nodes_behind(roots: Iterable[Node], stops: tuple[str, ...] = ()) -> set[Node]:
-    """Returns the nodes of the graph behind these, and themselves.
+    """Returns ``roots`` and the nodes of the autograd graph that they depend on, at most about MAX_NODES.
 
-    Nodes whose class begins with one of ``stops`` are not passed.
+    The search does not continue behind nodes whose class name begins with one of ``stops``.
     """
-    waiting = list(roots)
-    seen = set(waiting)
-    while waiting and len(seen) < MAX_NODES:
-        node = waiting.pop()
+    pending = list(roots)
+    seen = set(pending)
+    while pending and len(seen) < MAX_NODES:
+        node = pending.pop()
         if not stops or not type(node).__name__.startswith(stops):
             new = [each for each, _ in node.next_functions if each is not None and each not in seen]
             seen.update(new)
-            waiting.extend(new)
+            pending.extend(new)
     return seen
 
 
 def leaves_among(nodes: Iterable[Node]) -> set[Tensor]:
-    """Returns the leaves of the graph among these nodes."""
+    """Returns the leaf tensors of those nodes that accumulate gradients."""
     return {leaf for each in nodes if (leaf := getattr(each, "variable", None)) is not None}

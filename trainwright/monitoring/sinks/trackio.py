@@ -1,4 +1,4 @@
-"""Trackio: a database beside the runs, unless TRACKIO_DIR, TRACKIO_SERVER_URL or TRACKIO_SPACE_ID is set."""
+"""Logs to Trackio. By default the database is ``trackio`` in the parent of the run folder (see TRACKIO_DIR)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainwright.errors import MissingExtra
 
 
 class Trackio:
-    """A Sink. ``TRACKIO_DIR=runs/trackio trackio show`` shows all runs. A resume continues the same run."""
+    """A sink for Trackio. ``TRACKIO_DIR=runs/trackio trackio show`` shows all runs. A resume continues its run."""
 
     def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(folder.resolve().parent / "trackio"))
@@ -19,7 +19,7 @@ class Trackio:
             import trackio
         except ImportError as error:
             raise MissingExtra("trackio", needed_for="the trackio sink") from error
-        for module in ("trackio", "trackio.run", "trackio.utils"):  # it prints, and the terminal has the progress line
+        for module in ("trackio", "trackio.run", "trackio.utils"):  # its output would break the progress line
             vars(importlib.import_module(module))["print"] = _silent
         self._trackio = trackio
         self._folder = folder
@@ -33,7 +33,7 @@ class Trackio:
             config=dict(self._config),
             resume="allow" if self._from_step else "never",
             embed=False,
-            auto_log_gpu=False,  # monitoring/logbook.py reads the machine already
+            auto_log_gpu=False,  # monitoring/logbook.py already logs the sensors of the machine
             auto_log_cpu=False,
         )
 

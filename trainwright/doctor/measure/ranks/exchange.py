@@ -1,7 +1,7 @@
-"""Sends the reports of all ranks to rank 0, and its results back to all, in a thread.
+"""Sends reports of all ranks to rank 0 and the results of rank 0 to all ranks, in a background thread.
 
-Nothing here is a collective, and the training thread neither sends nor waits. A rank that is not watched, or has
-disappeared, does not delay the others.
+The exchange uses no collectives, and the training thread neither sends nor waits. A rank that is not watched, or that
+has ended, does not delay the others.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ from trainwright.doctor.measure.ranks.gather import MAX_PENDING_ROWS, Gathering,
 from trainwright.recorder.ranks import num_collectives
 from trainwright.runs.records import construct
 
-TICK_S = 0.05  # Interval in which the thread reads the board
-TICK_RANK_S = 0.002  # Addition to TICK_S for each rank
+TICK_S = 0.05  # Interval at which the thread reads the board
+TICK_RANK_S = 0.002  # Added to TICK_S for each rank
 CLOSE_TIMEOUT_S = 3.0  # Time that a finished rank waits for reports of the others
-FAILED_TIMEOUT_S = 1.0  # Time that a failed rank waits for reports of the others, which may have failed, too
-ENDED_TIMEOUT_S = 5.0  # A rank without progress for this time is assumed to wait for another one that has ended
+FAILED_TIMEOUT_S = 1.0  # The same for a failed rank. The others may have failed, too
+ENDED_TIMEOUT_S = 5.0  # After another rank has ended: a rank without progress for this time is stalled
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Properties that must be equal for two ranks to be compared: the shapes of the model, and the number of earlier
-    exchanges.
+    """Properties of a watched loop. Two ranks are compared only if ``signature`` and ``collectives`` are equal.
 
-    ``names`` are the names of the checksums of rank 0.
+    Attributes:
+        names: Names of the checksums of rank 0.
+        signature: The shapes of the model.
+        collectives: Number of earlier exchanges.
     """
 
     names: tuple[str, ...]
@@ -49,26 +51,26 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Site:
-    """The folder for stacks of a stalled rank (None: not written), and a callback for a stalled loop."""
+    """The folder for the stack traces of a stalled rank (None: not written), and a callback for a stalled loop."""
 
     folder: Path | None
     alarm: Callable[[RanksFacts], None]
 
     def leave_stack(self, rank: int, thread: int) -> str:
-        """Writes the stacks of all threads of this process. Returns the line of ``thread``."""
+        """Writes the stack traces of all threads of this process. Returns the current line of ``thread``."""
         if self.folder is not None:
             with suppress(OSError), (self.folder / f"stack-rank-{rank}.txt").open("w") as file:
-                faulthandler.dump_traceback(file)  # without a folder or space the line is still reported
+                faulthandler.dump_traceback(file)  # if writing fails, the line is still returned
         frame = sys._current_frames().get(thread)
         here = traceback.extract_stack(frame)[-1] if frame is not None else None
         return f"{Path(here.filename).name}:{here.lineno} ({here.name})" if here else ""
 
 
 class Exchange:
-    """The exchange of one rank. ``name`` and ``number`` are equal on all ranks for the same watch.
+    """The exchange of one rank. ``name`` and ``number`` must be equal on all ranks for the same watch.
 
-    ``at`` and ``post`` are called by the training thread and return at once. Raises RuntimeError without a store that
-    the ranks share.
+    The training thread calls ``at`` and ``post``, which return immediately. Raises RuntimeError if the ranks have no
+    common store.
     """
 
     def __init__(self, name: str, meeting: Meeting, site: Site, *, number: int, patience_s: float) -> None:
@@ -80,9 +82,9 @@ class Exchange:
         self._key: str | None = None
         self._rows: deque[RankStep] = deque(maxlen=MAX_PENDING_ROWS)
         self._posted: deque[str] = deque()
-        self._place, self._moved_s = (0, "begin"), time.monotonic()  # written by the training thread
+        self._place, self._progress_s = (0, "begin"), time.monotonic()  # written by the training thread
         self._status = RankStatus(rank=board.rank, host=socket.gethostname())  # written by the training thread
-        self._stands, self._where = False, ""  # written by the exchange thread
+        self._is_stalled, self._where = False, ""  # written by the exchange thread
         self._urgent = self._alarmed = False
         self._version = 0
         self._gathering: Gathering | None = None  # on rank 0
@@ -100,11 +102,11 @@ class Exchange:
     # called by the training thread
 
     def at(self, step: int, phase: str) -> None:
-        """The loop has completed ``step`` updates and begins ``phase``. Takes less than 1 us."""
-        self._place, self._moved_s = (step, phase), time.monotonic()
+        """Records that the loop has completed ``step`` updates and begins ``phase``. Takes less than 1 us."""
+        self._place, self._progress_s = (step, phase), time.monotonic()
 
     def post(self, row: RankStep) -> None:
-        """Passes on the report of a step."""
+        """Queues the report of a step for the exchange thread."""
         self._rows.append(row)
         self._wake.set()
 
@@ -114,7 +116,7 @@ class Exchange:
             self._report(replace(self._status, nonfinite=found))
 
     def report_changes(self, found: Sequence[WeightsChange]) -> None:
-        """Reports the first few weights that changed without an update."""
+        """Reports weights that changed without an update. The first four are kept."""
         self._report(replace(self._status, changes=(*self._status.changes, *found)[:4]))
 
     def _report(self, status: RankStatus) -> None:
@@ -124,7 +126,7 @@ class Exchange:
     def close(self, ended: str, unused: tuple[str, ...] = (), *, wait: bool = True) -> None:
         """Reports the end of the loop. If ``wait``, waits for reports of the others for a limited time."""
         self._report(replace(self._status, ended=ended, unused=unused, collectives=self._num_collectives()))
-        self._moved_s = time.monotonic()
+        self._progress_s = time.monotonic()
         self._closing.set()
         self._wake.set()
         if wait:
@@ -141,7 +143,7 @@ class Exchange:
             while not self._is_over():
                 self._wake.wait(self._tick_s)
                 self._wake.clear()
-                self._round()
+                self._update()
             if self.rank == 0:
                 self._board.post("meeting", json.dumps({"number": -1}))
 
@@ -149,14 +151,14 @@ class Exchange:
         """Returns True if this rank has ended and no more reports are pending."""
         if not self._closing.is_set():
             return False
-        if time.monotonic() - self._moved_s > (
+        if time.monotonic() - self._progress_s > (
             CLOSE_TIMEOUT_S if self._status.ended == "finished" else FAILED_TIMEOUT_S
         ):
             return True
-        return not self._rows and not self._urgent and (self._key is None or self._nothing_will_come())
+        return not self._rows and not self._urgent and (self._key is None or self._needs_no_more_reports())
 
-    def _nothing_will_come(self) -> bool:
-        """Returns True if all have ended, or another rank is in a later step and may be waiting for this one."""
+    def _needs_no_more_reports(self) -> bool:
+        """Returns True if all ranks have ended, or if rank 0 is in a later step and may be waiting for this rank."""
         if self._gathering is not None:
             return self._gathering.is_complete(self.step)
         found = self._board.read(f"{self._key}/status/0")
@@ -164,9 +166,9 @@ class Exchange:
         have_ended = self.facts is not None and all(each.ended for each in self.facts.statuses)
         return have_ended or (first.begun > self.step and not first.ended)
 
-    def _round(self) -> None:
+    def _update(self) -> None:
         if self._key is None:
-            self._meet()
+            self._open_or_join()
         self._check_progress()
         if self._key is None:
             return
@@ -177,23 +179,23 @@ class Exchange:
             self._version += 1
             self.facts = construct(RanksFacts, json.loads(found[0]))
         facts = self.facts
-        if facts is None or self._alarmed or self._closing.is_set() or not self._stands:
+        if facts is None or self._alarmed or self._closing.is_set() or not self._is_stalled:
             return
         if any(each.stalled or each.silent_s for each in facts.statuses):
-            self._alarmed = True  # the loop is stalled and cannot read the facts itself
+            self._alarmed = True  # the stalled loop cannot read the facts
             self._site.alarm(facts)
 
-    def _meet(self) -> None:
-        """Rank 0 opens a meeting. Another rank joins the one with its number if it trains the same model."""
-        mine = {"number": self._number, "signature": self._meeting.signature, "begun": self._meeting.collectives}
+    def _open_or_join(self) -> None:
+        """Opens the exchange on rank 0. Another rank joins it if number and properties are equal."""
+        properties = {"number": self._number, "signature": self._meeting.signature, "begun": self._meeting.collectives}
         if self.rank == 0:
             self._key = uuid.uuid4().hex[:12]
-            self._board.post("meeting", json.dumps({**mine, "key": self._key}))
+            self._board.post("meeting", json.dumps({**properties, "key": self._key}))
             self._gathering = Gathering(self._board, self._key, self._meeting.names)
             return
         found = self._board.read("meeting")
         theirs = json.loads(found[0]) if found else {}
-        if all(theirs.get(name) == value for name, value in mine.items()):
+        if all(theirs.get(name) == value for name, value in properties.items()):
             self._key = theirs["key"]
             self._board.post(f"{self._key}/status/{self.rank}", as_text(self._now()))
             self._board.post(f"{self._key}/joined/{self.rank}", "")
@@ -212,34 +214,34 @@ class Exchange:
         self._board.post(f"{self._key}/status/{self.rank}", as_text(self._now()))
 
     def _now(self) -> RankStatus:
-        """Returns the status, with a time that changes as long as this thread lives."""
+        """Returns the current status. Its time without progress changes as long as this thread is alive."""
         step, phase = self._place
-        status = replace(self._status, step=step, phase=phase, stalled=self._stands, where=self._where)
+        status = replace(self._status, step=step, phase=phase, stalled=self._is_stalled, where=self._where)
         if status.ended:
             return replace(status, stalled=False)
-        still_s = round(time.monotonic() - self._moved_s, 3)
+        still_s = round(time.monotonic() - self._progress_s, 3)
         return replace(status, still_s=still_s, collectives=self._num_collectives())
 
     def _check_progress(self) -> None:
-        """Writes the stack into the run folder if this rank makes no progress."""
+        """Detects a stalled rank, and writes its stack trace into the run folder."""
         others_ended = self.facts is not None and any(each.ended for each in self.facts.statuses)
         patience_s = min(ENDED_TIMEOUT_S, self._patience_s) if others_ended else self._patience_s
-        stands = time.monotonic() - self._moved_s > patience_s and not self._status.ended
-        if stands != self._stands:
-            self._where = self._site.leave_stack(self.rank, self._thread_id) if stands else ""
-            self._stands, self._urgent = stands, True
+        is_stalled = time.monotonic() - self._progress_s > patience_s and not self._status.ended
+        if is_stalled != self._is_stalled:
+            self._where = self._site.leave_stack(self.rank, self._thread_id) if is_stalled else ""
+            self._is_stalled, self._urgent = is_stalled, True
 
     def _compare(self, gathering: Gathering) -> None:
-        """Publishes the facts if there is news. On rank 0 only."""
+        """Publishes the facts if they have changed. Only on rank 0."""
         before, facts = self.facts, gathering.facts(self._now(), is_last=bool(self._status.ended))
         self.facts = facts
-        if len(facts.present) > 1 and (before is None or _notable(before) != _notable(facts)):
+        if len(facts.present) > 1 and (before is None or _news_of(before) != _news_of(facts)):
             self._version += 1
             self._board.post(f"{self._key}/facts/{self._version}", as_text(facts))
 
 
-def _notable(facts: RanksFacts) -> object:
-    """Returns the part of the facts whose change is worth sending. Elapsed time is not part of it."""
+def _news_of(facts: RanksFacts) -> object:
+    """Returns the part of the facts whose changes are published: everything but elapsed times."""
     statuses = [
         (s.stalled, s.ended, s.unused, s.where, s.nonfinite is None, len(s.changes), s.silent_s > 0)
         for s in facts.statuses
