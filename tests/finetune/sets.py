@@ -298,7 +298,7 @@ BROKEN: tuple[SetCase, ...] = (
         "error-page",
         "chat",
         lines(with_one(chat, {"messages": [user(2), said(2, ERROR_PAGE)]})),
-        "HTML error page",
+        "error message of a server",
     ),
     SetCase(
         "answer-first",
@@ -507,6 +507,74 @@ BROKEN: tuple[SetCase, ...] = (
         "a backslash and the letter n",
     ),
     SetCase(
+        "answer-repeats-prompt",
+        "completion",
+        lines(
+            with_one(
+                completion, {"prompt": "List three old rivers:", "completion": "List three old rivers: Nile, Po, Ob"}
+            )
+        ),
+        "begins with its whole prompt",
+    ),
+    SetCase(
+        "thinking-without-its-end",
+        "chat",
+        lines(with_one(chat, {"messages": [user(2), said(2, "<think>The user asks for a bird, so I")]})),
+        "no </think> after it",
+    ),
+    SetCase(
+        "call-with-cut-arguments",
+        "chat",
+        lines(
+            with_one(
+                chat,
+                {
+                    "messages": [
+                        user(2),
+                        {
+                            "role": "assistant",
+                            "content": "",
+                            "tool_calls": [
+                                {"type": "function", "function": {"name": "find", "arguments": '{"city": "Ber'}}
+                            ],
+                        },
+                    ]
+                },
+            )
+        ),
+        "text that is not a JSON object",
+    ),
+    SetCase(
+        "result-for-no-call",
+        "chat",
+        lines(
+            with_one(
+                chat,
+                {
+                    "messages": [
+                        user(2),
+                        {
+                            "role": "assistant",
+                            "content": "",
+                            "tool_calls": [
+                                {"id": "a1", "type": "function", "function": {"name": "find", "arguments": {"x": 1}}}
+                            ],
+                        },
+                        {"role": "tool", "tool_call_id": "b2", "content": "12"},
+                        said(2),
+                    ]
+                },
+            )
+        ),
+        "a call that no earlier turn makes",
+    ),
+    SetCase(
+        "error-of-an-api",
+        "instruct",
+        lines(with_one(alpaca, {**alpaca(2), "output": "Error code: 429 - {'error': {'message': 'Rate limit'}}"})),
+        "error message of a server",
+    ),
+    SetCase(
         "answers-cut-at-one-length",
         "chat",
         lines([{"messages": [user(at), said(at, answer(at)[:60])]} for at in range(24)]),
@@ -516,6 +584,23 @@ BROKEN: tuple[SetCase, ...] = (
 )
 
 GOOD: tuple[SetCase, ...] = (
+    SetCase(
+        "conversations-with-the-same-last-answer",
+        "chat",
+        lines(
+            [
+                {
+                    "messages": [
+                        user(at),
+                        said(at),
+                        {"role": "user", "content": "Thank you."},
+                        said(at, "You are welcome; ask whenever another question comes to your mind."),
+                    ]
+                }
+                for at in range(12)
+            ]
+        ),
+    ),
     SetCase(
         "code-with-escapes",
         "chat",

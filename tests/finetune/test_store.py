@@ -250,3 +250,20 @@ def test_bad_records_can_be_skipped(tmp_path: Path) -> None:
 def test_mistakes_are_named(options: Mapping[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
         Chat(written(tmp_path), **{"tokenizer": make_tokenizer(), "cache": tmp_path, **options})
+
+
+def test_a_small_set_has_a_validation_sample(tmp_path: Path) -> None:
+    for count in range(2, 40):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        sides = [
+            Chat(
+                written(folder, count),
+                tokenizer=make_tokenizer(),
+                cache=folder / "cache",
+                split=split,
+                val_fraction=0.05,
+            )
+            for split in ("train", "val")
+        ]
+        assert len(sides[1]) >= 1 and len(sides[0]) + len(sides[1]) == count

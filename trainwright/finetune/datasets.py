@@ -343,7 +343,11 @@ def _side(rows: NDArray[Any], split: Split, fraction: float) -> NDArray[np.int64
     """Return the rows of a split. The rows of a pair have one hash, so they stay together."""
     if not fraction:
         return np.arange(len(rows), dtype=np.int64)
-    held = is_held_out(rows["hash"], groups(rows["hash"], rows["signature"]), fraction)
+    group, usable_rows = groups(rows["hash"], rows["signature"]), rows["kept"] == 1
+    held = is_held_out(rows["hash"], group, fraction)
+    if usable_rows.any() and not (held & usable_rows).any():  # few samples, and none fell below the fraction
+        least = np.flatnonzero(usable_rows)[rows["hash"][usable_rows].argmin()]
+        held = held | (group == group[least])
     found: NDArray[np.int64] = np.flatnonzero(held if split == "val" else ~held)
     usable = int((rows["kept"][found] == 1).sum())
     if not usable and (rows["kept"] == 1).any():

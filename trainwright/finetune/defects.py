@@ -44,10 +44,14 @@ class Defect(IntFlag):
     OTHER_TEMPLATE = 1 << 30
     ANSWER_FIRST = 1 << 31
     CUT_PAIR = 1 << 32
-    HTML_ERROR = 1 << 33
+    SERVER_ERROR = 1 << 33
     PARSED_ARGUMENTS = 1 << 34
     FIELD_LEFT_OUT = 1 << 35
     ESCAPED_NEWLINE = 1 << 36
+    REPEATS_PROMPT = 1 << 37
+    OPEN_THINKING = 1 << 38
+    BROKEN_ARGUMENTS = 1 << 39
+    UNKNOWN_CALL = 1 << 40
 
 
 class Meaning(NamedTuple):
@@ -79,15 +83,35 @@ MEANINGS: dict[Defect, Meaning] = {
         "a word such as null or nan as the answer",
         "keep it if that is the answer; fill it in if an empty cell was written as text",
     ),
-    Defect.HTML_ERROR: Meaning(
+    Defect.SERVER_ERROR: Meaning(
         "warning",
-        "an HTML error page as the answer: a request failed when the data was made",
+        "the error message of a server as the answer: a request failed when the data was made",
         "drop these records, or make their answers again",
     ),
     Defect.ESCAPED_NEWLINE: Meaning(
         "warning",
         "an answer with a backslash and the letter n instead of line breaks: it was escaped twice",
         r"write line breaks when the file is made: text.replace(r'\n', chr(10))",
+    ),
+    Defect.REPEATS_PROMPT: Meaning(
+        "warning",
+        "an answer that begins with its whole prompt",
+        "check which columns are read; remove the prompt from the answer if a program has put it there",
+    ),
+    Defect.OPEN_THINKING: Meaning(
+        "warning",
+        "an answer with <think> and no </think> after it",
+        "close the thinking, or drop these records: they were probably cut off",
+    ),
+    Defect.BROKEN_ARGUMENTS: Meaning(
+        "warning",
+        "calls of tools whose arguments are text that is not a JSON object",
+        "write arguments as an object; drop calls that were cut off",
+    ),
+    Defect.UNKNOWN_CALL: Meaning(
+        "warning",
+        "the result of a tool for a call that no earlier turn makes",
+        "correct tool_call_id, or look for a turn that is missing",
     ),
     Defect.EMPTY_PROMPT: Meaning("warning", "an empty user turn", "fill it in, or drop the record"),
     Defect.OTHER_TEMPLATE: Meaning(

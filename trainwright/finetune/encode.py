@@ -5,6 +5,7 @@ Shapes: T tokens of a sequence.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,17 @@ HTML_ERROR = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """The beginning of a page that a server sends instead of an answer."""
+
+API_ERROR = re.compile(
+    r"\s*(?:Error code: [45]\d\d\b.{0,4000}|\{\s*\"error\"\s*:\s*\{\s*\"message\".{0,4000}"
+    r"|(?:[45]\d\d )?(?:Internal Server Error|Bad Gateway|Service Unavailable|Gateway Timeout|Too Many Requests)\.?"
+    r")\s*",
+    re.DOTALL,
+)
+"""What programs that call a model over the network store if the call fails."""
+
+MIN_REPEATED_WORDS = 4
+"""Words of a prompt from which on its repetition is no chance, as it is with "Hello"."""
 
 
 class Encoded(NamedTuple):
@@ -199,16 +211,9 @@ def _content_defects(example: Example) -> Defect:
     answers = [text for role, text in parts if role in ("assistant", "text")]
     if example.prompt_messages is not None:
         answers = [text_of_message(each) for each in example.messages[example.prompt_messages :]]
-    if not answers:
-        found |= Defect.NO_ANSWER
-    if any(not each.strip() for each in answers):
-        found |= Defect.EMPTY_ANSWER
     if any(each.strip().lower() in PLACEHOLDERS for each in answers) and "text" not in {role for role, _ in parts}:
         found |= Defect.PLACEHOLDER
-    if any(HTML_ERROR.match(each) for each in answers):
-        found |= Defect.HTML_ERROR
-    if any("\n" not in each and ESCAPED_NEWLINE.search(each) for each in answers):
-        found |= Defect.ESCAPED_NEWLINE
+    found |= _answer_defects(answers) | _call_defects(example)
     if any(MOJIBAKE.search(text) for _, text in parts):
         found |= Defect.MOJIBAKE
     if any(role == "user" and not text.strip() for role, text in parts):
@@ -222,6 +227,47 @@ def _content_defects(example: Example) -> Defect:
     for (role, text), (following, after) in pairwise(parts):
         if role == following and role != "tool":
             found |= Defect.REPEATED_TURN if text == after else Defect.SAME_ROLE
+        is_answered = (role, following) == ("user", "assistant") and len(text.split()) >= MIN_REPEATED_WORDS
+        if is_answered and after.strip().startswith(text.strip()):
+            found |= Defect.REPEATS_PROMPT
     if any(role == "system" for role in roles[1:]):
         found |= Defect.LATE_SYSTEM
     return found
+
+
+def _answer_defects(answers: Sequence[str]) -> Defect:
+    found = Defect(0)
+    if not answers:
+        found |= Defect.NO_ANSWER
+    if any(not each.strip() for each in answers):
+        found |= Defect.EMPTY_ANSWER
+    if any(HTML_ERROR.match(each) or API_ERROR.fullmatch(each) for each in answers):
+        found |= Defect.SERVER_ERROR
+    if any(each.rfind("<think>") > each.rfind("</think>") for each in answers):
+        found |= Defect.OPEN_THINKING
+    if any("\n" not in each and ESCAPED_NEWLINE.search(each) for each in answers):
+        found |= Defect.ESCAPED_NEWLINE
+    return found
+
+
+def _call_defects(example: Example) -> Defect:
+    found, ids = Defect(0), set[object]()
+    for message in example.messages:
+        for call in message.get("tool_calls") or ():
+            ids.add(call.get("id"))
+            if not _is_object(call.get("function", call).get("arguments")):
+                found |= Defect.BROKEN_ARGUMENTS
+        answered = message.get("tool_call_id")
+        if message["role"] == "tool" and answered is not None and None not in ids and answered not in ids:
+            found |= Defect.UNKNOWN_CALL
+    return found
+
+
+def _is_object(arguments: object) -> bool:
+    """Return False for text that is not a JSON object."""
+    if not isinstance(arguments, str):
+        return True
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except ValueError:
+        return False

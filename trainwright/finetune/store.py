@@ -35,7 +35,7 @@ from trainwright.finetune.tokenizer import tokenizer_digest
 from trainwright.runs.printing import printable
 from trainwright.runs.system_calls import try_lock
 
-FORMAT = 3
+FORMAT = 4
 """Version of the files. Increase it if the same records give other tokens, defects or files."""
 SHARD_RECORDS = 1000
 MAX_PROBLEMS_SHOWN = 8
@@ -303,7 +303,7 @@ class _Shard:
             extra |= Defect.SAME_PAIR if is_same else Defect.CUT_PAIR
         kept = all(each.supervised.any() for each in cut) and not extra & Defect.TOO_LONG
         identity, signed = content_hash(parts), signature(parts)
-        answer = content_hash([each for each in parts if each[0] == "assistant"][-1:])
+        answer = content_hash([each for each in parts if each[0] == "assistant"])
         made: list[tuple[Any, NDArray[Any] | None]] = []
         for number, each in enumerate(cut):
             tokens = np.zeros(len(each.ids), TOKEN)
