@@ -1,4 +1,4 @@
-"""What to run where there is an NVIDIA GPU, part by part, the most valuable first: ``scripts/gpu OUT [PART ...]``.
+"""Measurements on an NVIDIA GPU, in parts, the most valuable first: ``scripts/gpu OUT [PART ...]``.
 
     tests     the tests that need a GPU (`pytest -m gpu`)
     sync      steps of the engine under torch.cuda.set_sync_debug_mode("error"); how often a step of tw.fit synchronises
@@ -14,9 +14,9 @@
     zoo       gpu_zoo.py: healthy programs and listed faults there
 
 A part is a process of its own with a time limit below four minutes. Its figures go to OUT/PART.jsonl as they come; the
-last line has its time, and its error if there was one. Parts that ended well before are not run again (``--again``), so
-several short sittings add up: ``--seconds`` starts no part that may not end in time. At the end, a table of all parts
-in OUT is printed and written to OUT/table.md. This file needs the standard library alone.
+last line has its time, and its error if there was one. Parts that have succeeded are skipped unless ``--again`` is
+set, so several short sittings add up. ``--seconds`` starts no part that may not end in time. At the end, a table of all
+parts in OUT is printed and written to OUT/table.md. This file needs the standard library alone.
 """
 
 from __future__ import annotations

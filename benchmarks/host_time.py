@@ -184,7 +184,7 @@ class Child:
 
 
 class Size(NamedTuple):
-    """What was found with models of one size: by variant, the calls, and the microseconds of each turn."""
+    """Results of models of one size, by variant: the number of calls, and the microseconds of each turn."""
 
     calls: dict[str, float]
     turns_us: dict[str, list[float]]

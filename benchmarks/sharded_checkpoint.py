@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _on_ranks(count: int, work: Callable[..., dict[str, float]], *arguments: Any) -> list[dict[str, float]]:
-    """What ``work`` returns on each of ``count`` new processes."""
+    """Return the results of ``work`` on ``count`` new processes."""
     context = torch.multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, context.Pool(count) as pool:
         store = f"file://{folder}/store"

@@ -1,4 +1,4 @@
-"""What a run holds, of any size and form, comes out of an answer bounded, cleaned and without secrets."""
+"""Answers about a hostile run are limited in size, cleaned of control characters, and have secrets masked."""
 
 from __future__ import annotations
 

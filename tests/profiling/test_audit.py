@@ -1,4 +1,4 @@
-"""What ran, against what the recipe asks for: counted on a CPU, and by kernel names of a GPU."""
+"""The audit compares the operators that ran with the settings of the recipe."""
 
 from __future__ import annotations
 

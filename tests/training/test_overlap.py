@@ -89,7 +89,7 @@ for case in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What both ranks say of each case."""
+    """Return the results of both ranks for each case."""
     cases = ["whole", "micro", "twice", "forward", "backward"]
     done = ranks.run(FIT, 2, json.dumps(cases), cwd=Path(tmp_path_factory.mktemp("overlap")), timeout=400)
     assert [each.returncode for each in done] == [0, 0], "\n".join(each.stderr for each in done)

@@ -25,7 +25,7 @@ MARK = "COMMAND_OF_TRAINWRIGHT"
 """The environment variable by which all processes of a command are known; TRAINWRIGHT_... would be a setting."""
 MAX_OUTPUT_BYTES = 2**22
 MAX_WRITTEN_BYTES = 2**28
-"""What a process may print: it lies on the disk until the process ends."""
+"""Maximum output of a process. It is stored on disk until the process ends."""
 _PROGRAM = (
     "import sys; sys.argv[0] = 'trainwright'\n"
     "from trainwright.trials.child import end_with; end_with({parent})\n"

@@ -151,7 +151,7 @@ def evidence(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the evidence for a finding as one Markdown file, without secrets, for an issue or a language model."""
+    """Write the evidence for a finding as one Markdown file, for an issue or a language model. Masks secrets."""
     from trainwright.report.evidence import write_evidence
     from trainwright.runs.folder import RunFolder
 

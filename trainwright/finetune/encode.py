@@ -54,10 +54,10 @@ API_ERROR = re.compile(
     r")\s*",
     re.DOTALL,
 )
-"""What programs that call a model over the network store if the call fails."""
+"""The text that a program stores as the answer if its call of a model server fails."""
 
 MIN_REPEATED_WORDS = 4
-"""Words of a prompt from which on its repetition is no chance, as it is with "Hello"."""
+"""Minimum words of a prompt whose repetition is reported. Short prompts such as "Hello" are repeated legitimately."""
 
 
 class Encoded(NamedTuple):

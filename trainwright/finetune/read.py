@@ -112,7 +112,7 @@ def _of_files(files: tuple[Path, ...]) -> RecordSource:
 
 
 def _require_no_html(path: Path) -> None:
-    """Raise UsageError for a web page, which a failed download leaves in place of the data."""
+    """Raise UsageError for a web page, which a failed download stores instead of the data."""
     with path.open("rb") as file:
         head = file.read(4096)
     text = head.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n")

@@ -27,7 +27,7 @@ _USER_OF_URL = re.compile(r"(?<=://)[^\s/?#\"'<>]+(?=@)")
 _KEY = r"[A-Za-z_][A-Za-z0-9_.-]{0,100}"
 """Bounded, because a long word without an assignment would otherwise take quadratic time."""
 _MAX_DEPTH = 8
-"""Of assignments in values: ``a=b=c=...`` is masked from there on."""
+"""Maximum depth of nested assignments such as ``a=b=c``. Deeper ones are masked."""
 _VALUE = r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|[^\s,;&\"'{}()\[\]]+)"
 _NAMED_VALUE = re.compile(
     rf"(?P<before>[\"']?(?P<assigned>(?<![A-Za-z_]){_KEY})[\"']?=|[{{,]\s*[\"']?(?P<mapped>{_KEY})[\"']?\s*:\s*)(?P<value>{_VALUE})"
