@@ -46,6 +46,7 @@ OPTIONAL = (
     "optuna>=5.0",
     "torchao>=0.15",
     "gymnasium>=1.0",
+    "fsspec>=2025.3",
     "mcp>=2.3",
     "apprise>=1.9",
 )

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import count
@@ -141,13 +141,18 @@ def prune(folder: Path, committed: Path, retention: Retention, run: str = "") ->
     """
     earlier = (path for path in checkpoints(folder) if (step_of(path) or 0) <= (step_of(committed) or 0))
     mine = [path for path in earlier if is_own(path, run)]
-    best = read_best(folder, run)
-    spared = {path.name for path in mine[: retention.newest]} | ({name_of(best.step)} if best else set())
-    if retention.every:
-        spared |= _first_of_each(mine, retention.every)
+    kept = retained([path.name for path in mine], retention, read_best(folder, run))
     for path in mine:
-        if path.name not in spared:
+        if path.name not in kept:
             delete(path, run)
+
+
+def retained(names: Sequence[str], retention: Retention, best: Best | None) -> set[str]:
+    """Return which checkpoints, given by name and newest first, are kept."""
+    kept = {*names[: retention.newest]} | ({name_of(best.step)} if best else set())
+    if retention.every:
+        kept |= _first_of_each(names, retention.every)
+    return kept
 
 
 def delete(path: Path, run: str) -> None:
@@ -162,11 +167,11 @@ def delete(path: Path, run: str) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _first_of_each(paths: Iterable[Path], every: int) -> set[str]:
+def _first_of_each(names: Iterable[str], every: int) -> set[str]:
     """Return the first checkpoint at or after each multiple of ``every``: the same ones after every later save."""
     first: dict[int, str] = {}
-    for path in paths:  # newest first, so the oldest of each multiple is written last
-        first[(step_of(path) or 0) // every] = path.name
+    for name in names:  # newest first, so the oldest of each multiple is written last
+        first[(step_of(Path(name)) or 0) // every] = name
     return {name for multiple, name in first.items() if multiple}
 
 

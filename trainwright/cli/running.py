@@ -201,7 +201,9 @@ def ladder(
 
 @verb()
 def resume(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run folder, or the URL of its copy (checkpoint.copy_to).")
+    ],
     torchrun: Torchrun = None,
     settings: Settings = None,
     accept: Accepted = None,
@@ -214,7 +216,12 @@ def resume(
     from trainwright.recipe.resolve import require_allowed
     from trainwright.runs.folder import RunFolder
 
-    folder = RunFolder.open(run)
+    if "://" in run:
+        with importing_torch():
+            from trainwright.training.resume import folder_of
+        folder = folder_of(run, line_printer(as_json))
+    else:
+        folder = RunFolder.open(run)
     loaded = load(folder.recipe, overrides=settings or [], environ={})
     if allowed is not None:
         require_allowed(loaded, allowed)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainwright.checkpoint.checkpoint import TensorName, capture_live, commit, tensors_of
 from trainwright.checkpoint.manifest import step_of
+from trainwright.checkpoint.remote import CheckpointCopies
 from trainwright.checkpoint.sharded import SavedPart, ShardedSave
 from trainwright.checkpoint.staging import Staging, num_bytes, on_host
 from trainwright.checkpoint.store import Best, Retention, prune, read_best, repair_best, write_best
@@ -150,7 +151,7 @@ class Saving:
     host memory as the state. If ``free_memory`` (bytes) is not enough, or the copy fails, training waits for the write
     instead. ``folder_guard`` is called before and after each save, because the folder may have been deleted. ``run`` is
     the identity of the run, and ``run_metadata`` is stored in each checkpoint. With ``shards``, it is the Saver of the
-    first of several ranks, each of which writes a part.
+    first of several ranks, each of which writes a part. ``copies`` copies each checkpoint to another storage.
     """
 
     def __init__(
@@ -166,8 +167,10 @@ class Saving:
         clock: Callable[[], float] = time.monotonic,
         free_memory: Callable[[], int] = _free_on_host,
         shards: ShardedSave | None = None,
+        copies: CheckpointCopies | None = None,
     ) -> None:
         self._shards = shards
+        self._copies = copies
         self._folder = folder
         self._policy = policy
         self._listener = listener
@@ -243,13 +246,17 @@ class Saving:
         try:
             if best:
                 write_best(self._folder, best, self._run)
+            if self._copies:
+                self._copies.take(path)
             prune(self._folder, path, self._policy.retention, self._run)
         except Exception as error:
-            trouble = f"step {step} is saved, but older checkpoints could not be removed: {error}"
+            trouble = f"step {step} is saved, but older checkpoints could not be removed or copied: {error}"
         return _Done(path, written, time.perf_counter() - begin_s, trouble)
 
     def _finish(self) -> None:
         """Wait for the write in progress and report its outcome."""
+        for message in self._copies.messages() if self._copies else ():
+            self._warn(message)
         if self._writing is None:
             return
         (step, blocked_s, future), self._writing = self._writing, None
@@ -294,14 +301,18 @@ class Saving:
         self._best.update(step)
 
     def close(self) -> None:
-        """Wait until all saves are on disk."""
+        """Wait until all saves are on disk, and the last one is copied."""
         self._finish()
         self._thread.end()
+        for message in self._copies.close() if self._copies else ():
+            self._warn(message)
 
     def __exit__(self, *error: object) -> None:
         """Close, but do not wait after a second interrupt: the previous checkpoint remains."""
         if any(isinstance(each, BaseException) and not isinstance(each, Exception) for each in error):
             self._thread.end(waits=False)
+            if self._copies:
+                self._copies.close(waits=False)
         else:
             self.close()
 

@@ -697,6 +697,11 @@ class Checkpoint(Section):
         description="The first checkpoint at or after each multiple of this is kept for ever.",
         examples=["1ep"],
     )
+    copy_to: Text | None = Field(
+        default=None,
+        description="A URL or folder to which each checkpoint is copied while training goes on (fsspec).",
+        examples=["s3://bucket/runs"],
+    )
     best: Text | None = Field(
         default="loss",
         description="The checkpoint with the best value of this is also kept: loss, or a metric of the validation.",

@@ -27,7 +27,6 @@ from trainwright.plan.make import Note
 from trainwright.recipe import LOSSES, Loaded, from_mapping
 from trainwright.recipe.resolve import import_factory
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
-from trainwright.runs.folder import RunFolder
 from trainwright.training.arguments import (
     MetricsLike,
     ObjectArguments,
@@ -41,6 +40,7 @@ from trainwright.training.arguments import (
 from trainwright.training.custom_step import no_loss, require_no_loss_needed
 from trainwright.training.rebuild import NO_FUNCTION, Rebuild, call_function, seeded
 from trainwright.training.result import Result
+from trainwright.training.resume import folder_of
 from trainwright.training.run import train
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def fit(
             decay on norms and biases. Other arguments take precedence.
         name: Name of the run and of its folder.
         settings: Any other recipe keys by path, ``{"optimizer.clip.at": 0.5}``, or as nested mappings.
-        resume: The folder of an earlier run of the same call, which is continued.
+        resume: The folder of an earlier run of the same call, which is continued, or the URL of its copy.
         accept: The path, or paths, of accepted differences to that earlier run: ``"optimizer.lr"``.
         metrics: Metrics over the full validation set, and over the training batches since the previous log record:
             names such as ``["accuracy", "f1"]`` (docs/reference/catalog.md lists them), or a mapping from names to
@@ -256,7 +256,7 @@ def fit(
     result = train(
         loaded,
         parts=parts,
-        resume=None if resume is None else RunFolder.open(resume),
+        resume=None if resume is None else folder_of(resume),
         accept=(accept,) if isinstance(accept, str) else tuple(accept),
         quiet=quiet,
         serve=serve,

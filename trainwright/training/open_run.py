@@ -20,6 +20,7 @@ from trainwright.assembly.retain_grad import retained_modules
 from trainwright.checkpoint.average import Swa
 from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.remote import CheckpointCopies
 from trainwright.checkpoint.sharded import ShardedSave
 from trainwright.checkpoint.shards import is_divided
 from trainwright.checkpoint.store import Retention
@@ -394,11 +395,14 @@ def _end_time(job: Job, progress: Progress) -> Iterator[EndTime]:
 
 def _saving(job: Job, place: HeldFolder, lock: RunLock, process: Process, logbook: Logbook) -> Saving:
     plan, ask = job.plan, job.recipe.checkpoint
+    retention, copies = Retention(ask.keep, plan.cadence.keep_every), None
+    if ask.copy_to is not None:
+        copies = CheckpointCopies(place.folder, ask.copy_to, run=place.identity, retention=retention)
     policy = SavePolicy(
         every(plan.cadence.save_every, job.state) if plan.cadence.save_every else None,
         MIN_FRACTION_SAVE_INTERVAL_S if ask.every is not None and ask.every.unit == "run" else 0.0,
         ask.at_least_every.value if ask.at_least_every else None,
-        Retention(ask.keep, plan.cadence.keep_every),
+        retention,
         ask.best,
         ask.best_mode == "max",
         plan.cadence.evaluate_batches,
@@ -414,6 +418,7 @@ def _saving(job: Job, place: HeldFolder, lock: RunLock, process: Process, logboo
         folder_guard=folder_guard(place.folder, job, lock, place.identity, process.progress.say),
         clock=process.world.clock if process.world.size == 1 else time.monotonic,  # other ranks have no say in it
         shards=_sharded_save(job),
+        copies=copies,
     )
 
 

@@ -6,7 +6,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from trainwright.checkpoint.checkpoint import load_checkpoint, mismatches, read_
 from trainwright.checkpoint.contents import require_whole
 from trainwright.checkpoint.cursor import Cursor
 from trainwright.checkpoint.manifest import invalid_content, raising_checkpoint_error, read_state, step_of
+from trainwright.checkpoint.remote import fetch_run
 from trainwright.checkpoint.schema import AMOUNT, ANYTHING, NATURAL, TEXT, Kind, Maybe, Rule, violations
 from trainwright.checkpoint.store import checkpoints, newest_valid, set_aside_newer
 from trainwright.checkpoint.train_state import TrainState
@@ -190,6 +191,11 @@ def _spent(checkpoint: Path | None) -> Spent:
         rest = read_state(checkpoint)["rest"]
         counters, data = rest["counters"], rest["data"]
         return Spent(counters["step"], counters["num_samples"], counters["num_tokens"], data["epoch"], data["position"])
+
+
+def folder_of(run: str | Path, say: Callable[[str], object] = print) -> RunFolder:
+    """Return the folder of a run. If a URL names it, its copy is fetched into ``runs`` first."""
+    return RunFolder.open(fetch_run(str(run), Path("runs"), say) if "://" in str(run) else run)
 
 
 def find_earlier(folder: RunFolder, lock: RunLock, accept: Sequence[str]) -> Earlier:

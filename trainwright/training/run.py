@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from trainwright.assembly.assemble import Parts
+from trainwright.checkpoint.remote import require_writable
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.distributed import SOLO, Launch, World, joined
 from trainwright.distributed.memory import adapt_to_limits
@@ -138,6 +139,8 @@ def require_trainable(loaded: Loaded, parts: Parts | None, ranks: int) -> None:
         require_layout(loaded, parts, ranks)
         require_unmasked(loaded.recipe.model_dump(), "", loaded.source)
         require_channels(loaded.recipe.alerts)
+        if loaded.recipe.checkpoint.copy_to is not None:
+            require_writable(loaded.recipe.checkpoint.copy_to)
 
 
 @contextmanager
