@@ -69,9 +69,9 @@ for name, settings in json.loads(sys.argv[1]).items():
     changed = settings.pop("model", {})
     model = made(changed)
     loss = hf_causal_lm if "architecture" in changed else language_model
-    given = {"log.every": "1steps", "evaluation.every": "3steps", "optimizer.clip.at": 0.5, "folder": name,
-             "schedule.use": "constant", "optimizer.args": {"eps": 1e-3}, "checkpoint.every": "3steps",
-             "log.doctor": "RANK" in os.environ, **settings}  # alone it would run each step again
+    given = {"log.every": "1steps", "evaluation.every": "3steps", "evaluation.batches": 9, "folder": name,
+             "optimizer.clip.at": 0.5, "schedule.use": "constant", "optimizer.args": {"eps": 1e-3},
+             "checkpoint.every": "3steps", "log.doctor": "RANK" in os.environ, **settings}  # alone it repeats steps
     result = tw.fit(model, (ids[:, :-1], target), loss, val=(ids[:7, :-1], target[:7]), lr=1e-2, batch=8,
                     until=given.pop("until", "4steps"), precision=given.pop("precision", "fp32"),
                     quiet=True, resume=given.pop("resume", None),
