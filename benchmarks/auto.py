@@ -1,6 +1,6 @@
 """Each ``auto`` against the best setting by hand: a decision of the plan must not cost more than 3 % of a step.
 
-    python -m benchmarks.auto [--recipes gpt-tiny,lstm-text] [--rounds 7] [--after FILE] [--quick]
+    python -m benchmarks.auto [--recipes gpt-tiny,lstm-text] [--rounds 7] [--threads 2] [--after FILE] [--quick]
 
 For each recipe of the box one run has everything at ``auto``, and one run for each other value of a setting differs
 from it in that setting only. All train in one process, in blocks that take turns. A figure is the time of a step with
@@ -11,6 +11,9 @@ best of all. What ``auto`` took is not measured again.
     update      the implementation of the optimizer: fused, foreach, and one tensor at a time
     chunked     the loss of a language model: true, false
     threads     every power of two up to the number of cores
+
+With ``--threads 1`` all runs have one thread, the setting ``threads`` is left out, and the time is the processor time
+of that thread, which other processes hardly change: use it on a machine that is busy.
 
 There is no ``auto`` for ``model.compile`` and for channels-last: both are off unless the recipe asks for them
 (``trainwright profile`` measures them). Recipes whose figures are in ``--after``, the output of an interrupted run, are
@@ -62,6 +65,7 @@ class Run:
 
     job: Job
     threads: int
+    clock: Callable[[], float]
 
     def __post_init__(self) -> None:
         self._results = steps(self.job.state, self.job.batches, make_advance(self.job), until=for_steps(10**9))
@@ -79,10 +83,10 @@ class Run:
     def _advance(self, count: int) -> float:
         self.job.matmul.set()
         torch.set_num_threads(self.threads)
-        begin_s = time.perf_counter()
+        begin_s = self.clock()
         for _ in islice(self._results, count):
             pass
-        return (time.perf_counter() - begin_s) / count
+        return (self.clock() - begin_s) / count
 
 
 def job_of(name: str, overrides: Sequence[str] = ()) -> Job:
@@ -90,7 +94,7 @@ def job_of(name: str, overrides: Sequence[str] = ()) -> Job:
 
 
 def chosen(job: Job) -> dict[str, str]:
-    """Returns what ``auto`` took, by setting. A limit on the size of logits counts as ``false`` if they are below it."""
+    """Returns what ``auto`` took, by setting. A limit on the bytes of logits is ``false`` if they are below it."""
     group, planned_bytes = job.state.optimizer.param_groups[0], job.plan.predicted.memory_bytes or {}
     limit = (job.plan.settled or {}).get("max_logits_bytes")
     return {
@@ -109,20 +113,23 @@ def others(name: str, auto: Run, taken: Mapping[str, str]) -> dict[str, dict[str
             if value == taken[setting]:
                 continue
             try:
-                found.setdefault(setting, {})[value] = Run(job_of(name, overrides), auto.threads)
+                found.setdefault(setting, {})[value] = Run(job_of(name, overrides), auto.threads, auto.clock)
             except (TrainwrightError, TypeError) as error:  # this recipe does not have the setting, or the value
                 print(f"{name}: no {setting} {value}: {str(error).splitlines()[0][:120]}", file=sys.stderr)
+    if auto.clock is time.thread_time:
+        return found
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for count in [1 << power for power in range(cores.bit_length())]:
         if count != auto.threads:
-            found.setdefault("threads", {})[str(count)] = Run(job_of(name), count)
+            found.setdefault("threads", {})[str(count)] = Run(job_of(name), count, auto.clock)
     return found
 
 
-def measure(name: str, rounds: int, block_s: float) -> None:
+def measure(name: str, rounds: int, block_s: float, *, one_thread: bool) -> None:
     """Prints, for each setting, how much slower ``auto`` is than the best of the others."""
     job = job_of(name)
-    auto, taken = Run(job, job.plan.threads), chosen(job)
+    auto = Run(job, 1, time.thread_time) if one_thread else Run(job, job.plan.threads, time.perf_counter)
+    taken = chosen(job)
     runs = others(name, auto, taken)
     blocks: dict[tuple[str, str], Run] = {("auto", ""): auto}
     blocks |= {(setting, value): run for setting, values in runs.items() for value, run in values.items()}
@@ -131,7 +138,7 @@ def measure(name: str, rounds: int, block_s: float) -> None:
     gc.collect()
     gc.freeze()  # each block begins with a collection, which would go over all of these runs
     named: dict[str, Callable[[], float]] = {" ".join(key): run for key, run in blocks.items()}
-    seen = {key: times_s for key, times_s in zip(blocks, interleaved(named, rounds).values(), strict=True)}
+    seen = dict(zip(blocks, interleaved(named, rounds).values(), strict=True))
     for setting, values in runs.items():
         best = min(values, key=lambda value: sorted(seen[setting, value])[rounds // 2])
         ratios = [ours / other for ours, other in zip(seen["auto", ""], seen[setting, best], strict=True)]
@@ -148,8 +155,9 @@ def main() -> None:
         os.chdir(folder)
         try:
             for name in options.recipes.split(","):
-                if f'"{name}_threads"' not in done:  # the last figure of a recipe
-                    measure(name, options.rounds, 0.01 if options.quick else BLOCK_S)
+                if f'"{name}_update"' not in done:  # each recipe has this figure
+                    block_s = 0.01 if options.quick else BLOCK_S
+                    measure(name, options.rounds, block_s, one_thread=options.threads == 1)
         finally:
             os.chdir(before)
 
