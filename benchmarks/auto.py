@@ -7,7 +7,8 @@ from it in that setting only. All train in one process, in blocks that take turn
 ``auto`` divided by that of the fastest other value in the same round: 1.03 is 3 % slower, and below 1 ``auto`` is the
 best of all. What ``auto`` took is not measured again.
 
-    precision   fp32, bf16 (auto takes bf16 only if it is 1.3 times as fast, because it changes the numbers)
+    precision   fp32, bf16 (auto takes bf16 only if it is 1.3 times as fast, because it changes the numbers: for this
+                setting up to 1.3 is as intended)
     update      the implementation of the optimizer: fused, foreach, and one tensor at a time
     chunked     the loss of a language model: true, false
     threads     every power of two up to the number of cores
@@ -115,7 +116,7 @@ def others(name: str, auto: Run, taken: Mapping[str, str]) -> dict[str, dict[str
             try:
                 found.setdefault(setting, {})[value] = Run(job_of(name, overrides), auto.threads, auto.clock)
             except (TrainwrightError, TypeError) as error:  # this recipe does not have the setting, or the value
-                print(f"{name}: no {setting} {value}: {str(error).splitlines()[0][:120]}", file=sys.stderr)
+                print(f"{name}: no {setting} {value}: {' '.join(str(error).split())[:160]}", file=sys.stderr)
     if auto.clock is time.thread_time:
         return found
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
