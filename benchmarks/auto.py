@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -97,7 +98,7 @@ def job_of(name: str, overrides: Sequence[str] = ()) -> Job:
 def chosen(job: Job) -> dict[str, str]:
     """Returns what ``auto`` took, by setting. A limit on the bytes of logits is ``false`` if they are below it."""
     group, planned_bytes = job.state.optimizer.param_groups[0], job.plan.predicted.memory_bytes or {}
-    limit = (job.plan.settled or {}).get("max_logits_bytes")
+    limit: Any = (job.plan.settled or {}).get("max_logits_bytes")
     return {
         "precision": job.plan.precision,
         "update": next((name for name in ("fused", "foreach") if group.get(name)), "one by one"),
