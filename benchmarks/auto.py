@@ -1,31 +1,38 @@
 """Each ``auto`` against the best setting by hand: a decision of the plan must not cost more than 3 % of a step.
 
-    python -m benchmarks.auto [--recipes gpt-tiny,lstm-text] [--rounds 9] [--seconds 200] [--quick]
+    python -m benchmarks.auto [--recipes gpt-tiny,lstm-text] [--rounds 7] [--threads 2] [--after FILE] [--quick]
 
-For each recipe of the box and each setting that may be left open, the runs with ``auto`` and with every explicit value
-train in one process, in blocks that take turns. A figure is the time of a step with ``auto`` divided by that of the
-fastest explicit value in the same round: 1.03 is 3 % slower. ``NAME_precision_chosen`` has the value
-that ``auto`` chose.
+For each recipe of the box one run has everything at ``auto``, and one run for each other value of a setting differs
+from it in that setting only. All train in one process, in blocks that take turns. A figure is the time of a step with
+``auto`` divided by that of the fastest other value in the same round: 1.03 is 3 % slower, and below 1 ``auto`` is the
+best of all. What ``auto`` took is not measured again.
 
-    precision   auto, fp32, bf16 (auto takes bf16 only if it is 1.3 times as fast, because it changes the numbers)
-    update      the planned implementation of the optimizer, fused, foreach, and one tensor at a time
-    chunked     the loss of a language model: auto, true, false
-    threads     those of the plan, and every smaller and larger power of two that the machine has
+    precision   fp32, bf16 (auto takes bf16 only if it is 1.3 times as fast, because it changes the numbers: for this
+                setting up to 1.3 is as intended)
+    update      the implementation of the optimizer: fused, foreach, and one tensor at a time
+    chunked     the loss of a language model: true, false
+    threads     every power of two up to the number of cores
+
+With ``--threads 1`` all runs have one thread, the setting ``threads`` is left out, and the time is the processor time
+of that thread, which other processes hardly change: use it on a machine that is busy.
 
 There is no ``auto`` for ``model.compile`` and for channels-last: both are off unless the recipe asks for them
-(``trainwright profile`` measures them). No recipe begins after ``--seconds``.
+(``trainwright profile`` measures them). Recipes whose figures are in ``--after``, the output of an interrupted run, are
+not measured again: ``python -m benchmarks.auto --after figures.jsonl >> figures.jsonl``.
 """
 
 from __future__ import annotations
 
-import json
+import gc
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,18 +47,17 @@ from trainwright.training.run import process_settings
 RECIPES = Path(__file__).parent.parent / "recipes"
 NAMES = "gpt-tiny,lstm-text,moe-text,bert-text,demo-digits,vit-digits,resnet-digits,unet-shapes,two-tower"
 SETTINGS: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "precision": {"auto": ["precision=auto"], "fp32": ["precision=fp32"], "bf16": ["precision=bf16"]},
+    "precision": {"fp32": ["precision=fp32"], "bf16": ["precision=bf16"]},
     "update": {
-        "auto": [],
         "fused": ["optimizer.args.fused=true"],
         "foreach": ["optimizer.args.foreach=true"],
-        "one_by_one": ["optimizer.args.foreach=false", "optimizer.args.fused=false"],
+        "one by one": ["optimizer.args.foreach=false", "optimizer.args.fused=false"],
     },
-    "chunked": {"auto": ["loss.chunked=auto"], "true": ["loss.chunked=true"], "false": ["loss.chunked=false"]},
+    "chunked": {"true": ["loss.chunked=true"], "false": ["loss.chunked=false"]},
 }
 """Overrides by setting and value."""
-COMMON = ("log.doctor=false",)
-WARM_UP_STEPS = 5
+AUTO = ("log.doctor=false", "precision=auto")
+WARM_UP_STEPS = 3
 BLOCK_S = 0.15
 
 
@@ -61,6 +67,7 @@ class Run:
 
     job: Job
     threads: int
+    clock: Callable[[], float]
 
     def __post_init__(self) -> None:
         self._results = steps(self.job.state, self.job.batches, make_advance(self.job), until=for_steps(10**9))
@@ -78,64 +85,81 @@ class Run:
     def _advance(self, count: int) -> float:
         self.job.matmul.set()
         torch.set_num_threads(self.threads)
-        begin_s = time.perf_counter()
+        begin_s = self.clock()
         for _ in islice(self._results, count):
             pass
-        return (time.perf_counter() - begin_s) / count
+        return (self.clock() - begin_s) / count
 
 
-def run_of(name: str, overrides: Sequence[str], threads: int | None = None) -> Run:
-    loaded = load(RECIPES / f"{name}.yaml", overrides=[*COMMON, *overrides])
-    job = prepare(in_one_process(loaded))
-    return Run(job, threads or job.plan.threads)
+def job_of(name: str, overrides: Sequence[str] = ()) -> Job:
+    return prepare(in_one_process(load(RECIPES / f"{name}.yaml", overrides=[*AUTO, *overrides])))
 
 
-def show(name: str, setting: str, runs: Mapping[str, Run], rounds: int, block_s: float) -> None:
-    """Prints how much slower ``auto`` is than the best of the others."""
-    blocks: dict[str, Callable[[], float]] = {}
-    for value, run in runs.items():
-        run.settle(block_s)
-        blocks[value] = run
-    seen = interleaved(blocks, rounds)
-    best = min((value for value in seen if value != "auto"), key=lambda value: sorted(seen[value])[rounds // 2])
-    ratios = [auto / other for auto, other in zip(seen["auto"], seen[best])]
-    figure("auto", f"{name}_{setting}", ratios, unit="ratio", against=f"{best}, the best of {len(runs) - 1}")
+def chosen(job: Job) -> dict[str, str]:
+    """Returns what ``auto`` took, by setting. A limit on the bytes of logits is ``false`` if they are below it."""
+    group, planned_bytes = job.state.optimizer.param_groups[0], job.plan.predicted.memory_bytes or {}
+    limit: Any = (job.plan.settled or {}).get("max_logits_bytes")
+    return {
+        "precision": job.plan.precision,
+        "update": next((name for name in ("fused", "foreach") if group.get(name)), "one by one"),
+        "chunked": "false" if limit is None or limit > sum(planned_bytes.values()) else "true",
+        "threads": str(job.plan.threads),
+    }
 
 
-def measure(name: str, rounds: int, block_s: float) -> None:
+def others(name: str, auto: Run, taken: Mapping[str, str]) -> dict[str, dict[str, Run]]:
+    """Returns a run for each value that ``auto`` did not take, by setting."""
+    found: dict[str, dict[str, Run]] = {}
     for setting, values in SETTINGS.items():
-        runs: dict[str, Run] = {}
         for value, overrides in values.items():
+            if value == taken[setting]:
+                continue
             try:
-                runs[value] = run_of(name, overrides)
+                found.setdefault(setting, {})[value] = Run(job_of(name, overrides), auto.threads, auto.clock)
             except (TrainwrightError, TypeError) as error:  # this recipe does not have the setting, or the value
-                why = str(error).splitlines()[0][:120]
-                print(json.dumps({"bench": "auto", "case": f"{name}_{setting}_{value}", "skipped": why}), flush=True)
-        if "auto" in runs and len(runs) > 1:
-            show(name, setting, runs, rounds, block_s)
-            if setting == "precision":
-                chosen = runs["auto"].job.plan.precision
-                line = {"bench": "auto", "case": f"{name}_precision_chosen", "value": None, "chosen": chosen}
-                print(json.dumps(line), flush=True)
-    cores = os.cpu_count() or 1
-    counts = [1 << power for power in range(cores.bit_length()) if 1 << power <= cores]
-    if len(counts) > 1:
-        runs = {"auto": run_of(name, []), **{str(count): run_of(name, [], count) for count in counts}}
-        show(name, "threads", runs, rounds, block_s)
+                print(f"{name}: no {setting} {value}: {' '.join(str(error).split())[:160]}", file=sys.stderr)
+    if auto.clock is time.thread_time:
+        return found
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for count in [1 << power for power in range(cores.bit_length())]:
+        if count != auto.threads:
+            found.setdefault("threads", {})[str(count)] = Run(job_of(name), count, auto.clock)
+    return found
+
+
+def measure(name: str, rounds: int, block_s: float, *, one_thread: bool) -> None:
+    """Prints, for each setting, how much slower ``auto`` is than the best of the others."""
+    job = job_of(name)
+    auto = Run(job, 1, time.thread_time) if one_thread else Run(job, job.plan.threads, time.perf_counter)
+    taken = chosen(job)
+    runs = others(name, auto, taken)
+    blocks: dict[tuple[str, str], Run] = {("auto", ""): auto}
+    blocks |= {(setting, value): run for setting, values in runs.items() for value, run in values.items()}
+    for run in blocks.values():
+        run.settle(block_s)
+    gc.collect()
+    gc.freeze()  # each block begins with a collection, which would go over all of these runs
+    named: dict[str, Callable[[], float]] = {" ".join(key): run for key, run in blocks.items()}
+    seen = dict(zip(blocks, interleaved(named, rounds).values(), strict=True))
+    for setting, values in runs.items():
+        best = min(values, key=lambda value: sorted(seen[setting, value])[rounds // 2])
+        ratios = [ours / other for ours, other in zip(seen["auto", ""], seen[setting, best], strict=True)]
+        against = f"{best}, the best of {len(values)} others; auto took {taken[setting]}"
+        figure("auto", f"{name}_{setting}", ratios, unit="ratio", against=against)
 
 
 def main() -> None:
-    options = arguments(__doc__, recipes=(NAMES, "gpt-tiny"), rounds=(9, 1), seconds=(200.0, 200.0))
-    about("auto")
-    begin_s, before = time.perf_counter(), Path.cwd()
+    options = arguments(__doc__, recipes=(NAMES, "gpt-tiny"), rounds=(7, 1), after=("", ""))
+    before, done = Path.cwd(), Path(options.after).read_text() if options.after else ""
+    if not done:
+        about("auto")
     with tempfile.TemporaryDirectory(prefix="auto-") as folder, process_settings():
         os.chdir(folder)
         try:
             for name in options.recipes.split(","):
-                if time.perf_counter() - begin_s > options.seconds:
-                    print(json.dumps({"bench": "auto", "case": name, "skipped": "no time is left"}), flush=True)
-                    continue
-                measure(name, options.rounds, 0.01 if options.quick else BLOCK_S)
+                if f'"{name}_update"' not in done:  # each recipe has this figure
+                    block_s = 0.01 if options.quick else BLOCK_S
+                    measure(name, options.rounds, block_s, one_thread=options.threads == 1)
         finally:
             os.chdir(before)
 

@@ -1,20 +1,23 @@
 """Processor time of a step that computes almost nothing: what ``tw.fit`` and ``tw.watch`` add to a plain loop.
 
-    python -m benchmarks.host_time [--sizes 8,100,600] [--turns 10] [--seconds 45] [--quick]
+    python -m benchmarks.host_time [--sizes 8,100] [--turns 10] [--seconds 20] [--quick]
 
 On a GPU the time of the host is often the time of the step, and it can be measured on a CPU: the models here are chains
-of linear layers of 4 x 4, with 8 to 600 tensors. The plain loop has the optimizer, the batches and the clipping that
+of linear layers of 4 x 4, with 8 tensors or more. The plain loop has the optimizer, the batches and the clipping that
 ``tw.fit`` uses. Each variant is a process. After 128 steps they take turns of 16 steps, so that what the machine does
 meanwhile falls on all alike. A value is the processor time of the training thread in the median step of a turn, less
-that of the plain loop's turn beside it. A size takes no further turn after ``--seconds``.
+that of the plain loop's turn beside it. A size takes no further turn after ``--seconds``, but at least three.
 
 ``NAME_fixed``       microseconds a step that do not depend on the number of tensors
 ``NAME_per_tensor``  microseconds a step for each tensor (least squares over the sizes)
 ``NAME_calls``       calls of ATen operators in the median step, beyond those of the plain loop
 ``NAME_calls_per_tensor``  the same for each tensor
+``NAME_python_calls``, ``NAME_python_calls_per_tensor``  the same for calls of Python functions
+
+The numbers of calls are the same on a busy machine; the times are not.
 
 ``fit`` is ``tw.fit`` at its defaults, ``fit_without_doctor`` has ``log.doctor: false``, ``watch`` is the plain loop in
-``tw.watch``.
+``tw.watch``. On two idle cores it ends within a minute; 600 tensors take two more.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,25 +72,34 @@ class Clock:
 
     times_s: list[float] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
+    python_calls: list[int] = field(default_factory=list)
     step: int = 0
     _profile: profile | None = None
 
     def __call__(self) -> None:
+        sys.setprofile(None)
         self.times_s.append(time.thread_time())
         self.step += 1
         if self._profile is not None:
             self._profile.stop()
             self.calls.append(calls_of(self._profile))
-        counts, self._profile = FIRST - PROFILED <= self.step < FIRST, None
-        if counts:
+            self._profile = None
+        if FIRST - 2 * PROFILED <= self.step < FIRST - PROFILED:
             self._profile = profile(activities=[ProfilerActivity.CPU])
             self._profile.start()
+        elif FIRST - PROFILED <= self.step < FIRST:
+            self.python_calls.append(0)
+            sys.setprofile(self._count)
         elif self.step >= FIRST and (self.step - FIRST) % TURN == 0:
             self._wait_for_turn()
 
+    def _count(self, _frame: FrameType, event: str, _argument: object) -> None:
+        self.python_calls[-1] += event == "call"
+
     def _wait_for_turn(self) -> None:
         if self.step == FIRST:
-            answer: dict[str, float] = {"calls": statistics.median(self.calls)}
+            counted = {"calls": self.calls, "python_calls": self.python_calls}
+            answer: dict[str, float] = {name: statistics.median(each) for name, each in counted.items()}
         else:
             answer = {"us": 1e6 * statistics.median(b - a for a, b in pairwise(self.times_s[SETTLING:]))}
         print(json.dumps(answer), file=sys.__stdout__, flush=True)
@@ -184,18 +197,18 @@ class Child:
 
 
 class Size(NamedTuple):
-    """Results of models of one size, by variant: the number of calls, and the microseconds of each turn."""
+    """Results of models of one size, by variant: the numbers of calls by kind, and the microseconds of each turn."""
 
-    calls: dict[str, float]
+    counted: dict[str, dict[str, float]]
     turns_us: dict[str, list[float]]
 
 
 def measured(tensors: int, turns: int, limit_s: float) -> Size:
     """Runs all variants, which take turns."""
     children = {variant: Child(variant, tensors) for variant in VARIANTS}
-    begin_s = time.perf_counter()
     try:
-        calls = {variant: each.answer()["calls"] for variant, each in children.items()}
+        counted = {variant: each.answer() for variant, each in children.items()}
+        begin_s = time.perf_counter()
         turns_us: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
         for number in range(turns):
             if number > 2 and time.perf_counter() - begin_s > limit_s:
@@ -205,7 +218,7 @@ def measured(tensors: int, turns: int, limit_s: float) -> Size:
     finally:
         for each in children.values():
             each.close()
-    return Size(calls, turns_us)
+    return Size(counted, turns_us)
 
 
 def line_through(sizes: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
@@ -218,7 +231,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         child(sys.argv[2], int(sys.argv[3]))
         return
-    options: Any = arguments(__doc__, sizes=("8,100,600", "8,16"), turns=(10, 2), seconds=(45.0, 45.0))
+    options: Any = arguments(__doc__, sizes=("8,100", "8,16"), turns=(10, 2), seconds=(20.0, 20.0))
     sizes = [int(size) for size in options.sizes.split(",")]
     about("host_time")
     found = {size: measured(size, options.turns, options.seconds) for size in sizes}
@@ -232,12 +245,14 @@ def main() -> None:
             [each.turns_us[variant][turn] - each.turns_us["plain"][turn] for each in found.values()]
             for turn in range(num_turns)
         ]
-        calls = line_through(sizes, [each.calls[variant] - each.calls["plain"] for each in found.values()])
         for place, (name, unit) in enumerate((("fixed", "us"), ("per_tensor", "us"))):
             values = [line_through(sizes, row)[place] for row in more_us]
             figure("host_time", f"{variant}_{name}", values, unit=unit, against="plain loop")
-        figure("host_time", f"{variant}_calls", [calls[0]], unit="calls", against="plain loop")
-        figure("host_time", f"{variant}_calls_per_tensor", [round(calls[1], 6)], unit="calls", against="plain loop")
+        for kind in ("calls", "python_calls"):
+            more = [each.counted[variant][kind] - each.counted["plain"][kind] for each in found.values()]
+            fixed, slope = line_through(sizes, more)
+            figure("host_time", f"{variant}_{kind}", [round(fixed, 3)], unit="calls", against="plain loop")
+            figure("host_time", f"{variant}_{kind}_per_tensor", [round(slope, 6)], unit="calls", against="plain loop")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """``tw.fit`` and ``trainwright train`` with all defaults, compared with a plain loop.
 
-    python -m benchmarks.step_overhead [--rounds 5] [--tasks mlp,gpt] [--only plain,fit] [--steps 2000] [--quick]
+    python -m benchmarks.step_overhead [--rounds 3] [--tasks mlp,gpt] [--only plain,fit] [--seconds 80] [--quick]
 
 Defaults mean: the doctor watches, checkpoints are saved, the log is written; only the printing goes to no terminal.
 The plain loop is AdamW, ``clip_grad_norm_`` at 1.0 and a ``LambdaLR``, with the same batches in memory, the same number
@@ -16,8 +16,10 @@ runs every variant once; the next round begins with another one. The figures of 
 ``TASK_VARIANT_first_64``  share of the whole run that the first 64 steps took beyond 64 steps at the later pace
 ``TASK_VARIANT_same_optimizer``  as ``TASK_VARIANT``, against the plain loop with the AdamW that Trainwright chose
 
-``--steps`` is the length of the MLP's run; the GPT's is a twelfth of it. Fabric, Accelerate, the HF Trainer and
-Lightning run beside it where they are installed, with their defaults, the same clipping and no progress bar.
+``--steps`` is the length of the MLP's run; the GPT's is a twelfth of it. No round of a task begins after ``--seconds``.
+``--only all`` also runs ``trainwright train``, Fabric, Accelerate, the HF Trainer and Lightning where they are
+installed, with their defaults, the same clipping and no progress bar. ``python -m benchmarks.host_time`` measures the
+processor time of a step alone, by the number of tensors.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ from benchmarks.step_overhead_variants import FIRST, OURS, VARIANTS
 PEERS = {"fabric": "lightning", "accelerate": "accelerate", "transformers": "transformers", "lightning": "lightning"}
 """Variants that need a package."""
 TASKS = ("mlp", "gpt")
-ROUNDS = 5
-STEPS = 2000
+BY_DEFAULT = "plain_same_optimizer,fit,fit_no_doctor"
+ROUNDS = 3
+STEPS = 1000
 GPT_SHARE = 12  # a step of the GPT takes about a hundred times as long as one of the MLP
 
 
@@ -75,7 +78,10 @@ class Rounds:
 
     def run(self, variants: list[str], steps: int, options: argparse.Namespace) -> None:
         """Runs all of them, interleaved."""
+        begin_s = time.perf_counter()
         for number in range(options.rounds):
+            if number and time.perf_counter() - begin_s > options.seconds:
+                return
             first = number % len(variants)
             for variant in variants[first:] + variants[:first]:
                 seen = measured(self.task, variant, steps=steps, options=options, optimizer=self.optimizer)
@@ -125,7 +131,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=0, help=f"default {ROUNDS}, with --quick 1")
     parser.add_argument("--steps", type=int, default=0, help=f"default {STEPS}, with --quick 40")
     parser.add_argument("--tasks", default=",".join(TASKS))
-    parser.add_argument("--only", default="", help=f"of {', '.join(VARIANTS)}; plain always runs")
+    parser.add_argument("--only", default=BY_DEFAULT, help=f"all, or of {', '.join(VARIANTS)}; plain always runs")
+    parser.add_argument("--seconds", type=float, default=80.0, help="no round of a task begins after them")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch, in every variant")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="a functional test: its figures mean little")
@@ -138,7 +145,7 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     about("step_overhead")
-    wanted = options.only.split(",") if options.only else available()
+    wanted = available() if options.only == "all" else options.only.split(",")
     variants = ["plain", *(name for name in available() if name in wanted and name != "plain")]
     for task in options.tasks.split(","):
         rounds = Rounds(task)

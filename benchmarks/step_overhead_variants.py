@@ -144,10 +144,6 @@ def fit(task: Task, clock: Clock, settings: dict[str, object] | None = None) -> 
     return {name: True for name in ("fused", "foreach") if group.get(name)}
 
 
-NO_DOCTOR: dict[str, object] = {"log.doctor": False}
-NO_SAVING: dict[str, object] = {"checkpoint.every": None, "checkpoint.at_least_every": None}
-
-
 def command(task: Task) -> dict[str, object]:
     """``trainwright train recipe.yaml``, whose log says when each tenth step was done."""
     Path("parts.py").write_text(
@@ -303,7 +299,7 @@ def lightning(task: Task, clock: Clock) -> None:
     trainer.fit(Module(), train_dataloaders=Batches(task))
 
 
-OURS = {"fit": {}, "fit_no_doctor": NO_DOCTOR, "fit_no_saving": NO_SAVING, "fit_neither": {**NO_DOCTOR, **NO_SAVING}}
+OURS: dict[str, dict[str, object]] = {"fit": {}, "fit_no_doctor": {"log.doctor": False}}
 """``tw.fit`` with these settings."""
 BY_HAND = {"fabric": fabric, "accelerate": accelerate, "transformers": transformers, "lightning": lightning}
 LIBRARIES = {"fabric": "lightning.fabric", **{name: name for name in BY_HAND if name != "fabric"}}

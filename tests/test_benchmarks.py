@@ -43,6 +43,7 @@ def figures(bench: str, *options: str) -> list[dict[str, Any]]:
             ("--only", "watch", "--minutes", "0.01"),
             {"watch_steps", "watch_rss", "watch_threads", "watch_files", "watch_log"},
         ),
+        ("auto", ("--recipes", "demo-digits"), {"demo-digits_precision", "demo-digits_update"}),
         ("own_step", (), {f"64_{name}{kind}" for name in ("plain", "steps", "fit") for kind in ("", "_cpu")}),
         ("scaling", ("--steps", "4"), {"one_step", "speed_up_2", "efficiency_2", "communication_2"}),
         ("startup", (), {"import_extra", "help_extra", "first_step"}),

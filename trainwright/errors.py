@@ -185,7 +185,6 @@ class OomReport:
         capacity_bytes: Bytes of the device.
         reserved_bytes: Bytes that torch's allocator holds; None if unknown.
         held: Bytes in use by kind.
-        notes: Changes of the attempt that could not be undone.
     """
 
     step: int
@@ -200,7 +199,6 @@ class OomReport:
     capacity_bytes: int
     reserved_bytes: int | None
     held: dict[str, int]
-    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
@@ -210,8 +208,7 @@ class OomReport:
             then = "trying again after freeing memory"
         else:
             then = f"trying again with {self.next_micro} and the same global batch"
-        notes = "".join(f"; {note}" for note in self.notes)
-        return f"out of memory ({self.phase}{where}) with {self.micro} samples at a time: {then}{notes}"
+        return f"out of memory ({self.phase}{where}) with {self.micro} samples at a time: {then}"
 
 
 class OutOfMemoryError(TrainwrightError):

@@ -96,7 +96,6 @@ EXAMPLES: list[Record] = [
         capacity_bytes=2**40,
         reserved_bytes=None,
         held={"weights": 2**20, "gradients": 0},
-        notes=("a first draw",),
     ),
     Quarantined(time_s=1.0, step=7, sample_ids=(137,), reason="OSError: cannot open image"),
     FOUND,

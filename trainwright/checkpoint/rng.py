@@ -162,13 +162,13 @@ def _back_to_now() -> Callable[[], None]:
     """Return a function that restores the current state of every generator. Fast: setting NumPy's takes 65 us."""
     python = read_python()
     numpy_state = np.random.get_state(legacy=False)
-    words = _words_of_numpy()
+    words = words_of_numpy()
     of_torch, cuda = torch.get_rng_state(), cuda_states()
     assert isinstance(numpy_state, dict)
 
     def give_back() -> None:
         write_python(python)
-        if words is None or words != _words_of_numpy() or numpy_state["has_gauss"]:  # a spare number may be used up
+        if words is None or words != words_of_numpy() or numpy_state["has_gauss"]:  # a spare number may be used up
             np.random.set_state(numpy_state)
         torch.set_rng_state(of_torch)
         set_cuda_states(cuda)
@@ -176,7 +176,7 @@ def _back_to_now() -> Callable[[], None]:
     return give_back
 
 
-def _words_of_numpy() -> TwisterState | None:
+def words_of_numpy() -> TwisterState | None:
     """Return the words of NumPy's global generator, if it is a Mersenne Twister."""
     live = mtrand.get_bit_generator()
     return TwisterState.of(live) if isinstance(live, np.random.MT19937) else None

@@ -58,19 +58,6 @@ class _Never:
 NEVER = _Never()
 
 
-class SaveOnError:
-    """Saves the state when an exception leaves the context. Does not save on KeyboardInterrupt, which exits at once."""
-
-    def __init__(self, state: TrainState, saving: Saver) -> None:
-        self.state, self.saving = state, saving
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None and issubclass(kind, Exception):
-            self.saving.rescue(self.state)
-
-
 class SaveOnOutOfMemory:
     """Saves the last good step when memory runs out in the next one and that error left the state intact."""
 
@@ -84,12 +71,15 @@ class SaveOnOutOfMemory:
             self.saving.rescue(self.state)
 
 
-def each_batch(batches: Iterable[StepBatch], whole: SaveOnError) -> Iterator[StepBatch]:
-    """Yields the batches. Saves the state if reading one raises."""
+def each_batch(batches: Iterable[StepBatch], state: TrainState, saving: Saver) -> Iterator[StepBatch]:
+    """Yield the batches. Saves the state if reading one raises, because it is complete between two steps."""
     stream = iter(batches)
     while True:
-        with whole:
+        try:
             batch = next(stream, None)
+        except Exception:
+            saving.rescue(state)
+            raise
         if batch is None:
             return
         yield batch
@@ -216,6 +206,12 @@ def steps(
         yield result
 
 
+def _first_stop(answers: Sequence[Stop | None], observers: Sequence[Observer]) -> Stop | None:
+    """Return the Stop of the observers; if there are several, one that says that the state is poisoned."""
+    stops = [as_stop(answer, observer) for answer, observer in zip(answers, observers) if answer is not None]
+    return min(stops, key=lambda stop: stop.save) if stops else None
+
+
 def run(
     state: TrainState,
     batches: Iterable[StepBatch],
@@ -245,18 +241,20 @@ def run(
             closing.callback(getattr(observer, "close", lambda: None))
         closing.push(saving.__exit__)  # runs first on exit: all saves reach the disk before signal handlers are removed
         closing.enter_context(SaveOnOutOfMemory(state, saving))
-        save_on_error = SaveOnError(state, saving)
+        observe = [observer.observe for observer in observers]
         try:
-            for last in steps(state, each_batch(batches, save_on_error), advance, until=until, clock=world.clock):
-                with save_on_error:
+            for last in steps(state, each_batch(batches, state, saving), advance, until=until, clock=world.clock):
+                try:
                     try:
                         if evaluation.due(state):
                             evaluation(state)
                             last.evaluation = evaluation.last
                     finally:  # the state is saved if evaluation raises, so the step must be logged
-                        answers = [each.observe(last, state) for each in observers]
-                        stops = [as_stop(each, by) for each, by in zip(answers, observers) if each is not None]
-                first = min(stops, key=lambda found: found.save) if stops else None  # a poisoned state takes precedence
+                        answers = [each(last, state) for each in observe]
+                    first = _first_stop(answers, observers)
+                except Exception:
+                    saving.rescue(state)
+                    raise
                 stop = world.agree(first)
                 if stop:
                     break
@@ -265,8 +263,11 @@ def run(
         except StopRequest as request:
             stop = request.stop
         if not stop or (stop.save and not stop.by_signal):
-            with save_on_error:
+            try:
                 complete(state)
+            except Exception:
+                saving.rescue(state)
+                raise
         if not stop or stop.save:
             saving(state)  # before the evaluation, which may take longer than a signal leaves
         if not stop:

@@ -132,9 +132,7 @@ def _bytes(tensors: Iterable[object]) -> int:
     return sum(sizes.values())
 
 
-def oom_report(
-    seen: OomSnapshot, *, step: int, micro: int, next_micro: int | None, device: torch.device, notes: tuple[str, ...]
-) -> OomReport:
+def oom_report(seen: OomSnapshot, *, step: int, micro: int, next_micro: int | None, device: torch.device) -> OomReport:
     """Build the report, after the tensors of the failed attempt have been freed."""
     return OomReport(
         step=step,
@@ -149,5 +147,4 @@ def oom_report(
         capacity_bytes=capacity_bytes(device),
         reserved_bytes=seen.reserved_bytes,
         held=seen.held,
-        notes=notes,
     )

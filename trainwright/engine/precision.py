@@ -13,6 +13,7 @@ from trainwright.errors import require_choice
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "mxfp8": torch.bfloat16}
+NO_AUTOCAST = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Precision:
     def autocast(self) -> AbstractContextManager[object]:
         """Return a context for one forward pass and its loss. Not for a full loop: its cache would become stale."""
         dtype = _AUTOCAST.get(self.name)
-        return nullcontext() if dtype is None else torch.autocast(self.device_type, dtype, cache_enabled=self.caches)
+        return NO_AUTOCAST if dtype is None else torch.autocast(self.device_type, dtype, cache_enabled=self.caches)
 
     def scaler(self, device: torch.device) -> LossScaler | NoScaler:
         """Return a loss scaler for fp16. bf16 has the range of fp32 and needs none."""

@@ -101,16 +101,14 @@ def of_all_ranks(batch: StepBatch) -> StepBatch:
     return StepBatch((MicroBatch(None, batch.global_ids),), batch.cursor)
 
 
-def count(batch: StepBatch, tokens: int, world: World) -> Counted:
-    """Count what all ranks trained on. ``tokens`` are those of this rank.
+def count(batch: StepBatch, world: World) -> Counted:
+    """Count what all of several ranks trained on.
 
     Raises:
         DataError: The order of the data is not Trainwright's, and the ranks read different batches.
     """
-    if world.size == 1:
-        return Counted(batch.size, tokens)
     seen = int(batch.cursor.digest[:15] or "0", 16)
-    samples, all_tokens, digests = world.gather(torch.tensor([batch.size, tokens, seen], device="cpu")).unbind(1)
+    samples, all_tokens, digests = world.gather(torch.tensor([batch.size, batch.tokens, seen], device="cpu")).unbind(1)
     if bool((digests != digests[0]).any()):
         rank = int((digests != digests[0]).nonzero()[0])
         raise DataError(

@@ -7,17 +7,18 @@ buffers and generators, which are all restored. The weights of the sum do not de
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from trainwright.checkpoint.batch_cut import cut
 from trainwright.checkpoint.cursor import StepBatch
-from trainwright.checkpoint.rng import TorchGenerators
+from trainwright.checkpoint.numpy_generator import TwisterState
+from trainwright.checkpoint.python_generator import read_python, write_python
+from trainwright.checkpoint.rng import TorchGenerators, words_of_numpy
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import SOLO, World
 from trainwright.distributed.memory import give_back, return_large_blocks
@@ -30,8 +31,6 @@ T = TypeVar("T")
 Passes = Callable[[TrainState, StepBatch], T]
 NO_LIMIT = 2**62
 SAME_LIMIT = NO_LIMIT - 1
-GENERATOR_CHECK_STEPS = 256
-GENERATOR_USED_NOTE = "Python's or NumPy's generator was drawn from for the first time"
 ONE_SAMPLE_DOES_NOT_FIT = "a micro-batch of one sample does not fit"
 
 
@@ -72,20 +71,19 @@ class Recovery:
         self._generators.keep(device, generators)
         versions = batch.versions
         while True:
-            pieces = cut(batch, state.micro_limit)
+            pieces = batch if state.micro_limit is None else cut(batch, state.micro_limit)
             seen, done = self._attempt(passes, state, pieces, device, again=bool(reports))
             limit = self._world.least(self._requested_limit(seen, pieces))
             if limit == NO_LIMIT:
                 assert done is not None
                 return done[0], pieces, tuple(reports)
             done = None
-            notes, trouble = self._restore_all(state, batch, versions)
-            trouble = trouble or (seen.otherwise if seen else "")
+            trouble = self._restore_all(state, batch, versions) or (seen.otherwise if seen else "")
             following: int | None = _largest(pieces)
             if limit != SAME_LIMIT:
                 trouble = trouble or _cannot_shrink(batch, limit)
                 following = state.micro_limit = None if trouble else limit
-            reports.append(make_room(seen or OomSnapshot(), pieces, following, state, device, notes))
+            reports.append(make_room(seen or OomSnapshot(), pieces, following, state, device))
             if trouble:
                 state.micro_limit = limit_before
                 raise out_of_memory_error(reports, trouble + _fit_before_note(limit_before, limit))
@@ -123,20 +121,19 @@ class Recovery:
             return SAME_LIMIT
         return 0 if _largest(pieces) == 1 else (_largest(pieces) + 1) // 2
 
-    def put_back(self, state: TrainState) -> tuple[tuple[str, ...], list[str]]:
-        """Restore gradients, generators and buffers. Return notes on exceptions, and names of buffers that are lost."""
+    def put_back(self, state: TrainState) -> list[str]:
+        """Restore gradients, generators and buffers. Return the names of buffers that are lost."""
         self._forget(state)
-        known = self._generators.restore()
-        return () if known else (GENERATOR_USED_NOTE,), self.buffers.put_back()
+        self._generators.restore()
+        return self.buffers.put_back()
 
-    def _restore_all(self, state: TrainState, batch: StepBatch, versions: list[int]) -> tuple[tuple[str, ...], str]:
-        """Restore everything. Return notes on what differs, and why the step cannot be retried, or ""."""
-        notes, lost = self.put_back(state)
-        if lost:
-            return notes, f"the failed try wrote to the buffer {lost[0]}, which is too large to be kept twice"
+    def _restore_all(self, state: TrainState, batch: StepBatch, versions: list[int]) -> str:
+        """Restore everything. Return why the step cannot be retried, or ""."""
+        if lost := self.put_back(state):
+            return f"the failed try wrote to the buffer {lost[0]}, which is too large to be kept twice"
         if batch.versions != versions:
-            return notes, "the model writes into its input, so a second try would train on other data"
-        return notes, ""
+            return "the model writes into its input, so a second try would train on other data"
+        return ""
 
 
 def _largest(pieces: StepBatch) -> int:
@@ -164,18 +161,13 @@ def _fit_before_note(limit_before: int | None, limit: int) -> str:
 
 
 def make_room(
-    seen: OomSnapshot,
-    pieces: StepBatch,
-    following: int | None,
-    state: TrainState,
-    device: torch.device,
-    notes: tuple[str, ...] = (),
+    seen: OomSnapshot, pieces: StepBatch, following: int | None, state: TrainState, device: torch.device
 ) -> OomReport:
     """Free what the failed attempt held, and return its report."""
     return_large_blocks()
     give_back(device)
     micro = _largest(pieces)
-    return oom_report(seen, step=state.step + 1, micro=micro, next_micro=following, device=device, notes=notes)
+    return oom_report(seen, step=state.step + 1, micro=micro, next_micro=following, device=device)
 
 
 def out_of_memory_error(reports: list[OomReport], trouble: str) -> OutOfMemoryError:
@@ -200,57 +192,26 @@ def _gib(num_bytes: int) -> str:
 
 
 class _Generators:
-    """States of all generators before the step. Reading those of Python and NumPy takes 40 us.
-
-    They are therefore read in the first two steps and in each 256th, and in every step once they were seen to change.
-    """
+    """States of all generators before the step. Reading them takes 2 us, as NumPy's own state is read when it moves."""
 
     def __init__(self) -> None:
         self._torch: tuple[torch.device, TorchGenerators] | None = None
-        self._slow: _SlowStates | None = None
-        self._moving = False
-        self._steps = 0
+        self._python = read_python()
+        self._words: TwisterState | None = None
+        self._numpy: dict[str, Any] = {"has_gauss": True}
 
     def keep(self, device: torch.device, torchs: TorchGenerators) -> None:
         self._torch = device, torchs
-        if self._moving or self._steps < 2 or self._steps % GENERATOR_CHECK_STEPS == 0:
-            before, self._slow = self._slow, _slow_generators()
-            self._moving = self._moving or (before is not None and _moved(before, self._slow))
-            self._read_at_step = self._steps
-        self._steps += 1
+        self._python = read_python()
+        words = words_of_numpy()
+        if words is None or words != self._words or self._numpy["has_gauss"]:  # a spare number may be used up
+            numpys = np.random.get_state(legacy=False)  # takes 25 us
+            assert isinstance(numpys, dict)
+            self._words, self._numpy = words, numpys
 
-    def restore(self) -> bool:
-        """Restore the states.
-
-        Return False if Python's or NumPy's changed since they were last read, and cannot be restored.
-        """
-        assert self._torch is not None and self._slow is not None
+    def restore(self) -> None:
+        assert self._torch is not None
         device, torchs = self._torch
         torchs.restore(device)
-        if self._read_at_step != self._steps - 1:
-            self._moving = _moved(self._slow, _slow_generators())
-            return not self._moving
-        random.setstate(self._slow[0])
-        np.random.set_state(self._slow[1])
-        return True
-
-
-_SlowStates: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""States of Python's and NumPy's generator, as their modules return them."""
-
-
-def _slow_generators() -> _SlowStates:
-    numpys = np.random.get_state(legacy=False)
-    assert isinstance(numpys, dict)
-    return random.getstate(), numpys
-
-
-def _moved(before: _SlowStates, now: _SlowStates) -> bool:
-    was, here = before[1], now[1]
-    numbers = ("has_gauss", "gauss")
-    return bool(
-        before[0] != now[0]
-        or any(was[name] != here[name] for name in numbers)
-        or was["state"]["pos"] != here["state"]["pos"]
-        or not np.array_equal(was["state"]["key"], here["state"]["key"])
-    )
+        write_python(self._python)
+        np.random.set_state(self._numpy)

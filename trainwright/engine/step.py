@@ -19,7 +19,7 @@ from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.rng import TorchGenerators
 from trainwright.checkpoint.shards import is_sharded, locals_of
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.distributed.group import SOLO, Ranks
+from trainwright.distributed.group import Ranks
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.exact import accumulate_exactly
 from trainwright.engine.graphs import StepGraphs, StepOutputs
@@ -186,7 +186,7 @@ def make_step(
                 return _replayed(state, batch, outputs, lr)
         spikes.before_step(state)
         recovery.buffers.keep(state.model, own if state.loss is None else state.loss)
-        counted = count(batch, batch.tokens, data)
+        counted = Counted(batch.size, batch.tokens) if data.size == 1 else count(batch, data)
         (done, grad_norm, probed), batch, reports = _gradients(state, batch, generators, parts, recovery)
         skipped = must_skip(grad_norm, done.weight)
         decision = spikes.decide(state, grad_norm, skipped)
@@ -220,7 +220,7 @@ def make_step(
 def _replayed(state: TrainState, batch: StepBatch, outputs: StepOutputs, lr: float) -> StepResult:
     """Return the result of a step that a graph has computed, and count the step."""
     done, grad_norm, skipped = outputs
-    count_step(state, batch, count(batch, batch.tokens, SOLO))
+    count_step(state, batch, Counted(batch.size, batch.tokens))
     if skipped is not APPLIED:
         state.ledger.note(
             state.step, skipped, grad_norm=grad_norm, losses=done.micro_losses, batch=batch, scale=None, reason=""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.shards import local
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.checkpoint.transforms import is_transformed
@@ -357,8 +358,10 @@ class LayerLog(Generic[R]):
 
     def after(self, step: int, step_s: float) -> None:
         """Handle the end of ``step``, which took ``step_s`` seconds."""
-        begin_s = self._clock()
         self._steps_s += step_s
+        if step != self._measured and step + 1 < self._next and not self._stats.is_pending:
+            return
+        begin_s = self._clock()
         if step == self._measured:
             self._stats.after_update()
             self._next = step + self.apart(step)
@@ -409,6 +412,28 @@ class LayerObserver:
 
     def close(self) -> None:
         self._log.close()
+
+
+class CustomStepLayers(LayerObserver):
+    """Records statistics by layer for a custom step, which calls the optimizers itself in any order.
+
+    Parameters of an optimizer that computes gradients in ``step(closure)``, such as LBFGS, are not measured: they have
+    no gradients before the update.
+    """
+
+    def __init__(self, log: LayerLog[records.Layers], state: TrainState) -> None:
+        super().__init__(log)
+        self._state = state
+        self._handles = [each.register_step_pre_hook(self._before) for each in parts_of(state.optimizer)]
+
+    def _before(self, optimizer: Optimizer, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        if not any(map(callable, (*args, *kwargs.values()))):
+            self._log.before_update(self._state.step + 1, optimizer)
+
+    def close(self) -> None:
+        for each in self._handles:
+            each.remove()
+        super().close()
 
 
 def scalars_of(record: records.Layers, paths: Sequence[str]) -> dict[str, float]:

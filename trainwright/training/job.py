@@ -562,7 +562,7 @@ def _with_loss_of_logits(parts: Parts, plan: Plan) -> Parts:
     return replace(parts, loss=partial(parts.loss, max_logits_bytes=settled["max_logits_bytes"]))
 
 
-def open_data(made: MadeRun, recipe: Recipe, mesh: RankMesh, request: Request, hardware: Hardware) -> _Opened:
+def open_data(made: MadeRun, recipe: Recipe, mesh: RankMesh, request: Request, hardware: Hardware) -> OpenedData:
     """Read the first batch. Raises DataError if there is none."""
     state, plan = made.live.state, made.live.plan
     loading = build_loading(made.parts, recipe, plan, hardware.device, quarantine=state.quarantine, world=mesh.data)
@@ -571,15 +571,16 @@ def open_data(made: MadeRun, recipe: Recipe, mesh: RankMesh, request: Request, h
     start_s = time.perf_counter() - begin_s
     if first is None:
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
-    opened = OpenedData(first, loading, start_s, data.at_once, data.reads_in_workers, data.depends_on_training)
-    return _Opened(opened, chain([first], batches), data.resumed)
-
-
-@dataclass(frozen=True)
-class _Opened:
-    data: OpenedData
-    batches: Iterator[StepBatch]
-    resumed: str
+    return OpenedData(
+        first,
+        chain([first], batches),
+        data.resumed,
+        loading,
+        start_s,
+        data.at_once,
+        data.reads_in_workers,
+        data.depends_on_training,
+    )
 
 
 def try_out(
@@ -593,31 +594,31 @@ def try_out(
     _require_steps_left(recipe, made.live.plan, state)
     if earlier:
         earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step
-    opened = open_data(made, recipe, divided.mesh, request, hardware)
+    data = open_data(made, recipe, divided.mesh, request, hardware)
     left_out = frozenset((*recipe.data.quarantine, *state.quarantine))
-    supervision = audit_parts(made.parts, opened.data.first, left_out) if world.rank == 0 else ()
+    supervision = audit_parts(made.parts, data.first, left_out) if world.rank == 0 else ()
     if world.size == 1:  # the first batch of one rank says nothing about the others
         require_supervised(supervision)
-    packing = _packing_notes(loaded, made, opened.data.first)
-    notes = (*made.live.plan.notes, *notes_of_data(made.provenance, opened.resumed), *packing)
+    packing = _packing_notes(loaded, made, data.first)
+    notes = (*made.live.plan.notes, *notes_of_data(made.provenance, data.resumed), *packing)
     job = Job(
         loaded,
         made.parts,
         replace(made.live.plan, notes=notes),
         made.live,
         hardware,
-        opened.batches,
+        data.batches,
         made.provenance,
         MatmulMode.for_precision(recipe.precision),
         made.accepted,
         divided.mesh,
         divided.stages,
-        Measurements() if opened.data.reads_in_workers else Measurements(pace_of_first(opened.data)),
+        Measurements() if data.reads_in_workers else Measurements(pace_of_first(data)),
         supervision,
     )
     noted = replace(job, plan=replace(job.plan, notes=(*job.plan.notes, *_generator_notes(job))))
     require_same_data(world, made.provenance["data"])
-    tried = measure(noted, opened.data, planned.facts, planned.kept, made.requested_precision)
+    tried = measure(noted, data, planned.facts, planned.kept, made.requested_precision)
     agreed = replace(tried, plan=from_first_rank(world, tried.plan))
     if rlimits() and free_bytes(torch.device("cpu")) > MIN_MEMORY_HEADROOM_RATIO * sum(
         (agreed.plan.predicted.memory_bytes or {}).values()
@@ -626,7 +627,7 @@ def try_out(
     if not earlier:
         state.scaler = agreed.precision.scaler(hardware.device)
     ends_in_s = agreed.plan.predicted.ends_in_s if loaded.within_s is None else loaded.within_s
-    header = run_header(agreed, opened.data.first, earlier)
+    header = run_header(agreed, data.first, earlier)
     predicted = replace(agreed.plan.predicted, ends_in_s=ends_in_s)
     return replace(agreed, plan=replace(agreed.plan, header=header, predicted=predicted))
 
@@ -710,14 +711,18 @@ class OpenedData(NamedTuple):
 
     Attributes:
         first: The first batch to train on.
+        batches: All batches, from the first one on.
+        resumed: How the stream reached its position; "" at the start of an epoch.
         loading: The settings for reading the data.
         start_s: Seconds until the first batch was available.
         read_at_once: Batches that were read in this time.
         reads_in_workers: True if other processes read the batches.
-        looks_at_training: True if the loader depends on the training, so that nothing may be read ahead.
+        depends_on_training: True if the loader depends on the training, so that nothing may be read ahead.
     """
 
     first: StepBatch
+    batches: Iterator[StepBatch]
+    resumed: str
     loading: Loading
     start_s: float
     read_at_once: int

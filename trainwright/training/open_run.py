@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.utils.data import IterableDataset
 
 from trainwright.assembly.assemble import build_loading, validation_sets
 from trainwright.assembly.retain_grad import retained_modules
 from trainwright.checkpoint.average import Swa
-from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.remote import CheckpointCopies
 from trainwright.checkpoint.sharded import ShardedSave
@@ -26,7 +23,6 @@ from trainwright.checkpoint.shards import is_divided
 from trainwright.checkpoint.store import Retention
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.loading import EvaluationBatches
-from trainwright.data.ready_batches import ReadyBatches
 from trainwright.data.unwrap import Unwrapped
 from trainwright.distributed import Launch, World
 from trainwright.distributed.group import Ranks
@@ -34,7 +30,6 @@ from trainwright.engine.average_norms import measure_norms_of
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.graphs import StepGraphs
 from trainwright.engine.loop import NEVER, ByTheClock, Outcome, Saver, Until
-from trainwright.engine.loss import measures_progress, takes_model
 from trainwright.engine.observer import Observer
 from trainwright.engine.step import StepFn, StepResult
 from trainwright.engine.witness import SILENT
@@ -43,6 +38,7 @@ from trainwright.monitoring.alerts.watch import alerting
 from trainwright.monitoring.cadence import Every
 from trainwright.monitoring.evaluation import EvaluationListener, PeriodicEvaluation, ValidationSet
 from trainwright.monitoring.layer_stats import (
+    CustomStepLayers,
     LayerLog,
     LayerObserver,
     LayerStats,
@@ -57,24 +53,19 @@ from trainwright.monitoring.samples import TextSamples
 from trainwright.monitoring.saving import MIN_FRACTION_SAVE_INTERVAL_S, PartSaving, SavePolicy, Saving, SavingTogether
 from trainwright.monitoring.signals import Signals
 from trainwright.monitoring.sinks import sink_factories
-from trainwright.monitoring.step_log import LogWindow, NotLogging, StepLog
+from trainwright.monitoring.step_log import LogWindow, NotLogging
 from trainwright.optim.clip import summed_over_parts
 from trainwright.optim.stepped_schedule import SteppedSchedule
 from trainwright.plan.duration import Interval
 from trainwright.plan.explain import describe_corrected_end
-from trainwright.plan.run_time import EvaluationCost, ReadingPace, predicted_seconds, training_time_s
-from trainwright.recipe.catalog import LOSSES
+from trainwright.plan.run_time import EvaluationCost, predicted_seconds, training_time_s
 from trainwright.recorder.engine_source import EngineLoader, ReportedBatches
-from trainwright.report.pages.log import IncrementalLog
-from trainwright.report.verdict import VerdictFacts, evaluations_in, judge
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.lock import NoLock, RunLock
 from trainwright.runs.records import (
     Ended,
-    Evaluated,
     Found,
     Layers,
-    Logged,
     NotCaptured,
     OutputGrads,
     Record,
@@ -93,6 +84,7 @@ from trainwright.training.job import (
     usd_per_hour,
 )
 from trainwright.training.layout import evaluation_loss
+from trainwright.training.result import is_saved, verdict_on
 from trainwright.training.resume import resume_command
 from trainwright.training.run_metadata import folder_guard, run_metadata
 from trainwright.version import __version__
@@ -455,11 +447,6 @@ def measure_norms(job: Job, say: Callable[[str], None] = lambda _line: None) -> 
         say("the training data are used up: BatchNorm statistics of the average are those of the trained weights")
 
 
-def is_saved(newest: Path | None, step: int) -> bool:
-    """Return True if the newest checkpoint is that of this step."""
-    return newest is not None and newest.name == f"step-{step:08d}"
-
-
 def periodic_evaluation(
     job: Job, listeners: Sequence[EvaluationListener] = (), *, is_reported: bool = False
 ) -> PeriodicEvaluation | None:
@@ -553,83 +540,6 @@ def _examinations_s(job: Job, measured: Measured, steps_left: float) -> float:
     end_s = predicted_end_s(total_s)
     left_s = max(0.0, predicted_s(total_s) - measured.examined_s)
     return min(left_s, end_s + steps_left * measured.examination_s)
-
-
-MIN_WAIT_FRACTION = 0.3
-"""Fraction of the time above which waiting for data is mentioned."""
-MIN_WAIT_S = 1e-3
-"""Mean wait above which waiting for data is mentioned. A worker needs about this time to pass a batch."""
-
-
-def verdict_on(
-    job: Job, folder: RunFolder, ended: Ended, log: StepLog, *, findings: Sequence[Found], examined: bool, saved: bool
-) -> RunVerdict:
-    """Return the verdict on a run from its full log, including earlier processes."""
-    course = IncrementalLog(folder.log)
-    course.advance()
-    return judge(
-        VerdictFacts(
-            state=ended.ending,
-            reason=ended.reason,
-            step=ended.step,
-            planned_steps=job.plan.extent.steps,
-            losses=course.losses,
-            is_one_objective=_is_one_objective(job),
-            chance=job.plan.predicted.expected_loss,
-            evaluations=evaluations_in(course.notes(Evaluated, Logged)),
-            findings=findings,
-            skipped=ended.skipped,
-            examined=examined,
-            saved=saved,
-            troubles=tuple(_troubles(job, log)),
-            references=job.marks,
-        )
-    )
-
-
-def _is_one_objective(job: Job) -> bool:
-    """Return True if the training loss compares model outputs with fixed samples.
-
-    A custom step may train several models against each other. A stream may be generated by the model, and a loss that
-    receives the model may generate data too, such as episodes of a policy.
-    """
-    is_stream = isinstance(job.parts.train.dataset, IterableDataset | ReadyBatches)
-    has_targets = job.recipe.loss.use in LOSSES or not takes_model(job.parts.loss)
-    return job.parts.custom.advance is None and not is_stream and has_targets and measures_progress(job.parts.loss)
-
-
-def _troubles(job: Job, log: StepLog) -> Iterator[str]:
-    if log.wait_share > MIN_WAIT_FRACTION and log.wait_s > MIN_WAIT_S:
-        yield f"{log.wait_share:.0%} of the time went into waiting for data ({_reads_faster(job, log)})"
-
-
-def _reads_faster(job: Job, log: StepLog) -> str:
-    """Return advice on waiting for data, from measurements of this run."""
-    if isinstance(job.parts.train.dataset, ReadyBatches):
-        return "time a loop over the loader alone, with num_workers=0 and with more"
-    return ReadingPace(job.recipe.data.workers, log.wait_s, log.read_s).advice()
-
-
-class CustomStepLayers(LayerObserver):
-    """Records statistics by layer for a custom step, which calls the optimizers itself in any order.
-
-    Parameters of an optimizer that computes gradients in ``step(closure)``, such as LBFGS, are not measured: they have
-    no gradients before the update.
-    """
-
-    def __init__(self, log: LayerLog[Layers], state: TrainState) -> None:
-        super().__init__(log)
-        self._state = state
-        self._handles = [each.register_step_pre_hook(self._before) for each in parts_of(state.optimizer)]
-
-    def _before(self, optimizer: Optimizer, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        if not any(map(callable, (*args, *kwargs.values()))):
-            self._log.before_update(self._state.step + 1, optimizer)
-
-    def close(self) -> None:
-        for each in self._handles:
-            each.remove()
-        super().close()
 
 
 def layer_observers(job: Job, logbook: Logbook | None = None) -> Iterator[LayerObserver]:

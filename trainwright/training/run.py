@@ -2,7 +2,7 @@
 
     require_trainable    the recipe, with all of its problems reported at once
     find_earlier_part    the earlier part of the run, if it is resumed
-    prepare              the plan and the live objects: a Job (prepare.py)
+    prepare              the plan and the live objects: a Job (job.py)
     enter_folder         the run folder, its lock and its metadata
     open_run             log, sinks, doctor, evaluation and saving (open_run.py), in which the engine trains
     finish               the result (result.py)
