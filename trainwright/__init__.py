@@ -40,7 +40,6 @@ _HOME = {
     "for_seconds": "trainwright.engine.loop",
     "for_steps": "trainwright.engine.loop",
     "init": "trainwright.commands.init",
-    "convert": "trainwright.commands.convert",
     "ladder": "trainwright.commands.ladder.climb",
     "load": "trainwright.recipe.load",
     "load_checkpoint": "trainwright.checkpoint.checkpoint",
@@ -82,7 +81,6 @@ if TYPE_CHECKING:
     from trainwright.checkpoint.train_state import TrainState as TrainState
     from trainwright.commands.bad_cases import bad_cases as bad_cases
     from trainwright.commands.compare_optimizers import compare_optimizers as compare_optimizers
-    from trainwright.commands.convert import convert as convert
     from trainwright.commands.evaluate import evaluate as evaluate
     from trainwright.commands.evaluate import predict as predict
     from trainwright.commands.init import init as init

@@ -200,21 +200,6 @@ def export(
 
 
 @verb()
-def average(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    last: Annotated[int, typer.Option(min=2, help="Number of the newest intact checkpoints.")] = 5,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="A new folder. Default: in export/ of the run.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Write the mean of the newest checkpoints of a run as model.safetensors. It runs no code of the run."""
-    from trainwright.commands.average import average_checkpoints
-
-    finish_printed(average_checkpoints(run, last=last, out=out), as_json)
-
-
-@verb()
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     data: Annotated[str, typer.Argument(metavar="DATA", help="val, train, or package.module:callable.")] = "val",

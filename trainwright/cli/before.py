@@ -67,20 +67,6 @@ def init(
 
 
 @verb()
-def convert(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON of TrainingArguments of transformers.")],
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the recipe there instead of printing it.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Turn TrainingArguments of transformers into a recipe, and list each key that has no counterpart."""
-    from trainwright.commands.convert import convert as run_convert
-
-    finish_printed(run_convert(file, out=output), as_json)
-
-
-@verb()
 def check(recipe: RecipeOrFunction, settings: Settings = None, as_json: Json = False) -> None:
     """Check if a recipe would train: one line for each verdict, with its remedy; exit 3 if it would not."""
     subject = subject_of(recipe, settings)
