@@ -293,3 +293,11 @@ def test_public_names_exist() -> None:
 def test_importing_the_room_leaves_torch_unloaded() -> None:
     code = "import sys, trainwright.recipe; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_recipe_of_an_earlier_version_loads_without_its_former_keys() -> None:
+    sections = {"model": "mlp", "data": {"train": "digits"}}
+    former = {"compress": "none", "compress_rank": 4, "compress_after": 1000}
+    assert from_mapping({**sections, "parallel": former}).recipe == from_mapping(sections).recipe
+    with pytest.raises(RecipeError, match=r"parallel\.compress: is not a key"):
+        from_mapping({**sections, "parallel": {"compress": "bf16"}})

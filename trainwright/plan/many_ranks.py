@@ -19,7 +19,7 @@ from trainwright.plan.parallel import AXES, Degrees, solve_layout
 from trainwright.plan.roofline import StepTime, scaled_time
 from trainwright.plan.scale import PASSES, Scaled
 from trainwright.plan.splits import ModelShape, require_fitting
-from trainwright.plan.traffic import NO_COMPRESSION, Activations, Compression, StepTraffic, Traffic
+from trainwright.plan.traffic import Activations, StepTraffic, Traffic
 from trainwright.plan.units import Weights, Zero, shard_layout
 from trainwright.recipe import Recipe
 from trainwright.recipe.schema import Parallel
@@ -123,7 +123,6 @@ class ManyRanks:
     precision: str
     shape: ModelShape
     parts: Mapping[tuple[int, int], RankModel] = field(default_factory=dict)
-    compress: Compression = NO_COMPRESSION
     _grown: dict[tuple[int, int, str], Scaled] = field(default_factory=dict)
     _sharded: dict[tuple[int, int, int, int, str], Scaled] = field(default_factory=dict)
 
@@ -136,7 +135,7 @@ class ManyRanks:
         kept = _kept_per_micro_batch(scaled, micro) if stages > 1 else 0
         by_stage = tuple(peak + (min(accumulation, stages - stage) - 1) * kept for stage in range(stages))
         time = scaled_time(scaled, micro, accumulation, self.device, self.precision)
-        step = StepTraffic(degrees, zero, weights, model.activations[policy], micro, accumulation, self.compress)
+        step = StepTraffic(degrees, zero, weights, model.activations[policy], micro, accumulation)
         traffic = step.traffic(self.device.node, overlaps=self.device.kind == "cuda")
         exposed = exposed_s(traffic, time, accumulation)
         passes = time.step_s - time.by_phase.get("update", 0.0)

@@ -170,6 +170,10 @@ PLANNED = ("shard", "tensor", "pipeline", "context")
 """The axes whose degree the plan chooses if it is ``auto``; that of the copies is derived."""
 
 
+FORMER_KEYS = (("compress", "none"), ("compress_rank", 4), ("compress_after", 1000))
+"""Keys of ``Parallel`` in earlier versions, with the defaults that recipes in run folders state. They are left out."""
+
+
 class Parallel(Section):
     """How a run is distributed over the processes that torchrun starts. The product of all degrees is their number.
 
@@ -231,15 +235,6 @@ class Parallel(Section):
         default=False,
         description="BatchNorm uses the statistics of the samples of all ranks, as in one process.",
     )
-    compress: Literal["none", "bf16", "powersgd"] = Field(
-        default="none",
-        description="Compression of gradients between copies of the model: none, each number rounded to bf16, or two "
-        "thin factors of each matrix (PowerSGD).",
-    )
-    compress_rank: Count = Field(default=4, description="Columns of the factors of PowerSGD.", examples=[8])
-    compress_after: Annotated[int, Field(ge=0, le=LARGEST_INT)] = Field(
-        default=1000, description="Steps before PowerSGD begins; a tenth of the run is usual.", examples=[200]
-    )
     exact: bool = Field(
         default=False,
         description="The same bits on any number of ranks: slices of batch.micro samples, summed in a fixed tree.",
@@ -251,6 +246,8 @@ class Parallel(Section):
     @model_validator(mode="before")
     @classmethod
     def _bare_auto(cls, value: object) -> object:
+        if isinstance(value, dict):
+            return {key: each for key, each in value.items() if (key, each) not in FORMER_KEYS}
         return dict.fromkeys(PLANNED, "auto") if value == "auto" else value
 
     @property

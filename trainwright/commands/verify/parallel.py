@@ -171,7 +171,7 @@ def verify_parallel(
     """
     if ranks < 2:
         raise UsageError(f"--ranks {ranks} leaves nothing to compare", remedy="give at least 2")
-    settings = (*settings, "parallel.replicate=auto", "parallel.compress=none")
+    settings = (*settings, "parallel.replicate=auto")
     loaded = load(recipe, overrides=list(settings))
     with at_recipe(loaded.source, "parallel"):
         solve_layout(loaded.recipe, ranks)
