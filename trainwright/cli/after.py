@@ -161,9 +161,7 @@ def evidence(
 @verb()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    layout: Annotated[
-        str | None, typer.Option("--format", help="safetensors (default), hf, state_dict or quantized.")
-    ] = None,
+    layout: Annotated[str | None, typer.Option("--format", help="safetensors (default), hf or state_dict.")] = None,
     which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint.")] = "last",
     average: Annotated[bool, typer.Option("--average", help="Export the average of the weights.")] = False,
     adapter: Annotated[

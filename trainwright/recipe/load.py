@@ -295,8 +295,9 @@ def _load_document(document: Document, overrides: Sequence[Setting], environ: Ma
     apply(document, from_environment(environ, document.problems) + from_settings(overrides, document.problems))
     source = Source(document.name, document.places)
     assert isinstance(document.value, dict)
-    stated = frozenset(stated_paths(document.value))
-    mapping, by_preset = with_preset(document.value)
+    current = without_former_keys(document.value)
+    stated = frozenset(stated_paths(current))
+    mapping, by_preset = with_preset(current)
     recipe = validate_recipe(mapping, source, document.problems, frozenset(document.unreadable))
     return Loaded(recipe, source, stated=stated, by_preset=by_preset)
 
@@ -370,6 +371,26 @@ def _did_you_mean(path: Path) -> str:
 
 
 Settings = Mapping[str, object]
+
+FORMER_DEFAULTS: Settings = {
+    "model.qat": None,
+    "parallel.compress": "none",
+    "parallel.compress_rank": 4,
+    "parallel.compress_after": 1000,
+}
+"""Keys of earlier versions by path, with their defaults, which recipes in run folders and checkpoints state."""
+
+
+def without_former_keys(recipe: Mapping[str, object]) -> dict[str, object]:
+    """Return a raw recipe without keys of earlier versions that have their defaults."""
+    found = dict(recipe)
+    for path, default in FORMER_DEFAULTS.items():
+        name, _, former = path.partition(".")
+        section = found.get(name)
+        if isinstance(section, Mapping) and former in section and section[former] == default:
+            found[name] = {key: value for key, value in section.items() if key != former}
+    return found
+
 
 RECOMMENDED: Mapping[str, Settings] = {
     "precision": {"precision": "auto"},

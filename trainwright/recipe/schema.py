@@ -170,10 +170,6 @@ PLANNED = ("shard", "tensor", "pipeline", "context")
 """The axes whose degree the plan chooses if it is ``auto``; that of the copies is derived."""
 
 
-FORMER_KEYS = (("compress", "none"), ("compress_rank", 4), ("compress_after", 1000))
-"""Keys of ``Parallel`` in earlier versions, with the defaults that recipes in run folders state. They are left out."""
-
-
 class Parallel(Section):
     """How a run is distributed over the processes that torchrun starts. The product of all degrees is their number.
 
@@ -246,8 +242,6 @@ class Parallel(Section):
     @model_validator(mode="before")
     @classmethod
     def _bare_auto(cls, value: object) -> object:
-        if isinstance(value, dict):
-            return {key: each for key, each in value.items() if (key, each) not in FORMER_KEYS}
         return dict.fromkeys(PLANNED, "auto") if value == "auto" else value
 
     @property
@@ -359,23 +353,6 @@ class Lora(Section):
     )
 
 
-class Qat(Section):
-    """Quantization-aware training: linear layers round to integers in the forward pass, as they will when deployed."""
-
-    weights: Literal["int8", "int4"] = Field(default="int8", description="Integers that weights are rounded to.")
-    group_size: int | None = Field(
-        default=None, ge=2, description="Values of a row that share a scale; null: all of them.", examples=[32]
-    )
-    inputs: Literal["int8", "none"] = Field(
-        default="int8", description="Integers that inputs are rounded to, with a scale and an offset for each token."
-    )
-    layers: Texts = Field(
-        default=(),
-        description="Glob patterns of layer names. Empty: all linear layers but the first and the last.",
-        examples=[["blocks.*"]],
-    )
-
-
 class WeightAveraging(Section):
     """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights late in the run."""
 
@@ -421,17 +398,9 @@ class Model(Part):
         default=None, description="Stochastic weight averaging.", examples=[{"start": "0.75run"}]
     )
     lora: Lora | None = Field(default=None, description="Train low-rank adapters instead of all weights.")
-    qat: Qat | None = Field(
-        default=None,
-        description="Train for a model whose linear layers compute with integers.",
-        examples=[{"weights": "int4", "group_size": 32}],
-    )
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Model:
-        if self.qat is not None and self.lora is not None:
-            rule, remedy = "contradicts lora: adapters are trained on weights that stay unchanged", "keep qat or lora"
-            raise RecipeError(Problem("qat", rule, remedy=remedy))
         if self.ema is not None and self.swa is not None:
             rule, remedy = "contradicts ema: a run keeps one average of the weights", "keep ema or swa"
             raise RecipeError(Problem("swa", rule, remedy=remedy))

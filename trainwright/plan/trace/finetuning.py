@@ -73,7 +73,7 @@ class MethodForecast:
 
 def compares_methods(recipe: Recipe) -> bool:
     """Return True if the recipe fine-tunes a pretrained model of ``transformers``."""
-    return recipe.model.use == "hf" and "name" in recipe.model.args and recipe.model.qat is None
+    return recipe.model.use == "hf" and "name" in recipe.model.args
 
 
 def precision_on(device: Device) -> PrecisionName:
