@@ -18,7 +18,6 @@ SMALL = {
     "diffusion-digits.yaml": [ONE, "batch.size=8", "model.args.width=16"],
     "moe-text.yaml": [ONE, "batch.size=4", "model.args.layers=1", "model.args.d_model=32", "model.args.experts=4"],
     "reinforce-cartpole.yaml": [ONE, "batch.size=4", "data.val.args.count=4"],
-    "two-tower.yaml": [ONE, "batch.size=32"],
     "unet-shapes.yaml": [ONE, "batch.size=4", "model.args.width=8", "data.train.args.count=64"],
     "vit-digits.yaml": [ONE, "batch.size=8", "model.args.layers=1"],
     "vit-shapes.yaml": [ONE, "batch.size=8", "model.args.layers=1", "data.train.args.count=64"],
