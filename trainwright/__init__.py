@@ -31,7 +31,6 @@ _HOME = {
     "TrainState": "trainwright.checkpoint.train_state",
     "TrainwrightError": "trainwright.errors",
     "bad_cases": "trainwright.commands.bad_cases",
-    "batch_size": "trainwright.commands.python_api",
     "check": "trainwright.commands.python_api",
     "compare_optimizers": "trainwright.commands.compare_optimizers",
     "evaluate": "trainwright.commands.evaluate",
@@ -85,7 +84,6 @@ if TYPE_CHECKING:
     from trainwright.commands.evaluate import predict as predict
     from trainwright.commands.init import init as init
     from trainwright.commands.ladder.climb import ladder as ladder
-    from trainwright.commands.python_api import batch_size as batch_size
     from trainwright.commands.python_api import check as check
     from trainwright.commands.python_api import lr_range as lr_range
     from trainwright.commands.python_api import mup_check as mup_check

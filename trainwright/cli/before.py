@@ -19,7 +19,6 @@ from trainwright.cli.app import (
     line_printer,
     recipe_and_picture,
     recipe_of,
-    seconds_of,
     subject_of,
     user_output_to_stderr,
     verb,
@@ -146,32 +145,6 @@ def graph(
         say(f"picture: {svg}")
     if as_json:
         print(json.dumps(drawn.to_json()))
-
-
-@verb("batch-size")
-def batch_size(
-    recipe: RecipeOrFunction,
-    settings: Settings = None,
-    margin: Annotated[float, typer.Option(help="Fraction of the memory to leave free.")] = 0.1,
-    most: Annotated[int | None, typer.Option(min=1, help="Maximum samples. Default: the dataset.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Maximum memory: 8GiB. Default: all that is free.")] = None,
-    budget: Annotated[str, typer.Option(metavar="TIME", help="Time for the search.")] = "2min",
-    as_json: Json = False,
-) -> None:
-    """Find the largest micro-batch that trains without running out of memory."""
-    budget_s = seconds_of(budget, "--budget")
-    subject = subject_of(recipe, settings)
-    from trainwright.commands.batch_size import find_batch_size
-    from trainwright.recipe.formatting import parse_bytes
-
-    limit, say = parse_bytes(memory) if memory else None, line_printer(as_json)
-    with user_output_to_stderr(as_json):
-        found = find_batch_size(
-            *subject.build(()), margin=margin, most=most, memory_bytes=limit, budget_s=budget_s, say=say
-        )
-    say("\n".join(found.lines()))
-    if as_json:
-        print(json.dumps(found.to_json()))
 
 
 @verb("lr-range")

@@ -4,7 +4,6 @@ init         a small project in a new folder, from templates/
 check        verdicts on data, model, loss, learning rate and first steps of a recipe
 plan         predicted memory and time of a run on a device, and the best layout
 graph        the modules of a model and the autograd graph of one step
-batch_size   the largest micro-batch that fits, by training
 lr_range     the learning rate range test
 mup_check    output sizes of layers over the width of a model
 ladder       from a float32 baseline to a fast run, one change at a time
