@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks.sweep import prepare
-from trainwright.cli import app
 from trainwright.commands.sweep import Sweep, SweepResult, is_sweep_file, over_of, read_sweep
 from trainwright.commands.sweep.result import ranked
 from trainwright.commands.sweep.spec import SweepBudget, differences, parse_dimension, spec_of
@@ -313,8 +311,3 @@ def test_a_sweep_whose_trials_all_failed_says_what_to_do(tmp_path: Path) -> None
     lines = SweepResult(tmp_path, "loss", "min", (row,) * 3, why_ended="the first 3 trials failed").lines()
     assert lines[1].endswith("the recipe has 1 problem: it is wrong")
     assert f"remove the folder (rm -r {tmp_path})" in lines[-1]
-
-
-def test_a_sweep_of_a_cluster_has_one_rank_for_each_trial(sweep_file: Path) -> None:
-    done = CliRunner().invoke(app, ["launch", "slurm", str(sweep_file), "--ranks", "2x8"])
-    assert done.exit_code == 2

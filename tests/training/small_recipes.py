@@ -15,7 +15,6 @@ SMALL = {
     "gpt-lora.yaml": [ONE],
     "hf-lora.yaml": [ONE, "batch.size=4"],
     "bert-text.yaml": [ONE, "batch.size=4", "model.args.layers=1", "model.args.d_model=32"],
-    "diffusion-digits.yaml": [ONE, "batch.size=8", "model.args.width=16"],
     "moe-text.yaml": [ONE, "batch.size=4", "model.args.layers=1", "model.args.d_model=32", "model.args.experts=4"],
     "reinforce-cartpole.yaml": [ONE, "batch.size=4", "data.val.args.count=4"],
     "unet-shapes.yaml": [ONE, "batch.size=4", "model.args.width=8", "data.train.args.count=64"],

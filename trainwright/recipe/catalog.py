@@ -87,7 +87,6 @@ MODELS = _by_name(
     Row("vit-published", "trainwright.models.vit:vit_published", "Vision Transformers in their published sizes."),
     Row("resnet", "trainwright.models.resnet:resnet", "A ResNet for small images."),
     Row("unet", "trainwright.models.unet:unet", "A U-Net for segmentation."),
-    Row("diffusion", "trainwright.models.diffusion:diffusion", "A denoising diffusion model of images (DDPM)."),
     Row("actor-critic", "trainwright.models.mlp:actor_critic", "A policy and a value, for PPO."),
     Row("lstm", "trainwright.models.lstm:lstm", "An LSTM language model."),
     Row("mlp", "trainwright.models.mlp:mlp", "Linear layers with an activation between them."),
