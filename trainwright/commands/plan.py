@@ -128,7 +128,7 @@ class ShownPlan:
         made = self.forecast
         if not made.choice.fits:
             lines = ["no layout with the same training fits. Changes to the training that help, each alone:"]
-            signs = {"here": "can be done", "elsewhere": "with a package", "devices": "more devices"}
+            signs = {"here": "can be done", "devices": "more devices"}
             return lines + [
                 f"  {signs[remedy.means] if remedy.fits else 'not enough':<14} {remedy.line()}"
                 + "".join(f"\n  {'':<14} --set '{setting}'" for setting in remedy.settings if remedy.fits)
