@@ -553,7 +553,8 @@ def _translate(keys: tuple[str, ...], detail: dict[str, Any], cause: object) -> 
     if kind == "missing":
         return Problem(path, _RULES[kind], remedy=_add(keys))
     if kind == "extra_forbidden":
-        return Problem(path, _unknown_key_rule(keys), got=format_value(got), remedy=for_unknown_key(keys))
+        rule = f"is not a key of {'.'.join(keys[:-1]) or 'a recipe'}"
+        return Problem(path, rule, got=format_value(got), remedy=for_unknown_key(keys))
     field = field_at(keys)
     if kind == "literal_error" and field is not None:
         allowed = choices(field)
@@ -566,10 +567,6 @@ def _translate(keys: tuple[str, ...], detail: dict[str, Any], cause: object) -> 
     if kind == "model_type" and section is not None and issubclass(section, Part):
         rule = "must be a name, or a mapping with use and args"
     return Problem(path, rule, got=format_value(got), remedy=_remedy(kind, keys, got))
-
-
-def _unknown_key_rule(keys: tuple[str, ...]) -> str:
-    return f"is not a key of {'.'.join(keys[:-1]) or 'a recipe'}"
 
 
 def _remedy(kind: str, keys: tuple[str, ...], got: object) -> str:

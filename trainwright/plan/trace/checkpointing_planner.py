@@ -298,16 +298,12 @@ def peaks_by_block(trace: Trace, paths: Sequence[str]) -> list[int]:
             reached = len(paths)
         else:
             if moment.module not in blocks:
-                blocks[moment.module] = _block_of(moment.module, paths)
+                within = (i for i, path in enumerate(paths) if f"{moment.module}.".startswith(f"{path}."))
+                blocks[moment.module] = next(within, None)
             block = blocks[moment.module]
             reached = reached if block is None else min(reached, block)
         peaks[reached] = max(peaks[reached], moment.total)
     return peaks
-
-
-def _block_of(module: str, paths: Sequence[str]) -> int | None:
-    """Return the index of the block that contains the module, or None."""
-    return next((i for i, path in enumerate(paths) if f"{module}.".startswith(f"{path}.")), None)
 
 
 class CheckpointingPlanner:
