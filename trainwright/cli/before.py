@@ -82,9 +82,6 @@ def plan(
     device: Annotated[str | None, typer.Option(help="h100-80gb, rtx4090, cpu, ... Default: this machine.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of the device, if it differs: 24GiB.")] = None,
     devices: Annotated[Path | None, typer.Option(metavar="FILE", help="A table of more devices (YAML).")] = None,
-    frontier: Annotated[
-        bool, typer.Option("--frontier", help="Memory against time of activation checkpointing.")
-    ] = False,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Number of such devices: memory, communication and time of each layout.")
     ] = None,
@@ -110,7 +107,6 @@ def plan(
         shown = show_plan(
             *subject.build(()),
             recipe=str(recipe),
-            with_frontier=frontier,
             device=device,
             memory=memory,
             devices=devices,
