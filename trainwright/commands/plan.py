@@ -16,7 +16,6 @@ from trainwright.plan.explain import human_bytes, human_seconds, memory_in_words
 from trainwright.plan.layout import Option
 from trainwright.plan.make import Note, Plan
 from trainwright.plan.many_ranks import (
-    SUPPORTED_AXES,
     ManyRanks,
     Placement,
     best_of,
@@ -379,8 +378,7 @@ class RanksPlan:
         if self.best is self.written:
             return ()
         best = self.best
-        axes = {axis: getattr(best.degrees, axis) for axis in SUPPORTED_AXES}
-        found = [f"parallel.{axis}={size}" for axis, size in axes.items() if size > 1]
+        found = [f"parallel.{axis}={size}" for axis in AXES if (size := getattr(best.degrees, axis)) > 1]
         found += [f"batch.size={self.size}", f"batch.micro={best.micro}", "batch.accumulation=null"]
         return (*found, f"model.activation_checkpointing={best.policy}")
 
@@ -480,9 +478,7 @@ def on_ranks(
 
 def runnable(many: ManyRanks, loaded: Loaded, ranks: int) -> list[Placement]:
     """Return every layout on ``ranks`` ranks with which the engine can train the recipe."""
-    degrees = [
-        each for each in layouts_of(ranks, many, SUPPORTED_AXES) if is_trainable(loaded.recipe, each, many.shape)
-    ]
+    degrees = [each for each in layouts_of(ranks, many) if is_trainable(loaded.recipe, each, many.shape)]
     return many.all(degrees, (loaded.recipe.parallel.zero,))
 
 

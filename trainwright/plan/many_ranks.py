@@ -22,14 +22,11 @@ from trainwright.plan.splits import ModelShape, require_fitting
 from trainwright.plan.traffic import Activations, StepTraffic, Traffic
 from trainwright.plan.units import Weights, Zero, shard_layout
 from trainwright.recipe import Recipe
-from trainwright.recipe.schema import Parallel
 
 MAX_MICRO_SIZES = 8
 MAX_PIPELINE_STAGES = 16
 DIVIDED_POLICIES = ("none", "block")
 """Activation checkpointing policies that work with tensor and pipeline parallelism."""
-SUPPORTED_AXES = tuple(axis for axis in AXES if axis in Parallel.model_fields)
-"""The axes that the engine of this version supports."""
 
 
 @dataclass(frozen=True)
@@ -224,18 +221,15 @@ def exposed_s(traffic: Sequence[Traffic], time: StepTime, accumulation: int) -> 
     return total
 
 
-def layouts_of(ranks: int, many: ManyRanks, axes: Sequence[str]) -> list[Degrees]:
-    """Return all degrees on these axes whose product is ``ranks``.
-
-    Ranks without samples only if nothing else exists.
-    """
-    found = [*_degrees(ranks, many.models, axes), *_in_parts(ranks, many.parts, axes)]
+def layouts_of(ranks: int, many: ManyRanks) -> list[Degrees]:
+    """Return all degrees whose product is ``ranks``. Ranks without samples only if nothing else exists."""
+    found = [*_degrees(ranks, many.models), *_in_parts(ranks, many.parts)]
     return [each for each in found if each.data <= many.size] or found
 
 
 def is_trainable(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> bool:
-    """Return True if the engine of this version can train the recipe in this layout, whatever layout the recipe has."""
-    ask = recipe.parallel.model_copy(update={axis: getattr(degrees, axis) for axis in SUPPORTED_AXES})
+    """Return True if the engine can train the recipe in this layout, whatever layout the recipe has."""
+    ask = recipe.parallel.model_copy(update={axis: getattr(degrees, axis) for axis in AXES})
     model = recipe.model.model_copy(update={"activation_checkpointing": "none"})
     variant = recipe.model_copy(update={"parallel": ask, "model": model})
     try:
@@ -243,14 +237,12 @@ def is_trainable(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> bool:
         require_fitting(variant, degrees, shape)
     except RecipeError:
         return False
-    return all(getattr(degrees, axis) == 1 for axis in AXES if axis not in SUPPORTED_AXES)
+    return True
 
 
-def _degrees(ranks: int, models: Mapping[int, RankModel], axes: Sequence[str]) -> Iterator[Degrees]:
+def _degrees(ranks: int, models: Mapping[int, RankModel]) -> Iterator[Degrees]:
     for tensor, model in models.items():
-        if tensor > 1 and "tensor" not in axes:
-            continue
-        for pipeline in _divisors(model.layers or 1) if "pipeline" in axes else [1]:
+        for pipeline in _divisors(model.layers or 1):
             if (
                 ranks % (tensor * pipeline)
                 or pipeline > MAX_PIPELINE_STAGES
@@ -259,14 +251,14 @@ def _degrees(ranks: int, models: Mapping[int, RankModel], axes: Sequence[str]) -
                 continue
             data = ranks // (tensor * pipeline)
             shards = _divisors(data) if pipeline == 1 else sorted({1, data})
-            for shard in shards if "shard" in axes else [1]:
+            for shard in shards:
                 yield Degrees(replicate=data // shard, shard=shard, tensor=tensor, pipeline=pipeline)
 
 
-def _in_parts(ranks: int, parts: Iterable[tuple[int, int]], axes: Sequence[str]) -> Iterator[Degrees]:
+def _in_parts(ranks: int, parts: Iterable[tuple[int, int]]) -> Iterator[Degrees]:
     """Yield degrees with parts of sequences. They have copies, but no shards or stages."""
     for tensor, context in parts:
-        if "context" in axes and ranks % (tensor * context) == 0:
+        if ranks % (tensor * context) == 0:
             yield Degrees(replicate=ranks // (tensor * context), tensor=tensor, context=context)
 
 

@@ -114,8 +114,7 @@ def solve_degrees(ask: Parallel, ranks: int) -> Degrees:
 
 def in_one_process(loaded: Loaded) -> Loaded:
     """Return the recipe as one process trains it, whatever its layout is."""
-    axes = {axis: 1 for axis in AXES if axis in Parallel.model_fields}
-    parallel = loaded.recipe.parallel.model_copy(update={**axes, "replicate": "auto"})
+    parallel = loaded.recipe.parallel.model_copy(update={**dict.fromkeys(AXES, 1), "replicate": "auto"})
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"parallel": parallel}))
 
 

@@ -30,7 +30,6 @@ from trainwright.plan.explain import human_bytes
 from trainwright.plan.make import Note
 from trainwright.plan.many_ranks import (
     DIVIDED_POLICIES,
-    SUPPORTED_AXES,
     Blocks,
     ManyRanks,
     Placement,
@@ -392,7 +391,7 @@ def _degrees(many: ManyRanks, recipe: Recipe, ranks: int) -> list[Degrees]:
         return [degrees]
     candidates = [
         each
-        for each in layouts_of(ranks, many, SUPPORTED_AXES)
+        for each in layouts_of(ranks, many)
         if all(getattr(ask, axis) in ("auto", getattr(each, axis)) for axis in AXES)
     ]
     return [each for each in candidates if is_trainable(recipe, each, many.shape)] or [solve_layout(recipe, ranks)]
