@@ -24,7 +24,7 @@ from trainwright.checkpoint.rng import preserved_rng
 from trainwright.checkpoint.staging import on_host
 from trainwright.checkpoint.store import checkpoints, newest_valid, read_best
 from trainwright.checkpoint.weights import load_plain_state_dict, read_weights, unwrapped
-from trainwright.errors import CheckpointError, MissingExtra, StorageError, UsageError, require_choice, text_of
+from trainwright.errors import CheckpointError, StorageError, UsageError, import_optional, require_choice, text_of
 from trainwright.models.lora import adapters_of, save_adapter
 from trainwright.models.pretrained import build_empty, hub_model_of, save_hub_model
 from trainwright.recipe import Loaded, Recipe, load
@@ -294,18 +294,14 @@ def push(folder: Path, name: str, *, private: bool = True) -> str:
     Raises:
         UsageError: The hub refuses the upload, or cannot be reached.
     """
-    try:
-        import huggingface_hub
-        import huggingface_hub.errors
-    except ModuleNotFoundError as error:
-        if error.name != "huggingface_hub":
-            raise
-        raise MissingExtra("huggingface_hub", needed_for="--push") from None
-    api = huggingface_hub.HfApi()
+    hub_errors = import_optional("huggingface_hub.errors", needed_for="--push")
+    from huggingface_hub import HfApi
+
+    api = HfApi()
     try:
         created = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=created.repo_id, folder_path=folder, commit_message="Upload a model by Trainwright")
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+    except (OSError, ValueError, hub_errors.HfHubHTTPError) as error:
         raise UsageError(
             f"{folder} is written, but it cannot be uploaded to {name}: {text_of(error, lines=1)[:300]}",
             remedy=f"log in (hf auth login) or set HF_TOKEN, then: hf upload {name} {folder}",

@@ -35,10 +35,9 @@ from trainwright.commands.sweep.study import (
     TrialRow,
     Unfinished,
     quiet_optuna,
-    require_optuna,
     trial_folder,
 )
-from trainwright.errors import StorageError, UsageError
+from trainwright.errors import StorageError, UsageError, import_optional
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.machine import read_machine
 from trainwright.recipe import load
@@ -80,7 +79,7 @@ def run_sweep(sweep: Sweep, *, say: Say = print, environ: Mapping[str, str] | No
     Ctrl-C, SIGTERM and the end of the budget stop the trials in progress, which save. The same call resumes them.
     Raises UsageError if the folder contains another sweep, or another process runs this one.
     """
-    require_optuna()
+    import_optional("optuna", needed_for="a sweep")
     _make_folder(sweep)
     with _locked(sweep.folder / LOCK, say) as lock, quiet_optuna(), _stopping() as stop:
         # Left by a process that was killed during a write. No other process writes now.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from trainwright.commands.sweep.spec import Scalar, Sweep, grid_points, label_of
-from trainwright.errors import MissingExtra, StorageError
+from trainwright.errors import StorageError
 from trainwright.runs.files import UnreadableFile
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.json_values import JsonValue
@@ -74,14 +74,6 @@ class Unfinished:
     handle: OptunaTrial
     values: dict[int, float] = field(default_factory=dict)
     pruned_at: int | None = None
-
-
-def require_optuna() -> None:
-    """Raise MissingExtra if Optuna is not installed."""
-    try:
-        import optuna  # noqa: F401
-    except ImportError:
-        raise MissingExtra("optuna", needed_for="a sweep") from None
 
 
 @contextmanager

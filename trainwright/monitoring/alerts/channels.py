@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.error import HTTPError, URLError
 
-from trainwright.errors import MissingExtra, TrainwrightError, UsageError
+from trainwright.errors import TrainwrightError, UsageError, import_optional
 from trainwright.monitoring.alerts.rules import Alert
 
 TIMEOUT_S = 10.0
@@ -81,10 +81,7 @@ class Apprise:
 
     def __init__(self, addresses: Sequence[str]) -> None:
         """Raises MissingExtra, or UsageError, without the address, if apprise does not support one."""
-        try:
-            import apprise
-        except ImportError:
-            raise MissingExtra("apprise", needed_for="alerts.apprise") from None
+        apprise = import_optional("apprise", needed_for="alerts.apprise")
         logging.getLogger("apprise").setLevel(logging.CRITICAL + 1)  # its messages contain addresses
         self._sender = apprise.Apprise()
         for number, each in enumerate(addresses, 1):
