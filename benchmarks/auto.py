@@ -45,7 +45,7 @@ from trainwright.training.job import Job, make_advance, prepare
 from trainwright.training.run import process_settings
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-NAMES = "gpt-tiny,lstm-text,moe-text,bert-text,demo-digits,vit-digits,resnet-digits,unet-shapes,two-tower"
+NAMES = "gpt-tiny,lstm-text,moe-text,bert-text,demo-digits,vit-digits,resnet-digits,unet-shapes"
 SETTINGS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "precision": {"fp32": ["precision=fp32"], "bf16": ["precision=bf16"]},
     "update": {

@@ -31,8 +31,10 @@ MODULES = {
     "pillow": "PIL",
 }
 """Distributions whose module has another name."""
-IMPORTERS = {"import_module", "find_spec", "required", "importorskip"}
+IMPORTERS = {"import_module", "find_spec", "import_optional", "importorskip"}
 """Functions that are given the name of a module."""
+OF_THE_USER = {"timm", "torchvision"}
+"""Libraries of models that no extra installs: users of such a model have theirs."""
 TOOLS = {
     "mypy": ("scripts/check", "bin/mypy"),
     "ruff": ("scripts/check", "bin/ruff"),
@@ -96,7 +98,7 @@ def test_what_is_declared_is_imported() -> None:
 def test_what_is_imported_is_declared() -> None:
     extras = [each for requirements in PROJECT["optional-dependencies"].values() for each in requirements]
     declared = {module_of(name) for name in distributions([*PROJECT["dependencies"], *extras])}
-    foreign = imported("trainwright") - set(sys.stdlib_module_names) - {"trainwright"}
+    foreign = imported("trainwright") - set(sys.stdlib_module_names) - {"trainwright"} - OF_THE_USER
     foreign.discard("pydantic_core")  # a part of pydantic, of its exact version
     assert foreign <= declared, "pyproject.toml does not declare these"
 

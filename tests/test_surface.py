@@ -24,13 +24,13 @@ from tests.house import Function, modules, tree
 NAMES = """
 ChainedOptimizer Cursor
 EarlyStopping Ema Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe ReplaySession
-Result StepBatch StepBatches StepResult Stop TrainState TrainwrightError __version__ bad_cases batch_size check
-compare_optimizers convert evaluate files fit for_seconds for_steps init ladder load load_checkpoint log lr_range
+Result StepBatch StepBatches StepResult Stop TrainState TrainwrightError __version__ bad_cases check
+compare_optimizers evaluate files fit for_seconds for_steps init ladder load load_checkpoint log lr_range
 make_clip make_optimizer make_own_step make_schedule make_step mix mup_check pad plan predict profile replay
 save_checkpoint steps sweep table train verify_plain verify_resume watch
 """
 VERBS = """
-agent average batch-size check checks compare compare-optimizers convert demo diagnose env errors evaluate evidence
+agent check checks compare compare-optimizers demo diagnose env errors evaluate evidence
 explain export graph init ladder launch lr-range mcp mup-check plan predict profile replay report resume runs schema
 serve sweep train verify version
 """

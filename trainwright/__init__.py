@@ -31,7 +31,6 @@ _HOME = {
     "TrainState": "trainwright.checkpoint.train_state",
     "TrainwrightError": "trainwright.errors",
     "bad_cases": "trainwright.commands.bad_cases",
-    "batch_size": "trainwright.commands.python_api",
     "check": "trainwright.commands.python_api",
     "compare_optimizers": "trainwright.commands.compare_optimizers",
     "evaluate": "trainwright.commands.evaluate",
@@ -40,7 +39,6 @@ _HOME = {
     "for_seconds": "trainwright.engine.loop",
     "for_steps": "trainwright.engine.loop",
     "init": "trainwright.commands.init",
-    "convert": "trainwright.commands.convert",
     "ladder": "trainwright.commands.ladder.climb",
     "load": "trainwright.recipe.load",
     "load_checkpoint": "trainwright.checkpoint.checkpoint",
@@ -82,12 +80,10 @@ if TYPE_CHECKING:
     from trainwright.checkpoint.train_state import TrainState as TrainState
     from trainwright.commands.bad_cases import bad_cases as bad_cases
     from trainwright.commands.compare_optimizers import compare_optimizers as compare_optimizers
-    from trainwright.commands.convert import convert as convert
     from trainwright.commands.evaluate import evaluate as evaluate
     from trainwright.commands.evaluate import predict as predict
     from trainwright.commands.init import init as init
     from trainwright.commands.ladder.climb import ladder as ladder
-    from trainwright.commands.python_api import batch_size as batch_size
     from trainwright.commands.python_api import check as check
     from trainwright.commands.python_api import lr_range as lr_range
     from trainwright.commands.python_api import mup_check as mup_check

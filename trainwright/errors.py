@@ -21,7 +21,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 OPTIONAL = (
     "scikit-learn>=1.5",
@@ -154,6 +156,20 @@ class MissingExtra(UsageError):
         super().__init__(
             f"{needed_for} needs the package {package!r}, which is not installed", remedy=install_remedy(package)
         )
+
+
+def import_optional(module: str, *, needed_for: str, package: str = "") -> Any:
+    """Import a module of an optional package. Raises MissingExtra, which names ``package``, if it is not installed.
+
+    A package that is installed but broken raises its own error, which is more helpful.
+    """
+    name = module.partition(".")[0]
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != name:
+            raise
+        raise MissingExtra(package or name, needed_for=needed_for) from None
 
 
 class DataError(TrainwrightError):

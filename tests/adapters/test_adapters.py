@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import trainwright as tw
-from trainwright.adapters import WatchChoices, required
-from trainwright.errors import MissingExtra
+from trainwright.adapters import WatchChoices
+from trainwright.errors import MissingExtra, import_optional
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import Found
 
@@ -345,4 +345,4 @@ def test_what_fabric_has_set_up_is_seen_through() -> None:
 
 def test_a_package_that_is_missing() -> None:
     with pytest.raises(MissingExtra, match="pip install no_such_package_at_all"):
-        required("no_such_package_at_all", needed_for="this test")
+        import_optional("no_such_package_at_all", needed_for="this test")

@@ -1,4 +1,4 @@
-"""``plan``, ``graph`` and ``batch-size`` on models and options of all kinds: a sentence and one JSON object, always."""
+"""``plan`` and ``graph`` on models and options of all kinds: a sentence and one JSON object, always."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_model_that_cannot_be_planned(
 
 def test_a_model_that_is_not_ready_is_no_puzzle_for_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for model, message in (("Lazy", "has no shape yet"), ("on_meta", "has no values")):
-        for verb in ("train", "check", "batch-size"):
+        for verb in ("train", "check"):
             code, answer, _ = ask(monkeypatch, verb, recipe(model))
             assert (code, answer["exit"]) == (2, 2)
             assert message in answer["error"]
@@ -167,8 +167,6 @@ def test_a_model_that_is_not_ready_is_no_puzzle_for_a_run(folder: Path, monkeypa
         (["graph", "--svg", "none/x.svg"], "cannot be written"),
         (["graph", "--depth", "0"], "--depth"),
         (["graph", "--nonsense"], "nonsense"),
-        (["batch-size", "--budget", "nan"], "is not a time"),
-        (["batch-size", "--margin", "nan"], "not a fraction"),
     ],
 )
 def test_wrong_options(folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:

@@ -63,7 +63,7 @@ def test_plan_measures_a_step_of_the_objects(objects: tuple[Any, ...]) -> None:
     assert shown.measured is not None and shown.measured.predicted.step_s is not None
 
 
-@pytest.mark.parametrize("verb", [tw.check, tw.plan, tw.profile, tw.lr_range, tw.batch_size])
+@pytest.mark.parametrize("verb", [tw.check, tw.plan, tw.profile, tw.lr_range])
 def test_all_problems_of_the_settings_are_found_at_once(objects: tuple[Any, ...], verb: Any) -> None:
     model, data, loss, _ = objects
     settings = {"model.freeze": ["9.*"], "optimizer.groups": [{"match": "head.*"}]}
@@ -93,13 +93,6 @@ def test_lr_range(objects: tuple[Any, ...]) -> None:
     assert len(found.lrs) == 30 and found.lrs[-1] == pytest.approx(1.0) and found.suggestion
     again = tw.lr_range(model, data, loss, optimizer=optimizer, steps=30, highest=1.0)
     assert again == found, "each time from the same start"
-
-
-def test_batch_size(objects: tuple[Any, ...]) -> None:
-    model, data, loss, optimizer = objects
-    assert tw.batch_size(model, data, loss, optimizer=optimizer, most=32, quiet=True).most == 32
-    with pytest.raises(UsageError, match="already batched"):
-        tw.batch_size(model, lambda: iter(data), loss, quiet=True)
 
 
 @pytest.mark.slow
@@ -221,7 +214,7 @@ def test_a_damaged_record_of_the_function_is_a_sentence(text: str) -> None:
         tw.replay(run, 1, quiet=True)
 
 
-@pytest.mark.parametrize("verb", [tw.check, tw.plan, tw.profile, tw.lr_range, tw.batch_size, tw.verify_resume])
+@pytest.mark.parametrize("verb", [tw.check, tw.plan, tw.profile, tw.lr_range, tw.verify_resume])
 def test_each_verb_names_the_remedy_for_a_wrong_argument(verb: Any) -> None:
     with pytest.raises(UsageError, match=r"epochz(.|\n)*did you mean epochs="):
         verb(*make()[:3], epochz=3)
@@ -232,7 +225,6 @@ def test_each_verb_names_the_remedy_for_a_wrong_argument(verb: Any) -> None:
     [
         ["plan", NAME],
         ["lr-range", NAME, "--steps", "12", "--set", "precision=fp32"],
-        ["batch-size", NAME, "--most", "8"],
         ["verify", "plain", NAME, "--steps", "3"],
     ],
     ids=lambda call: call[0],

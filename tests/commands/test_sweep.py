@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from typer.testing import CliRunner
 
 from benchmarks.sweep import prepare
-from trainwright.cli import app
 from trainwright.commands.sweep import Sweep, SweepResult, is_sweep_file, over_of, read_sweep
 from trainwright.commands.sweep.result import ranked
 from trainwright.commands.sweep.spec import SweepBudget, differences, parse_dimension, spec_of
@@ -301,51 +298,6 @@ def test_optunas_own_reader_opens_the_journal(tmp_path: Path) -> None:
     assert trials.rows()[0].params["model.args.sizes"] in ([8, 2], [8, 8, 2])
 
 
-@pytest.fixture
-def sweep_file(tmp_path: Path) -> Path:
-    prepare(tmp_path)
-    (tmp_path / "lr.yaml").write_text("recipe: recipe.yaml\nover: {optimizer.lr: log:1e-3..1}\ntrials: 6\nthreads: 2\n")
-    return tmp_path / "lr.yaml"
-
-
-def test_slurm_gets_an_array_with_a_task_for_each_trial(sweep_file: Path) -> None:
-    words = ["launch", "slurm", str(sweep_file), "--at-once", "2", "--sbatch", "partition=gpu", "--set", "until=9steps"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
-    header = dict(
-        line[10:].split("=", 1) for line in done.output.splitlines() if line.startswith("#SBATCH") and "=" in line
-    )
-    assert (header["array"], header["cpus-per-task"], header["partition"]) == ("0-5%2", "2", "gpu")
-    assert "gpus-per-task" not in header  # device: cpu
-    command = next(line for line in done.output.splitlines() if "--trial" in line)
-    assert f'sweep {sweep_file} --set until=9steps --trial "$SLURM_ARRAY_TASK_ID" &' in command
-
-
-def test_kubernetes_gets_an_indexed_job_and_the_sweep_beside_its_recipe(sweep_file: Path) -> None:
-    words = ["launch", "kubernetes", str(sweep_file), "--image", "i", "--volume", "v"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
-    config, job = yaml.safe_load_all(done.output)
-    spec = job["spec"]
-    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 6, 6)
-    command = spec["template"]["spec"]["containers"][0]["command"]
-    assert command == ["trainwright", "sweep", "/sweep/sweep.yaml", "--trial", "$(JOB_COMPLETION_INDEX)"]
-    inside = sweep_file.parent / "inside"
-    inside.mkdir()
-    for name, text in config["data"].items():
-        (inside / name).write_text(text)
-    assert read_sweep(inside / "sweep.yaml", environ={}).folder == Path("/runs/lr")
-
-
-@pytest.mark.parametrize("scheduler", [["slurm"], ["kubernetes", "--image", "i", "--volume", "v"]], ids=lambda w: w[0])
-def test_jobs_of_a_cluster_take_no_budget_in_usd(scheduler: list[str], sweep_file: Path) -> None:
-    with sweep_file.open("a") as file:
-        file.write("budget: 5USD\nusd_per_hour: 2\n")
-    done = CliRunner().invoke(app, ["launch", *scheduler, str(sweep_file)])
-    assert done.exit_code == 2
-    assert "a budget in USD is for one machine" in done.output
-
-
 def test_the_example_is_a_sweep_and_the_one_of_the_page() -> None:
     example = ROOT / "examples" / "sweep.yaml"
     sweep = read_sweep(example, environ={})
@@ -359,8 +311,3 @@ def test_a_sweep_whose_trials_all_failed_says_what_to_do(tmp_path: Path) -> None
     lines = SweepResult(tmp_path, "loss", "min", (row,) * 3, why_ended="the first 3 trials failed").lines()
     assert lines[1].endswith("the recipe has 1 problem: it is wrong")
     assert f"remove the folder (rm -r {tmp_path})" in lines[-1]
-
-
-def test_a_sweep_of_a_cluster_has_one_rank_for_each_trial(sweep_file: Path) -> None:
-    done = CliRunner().invoke(app, ["launch", "slurm", str(sweep_file), "--ranks", "2x8"])
-    assert done.exit_code == 2

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shlex
-import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +17,7 @@ import pytest
 import trainwright as tw
 from benchmarks.sweep import command, killed, prepare, table
 from tests import forked
-from trainwright.commands.sweep import SweepResult, read_sweep, run_one, run_sweep
+from trainwright.commands.sweep import SweepResult, read_sweep, run_sweep
 from trainwright.commands.sweep.control import ValueReader
 from trainwright.commands.sweep.spec import SPEC, SweepBudget
 from trainwright.commands.sweep.study import StudyTrials, TrialRow, quiet_optuna, trial_folder
@@ -143,24 +140,6 @@ def test_two_processes_do_not_run_one_sweep(recipe: Path) -> None:
     finally:
         first.terminate()
     assert first.wait() == 75
-
-
-def test_jobs_of_a_cluster_share_the_journal(undisturbed: SweepResult, recipe: Path) -> None:
-    arguments = [command(recipe, "cluster", 2, *RANDOM, "--trial", str(number)) for number in (1, 0)]
-    jobs = [subprocess.Popen(each, stdout=subprocess.DEVNULL) for each in arguments]
-    assert [job.wait() for job in jobs] == [0, 0]
-    run_sweep(read_sweep(recipe.parent / "cluster", environ={}), say=lambda line: None)  # the table of all jobs
-    assert table(recipe.parent / "cluster") == table(undisturbed.folder)
-
-
-def test_a_trial_that_another_job_runs_is_not_run_again(undisturbed: SweepResult) -> None:
-    sweep = read_sweep(undisturbed.folder, environ={})
-    with (sweep.folder / "trials" / "trial-001.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
-        lock.flush()
-        with pytest.raises(UsageError, match="another process runs trial 1"):
-            run_one(sweep, 1, say=lambda line: None)
 
 
 def test_a_budget_in_usd_counts_the_time_of_earlier_processes(undisturbed: SweepResult) -> None:

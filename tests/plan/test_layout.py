@@ -97,7 +97,7 @@ def test_seven_billion_parameters_on_80_gib() -> None:
     assert found["Adafactor"].peak_bytes == 84 * 10**9
     assert not found["Adafactor"].fits
     assert found["LoRA"].peak_bytes == 32 * 10**9
-    assert found["8-bit moments"].means == "elsewhere"
+    assert found["8-bit moments"].settings == ("optimizer.use=adamw8bit",)
     assert found["optimizer offload"].means == "here"
     assert found["optimizer offload"].settings == ("optimizer.offload=true",)
     assert found["optimizer offload"].peak_bytes == 60 * 10**9

@@ -57,17 +57,6 @@ def test_what_does_not_go_with_synced_norms_is_refused_all_at_once() -> None:
         assert rule in str(raised.value)
 
 
-def test_what_does_not_go_with_compression_is_refused_all_at_once() -> None:
-    asked = {"model": "mlp", "data": {"train": "digits"}, "spikes": {"policy": "skip"}}
-    recipe = from_mapping({**asked, "parallel": {"compress": "powersgd", "exact": True, "tensor": 2}}).recipe
-    with pytest.raises(RecipeError) as raised:
-        solve_layout(recipe, 4)
-    for part in ("parallel.exact", "is for copies of the model", "spikes.policy: skip"):
-        assert part in str(raised.value)
-    bf16 = from_mapping({**asked, "parallel": {"compress": "bf16"}}).recipe
-    assert solve_layout(bf16, 4) == Degrees(4)
-
-
 def test_what_does_not_go_with_sharding_is_refused_all_at_once() -> None:
     asked = {
         "until": "1steps",

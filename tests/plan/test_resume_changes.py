@@ -136,7 +136,7 @@ def leaves(above: tuple[str, ...] = ()) -> Iterator[str]:
 # All that these may ever hold is alike.
 ALIKE = (
     *("log", "alerts", "evaluation", "checkpoint", "schedule", "loss", "data.train", "data.val", "batch"),
-    *("model.lora", "model.qat", "optimizer.groups", "optimizer.clip", "optimizer.lr_rule"),
+    *("model.lora", "optimizer.groups", "optimizer.clip", "optimizer.lr_rule"),
 )
 
 

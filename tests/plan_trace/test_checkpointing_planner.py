@@ -118,16 +118,6 @@ def test_the_ends() -> None:
 
 
 @pytest.mark.slow
-def test_the_frontier_falls() -> None:
-    front = planner("gpt").frontier(5)
-    assert len(front) >= 4
-    assert [each.peak_bytes for each in front] == sorted({each.peak_bytes for each in front})
-    times = [each.extra_s for each in front]
-    assert times == sorted(times, reverse=True)
-    assert times[-1] == 0.0
-
-
-@pytest.mark.slow
 def test_accumulation_and_precision_are_part_of_the_trace() -> None:
     make = partial(make_gpt, layers=2)
     plans = CheckpointingPlanner(make, partial(trace_step, device="cpu", precision="bf16", accumulation=2), FAST_HOST)

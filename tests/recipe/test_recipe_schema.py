@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from trainwright import recipe as room
 from trainwright.errors import RecipeError
+from trainwright.plan.resume_changes import compare_recipes
 from trainwright.recipe import Duration, dump, from_mapping, json_schema, load
 
 SMALL: dict[str, Any] = {"model": "gpt", "data": {"train": "python-topics"}}
@@ -293,3 +294,19 @@ def test_public_names_exist() -> None:
 def test_importing_the_room_leaves_torch_unloaded() -> None:
     code = "import sys, trainwright.recipe; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_recipe_of_an_earlier_version_loads_without_its_former_keys() -> None:
+    sections = {"model": "mlp", "data": {"train": "digits"}}
+    former = {"compress": "none", "compress_rank": 4, "compress_after": 1000}
+    before = {**sections, "model": {"use": "mlp", "qat": None}, "parallel": former}
+    now = from_mapping(before)
+    assert now.recipe == from_mapping(sections).recipe and now.stated == {"model.use", "data.train"}
+    assert (
+        compare_recipes(
+            {**now.recipe.model_dump(mode="json"), "parallel": former}, now.recipe.model_dump(mode="json"), step=1
+        )
+        == []
+    )
+    with pytest.raises(RecipeError, match=r"parallel\.compress: is not a key"):
+        from_mapping({**sections, "parallel": {"compress": "bf16"}})

@@ -30,7 +30,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp8": FP8,
     "adamw8bit": {"optimizer": "adamw8bit"},
     "adamw4bit": {"optimizer": "adamw4bit"},
-    "qat": {"model": {**GPT, "qat": {"weights": "int4", "group_size": 32}}},
 }
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Literal, TypedDict
 
-from trainwright.errors import MissingExtra
 from trainwright.watching.experiments import OwnCheck
 
 
@@ -33,11 +30,3 @@ class WatchChoices(TypedDict, total=False):
     sinks: Sequence[str]
     alerts: Mapping[str, object] | None
     quiet: bool
-
-
-def required(package: str, *, needed_for: str) -> ModuleType:
-    """Import a package. Raises MissingExtra if it is not installed."""
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        raise MissingExtra(package, needed_for=needed_for) from error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Unpack
 
-from trainwright.adapters import WatchChoices, required
+from trainwright.adapters import WatchChoices
+from trainwright.errors import import_optional
 from trainwright.runs.records import Found
 from trainwright.watching.watch import watch
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from trainwright.watching.watch import Watch
 
-_Callback: Any = required("lightning.pytorch", needed_for="trainwright.adapters.lightning").Callback
+_Callback: Any = import_optional("lightning.pytorch", needed_for="trainwright.adapters.lightning").Callback
 
 
 class WatchCallback(_Callback):  # type: ignore[misc]

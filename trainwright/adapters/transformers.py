@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Unpack
 
-from trainwright.adapters import WatchChoices, required
+from trainwright.adapters import WatchChoices
+from trainwright.errors import import_optional
 from trainwright.runs.records import Found
 from trainwright.watching.watch import watch
 
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
 
     from trainwright.watching.watch import Watch
 
-_transformers: Any = required("transformers", needed_for="trainwright.adapters.transformers")
-required("accelerate", needed_for="trainwright.adapters.transformers")
+_transformers: Any = import_optional("transformers", needed_for="trainwright.adapters.transformers")
+import_optional("accelerate", needed_for="trainwright.adapters.transformers")
 
 
 class WatchTrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]

@@ -33,7 +33,7 @@ class Experiments:
         output = self._run("plan", self._own(recipe), *self._set_arguments(settings))
         return {
             "outcome": _plan_in_words(output),
-            "result": _without(output, "frontier", "devices", "methods", "timeline"),
+            "result": _without(output, "devices", "methods", "timeline"),
         }
 
     def check_recipe(self, recipe: str, settings: list[str] | None = None) -> dict[str, object]:

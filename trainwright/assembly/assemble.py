@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from trainwright.assembly.adapters import add_adapters
 from trainwright.assembly.checkpointing import checkpointing_as_requested
-from trainwright.assembly.linear_layers import convert_linear_layers, note_of, note_of_rounding, round_linear_layers
+from trainwright.assembly.linear_layers import convert_linear_layers, note_of
 from trainwright.assembly.retain_grad import retain_grad_problems
 from trainwright.checkpoint.average import Ema, NoAverage, Swa, WeightAverage
 from trainwright.checkpoint.cursor import Cursor, count_tokens
@@ -203,16 +203,6 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
         with at_recipe(loaded.source, "model.lora"):
             model, found = add_adapters(model, recipe.model.lora)
         notes += found
-    if recipe.model.qat is not None:
-        with at_recipe(loaded.source, "model.qat"):
-            if recipe.precision in ("fp8", "mxfp8"):
-                remedy = "use precision: bf16, or leave model.qat out"
-                raise UsageError("layers round to integers or to fp8, not to both", remedy=remedy)
-            if recipe.parallel.tensor != 1:
-                remedy = "use parallel.shard, or leave model.qat out"
-                raise UsageError("layers that round to integers are not divided among ranks", remedy=remedy)
-            rounded = round_linear_layers(model, recipe.model.qat)
-        notes.append(note_of_rounding(rounded, recipe.model.qat))
     if recipe.model.freeze:
         with at_recipe(loaded.source, "model.freeze"):
             frozen = freeze(model, recipe.model.freeze)

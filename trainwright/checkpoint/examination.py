@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +56,8 @@ def examine(path: Path) -> CheckpointReport:
     try:
         manifest = read_manifest(path)
         files: StateDict = manifest["files"]
-        unlisted = [f"{each} is not in the manifest" for each in _unlisted(path, files)]
+        found = sorted(each for each in path.iterdir() if each.name not in files and each.name != NAME)
+        unlisted = [f"{each} is not in the manifest" for each in found]
     except CheckpointError as error:
         return CheckpointReport(path, step_of(path), problems=(error.message,))
     try:
@@ -72,10 +73,6 @@ def examine(path: Path) -> CheckpointReport:
         tuple(unlisted),
         tuple(_not_finite(contents)),
     )
-
-
-def _unlisted(path: Path, files: Mapping[str, Tree]) -> list[Path]:
-    return sorted(each for each in path.iterdir() if each.name not in files and each.name != NAME)
 
 
 def _not_finite(contents: Contents) -> Iterator[str]:

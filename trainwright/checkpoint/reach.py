@@ -456,7 +456,7 @@ def _tensor(state: ReachableState, value: Tensor, trail: Trail) -> Iterator[Refe
     if value.requires_grad and value.is_leaf:
         gradient = Gradient(value)
         state.add(gradient, trail)
-        yield Reference("grad", gradient.saved["grad"])
+        yield Reference("grad", gradient.saved[""])
 
 
 def _array(state: ReachableState, value: np.ndarray[Any, Any], trail: Trail) -> Iterable[Reference]:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.checkpoint.stored import Box, StoredTensor
-from trainwright.distributed.group import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -114,15 +113,6 @@ def _local_box(tensor: DTensor) -> Box:
             dim: int = placement.dim  # type: ignore[attr-defined]
             box[dim] = _chunk(*box[dim], mesh.size(axis), mesh.get_local_rank(axis))
     return box
-
-
-def row_of_each_rank(tensor: Tensor, world: Ranks) -> Tensor:
-    """Combine the tensors of all ranks, of one shape, into one with a row for each rank; ``whole`` gathers it."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    mesh = DeviceMesh.from_group(world.group, tensor.device.type)
-    return DTensor.from_local(tensor[None], mesh, [Shard(0)], run_check=False)
 
 
 def _chunk(begin: int, size: int, count: int, index: int) -> tuple[int, int]:

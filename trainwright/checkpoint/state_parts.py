@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import array
-import contextvars
 import io
 import pickle
 import random
 import time
 import types
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,22 +24,28 @@ SAMPLED_ELEMENTS = 256
 MAX_PICKLED_BYTES, MAX_PICKLE_S = 65536, 2e-3
 
 
-class StatePart(Protocol):
-    """The captured content of one object."""
+class StatePart(ABC):
+    """The captured content of one object, ``owner``."""
 
-    @property
-    def key(self) -> Hashable:
-        """Key of the object, equal for two parts of the same one. The part keeps it alive, so its id is not reused."""
+    owner: Any
 
     @property
     def is_empty(self) -> bool:
         """True if there was nothing to capture."""
+        return False
 
+    @property
+    def key(self) -> Hashable:
+        """Key of the object, equal for two parts of the same one. The part keeps it alive, so its id is not reused."""
+        return type(self), id(self.owner)
+
+    @abstractmethod
     def put_back(self) -> bool:
         """Restore the content of the object if it has changed. Returns True if the object has the content now."""
 
     def again(self) -> StatePart:
         """Capture the current content of the same object."""
+        return type(self)(self.owner)  # type: ignore[call-arg]
 
 
 class _Marker:
@@ -51,10 +57,10 @@ ABSENT, LEFT = _Marker(), _Marker()
 """
 
 
-class Bindings:
+class Bindings(StatePart):
     """Names that are bound to values: here the names of Python modules. Subclasses read and write other namespaces."""
 
-    def __init__(self, owner: Any, names: Sequence[str]) -> None:
+    def __init__(self, owner: Any, names: Sequence[str] = ("",)) -> None:
         self.owner, self.names = owner, names
         self.saved: dict[Any, Any] = {name: self.read(name) for name in names}
 
@@ -146,9 +152,6 @@ def is_data(name: str, value: object) -> bool:
 class Cell(Bindings):
     """A variable of an enclosing function."""
 
-    def __init__(self, owner: types.CellType, names: Sequence[str] = ("",)) -> None:
-        super().__init__(owner, names)
-
     def read(self, name: str) -> Any:
         try:
             return self.owner.cell_contents
@@ -165,9 +168,6 @@ class Cell(Bindings):
 class ContextVariable(Bindings):
     """A context variable. A variable that was not set before is not reset."""
 
-    def __init__(self, owner: contextvars.ContextVar[Any], names: Sequence[str] = ("",)) -> None:
-        super().__init__(owner, names)
-
     def read(self, name: str) -> Any:
         return self.owner.get(ABSENT)
 
@@ -180,9 +180,6 @@ class ContextVariable(Bindings):
 class Gradient(Bindings):
     """The gradient of a leaf tensor."""
 
-    def __init__(self, owner: Tensor, names: Sequence[str] = ("grad",)) -> None:
-        super().__init__(owner, names)
-
     def read(self, name: str) -> Any:
         return self.owner.grad
 
@@ -190,17 +187,13 @@ class Gradient(Bindings):
         self.owner.grad = value
 
 
-class OwnedItems:
+class OwnedItems(StatePart):
     """The items of a dict, in order: attributes of an object, or a container."""
 
     def __init__(self, owner: dict[Any, Any]) -> None:
         self.owner = owner
         self.saved = _items(owner)
         self._has_left = False
-
-    @property
-    def key(self) -> Hashable:
-        return OwnedItems, id(self.owner)
 
     @property
     def is_empty(self) -> bool:
@@ -228,9 +221,6 @@ class OwnedItems:
             kind.__setitem__(owner, key, value)
         return True
 
-    def again(self) -> OwnedItems:
-        return OwnedItems(self.owner)
-
 
 def _items(owner: dict[Any, Any]) -> dict[Any, Any]:
     """Return a plain dict of the items, without calling methods of a subclass."""
@@ -239,52 +229,48 @@ def _items(owner: dict[Any, Any]) -> dict[Any, Any]:
     return dict.copy(owner)
 
 
-class EmptyDicts:
+class EmptyDicts(StatePart):
     """Empty dicts, such as those of most hooks."""
-
-    def __init__(self, owners: Sequence[dict[Any, Any]]) -> None:
-        self.owners = owners
-
-    @property
-    def key(self) -> Hashable:
-        return EmptyDicts, id(self.owners)
 
     is_empty = True
 
+    def __init__(self, owner: Sequence[dict[Any, Any]]) -> None:
+        self.owner = owner
+
     def put_back(self) -> bool:
-        for owner in self.owners:
-            if owner:
-                owner.clear()
+        for each in self.owner:
+            if each:
+                each.clear()
         return True
 
     def again(self) -> StatePart:
         """Return a capture of the items, because the dicts may no longer be empty."""
-        return Several([OwnedItems(owner) for owner in self.owners], self.key)
+        return DictsOnceEmpty(self.owner)
 
 
-class Several:
-    is_empty = False
+class DictsOnceEmpty(StatePart):
+    """The items of dicts that were empty at an earlier capture, which has the same key."""
 
-    def __init__(self, parts: Sequence[StatePart], key: Hashable) -> None:
-        self._parts, self.key = parts, key
-
-    def put_back(self) -> bool:
-        is_back = [part.put_back() for part in self._parts]  # a list: each part must be restored
-        return all(is_back)
-
-    def again(self) -> Several:
-        return Several([part.again() for part in self._parts], self.key)
-
-
-class Sequenced:
-    def __init__(self, owner: list[Any] | deque[Any]) -> None:
-        kind: Any = list if isinstance(owner, list) else deque  # methods of a subclass are not called
-        self.owner, self._kind = owner, kind
-        self.saved: list[Any] = list(kind.__iter__(owner))
+    def __init__(self, owner: Sequence[dict[Any, Any]]) -> None:
+        self.owner = owner
+        self._items = [OwnedItems(each) for each in owner]
 
     @property
     def key(self) -> Hashable:
-        return Sequenced, id(self.owner)
+        return EmptyDicts, id(self.owner)
+
+    def put_back(self) -> bool:
+        for each in self._items:
+            each.put_back()
+        return True
+
+
+class Sequenced(StatePart):
+    def __init__(self, owner: list[Any] | deque[Any]) -> None:
+        kind: Any = list if isinstance(owner, list) else deque  # methods of a subclass are not called
+        self.owner = owner
+        self._kind = kind
+        self.saved: list[Any] = list(kind.__iter__(owner))
 
     @property
     def is_empty(self) -> bool:
@@ -299,17 +285,11 @@ class Sequenced:
             kind.extend(owner, saved)
         return True
 
-    def again(self) -> Sequenced:
-        return Sequenced(self.owner)
 
-
-class Elements:
+class Elements(StatePart):
     def __init__(self, owner: set[Any]) -> None:
-        self.owner, self.saved = owner, set.copy(owner)
-
-    @property
-    def key(self) -> Hashable:
-        return Elements, id(self.owner)
+        self.owner = owner
+        self.saved = set.copy(owner)
 
     @property
     def is_empty(self) -> bool:
@@ -321,22 +301,14 @@ class Elements:
             set.update(self.owner, self.saved)
         return True
 
-    def again(self) -> Elements:
-        return Elements(self.owner)
 
-
-class Length:
+class Length(StatePart):
     """The length and the last item of a long container, to which items are only appended."""
 
-    is_empty = False
-
     def __init__(self, owner: Any) -> None:
-        self.owner, self.length = owner, len(owner)
+        self.owner = owner
+        self.length = len(owner)
         self.last = next(reversed(owner)) if hasattr(owner, "__reversed__") else None
-
-    @property
-    def key(self) -> Hashable:
-        return Length, id(self.owner)
 
     def put_back(self) -> bool:
         while len(self.owner) > self.length and isinstance(self.owner, list | deque):
@@ -350,39 +322,25 @@ class Length:
         return make(self.owner)
 
 
-class Values:
+class Values(StatePart):
     """A bytearray or an array of Python's module ``array``."""
 
-    is_empty = False
-
     def __init__(self, owner: bytearray | array.array[Any]) -> None:
-        self.owner, self.saved = owner, owner[:]
-
-    @property
-    def key(self) -> Hashable:
-        return Values, id(self.owner)
+        self.owner = owner
+        self.saved = owner[:]
 
     def put_back(self) -> bool:
         if self.owner != self.saved:
-            self.owner[:] = self.saved  # type: ignore[assignment]
+            self.owner[:] = self.saved
         return True
 
-    def again(self) -> Values:
-        return Values(self.owner)
 
-
-class MemoryFile:
+class MemoryFile(StatePart):
     """An in-memory file."""
 
-    is_empty = False
-
     def __init__(self, owner: io.BytesIO | io.StringIO) -> None:
-        self.owner: Any = owner
+        self.owner = owner
         self.saved = (owner.getvalue(), owner.tell())
-
-    @property
-    def key(self) -> Hashable:
-        return MemoryFile, id(self.owner)
 
     def put_back(self) -> bool:
         if (self.owner.getvalue(), self.owner.tell()) != self.saved:
@@ -392,30 +350,19 @@ class MemoryFile:
             self.owner.seek(self.saved[1])
         return True
 
-    def again(self) -> MemoryFile:
-        return MemoryFile(self.owner)
 
-
-class RandomState:
+class RandomState(StatePart):
     """A random number generator of torch, NumPy or Python."""
 
-    is_empty = False
-
     def __init__(self, owner: Any) -> None:
-        self.owner, self.saved = owner, _read_generator(owner)
+        self.owner = owner
+        self.saved = _read_generator(owner)
         self._bytes = pickle.dumps(self.saved)
-
-    @property
-    def key(self) -> Hashable:
-        return RandomState, id(self.owner)
 
     def put_back(self) -> bool:
         if pickle.dumps(_read_generator(self.owner)) != self._bytes:
             _write_generator(self.owner, self.saved)
         return True
-
-    def again(self) -> RandomState:
-        return RandomState(self.owner)
 
 
 def _read_generator(owner: Any) -> Any:
@@ -437,10 +384,8 @@ def _write_generator(owner: Any, state: Any) -> None:
         random.Random.setstate(owner, state)
 
 
-class TensorData:
+class TensorData(StatePart):
     """The elements of a tensor and its autograd metadata: autograd must not notice that the elements were written."""
-
-    is_empty = False
 
     def __init__(self, owner: Tensor) -> None:
         self.owner = owner
@@ -448,10 +393,6 @@ class TensorData:
         self._is_leaf = owner.is_leaf
         self._wants_gradient = owner.requires_grad
         self.saved = memory_of(owner).detach().clone()
-
-    @property
-    def key(self) -> Hashable:
-        return TensorData, id(self.owner)
 
     @torch.no_grad()
     def put_back(self) -> bool:
@@ -467,9 +408,6 @@ class TensorData:
         if self.owner._version != self._version:
             torch._C._autograd._unsafe_set_version_counter((self.owner,), (self._version,))
         return True
-
-    def again(self) -> TensorData:
-        return TensorData(self.owner)
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -494,39 +432,26 @@ def memory_of(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.numel() <= span else tensor.detach().as_strided((span,), (1,))
 
 
-class ArrayData:
+class ArrayData(StatePart):
     """The elements of a NumPy array."""
 
-    is_empty = False
-
     def __init__(self, owner: np.ndarray[Any, Any]) -> None:
-        self.owner, self.saved = owner, owner.copy()
-
-    @property
-    def key(self) -> Hashable:
-        return ArrayData, id(self.owner)
+        self.owner = owner
+        self.saved = owner.copy()
 
     def put_back(self) -> bool:
         if self.owner.tobytes() != self.saved.tobytes():
             self.owner[...] = self.saved
         return True
 
-    def again(self) -> ArrayData:
-        return ArrayData(self.owner)
 
-
-class Witness:
+class Witness(StatePart):
     """An object that can be compared, but not restored. ``read`` returns the value to compare."""
 
-    is_empty = False
-
     def __init__(self, owner: Any, read: Callable[[Any], object]) -> None:
-        self.owner, self._read = owner, read
+        self.owner = owner
+        self._read = read
         self.saved = read(owner)
-
-    @property
-    def key(self) -> Hashable:
-        return Witness, id(self.owner)
 
     def put_back(self) -> bool:
         return self._read(self.owner) == self.saved
@@ -575,7 +500,7 @@ def pickled(value: Any) -> object:
     return file.getvalue()
 
 
-class Settings:
+class Settings(StatePart):
     """Process-wide settings of torch."""
 
     is_empty = True

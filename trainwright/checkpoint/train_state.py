@@ -74,8 +74,3 @@ class TrainState:
     def is_divided(self) -> bool:
         """True if other ranks hold parts of the weights, so that a rank can do little alone."""
         return self.stages.size > 1 or holds_parts(self.model)
-
-    @property
-    def saves_together(self) -> bool:
-        """True if a checkpoint has parts of other ranks, which must send them at the same time."""
-        return self.is_divided or any(getattr(each, "saves_together", False) for each in self.stateful.values())

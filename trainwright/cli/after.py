@@ -161,9 +161,7 @@ def evidence(
 @verb()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    layout: Annotated[
-        str | None, typer.Option("--format", help="safetensors (default), hf, state_dict or quantized.")
-    ] = None,
+    layout: Annotated[str | None, typer.Option("--format", help="safetensors (default), hf or state_dict.")] = None,
     which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint.")] = "last",
     average: Annotated[bool, typer.Option("--average", help="Export the average of the weights.")] = False,
     adapter: Annotated[
@@ -197,21 +195,6 @@ def export(
     print(json.dumps(done.to_json()) if as_json else printable(summary))
     if push is not None:
         print(printable(f"uploaded: {upload(done.path, push)}"), file=sys.stderr)
-
-
-@verb()
-def average(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    last: Annotated[int, typer.Option(min=2, help="Number of the newest intact checkpoints.")] = 5,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="A new folder. Default: in export/ of the run.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Write the mean of the newest checkpoints of a run as model.safetensors. It runs no code of the run."""
-    from trainwright.commands.average import average_checkpoints
-
-    finish_printed(average_checkpoints(run, last=last, out=out), as_json)
 
 
 @verb()

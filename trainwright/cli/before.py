@@ -19,7 +19,6 @@ from trainwright.cli.app import (
     line_printer,
     recipe_and_picture,
     recipe_of,
-    seconds_of,
     subject_of,
     user_output_to_stderr,
     verb,
@@ -67,20 +66,6 @@ def init(
 
 
 @verb()
-def convert(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON of TrainingArguments of transformers.")],
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the recipe there instead of printing it.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Turn TrainingArguments of transformers into a recipe, and list each key that has no counterpart."""
-    from trainwright.commands.convert import convert as run_convert
-
-    finish_printed(run_convert(file, out=output), as_json)
-
-
-@verb()
 def check(recipe: RecipeOrFunction, settings: Settings = None, as_json: Json = False) -> None:
     """Check if a recipe would train: one line for each verdict, with its remedy; exit 3 if it would not."""
     subject = subject_of(recipe, settings)
@@ -97,9 +82,6 @@ def plan(
     device: Annotated[str | None, typer.Option(help="h100-80gb, rtx4090, cpu, ... Default: this machine.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of the device, if it differs: 24GiB.")] = None,
     devices: Annotated[Path | None, typer.Option(metavar="FILE", help="A table of more devices (YAML).")] = None,
-    frontier: Annotated[
-        bool, typer.Option("--frontier", help="Memory against time of activation checkpointing.")
-    ] = False,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Number of such devices: memory, communication and time of each layout.")
     ] = None,
@@ -125,7 +107,6 @@ def plan(
         shown = show_plan(
             *subject.build(()),
             recipe=str(recipe),
-            with_frontier=frontier,
             device=device,
             memory=memory,
             devices=devices,
@@ -160,32 +141,6 @@ def graph(
         say(f"picture: {svg}")
     if as_json:
         print(json.dumps(drawn.to_json()))
-
-
-@verb("batch-size")
-def batch_size(
-    recipe: RecipeOrFunction,
-    settings: Settings = None,
-    margin: Annotated[float, typer.Option(help="Fraction of the memory to leave free.")] = 0.1,
-    most: Annotated[int | None, typer.Option(min=1, help="Maximum samples. Default: the dataset.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Maximum memory: 8GiB. Default: all that is free.")] = None,
-    budget: Annotated[str, typer.Option(metavar="TIME", help="Time for the search.")] = "2min",
-    as_json: Json = False,
-) -> None:
-    """Find the largest micro-batch that trains without running out of memory."""
-    budget_s = seconds_of(budget, "--budget")
-    subject = subject_of(recipe, settings)
-    from trainwright.commands.batch_size import find_batch_size
-    from trainwright.recipe.formatting import parse_bytes
-
-    limit, say = parse_bytes(memory) if memory else None, line_printer(as_json)
-    with user_output_to_stderr(as_json):
-        found = find_batch_size(
-            *subject.build(()), margin=margin, most=most, memory_bytes=limit, budget_s=budget_s, say=say
-        )
-    say("\n".join(found.lines()))
-    if as_json:
-        print(json.dumps(found.to_json()))
 
 
 @verb("lr-range")

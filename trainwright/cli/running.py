@@ -261,14 +261,11 @@ def sweep(
     usd_per_hour: Annotated[float | None, typer.Option(help="Price of this machine, for a budget in USD.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the sweep and of its folder.")] = None,
     folder: Annotated[str | None, typer.Option(help="The parent of the sweep folder. Default: runs.")] = None,
-    trial: Annotated[
-        int | None, typer.Option(min=0, help="Run this trial only: for a job of a cluster, see launch.")
-    ] = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
     """Train a recipe with varied settings, several at once, and rank the results. The same command resumes a sweep."""
-    from trainwright.commands.sweep import over_of, read_sweep, run_one, run_sweep
+    from trainwright.commands.sweep import over_of, read_sweep, run_sweep
 
     found = read_sweep(
         what,
@@ -288,5 +285,4 @@ def sweep(
         name=name,
         folder=folder,
     )
-    say = line_printer(as_json)
-    finish_printed(run_sweep(found, say=say) if trial is None else run_one(found, trial, say=say), as_json)
+    finish_printed(run_sweep(found, say=line_printer(as_json)), as_json)

@@ -1,11 +1,9 @@
 """The work of each command that does not train; ``cli/`` parses arguments and prints.
 
 init         a small project in a new folder, from templates/
-convert      settings of another trainer as a recipe
 check        verdicts on data, model, loss, learning rate and first steps of a recipe
 plan         predicted memory and time of a run on a device, and the best layout
 graph        the modules of a model and the autograd graph of one step
-batch_size   the largest micro-batch that fits, by training
 lr_range     the learning rate range test
 mup_check    output sizes of layers over the width of a model
 ladder       from a float32 baseline to a fast run, one change at a time

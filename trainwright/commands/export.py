@@ -17,15 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainwright.assembly.adapters import config_of, plain_weights
-from trainwright.assembly.assemble import at_recipe, build_model
-from trainwright.assembly.linear_layers import SCALE_SUFFIX, integer_weights, round_linear_layers
+from trainwright.assembly.assemble import build_model
 from trainwright.checkpoint.contents import require_whole
 from trainwright.checkpoint.manifest import name_of, step_of
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.checkpoint.staging import on_host
 from trainwright.checkpoint.store import checkpoints, newest_valid, read_best
-from trainwright.checkpoint.weights import load_plain_state_dict, plain_state_dict, read_weights, unwrapped
-from trainwright.errors import CheckpointError, MissingExtra, StorageError, UsageError, require_choice, text_of
+from trainwright.checkpoint.weights import load_plain_state_dict, read_weights, unwrapped
+from trainwright.errors import CheckpointError, StorageError, UsageError, import_optional, require_choice, text_of
 from trainwright.models.lora import adapters_of, save_adapter
 from trainwright.models.pretrained import build_empty, hub_model_of, save_hub_model
 from trainwright.recipe import Loaded, Recipe, load
@@ -39,7 +38,7 @@ from trainwright.runs.system_calls import fsync
 from trainwright.training.resume import restart_command, resume_command
 from trainwright.training.subject import parts_of_run
 
-FORMATS = ("safetensors", "hf", "state_dict", "quantized")
+FORMATS = ("safetensors", "hf", "state_dict")
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,8 @@ def export(
 
     Args:
         run: The run folder.
-        format: ``safetensors`` (model.safetensors), ``state_dict`` (model.pt), ``hf`` (the layout of the hub:
-            safetensors, configurations, tokenizer, model card) or ``quantized`` (model.safetensors with the integers of
-            a run with ``model.qat``).
+        format: ``safetensors`` (model.safetensors), ``state_dict`` (model.pt) or ``hf`` (the layout of the
+            hub: safetensors, configurations, tokenizer, model card).
         which: ``last`` (the newest intact checkpoint), ``best`` or a step.
         average: Use the moving average of the weights.
         adapter: Write LoRA adapters alone in PEFT's layout, instead of merging them into the weights.
@@ -139,9 +137,6 @@ def new_folder(run: RunFolder, name: str, out: Path | None) -> Path:
 def _require_possible(run: RunFolder, recipe: Recipe, layout: str, adapter: bool) -> None:
     if adapter and _adapter_config(run, recipe) is None:
         raise UsageError("the run trained no adapter (its recipe has no model.lora)", remedy="leave --adapter out")
-    if layout == "quantized" and recipe.model.qat is None:
-        remedy = "train it with model.qat, or leave --format out"
-        raise UsageError("the run did not round weights to integers (its recipe has no model.qat)", remedy=remedy)
     if adapter and layout == "state_dict":
         raise UsageError("an adapter is written in PEFT's layout, which is safetensors", remedy="leave --format out")
 
@@ -186,14 +181,8 @@ def chosen_checkpoint(run: RunFolder, which: str) -> tuple[Path, tuple[str, ...]
 def _save_model(run: RunFolder, loaded: Loaded, weights: dict[str, object], layout: str, draft: ExportDraft) -> int:
     if layout == "hf":
         return _save_hub(run, loaded, weights, draft)
-    if layout == "quantized":
-        model = rebuilt(run, loaded, weights, _live_model(run, loaded.recipe))
-        weights = plain_state_dict(model)
-        for name, integers, scale in integer_weights(model):
-            weights |= {name: integers, f"{name}{SCALE_SUFFIX}": scale}
-    else:
-        weights = without_adapters(run, loaded.recipe, weights)
-    if layout in ("safetensors", "quantized"):
+    weights = without_adapters(run, loaded.recipe, weights)
+    if layout == "safetensors":
         save_safetensors(weights, draft.folder, draft.about)
     else:
         whole = io.BytesIO()  # as large as the model; torch.save to a file does not report a full disk
@@ -283,9 +272,6 @@ def rebuilt(run: RunFolder, loaded: Loaded, weights: Mapping[str, object], made:
         model = build_model(loaded)[0] if made is None else made
         if not adapters_of(model):
             weights = without_adapters(run, loaded.recipe, weights)
-        if loaded.recipe.model.qat is not None:
-            with at_recipe(loaded.source, "model.qat"):
-                round_linear_layers(model, loaded.recipe.model.qat)
     model = unwrapped(model).cpu()
     try:
         load_plain_state_dict(model, weights)
@@ -308,18 +294,14 @@ def push(folder: Path, name: str, *, private: bool = True) -> str:
     Raises:
         UsageError: The hub refuses the upload, or cannot be reached.
     """
-    try:
-        import huggingface_hub
-        import huggingface_hub.errors
-    except ModuleNotFoundError as error:
-        if error.name != "huggingface_hub":
-            raise
-        raise MissingExtra("huggingface_hub", needed_for="--push") from None
-    api = huggingface_hub.HfApi()
+    hub_errors = import_optional("huggingface_hub.errors", needed_for="--push")
+    from huggingface_hub import HfApi
+
+    api = HfApi()
     try:
         created = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=created.repo_id, folder_path=folder, commit_message="Upload a model by Trainwright")
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+    except (OSError, ValueError, hub_errors.HfHubHTTPError) as error:
         raise UsageError(
             f"{folder} is written, but it cannot be uploaded to {name}: {text_of(error, lines=1)[:300]}",
             remedy=f"log in (hf auth login) or set HF_TOKEN, then: hf upload {name} {folder}",

@@ -11,12 +11,11 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.commands.sweep.spec import SPEC, Sweep
 from trainwright.errors import RecipeError, StorageError, UsageError, require_choice
-from trainwright.recipe import Loaded, load
+from trainwright.recipe import Loaded
 from trainwright.recipe.yaml_core import write_all
 from trainwright.report.stacks import STACKS
 from trainwright.training.problems import problems_of
@@ -32,7 +31,6 @@ SHUTDOWN_MARGIN_S = 30
 """Part of the grace period that is reserved for torchrun to end remaining ranks and itself."""
 MIN_GRACE_S = 60
 RENDEZVOUS_PORT = 29500
-USAGE_ERROR = 2
 CONTAINER = "trainwright"
 """Name of the container, and of the executable in it."""
 IMAGE_GROUP = 1000
@@ -163,7 +161,14 @@ _SRUN_CHECK = """
 # Each node compares its driver, CUDA and NCCL with the stack that this job pins.
 srun {container}{check} || exit 1
 """
-SBATCH_SAVE = """\
+_SBATCH = """\
+#!/bin/bash
+# {name}: made by `trainwright launch slurm`. One task a node, which is torchrun.
+{header}
+
+export TRAINWRIGHT_GRACE_S={grace_s}
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((20000 + SLURM_JOB_ID % 20000))
 step=
 signaled=
 
@@ -173,9 +178,11 @@ save() {{
     [ -n "$step" ] && kill -USR1 "$step"
 }}
 trap save USR1
-"""
-"""Forwards the signal of the scheduler to ``$step``. A template for ``str.format``, like SBATCH_WAIT."""
-SBATCH_WAIT = """
+{check}
+srun --kill-on-bad-exit=0 {container}{program} -- \\
+    --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint {rendezvous} &
+step=$!
+
 wait "$step"
 code=$?
 while kill -0 "$step" 2>/dev/null; do # USR1 interrupts `wait`
@@ -187,26 +194,6 @@ if [ "$code" -eq {stopped} ] && [ -n "$signaled" ]; then # stopped and saved: re
 fi
 exit "$code"
 """
-"""Waits for ``$step``, and requeues the job if it was stopped and saved."""
-_SBATCH = """\
-#!/bin/bash
-# {name}: made by `trainwright launch slurm`. One task a node, which is torchrun.
-{header}
-
-export TRAINWRIGHT_GRACE_S={grace_s}
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((20000 + SLURM_JOB_ID % 20000))
-"""
-_SBATCH += (
-    SBATCH_SAVE
-    + """\
-{check}
-srun --kill-on-bad-exit=0 {container}{program} -- \\
-    --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint {rendezvous} &
-step=$!
-"""
-)
-_SBATCH += SBATCH_WAIT
 
 
 def kubernetes_job(
@@ -235,16 +222,51 @@ def kubernetes_job(
         UsageError: The grace is too short, or the stack is unknown.
     """
     _require_launchable(loaded, shape, grace_s, elsewhere=True)
-    name = dns_label(loaded.recipe.name)
-    rendezvous = ["--rdzv-endpoint", f"{name}-0.{name}:{RENDEZVOUS_PORT}", "--rdzv-id", "$(JOB_UID)"]
+    name, check = dns_label(loaded.recipe.name), _stack_check(stack, loaded, shape)
+    labels = {"trainwright/run": name}
     uid = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
     words = [CONTAINER, *_command("/recipe/recipe.yaml", [*settings, "folder=/runs"]), "--"]
     words += ["--nnodes", str(shape.nodes), "--nproc-per-node", str(shape.each), "--rdzv-backend", "c10d"]
-    words += [*rendezvous, *_torchrun_limits(grace_s).split()]
-    gpus = 0 if loaded.recipe.device == "cpu" else shape.each
-    container = _container(image, words, "recipe", grace_s, gpus, [{"name": "JOB_UID", "valueFrom": uid}])
+    words += ["--rdzv-endpoint", f"{name}-0.{name}:{RENDEZVOUS_PORT}", "--rdzv-id", "$(JOB_UID)"]
+    limits = {"resources": {"limits": {"nvidia.com/gpu": shape.each}}} if loaded.recipe.device != "cpu" else {}
+    container = {
+        "name": CONTAINER,
+        "image": image,
+        "command": [*words, *_torchrun_limits(grace_s).split()],
+        "env": [
+            {"name": "JOB_UID", "valueFrom": uid},
+            {"name": "TRAINWRIGHT_GRACE_S", "value": str(grace_s - SHUTDOWN_MARGIN_S)},
+        ],
+        "volumeMounts": [
+            {"name": "runs", "mountPath": "/runs"},
+            {"name": "recipe", "mountPath": "/recipe", "readOnly": True},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
+        **limits,
+    }
+    # If the check fails, the pod fails, and the next pod may be placed on another node. It needs the same resources,
+    # because only containers with a GPU can see the driver.
+    init = {"name": "env", "image": image, "command": [CONTAINER, *check], **limits}
+    pod = {
+        "restartPolicy": "Never",
+        "subdomain": name,
+        "terminationGracePeriodSeconds": grace_s,
+        "securityContext": {"fsGroup": IMAGE_GROUP, "fsGroupChangePolicy": "OnRootMismatch"},
+        **({"initContainers": [init]} if check else {}),
+        "containers": [container],
+        "volumes": [
+            {"name": "runs", "persistentVolumeClaim": {"claimName": volume}},
+            {"name": "recipe", "configMap": {"name": name}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
     documents = [
-        _config_map(name, {"recipe.yaml": Path(loaded.source.name).read_text("utf-8")}),
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": name},
+            "data": {"recipe.yaml": Path(loaded.source.name).read_text("utf-8")},
+        },
         {
             "apiVersion": "v1",
             "kind": "Service",
@@ -252,24 +274,39 @@ def kubernetes_job(
             "spec": {
                 "clusterIP": "None",
                 "publishNotReadyAddresses": True,  # the rendezvous precedes readiness
-                "selector": {"trainwright/run": name},
+                "selector": labels,
                 "ports": [{"name": "rendezvous", "port": RENDEZVOUS_PORT}],
             },
         },
-        _indexed_job(
-            name,
-            {"trainwright/run": name},
-            {
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": name, "labels": labels},
+            "spec": {
+                "completionMode": "Indexed",
                 "completions": shape.nodes,
                 "parallelism": shape.nodes,
                 "backoffLimit": MAX_POD_FAILURES * shape.nodes,
-                "podFailurePolicy": _failure_policy(FINAL_EXIT_CODES),
+                "podFailurePolicy": {"rules": _failure_rules()},
+                "template": {"metadata": {"labels": labels}, "spec": pod},
             },
-            {"subdomain": name, **_pod(container, "recipe", name, volume, grace_s, _stack_check(stack, loaded, shape))},
-        ),
+        },
     ]
     head = f"# {name}: made by `trainwright launch kubernetes`. One pod a node, which is torchrun.\n"
     return JobFile(head + write_all(documents), "kubectl apply -f")
+
+
+def _failure_rules() -> list[dict[str, object]]:
+    """Return the rules for failed pods. The first that matches applies; "Ignore" starts a new pod without counting."""
+
+    def ends_with(codes: Sequence[int]) -> dict[str, object]:
+        return {"containerName": CONTAINER, "operator": "In", "values": list(codes)}
+
+    return [
+        {"action": "FailJob", "onExitCodes": ends_with(FINAL_EXIT_CODES)},
+        {"action": "Ignore", "onExitCodes": ends_with([STOPPED_AND_SAVED])},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
 
 
 def skypilot_job(
@@ -326,82 +363,6 @@ def skypilot_job(
     return JobFile(head + write_all([task]), "sky jobs launch")
 
 
-def _failure_policy(final: Sequence[int]) -> dict[str, object]:
-    """Return the pod failure policy. ``final`` are exit codes after which a restart is useless.
-
-    The first matching rule applies. "Ignore" starts a new pod without counting a failure.
-    """
-
-    def ends_with(codes: Sequence[int]) -> dict[str, object]:
-        return {"containerName": CONTAINER, "operator": "In", "values": list(codes)}
-
-    return {
-        "rules": [
-            {"action": "FailJob", "onExitCodes": ends_with(final)},
-            {"action": "Ignore", "onExitCodes": ends_with([STOPPED_AND_SAVED])},
-            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        ]
-    }
-
-
-def _indexed_job(
-    name: str, labels: dict[str, str], pods: dict[str, object], pod: dict[str, object]
-) -> dict[str, object]:
-    """Return an indexed Job. ``pods`` are its fields on the number of pods and of failures, ``pod`` is the pod spec."""
-    template = {"metadata": {"labels": labels}, "spec": {"restartPolicy": "Never", **pod}}
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": name, "labels": labels},
-        "spec": {"completionMode": "Indexed", **pods, "template": template},
-    }
-
-
-def _config_map(name: str, files: dict[str, str]) -> dict[str, object]:
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": files}
-
-
-def _pod(
-    container: dict[str, object], mounted: str, name: str, volume: str, grace_s: int, check: Sequence[str] = ()
-) -> dict[str, object]:
-    """Return the common part of the pod specs of runs and sweeps. ``mounted`` is the volume of the ConfigMap ``name``.
-
-    The check runs in an init container. If it fails, the pod fails, and the next pod may be placed on another node. The
-    init container has the same resources, because only containers with a GPU can see the driver.
-    """
-    resources = {"resources": container["resources"]} if "resources" in container else {}
-    first = {"name": "env", "image": container["image"], "command": [CONTAINER, *check], **resources}
-    return {
-        "terminationGracePeriodSeconds": grace_s,
-        "securityContext": {"fsGroup": IMAGE_GROUP, "fsGroupChangePolicy": "OnRootMismatch"},
-        **({"initContainers": [first]} if check else {}),
-        "containers": [container],
-        "volumes": [
-            {"name": "runs", "persistentVolumeClaim": {"claimName": volume}},
-            {"name": mounted, "configMap": {"name": name}},
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-        ],
-    }
-
-
-def _container(
-    image: str, command: Sequence[str], mounted: str, grace_s: int, gpus: int, env: Sequence[dict[str, object]] = ()
-) -> dict[str, object]:
-    grace: dict[str, object] = {"name": "TRAINWRIGHT_GRACE_S", "value": str(grace_s - SHUTDOWN_MARGIN_S)}
-    return {
-        "name": CONTAINER,
-        "image": image,
-        "command": [*command],
-        "env": [*env, grace],
-        "volumeMounts": [
-            {"name": "runs", "mountPath": "/runs"},
-            {"name": mounted, "mountPath": f"/{mounted}", "readOnly": True},
-            {"name": "shared-memory", "mountPath": "/dev/shm"},
-        ],
-        **({"resources": {"limits": {"nvidia.com/gpu": gpus}}} if gpus else {}),
-    }
-
-
 def _stack_check(stack: str | None, loaded: Loaded, shape: Shape) -> list[str]:
     """Return the arguments of ``trainwright`` that check a machine against a stack; [] without a stack.
 
@@ -446,92 +407,3 @@ def dns_label(name: str) -> str:
     """Return the name as a DNS label, short enough that ``-INDEX`` fits into 63 characters."""
     label = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:50].strip("-")
     return label if label and label[0].isalpha() else f"run-{label}".strip("-")
-
-
-_SBATCH_OF_SWEEP = """\
-#!/bin/bash
-# {name}: made by `trainwright launch slurm`. Each array task runs one trial.
-{header}
-
-export TRAINWRIGHT_GRACE_S={grace_s}
-"""
-_SBATCH_OF_SWEEP += (
-    SBATCH_SAVE
-    + """
-{program} --trial "$SLURM_ARRAY_TASK_ID" &
-step=$!
-"""
-)
-_SBATCH_OF_SWEEP += SBATCH_WAIT
-
-
-def slurm_sweep(
-    sweep: Sweep,
-    arguments: Sequence[str],
-    *,
-    at_once: int | None = None,
-    grace_s: int = 120,
-    directives: Sequence[str] = (),
-) -> JobFile:
-    """Return an sbatch script for a job array. ``arguments`` are passed to ``trainwright sweep``.
-
-    Raises UsageError for wrong options and for a budget in USD.
-    """
-    require_grace(grace_s)
-    sweep.require_no_price()
-    limit = f"%{at_once}" if at_once else ""
-    defaults = {
-        "job-name": f"job-name={sweep.name}",
-        "array": f"array=0-{sweep.trials - 1}{limit}",
-        "ntasks": "ntasks=1",
-        "cpus-per-task": f"cpus-per-task={sweep.threads}",
-        **({"gpus-per-task": "gpus-per-task=1"} if _device(sweep) != "cpu" else {}),
-        "signal": f"signal=B:USR1@{grace_s}",
-        "requeue": "requeue",
-        "open-mode": "open-mode=append",
-    }
-    program = [sys.executable, "-m", "trainwright", "sweep", *arguments]
-    text = _SBATCH_OF_SWEEP.format(
-        name=sweep.name,
-        header=sbatch_header(defaults, directives),
-        grace_s=grace_s - SHUTDOWN_MARGIN_S,
-        program=shlex.join(program),
-        stopped=STOPPED_AND_SAVED,
-    )
-    return JobFile(text, "sbatch")
-
-
-def kubernetes_sweep(
-    sweep: Sweep, *, image: str, volume: str, at_once: int | None = None, grace_s: int = 120
-) -> JobFile:
-    """Return a manifest with sweep and recipe as a ConfigMap, and an indexed Job with one pod per trial.
-
-    ``volume`` is the name of the PersistentVolumeClaim for the folder of the sweep. Raises UsageError for a short grace
-    period and for a budget in USD.
-    """
-    require_grace(grace_s)
-    sweep.require_no_price()
-    name = dns_label(sweep.name)
-    inside = replace(sweep, recipe=Path("recipe.yaml"), folder=Path("/runs") / sweep.folder.name)
-    words = [CONTAINER, "sweep", f"/sweep/{SPEC}", "--trial", "$(JOB_COMPLETION_INDEX)"]
-    container = _container(image, words, "sweep", grace_s, int(_device(sweep) != "cpu"))
-    documents = [
-        _config_map(name, {SPEC: inside.to_yaml(), "recipe.yaml": sweep.recipe.read_text("utf-8")}),
-        _indexed_job(
-            name,
-            {"trainwright/sweep": name},
-            {
-                "completions": sweep.trials,
-                "parallelism": min(at_once or sweep.trials, sweep.trials),
-                "backoffLimitPerIndex": MAX_POD_FAILURES,
-                "podFailurePolicy": _failure_policy([USAGE_ERROR]),
-            },
-            _pod(container, "sweep", name, volume, grace_s),
-        ),
-    ]
-    head = f"# {name}: made by `trainwright launch kubernetes`. A pod is one trial of a sweep.\n"
-    return JobFile(head + write_all(documents), "kubectl apply -f")
-
-
-def _device(sweep: Sweep) -> str:
-    return load(sweep.recipe, overrides=sweep.settings, environ={}).recipe.device

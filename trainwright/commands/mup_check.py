@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -227,10 +228,7 @@ def slope(widths: Sequence[int], sizes: Sequence[float]) -> float | None:
     """Return the least-squares slope of log size over log width; None if a size is 0 or not finite."""
     if not all(math.isfinite(size) and size > 0 for size in sizes):
         return None
-    x, y = ([math.log(each) for each in values] for values in (widths, sizes))
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    spread = sum((each - mean_x) ** 2 for each in x)
-    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
+    return statistics.linear_regression([math.log(each) for each in widths], [math.log(each) for each in sizes]).slope
 
 
 def _signed(found: float | None) -> str:

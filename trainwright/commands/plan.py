@@ -16,7 +16,6 @@ from trainwright.plan.explain import human_bytes, human_seconds, memory_in_words
 from trainwright.plan.layout import Option
 from trainwright.plan.make import Note, Plan
 from trainwright.plan.many_ranks import (
-    SUPPORTED_AXES,
     ManyRanks,
     Placement,
     best_of,
@@ -29,10 +28,9 @@ from trainwright.plan.parallel import AXES, in_one_process, solve_layout
 from trainwright.plan.trace.finetuning import MethodForecast, compares_methods, forecast_methods, precision_on
 from trainwright.plan.trace.local_device import named_device
 from trainwright.plan.trace.many_ranks import options_of, survey_ranks
-from trainwright.plan.trace.run_forecast import Forecast, Point, forecast, frontier
+from trainwright.plan.trace.run_forecast import Forecast, forecast
 from trainwright.recipe import Loaded
 from trainwright.recipe.formatting import parse_bytes
-from trainwright.report.chart import Series, line_chart_text
 from trainwright.report.forecast import (
     layout_lines,
     machine_line,
@@ -61,7 +59,6 @@ class ShownPlan:
     """
 
     forecast: Forecast
-    points: tuple[Point, ...]
     planned_s: float
     recipe: str
     measured: Plan | None = None
@@ -77,7 +74,7 @@ class ShownPlan:
         return 0 if self.forecast.written.fits else 3
 
     def lines(self) -> list[str]:
-        """Return the text output: one screen without the frontier."""
+        """Return the text output: one screen."""
         made, device = self.forecast, self.forecast.device
         trained = "" if made.trainable == made.parameters else f", {made.trainable:,} of them trained"
         lines = [
@@ -95,7 +92,7 @@ class ShownPlan:
             *(f"  {note.topic:<13} {note.choice}: {note.why}" for note in made.notes),
         ]
         fine_tuning = [*method_lines(self.methods, device), *price_lines(self.methods, self.devices)]
-        return [*lines, *self._unseen(), *self._frontier(), *fine_tuning, f"planned in {human_seconds(self.planned_s)}"]
+        return [*lines, *self._unseen(), *fine_tuning, f"planned in {human_seconds(self.planned_s)}"]
 
     def _measured(self) -> list[str]:
         """Return the measurements of a dry run on this machine, as before the first step of ``train``, and what is not
@@ -128,7 +125,7 @@ class ShownPlan:
         made = self.forecast
         if not made.choice.fits:
             lines = ["no layout with the same training fits. Changes to the training that help, each alone:"]
-            signs = {"here": "can be done", "elsewhere": "with a package", "devices": "more devices"}
+            signs = {"here": "can be done", "devices": "more devices"}
             return lines + [
                 f"  {signs[remedy.means] if remedy.fits else 'not enough':<14} {remedy.line()}"
                 + "".join(f"\n  {'':<14} --set '{setting}'" for setting in remedy.settings if remedy.fits)
@@ -158,13 +155,6 @@ class ShownPlan:
         margin = human_bytes(FRAGMENTATION_FRACTION * self.forecast.device.memory_bytes)
         return f"; {margin} are left out of what is usable for them" if op == "reserved" else ""
 
-    def _frontier(self) -> list[str]:
-        if not self.points:
-            return []
-        curve = Series("", [p.peak_bytes / 2**30 for p in self.points], [p.step_s for p in self.points])
-        rows = [f"  {human_bytes(p.peak_bytes):>9}  {human_seconds(p.step_s):>7}  {p.what}" for p in self.points]
-        return ["", "memory against time of a step (GiB, s)", *line_chart_text([curve]).splitlines(), *rows]
-
     def to_json(self) -> dict[str, object]:
         """Return the object that ``--json`` prints."""
         made, device = self.forecast, self.forecast.device
@@ -185,7 +175,6 @@ class ShownPlan:
             "unseen": [vars(each) for each in made.trace.unseen],
             "remedies": [{**vars(each), "settings": list(each.settings)} for each in made.remedies],
             "notes": [vars(note) for note in made.notes],
-            "frontier": [vars(point) for point in self.points],
             "methods": [_method(each, device) for each in self.methods],
             "prices": [_price(self.methods, each) for each in self.devices if self.methods],
             "held": dict(made.trace.held),
@@ -311,7 +300,6 @@ def show_plan(
     device: str | None = None,
     memory: str | None = None,
     devices: Path | None = None,
-    with_frontier: bool = False,
 ) -> ShownPlan:
     """Forecast the recipe, or ``parts`` instead of what it names, and show it.
 
@@ -325,7 +313,6 @@ def show_plan(
     require_loss(parts, "plan")
     with all_problems_reported(loaded, parts):
         made = forecast(loaded, target, parts=parts)
-    points: Sequence[Point] = frontier(made, loaded, parts=parts) if with_frontier else ()
     is_here = device is None and memory is None
     measured, why_not = _dry_run(loaded, parts, made) if is_here else (None, "")
     with all_problems_reported(loaded, parts):
@@ -334,7 +321,6 @@ def show_plan(
     others = [target] if target.kind == "cuda" and target.name not in {each.name for each in priced} else []
     return ShownPlan(
         made,
-        tuple(points),
         time.perf_counter() - start,
         recipe,
         measured,
@@ -392,8 +378,7 @@ class RanksPlan:
         if self.best is self.written:
             return ()
         best = self.best
-        axes = {axis: getattr(best.degrees, axis) for axis in SUPPORTED_AXES}
-        found = [f"parallel.{axis}={size}" for axis, size in axes.items() if size > 1]
+        found = [f"parallel.{axis}={size}" for axis in AXES if (size := getattr(best.degrees, axis)) > 1]
         found += [f"batch.size={self.size}", f"batch.micro={best.micro}", "batch.accumulation=null"]
         return (*found, f"model.activation_checkpointing={best.policy}")
 
@@ -493,9 +478,7 @@ def on_ranks(
 
 def runnable(many: ManyRanks, loaded: Loaded, ranks: int) -> list[Placement]:
     """Return every layout on ``ranks`` ranks with which the engine can train the recipe."""
-    degrees = [
-        each for each in layouts_of(ranks, many, SUPPORTED_AXES) if is_trainable(loaded.recipe, each, many.shape)
-    ]
+    degrees = [each for each in layouts_of(ranks, many) if is_trainable(loaded.recipe, each, many.shape)]
     return many.all(degrees, (loaded.recipe.parallel.zero,))
 
 

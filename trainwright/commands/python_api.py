@@ -14,7 +14,6 @@ from typing import Protocol, TypeVar, Unpack
 from torch import nn
 
 from trainwright.checkpoint.rng import RngBag
-from trainwright.commands.batch_size import LargestBatch, find_batch_size
 from trainwright.commands.check.check import check as check_recipe
 from trainwright.commands.check.verdict import Checkup
 from trainwright.commands.lr_range import run_lr_range
@@ -29,7 +28,6 @@ from trainwright.commands.verify.resume import verify_resume as verify_resume_of
 from trainwright.engine.lr_range import LrRange
 from trainwright.errors import UsageError
 from trainwright.monitoring.terminal import Console
-from trainwright.recipe.formatting import parse_bytes
 from trainwright.runs.folder import RunFolder
 from trainwright.training.fit import FitOptions, ModelLike, RunOptions
 from trainwright.training.run import process_settings
@@ -212,42 +210,6 @@ def mup_check(
 
         found = check_widths(build, widths, steps=steps, say=_say(quiet))
         return _printed(draw(found, Path(out)) if out else found, quiet)
-
-
-def batch_size(
-    model: ModelLike,
-    data: object = None,
-    loss: LossLike = None,
-    *,
-    margin: float = 0.1,
-    most: int | None = None,
-    memory: str | None = None,
-    budget_s: float = 120.0,
-    quiet: bool = False,
-    **options: Unpack[FitOptions],
-) -> LargestBatch:
-    """Find the largest micro-batch that trains without running out of memory, as ``trainwright batch-size`` does.
-
-    Args:
-        model: As in ``tw.check``.
-        data: As in ``tw.fit``, but not batched already.
-        loss: As in ``tw.fit``.
-        margin: The fraction of the memory to leave free.
-        most: Maximum samples to try. Default: the size of the dataset.
-        memory: Maximum memory to use: ``"8GiB"``. Default: all that is free.
-        budget_s: Seconds for the search.
-        quiet: Print nothing.
-        **options: The other arguments of ``tw.fit``.
-
-    Returns:
-        The largest size, and all sizes that were tried.
-    """
-    with _without_a_trace():
-        loaded, parts = subject(model, data, loss, options).build(())
-        limit = None if memory is None else parse_bytes(memory)
-        how = {"margin": margin, "budget_s": budget_s}
-        found = find_batch_size(loaded, parts, most=most, memory_bytes=limit, say=_say(quiet), **how)
-        return _printed(found, quiet)
 
 
 def replay(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainwright.errors import MissingExtra, UsageError
+from trainwright.errors import UsageError, import_optional
 
 Split: TypeAlias = Literal["train", "val"]
 NOISE_STD = 0.1
@@ -81,13 +81,8 @@ def digits(split: Split = "train", *, val_share: float = 0.2, augment: bool = Fa
         raise UsageError(f'split must be "train" or "val"; got {split!r}', remedy='try split="train"')
     if not 0 < val_share < 1:
         raise UsageError(f"val_share must be in (0, 1); got {val_share}", remedy="try val_share=0.2")
-    try:
-        from sklearn.datasets import load_digits
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "sklearn":
-            raise  # scikit-learn is installed but broken: its error message is more helpful
-        raise MissingExtra("scikit-learn", needed_for="digits") from None
-    pixels, labels = load_digits(return_X_y=True)
+    datasets = import_optional("sklearn.datasets", needed_for="digits", package="scikit-learn")
+    pixels, labels = datasets.load_digits(return_X_y=True)
     is_val = _validation_part(labels, val_share)
     train = pixels[~is_val]
     images = ((pixels - train.mean()) / train.std()).astype(np.float32).reshape(-1, 1, 8, 8)

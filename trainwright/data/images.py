@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainwright.errors import MissingExtra, UsageError, suggest_file
+from trainwright.errors import UsageError, import_optional, suggest_file
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
@@ -31,10 +31,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, folder: str | Path, *, size: int = 64, grey: bool = False) -> None:
         root = Path(folder).expanduser()
-        try:
-            import PIL.Image  # noqa: F401
-        except ModuleNotFoundError:
-            raise MissingExtra("Pillow", needed_for="a folder of images") from None
+        import_optional("PIL.Image", needed_for="a folder of images", package="Pillow")
         if size < 1:
             raise UsageError(f"size={size} is no number of pixels", remedy="try size=64")
         if not root.is_dir():

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from trainwright.errors import MissingExtra, UsageError, suggest_file
+from trainwright.errors import UsageError, import_optional, suggest_file
 
 Frame: TypeAlias = Any
 """A pandas or polars DataFrame, a pyarrow Table, or a mapping from names to columns."""
@@ -101,15 +101,10 @@ def _read(path: Path) -> Frame:
     except OSError as error:
         remedy = suggest_file(path, "a table")
         raise UsageError(f"cannot read the table {path}: {error.strerror}", remedy=remedy) from None
-    try:
-        from pyarrow import feather, parquet
-    except ModuleNotFoundError:
-        raise MissingExtra("pyarrow", needed_for=f"{path.suffix} files") from None
-    if path.suffix == ".parquet":
-        return parquet.read_table(path)
-    if path.suffix in (".feather", ".arrow"):
-        return feather.read_table(path)
-    raise UsageError(f"{path} is no table that is known", remedy="give a .csv, .parquet, .feather or .arrow file")
+    modules = {".parquet": "pyarrow.parquet", ".feather": "pyarrow.feather", ".arrow": "pyarrow.feather"}
+    if path.suffix not in modules:
+        raise UsageError(f"{path} is no table that is known", remedy="give a .csv, .parquet, .feather or .arrow file")
+    return import_optional(modules[path.suffix], needed_for=f"{path.suffix} files").read_table(path)
 
 
 def _csv(path: Path) -> Mapping[str, list[Any]]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, distributed
-from torch.futures import Future
 
 from trainwright.errors import RankError, text_of
 
@@ -101,35 +99,6 @@ class Solo:
 SOLO = Solo()
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Gradients that are summed together, with the interface of torch's GradBucket for communication hooks."""
-
-    number: int
-    flat: Tensor
-    shapes: Sequence[torch.Size]
-    last: bool
-
-    def index(self) -> int:
-        return self.number
-
-    def buffer(self) -> Tensor:
-        """Return all elements, shape (n,); the hook may write to them."""
-        return self.flat
-
-    def gradients(self) -> list[Tensor]:
-        """Return views of the buffer."""
-        parts = torch.split(self.flat, [shape.numel() for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
-
-    def is_last(self) -> bool:
-        return self.last
-
-
-CommunicationHook: TypeAlias = Callable[[Any], Future[Tensor]]
-"""torch's hooks of DistributedDataParallel, with their state: bucket -> the mean of its buffer over the ranks."""
-
-
 class Ranks:
     """The processes of a torch.distributed group, by default of all, initialized with a CPU backend (gloo).
 
@@ -184,18 +153,6 @@ class Ranks:
             flat = flattened(bucket)
             with raising_rank_error("sum gradients"):
                 distributed.all_reduce(flat, group=self._group)
-            _spread(flat, bucket)
-
-    @torch.no_grad()
-    def sum_by_(self, hook: CommunicationHook, tensors: Sequence[Tensor]) -> None:
-        """Sum as ``sum_`` does, with communication by the hook, which returns the mean of a bucket over the ranks."""
-        buckets = list(buckets_of(tensors))
-        for index, bucket in enumerate(buckets):
-            flat = flattened(bucket)
-            view = Bucket(index, flat, [each.shape for each in bucket], index + 1 == len(buckets))
-            with raising_rank_error("sum compressed gradients"):
-                mean = hook(view).wait()
-            flat.copy_(mean).mul_(self.size)
             _spread(flat, bucket)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Memory of a device: held by this process, still available, and peak."""
+"""Memory of a device: held by this process, and still available."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ctypes
 import functools
 import gc
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,7 +18,6 @@ from trainwright.plan.machine import read_machine
 
 _STATM = Path("/proc/self/statm")
 _STATUS = Path("/proc/self/status")
-_CLEAR = Path("/proc/self/clear_refs")
 _M_MMAP_THRESHOLD, _MIN_MAPPED_BYTES = -3, 32 * 1024  # mallopt(3); setting it stops its automatic growth
 _M_MMAP_MAX, _MAX_MAPPED_BLOCKS = (
     -4,
@@ -29,7 +28,6 @@ _MALLINFO_FIELDS = (
     *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
     *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
 )
-_RESET_PEAK_RSS = "5"  # proc(5): resets VmHWM
 
 
 def held_bytes(device: torch.device) -> int:
@@ -132,40 +130,6 @@ def rlimits() -> dict[str, int]:
 
     soft = {used: resource.getrlimit(kind)[0] for used, kind in kinds.items()}
     return {used: limit for used, limit in soft.items() if limit != resource.RLIM_INFINITY}
-
-
-@contextlib.contextmanager
-def lowered_limits(num_bytes: int) -> Iterator[None]:
-    """Context in which the active limits are lower by ``num_bytes``."""
-    if not (limited := rlimits()):
-        yield
-        return
-    import resource
-
-    before = {kind: resource.getrlimit(kind) for used, kind in _kinds().items() if used in limited}
-    try:
-        for kind, (soft, hard) in before.items():
-            resource.setrlimit(kind, (max(0, soft - num_bytes), hard))
-        yield
-    finally:
-        for kind, limits in before.items():
-            resource.setrlimit(kind, limits)
-
-
-def start_peak(device: torch.device) -> None:
-    """Reset the peak that ``peak_bytes`` returns."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):  # not supported on this system: the peak is that of the full process
-            _CLEAR.write_text(_RESET_PEAK_RSS, "utf-8")
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the peak since ``start_peak``, in bytes; on a GPU that of the allocator, including free blocks."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return _read_status("VmHWM") or held_bytes(device)
 
 
 def _read_status(name: str) -> int | None:

@@ -6,8 +6,6 @@ Accuracy, top-k, errors and perplexity are sums divided by counts, and need no p
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import math
 import warnings
@@ -25,7 +23,7 @@ from trainwright.engine.chunked import IGNORE
 from trainwright.engine.loss import Loss
 from trainwright.engine.metrics import synchronized
 from trainwright.engine.user_log import widest
-from trainwright.errors import MissingExtra, UsageError, require_choice, text_of
+from trainwright.errors import UsageError, import_optional, require_choice, text_of
 
 TASKS = ("binary", "multiclass", "multilabel")
 CUSTOM_METRIC_REMEDY = "or give a function of your own: metrics={'name': lambda outputs, targets: ...}"
@@ -519,7 +517,7 @@ def classification_metric(
     **options: object,
 ) -> NamedMetric:
     """Return a classification metric of ``torchmetrics``; ``options`` are further arguments of its class."""
-    module = _torchmetrics("classification", name)
+    module = _torchmetrics(name).classification
     by_kind = {kind: getattr(module, f"{kind.capitalize()}{CLASSIFICATION[name]}", None) for kind in TASKS}
     is_balanced = name == "balanced_accuracy"
     if is_balanced:  # torchmetrics has it for classes only
@@ -543,7 +541,7 @@ def classification_metric(
 
 def regression_metric(name: str, **options: object) -> NamedMetric:
     """Return a regression metric of ``torchmetrics``; ``options`` are further arguments of its class."""
-    found = getattr(_torchmetrics("regression", name), REGRESSION[name])
+    found = getattr(_torchmetrics(name).regression, REGRESSION[name])
     takes_size = "num_outputs" in inspect.signature(found).parameters
 
     def make(task: Task, device: torch.device) -> Measure:
@@ -553,13 +551,11 @@ def regression_metric(name: str, **options: object) -> NamedMetric:
     return NamedMetric(name, make, is_regression=True)
 
 
-def _torchmetrics(module: str, name: str) -> Any:
-    """Import a module of ``torchmetrics``. Raises MissingExtra if it is not installed."""
-    if importlib.util.find_spec("torchmetrics") is None:
-        raise MissingExtra("torchmetrics", needed_for=f"the metric {name!r}")
+def _torchmetrics(name: str) -> Any:
+    """Import ``torchmetrics`` for a metric. Raises MissingExtra if it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return importlib.import_module(f"torchmetrics.{module}")
+        return import_optional("torchmetrics", needed_for=f"the metric {name!r}")
 
 
 def _made(found: Any, options: Mapping[str, Any]) -> Any:

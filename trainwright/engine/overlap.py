@@ -2,7 +2,7 @@
 
 As in torch's DistributedDataParallel, hooks that run after the accumulation of each gradient fill buckets, and complete
 buckets are all-reduced asynchronously. The weights of the ranks are exchanged before the backward pass, when the last
-loss is known. Therefore the sums equal those of ``sum_whole`` after the pass.
+loss is known. Therefore the sums equal those of ``World.sum_`` after the pass.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.loss import Batch, Loss
-from trainwright.errors import MissingExtra, UsageError
+from trainwright.errors import UsageError, import_optional
 
 MIN_ADVANTAGE_STD = 1e-6
 """Advantages with a smaller standard deviation are divided by this instead."""
@@ -61,12 +61,7 @@ class EpisodePlayer:
     """
 
     def __init__(self, env: str) -> None:
-        try:
-            import gymnasium
-        except ModuleNotFoundError as error:
-            if error.name != "gymnasium":
-                raise
-            raise MissingExtra("gymnasium", needed_for="episodes") from None
+        gymnasium = import_optional("gymnasium", needed_for="episodes")
         self.env = env
         self._make: Callable[[], Any] = lambda: gymnasium.make(env, disable_env_checker=True)
         try:

@@ -29,7 +29,7 @@ from trainwright.engine.metrics import OutputKeeper
 from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
 from trainwright.engine.overlap import OtherRankFailed, OverlappedSum
 from trainwright.engine.precision import FP32, Precision
-from trainwright.engine.rank_layout import ONE_RANK_LAYOUT, RankLayout, sum_whole
+from trainwright.engine.rank_layout import ONE_RANK_LAYOUT, RankLayout
 from trainwright.engine.rank_sums import (
     Counted,
     combine,
@@ -160,7 +160,7 @@ def make_step(
     stream = ranks.stream
     sharded = ShardedPasses(world, ranks.zero, witness, ranks.norms)
     loss_fn = as_loss_fn(loss) if keeper is None else keeper.around(as_loss_fn(loss))
-    overlap = OverlappedSum(world) if isinstance(world, Ranks) and ranks.sum_gradients is sum_whole else None
+    overlap = OverlappedSum(world) if isinstance(world, Ranks) else None
     parts = _Parts(loss_fn, precision, clip, probes, ranks, seed, sharded, witness, keeper, overlap)
     recovery = Recovery(lambda state: clear_grads(state.optimizer), world, witness)
     update = Update(recovery, witness)
@@ -406,7 +406,7 @@ def _finish(state: TrainState, done: Accumulated, parts: _Parts, *, is_summed: b
     if grads and not is_summed and (state.scaler.scale is not None or done.correction is not None):
         _unscale(state, locals_of(grads), done, witness)
     if is_to_sum:
-        ranks.sum_gradients(world, state, locals_of(grads), done.weight)
+        world.sum_(locals_of(grads))
     probed = {name: value for probe in parts.probes for name, value in probe(state).items()}
     grad_norm = global_norm(grads) if grads else _zero_norm(state.optimizer)
     if ranks.stages is not None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from difflib import get_close_matches
-from typing import Any
 
 from torch import nn
 
-from trainwright.errors import MissingExtra, UsageError
+from trainwright.errors import UsageError, import_optional
 
 
 def timm_model(*, architecture: str, classes: int, **options: object) -> nn.Module:
@@ -22,7 +20,7 @@ def timm_model(*, architecture: str, classes: int, **options: object) -> nn.Modu
 
     Raises UsageError for an unknown name or option, MissingExtra without timm.
     """
-    timm = _library("timm")
+    timm = import_optional("timm", needed_for="this model")
     _require_known("timm", architecture, timm.list_models())
     return _made("timm", architecture, timm.create_model, {"num_classes": classes, "pretrained": False, **options})
 
@@ -37,19 +35,9 @@ def torchvision_model(*, architecture: str, classes: int, **options: object) -> 
 
     Raises UsageError for an unknown name or option, MissingExtra without torchvision.
     """
-    models = _library("torchvision.models")
+    models = import_optional("torchvision.models", needed_for="this model")
     _require_known("torchvision", architecture, models.list_models())
     return _made("torchvision", architecture, models.get_model, {"num_classes": classes, "weights": None, **options})
-
-
-def _library(module: str) -> Any:
-    package = module.partition(".")[0]
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != package:
-            raise  # the library is installed but broken: its error message is more helpful
-        raise MissingExtra(package, needed_for="this model") from None
 
 
 def _require_known(library: str, architecture: str, names: list[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainwright.errors import MissingExtra, UsageError
+from trainwright.errors import UsageError, import_optional
 from trainwright.models.options import require_dropout
 from trainwright.models.pretrained import output_layer, pretrained_of
 
@@ -25,17 +25,6 @@ _ADAPTER = re.compile(r"(?P<layer>.+)\.(?P<part>lora_\w+)\.(?P<adapter>[^.]+)(?P
 _SAVED_MODULE = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
 _PEFT_PREFIX = "base_model.model."
 """The prefix of the base model's names in a ``PeftModel``."""
-
-
-def require_peft(needed_for: str) -> Any:
-    """Return the module ``peft``. Raises MissingExtra if it is not installed."""
-    try:
-        import peft
-    except ModuleNotFoundError as error:
-        if error.name != "peft":
-            raise  # PEFT is installed but broken: its error message is more helpful
-        raise MissingExtra("peft", needed_for=needed_for) from None
-    return peft
 
 
 def lora_config(
@@ -50,7 +39,7 @@ def lora_config(
     **more: object,
 ) -> Any:
     """Return PEFT's configuration of adapters on the linear layers ``targets``."""
-    return require_peft("model.lora").LoraConfig(
+    return import_optional("peft", needed_for="model.lora").LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
@@ -98,7 +87,7 @@ def add_lora(
         UsageError: A target matches nothing.
         MissingExtra: PEFT is not installed.
     """
-    peft = require_peft("add_lora")
+    peft = import_optional("peft", needed_for="add_lora")
     if rank < 1 or alpha <= 0:
         raise UsageError(f"rank={rank} and alpha={alpha} must be positive", remedy="try rank=8, alpha=16")
     require_dropout(dropout)
@@ -184,7 +173,7 @@ def _merge(
     layer: str, plain: Mapping[str, Any], parts: Mapping[str, Tensor], config: Mapping[str, Any], transposed: bool
 ) -> dict[str, Tensor]:
     """Return weight and bias of one layer after PEFT's own merge of its adapter."""
-    peft = require_peft("merging adapters")
+    peft = import_optional("peft", needed_for="merging adapters")
     base = {name: plain[f"{layer}.{name}"] for name in ("weight", "bias") if f"{layer}.{name}" in plain}
     weight = base["weight"]
     if weight.dim() != 2 or not {"lora_A.weight", "lora_embedding_A"} & parts.keys():
@@ -265,7 +254,7 @@ def save_adapter(
     Raises:
         UsageError: The adapters do not apply to the unchanged base model.
     """
-    peft = require_peft("--adapter")
+    peft = import_optional("peft", needed_for="--adapter")
     if str(config.get("init_lora_weights")).startswith(("pissa", "olora", "corda", "loftq")):
         raise UsageError(
             f"the adapters began as {config['init_lora_weights']}, which changed the base model, so they do not fit it",

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.errors import MissingExtra, StorageError, UsageError, require_choice, suggest, suggest_file, text_of
+from trainwright.errors import StorageError, UsageError, import_optional, require_choice, suggest, suggest_file, text_of
 
 DTYPES: Mapping[str, torch.dtype | None] = {
     "fp32": torch.float32,
@@ -78,13 +78,7 @@ def pretrained_of(model: nn.Module) -> Pretrained | None:
 
 def require_transformers(needed_for: str) -> Any:
     """Return the module ``transformers``. Raises MissingExtra if it is not installed."""
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise  # transformers is installed but broken: its error message is more helpful
-        raise MissingExtra("transformers", needed_for=needed_for) from None
-    return transformers
+    return import_optional("transformers", needed_for=needed_for)
 
 
 def find_folder(
@@ -140,13 +134,9 @@ def find_folder(
 
 
 def _hub() -> Any:
-    try:
-        import huggingface_hub
-        import huggingface_hub.errors
-    except ModuleNotFoundError as error:
-        if error.name != "huggingface_hub":
-            raise
-        raise MissingExtra("transformers", needed_for="a model by name") from None
+    import_optional("huggingface_hub.errors", needed_for="a model by name", package="transformers")
+    import huggingface_hub
+
     return huggingface_hub
 
 

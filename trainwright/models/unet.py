@@ -1,7 +1,6 @@
-"""U-Nets, https://arxiv.org/abs/1505.04597, with padded convolutions and GroupNorm: for segmentation and diffusion.
+"""U-Nets, https://arxiv.org/abs/1505.04597, with padded convolutions and GroupNorm: for segmentation.
 
-Shapes: B batch, C channels, H and W image sides, K outputs per pixel, O channels out, E width of
-the embedding of a time step.
+Shapes: B batch, C channels, H and W image sides, K outputs per pixel, O channels out.
 """
 
 from __future__ import annotations
@@ -18,47 +17,38 @@ from trainwright.models.options import require_counts
 
 MAX_GROUPS = 8
 """Maximum number of groups of each GroupNorm; fewer if they do not divide the channels."""
-MAX_PERIOD = 10_000.0
-"""Longest period of the sines and cosines that embed a time step, as in https://arxiv.org/abs/1706.03762."""
 
 
 @dataclass(frozen=True)
 class UNetConfig:
-    """The options of ``unet``; with ``timed`` the forward pass takes a time step for each image."""
+    """The options of ``unet``."""
 
     classes: int
     channels: int = 3
     width: int = 64
     depth: int = 4
-    timed: bool = False
 
     def __post_init__(self) -> None:
         require_counts(self, dict.fromkeys(("classes", "channels", "width", "depth"), 1))
 
 
 class TwoConvs(nn.Module):
-    """x_BCHW -> out_BOHW: two 3x3 convolutions, each with GroupNorm and SiLU.
+    """x_BCHW -> out_BOHW: two 3x3 convolutions, each with GroupNorm and SiLU."""
 
-    The embedding of a time step (B, E) is projected and added between the two.
-    """
-
-    def __init__(self, channels_in: int, channels_out: int, time_width: int) -> None:
+    def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False)
         self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
         groups = math.gcd(MAX_GROUPS, channels_out)
         self.norm1, self.norm2 = (nn.GroupNorm(groups, channels_out) for _ in range(2))
-        self.time = nn.Linear(time_width, channels_out) if time_width else None
 
-    def forward(self, x_BCHW: Tensor, time_BE: Tensor | None = None) -> Tensor:
+    def forward(self, x_BCHW: Tensor) -> Tensor:
         x_BCHW = F.silu(self.norm1(self.conv1(x_BCHW)))
-        if self.time is not None and time_BE is not None:
-            x_BCHW = x_BCHW + self.time(time_BE)[:, :, None, None]
         return F.silu(self.norm2(self.conv2(x_BCHW)))
 
 
 class UNet(nn.Module):
-    """x_BCHW -> out_BKHW, with the time steps ``time_B`` if ``timed`` is set.
+    """x_BCHW -> out_BKHW.
 
     ``blocks``, the list that activation checkpointing and sharding wrap, has ``depth`` blocks down, one at the bottom,
     and ``depth`` blocks up.
@@ -68,41 +58,29 @@ class UNet(nn.Module):
         super().__init__()
         self.options = options
         widths = [options.width * 2**level for level in range(options.depth + 1)]
-        time_width = 4 * options.width if options.timed else 0
         down = [(before, after) for before, after in zip([options.channels, *widths], widths)]
         up = [(2 * width, width) for width in reversed(widths[:-1])]
-        self.blocks = nn.ModuleList(TwoConvs(before, after, time_width) for before, after in (*down, *up))
+        self.blocks = nn.ModuleList(TwoConvs(before, after) for before, after in (*down, *up))
         self.upsample = nn.ModuleList(nn.ConvTranspose2d(before, after, 2, stride=2) for before, after in up)
         self.head = nn.Conv2d(options.width, options.classes, 1)
-        self.time = nn.Linear(2 * options.width, time_width) if options.timed else None
 
-    def forward(self, x_BCHW: Tensor, time_B: Tensor | None = None) -> Tensor:
+    def forward(self, x_BCHW: Tensor) -> Tensor:
         depth = self.options.depth
         if any(side % 2**depth for side in x_BCHW.shape[-2:]):
             raise UsageError(
                 f"images of {' x '.join(map(str, x_BCHW.shape[-2:]))} pixels cannot be halved {depth} times",
                 remedy=f"pad them to a multiple of {2**depth}, or take a smaller depth",
             )
-        time_BE = None
-        if self.time is not None and time_B is not None:
-            time_BE = F.silu(self.time(time_embedding(time_B, 2 * self.options.width)))
         skips = []
         for block in self.blocks[:depth]:
-            x_BCHW = block(x_BCHW, time_BE)
+            x_BCHW = block(x_BCHW)
             skips.append(x_BCHW)
             x_BCHW = F.max_pool2d(x_BCHW, 2)
-        x_BCHW = self.blocks[depth](x_BCHW, time_BE)
+        x_BCHW = self.blocks[depth](x_BCHW)
         for upsample, block in zip(self.upsample, self.blocks[depth + 1 :]):
-            x_BCHW = block(torch.cat([skips.pop(), upsample(x_BCHW)], dim=1), time_BE)
+            x_BCHW = block(torch.cat([skips.pop(), upsample(x_BCHW)], dim=1))
         out_BKHW: Tensor = self.head(x_BCHW)
         return out_BKHW
-
-
-def time_embedding(time_B: Tensor, width: int) -> Tensor:
-    """Return the sines, then the cosines (B, width) of time steps, with periods in a geometric series."""
-    powers = torch.arange(width // 2, dtype=torch.float32, device=time_B.device) / (width // 2)
-    angle = time_B.float()[:, None] * MAX_PERIOD**-powers
-    return torch.cat([angle.sin(), angle.cos()], dim=1)
 
 
 def unet(*, classes: int, channels: int = 3, width: int = 64, depth: int = 4) -> UNet:

@@ -232,7 +232,9 @@ class LayerStats(HookedStats):
         layers = torch.stack([part.sum(1) for part in torch.split(squares, self._counts, dim=1)])
         norms, ratios = layers[:, 0].sqrt(), (layers[:, 1] / layers[:, 2]).sqrt()
         known = torch.stack(self._rows(ratios.device))
-        self._copy.start(torch.cat([norms, ratios, *_moments(known), histogram(known).flatten()]))
+        self._copy.start(
+            torch.cat([norms, ratios, known.mean(1), known.std(1), known.abs().amax(1), histogram(known).flatten()])
+        )
         self._sampled = {}
 
     def _rows(self, device: torch.device) -> list[Tensor]:
@@ -270,10 +272,6 @@ def _dense(parameter: nn.Parameter) -> Tensor:
         return torch.zeros((), device=parameter.device)
     grad = local(parameter.grad)
     return grad.coalesce().values() if grad.is_sparse else grad
-
-
-def _moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return rows.mean(1), rows.std(1), rows.abs().amax(1)
 
 
 def histogram(rows: Tensor, low: int = LOWEST_EXPONENT, bins: int = NUM_BINS) -> Tensor:

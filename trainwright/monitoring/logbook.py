@@ -32,7 +32,6 @@ from trainwright.runs.writer import LogWriter
 if TYPE_CHECKING:
     import torch
 
-    from trainwright.checkpoint.train_state import TrainState
     from trainwright.engine.step import StepResult
 
 

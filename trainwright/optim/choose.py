@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.optimizer_modes import with_modes
 from trainwright.checkpoint.shards import holds_parts, is_divided
-from trainwright.errors import MissingExtra, Problem, UsageError, require_choice, unknown_args
+from trainwright.errors import Problem, UsageError, import_optional, require_choice, unknown_args
 from trainwright.optim.groups import GroupRule, GroupSettings, fan_in_ratios, param_groups
 from trainwright.optim.offload import offloaded
 from trainwright.optim.user_optimizers import (
@@ -107,12 +107,8 @@ def make_optimizer(
 
 def _of_package(alias: str) -> Factory:
     """Return the class of pytorch_optimizer for a short name. Raises MissingExtra if it is not installed."""
-    try:
-        return import_factory(OPTIMIZER_ALIASES[alias].factory)
-    except ModuleNotFoundError as error:
-        if error.name != "pytorch_optimizer":
-            raise
-        raise MissingExtra("pytorch_optimizer", needed_for=f"the optimizer {alias}") from None
+    import_optional("pytorch_optimizer", needed_for=f"the optimizer {alias}")
+    return import_factory(OPTIMIZER_ALIASES[alias].factory)
 
 
 def _require_decay(optimizer: Optimizer, shared: GroupSettings) -> None:

@@ -92,7 +92,7 @@ def param_groups(
     groups: dict[tuple[float | None, float | None, Role, object], Group] = {}
     for parameter in trainable:
         role = role_of(parameter) if role_of else default
-        rule = _first_match(rules, names[parameter])
+        rule = next((each for each in rules if matches(each.match, names[parameter])), GroupRule("*"))
         decays = decay_norms_and_biases or (parameter.ndim >= 2 and id(parameter) not in normed)
         its_decay = weight_decay if decays else 0.0
         if rule.weight_decay is not None:
@@ -116,10 +116,6 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return names
-
-
-def _first_match(rules: Sequence[GroupRule], names: Sequence[str]) -> GroupRule:
-    return next((rule for rule in rules if matches(rule.match, names)), GroupRule("*"))
 
 
 def matches(pattern: str, names: Sequence[str]) -> bool:

@@ -45,7 +45,8 @@ def preflight(plan: Plan, now_s: float) -> list[str]:
         step = step_in_words(predicted.step_s, predicted.wait_s)
         lines.append(f"time        {step}{_steps_in_time(plan)}: {STEP_TIME_SCOPE}")
     if predicted.ends_in_s is not None:
-        lines.append(f"end         {_end_by_the_clock(predicted.ends_in_s, now_s)}")
+        left_s = predicted.ends_in_s
+        lines.append(f"end         {time_of_day(now_s + left_s, now_s)}, in {human_seconds(left_s)}")
     elif predicted.seconds:
         lines.append(f"end         {_end(predicted.seconds, now_s)}")
     if predicted.initial_loss is not None:
@@ -102,10 +103,6 @@ def describe_corrected_end(step_s: float, predicted_s: float, left_s: float, now
     """Return the line that corrects the predicted end after the real step time is known."""
     end = f"ends about {time_of_day(now_s + left_s, now_s)}, in {human_seconds(left_s)}"
     return f"a step takes {human_seconds(step_s)} ({human_seconds(predicted_s)} predicted): {end}"
-
-
-def _end_by_the_clock(left_s: float, now_s: float) -> str:
-    return f"{time_of_day(now_s + left_s, now_s)}, in {human_seconds(left_s)}"
 
 
 def time_of_day(then_s: float, now_s: float) -> str:

@@ -19,17 +19,14 @@ from trainwright.plan.parallel import AXES, Degrees, solve_layout
 from trainwright.plan.roofline import StepTime, scaled_time
 from trainwright.plan.scale import PASSES, Scaled
 from trainwright.plan.splits import ModelShape, require_fitting
-from trainwright.plan.traffic import NO_COMPRESSION, Activations, Compression, StepTraffic, Traffic
+from trainwright.plan.traffic import Activations, StepTraffic, Traffic
 from trainwright.plan.units import Weights, Zero, shard_layout
 from trainwright.recipe import Recipe
-from trainwright.recipe.schema import Parallel
 
 MAX_MICRO_SIZES = 8
 MAX_PIPELINE_STAGES = 16
 DIVIDED_POLICIES = ("none", "block")
 """Activation checkpointing policies that work with tensor and pipeline parallelism."""
-SUPPORTED_AXES = tuple(axis for axis in AXES if axis in Parallel.model_fields)
-"""The axes that the engine of this version supports."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,6 @@ class ManyRanks:
     precision: str
     shape: ModelShape
     parts: Mapping[tuple[int, int], RankModel] = field(default_factory=dict)
-    compress: Compression = NO_COMPRESSION
     _grown: dict[tuple[int, int, str], Scaled] = field(default_factory=dict)
     _sharded: dict[tuple[int, int, int, int, str], Scaled] = field(default_factory=dict)
 
@@ -136,7 +132,7 @@ class ManyRanks:
         kept = _kept_per_micro_batch(scaled, micro) if stages > 1 else 0
         by_stage = tuple(peak + (min(accumulation, stages - stage) - 1) * kept for stage in range(stages))
         time = scaled_time(scaled, micro, accumulation, self.device, self.precision)
-        step = StepTraffic(degrees, zero, weights, model.activations[policy], micro, accumulation, self.compress)
+        step = StepTraffic(degrees, zero, weights, model.activations[policy], micro, accumulation)
         traffic = step.traffic(self.device.node, overlaps=self.device.kind == "cuda")
         exposed = exposed_s(traffic, time, accumulation)
         passes = time.step_s - time.by_phase.get("update", 0.0)
@@ -225,18 +221,15 @@ def exposed_s(traffic: Sequence[Traffic], time: StepTime, accumulation: int) -> 
     return total
 
 
-def layouts_of(ranks: int, many: ManyRanks, axes: Sequence[str]) -> list[Degrees]:
-    """Return all degrees on these axes whose product is ``ranks``.
-
-    Ranks without samples only if nothing else exists.
-    """
-    found = [*_degrees(ranks, many.models, axes), *_in_parts(ranks, many.parts, axes)]
+def layouts_of(ranks: int, many: ManyRanks) -> list[Degrees]:
+    """Return all degrees whose product is ``ranks``. Ranks without samples only if nothing else exists."""
+    found = [*_degrees(ranks, many.models), *_in_parts(ranks, many.parts)]
     return [each for each in found if each.data <= many.size] or found
 
 
 def is_trainable(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> bool:
-    """Return True if the engine of this version can train the recipe in this layout, whatever layout the recipe has."""
-    ask = recipe.parallel.model_copy(update={axis: getattr(degrees, axis) for axis in SUPPORTED_AXES})
+    """Return True if the engine can train the recipe in this layout, whatever layout the recipe has."""
+    ask = recipe.parallel.model_copy(update={axis: getattr(degrees, axis) for axis in AXES})
     model = recipe.model.model_copy(update={"activation_checkpointing": "none"})
     variant = recipe.model_copy(update={"parallel": ask, "model": model})
     try:
@@ -244,14 +237,12 @@ def is_trainable(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> bool:
         require_fitting(variant, degrees, shape)
     except RecipeError:
         return False
-    return all(getattr(degrees, axis) == 1 for axis in AXES if axis not in SUPPORTED_AXES)
+    return True
 
 
-def _degrees(ranks: int, models: Mapping[int, RankModel], axes: Sequence[str]) -> Iterator[Degrees]:
+def _degrees(ranks: int, models: Mapping[int, RankModel]) -> Iterator[Degrees]:
     for tensor, model in models.items():
-        if tensor > 1 and "tensor" not in axes:
-            continue
-        for pipeline in _divisors(model.layers or 1) if "pipeline" in axes else [1]:
+        for pipeline in _divisors(model.layers or 1):
             if (
                 ranks % (tensor * pipeline)
                 or pipeline > MAX_PIPELINE_STAGES
@@ -260,14 +251,14 @@ def _degrees(ranks: int, models: Mapping[int, RankModel], axes: Sequence[str]) -
                 continue
             data = ranks // (tensor * pipeline)
             shards = _divisors(data) if pipeline == 1 else sorted({1, data})
-            for shard in shards if "shard" in axes else [1]:
+            for shard in shards:
                 yield Degrees(replicate=data // shard, shard=shard, tensor=tensor, pipeline=pipeline)
 
 
-def _in_parts(ranks: int, parts: Iterable[tuple[int, int]], axes: Sequence[str]) -> Iterator[Degrees]:
+def _in_parts(ranks: int, parts: Iterable[tuple[int, int]]) -> Iterator[Degrees]:
     """Yield degrees with parts of sequences. They have copies, but no shards or stages."""
     for tensor, context in parts:
-        if "context" in axes and ranks % (tensor * context) == 0:
+        if ranks % (tensor * context) == 0:
             yield Degrees(replicate=ranks // (tensor * context), tensor=tensor, context=context)
 
 

@@ -114,8 +114,7 @@ def solve_degrees(ask: Parallel, ranks: int) -> Degrees:
 
 def in_one_process(loaded: Loaded) -> Loaded:
     """Return the recipe as one process trains it, whatever its layout is."""
-    axes = {axis: 1 for axis in AXES if axis in Parallel.model_fields}
-    parallel = loaded.recipe.parallel.model_copy(update={**axes, "replicate": "auto"})
+    parallel = loaded.recipe.parallel.model_copy(update={**dict.fromkeys(AXES, 1), "replicate": "auto"})
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"parallel": parallel}))
 
 
@@ -125,8 +124,6 @@ def solve_layout(recipe: Recipe, ranks: int) -> Degrees:
     problems = list(_of_sharding(recipe)) if degrees.shard > 1 else []
     if recipe.parallel.sync_batchnorm and ranks > 1:
         problems += _of_sync_batchnorm(recipe, degrees)
-    if recipe.parallel.compress != "none" and ranks > 1:
-        problems += _of_compression(recipe, degrees)
     if problems:
         raise RecipeError(problems)
     return degrees
@@ -168,17 +165,3 @@ def _of_sync_batchnorm(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
         if getattr(degrees, axis) > 1:
             rule = f"was not shown to work with parallel.{axis}"
             yield Problem(path, rule, got="true", remedy="use parallel.replicate or parallel.shard, or GroupNorm")
-
-
-def _of_compression(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
-    """Yield settings that do not work with compressed gradients."""
-    path, got = "parallel.compress", recipe.parallel.compress
-    if recipe.parallel.exact:
-        rule = "cannot be used with parallel.exact: what is sent depends on the number of ranks"
-        yield Problem(path, rule, got=got, remedy="leave one of the two out")
-    if degrees.ranks > degrees.replicate:
-        rule = f"is for copies of the model, and {degrees} divides it: torch sums the gradients of its parts itself"
-        yield Problem(path, rule, got=got, remedy="leave it out, or write parallel.replicate alone")
-    if got == "powersgd" and recipe.spikes.policy not in ("warn", "off"):
-        rule = f"does not go with spikes.policy: {recipe.spikes.policy}: what it leaves out comes later"
-        yield Problem(path, rule, got=got, remedy="write spikes.policy: warn, or parallel.compress: bf16")

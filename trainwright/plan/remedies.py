@@ -15,8 +15,8 @@ from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.layout import Offload
 
-Means = Literal["here", "elsewhere", "devices"]
-"""here: built-in; elsewhere: by another package through the recipe, untested; devices: on several devices."""
+Means = Literal["here", "devices"]
+"""here: on this device; devices: on several devices."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ def remedies(held: PeakMemory, device: Device) -> tuple[Remedy, ...]:
     """Return all changes that save memory: those that fit first, and among these the built-in ones."""
     found = [*_optimizers(held, device), *_lora(held, device), *_eight_bit(held, device)]
     found += [*_offload(held, device), *_sharding(held, device)]
-    order: dict[Means, int] = {"here": 0, "elsewhere": 1, "devices": 2}
-    return tuple(sorted(found, key=lambda remedy: (not remedy.fits, order[remedy.means])))
+    return tuple(sorted(found, key=lambda remedy: (not remedy.fits, remedy.means == "devices")))
 
 
 def _make(device: Device, name: str, means: Means, settings: tuple[str, ...], peak_bytes: int, why: str) -> Remedy:
@@ -96,9 +95,10 @@ def _eight_bit(held: PeakMemory, device: Device) -> list[Remedy]:
     moments = held.kinds.get("optimizer", 0)
     if held.optimizer not in ("adam", "adamw") or not moments:
         return []
-    why = "blockwise 8-bit moments (arXiv:2110.02861) by the package bitsandbytes, which Trainwright does not test"
-    settings = ("optimizer.use=bitsandbytes.optim:AdamW8bit",)
-    return [_make(device, "8-bit moments", "elsewhere", settings, held.peak_bytes - moments * 3 // 4, why)]
+    why = "AdamW with blockwise 8-bit moments (arXiv:2110.02861), by torchao"
+    return [
+        _make(device, "8-bit moments", "here", ("optimizer.use=adamw8bit",), held.peak_bytes - moments * 3 // 4, why)
+    ]
 
 
 def _offload(held: PeakMemory, device: Device) -> list[Remedy]:

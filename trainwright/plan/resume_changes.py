@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 from trainwright.errors import UsageError, suggest
 from trainwright.plan.batch import solve_batch
 from trainwright.recipe import Duration, optimizer_row
+from trainwright.recipe.load import FORMER_DEFAULTS
 from trainwright.recipe.outline import field_at
 from trainwright.recipe.yaml_core import core_tag
 
@@ -167,7 +168,6 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     **dict.fromkeys((f"model.swa.{key}" for key in ("start", "every", "lr", "anneal", "anneal_by")), _swa),
     "model.swa.norm_batches": ("safe", "BatchNorm statistics of the average come from other batches"),
     "model.lora": ("maths", "the adapters compute something else, though the weights fit them"),
-    "model.qat": ("maths", "the forward pass rounds differently; weights and moments are kept"),
     "data.train": ("maths", "it may be other data, so the next epoch begins at once"),
     "data.val": VALIDATION,
     "data.more_val": VALIDATION,
@@ -199,9 +199,6 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "parallel.stages": ("safe", "the same layers on other ranks: last bits; dropout draws other numbers"),
     "parallel.plan": ("safe", "the same layers, divided in another way: last bits"),
     "parallel.sync_batchnorm": ("maths", "BatchNorm has the statistics of other samples"),
-    "parallel.compress": ("maths", "gradients are rounded in another way, and what PowerSGD has left out is dropped"),
-    "parallel.compress_rank": ("maths", "the factors of PowerSGD have another width, and start again"),
-    "parallel.compress_after": ("maths", "gradients are compressed in other steps"),
     "parallel.exact": ("safe", "the same samples make a step, summed in another order: last bits"),
     "parallel.timeout": ("safe", "it changes no result"),
     "optimizer.use": ("fatal", f"the moments of one optimizer mean nothing to another: put it back, or {EXPORT}"),
@@ -355,10 +352,10 @@ def _is_list_of_mappings(value: object) -> TypeGuard[list[Mapping[str, RecipeVal
 
 
 def _default(path: str) -> RecipeValue:
-    """Return the default of a path in the schema, or ``_ABSENT`` if it has none."""
+    """Return the default of a path in this schema or in earlier ones, or ``_ABSENT`` if it has none."""
     field = field_at(path.split("."))
     if field is None or field.is_required():
-        return _ABSENT
+        return FORMER_DEFAULTS.get(path, _ABSENT)
     adapter: TypeAdapter[object] = TypeAdapter(field.rebuild_annotation())
     return adapter.dump_python(field.get_default(call_default_factory=True, validated_data={}), mode="json")
 

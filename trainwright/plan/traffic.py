@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from trainwright.plan.devices import ClusterNode, Collective, group_of, seconds
 from trainwright.plan.parallel import Degrees
-from trainwright.plan.units import Unit, Weight, Weights, Zero
+from trainwright.plan.units import Unit, Weights, Zero
 
 
 @dataclass(frozen=True)
@@ -71,28 +71,6 @@ class Activations:
     context_again: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Compression:
-    """The gradient compression of ``parallel.compress``. ``columns`` is the rank of PowerSGD, after its warm-up."""
-
-    kind: str = "none"
-    columns: int = 0
-
-    def sent(self, weight: Weight) -> int:
-        """Return the bytes sent for the gradient of a weight."""
-        rows = weight.rows
-        columns = weight.columns
-        whole = weight.whole_bytes(1)
-        if self.kind == "bf16":
-            return 2 * rows * columns
-        factors = (rows + columns) * self.columns
-        worth = self.kind == "powersgd" and MIN_COMPRESSION_RATIO * factors < rows * columns
-        return factors * weight.item_bytes if worth else whole
-
-
-NO_COMPRESSION = Compression()
-MIN_COMPRESSION_RATIO = 2
-"""PowerSGD's hook compresses a matrix only if that reduces its size by this factor."""
 BUCKET_BYTES = 25 * 2**20
 """Bytes of one bucket when gradients are summed after the last backward pass; the engine's buckets are the same."""
 
@@ -102,7 +80,7 @@ class StepTraffic:
     """The inputs that decide the traffic of a step.
 
     ``weights`` are those of one rank's stage and tensor part, before sharding. A step has ``accumulation``
-    micro-batches of ``micro`` samples. ``compress`` is the compression of gradients between copies.
+    micro-batches of ``micro`` samples.
     """
 
     degrees: Degrees
@@ -111,7 +89,6 @@ class StepTraffic:
     activations: Activations
     micro: int
     accumulation: int
-    compress: Compression = NO_COMPRESSION
 
     def traffic(self, node: ClusterNode, *, overlaps: bool) -> tuple[Traffic, ...]:
         """Return all exchanges of a rank in one step. ``overlaps``: the device computes while it exchanges."""
@@ -153,9 +130,8 @@ class StepTraffic:
                 whole = unit.whole_bytes(degrees.shard, trained=True) // degrees.shard * unit.times
                 yield "replicate", "all-reduce", "gradients", "backward", unit.times, whole, True
             return
-        whole, units = self.weights.whole_bytes(trained=True), self.weights.units
-        sent = sum(self.compress.sent(each) * unit.times for unit in units for each in unit.weights if each.trained)
-        yield "replicate", "all-reduce", "gradients", "end", -(-whole // BUCKET_BYTES), sent, False
+        whole = self.weights.whole_bytes(trained=True)
+        yield "replicate", "all-reduce", "gradients", "end", -(-whole // BUCKET_BYTES), whole, False
 
     def _tensor(self) -> Iterator[_Row]:
         if self.degrees.tensor == 1:

@@ -287,7 +287,8 @@ def _advice(facts: ProfileFacts, device: Device, bound: Bound, named: set[str]) 
         yield Advice("accumulate micro-batches, or exchange over a faster link", "exchanges take a part of each step")
     if facts.syncs:
         one = facts.syncs[0]
-        yield Advice(f"leave out the host sync at {one.site}, or do it less often", f"{one.op} {_per_step(one.calls)}")
+        often = "in each step" if one.calls == 1 else f"{one.calls} times a step"
+        yield Advice(f"leave out the host sync at {one.site}, or do it less often", f"{one.op} {often}")
     if facts.fused is False and facts.share("update") >= MIN_REPORTED_FRACTION:
         yield Advice(
             "a fused optimizer", f"the update takes {facts.share('update'):.0%}", ("optimizer.args.fused=true",)
@@ -323,7 +324,3 @@ def _of_precision(facts: ProfileFacts, device: Device, bound: Bound) -> Iterator
         yield Advice("bf16", why, ("precision=bf16",), changes="the rounding of the passes")
     if full and facts.precision == "fp32" and device.flops.get("tf32", 0.0) >= MIN_BF16_RATIO * device.flops["fp32"]:
         yield Advice("tf32", "matrix products on tensor cores", ("precision=tf32",), changes="the rounding of products")
-
-
-def _per_step(calls: int) -> str:
-    return "in each step" if calls == 1 else f"{calls} times a step"

@@ -87,8 +87,6 @@ MODELS = _by_name(
     Row("vit-published", "trainwright.models.vit:vit_published", "Vision Transformers in their published sizes."),
     Row("resnet", "trainwright.models.resnet:resnet", "A ResNet for small images."),
     Row("unet", "trainwright.models.unet:unet", "A U-Net for segmentation."),
-    Row("diffusion", "trainwright.models.diffusion:diffusion", "A denoising diffusion model of images (DDPM)."),
-    Row("two-tower", "trainwright.models.two_tower:two_tower", "A recommender: a tower of users and one of items."),
     Row("actor-critic", "trainwright.models.mlp:actor_critic", "A policy and a value, for PPO."),
     Row("lstm", "trainwright.models.lstm:lstm", "An LSTM language model."),
     Row("mlp", "trainwright.models.mlp:mlp", "Linear layers with an activation between them."),
@@ -112,7 +110,6 @@ DATASETS = _by_name(
     Row("images", "trainwright.data.images:Images", "A folder of images in folders named for their classes."),
     Row("digits", "trainwright.data.digits:digits", "1,797 images of handwritten digits, 8 x 8."),
     Row("shapes", "trainwright.data.shapes:shapes", "Generated images of geometric shapes, to classify or segment."),
-    Row("interactions", "trainwright.data.interactions:interactions", "Generated choices of items by users."),
     Row(
         "chat",
         "trainwright.finetune.datasets:Chat",

@@ -295,8 +295,9 @@ def _load_document(document: Document, overrides: Sequence[Setting], environ: Ma
     apply(document, from_environment(environ, document.problems) + from_settings(overrides, document.problems))
     source = Source(document.name, document.places)
     assert isinstance(document.value, dict)
-    stated = frozenset(stated_paths(document.value))
-    mapping, by_preset = with_preset(document.value)
+    current = without_former_keys(document.value)
+    stated = frozenset(stated_paths(current))
+    mapping, by_preset = with_preset(current)
     recipe = validate_recipe(mapping, source, document.problems, frozenset(document.unreadable))
     return Loaded(recipe, source, stated=stated, by_preset=by_preset)
 
@@ -370,6 +371,26 @@ def _did_you_mean(path: Path) -> str:
 
 
 Settings = Mapping[str, object]
+
+FORMER_DEFAULTS: Settings = {
+    "model.qat": None,
+    "parallel.compress": "none",
+    "parallel.compress_rank": 4,
+    "parallel.compress_after": 1000,
+}
+"""Keys of earlier versions by path, with their defaults, which recipes in run folders and checkpoints state."""
+
+
+def without_former_keys(recipe: Mapping[str, object]) -> dict[str, object]:
+    """Return a raw recipe without keys of earlier versions that have their defaults."""
+    found = dict(recipe)
+    for path, default in FORMER_DEFAULTS.items():
+        name, _, former = path.partition(".")
+        section = found.get(name)
+        if isinstance(section, Mapping) and former in section and section[former] == default:
+            found[name] = {key: value for key, value in section.items() if key != former}
+    return found
+
 
 RECOMMENDED: Mapping[str, Settings] = {
     "precision": {"precision": "auto"},
@@ -532,7 +553,8 @@ def _translate(keys: tuple[str, ...], detail: dict[str, Any], cause: object) -> 
     if kind == "missing":
         return Problem(path, _RULES[kind], remedy=_add(keys))
     if kind == "extra_forbidden":
-        return Problem(path, _unknown_key_rule(keys), got=format_value(got), remedy=for_unknown_key(keys))
+        rule = f"is not a key of {'.'.join(keys[:-1]) or 'a recipe'}"
+        return Problem(path, rule, got=format_value(got), remedy=for_unknown_key(keys))
     field = field_at(keys)
     if kind == "literal_error" and field is not None:
         allowed = choices(field)
@@ -545,10 +567,6 @@ def _translate(keys: tuple[str, ...], detail: dict[str, Any], cause: object) -> 
     if kind == "model_type" and section is not None and issubclass(section, Part):
         rule = "must be a name, or a mapping with use and args"
     return Problem(path, rule, got=format_value(got), remedy=_remedy(kind, keys, got))
-
-
-def _unknown_key_rule(keys: tuple[str, ...]) -> str:
-    return f"is not a key of {'.'.join(keys[:-1]) or 'a recipe'}"
 
 
 def _remedy(kind: str, keys: tuple[str, ...], got: object) -> str:

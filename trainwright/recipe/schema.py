@@ -231,15 +231,6 @@ class Parallel(Section):
         default=False,
         description="BatchNorm uses the statistics of the samples of all ranks, as in one process.",
     )
-    compress: Literal["none", "bf16", "powersgd"] = Field(
-        default="none",
-        description="Compression of gradients between copies of the model: none, each number rounded to bf16, or two "
-        "thin factors of each matrix (PowerSGD).",
-    )
-    compress_rank: Count = Field(default=4, description="Columns of the factors of PowerSGD.", examples=[8])
-    compress_after: Annotated[int, Field(ge=0, le=LARGEST_INT)] = Field(
-        default=1000, description="Steps before PowerSGD begins; a tenth of the run is usual.", examples=[200]
-    )
     exact: bool = Field(
         default=False,
         description="The same bits on any number of ranks: slices of batch.micro samples, summed in a fixed tree.",
@@ -362,23 +353,6 @@ class Lora(Section):
     )
 
 
-class Qat(Section):
-    """Quantization-aware training: linear layers round to integers in the forward pass, as they will when deployed."""
-
-    weights: Literal["int8", "int4"] = Field(default="int8", description="Integers that weights are rounded to.")
-    group_size: int | None = Field(
-        default=None, ge=2, description="Values of a row that share a scale; null: all of them.", examples=[32]
-    )
-    inputs: Literal["int8", "none"] = Field(
-        default="int8", description="Integers that inputs are rounded to, with a scale and an offset for each token."
-    )
-    layers: Texts = Field(
-        default=(),
-        description="Glob patterns of layer names. Empty: all linear layers but the first and the last.",
-        examples=[["blocks.*"]],
-    )
-
-
 class WeightAveraging(Section):
     """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights late in the run."""
 
@@ -424,17 +398,9 @@ class Model(Part):
         default=None, description="Stochastic weight averaging.", examples=[{"start": "0.75run"}]
     )
     lora: Lora | None = Field(default=None, description="Train low-rank adapters instead of all weights.")
-    qat: Qat | None = Field(
-        default=None,
-        description="Train for a model whose linear layers compute with integers.",
-        examples=[{"weights": "int4", "group_size": 32}],
-    )
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Model:
-        if self.qat is not None and self.lora is not None:
-            rule, remedy = "contradicts lora: adapters are trained on weights that stay unchanged", "keep qat or lora"
-            raise RecipeError(Problem("qat", rule, remedy=remedy))
         if self.ema is not None and self.swa is not None:
             rule, remedy = "contradicts ema: a run keeps one average of the weights", "keep ema or swa"
             raise RecipeError(Problem("swa", rule, remedy=remedy))

@@ -264,7 +264,7 @@ class _Values:
             return self._int(node, path, text)
         if tag == "null":
             return None
-        return _bool(text) if tag == "bool" else _float(text)
+        return text.lower() == "true" if tag == "bool" else _float(text)
 
     def _int(self, node: Node, path: str, text: str) -> int:
         base = {"0o": 8, "0x": 16}.get(text[:2], 10)
@@ -283,10 +283,6 @@ class _Values:
     def _unreadable(self, node: Node, path: str, rule: str, remedy: str) -> None:
         self.document.unreadable.add(path)
         self._problem(node, path, rule, format_value(str(node.value)), remedy)
-
-
-def _bool(text: str) -> bool:
-    return text.lower() == "true"
 
 
 def _float(text: str) -> float:

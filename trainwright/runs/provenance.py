@@ -232,7 +232,7 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 def _packages() -> dict[str, JsonValue]:
     """Return the installed packages, read once: later installations do not change what this process has imported."""
     found = (_name_and_version(dist) for dist in importlib.metadata.distributions())
-    installed = {_normal(name): version for name, version in found if name}
+    installed = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found if name}
     every = "\n".join(f"{name}=={version}" for name, version in sorted(installed.items()))
     return {
         "versions": {name: installed[name] for name in _PACKAGES if name in installed},
@@ -248,10 +248,6 @@ def _name_and_version(dist: importlib.metadata.Distribution) -> tuple[str, str]:
     text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
     fields = dict(reversed(_FIELD.findall(text.partition("\n\n")[0])))  # the first of several applies
     return fields.get("Name", ""), fields.get("Version", "")
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _driver() -> str:

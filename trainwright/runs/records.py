@@ -372,30 +372,7 @@ class Unknown(Record):
     fields: Facts
 
 
-KINDS: Mapping[str, type[Record]] = {
-    cls.__name__.lower(): cls
-    for cls in (
-        Started,
-        Step,
-        Evaluated,
-        Saved,
-        NotSaved,
-        Skipped,
-        OutOfMemory,
-        Quarantined,
-        Found,
-        Withdrawn,
-        Replayed,
-        Ended,
-        Telemetry,
-        Layers,
-        OutputGrads,
-        Watched,
-        Logged,
-        Examined,
-        Unexamined,
-    )
-}
+KINDS: Mapping[str, type[Record]] = {cls.__name__.lower(): cls for cls in Record.__subclasses__() if cls is not Unknown}
 _KIND_OF: Mapping[type[Record], str] = {cls: kind for kind, cls in KINDS.items()}
 _WITH_TEXT = (Started, NotSaved, Skipped, OutOfMemory, Quarantined, Found, Examined, Replayed, Ended)
 """Records that hold a command line, or the text of an exception."""

@@ -95,7 +95,7 @@ from trainwright.training.custom_objects import Live, build_live, measured_state
 from trainwright.training.custom_step import without_dry_run
 from trainwright.training.first_batch import time_workers, try_batch
 from trainwright.training.header import run_header
-from trainwright.training.layout import PIPELINE_WITHOUT_DRY_RUN, keep_compression, lay_out, rank_layout, tensor_share
+from trainwright.training.layout import PIPELINE_WITHOUT_DRY_RUN, lay_out, rank_layout, tensor_share
 from trainwright.training.problems import all_problems_reported
 from trainwright.training.resume import Earlier, doubled_length
 from trainwright.training.run_metadata import describe_origin, notes_of_data
@@ -190,7 +190,7 @@ class Job:
     @property
     def saves_together(self) -> bool:
         """True if all ranks must take part in a save."""
-        return self.divides_weights or self.state.saves_together
+        return self.divides_weights or self.state.is_divided
 
     def staged(self, rows: int) -> StagedPasses | None:
         """Return the passes through the stages of a pipeline for at most ``rows`` samples; None without a pipeline."""
@@ -288,7 +288,7 @@ def make_advance(
         precision=job.precision,
         clip=job.built.clip,
         probes=probes,
-        ranks=rank_layout(job.parts, job.mesh, job.recipe.parallel, job.staged(job.plan.batch.micro), job.state),
+        ranks=rank_layout(job.parts, job.mesh, job.recipe.parallel, job.staged(job.plan.batch.micro)),
         seed=job.recipe.seed,
         spikes=spikes,
         witness=witness,
@@ -519,7 +519,6 @@ def make_state(loaded: Loaded, divided: Divided, facts: RunFacts, request: Reque
     state = live.state
     state.spikes, state.stages = SpikeDetector(recipe.spikes.factor), divided.mesh.stages
     state.loss = divided.loss_module
-    keep_compression(state, recipe.parallel, divided.mesh.sums)
     sink_factories(recipe.log.sinks)  # reports a missing package before the first step
     launch = {"job": request.launch.job, "call": request.launch.call, "ranks": request.world.size}
     provenance = describe_origin(recipe, divided.parts) | {"launch": launch}

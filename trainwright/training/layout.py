@@ -17,17 +17,15 @@ from trainwright.assembly.assemble import Parts, at_recipe, build_dataset, build
 from trainwright.assembly.stage_plan import StagedModel, stage_plan
 from trainwright.checkpoint.rng import reseed
 from trainwright.checkpoint.shards import is_divided, local
-from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.first_samples import first_samples
 from trainwright.data.loading import to_device
 from trainwright.data.ready_batches import ReadyBatches
-from trainwright.distributed import RankMesh, World
-from trainwright.distributed.group import Ranks
+from trainwright.distributed import RankMesh
 from trainwright.distributed.split_plan import SplitPlan, model_shape, split_plan
 from trainwright.engine.evaluate import evaluating
 from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn, loss_of_part
 from trainwright.engine.oom_report import is_out_of_memory
-from trainwright.engine.rank_layout import GradientSum, PowerSgd, RankLayout, sum_in_bf16, sum_whole
+from trainwright.engine.rank_layout import RankLayout
 from trainwright.engine.stage_passes import PipelineStages, StagedPasses, inputs_of
 from trainwright.engine.synced_norms import LOCAL_STATISTICS, SyncedNorms
 from trainwright.errors import OutOfMemoryError, TrainwrightError, UsageError, text_of
@@ -40,7 +38,6 @@ from trainwright.recipe.resolve import is_live
 from trainwright.recipe.schema import Parallel
 from trainwright.training.custom_step import require_custom_step_fits
 
-POWERSGD = "powersgd"
 PIPELINE_WITHOUT_DRY_RUN = Note(
     "dry run", "none", "the stages of a pipeline are not tried beforehand: no times, no first loss"
 )
@@ -98,11 +95,7 @@ def lay_out(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.device) 
 
 
 def _exchange_notes(model: nn.Module, loss: object, ask: Parallel, mesh: RankMesh) -> Iterator[Note]:
-    """Yield notes on gradient compression and synchronized BatchNorms."""
-    if ask.compress != "none" and mesh.sums.size > 1:
-        from_step = f"; {ask.compress_rank} columns, from step {ask.compress_after + 1:,} on"
-        why = "format of exchanged gradients" + (from_step if ask.compress == "powersgd" else "")
-        yield Note("compress", ask.compress, why)
+    """Yield a note on synchronized BatchNorms."""
     if ask.sync_batchnorm and mesh.sums.size > 1:
         number = len(SyncedNorms.of((model, loss), mesh.sums).norms)
         why = f"statistics of the samples of all {mesh.sums.size} ranks" if number else "the model has no BatchNorm"
@@ -206,22 +199,7 @@ def tensor_share(model: nn.Module, degrees: Degrees) -> float:
     return min(1.0, held / sum(parameter.numel() for parameter in parameters)) if degrees.tensor > 1 else 1.0
 
 
-def keep_compression(state: TrainState, ask: Parallel, world: World) -> None:
-    """Make the error feedback of PowerSGD part of the state of the run."""
-    if ask.compress == "powersgd" and isinstance(world, Ranks):
-        state.stateful[POWERSGD] = PowerSgd(world, rank=ask.compress_rank, after=ask.compress_after)
-
-
-def _gradient_sum(state: TrainState, ask: Parallel, world: World) -> GradientSum:
-    kept = state.stateful.get(POWERSGD)
-    if isinstance(kept, PowerSgd):
-        return kept
-    return sum_in_bf16 if ask.compress == "bf16" and world.size > 1 else sum_whole
-
-
-def rank_layout(
-    parts: Parts, mesh: RankMesh, ask: Parallel, stages: StagedPasses | None, state: TrainState
-) -> RankLayout:
+def rank_layout(parts: Parts, mesh: RankMesh, ask: Parallel, stages: StagedPasses | None) -> RankLayout:
     """Return how the ranks of the mesh divide each step."""
     is_synced = ask.sync_batchnorm and mesh.sums.size > 1
     return RankLayout(
@@ -233,7 +211,6 @@ def rank_layout(
         stages=stages,
         stream=mesh.stream(divides_sequence=ask.sequence),
         norms=SyncedNorms.of((parts.model, parts.loss), mesh.sums) if is_synced else LOCAL_STATISTICS,
-        sum_gradients=_gradient_sum(state, ask, mesh.sums),
     )
 
 

@@ -10,9 +10,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -35,10 +35,9 @@ from trainwright.commands.sweep.study import (
     TrialRow,
     Unfinished,
     quiet_optuna,
-    require_optuna,
     trial_folder,
 )
-from trainwright.errors import StorageError, UsageError
+from trainwright.errors import StorageError, UsageError, import_optional
 from trainwright.plan.explain import human_seconds
 from trainwright.plan.machine import read_machine
 from trainwright.recipe import load
@@ -80,45 +79,21 @@ def run_sweep(sweep: Sweep, *, say: Say = print, environ: Mapping[str, str] | No
     Ctrl-C, SIGTERM and the end of the budget stop the trials in progress, which save. The same call resumes them.
     Raises UsageError if the folder contains another sweep, or another process runs this one.
     """
-    return _run(sweep, None, say, environ)
-
-
-def run_one(sweep: Sweep, number: int, *, say: Say = print, environ: Mapping[str, str] | None = None) -> SweepResult:
-    """Run one trial of a sweep in this job of a cluster. All jobs share the journal on a common file system.
-
-    The sampler and the pruner use the trials that have ended when this one starts.
-    """
-    sweep.require_no_price()
-    if not 0 <= number < sweep.trials:
-        raise UsageError(f"the sweep has no trial {number}", remedy=f"give --trial 0 to --trial {sweep.trials - 1}")
-    return _run(replace(sweep, jobs=1), number, say, environ)
-
-
-def _run(sweep: Sweep, only: int | None, say: Say, environ: Mapping[str, str] | None) -> SweepResult:
-    require_optuna()
+    import_optional("optuna", needed_for="a sweep")
     _make_folder(sweep)
-    with ExitStack() as stack:
-        locks = [stack.enter_context(_locked(sweep.folder / LOCK, "this sweep", say, shared=only is not None))]
-        if only is None:
-            # Left by a process that was killed during a write. No other process writes now.
-            (sweep.folder / f"{JOURNAL}.lock").unlink(missing_ok=True)
-        else:
-            path = trial_folder(sweep, only).with_suffix(".lock")
-            locks.append(stack.enter_context(_locked(path, f"trial {only}", say)))
-        stack.enter_context(quiet_optuna())
-        stop = stack.enter_context(_stopping())
+    with _locked(sweep.folder / LOCK, say) as lock, quiet_optuna(), _stopping() as stop:
+        # Left by a process that was killed during a write. No other process writes now.
+        (sweep.folder / f"{JOURNAL}.lock").unlink(missing_ok=True)
         _keep_spec(sweep)
-        return _Control(sweep, locks, stop, say, os.environ if environ is None else environ).run(only)
+        return _Control(sweep, lock, stop, say, os.environ if environ is None else environ).run()
 
 
 class _Control:
     """The loop of a sweep: starts trials, reads their values, prunes them, and writes their results."""
 
-    def __init__(
-        self, sweep: Sweep, locks: Sequence[int], stop: threading.Event, say: Say, environ: Mapping[str, str]
-    ) -> None:
+    def __init__(self, sweep: Sweep, lock: int, stop: threading.Event, say: Say, environ: Mapping[str, str]) -> None:
         self._sweep = sweep
-        self._locks = locks
+        self._lock = lock
         self._stop = stop
         self._say = say
         self._environ = without_overrides(environ)
@@ -131,40 +106,37 @@ class _Control:
         self._seconds_before = _seconds_used(sweep) if math.isfinite(sweep.budget.usd) else 0.0
         self._why_ended = ""
 
-    def run(self, only: int | None) -> SweepResult:
-        """Run all trials, or the one with the number ``only``."""
-        if only is None:
-            self._trials.load(self._trials.num_started - 1)
-            unfinished = [self._trials.unfinished[number] for number in sorted(self._trials.unfinished)]
-            self._pending += [each for each in unfinished if each.number < self._sweep.trials]
-        elif only not in self._trials.ended:
-            self._pending.append(self._trials.load_only(only))
+    def run(self) -> SweepResult:
+        """Run all trials."""
+        self._trials.load(self._trials.num_started - 1)
+        unfinished = [self._trials.unfinished[number] for number in sorted(self._trials.unfinished)]
+        self._pending += [each for each in unfinished if each.number < self._sweep.trials]
         self._print_start()
         try:
-            while self._go_on(starts_new=only is None):
+            while self._go_on():
                 time.sleep(POLL_S)
         except BaseException:
             self._stop_all()
             for each in self._running:
                 each.process.wait()
             raise
-        return self._result(only)
+        return self._result()
 
-    def _go_on(self, *, starts_new: bool) -> bool:
+    def _go_on(self) -> bool:
         """Follow the running trials, and start others. Returns False if none runs any more."""
         for each in list(self._running):
             self._follow(each)
         if self._is_over():
             self._stop_all()
         else:
-            while len(self._running) < self._num_jobs() and (trial := self._next(starts_new=starts_new)):
+            while len(self._running) < self._num_jobs() and (trial := self._next()):
                 self._begin(trial)
         return bool(self._running)
 
-    def _next(self, *, starts_new: bool) -> Unfinished | None:
+    def _next(self) -> Unfinished | None:
         if self._pending:
             return self._pending.popleft()
-        return self._trials.ask() if starts_new and self._trials.count < self._sweep.trials else None
+        return self._trials.ask() if self._trials.count < self._sweep.trials else None
 
     def _begin(self, trial: Unfinished) -> None:
         """Start a trial or resume it. A trial whose log already has its result needs no process."""
@@ -183,7 +155,7 @@ class _Control:
             folder,
             threads=self._sweep.threads,
             environ={**self._environ, **({"CUDA_VISIBLE_DEVICES": device} if device else {})},
-            keep_open=self._locks,
+            keep_open=[self._lock],
         )
         self._running.append(_Running(trial, process, values, device))
 
@@ -279,8 +251,7 @@ class _Control:
         if sweep.jobs != 1 and (sweep.sampler == "tpe" or sweep.pruner != "none"):
             self._say("several at once: later trials depend on the order in which others end; --jobs 1 is repeatable")
 
-    def _result(self, only: int | None) -> SweepResult:
-        self._trials.refresh()
+    def _result(self) -> SweepResult:
         rows = self._trials.rows()
         for number in sorted(self._trials.unfinished):
             trial = self._trials.unfinished[number]
@@ -296,7 +267,6 @@ class _Control:
             table,
             self._trials.importance(),
             self._why_ended,
-            only,
             train_best(sweep, table),
         )
         write_results(sweep, result)
@@ -326,35 +296,33 @@ def _keep_spec(sweep: Sweep) -> None:
 
 
 @contextmanager
-def _locked(path: Path, what: str, say: Say, *, shared: bool = False) -> Iterator[int]:
+def _locked(path: Path, say: Say) -> Iterator[int]:
     """Hold the lock file ``path``. The trials inherit the lock, so it is free when the last of them has ended."""
-    path.parent.mkdir(exist_ok=True)
     descriptor = system_calls.open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         waited_s, has_said = 0.0, False
-        while not _flock(descriptor, shared=shared):
+        while not _flock(descriptor):
             holder = _holder(descriptor)
             if holder is not None or waited_s > MAX_WAIT_S:
                 raise UsageError(
-                    f"another process runs {what}{f': {holder}' if holder else ''}", remedy="wait for it, or end it"
+                    f"another process runs this sweep{f': {holder}' if holder else ''}", remedy="wait for it, or end it"
                 )
             if not has_said:
                 say(f"waiting for {path.name}: trials of a process that has ended are saving ...")
                 has_said = True
             time.sleep(POLL_S)
             waited_s += POLL_S
-        if not shared:
-            os.ftruncate(descriptor, 0)
-            holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
-            system_calls.write_at(descriptor, holder.encode(), 0)
+        os.ftruncate(descriptor, 0)
+        holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
+        system_calls.write_at(descriptor, holder.encode(), 0)
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _flock(descriptor: int, *, shared: bool) -> bool:
+def _flock(descriptor: int) -> bool:
     try:
-        return system_calls.try_lock(descriptor, shared=shared)
+        return system_calls.try_lock(descriptor)
     except OSError:  # a file system without locks
         return True
 

@@ -35,7 +35,6 @@ class SweepResult:
         rows: The trials.
         importance: For each varied path, the fraction of the variation of the values that it explains.
         why_ended: The reason if trials are left, else "".
-        only: The number of the trial that a job of a cluster runs; None for all.
         train_best: The command that trains the recipe of the best trial; "" if no trial finished.
     """
 
@@ -45,7 +44,6 @@ class SweepResult:
     rows: tuple[TrialRow, ...]
     importance: Mapping[str, float] = field(default_factory=dict)
     why_ended: str = ""
-    only: int | None = None
     train_best: str = ""
 
     @property
@@ -60,8 +58,8 @@ class SweepResult:
 
     @property
     def exit_code(self) -> int:
-        """75 after a signal, 1 if no trial finished, else 0; 0 for a job with one trial that has ended."""
-        return 75 if self.why_ended == INTERRUPTED else 0 if self.best or self.only is not None else 1
+        """75 after a signal, 1 if no trial finished, else 0."""
+        return 75 if self.why_ended == INTERRUPTED else 0 if self.best else 1
 
     def lines(self) -> list[str]:
         """Return the table as text, the files, and the commands to run next."""

@@ -255,13 +255,6 @@ class Sweep:
         """Return the overrides of a trial."""
         return [*self.settings, *(setting_of(path, value) for path, value in params.items())]
 
-    def require_no_price(self) -> None:
-        """Raise UsageError for a budget in USD. Jobs of a cluster cannot observe it, because none knows the time of
-        others.
-        """
-        if math.isfinite(self.budget.usd):
-            raise UsageError("a budget in USD is for one machine", remedy="limit the number of trials: trials: 24")
-
     def to_yaml(self) -> str:
         """Return the file for the sweep folder: a valid sweep file with the recipe's absolute path and its hash."""
         return write(

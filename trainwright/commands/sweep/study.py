@@ -13,13 +13,13 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from trainwright.commands.sweep.spec import Scalar, Sweep, grid_points, label_of
-from trainwright.errors import MissingExtra, StorageError
+from trainwright.errors import StorageError
 from trainwright.runs.files import UnreadableFile
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.json_values import JsonValue
@@ -76,14 +76,6 @@ class Unfinished:
     pruned_at: int | None = None
 
 
-def require_optuna() -> None:
-    """Raise MissingExtra if Optuna is not installed."""
-    try:
-        import optuna  # noqa: F401
-    except ImportError:
-        raise MissingExtra("optuna", needed_for="a sweep") from None
-
-
 @contextmanager
 def quiet_optuna() -> Iterator[None]:
     """Silence Optuna, which reports each study and each experimental pruner. A sweep has its own output."""
@@ -111,16 +103,12 @@ class StudyTrials:
         self._journal = _open_journal(self._path, sweep)
         self._study = optuna.create_study(study_name=IN_MEMORY, direction=_direction(sweep))
         self._pruner: BasePruner | None = None
-        self.ended: dict[int, FrozenTrial] = {}
-        self.refresh()
+        self.ended: dict[int, FrozenTrial] = {
+            int(each.user_attrs[INDEX]): each for each in self._journal.get_trials(deepcopy=False)
+        }
         self.unfinished: dict[int, Unfinished] = {}
         self.count = 0
         """Number of trials that the study in memory has."""
-
-    def refresh(self) -> None:
-        """Read what other processes have added to the journal."""
-        for each in self._journal.get_trials(deepcopy=False):
-            self.ended.setdefault(int(each.user_attrs[INDEX]), each)
 
     def load(self, last: int) -> None:
         """Add the trials up to ``last``. Those that have ended are read from the journal."""
@@ -130,16 +118,6 @@ class StudyTrials:
                 self.count += 1
             else:
                 self.ask()
-
-    def load_only(self, number: int) -> Unfinished:
-        """Add the trials that have ended, and trial ``number``. Others run elsewhere and do not count."""
-        import optuna
-
-        nothing = optuna.trial.create_trial(state=optuna.trial.TrialState.FAIL)
-        for each in range(number):
-            self._study.add_trial(self.ended.get(each, nothing))
-        self.count = number
-        return self.ask()
 
     @property
     def num_started(self) -> int:
@@ -172,7 +150,7 @@ class StudyTrials:
         if trial.pruned_at is not None:
             return True
         if self._pruner is None:
-            self._pruner = self._study.pruner = _pruner(self._sweep, _planned_steps(self._sweep, trial.number))
+            self._pruner = self._study.pruner = _pruner(self._sweep, _planned_steps(self._sweep))
         trial.values[step] = value
         trial.handle.report(value, step)
         if trial.handle.should_prune():
@@ -262,13 +240,13 @@ def _sampler(sweep: Sweep, number: int) -> BaseSampler:
     return optuna.samplers.RandomSampler(seed=seed)
 
 
-def _planned_steps(sweep: Sweep, number: int) -> int | None:
-    """Return the length of the first trial, or of trial ``number`` if another process has the first."""
-    for folder in (trial_folder(sweep, 0), trial_folder(sweep, number)):
-        with suppress(UnreadableFile):
-            extent = read_as(RunFolder(folder).plan, PlanFile).extent
-            return extent.steps if extent else None
-    return None
+def _planned_steps(sweep: Sweep) -> int | None:
+    """Return the length of the first trial in steps, from its plan."""
+    try:
+        extent = read_as(RunFolder(trial_folder(sweep, 0)).plan, PlanFile).extent
+    except UnreadableFile:
+        return None
+    return extent.steps if extent else None
 
 
 def _pruner(sweep: Sweep, max_steps: int | None) -> BasePruner:

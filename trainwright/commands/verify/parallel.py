@@ -29,7 +29,6 @@ from trainwright.errors import TrainwrightError, UsageError
 from trainwright.plan.batch import batch_of
 from trainwright.plan.parallel import AXES, in_one_process, solve_layout
 from trainwright.recipe import Loaded, load
-from trainwright.recipe.schema import Parallel
 from trainwright.runs.reader import read
 from trainwright.runs.records import Step
 from trainwright.runs.shapes import PlanFile, read_as
@@ -45,7 +44,7 @@ MAX_ROUNDING_DISTANCE = 0.01
 """Relative distance of the control run above which the cause is not rounding: random numbers, or batch statistics."""
 
 
-ALONE_SETTINGS = [f"parallel.{axis}=1" for axis in AXES if axis in Parallel.model_fields and axis != "replicate"]
+ALONE_SETTINGS = [f"parallel.{axis}=1" for axis in AXES if axis != "replicate"]
 """Settings of the layout of one process, regardless of that of the recipe."""
 
 
@@ -171,7 +170,7 @@ def verify_parallel(
     """
     if ranks < 2:
         raise UsageError(f"--ranks {ranks} leaves nothing to compare", remedy="give at least 2")
-    settings = (*settings, "parallel.replicate=auto", "parallel.compress=none")
+    settings = (*settings, "parallel.replicate=auto")
     loaded = load(recipe, overrides=list(settings))
     with at_recipe(loaded.source, "parallel"):
         solve_layout(loaded.recipe, ranks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.error import HTTPError, URLError
 
-from trainwright.errors import MissingExtra, TrainwrightError, UsageError
+from trainwright.errors import TrainwrightError, UsageError, import_optional
 from trainwright.monitoring.alerts.rules import Alert
 
 TIMEOUT_S = 10.0
@@ -82,10 +81,7 @@ class Apprise:
 
     def __init__(self, addresses: Sequence[str]) -> None:
         """Raises MissingExtra, or UsageError, without the address, if apprise does not support one."""
-        try:
-            import apprise
-        except ImportError:
-            raise MissingExtra("apprise", needed_for="alerts.apprise") from None
+        apprise = import_optional("apprise", needed_for="alerts.apprise")
         logging.getLogger("apprise").setLevel(logging.CRITICAL + 1)  # its messages contain addresses
         self._sender = apprise.Apprise()
         for number, each in enumerate(addresses, 1):
@@ -133,22 +129,7 @@ class Command:
         return cls(tuple(argv))
 
     def send(self, run: str, alert: Alert) -> None:
-        message = json.dumps({"run": run, **alert._asdict()})
-        try:
-            done = subprocess.run(
-                self.argv,
-                input=message.encode(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise NotDeliveredError(f"it ran for more than {TIMEOUT_S:g} s") from None
-        except OSError as error:
-            raise NotDeliveredError(f"it could not be run: {error.strerror}") from None
-        if done.returncode:
-            raise NotDeliveredError(f"it ended with {done.returncode}")
+        _run(self.argv, json.dumps({"run": run, **alert._asdict()}))
 
 
 def desktop(platform: str = sys.platform) -> Channel:
@@ -160,35 +141,32 @@ def desktop(platform: str = sys.platform) -> Channel:
             f"alerts.desktop: there is no program {program} on this machine",
             remedy="install libnotify-bin, or use a webhook or a command instead",
         )
-    return _MacDesktop(found) if program == "osascript" else _LinuxDesktop(found)
-
-
-@dataclass(frozen=True)
-class _LinuxDesktop:
-    program: str
-    name: str = "desktop"
-
-    def send(self, run: str, alert: Alert) -> None:
-        _run([self.program, "--app-name=Trainwright", "--", f"{run}: {alert.kind}", alert.text])
-
-
-@dataclass(frozen=True)
-class _MacDesktop:
-    """Sends notifications on macOS. The texts are arguments, so that they are not read as a script."""
-
-    program: str
-    name: str = "desktop"
-
-    def send(self, run: str, alert: Alert) -> None:
+    if platform == "darwin":  # the texts are arguments, so that they are not read as a script
         script = "on run argv\ndisplay notification (item 2 of argv) with title (item 1 of argv)\nend run"
-        _run([self.program, "-e", script, f"{run}: {alert.kind}", alert.text])
+        return _Desktop((found, "-e", script))
+    return _Desktop((found, "--app-name=Trainwright", "--"))
 
 
-def _run(argv: Sequence[str]) -> None:
+@dataclass(frozen=True)
+class _Desktop:
+    """Runs a program with title and text of a notification as its last two arguments."""
+
+    argv: tuple[str, ...]
+    name: str = "desktop"
+
+    def send(self, run: str, alert: Alert) -> None:
+        _run([*self.argv, f"{run}: {alert.kind}", alert.text])
+
+
+def _run(argv: Sequence[str], message: str = "") -> None:
+    """Run a program with ``message`` on its standard input. Raises NotDeliveredError if it fails."""
+    output = subprocess.DEVNULL
     try:
-        done = subprocess.run(argv, capture_output=True, timeout=TIMEOUT_S, check=False, env=dict(os.environ))
+        done = subprocess.run(
+            argv, input=message.encode(), stdout=output, stderr=output, timeout=TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
-        raise NotDeliveredError("it does not respond") from None
+        raise NotDeliveredError(f"it ran for more than {TIMEOUT_S:g} s") from None
     except OSError as error:
         raise NotDeliveredError(f"it could not be run: {error.strerror}") from None
     if done.returncode:

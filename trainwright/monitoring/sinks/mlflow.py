@@ -12,7 +12,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from trainwright.errors import MissingExtra
+from trainwright.errors import import_optional
 from trainwright.runs.files import UnreadableFile, read_json
 
 METRICS_PER_CALL = 500
@@ -36,14 +36,8 @@ class MLflow:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it reports calls to its makers by default
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # the terminal has the progress line
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
-        try:
-            from mlflow import MlflowClient
-            from mlflow.entities import Metric, Param
-        except ImportError as error:
-            raise MissingExtra("mlflow", needed_for="the mlflow sink") from error
-        self._make = MlflowClient
-        self._metric = Metric
-        self._param = Param
+        self._make = import_optional("mlflow", needed_for="the mlflow sink").MlflowClient
+        self._entities = import_optional("mlflow.entities", needed_for="the mlflow sink")
         self._folder = folder
         self._config = config
         self._from_step = from_step
@@ -62,7 +56,7 @@ class MLflow:
             run = self._client.create_run(experiment, run_name=folder.name, tags={"trainwright.folder": str(folder)})
             self._run_id = run.info.run_id
             (folder / RUN_ID).write_text(json.dumps({"run_id": self._run_id}) + "\n", "utf-8")
-            parameters = (self._param(name, value[:MAX_VALUE_CHARS]) for name, value in _flat(self._config))
+            parameters = (self._entities.Param(name, value[:MAX_VALUE_CHARS]) for name, value in _flat(self._config))
             while some := list(islice(parameters, MAX_PARAMETERS_PER_CALL)):
                 self._client.log_batch(self._run_id, params=some)
 
@@ -80,7 +74,7 @@ class MLflow:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         now_ms = time.time_ns() // 10**6
-        self._waiting += [self._metric(name, value, now_ms, step) for name, value in values.items()]
+        self._waiting += [self._entities.Metric(name, value, now_ms, step) for name, value in values.items()]
         if len(self._waiting) >= METRICS_PER_CALL or time.monotonic() - self._sent_s > EVERY_S:
             self._send()
 

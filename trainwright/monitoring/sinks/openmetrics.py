@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.errors import MissingExtra, UsageError
+from trainwright.errors import UsageError, import_optional
 
 if TYPE_CHECKING:
     from prometheus_client import Gauge
@@ -24,12 +24,9 @@ class OpenMetrics:
     """A Sink. Each metric is a gauge, ``trainwright_train_loss{run="..."}`` for ``train/loss``, until the run ends."""
 
     def __init__(self, folder: Path, _config: Mapping[str, object], **_more: object) -> None:
-        try:
-            import prometheus_client
-        except ImportError as error:
-            raise MissingExtra("prometheus_client", needed_for="the openmetrics sink") from error
-        self._prometheus, self._run = prometheus_client, folder.name
-        self._registry = prometheus_client.CollectorRegistry()
+        self._prometheus = import_optional("prometheus_client", needed_for="the openmetrics sink")
+        self._run = folder.name
+        self._registry = self._prometheus.CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
 
     def open(self) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainwright.errors import MissingExtra
+from trainwright.errors import import_optional
 
 
 class Trackio:
@@ -15,13 +15,9 @@ class Trackio:
 
     def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(folder.resolve().parent / "trackio"))
-        try:
-            import trackio
-        except ImportError as error:
-            raise MissingExtra("trackio", needed_for="the trackio sink") from error
+        self._trackio = import_optional("trackio", needed_for="the trackio sink")
         for module in ("trackio", "trackio.run", "trackio.utils"):  # its output would break the progress line
             vars(importlib.import_module(module))["print"] = _silent
-        self._trackio = trackio
         self._folder = folder
         self._config = config
         self._from_step = from_step

@@ -10,18 +10,14 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainwright.errors import MissingExtra
+from trainwright.errors import import_optional
 
 
 class WeightsAndBiases:
     """A Sink. ``wandb sync <run folder>/wandb/offline-run-*`` uploads an offline run later."""
 
     def __init__(self, folder: Path, config: Mapping[str, object], **_more: object) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise MissingExtra("wandb", needed_for="the wandb sink") from error
-        self._wandb = wandb
+        self._wandb = import_optional("wandb", needed_for="the wandb sink")
         self._folder = folder
         self._config = config
 

@@ -48,8 +48,8 @@ from trainwright.recipe.resolve import find, parameters_of
 MAX_SAMPLES_READ = 16
 """The number of samples that are read. If they differ in size, the largest is used."""
 NEEDS_MEMORY = (
-    "give lazy modules (nn.LazyLinear) their shapes, and let __init__ read no values of tensors; or try sizes out: "
-    "`trainwright batch-size RECIPE`"
+    "give lazy modules (nn.LazyLinear) their shapes, and let __init__ read no values of tensors; or write batch.micro: "
+    "a step that runs out of memory is repeated in smaller parts"
 )
 MIN_TRACED_SAMPLES = 2
 """Samples in the smaller of two traces. With one sample, some copies become views."""

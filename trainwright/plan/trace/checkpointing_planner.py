@@ -298,20 +298,16 @@ def peaks_by_block(trace: Trace, paths: Sequence[str]) -> list[int]:
             reached = len(paths)
         else:
             if moment.module not in blocks:
-                blocks[moment.module] = _block_of(moment.module, paths)
+                within = (i for i, path in enumerate(paths) if f"{moment.module}.".startswith(f"{path}."))
+                blocks[moment.module] = next(within, None)
             block = blocks[moment.module]
             reached = reached if block is None else min(reached, block)
         peaks[reached] = max(peaks[reached], moment.total)
     return peaks
 
 
-def _block_of(module: str, paths: Sequence[str]) -> int | None:
-    """Return the index of the block that contains the module, or None."""
-    return next((i for i, path in enumerate(paths) if f"{module}.".startswith(f"{path}.")), None)
-
-
 class CheckpointingPlanner:
-    """Plans for one model and step: ``choose`` for a budget, ``frontier`` for a chart. No choice is traced twice.
+    """Plans for one model and step. No choice is traced twice.
 
     The constructor costs two traces and a forward pass. It raises UsageError when the model has no blocks or cannot be
     traced.
@@ -351,20 +347,6 @@ class CheckpointingPlanner:
             elif candidate.extra_s < best.extra_s:
                 best = candidate
         return best
-
-    def frontier(self, points: int = 9) -> list[Candidate]:
-        """Return the Pareto front from least memory to least time. Costs one trace per point."""
-        low, high = self.every.peak_bytes, self.none.peak_bytes
-        found = [self.every, self.none]
-        for index in range(points - 1):
-            budget = low + (high - low) * index // (points - 1)
-            start = max((each for each in found if each.peak_bytes <= budget), key=lambda each: each.peak_bytes)
-            found.append(self._trace_rungs(self._raise_levels(start, budget)))
-        front: list[Candidate] = []
-        for candidate in sorted(found, key=lambda each: (each.peak_bytes, each.extra_s)):
-            if not front or candidate.extra_s < front[-1].extra_s:
-                front.append(candidate)
-        return front
 
     def _trace_rungs(self, rungs: Rungs) -> Candidate:
         if rungs not in self._seen:

@@ -73,7 +73,7 @@ class MethodForecast:
 
 def compares_methods(recipe: Recipe) -> bool:
     """Return True if the recipe fine-tunes a pretrained model of ``transformers``."""
-    return recipe.model.use == "hf" and "name" in recipe.model.args and recipe.model.qat is None
+    return recipe.model.use == "hf" and "name" in recipe.model.args
 
 
 def precision_on(device: Device) -> PrecisionName:
@@ -116,7 +116,8 @@ def forecast_methods(loaded: Loaded, device: Device, parts: Parts | None = None)
         layout = Layout(precision_on(device), policy, with_chunks, Scaled(traces[0], traces[1], sizes), 0, 0)
         recipe = variant.recipe
         batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
-        samples = len(cast(Sequence[object], blueprint.train.dataset)) if _has_length(blueprint) else None
+        has_length = hasattr(blueprint.train.dataset, "__len__") and blueprint.train.own_batches is None
+        samples = len(cast(Sequence[object], blueprint.train.dataset)) if has_length else None
         per_epoch = None if samples is None else -(-samples // batch.size)
         steps = None
         if recipe.until.unit in ("steps", "s") or per_epoch is not None:
@@ -166,10 +167,6 @@ def _trace(blueprint: Blueprint, device: Device, tokens: int, *, chunked: bool) 
     sample = _resized(blueprint.sample, tokens)
     survey = LayoutSurvey(replace(blueprint, sample=sample), device, precision_on(device))
     return survey.trace(1, chunked=chunked, checkpointing=survey.checkpointing("block") if survey.blocks else None)
-
-
-def _has_length(blueprint: Blueprint) -> bool:
-    return hasattr(blueprint.train.dataset, "__len__") and blueprint.train.own_batches is None
 
 
 def _length(sample: object) -> int | None:

@@ -30,7 +30,6 @@ from trainwright.plan.explain import human_bytes
 from trainwright.plan.make import Note
 from trainwright.plan.many_ranks import (
     DIVIDED_POLICIES,
-    SUPPORTED_AXES,
     Blocks,
     ManyRanks,
     Placement,
@@ -46,7 +45,7 @@ from trainwright.plan.trace.blueprint import Blueprint, make_blueprint
 from trainwright.plan.trace.fake_tensors import fake_tensors
 from trainwright.plan.trace.layouts import POLICIES, LayoutSurvey
 from trainwright.plan.trace.run_forecast import precision_on
-from trainwright.plan.traffic import Activations, Compression
+from trainwright.plan.traffic import Activations
 from trainwright.plan.units import Unit, Weight, Weights
 from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.schema import TensorStyle
@@ -137,8 +136,7 @@ def survey_ranks(loaded: Loaded, device: Device, *, parts: Parts | None = None, 
             with nullcontext() if is_asked else suppress(UsageError):  # such as for a loss that returns a mean
                 for degree in sorted(beside & {*models}):
                     in_parts[degree, each] = rank_model(plain, DIVIDED_POLICIES, tensor=degree, context=each)
-    sent = Compression(recipe.parallel.compress, recipe.parallel.compress_rank)
-    return ManyRanks(copies, models, device, size, survey.precision, shape, in_parts, sent)
+    return ManyRanks(copies, models, device, size, survey.precision, shape, in_parts)
 
 
 def _traced_degrees(setting: int | str, powers: Sequence[int], decides: bool) -> list[int]:
@@ -393,7 +391,7 @@ def _degrees(many: ManyRanks, recipe: Recipe, ranks: int) -> list[Degrees]:
         return [degrees]
     candidates = [
         each
-        for each in layouts_of(ranks, many, SUPPORTED_AXES)
+        for each in layouts_of(ranks, many)
         if all(getattr(ask, axis) in ("auto", getattr(each, axis)) for axis in AXES)
     ]
     return [each for each in candidates if is_trainable(recipe, each, many.shape)] or [solve_layout(recipe, ranks)]

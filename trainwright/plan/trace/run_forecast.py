@@ -12,7 +12,6 @@ from trainwright.engine.precision import PrecisionName
 from trainwright.errors import UsageError
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.call_trace import Trace
-from trainwright.plan.checkpointing import describe
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes
 from trainwright.plan.layout import (
@@ -172,27 +171,6 @@ def settings(recipe: Recipe, best: Option, *, chunked: bool) -> tuple[str, ...]:
     if best.layout.offload and recipe.optimizer.offload is False:
         found.append("optimizer.offload=true")
     return tuple(found)
-
-
-@dataclass(frozen=True)
-class Point:
-    """Peak bytes and seconds of a step with some activation checkpointing, which ``what`` describes."""
-
-    peak_bytes: int
-    step_s: float
-    what: str
-
-
-def frontier(forecast: Forecast, loaded: Loaded, *, points: int = 5, parts: Parts | None = None) -> list[Point]:
-    """Return memory against time of the planner's choices, from checkpointing every block to none, for ``shown``."""
-    option, blueprint = forecast.shown, make_blueprint(loaded, parts)
-    planner = planner_for(blueprint, forecast.device, option)
-    base = weigh(option.layout, forecast.device, forecast.size, option.micro)
-    without = base.step_s - base.time.by_phase.get("checkpointing", 0.0)
-    return [
-        Point(each.peak_bytes, without + each.extra_s * option.accumulation, describe(each.checkpointing))
-        for each in planner.frontier(points)
-    ]
 
 
 def planner_for(blueprint: Blueprint, device: Device, option: Option) -> CheckpointingPlanner:

@@ -265,7 +265,7 @@ def call_without_values(op: OpOverload, args: OpArgs, kwargs: OpKwargs) -> OpRes
         if packet is aten._local_scalar_dense:
             return _number(args[0].dtype)
         if packet is aten.nonzero:
-            return _every_position(args[0])
+            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         if packet is aten.masked_select:
             return args[0].new_empty(prod(torch.broadcast_shapes(args[0].shape, args[1].shape)))  # type: ignore[no-untyped-call]
         if packet in (aten.index, aten.index_put, aten.index_put_):
@@ -298,10 +298,6 @@ def _number(dtype: torch.dtype) -> bool | int | float:
     if dtype is torch.bool:
         return False
     return 1.0 if dtype.is_floating_point else 1
-
-
-def _every_position(mask: Tensor) -> Tensor:
-    return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
 
 
 def _masks_as_positions(indices: list[Tensor | None]) -> list[Tensor | None]:

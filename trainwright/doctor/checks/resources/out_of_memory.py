@@ -22,7 +22,7 @@ def _remedies(seen: OutOfMemory, leaks: bool) -> Iterator[str]:
         yield "loss.chunked: true, so that the logits never exist as a whole"
     yield from (remedy for num_bytes, remedy in sorted(remedies, reverse=True) if num_bytes > 0.02 * seen.in_use_bytes)
     if seen.next_micro is not None:
-        yield f"batch.micro: {seen.next_micro} from the start, which `trainwright batch-size` finds with a margin"
+        yield f"batch.micro: {seen.next_micro} from the start"
 
 
 def _gib(num_bytes: int) -> str:
@@ -40,7 +40,7 @@ def out_of_memory(run: RunContext) -> Results:
 
     Looks like: resources.memory_grows.
 
-    Fix: activation checkpointing, bfloat16, a smaller micro-batch (`trainwright batch-size` finds it with a margin).
+    Fix: activation checkpointing, bfloat16, a smaller micro-batch (`batch.micro: auto` chooses it).
     """
     tries = [record for record in run.records if isinstance(record, OutOfMemory)]
     if not tries:
