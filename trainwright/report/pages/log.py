@@ -391,7 +391,8 @@ class Figures:
                 chart, label = self._chart_of(name, on)
                 known = ~np.isnan(columns[name])
                 series = as_json({"step": columns["step"][known], "value": columns[name][known]})
-                charts.setdefault(chart, {})[label] = {**series, "label": label, "is_evaluation": on != TRAIN}
+                is_evaluation = on == VALIDATION or (not on and label in _SETS[2:])
+                charts.setdefault(chart, {})[label] = {**series, "label": label, "is_evaluation": is_evaluation}
         return [
             {"name": chart, "series": list(series.values())}
             for chart, series in sorted(charts.items())
