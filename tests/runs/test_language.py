@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ import trainwright
 from tests.report_pages.runs import ended, found, make_run, started, step
 from trainwright.cli.app import app
 from trainwright.doctor.discovery import all_checks
+from trainwright.report.pages.report import write_report
 from trainwright.runs.language import PLACEHOLDER, VARIABLE, Catalogue, catalogue, language
 
 LINES = catalogue("zh").lines
@@ -99,3 +101,25 @@ def test_a_diagnosis_in_chinese(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
     assert as_json[0] == as_json[1]
     assert CliRunner().invoke(app, ["--lang", "xx", "diagnose", str(run.path)]).exit_code == 2
+
+
+def test_a_page_in_chinese_escapes_the_text_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "zh")
+    evil = replace(
+        found(), symptom="step 3 is not finite", cause="labels are counted from 1", remedy="<script>1</script>"
+    )
+    run = make_run(tmp_path, "run", [started(), *map(step, range(1, 31)), evil, ended(30)])
+    page = write_report([run.path]).path.read_text(encoding="utf-8")
+    assert (
+        '<html lang="zh">' in page and "<dt>原因</dt><dd>标签从 1 开始计数</dd>" in page and "第 3 步不是有限值" in page
+    )
+    assert "<script>1" not in page and "&lt;script&gt;1" in page
+
+
+def test_the_page_of_a_check_begins_with_a_chinese_summary() -> None:
+    said = CliRunner().invoke(app, ["explain", "optim.missing_zero_grad", "--lang", "zh"]).output
+    assert (
+        said.startswith("梯度从未清零")
+        and "改法：每次更新调用一次 `optimizer.zero_grad()`" in said
+        and "## optim." in said
+    )

@@ -2,8 +2,8 @@
 
 A catalogue maps English lines to lines of its language. ``{name}`` stands for any text, which is copied; the text of
 ``{text...}`` is translated by itself, and so is each part between semicolons of ``{texts...}``. ``{s}`` is an English
-ending, possibly empty, and the names in ``COUNTS`` stand for whole numbers. Lines without an entry stay English. Logs,
-``--json`` and the answers to agents are always English.
+ending, possibly empty, ``{code}`` the code of a check, and the names in ``COUNTS`` stand for whole numbers. Lines without
+an entry stay English. Logs, ``--json`` and the answers to agents are always English.
 """
 
 from __future__ import annotations
@@ -87,6 +87,6 @@ class Catalogue:
 
 def _pattern(key: str) -> re.Pattern[str]:
     parts = PLACEHOLDER.split(key)  # literal, name, literal, ...
-    kinds = dict.fromkeys(COUNTS, "[0-9,]+") | {"s": "[a-z]*"}
+    kinds = dict.fromkeys(COUNTS, "[0-9,]+") | {"s": "[a-z]*", "code": r"[a-z_]+[.]\w+"}
     names = [f"(?P<{name}>{kinds.get(name, '.+?')})" for name in parts[1::2]]
     return re.compile("".join(f"{re.escape(literal)}{name}" for literal, name in zip(parts[::2], [*names, ""])))

@@ -28,6 +28,7 @@ from trainwright.report.pages.means import SpanMeans
 from trainwright.report.pages.overview import Overview
 from trainwright.report.pages.view import RunView, flat, memory_parts, number
 from trainwright.runs.files import reason_of
+from trainwright.runs.language import language, translated
 from trainwright.runs.printing import readable
 from trainwright.runs.secrets import masked
 from trainwright.version import __version__
@@ -118,7 +119,13 @@ def page_values(kind: str) -> dict[str, object]:
     """Return the values that every page needs. ``kind`` is "file" or "live"."""
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     assets = {name: Markup(text) for name, text in _assets().items()}
-    return {"policy": content_policy(live=kind == "live"), "made": made, "version": __version__, **assets}
+    return {
+        "policy": content_policy(live=kind == "live"),
+        "made": made,
+        "version": __version__,
+        "language": language(),
+        **assets,
+    }
 
 
 @cache
@@ -164,6 +171,7 @@ def templates() -> Environment:
         image=_image,
         sparkline=sparkline,
         data=_data,
+        t=_translated,
     )
     return environment
 
@@ -172,6 +180,10 @@ def _data(value: object) -> Markup:
     """Return JSON for a script element; nothing in it can end the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def _translated(text: object) -> str:
+    return translated(str(text))
 
 
 def _image(svg: str) -> str:
