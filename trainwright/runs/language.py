@@ -2,8 +2,8 @@
 
 A catalogue maps English lines to lines of its language. ``{name}`` stands for any text, which is copied; the text of
 ``{text...}`` is translated by itself, and so is each part between semicolons of ``{texts...}``. ``{s}`` is an English
-ending, possibly empty, ``{code}`` the code of a check, and the names in ``COUNTS`` stand for whole numbers. Lines without
-an entry stay English. Logs, ``--json`` and the answers to agents are always English.
+ending, possibly empty, ``{code}`` the code of a check, and the names in ``COUNTS`` stand for whole numbers. Lines
+without an entry stay English. Logs, ``--json`` and the answers to agents are always English.
 """
 
 from __future__ import annotations
