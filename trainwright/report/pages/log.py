@@ -55,14 +55,15 @@ KEPT_RECORDS = (
 findings are folded; others are ignored.
 """
 
-_NUMBER = rb'"?([^,"}]+)"?'
+_NUMBER, _LAST_NUMBER = rb"([^,]+)", rb"([^,}]+)"
+"""Not finite numbers are in quotes, which ``_number`` removes. A class of one excluded byte is searched twice as fast."""
 _STEP = re.compile(
     rb'\n\{"kind":"step","time_s":%b,"step":%b,"loss":%b,"grad_norm":%b,"lr":%b,"weight":[^,]+,"samples":%b,"tokens":%b,'
-    rb'"step_s":%b,"wait_s":%b,"skipped":%b,"mem_bytes":%b[,}]' % ((_NUMBER,) * 11)
+    rb'"step_s":%b,"wait_s":%b,"skipped":%b,"mem_bytes":%b' % (*(_NUMBER,) * 10, _LAST_NUMBER)
 )
 _WATCHED = re.compile(
     rb'\n\{"kind":"watched","time_s":%b,"step":%b,"loss":%b,"grad_norm":%b,"lr":%b,'
-    rb'(?:[^\n]*"step_s":%b,"wait_s":%b)?' % ((_NUMBER,) * 7)
+    rb'(?:[^\n]*"step_s":%b,"wait_s":%b)?' % (*(_NUMBER,) * 6, _LAST_NUMBER)
 )
 _STEP_COLUMNS = tuple(COLUMNS.index(name) for name in COLUMNS[1:])
 _WATCHED_COLUMNS = tuple(
@@ -297,7 +298,7 @@ def _rows_of(lines: bytes, kind: type[Step] | type[Watched]) -> Rows:
 
 def _numbers(texts: Sequence[bytes]) -> NDArray[np.float64]:
     """Return the numbers of one column of a chunk; many columns are constant, such as the memory."""
-    if texts.count(texts[0]) == len(texts):
+    if texts[0] == texts[-1] == texts[len(texts) // 2] and texts.count(texts[0]) == len(texts):
         return np.full(len(texts), _number(texts[0]))
     try:
         numbers = np.array(list(map(float, texts)))
@@ -309,7 +310,7 @@ def _numbers(texts: Sequence[bytes]) -> NDArray[np.float64]:
 def _number(text: bytes) -> float:
     """Return NaN for a missing value, infinity for one that is not finite."""
     try:
-        number = float(text)
+        number = float(text.strip(b'"'))
     except ValueError:  # null, or a value that another version wrote
         return np.nan
     return number if abs(number) < np.inf else np.inf
