@@ -6,7 +6,8 @@ Each fault of ``zoo/reports/open`` (or each named one) is trained under ``tw.wat
 ``list_runs`` and ``diagnose_run``, as somebody who has not seen the program, and takes the first finding at its word:
 
 cause      its code and cause are a correct diagnosis, by the patterns of the fault
-line       the source line that it gives is one of the lines that are correct for the fault
+line       a source line that it gives (its own, and the call of its stage) is one of the lines that are correct
+place      that, or the module or the operation that it names is a correct one
 excerpt    ``finding_evidence`` shows such a line
 
 ``--unseen`` takes the ten faults that were not used to develop the lines of findings.
@@ -22,6 +23,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from mcp.types import TextContent
 from benchmarks.figures import about, figure
 from trainwright.agent.server import ServerOptions, make_server
 from zoo.reports.case import Case, load
-from zoo.reports.judge import is_named
+from zoo.reports.judge import is_at, is_named
 from zoo.reports.run import run_here, warm_up
 from zoo.reports.watches import Alarm, TrainwrightWatch
 
@@ -43,6 +45,7 @@ UNSEEN = (
     *("plateau_of_accuracy_in_min_mode", "sorted_classes", "stays_in_eval", "vae_reduction"),
     "zero_grad_per_micro_batch",
 )
+ASPECTS = ("cause", "line", "place", "excerpt")
 TIME_LIMIT_S = 120
 _LINE = re.compile(r"[\w.-]+\.py:\d+")
 
@@ -80,8 +83,8 @@ def right_lines(case: Case, lines: Sequence[str]) -> Iterator[str]:
             yield each
 
 
-def solve(case: Case, seed: int) -> tuple[bool, bool, bool, str]:
-    """Return whether cause, line and excerpt are right, and what was answered."""
+def solve(case: Case, seed: int) -> tuple[tuple[bool, ...], str]:
+    """Return which ASPECTS are right, and what was answered."""
     with tempfile.TemporaryDirectory(prefix="agents-") as folder:
         process = multiprocessing.get_context("fork").Process(target=train, args=(case, seed, Path(folder)))
         process.start()
@@ -91,9 +94,12 @@ def solve(case: Case, seed: int) -> tuple[bool, bool, bool, str]:
         found = anyio.run(answers, Path(folder), case.file.parent)
     for finding, evidence in found:
         alarm = Alarm(finding["code"], finding["severity"], finding["step"], finding["what"], finding["cause"])
-        lines = _LINE.findall(finding.get("line") or finding.get("near", ""))
+        lines = _LINE.findall(f"{finding.get('line', '')} {finding.get('near', '')}")
         cause = is_named(case.diagnosis, alarm)
         is_right = any(right_lines(case, lines))
+        names = {kind: re.search(rf"\\b{kind} ([^, ]+)", finding.get("where", "")) for kind in ("module", "op")}
+        named = replace(alarm, **{kind: name and name[1] for kind, name in names.items()})
+        is_placed = is_right or any(is_at(place, named, case.file) for place in case.where if not place.line)
         marked = [each for each in evidence.get("lines", []) if each.startswith(">")]
         numbers = [re.search(r"\d+", each) for each in marked]
         excerpt = any(right_lines(case, [f"{case.file.name}:{each[0]}" for each in numbers if each]))
@@ -101,8 +107,9 @@ def solve(case: Case, seed: int) -> tuple[bool, bool, bool, str]:
             f"{each} {linecache.getline(str(case.file), int(each.split(':')[1])).strip()}" for each in lines
         )
         if cause or finding is found[-1][0]:
-            return cause, cause and is_right, cause and excerpt, f"{finding['code']}: {text or 'no line'}"
-    return False, False, False, "nothing found"
+            right = (cause, cause and is_right, cause and is_placed, cause and excerpt)
+            return right, f"{finding['code']}: {text or 'no line'}"
+    return (False,) * len(ASPECTS), "nothing found"
 
 
 def main() -> int:
@@ -118,13 +125,12 @@ def main() -> int:
     wanted = [case for case in faults if case.id in options.cases] if options.cases else wanted
     made = []
     for case in wanted:
-        made.append(solve(case, options.seed))
-        words = " ".join(
-            f"{name} {'yes' if each else 'no':<3}" for name, each in zip(("cause", "line", "excerpt"), made[-1])
-        )
-        sys.stdout.write(f"{case.id:<36} {words}  {made[-1][3]}\n")
+        right, said = solve(case, options.seed)
+        made.append(right)
+        words = " ".join(f"{name} {'yes' if each else 'no':<3}" for name, each in zip(ASPECTS, right))
+        sys.stdout.write(f"{case.id:<36} {words}  {said}\n")
         sys.stdout.flush()
-    for index, name in enumerate(("cause", "line", "excerpt")):
+    for index, name in enumerate(ASPECTS):
         figure(BENCH, name, [sum(each[index] for each in made)], unit="faults", against=f"of {len(made)}")
     return 0
 

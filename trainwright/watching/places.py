@@ -8,9 +8,9 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import CodeType
 
@@ -23,6 +23,7 @@ _NOT_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 _MADE = ("model.init_", "model.pretrained", "model.excess_dropout", "optim.params_")
 """Findings on how a module was made; others of a module are on how it is used."""
 _SCHEDULES, _OPTIMIZERS = ("schedule.",), ("optim.", "precision.eps_underflow", "precision.lost_updates")
+_SCHEDULER_NAMES = frozenset(torch.optim.lr_scheduler.__all__)
 _INPUTS = ("input", "label")
 
 
@@ -53,7 +54,12 @@ class SourceFile:
         lines = {node.lineno for node in nodes}
         return f"{self.name}:{lines.pop() + self._first_line - 1}" if len(lines) == 1 else None
 
-    def calls(self, names: Sequence[str]) -> Iterator[ast.expr]:
+    def sets(self, names: Set[str]) -> Iterator[ast.expr]:
+        """Yield assignments to attributes with these names, of any object."""
+        every = (node for node in ast.walk(self.tree) if isinstance(node, ast.Attribute))
+        return (node for node in every if isinstance(node.ctx, ast.Store) and node.attr in names)
+
+    def calls(self, names: Set[str]) -> Iterator[ast.expr]:
         """Yield calls of functions with these names, such as ``torch.optim.AdamW(...)`` for ``AdamW``."""
         return (node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and _last(node.func) in names)
 
@@ -101,7 +107,10 @@ class Places:
         if where.rank is not None:
             return None
         if code.startswith(_SCHEDULES):
-            return self._line_that_makes(self._schedulers)
+            return self._line_that_makes(self._schedulers, _SCHEDULER_NAMES)
+        if code == "loop.attribute_without_effect":
+            attributes = {str(each.seen) for each in found.evidence}
+            return self._in_loop(lambda source: source.sets(attributes))
         if where.module:
             return self._line_of_module(where.module, where.op, is_made=code.startswith(_MADE))
         if code.startswith(_OPTIMIZERS):
@@ -124,10 +133,14 @@ class Places:
         except (OSError, ValueError):
             return (function,)
 
-    def _line_that_makes(self, objects: Sequence[object]) -> str | None:
-        names = {type(each).__name__ for each in objects}
-        found = (source.line(source.calls(tuple(names))) for source in self._loop)
-        return next((line for line in found if line), None) if len(names) == 1 else None
+    def _in_loop(self, nodes: Callable[[SourceFile], Iterator[ast.expr]]) -> str | None:
+        return next((line for source in self._loop if (line := source.line(nodes(source)))), None)
+
+    def _line_that_makes(self, objects: Sequence[object], kinds: frozenset[str] = frozenset()) -> str | None:
+        """Return the line that makes the objects, or, if none are known, the one of these ``kinds``."""
+        names = {type(each).__name__ for each in objects} or kinds
+        is_one = len(names) == 1 or not objects
+        return self._in_loop(lambda source: source.calls(names)) if is_one else None
 
     def _line_of_dataset(self) -> str | None:
         """Return the ``__getitem__`` of the user's dataset, else the line that makes the loader."""
@@ -147,7 +160,7 @@ class Places:
                 owner = root.get_submodule(".".join(parts[:depth]))
                 name = next((part for part in parts[depth : depth + 1]), "")
                 wanted = _op_or_call(name, op if depth == len(parts) else None)
-                made = self._in_class(owner, lambda source, name=name: source.assigned(name)) if name else None
+                made = self._in_class(owner, partial(SourceFile.assigned, name=name)) if name else None
                 used = self._in_class(owner, wanted) if wanted is not None else None
                 if line := (made or used) if is_made else (used or made):
                     return line
@@ -163,7 +176,7 @@ class Places:
 def _op_or_call(name: str, op: str | None) -> Callable[[SourceFile], Iterator[ast.expr]] | None:
     """Return what finds the call of an operation in a class, or of ``self.name``."""
     if op is not None:
-        return lambda source: source.calls((op,))
+        return lambda source: source.calls({op})
     if not name:
         return None
-    return lambda source: (node for node in source.calls((name,)) if _is_own(getattr(node, "func", node)))
+    return lambda source: (node for node in source.calls({name}) if _is_own(getattr(node, "func", node)))
