@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainwright.runs.records import Found, Where
+from trainwright.runs.records import Evidence, Found, Where
 from trainwright.watching.places import Places
 
 
@@ -103,3 +104,20 @@ def test_an_object_that_raises_has_no_line() -> None:
             raise LookupError
 
     assert Places([], [], loaders=[Bad()]).line_of(found("data.constant_input", "input")) is None
+
+
+def test_a_schedule_and_an_attribute_are_found_in_the_loop() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)  # plateau
+        for each in model.parameters():
+            each.require_grad = False  # type: ignore[attr-defined]  # typo
+
+    places = Places([nn.Linear(1, 1)], [], code=lambda: loop.__code__)
+    typo = replace(
+        found("loop.attribute_without_effect", "loop", module="0"),
+        evidence=(Evidence(measure="set on 0.weight", seen="require_grad", expected="requires_grad"),),
+    )
+    lines = Path(__file__).read_text().splitlines()
+    for finding, mark in ((found("schedule.plateau_mode", "loop"), "# plateau"), (typo, "# typo")):
+        line = places.line_of(finding)
+        assert line is not None and mark in lines[int(line.partition(":")[2]) - 1]
