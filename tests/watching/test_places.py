@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainwright.runs.records import Evidence, Found, Where
-from trainwright.watching.places import Places
+from trainwright.watching.places import SourcePlaces
 
 
 class Net(nn.Module):
@@ -36,12 +36,12 @@ class Data(Dataset[Tensor]):
         return 8
 
 
-def program() -> Places:
+def program() -> SourcePlaces:
     model = nn.Sequential(Net(), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)  # optimizer
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # schedule
     loader = DataLoader(Data())  # loader
-    return Places([model], [optimizer], [schedule], [loader], lambda: program.__code__)
+    return SourcePlaces([model], [optimizer], [schedule], [loader], lambda: program.__code__)
 
 
 def found(code: str, stage: str, **where: object) -> Found:
@@ -94,7 +94,10 @@ def test_two_of_a_kind_have_no_line() -> None:
         torch.optim.SGD(models[0].parameters())
         torch.optim.SGD(models[1].parameters())
 
-    assert Places(models, optimizers, code=lambda: loop.__code__).line_of(found("optim.lr_too_low", "update")) is None
+    assert (
+        SourcePlaces(models, optimizers, code=lambda: loop.__code__).line_of(found("optim.lr_too_low", "update"))
+        is None
+    )
 
 
 def test_an_object_that_raises_has_no_line() -> None:
@@ -103,7 +106,7 @@ def test_an_object_that_raises_has_no_line() -> None:
         def dataset(self) -> object:
             raise LookupError
 
-    assert Places([], [], loaders=[Bad()]).line_of(found("data.constant_input", "input")) is None
+    assert SourcePlaces([], [], loaders=[Bad()]).line_of(found("data.constant_input", "input")) is None
 
 
 def test_a_schedule_and_an_attribute_are_found_in_the_loop() -> None:
@@ -112,7 +115,7 @@ def test_a_schedule_and_an_attribute_are_found_in_the_loop() -> None:
         for each in model.parameters():
             each.require_grad = False  # type: ignore[attr-defined]  # typo
 
-    places = Places([nn.Linear(1, 1)], [], code=lambda: loop.__code__)
+    places = SourcePlaces([nn.Linear(1, 1)], [], code=lambda: loop.__code__)
     typo = replace(
         found("loop.attribute_without_effect", "loop", module="0"),
         evidence=(Evidence(measure="set on 0.weight", seen="require_grad", expected="requires_grad"),),

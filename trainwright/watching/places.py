@@ -82,7 +82,7 @@ def _is_own(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
-class Places:
+class SourcePlaces:
     """The source of a loop and of its objects. ``code`` returns the function that contains the loop."""
 
     def __init__(

@@ -14,7 +14,8 @@ from importlib.resources import files
 from itertools import zip_longest
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
+from jinja2.runtime import Context
 from markupsafe import Markup, escape
 
 from trainwright.doctor.pages import page as page_of_code
@@ -182,7 +183,9 @@ def _data(value: object) -> Markup:
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
-def _translated(text: object) -> str:
+@pass_context
+def _translated(_context: Context, text: object) -> str:
+    """Return a text in the language of the output; with a context, jinja does not do that once for all pages."""
     return translated(str(text))
 
 
