@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: fixtures of a module run before those of a test
+os.environ["TRAINWRIGHT_LANG"] = "en"  # whatever the locale is
 os.environ["TRAINWRIGHT_EXAMINE"] = "all"  # the loops are short and their models tiny; tests of the budget delete it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test fetches a model; a test of the hub starts a server of its own
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else a pool of processes, for kernels that take less than its start

@@ -112,7 +112,7 @@ def test_every_command_is_one() -> None:
         while rest and (verbs := getattr(command, "commands", {})):
             assert rest[0] in verbs, f"{name}: trainwright {' '.join(words)}"
             command, rest = verbs[rest[0]], rest[1:]
-        known = {opt for each in command.params for opt in (*each.opts, *each.secondary_opts)} | {"--help"}
+        known = {opt for each in command.params for opt in (*each.opts, *each.secondary_opts)} | {"--help", "--lang"}
         options = {word.partition("=")[0] for word in rest if word.startswith("--")}
         assert options <= known, f"{name}: trainwright {' '.join(words)}"
 

@@ -14,6 +14,7 @@ from tests.report_pages.browser import CHROMIUM, Browser, browser_in
 from tests.report_pages.runs import BEGAN_S, ended, evaluated, found, make_run, started, step
 from tests.report_pages.serving import site_of
 from trainwright.report.pages.report import write_report
+from trainwright.runs.lock import RunLock
 from trainwright.runs.records import Logged, to_json
 
 pytestmark = [
@@ -57,8 +58,8 @@ def nothing_is_wrong(browser: Browser) -> Iterator[None]:
 def report(root: Path) -> Path:
     """A run with a finding, an evaluation, a resume and losses that are not finite."""
     losses = dict.fromkeys(range(50, 56), math.nan)
-    records = [started(), *(step(number, losses.get(number)) for number in range(1, 101)), evaluated(50, 0.7), found()]
-    records += [started(90), *(step(number) for number in range(91, 121)), ended(120)]
+    records = [started(), *(step(number, losses.get(number)) for number in range(1, 101)), evaluated(50, 0.7)]
+    records += [started(90), *(step(number) for number in range(91, 121)), found(), ended(120)]
     return write_report([make_run(root, "run", records, settings={}).path]).path
 
 
@@ -286,7 +287,9 @@ def test_a_page_can_be_used_by_keys_and_be_read(browser: Browser, tmp_path: Path
 
 def test_nothing_moves_where_that_is_not_wanted(browser: Browser, tmp_path: Path) -> None:
     folder = make_run(tmp_path, "run", [started(), step(1)])
+    lock = RunLock.acquire(folder.path)  # else it was killed, and only a run that goes on moves
     path = write_report([folder.path]).path
+    lock.release(clean=True)
     state = "getComputedStyle(document.querySelector('.state'), '::before').animationName"
     for wanted, moves in (("no-preference", True), ("reduce", False)):
         browser.open(f"file://{path}")

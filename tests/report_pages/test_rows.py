@@ -196,3 +196,11 @@ def test_means_leave_out_what_is_not_finite_and_what_is_done_again(tmp_path: Pat
     means = rows_of(make_run(tmp_path, "again", again).log).means.columns()
     assert means["step"].max() <= 61 and means["loss"][-1] == 3.0
     assert {at: loss for at, loss in zip(means["step"], means["loss"]) if at < 38 and loss != 1.0} == {20.0: math.inf}
+
+
+def test_numbers_end_with_their_line(tmp_path: Path) -> None:
+    """Memory was the last value of a line in an earlier version."""
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(re.sub(r',"ids_hash".*', "}", to_json(step(number))) + "\n" for number in (1, 2, 3)))
+    rows = rows_of(path).rows
+    assert column(rows, "step").tolist() == [1.0, 2.0, 3.0] and set(column(rows, "mem_bytes")) == {2.0**20}

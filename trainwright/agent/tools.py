@@ -269,7 +269,7 @@ def _finding_values(found: Found, records: Sequence[Record]) -> dict[str, object
         "since_step": found.since_step,
         "where": place(found.where).strip(),
         "line": found.where.source,
-        "near": f"the {likely[1]} call at {likely[0]}" if likely and not found.where.source else "",
+        "near": f"the {likely[1]} call at {likely[0]}" if likely and likely[0] != found.where.source else "",
         "what": found.symptom,
         "seen": [
             f"{each.measure}: {value_in_words(each.seen)}"

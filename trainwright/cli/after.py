@@ -131,9 +131,12 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Print the page of a finding: description, similar findings, remedies, sources. Without a code, list all."""
-    from trainwright.doctor.pages import page
+    from trainwright.doctor.pages import page, summary
+    from trainwright.runs.language import language, translated
 
     text = page(code)
+    if not as_json and language() != "en":  # the page itself is English
+        text = "\n".join([*map(translated, summary(code)), text])
     print(json.dumps({"code": code, "page": text}) if as_json else text)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
@@ -18,6 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from trainwright.report.failure import describe
+from trainwright.runs.language import LANGUAGES, VARIABLE, translated
 from trainwright.runs.printing import printable
 from trainwright.runs.secrets import masked
 from trainwright.version import __version__
@@ -47,7 +49,17 @@ class PrintedResult(VerbResult, Protocol):
 
 
 class Verbs(TyperGroup):
-    """Prints usage errors as an object too, with --json."""
+    """Prints usage errors as an object too, with --json, and takes --lang before or after the name of a command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        for index, option in enumerate(args[:end]):
+            name, equals, value = option.partition("=")
+            if name == "--lang" and (equals or index + 1 < end):
+                os.environ[VARIABLE] = _language_of(value if equals else args[index + 1])  # for the ranks as well
+                args = args[:index] + args[index + (1 if equals else 2) :]
+                break
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> object:  # typer keeps the class of its context private
         try:
@@ -101,6 +113,12 @@ Allowed = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object last, on stdout.")]
 
 
+def _language_of(value: str) -> str:
+    if value not in LANGUAGES:
+        raise typer.BadParameter(f"--lang {value}: the languages are {', '.join(LANGUAGES)}")
+    return value
+
+
 def _print_version(asked: bool) -> None:
     if asked:
         print(f"trainwright {__version__}")
@@ -112,6 +130,9 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    lang: Annotated[
+        str | None, typer.Option(metavar="en|zh", help="Language of the output. Default: that of the locale.")
+    ] = None,
 ) -> None: ...
 
 
@@ -227,7 +248,11 @@ def console_for(as_json: bool) -> Console:
 def line_printer(as_json: bool) -> Callable[[str], None]:
     """Return a function that prints a line on this console, without markup."""
     console = console_for(as_json)
-    return lambda line: console.print(printable(line), markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+    def say(line: str) -> None:
+        console.print(printable(translated(line)), markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+    return say
 
 
 def finish(result: VerbResult, as_json: bool) -> None:
@@ -243,13 +268,13 @@ def finish_printed(report: PrintedResult, as_json: bool) -> None:
         print(json.dumps(masked(report.to_json())))
     else:
         for line in report.lines():
-            print(printable(masked(line)))
+            print(printable(translated(masked(line))))
     raise typer.Exit(report.exit_code)
 
 
 def _fail(text: str, code: int) -> int:
     text = masked(text)
-    print(f"error: {printable(text)}", file=sys.stderr)
+    print(printable(translated(f"error: {text}")), file=sys.stderr)
     if "--json" in sys.argv:
         print(json.dumps({"error": text, "exit": code}))
     return code

@@ -54,6 +54,14 @@ def title(code: str) -> str:
     return found.title
 
 
+def summary(code: str) -> list[str]:
+    """Returns the title, the usual cause and the fix of a code as lines; [] for a topic."""
+    found = _page_of(code)
+    if found is None:
+        return []
+    return [found.title.rstrip("."), f"cause: {found.words('Usual cause')}", f"fix: {found.words('Fix')}", ""]
+
+
 def _page_of(code: str) -> Page | None:
     check = check_of(code)
     return check.page if check is not None else _FAILED_PAGE if code == FAILED_CODE else None

@@ -21,6 +21,7 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.step import StepResult
 from trainwright.monitoring.terminal import Console, Live, Text
+from trainwright.runs.language import translated
 from trainwright.runs.printing import figure, printable
 from trainwright.runs.records import Found
 from trainwright.runs.secrets import masked
@@ -201,7 +202,7 @@ class Progress:
         if self._quiet:
             return
         try:
-            self._console.print(printable(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
+            self._console.print(printable(translated(text)), highlight=False, markup=False, emoji=False, soft_wrap=True)
         except (OSError, SystemExit):  # a reader that closed the pipe must not stop the training
             self._quiet = True
 

@@ -24,7 +24,7 @@ from trainwright.runs.secrets import MASK, is_secret, masked
 
 ENV_PREFIX = "TRAINWRIGHT_"
 RESERVED_ENV = frozenset(
-    {"CACHE", "DOCTOR", "EXAMINE", "EXIT_CODES", "GRACE_S", "HOME", "METRICS", "PAGE_PARENT", "PAGE_TOKEN"}
+    {"CACHE", "DOCTOR", "EXAMINE", "EXIT_CODES", "GRACE_S", "HOME", "LANG", "METRICS", "PAGE_PARENT", "PAGE_TOKEN"}
 )  # Trainwright's settings that are not keys of a recipe
 
 _Container = dict[str, object] | list[object]

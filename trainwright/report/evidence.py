@@ -256,13 +256,12 @@ def calls_of(records: Sequence[Record], found: Found) -> tuple[tuple[str, str], 
 
 
 def lines_named(found: Found, calls: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the source lines for a finding: the line that it names, else the lines of the calls of its step.
-
-    The first line is the most likely: the call of the stage of the finding.
+    """Return the source lines for a finding: the line that it names and the call of its stage, which is the most
+    likely if it names none; then also the other calls of its step.
     """
-    if found.where.source:
-        return [found.where.source]
     first = line_of_stage(found, calls)
+    if found.where.source:
+        return [found.where.source, *([first[0]] if first else [])]
     return [*([first[0]] if first else []), *(line for _, line in calls)]
 
 

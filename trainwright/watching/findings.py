@@ -40,7 +40,7 @@ class FindingsLog:
     """Records every step, examines a step on request, and collects the findings.
 
     ``write`` is called with every record that is kept. ``known`` are the records of an earlier process. ``checks`` are
-    the checks to run; None: all but the packs.
+    the checks to run; None: all but the packs. ``line_of`` returns the line for a finding that names none.
     """
 
     def __init__(
@@ -51,8 +51,9 @@ class FindingsLog:
         *,
         known: Iterable[Record] = (),
         checks: Sequence[Check] | None = None,
+        line_of: Callable[[Found], str | None] = lambda _found: None,
     ) -> None:
-        self._checks = checks
+        self._checks, self._line_of = checks, line_of
         self._runner, self._probes, self._write = runner, probes, write
         self._records = list(known)
         self._unrecorded: deque[tuple[RecordedStep, Numbers]] = deque()
@@ -138,7 +139,7 @@ class FindingsLog:
         now = []
         for each in diagnosis.findings:
             known, found = self._findings.get(each.found.code), each.found
-            source = found.where.source or (known.where.source if known else None)
+            source = found.where.source or (known.where.source if known else self._line_of(found))
             found = dataclasses.replace(found, where=dataclasses.replace(found.where, source=source))
             at = step
             if known is None:

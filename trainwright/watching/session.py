@@ -53,6 +53,7 @@ from trainwright.watching.budget import ExaminationBudget, Examine
 from trainwright.watching.experiments import ExperimentRunner, OwnCheck
 from trainwright.watching.findings import FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents, keep_rest
+from trainwright.watching.places import SourcePlaces
 from trainwright.watching.schedule import ExaminationSchedule, SnapshotSchedule
 
 CHECKED_STEPS = 4
@@ -151,7 +152,8 @@ class WatchSession:
         self._on_closed = methods_of(self._probes, "on_closed", Probe)
         self._on_read = methods_of(self._probes, "on_read", Probe)
         self._light = LightSteps(self.recording, is_off=self.budget.is_lifted or options.is_engine)
-        self.findings_log = FindingsLog(self.runner, self._probes, write, checks=options.checks)
+        places = SourcePlaces(roots, optimizers, objects.schedulers, objects.loaders, objects.code)
+        self.findings_log = FindingsLog(self.runner, self._probes, write, checks=options.checks, line_of=places.line_of)
         self._incidents = Incidents(options.bundles, self.runner, write)
         self._site = WatchSite(options.bundles.parent if options.bundles else None, write, say)
         self._schedule = ExaminationSchedule(first_step, self.budget)

@@ -37,6 +37,7 @@ from trainwright.report.pages.report import leave_report
 from trainwright.report.verdict import VerdictFacts, evaluations_in, judge, losses_in
 from trainwright.runs import records
 from trainwright.runs.folder import RunFolder
+from trainwright.runs.language import translated
 from trainwright.runs.lock import RunLock
 from trainwright.runs.printing import printable
 from trainwright.runs.reader import read
@@ -247,7 +248,7 @@ class Watch:
             with suppress(
                 OSError, ValueError
             ):  # stderr was closed, which must neither end the loop nor hide its exception
-                text = printable(masked(line))
+                text = printable(translated(masked(line)))
                 self._console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 

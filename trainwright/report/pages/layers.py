@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -28,6 +29,9 @@ MISSING_CODE = 65534
 MAX_CODE = 65533
 """The codes in a map of a value that is not finite and of a missing one, and the largest value of its log scale."""
 
+_HISTOGRAMS = re.compile(rb',"(?:act_)?log2":\[\[[0-9,\[\]]*\]\]')
+"""Most of a line, and not in these maps."""
+
 Row = NDArray[np.float64]
 Rows = dict[str, list[Row]]
 Grid = NDArray[np.float64]
@@ -46,7 +50,7 @@ class LayerMaps:
     def take(self, line: bytes) -> None:
         """Add a line of the log; invalid lines are ignored."""
         try:
-            record = parse_json(line.decode())
+            record = parse_json(_HISTOGRAMS.sub(b"", line).decode())
             names, step = record.get("layers") or self._names, float(record["step"])
         except (ValueError, TypeError, KeyError, AttributeError):
             return
@@ -144,6 +148,9 @@ def _row(values: object, count: int, *, lost: bool) -> Row:
     """Return a row of numbers. ``lost``: NaN means that nothing was recorded, otherwise that it was not finite."""
     row = np.full(count, np.nan)
     if isinstance(values, list) and len(values) == count:
+        if set(map(type, values)) == {float}:  # the usual case; JSON numbers are finite
+            row[:] = values
+            return row
         for index, value in enumerate(values):
             number = NOT_IN_JSON.get(value, np.nan) if isinstance(value, str) else value
             if isinstance(number, int | float):

@@ -34,9 +34,10 @@ class SpanMeans:
         span = np.maximum(0, steps // self._width).astype(np.int64)
         values = rows[:, [COLUMNS.index(name) for name in AVERAGED_COLUMNS]]
         finite = np.abs(values) < MAX_FINITE
-        np.add.at(self._sums, span, np.where(finite, values, 0.0))
-        np.add.at(self._counts, span, finite)
-        np.add.at(self._broken, span, np.abs(values) >= MAX_FINITE)
+        added = ((self._sums, np.where(finite, values, 0.0)), (self._counts, finite))
+        for table, each in (*added, (self._broken, np.abs(values) >= MAX_FINITE)):
+            for index, weights in enumerate(each.T):
+                table[:, index] += np.bincount(span, weights, minlength=MAX_SPANS)
 
     def go_back_to(self, step: int, rows: Rows) -> None:
         """Drop values after ``step``; ``rows`` are those up to it, from which the span of ``step`` is summed again."""

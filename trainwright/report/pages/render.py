@@ -14,7 +14,8 @@ from importlib.resources import files
 from itertools import zip_longest
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
+from jinja2.runtime import Context
 from markupsafe import Markup, escape
 
 from trainwright.doctor.pages import page as page_of_code
@@ -28,6 +29,7 @@ from trainwright.report.pages.means import SpanMeans
 from trainwright.report.pages.overview import Overview
 from trainwright.report.pages.view import RunView, flat, memory_parts, number
 from trainwright.runs.files import reason_of
+from trainwright.runs.language import language, translated
 from trainwright.runs.printing import readable
 from trainwright.runs.secrets import masked
 from trainwright.version import __version__
@@ -118,7 +120,13 @@ def page_values(kind: str) -> dict[str, object]:
     """Return the values that every page needs. ``kind`` is "file" or "live"."""
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     assets = {name: Markup(text) for name, text in _assets().items()}
-    return {"policy": content_policy(live=kind == "live"), "made": made, "version": __version__, **assets}
+    return {
+        "policy": content_policy(live=kind == "live"),
+        "made": made,
+        "version": __version__,
+        "language": language(),
+        **assets,
+    }
 
 
 @cache
@@ -164,6 +172,7 @@ def templates() -> Environment:
         image=_image,
         sparkline=sparkline,
         data=_data,
+        t=_translated,
     )
     return environment
 
@@ -172,6 +181,12 @@ def _data(value: object) -> Markup:
     """Return JSON for a script element; nothing in it can end the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+@pass_context
+def _translated(_context: Context, text: object) -> str:
+    """Return a text in the language of the output; with a context, jinja does not do that once for all pages."""
+    return translated(str(text))
 
 
 def _image(svg: str) -> str:

@@ -211,7 +211,7 @@ const Charts = (function () {
         const shape = alone ? "" : xs.join() + ":" + ys.join(), same = drawnAs.get(shape);
         if (!alone && !same) drawnAs.set(shape, { name, count: 0 });
         if (!alone && same) same.count++;
-        const line = { label: name, ink, sameAs: !alone && same ? same.name : "", dash: !alone && same ? [5, 5 + 4 * same.count] : look.dashed ? [6, 4] : isMarked && !alone ? [2, 3] : DASHES[Math.floor(index / 8) % 3], points: { show: !!isMarked, size: 6, fill: ink } };
+        const line = { label: name, ink, sameAs: !alone && same ? same.name : "", dash: !alone && same ? [5, 5 + 4 * same.count] : look.dashed ? [6, 4] : isMarked && !alone ? [2, 3] : DASHES[Math.floor(index / 8) % 3], points: { show: !!isMarked || ys.filter(number).length === 1, size: 6, fill: ink } };
         const isRead = data.runs.length - hidden.size <= FEW;
         if (!even || isRead) tables.push([xs, ys]);
         if (!even || isRead) series.push({ ...line, stroke: even ? ink + "66" : ink, width: isMarked ? 2 : even ? 1 : 1.25, broken: ys.some((v) => v === null), isRead, isHollow: isMarked && !alone, points: even || ys.length > 200 ? { ...line.points, show: !!isMarked && ys.length < 100 } : line.points });
@@ -292,7 +292,6 @@ const Charts = (function () {
     figure.className = chart.tall ? "chart tall" : "chart";
     figure.style.width = width + "px";
     figure.tabIndex = 0;
-    figure.setAttribute("role", "group");
     figure.setAttribute("aria-label", chart.name + " over " + axis);
     caption.textContent = chart.name + (chart.title ? ", " + chart.title(data.runs) : "");
     const save = chart.heat ? [] : ["PNG", "SVG"].map((kind) => {
@@ -525,8 +524,9 @@ const Charts = (function () {
     const button = document.createElement("button"), leads = pin.finding !== null;
     button.type = "button";
     button.className = "pin " + pin.kind;
-    button.title = button.ariaLabel = (data.runs.length > 1 ? run.name + ": " : "") + pin.label + (leads ? " (step " + pin.step + ")" : "");
+    button.title = (data.runs.length > 1 ? run.name + ": " : "") + pin.label + (leads ? " (step " + pin.step + ")" : "");
     button.textContent = leads ? String(pin.finding + 1) : pin.kind === "resume" ? "\u21bb" : "!";
+    button.ariaLabel = button.textContent + " " + button.title;
     button.setAttribute("aria-disabled", String(!leads));
     button.addEventListener("click", () => open(index, pin));
     return button;

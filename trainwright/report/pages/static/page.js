@@ -57,6 +57,7 @@
       if (held && each.dataset.keep === held) each.querySelector("summary").focus();
     });
     if (held && byId(held)) byId(held).focus({ preventScroll: true });
+    reachWide();
   }
   function query() {
     const asked = new URLSearchParams();
@@ -162,7 +163,7 @@
       unshown = new Set(JSON.parse(localStorage.getItem(KEPT)) || unshown);
     } catch { /* not allowed, or written by another program: the default */ }
     const place = byId("columns").querySelector("div");
-    for (const name of columnNames().filter((each) => each && each !== "run")) {
+    for (const name of columnNames().filter((each) => each !== "choose" && each !== "run")) {
       const label = document.createElement("label"), box = document.createElement("input");
       [box.type, box.checked] = ["checkbox", !unshown.has(name)];
       box.addEventListener("change", () => {
@@ -195,6 +196,16 @@
       location.href = "view?" + new URLSearchParams(chosen);
     });
   }
+
+  /* A table that is wider than the page can be scrolled by keys, too. */
+  function reachWide() {
+    document.querySelectorAll(".wide, pre").forEach((each) => {
+      each.scrollWidth > each.clientWidth || each.scrollHeight > each.clientHeight ? (each.tabIndex = 0) : each.removeAttribute("tabindex");
+    });
+  }
+  reachWide();
+  addEventListener("resize", reachWide);
+  document.addEventListener("toggle", reachWide, true);
 
   if (data.runs) {
     addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((each) => (each.open = true)));

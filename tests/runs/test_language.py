@@ -1,0 +1,125 @@
+"""Output in Chinese: the same codes, placeholders, figures and code as the English lines, which the program prints."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import trainwright
+from tests.report_pages.runs import ended, found, make_run, started, step
+from trainwright.cli.app import app
+from trainwright.doctor.discovery import all_checks
+from trainwright.report.pages.report import write_report
+from trainwright.runs.language import PLACEHOLDER, VARIABLE, Catalogue, catalogue, language
+
+LINES = catalogue("zh").lines
+CODE = re.compile(r"`[^`]+`|\b[a-z]+(?:_[a-z]+)+\b|\b\w+\(\)")
+FIGURE = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?")
+WORD = re.compile(r"\w+")
+HAN = re.compile("[\u4e00-\u9fff]")
+ROOMS = ("cli", "doctor", "plan", "report", "training", "watching", "monitoring")
+
+
+@cache
+def english() -> set[tuple[str, str]]:
+    """Return all pairs of words that follow on each other in a text of the program or of a check."""
+    house = Path(trainwright.__file__).parent
+    files = [path for room in ROOMS for kind in ("py", "html") for path in (house / room).rglob(f"*.{kind}")]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    source = re.sub(r'"\s*\n\s*f?"', "", source).replace('\\"', '"')
+    pages = [each.page for each in all_checks()]
+    texts = [text for page in pages for text in (page.title, page.words("Usual cause"), page.words("Fix"))]
+    return set(pairwise(WORD.findall("\n".join([source, *texts]))))
+
+
+def signature(text: str) -> list[list[str]]:
+    return [sorted({*PLACEHOLDER.findall(text)} - {"s"}), sorted(CODE.findall(text)), sorted(FIGURE.findall(text))]
+
+
+def test_a_line_has_the_same_placeholders_figures_and_code() -> None:
+    assert {key: text for key, text in LINES.items() if signature(key) != signature(text)} == {}
+    assert [text for text in LINES.values() if not HAN.search(text)] == []
+
+
+@pytest.mark.slow
+def test_each_english_line_is_one_that_the_program_prints() -> None:
+    """Else a line is left in the catalogue after its text was changed."""
+    known = english()
+    for key in LINES:
+        parts = [WORD.findall(part) for part in PLACEHOLDER.split(key)[::2]]
+        gone = [pair for part in parts for pair in pairwise(part) if pair not in known]
+        assert len(gone) <= 1, (key, gone)  # one joint of two texts of the program
+
+
+def test_every_translated_check_has_its_title_cause_and_fix() -> None:
+    complete = 0
+    for check in all_checks():
+        page = check.page
+        known = [text in LINES for text in (page.title.rstrip("."), page.words("Usual cause"), page.words("Fix"))]
+        assert all(known) or not any(known), check.code
+        complete += all(known)
+    assert complete >= 30
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, "en"),
+        ({"LANG": "zh_CN.UTF-8"}, "zh"),
+        ({"LANG": "zh_CN.UTF-8", "LC_ALL": "C"}, "en"),
+        ({"LANG": "de_DE.UTF-8"}, "en"),
+        ({"LANG": "C", VARIABLE: "zh"}, "zh"),
+    ],
+)
+def test_the_language_is_that_of_the_locale(environ: dict[str, str], expected: str) -> None:
+    assert language(environ) == expected
+
+
+def test_a_line_without_an_entry_stays_english() -> None:
+    small = Catalogue(
+        {"{n} step{s}": "{n} 步", "seen: {texts}": "实测：{texts}", "{text} (expected {e})": "{text}（预期 {e}）"}
+    )
+    assert small.text("a\n  1,200 steps\nten steps") == "a\n  1,200 步\nten steps"
+    assert small.line("   seen: 3 steps (expected 4); b") == "   实测：3 步（预期 4）；b"
+    assert small.line("{n} step") == "{n} step"
+
+
+def test_a_diagnosis_in_chinese(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "en")
+    run = make_run(tmp_path, "run", [started(), *map(step, range(1, 31)), found("optim.lr_too_high", 20), ended(30)])
+    chinese = CliRunner().invoke(app, ["diagnose", str(run.path), "--lang", "zh"]).output
+    assert "1. 警告：optim.lr_too_high" in chinese or "1. 严重：optim.lr_too_high" in chinese
+    assert "结论：" in chinese and "原因：" in chinese and "改法：" in chinese
+    as_json = [
+        CliRunner().invoke(app, ["--lang", lang, "diagnose", str(run.path), "--json"]).output for lang in ("en", "zh")
+    ]
+    assert as_json[0] == as_json[1]
+    assert CliRunner().invoke(app, ["--lang", "xx", "diagnose", str(run.path)]).exit_code == 2
+
+
+def test_a_page_in_chinese_escapes_the_text_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "zh")
+    evil = replace(
+        found(), symptom="step 3 is not finite", cause="labels are counted from 1", remedy="<script>1</script>"
+    )
+    run = make_run(tmp_path, "run", [started(), *map(step, range(1, 31)), evil, ended(30)])
+    page = write_report([run.path]).path.read_text(encoding="utf-8")
+    for part in ('<html lang="zh">', "<dt>原因</dt><dd>标签从 1 开始计数</dd>", "第 3 步不是有限值"):
+        assert part in page, part
+    assert "<script>1" not in page and "&lt;script&gt;1" in page
+
+
+def test_the_page_of_a_check_begins_with_a_chinese_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "en")
+    said = CliRunner().invoke(app, ["explain", "optim.missing_zero_grad", "--lang", "zh"]).output
+    assert (
+        said.startswith("梯度从未清零")
+        and "改法：每次更新调用一次 `optimizer.zero_grad()`" in said
+        and "## optim." in said
+    )

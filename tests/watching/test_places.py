@@ -1,0 +1,126 @@
+"""The line of a finding that names none: where its object is made or called, if that is one line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from trainwright.runs.records import Evidence, Found, Where
+from trainwright.watching.places import SourcePlaces
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)  # made embed
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.twice = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:  # forward
+        x = self.embed(x)  # call embed
+        x = torch.softmax(x, -1)  # op
+        x = self.twice(x)
+        return self.twice(self.body(x))  # call body
+
+
+class Data(Dataset[Tensor]):
+    def __getitem__(self, index: int) -> Tensor:  # item
+        return torch.zeros(4)
+
+    def __len__(self) -> int:
+        return 8
+
+
+def program() -> SourcePlaces:
+    model = nn.Sequential(Net(), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)  # optimizer
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # schedule
+    loader = DataLoader(Data())  # loader
+    return SourcePlaces([model], [optimizer], [schedule], [loader], lambda: program.__code__)
+
+
+def found(code: str, stage: str, **where: object) -> Found:
+    return Found(
+        time_s=0.0,
+        code=code,
+        severity="warning",
+        step=1,
+        symptom="",
+        cause="",
+        remedy="",
+        sure=1.0,
+        stage=stage,
+        where=Where(**where),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("finding", "mark"),
+    [
+        (found("optim.lr_too_low", "update"), "# optimizer"),
+        (found("schedule.never_stepped", "loop"), "# schedule"),
+        (found("data.unnormalised_input", "input"), "# item"),
+        (found("model.dead_relu", "forward", module="0.body.1"), "# call body"),
+        (found("gradient.vanishing", "backward", module="0.embed.weight"), "# call embed"),
+        (found("model.init_too_large", "forward", module="0.embed"), "# made embed"),
+        (found("model.softmax_over_samples", "forward", module="0", op="softmax"), "# op"),
+        (found("model.dead_relu", "forward", module="0.twice"), "self.twice = "),
+        (found("model.dead_relu", "forward", module="1"), None),
+        (found("gradient.spike", "backward"), None),
+        (found("optim.lr_too_low", "update", rank=1), None),
+    ],
+    ids=lambda value: value.code if isinstance(value, Found) else None,
+)
+def test_the_line_of_what_a_finding_concerns(finding: Found, mark: str | None) -> None:
+    line = program().line_of(finding)
+    if mark is None:
+        assert line is None
+        return
+    assert line is not None
+    name, _, number = line.partition(":")
+    assert name == Path(__file__).name and mark in Path(__file__).read_text().splitlines()[int(number) - 1]
+
+
+def test_two_of_a_kind_have_no_line() -> None:
+    models = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    optimizers = [torch.optim.SGD(models[0].parameters()), torch.optim.SGD(models[1].parameters())]
+
+    def loop() -> None:
+        torch.optim.SGD(models[0].parameters())
+        torch.optim.SGD(models[1].parameters())
+
+    assert (
+        SourcePlaces(models, optimizers, code=lambda: loop.__code__).line_of(found("optim.lr_too_low", "update"))
+        is None
+    )
+
+
+def test_an_object_that_raises_has_no_line() -> None:
+    class Bad:
+        @property
+        def dataset(self) -> object:
+            raise LookupError
+
+    assert SourcePlaces([], [], loaders=[Bad()]).line_of(found("data.constant_input", "input")) is None
+
+
+def test_a_schedule_and_an_attribute_are_found_in_the_loop() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)  # plateau
+        for each in model.parameters():
+            each.require_grad = False  # type: ignore[attr-defined]  # typo
+
+    places = SourcePlaces([nn.Linear(1, 1)], [], code=lambda: loop.__code__)
+    typo = replace(
+        found("loop.attribute_without_effect", "loop", module="0"),
+        evidence=(Evidence(measure="set on 0.weight", seen="require_grad", expected="requires_grad"),),
+    )
+    lines = Path(__file__).read_text().splitlines()
+    for finding, mark in ((found("schedule.plateau_mode", "loop"), "# plateau"), (typo, "# typo")):
+        line = places.line_of(finding)
+        assert line is not None and mark in lines[int(line.partition(":")[2]) - 1]
