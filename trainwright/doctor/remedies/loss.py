@@ -1,18 +1,14 @@
-"""Remedies for the arguments, the sign and the terms of a loss, tried in a replay."""
+"""Remedies for the arguments and the sign of a loss, tried in a replay."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from trainwright.doctor.measure.loss_calls import PAIRED, class_dim, is_simplex
-from trainwright.doctor.measure.loss_terms import terms_facts
-from trainwright.recorder.program import Call, Instruction, Operation, Slot
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import OpHandler, function_name
-from trainwright.replay.replayer import UNCHANGED, Intervention
+from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, course
 
@@ -105,43 +101,3 @@ def turned_sign(session: ReplaySession) -> str:
     """Tries the negated gradient, measured by the total loss, which then rises."""
     was, now = ([-x for x in session.train(NUM_UPDATES, Intervention(sign=sign), repeat=True)] for sign in (1.0, -1.0))
     return compared_measure("with the sign turned", "the negated loss", was, now)
-
-
-def balanced_terms(session: ReplaySession) -> str:
-    """Tries a weight for the largest term that makes its gradient equal to the
-    smallest term's, measured by the latter.
-    """
-    parts = terms_facts(session).terms
-    large = max(parts, key=lambda term: term.shared)
-    candidates = [term for term in parts if term.shared > 0 and abs(term.own) >= 0.5]
-    small = min(candidates, key=lambda term: term.shared, default=large)
-    if large is small:
-        raise NotTried("there is one term only")
-    factor = small.shared / large.shared
-    was, now = (_with_weight(session, large.slot, small.slot, each) for each in (1.0, factor))
-    return compared_measure(f"with {factor:.2g} of the weight of {large.name}", small.name, was, now)
-
-
-def _with_weight(session: ReplaySession, slot: int, watched: int, factor: float) -> list[float]:
-    """Returns the value in slot ``watched`` over updates in which the value in ``slot`` has ``factor`` times its
-    weight.
-    """
-    values: list[float] = []
-
-    def note(value: Tensor) -> Tensor:
-        values.append(float(value.detach()))
-        return value
-
-    off = (False, torch.float32, False)
-    weigh = Operation("mul", torch.mul, (Slot(slot), factor), {}, off, [slot])
-    look = Operation("note", note, (Slot(watched),), {}, off, [])
-    program: list[Instruction] = []
-    for each in session.recorded_step.program:
-        program.append(each)
-        outputs = each.outputs if isinstance(each, Operation | Call) else []
-        program += [look] * (watched in outputs) + [weigh] * (slot in outputs and factor != 1.0)
-    recorded = replace(session.recorded_step, program=program)
-    with session.live():
-        for _ in range(NUM_UPDATES):
-            session.replayer.run(recorded, UNCHANGED)
-    return values

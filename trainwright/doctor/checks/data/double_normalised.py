@@ -1,4 +1,4 @@
-from trainwright.doctor import Every, ExperimentRequest, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, ExperimentRequest, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, InputSpread, StandardizedFacts
 
 MAX_STD = 0.02  # Inputs with a smaller standard deviation may vary too little
@@ -42,7 +42,6 @@ def double_normalised(run: RunContext, exams: Every[BatchFacts]) -> Results:
                 ("deviation of the inputs", x.std, 1),
                 (f"fall of the loss in {len(trial.unchanged)} updates", fell, would),
             ],
-            trial=RemedyTrial("standardized_inputs"),
         )
 
 

@@ -1,6 +1,6 @@
 import math
 
-from trainwright.doctor import Every, ExperimentRequest, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, ExperimentRequest, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, StandardizedFacts
 
 MIN_RMS = 10.0  # Inputs with a larger root mean square may be too large
@@ -58,5 +58,4 @@ def unnormalised_input(run: RunContext, exams: Every[BatchFacts]) -> Results:
                 ("mean and deviation of the inputs", [x.mean, x.std], [0, 1]),
                 ("first loss, unchanged and with standardized inputs", [first, better], chance),
             ],
-            trial=RemedyTrial("standardized_inputs"),
         )
