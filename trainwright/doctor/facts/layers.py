@@ -57,9 +57,8 @@ class LayerGradient:
 class WrongAxes:
     """Calls at one place that treat axes wrongly."""
 
-    # "reordered": a view permutes equal sizes where a transpose was meant. "numbered": rows of a table, one for each
-    # sample, are added to sequences. "inverted": an attention mask hides all keys but the padding. "over_samples": a
-    # softmax over the batch. "batch_as_steps": a layer without ``batch_first`` gets the samples as its first axis.
+    # "reordered": a view permutes equal sizes where a transpose was meant. "inverted": an attention mask hides all keys
+    # but the padding.
     kind: str
     module: str
     line: str | None

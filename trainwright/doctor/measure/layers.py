@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 
@@ -49,72 +49,25 @@ class Axes:
     """Observes the functions of training passes. ``begin`` is called before each pass with the model's inputs."""
 
     def __init__(self) -> None:
-        self.samples = 0  # batch size of the newest loader batch, along any axis; 0: unknown
         self._found: Counter[tuple[str, str, str | None, tuple[tuple[int, ...], ...]]] = Counter()
-        self._size = 0
         self._padding: Tensor | None = None
-        self._rows: TensorNotes[None] = TensorNotes()  # table rows, one for each sample
 
     def begin(self, args: Args, kwargs: Kwargs) -> None:
         inputs = [each for each in plain(tensors_of((args, kwargs), 3)) if each.dim() > 1]
-        shape = inputs[0].shape if inputs else (0, 0)
-        self._size = shape[0] if shape[0] == self.samples > 2 and shape[0] != shape[1] else 0
         self._padding = next((pad for each in inputs if (pad := padding_of(each)) is not None), None)
-        self._rows.clear()
 
     def note(self, path: str, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
-        if name in ("view", "reshape") and isinstance(result, Tensor):
-            if is_reordered(args[0].shape, result.shape) or is_regrouped(args[0].shape, result.shape, self._size):
-                self._add("reordered", path, tuple(args[0].shape), tuple(result.shape))
-        elif name in ("embedding", "__getitem__") and self._size and isinstance(result, Tensor):
-            self._record_rows(name, args, result)
-        elif name in ("softmax", "log_softmax") and self._size and is_over_first(args, kwargs, self._size):
-            self._add("over_samples", path, tuple(args[0].shape))
-        elif name.strip("_") in ("add", "iadd", "radd") and self._rows:
-            self._record_sum(path, [each for each in args if isinstance(each, Tensor)])
+        if name in ("view", "reshape") and isinstance(result, Tensor) and is_reordered(args[0].shape, result.shape):
+            self._add("reordered", path, tuple(args[0].shape), tuple(result.shape))
         if self._padding is not None and (hidden := hidden_keys(name, args, kwargs)) is not None:
-            self._record_mask(path, self._padding, hidden)
-
-    def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """A sequence layer was called. It takes the first axis for time steps unless ``batch_first`` is set."""
-        if not self._size or not isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) or module.batch_first:
-            return
-        x = next(iter(plain(tensors_of((args, kwargs), 2))), None)
-        if x is not None and x.dim() == 3 and x.shape[0] == self._size != x.shape[1] > 1:
-            self._add("batch_as_steps", path, tuple(x.shape))
+            rows = self._padding.any(1)
+            if hidden.shape == self._padding.shape and torch.equal(hidden[rows], ~self._padding[rows]):
+                self._add("inverted", path, tuple(hidden.shape))
 
     def _add(self, kind: str, path: str, *shapes: tuple[int, ...]) -> None:
         key = (kind, path, caller(), shapes)
         if key in self._found or len(self._found) < MAX_SITES:
             self._found[key] += 1
-
-    def _record_rows(self, name: str, args: Args, result: Tensor) -> None:
-        """Records table rows that are indexed by sample: ``position(arange(batch))``, ``pe[:batch]``."""
-        if result.dim() not in (2, 3) or result.shape[0] != self._size or (result.dim() == 3 and result.shape[1] != 1):
-            return
-        if name == "embedding":
-            ids = next((each for each in args if isinstance(each, Tensor) and not each.is_floating_point()), None)
-            is_numbered = ids is not None and torch.equal(ids.flatten(), torch.arange(self._size, device=ids.device))
-        else:
-            table = args[0]
-            is_numbered = table.is_leaf and result.data_ptr() == table.data_ptr() and len(table) > self._size
-        if is_numbered:
-            self._rows[result] = None
-
-    def _record_sum(self, path: str, pair: Sequence[Tensor]) -> None:
-        rows = next((each for each in pair if each in self._rows), None)
-        others = [each for each in pair if each is not rows]
-        if rows is not None and others and others[0].dim() == 3 and rows.dim() == 3:
-            x = others[0]
-            if x.shape[0] == self._size and x.shape[1] > 1 and x.shape[2] == rows.shape[2]:
-                self._add("numbered", path, tuple(rows.shape), tuple(x.shape))
-
-    def _record_mask(self, path: str, padding: Tensor, hidden: Tensor) -> None:
-        """Records a mask that hides exactly the keys without padding."""
-        if hidden.shape == padding.shape:
-            rows = padding.any(1)
-            if torch.equal(hidden[rows], ~padding[rows]):
-                self._add("inverted", path, tuple(hidden.shape))
 
     def facts(self) -> tuple[WrongAxes, ...]:
         return tuple(
@@ -136,21 +89,6 @@ def is_reordered(old: Sequence[int], new: Sequence[int]) -> bool:
             moved = sorted({size for size, now in zip(one, other) if size != now})
             return all(b - a > 1 for a, b in pairwise(moved))
     return False
-
-
-def is_regrouped(old: Sequence[int], new: Sequence[int], size: int) -> bool:
-    """Returns True if the samples become the first axis: (n, samples, ...) to (samples, ...)."""
-    was_inside = len(old) > 1 and 1 < old[0] < size and list(old[1:]).count(size) == 1
-    return was_inside and new[0] == size and list(new).count(size) == 1
-
-
-def is_over_first(args: Args, kwargs: Kwargs, size: int) -> bool:
-    """Returns True if a softmax runs over the samples of the batch."""
-    x, dim = args[0], argument(args, kwargs, 1, "dim", None)
-    if not isinstance(x, Tensor) or x.dim() not in (2, 3) or x.shape[0] != size or list(x.shape).count(size) != 1:
-        return False
-    dim = (0 if x.dim() == 3 else 1) if dim is None else dim
-    return dim in (0, -x.dim()) and x.shape[-1] > 1
 
 
 def padding_of(ids: Tensor) -> Tensor | None:
@@ -243,9 +181,6 @@ class LayerMeasurement(ModuleProbe):
         # for outputs of linear maps: the expected spread of each unit
         self._expected: TensorNotes[Tensor] = TensorNotes()
 
-    def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
-        self._axes.samples = len(ids) if isinstance(ids, Sized) else 0
-
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         super().on_forward(root, args, kwargs)
         if self.is_hooked:
@@ -266,7 +201,6 @@ class LayerMeasurement(ModuleProbe):
 
     def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._order.setdefault(path)
-        self._axes.entered(path, module, args, kwargs)
         if not isinstance(module, _BatchNorm) or not module.training or not (inputs := tensors_of((args, kwargs), 2)):
             return
         x, known = inputs[0], self._seen.get(path, NormFacts())
