@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from trainwright.doctor.facts.layers import (
     AttentionFacts,
-    DepthFacts,
     DropoutFacts,
     LayerGradient,
     LayersFacts,
@@ -35,7 +34,6 @@ from trainwright.recorder.tensor_notes import TensorNotes
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import replay
 from trainwright.replay.functions import argument, function_name
-from trainwright.replay.inspector import StepInspector
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.runs.json_values import Facts, strict
@@ -171,7 +169,7 @@ class LayerMeasurement(ModuleProbe):
         self._depth: tuple[LayerGradient, ...] = ()
         self._order: dict[str, None] = {}
         self._updates: dict[str, int] = {}
-        self._narrow = False
+        self._is_fp16 = False
         self._drop_pass()
 
     def _drop_pass(self) -> None:
@@ -185,7 +183,7 @@ class LayerMeasurement(ModuleProbe):
         super().on_forward(root, args, kwargs)
         if self.is_hooked:
             device = next((p.device.type for p in root.parameters()), "cpu")
-            self._narrow |= torch.is_autocast_enabled(device)
+            self._is_fp16 |= torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
             self._updates = self._updates or _updates(self._norms)
             if "" not in self.stack:
                 self.stack.append("")
@@ -230,14 +228,13 @@ class LayerMeasurement(ModuleProbe):
             path: replace(each, updates=after.get(path, 0) - self._updates.get(path, 0))
             for path, each in self._seen.items()
         }
-        halves = (torch.float16, torch.bfloat16)
         self._facts = LayersFacts(
             relus=self._relus,
             attention=self._attention,
             routers=self._routers,
             norms=norms,
             depth=self._depth,
-            narrow=self._narrow or any(p.dtype in halves for p in self.watched.subject.parameters),
+            is_fp16=self._is_fp16 or any(p.dtype == torch.float16 for p in self.watched.subject.parameters),
             dropout=self._dropout,
             axes=self._axes.facts(),
         )
@@ -280,8 +277,6 @@ class LayerMeasurement(ModuleProbe):
             self._scores[result] = self.stack[-1], args[0].detach(), result.detach()
         elif name == "scaled_dot_product_attention":
             self._record_fused(args, kwargs)
-        elif name == "multi_head_attention_forward":
-            self._record_module(args, kwargs)
         if name in _PRODUCTS:
             self._record_product(args)
         elif name in _KEEPS and args and args[0] in self._scores and isinstance(result, Tensor):
@@ -360,20 +355,6 @@ class LayerMeasurement(ModuleProbe):
             scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
         self._record_attention(self.stack[-1], scores, scores.softmax(-1))
 
-    def _record_module(self, args: Args, kwargs: Kwargs) -> None:
-        """Records ``nn.MultiheadAttention``, which is one torch function."""
-        names = ("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias")
-        arguments: Kwargs = dict(zip(names, args)) | kwargs
-        q, k, weight, bias = (arguments.get(names[n]) for n in (0, 1, 5, 6))
-        if not isinstance(weight, Tensor) or q is None or k is None or q.dim() != 3:
-            return
-        d = q.shape[-1]
-        parts = [None, None] if bias is None else [bias[:d].detach(), bias[d : 2 * d].detach()]
-        q = nn.functional.linear(q.detach(), weight[:d].detach(), parts[0])
-        k = nn.functional.linear(k.detach(), weight[d : 2 * d].detach(), parts[1])
-        q, k = (x.reshape(*x.shape[:2], arguments[names[4]], -1).permute(1, 2, 0, 3) for x in (q, k))  # from (T, B, D)
-        self._record_fused((q, k), {"is_causal": False})
-
     # routers: a softmax whose largest values choose experts and weight their outputs
 
     def _record_choice(self, name: str, gates: Tensor, result: object) -> None:
@@ -434,30 +415,3 @@ def dropout_gap(session: ReplaySession) -> DropoutFacts:
             losses.append(session.replayer.run(session.recorded_step, change, upto="forward").loss)
     without = session.run(Intervention(ops=_without_dropout), upto="forward").loss
     return DropoutFacts(with_dropout=sum(losses) / len(losses), without=without)
-
-
-class _Order(StepInspector):
-    """Records the modules in the order of their calls."""
-
-    def __init__(self, session: ReplaySession) -> None:
-        super().__init__(session)
-        self.order: dict[str, None] = {}
-
-    def on_enter(self, path: str, module: nn.Module, inputs: list[Tensor], in_backward: bool) -> None:
-        self.order.setdefault(path)
-
-
-@replay(DepthFacts, when="requested", memory=2.5, steps=4.0)
-def depth_in_fp32(session: ReplaySession) -> DepthFacts:
-    """Returns the size of the gradient in each layer, in the order of the calls, from a replay in float32."""
-    inspector, sizes = _Order(session), []
-    with session.live():
-        result = inspector.run(dtype="fp32")
-    for path in inspector.order:
-        module = session.modules[path]
-        for p in module.parameters(recurse=False) if not _is_table(module) else ():
-            grad = result.grads.get(inspector.names.get(id(p), ""))
-            if p.dim() >= 2 and grad is not None and not grad.is_sparse:
-                sizes.append(LayerGradient(module=path, size=float(grad.abs().double().pow(2).mean().sqrt())))
-                break
-    return DepthFacts(depth=tuple(sizes))

@@ -59,6 +59,7 @@ class Modules(ModuleProbe):
         self._varies: dict[str, tuple[Tensor, Tensor]] = {}  # inputs and outputs in this pass
         self._given: dict[str, Tensor] = {}
         self._wipes: dict[str, list[Tensor]] = {}  # for each module: its outputs are constant and its inputs are not
+        self._inputs: list[Tensor] = []  # of the model in this pass
         self._single = ""
         self._first: Tensor | None = None  # rows of the first input of the first pass
         self._same: list[Tensor] = []
@@ -82,9 +83,10 @@ class Modules(ModuleProbe):
         super().on_forward(root, args, kwargs)
         for each in (self._varies, self._given, self._made):
             each.clear()
+        self._inputs = plain(tensors_of((args, kwargs), 3)) if self.is_hooked else []
         if self.is_hooked and (varies := _varies((args, kwargs))) is not None:
             self._given[""] = varies
-            given = next((rows_of(t) for t in plain(tensors_of((args, kwargs), 3)) if _has_rows(t)), None)
+            given = next((rows_of(t) for t in self._inputs if _has_rows(t)), None)
             if given is not None:
                 first = self._first = given.clone() if self._first is None else self._first
                 is_like = first.shape == given.shape
@@ -148,6 +150,11 @@ class Modules(ModuleProbe):
         if padding is None or ids.dim() != 2 or ids.shape[1] < 3:
             return
         is_pad = ids == padding
+        for (
+            mask
+        ) in self._inputs:  # a mask may declare a token whose number is that of padding, such as the end of a text
+            if mask.shape == ids.shape and mask is not ids and not mask.is_floating_point():
+                is_pad &= ~((mask == 1) & (mask.long() <= 1).all())
         later = (~is_pad).flip(1).cumsum(1).flip(1) > 0
         earlier = (~is_pad).cumsum(1) > 0
         table.counts.append(
@@ -330,6 +337,9 @@ def _table_facts(path: str, table: _Table) -> TokenTable:
     always = {row for row, times in table.zeroed.items() if times >= 3} - table.alive
     if not table.module.weight._backward_hooks:  # a hook sets gradients to zero during the backward pass
         always &= table.computed
+    number = getattr(table.module, "padding_idx", None)
+    if number is not None and bool(table.module.weight.detach()[number].any()):
+        inside = 0  # the token has a vector, such as a pretrained one
     return TokenTable(
         path=path,
         padding=padding / max(1, ids),

@@ -19,8 +19,6 @@ TRIALS: dict[str, RegisteredTrial] = {
     "group_lr": RegisteredTrial(optim.group_lr, DEFAULT_STEPS),
     "logits_instead_of_probabilities": RegisteredTrial(loss.logits_instead_of_probabilities, DEFAULT_STEPS),
     "other_lr": RegisteredTrial(optim.other_lr, DEFAULT_STEPS),
-    "same_shape": RegisteredTrial(loss.same_shape, DEFAULT_STEPS),
-    "turned_sign": RegisteredTrial(loss.turned_sign, DEFAULT_STEPS),
     "weight_decay": RegisteredTrial(optim.weight_decay, 43.0),
     "with_optimizer": RegisteredTrial(optim.with_optimizer, DEFAULT_STEPS),
 }

@@ -15,7 +15,6 @@ from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts, Move
 from trainwright.doctor.facts.function import Deviation, FunctionFacts
 from trainwright.doctor.facts.layers import (
     AttentionFacts,
-    DepthFacts,
     DropoutFacts,
     FirstLossFacts,
     LayerGradient,
@@ -95,9 +94,7 @@ def test_gradients_that_fall_with_the_depth() -> None:
     even = tuple(LayerGradient(module=each.module, size=1e-12) for each in slope)
     assert fires("gradient.vanishing", (1, LayersFacts(depth=slope)))
     assert not fires("gradient.vanishing", (1, LayersFacts(depth=even)))
-    narrow = (1, LayersFacts(depth=slope, narrow=True))
-    assert requested(of("gradient.vanishing"), narrow) == [ExperimentRequest("depth_in_fp32", 1)]
-    assert not fires("gradient.vanishing", narrow, (1, DepthFacts(depth=even)))
+    assert not fires("gradient.vanishing", (1, LayersFacts(depth=slope, is_fp16=True)))
 
 
 @pytest.mark.parametrize(("dead", "varies", "found"), [(1.0, 1.0, True), (0.1, 1.0, False), (1.0, 0.0, False)])
