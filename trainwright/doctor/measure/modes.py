@@ -23,7 +23,6 @@ from trainwright.replay.functions import argument, function_name
 from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
-from trainwright.runs.json_values import Facts, strict
 
 MIN_STEPS = 4  # Steps before which a pass without gradients may belong to every step
 DROPOUT_FUNCTIONS = DROPOUTS | {"dropout_", "dropout1d", "dropout2d", "dropout3d"}
@@ -102,10 +101,10 @@ class Modes(Probe):
             del steps[16:]
         self._num_in_train += True in modes
 
-    def values(self) -> Facts:
+    def facts(self) -> ModesFacts:
         self.urgent = False
         in_eval = {id(self._modules[n]) for n in self._eval}
-        facts = ModesFacts(
+        return ModesFacts(
             steps=self._closed,
             depends=len(self._depends),
             norms=sum(isinstance(self._modules[n], _NormBase) for n in self._depends),
@@ -116,7 +115,6 @@ class Modes(Probe):
             num_evaluated_in_train=self._num_in_train,
             source=self._source,
         )
-        return dict(strict(vars(facts)))
 
     def _about(self, n: int) -> EvalModule:
         module, name = self._modules[n], self._names[n]

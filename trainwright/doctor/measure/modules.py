@@ -24,7 +24,6 @@ from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.program import Operation, RecordedStep, constants_of, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
-from trainwright.runs.json_values import Facts, strict
 
 FLAT_NODES = ("RoundBackward", "FloorBackward", "CeilBackward", "TruncBackward", "SignBackward")
 """Autograd nodes whose derivative is 0 everywhere."""
@@ -248,7 +247,7 @@ class Modules(ModuleProbe):
             )
         )
 
-    def values(self) -> Facts | None:
+    def facts(self) -> ModulesFacts | None:
         if not self.looks or self._told == self.looks:
             return None
         self._told = self.looks
@@ -256,7 +255,7 @@ class Modules(ModuleProbe):
         is_whole = wiped.get("", False)
         constant = next((p for p in self._wipes if wiped[p] and p), "") if is_whole else None
         constant = self._single or constant
-        facts = ModulesFacts(
+        return ModulesFacts(
             looks=self.looks,
             last=self.step,
             same_inputs=len(self._same) > 1 and bool(torch.stack(self._same[1:]).all()),
@@ -271,7 +270,6 @@ class Modules(ModuleProbe):
             behind_flat=tuple(sorted(self._behind))[:32],
             tables=tuple(_table_facts(path, table) for path, table in self._tables.items()),
         )
-        return dict(strict(vars(facts)))
 
     def _repeated(self) -> list[RepeatedModule]:
         return [
