@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +49,10 @@ class Modes(Probe):
         self._was_training: set[int] = set()
         self._eval: dict[int, int] = {}  # modules in eval mode during training, and the step since which they are
         self._steps = self._closed = 0
-        self._training_iterator: int | None = None  # the iterator whose batches are trained on
-        self._fetched: int | None = None  # the iterator that yielded a batch since the last step, and the time
+        # the iterator whose batches are trained on; no id, because that of the next iterator may be the same
+        self._training_iterator: weakref.ref[object] | None = None
+        # the iterator that yielded a batch since the last step, and the time
+        self._fetched: weakref.ref[object] | None = None
         self._fetched_s = 0.0
         self._lines: dict[int, str | None] = {}
         self._passes: set[tuple[Site, bool]] = set()  # passes without gradients since the last step, and their mode
@@ -58,7 +61,7 @@ class Modes(Probe):
         self._source: str | None = None  # line of the first evaluation in train mode
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
-        self._fetched, self._fetched_s = id(iterator), time.time()
+        self._fetched, self._fetched_s = weakref.ref(iterator), time.time()
 
     def on_mode(self, module: nn.Module, training: bool) -> None:
         if not training:
