@@ -19,16 +19,12 @@ def pages() -> dict[str, str]:
     """The text of each file of the folder."""
     topics = {topic: list(some) for topic, some in groupby(all_checks(), key=lambda each: each.topic)}
     lines = ["| topic | checks |", "|---|---|"]
-    lines += [f"| [{topic}]({topic}.md){_pack(some[0])} | {_links(topic, some)} |" for topic, some in topics.items()]
+    lines += [f"| [{topic}]({topic}.md) | {_links(topic, some)} |" for topic, some in topics.items()]
     found = {"README.md": HEAD.format(title="Checks") + "\n" + "\n".join(lines) + "\n"}
     for topic, some in topics.items():
         text = "\n\n".join(each.page.markdown(each.code) for each in some)
         found[f"{topic}.md"] = f"{HEAD.format(title=f'Checks: {topic}')}\n{text}\n"
     return found
-
-
-def _pack(check: Check) -> str:
-    return "" if check.pack is None else f', by `checks=["default", "{check.pack}"]`'
 
 
 def _links(topic: str, checks: list[Check]) -> str:

@@ -53,7 +53,7 @@ def zero_grad_in_every_micro_batch(watch: Watch, seed: int) -> None:
                     optimizer.step()
 
 
-@fault("A05", "gradient.accumulation_leftover", delay="S", active=16, fixable=False)
+@fault("A05", "gradient.accumulation_window_wrong", delay="S", active=16, fixable=False)
 def window_across_epochs(watch: Watch, seed: int) -> None:
     """62 micro-batches an epoch, windows of 4: the last 2 wait in ``.grad`` for the next epoch."""
     model, optimizer, data = host(seed, torch.optim.SGD, lr=0.1, n=992, batch=16)

@@ -65,7 +65,7 @@ class Normalised(Rows):
         return index, (self.x[index] / 255 - 0.5) / 0.5, self.y[index]
 
 
-@fault("D04", "data.double_normalised", delay="S")
+@fault("D04", "data.unnormalised_input", delay="S")
 def normalised_twice(watch: Watch, seed: int) -> None:
     """The dataset normalises, and so does the loop."""
     torch.manual_seed(seed)

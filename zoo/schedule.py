@@ -27,7 +27,7 @@ def epoch_scheduler_per_batch(watch: Watch, seed: int) -> None:
                 scheduler.step()
 
 
-@fault("S02", "schedule.stepped_several_times", "schedule.unit_mismatch", delay="S", active=2)
+@fault("S02", "schedule.unit_mismatch", delay="S", active=2)
 def stepped_once_per_process(watch: Watch, seed: int) -> None:
     model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-3)
     epochs, world_size = 10, 4

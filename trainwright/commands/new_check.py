@@ -120,14 +120,13 @@ def new_check(code: str, root: Path = Path()) -> NewCheck:
     folder = root / "trainwright" / "doctor"
     if not folder.is_dir():
         raise UsageError("a check is a file of Trainwright's source", remedy="run it in a checkout of the repository")
-    topics = {each.topic: each.pack for each in all_checks()}
+    topics = [each.topic for each in all_checks()]
     if topic not in topics:
-        raise UsageError(f"there is no topic {topic!r}", remedy=suggest(topic, list(topics)))
+        raise UsageError(f"there is no topic {topic!r}", remedy=suggest(topic, topics))
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise UsageError(f"{code!r} is not a code", remedy=f"write {topic}.what_is_wrong, in lower case")
-    kind = "contrib" if topics[topic] else "checks"
-    tests = root / "tests" / "doctor" / (kind if kind == "contrib" else f"{kind}/{topic}")
-    made = NewCheck(folder / kind / topic / f"{name}.py", tests / f"test_{name}.py")
+    tests = root / "tests" / "doctor" / "checks" / topic
+    made = NewCheck(folder / "checks" / topic / f"{name}.py", tests / f"test_{name}.py")
     for path, text in ((made.check, _CHECK), (made.test, _TEST)):
         if path.exists():
             raise UsageError(f"{path} exists", remedy="take another name")

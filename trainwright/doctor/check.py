@@ -1,7 +1,7 @@
 """A check: a property of every correct run, or a known fault. Its docstring is its page.
 
-Each check is in a file ``checks/<topic>/<name>.py``, or ``contrib/<pack>/<name>.py`` if it serves one domain. The
-function has the name of the file, and the code of its findings is ``<topic>.<name>``.
+Each check is in a file ``checks/<topic>/<name>.py``. The function has the name of the file, and the code of its
+findings is ``<topic>.<name>``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class Check:
     names_cause: bool = True  # False for a symptom: any cause that is at least as severe explains it
     points_at: str | None = None  # The kind of call whose line in the user's source its findings show by default
     since_step: int | None = None  # The first step that shows the fault, if that is always the same
-    pack: str | None = None  # Its pack in ``contrib``; None for a check that is always made
 
     def results(self, run: RunContext) -> Results:
         """Yields the results of the check, up to its first finding. All measurements that it needs must exist."""
@@ -97,13 +96,12 @@ def check(
     points_at: str | None = None,
     since_step: int | None = None,
 ) -> Callable[[Judge], Check]:
-    """Decorates a function in a file of its name in ``checks`` or ``contrib`` and makes a Check of it."""
+    """Decorates a function in a file of its name in ``checks`` and makes a Check of it."""
 
     def decorated(judge: Judge) -> Check:
-        *_, kind, topic, name = judge.__module__.split(".")
-        assert name == judge.__name__ and kind in ("checks", "contrib"), judge.__module__
-        pack = topic if kind == "contrib" else None
+        *_, topic, name = judge.__module__.split(".")
+        assert name == judge.__name__, judge.__module__
         code = f"{topic}.{name}"
-        return Check(code, judge, stage, severity, confidence, explains, names_cause, points_at, since_step, pack)
+        return Check(code, judge, stage, severity, confidence, explains, names_cause, points_at, since_step)
 
     return decorated

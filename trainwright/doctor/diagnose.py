@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from trainwright.doctor.check import Check, CheckState, NotApplicable, Result
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.discovery import default_checks
+from trainwright.doctor.discovery import all_checks
 from trainwright.doctor.finding import ExperimentRequest, Finding, make_finding
 from trainwright.doctor.user_checks import user_check_results
 from trainwright.errors import text_of
@@ -32,12 +32,12 @@ def diagnose(run: RunContext, checks: Sequence[Check] | None = None) -> Diagnosi
 
     Args:
         run: The measurements.
-        checks: The checks to make. Default: all but the packs.
+        checks: The checks to make. Default: all of them.
 
     Returns:
         The findings, the requested experiments, and the result of each check.
     """
-    chosen = default_checks() if checks is None else checks
+    chosen = all_checks() if checks is None else checks
     judged = [*((each.code, _results(each, run)) for each in chosen), *user_check_results(run)]
     results = [each for _, of_one in judged for each in of_one]
     findings = {each.found.code: each for each in results if isinstance(each, Finding)}

@@ -1,14 +1,13 @@
-"""Finds the checks: each module in ``checks`` and ``contrib`` has one."""
+"""Finds the checks: each module in ``checks`` has one."""
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from types import ModuleType
 
-from trainwright.doctor import checks, contrib
+from trainwright.doctor import checks
 from trainwright.doctor.check import Check
 from trainwright.errors import UsageError, suggest
 
@@ -17,25 +16,18 @@ DEFAULT = "default"
 
 @cache
 def all_checks() -> tuple[Check, ...]:
-    """Returns every check, sorted by code, packs last."""
-    return tuple(sorted((*_in(checks), *_in(contrib)), key=lambda each: (each.pack or "", each.code)))
-
-
-def _in(package: ModuleType) -> Iterator[Check]:
-    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if not found.ispkg:
-            made = getattr(import_module(found.name), found.name.rpartition(".")[2])
-            assert isinstance(made, Check), found.name
-            yield made
-
-
-def default_checks() -> tuple[Check, ...]:
-    """Returns the default checks: all but those of the packs."""
-    return tuple(each for each in all_checks() if each.pack is None)
+    """Returns every check, sorted by code."""
+    found: list[Check] = []
+    for module in pkgutil.walk_packages(checks.__path__, f"{checks.__name__}."):
+        if not module.ispkg:
+            made = getattr(import_module(module.name), module.name.rpartition(".")[2])
+            assert isinstance(made, Check), module.name
+            found.append(made)
+    return tuple(sorted(found, key=lambda each: each.code))
 
 
 def choose_checks(names: Sequence[str]) -> tuple[Check, ...]:
-    """Returns the checks that ``names`` select: ``default``, a topic, a pack, or a code.
+    """Returns the checks that ``names`` select: ``default`` (all of them), a topic, or a code.
 
     Args:
         names: The selection.
@@ -45,7 +37,7 @@ def choose_checks(names: Sequence[str]) -> tuple[Check, ...]:
     """
     chosen: dict[str, Check] = {}
     for name in names:
-        some = [each for each in all_checks() if name in (each.code, each.topic) or (name == DEFAULT and not each.pack)]
+        some = [each for each in all_checks() if name in (DEFAULT, each.code, each.topic)]
         if not some:
             known = [DEFAULT, *{each.topic: None for each in all_checks()}, *(each.code for each in all_checks())]
             raise UsageError(f"checks: there is no check {name!r}", remedy=suggest(name, known))

@@ -15,7 +15,7 @@ from trainwright.recorder.hooks import Listener
 from trainwright.recorder.listener import call_each
 from trainwright.recorder.numbers import Numbers
 from trainwright.recorder.program import RecordedStep
-from trainwright.runs.json_values import Facts
+from trainwright.runs.json_values import Facts, strict
 from trainwright.runs.records import Record
 
 
@@ -63,7 +63,10 @@ class Probe(Listener):
     hears_every_step = False
     """Other probes rest in most calm steps. Of deferred steps of the engine, these probes only hear ``on_closed``."""
     urgent = False
-    """Set by a probe whose facts should not wait for the next checkup. Unset by ``values``."""
+    """Set by a probe whose facts should not wait for the next checkup. Unset by ``facts``."""
+    only_changes = False
+    """Facts that equal the previous ones are not reported."""
+    _last_facts: object = None
 
     def begin(self, site: WatchSite) -> None:
         """Called when the watch begins."""
@@ -77,9 +80,17 @@ class Probe(Listener):
     def on_read(self, step: RecordedStep, numbers: Numbers) -> None:
         """Called when the numbers of a step are known: at once, or some steps later on a GPU."""
 
-    def values(self) -> Facts | None:
-        """Returns the facts so far, as JSON values; None if there is nothing new."""
+    def facts(self) -> object:
+        """Returns the facts so far, a dataclass; None if there is nothing new."""
         return None
+
+    def values(self) -> Facts | None:
+        """Returns the facts as JSON values; None if there is nothing new."""
+        facts = self.facts()
+        if facts is None or (self.only_changes and facts == self._last_facts):
+            return None
+        self._last_facts = facts
+        return dict(strict(vars(facts)))
 
 
 def begin_all(probes: Sequence[Probe], site: WatchSite) -> None:

@@ -26,7 +26,7 @@ class CheckList:
         if self.states is None:
             checks = all_checks()
             width = max(len(each.code) for each in checks)
-            return [f"{each.code:{width}}  {_pack(each.pack)}{each.page.title}" for each in checks]
+            return [f"{each.code:{width}}  {each.page.title}" for each in checks]
         width = max((len(each.code) for each in self.states), default=0)
         lines = [f"{each.code:{width}}  {_MARKS[each.state]:6}  {each.why}" for each in self.states]
         counts: Counter[str] = Counter(each.state for each in self.states)
@@ -41,13 +41,8 @@ class CheckList:
                         "finds": each.page.title,
                         "severity": each.severity,
                         "stage": each.stage,
-                        "pack": each.pack,
                     }
                     for each in all_checks()
                 }
             }
         return {"checks": {each.code: {"state": each.state, "why": each.why} for each in self.states}}
-
-
-def _pack(name: str | None) -> str:
-    return f"[{name}] " if name else ""

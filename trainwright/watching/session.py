@@ -74,7 +74,7 @@ class WatchOptions:
     """Permitted effects of a session on a loop, the recorder's limits, and the folder of bundles (None: none).
 
     ``skip`` are the samples of steps whose update is skipped. ``checks`` and ``own_checks`` are the checks to run
-    (None: all but the packs). ``replays``: steps may be replayed. ``examine``: within the budget, or everything.
+    (None: all of them). ``replays``: steps may be replayed. ``examine``: within the budget, or everything.
     ``keeps_last_steps``: they are written to ``bundles`` if something found no time. ``is_engine``: the session watches
     the engine, which skips updates itself and reports the end of steps. ``finds_spikes``: spikes of the gradient norm
     are reported. ``check``: the first step that can be replayed is examined without the limits of the budget, and the

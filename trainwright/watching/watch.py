@@ -303,8 +303,8 @@ def watch(
             a quarter of the free memory of its device.
         patience_s: With several processes, one without progress for this time (in seconds) is reported with its
             current line.
-        checks: The checks to make: ``"default"``, or a list of topics, packs, codes (``trainwright checks`` lists
-            them) and your functions: ``["default", "rl", my_check]``. A function is called at every examination with a
+        checks: The checks to make: ``"default"``, or a list of topics, codes (``trainwright checks`` lists them)
+            and your functions: ``["default", my_check]``. A function is called at every examination with a
             ``ReplaySession`` of the step, and returns what is wrong with it, or None.
         examine: Extent of the examinations. ``"budget"``: they take at most 3 % of the training time so far, and at
             most 5 % of the run or 3 s at the end; the watch reports what found no time. ``"all"``: everything is

@@ -106,7 +106,7 @@ def scale(train: DatasetSample, *, normalised_inside: bool) -> Iterator[Verdict]
         yield Verdict("warn", "inputs", message, "standardise each column by its own mean and deviation")
     elif std < 0.02 and abs(mean) > 5 * std:
         remedy = "normalise once: most often the dataset does it and a transform does it again"
-        yield Verdict("warn", "inputs", f"hardly vary: {message}", remedy, "data.double_normalised")
+        yield Verdict("warn", "inputs", f"hardly vary: {message}", remedy, "data.unnormalised_input")
     else:
         yield Verdict("ok", "inputs", message)
 

@@ -57,9 +57,8 @@ class LayerGradient:
 class WrongAxes:
     """Calls at one place that treat axes wrongly."""
 
-    # "reordered": a view permutes equal sizes where a transpose was meant. "numbered": rows of a table, one for each
-    # sample, are added to sequences. "inverted": an attention mask hides all keys but the padding. "over_samples": a
-    # softmax over the batch. "batch_as_steps": a layer without ``batch_first`` gets the samples as its first axis.
+    # "reordered": a view permutes equal sizes where a transpose was meant. "inverted": an attention mask hides all keys
+    # but the padding.
     kind: str
     module: str
     line: str | None
@@ -68,7 +67,7 @@ class WrongAxes:
 
 @dataclass(frozen=True, kw_only=True)
 class LayersFacts:
-    """Measurements by path of the layer. ``depth`` is in forward order. ``narrow``: the step computes in 16 bits."""
+    """Measurements by path of the layer. ``depth`` is in forward order. ``is_fp16``: in float16."""
 
     experiment: ClassVar[str] = "layer_outputs"
     relus: dict[str, ReluFacts] = field(default_factory=dict)
@@ -76,20 +75,12 @@ class LayersFacts:
     routers: dict[str, RouterFacts] = field(default_factory=dict)
     norms: dict[str, NormFacts] = field(default_factory=dict)
     depth: tuple[LayerGradient, ...] = ()
-    narrow: bool = False
+    is_fp16: bool = False
     dropout: dict[str, float] = field(default_factory=dict)
     axes: tuple[WrongAxes, ...] = ()
 
     def wrong_axes(self, kind: str) -> list[WrongAxes]:
         return [each for each in self.axes if each.kind == kind]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DepthFacts:
-    """Gradients over depth in a replay in float32."""
-
-    experiment: ClassVar[str] = "depth_in_fp32"
-    depth: tuple[LayerGradient, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

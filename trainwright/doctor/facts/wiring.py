@@ -39,7 +39,6 @@ class WiringFacts:
     unregistered: tuple[str, ...] = ()  # Trained tensors that are not parameters of a module
     unregistered_values: int = 0  # Number of their elements
     chains: tuple[Chain, ...] = ()  # Linear layers without an activation between them
-    custom: tuple[str, ...] = ()  # Custom autograd Functions in the graph
 
 
 @dataclass(frozen=True, kw_only=True)

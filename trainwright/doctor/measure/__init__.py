@@ -12,11 +12,10 @@ from trainwright.doctor.measure.accumulation import accumulation
 from trainwright.doctor.measure.attributes import Attributes
 from trainwright.doctor.measure.averages import Averages
 from trainwright.doctor.measure.calls import Calls, Scaler
-from trainwright.doctor.measure.custom_functions import check_functions
 from trainwright.doctor.measure.evaluations import Evaluations
 from trainwright.doctor.measure.first_step import first_loss_rescaled, symmetry
 from trainwright.doctor.measure.function import function
-from trainwright.doctor.measure.layers import LayerMeasurement, depth_in_fp32, dropout_gap
+from trainwright.doctor.measure.layers import LayerMeasurement, dropout_gap
 from trainwright.doctor.measure.loaders import Loaders
 from trainwright.doctor.measure.loading import Moments, ResumeProbe
 from trainwright.doctor.measure.memory import Growth, Memory
@@ -74,8 +73,6 @@ REPLAYS: tuple[Experiment, ...] = (
     activation_between,
     again,
     batch_steps,
-    check_functions,
-    depth_in_fp32,
     dropout_gap,
     first_loss_rescaled,
     function,

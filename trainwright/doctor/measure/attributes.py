@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.names import named_modules, named_parameters
 from trainwright.doctor.facts.calls import AttributesFacts, IdleAttribute
 from trainwright.recorder.probes import Probe, WatchedObjects
-from trainwright.runs.json_values import Facts, strict
 
 REQUIRES_GRAD = "requires_grad"
 MIN_NAME_SIMILARITY = 0.88
@@ -23,17 +22,13 @@ class Attributes(Probe):
     """Examines the names of attributes at each examination."""
 
     name = AttributesFacts.experiment
+    only_changes = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._subject = watched.subject
-        self._reported: AttributesFacts | None = None
 
-    def values(self) -> Facts | None:
-        facts = AttributesFacts(tuple(self._idle()))
-        if facts == self._reported:
-            return None
-        self._reported = facts
-        return dict(strict(vars(facts)))
+    def facts(self) -> AttributesFacts:
+        return AttributesFacts(tuple(self._idle()))
 
     def _idle(self) -> Iterator[IdleAttribute]:
         named = dict(named_parameters(self._subject.roots))

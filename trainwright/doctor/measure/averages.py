@@ -16,7 +16,6 @@ from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.plain_tensors import is_dense
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
-from trainwright.runs.json_values import Facts, strict
 
 SEARCH_STEP = 24  # The step after which copies are searched for, once. The search takes 0.1 s.
 SEARCH_STEP_IF_RESUMED = 8
@@ -86,13 +85,13 @@ class Averages(Probe):
     """Searches for copies of the weights once, then samples them for some steps."""
 
     name = AveragesFacts.experiment
+    only_changes = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._subject, self._sites = watched.subject, watched.sites
         self._copies: list[_Copy] = []
         self._begun: int | None = None
         self._last = self._step = 0
-        self._reported: AveragesFacts | None = None
         self._is_resumed = any(each.state for each in watched.subject.optimizers)
 
     def on_closed(self, step: RecordedStep) -> None:
@@ -110,19 +109,15 @@ class Averages(Probe):
         self._last = step.step
         self.urgent = step.step == self._begun + FOLLOWED_STEPS and any(copy.moves for copy in self._copies)
 
-    def values(self) -> Facts | None:
+    def facts(self) -> AveragesFacts | None:
         self.urgent = False
         if self._begun is None or self._last == self._begun:
             return None
-        facts = AveragesFacts(
+        return AveragesFacts(
             self._last - self._begun,
             self._is_resumed,
             tuple(CopyFacts(copy.kind, copy.of, tuple(copy.moves), copy.gap) for copy in self._copies),
         )
-        if facts == self._reported:
-            return None
-        self._reported = facts
-        return dict(strict(vars(facts)))
 
 
 def _sampled(tensor: Tensor) -> Tensor:

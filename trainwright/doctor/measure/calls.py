@@ -20,7 +20,6 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Loader, TorchFunction
-from trainwright.runs.json_values import Facts, strict
 
 MAX_ROUNDING_RATIO = 1e-5
 """Gradients below this fraction of the largest one are rounding errors, as for a bias before a normalization."""
@@ -90,10 +89,10 @@ class Calls(Probe):
         self._last = step
         self._since = self._split = self._depth = 0
 
-    def values(self) -> Facts | None:
+    def facts(self) -> CallsFacts:
         missing = self._find_missing()
         sizes = {name: p.numel() for name, p in self._named().items() if p.requires_grad}
-        facts = CallsFacts(
+        return CallsFacts(
             optimizers=tuple(self._about(optimizer) for optimizer in self._optimizers),
             missing=tuple(missing),
             missing_share=sum(sizes[name] for name in missing) / max(1, sum(sizes.values())),
@@ -107,7 +106,6 @@ class Calls(Probe):
             and not all(map(torch.equal, map(_sample, self._parameters[:MAX_WEIGHTS_SAMPLED]), self._at_first)),
             steps_seen=len(self._stepped_at),
         )
-        return dict(strict(vars(facts)))
 
     def _named(self) -> dict[str, Tensor]:
         return dict(named_parameters(self._roots))
@@ -206,9 +204,9 @@ class Scaler(Probe):
             self._scaled_by = None
         self._unscaled.clear()
 
-    def values(self) -> Facts | None:
+    def facts(self) -> ScalerFacts:
         counts, clip = self._counts, self._clip
-        facts = ScalerFacts(
+        return ScalerFacts(
             scaled_updates=counts["raw"],
             since=self._since,
             steps=counts["steps"],
@@ -216,7 +214,6 @@ class Scaler(Probe):
             scaled_clips=counts["clips"],
             scaled_clip=clip and ScaledClip(clip[0], None if clip[1] is None else float(clip[1]), float(clip[2])),
         )
-        return dict(strict(vars(facts)))
 
 
 def _largest(gradient: Tensor) -> float:

@@ -19,7 +19,6 @@ from trainwright.recorder.plain_tensors import rows_of
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
-from trainwright.runs.json_values import Facts, strict
 
 FOLLOWED_PASSES = 4  # Passes per call site that are all observed. Later, those whose number is a power of two are.
 MAX_COPIES = 4  # Copies of a model that are observed: a loop may make one for each evaluation
@@ -145,10 +144,10 @@ class Evaluations(Probe):
         self._rows.clear()
         self._given, self._site = [], None
 
-    def values(self) -> Facts | None:
+    def facts(self) -> EvaluationFacts | None:
         if self._rows and not self._in_step:
             self._close()
-        return None if self._facts is None else dict(strict(vars(self._facts)))
+        return self._facts
 
 
 def source_of(site: Site) -> str | None:

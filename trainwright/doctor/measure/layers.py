@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 
@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from trainwright.doctor.facts.layers import (
     AttentionFacts,
-    DepthFacts,
     DropoutFacts,
     LayerGradient,
     LayersFacts,
@@ -35,7 +34,6 @@ from trainwright.recorder.tensor_notes import TensorNotes
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import replay
 from trainwright.replay.functions import argument, function_name
-from trainwright.replay.inspector import StepInspector
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.runs.json_values import Facts, strict
@@ -49,72 +47,25 @@ class Axes:
     """Observes the functions of training passes. ``begin`` is called before each pass with the model's inputs."""
 
     def __init__(self) -> None:
-        self.samples = 0  # batch size of the newest loader batch, along any axis; 0: unknown
         self._found: Counter[tuple[str, str, str | None, tuple[tuple[int, ...], ...]]] = Counter()
-        self._size = 0
         self._padding: Tensor | None = None
-        self._rows: TensorNotes[None] = TensorNotes()  # table rows, one for each sample
 
     def begin(self, args: Args, kwargs: Kwargs) -> None:
         inputs = [each for each in plain(tensors_of((args, kwargs), 3)) if each.dim() > 1]
-        shape = inputs[0].shape if inputs else (0, 0)
-        self._size = shape[0] if shape[0] == self.samples > 2 and shape[0] != shape[1] else 0
         self._padding = next((pad for each in inputs if (pad := padding_of(each)) is not None), None)
-        self._rows.clear()
 
     def note(self, path: str, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
-        if name in ("view", "reshape") and isinstance(result, Tensor):
-            if is_reordered(args[0].shape, result.shape) or is_regrouped(args[0].shape, result.shape, self._size):
-                self._add("reordered", path, tuple(args[0].shape), tuple(result.shape))
-        elif name in ("embedding", "__getitem__") and self._size and isinstance(result, Tensor):
-            self._record_rows(name, args, result)
-        elif name in ("softmax", "log_softmax") and self._size and is_over_first(args, kwargs, self._size):
-            self._add("over_samples", path, tuple(args[0].shape))
-        elif name.strip("_") in ("add", "iadd", "radd") and self._rows:
-            self._record_sum(path, [each for each in args if isinstance(each, Tensor)])
+        if name in ("view", "reshape") and isinstance(result, Tensor) and is_reordered(args[0].shape, result.shape):
+            self._add("reordered", path, tuple(args[0].shape), tuple(result.shape))
         if self._padding is not None and (hidden := hidden_keys(name, args, kwargs)) is not None:
-            self._record_mask(path, self._padding, hidden)
-
-    def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """A sequence layer was called. It takes the first axis for time steps unless ``batch_first`` is set."""
-        if not self._size or not isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) or module.batch_first:
-            return
-        x = next(iter(plain(tensors_of((args, kwargs), 2))), None)
-        if x is not None and x.dim() == 3 and x.shape[0] == self._size != x.shape[1] > 1:
-            self._add("batch_as_steps", path, tuple(x.shape))
+            rows = self._padding.any(1)
+            if hidden.shape == self._padding.shape and torch.equal(hidden[rows], ~self._padding[rows]):
+                self._add("inverted", path, tuple(hidden.shape))
 
     def _add(self, kind: str, path: str, *shapes: tuple[int, ...]) -> None:
         key = (kind, path, caller(), shapes)
         if key in self._found or len(self._found) < MAX_SITES:
             self._found[key] += 1
-
-    def _record_rows(self, name: str, args: Args, result: Tensor) -> None:
-        """Records table rows that are indexed by sample: ``position(arange(batch))``, ``pe[:batch]``."""
-        if result.dim() not in (2, 3) or result.shape[0] != self._size or (result.dim() == 3 and result.shape[1] != 1):
-            return
-        if name == "embedding":
-            ids = next((each for each in args if isinstance(each, Tensor) and not each.is_floating_point()), None)
-            is_numbered = ids is not None and torch.equal(ids.flatten(), torch.arange(self._size, device=ids.device))
-        else:
-            table = args[0]
-            is_numbered = table.is_leaf and result.data_ptr() == table.data_ptr() and len(table) > self._size
-        if is_numbered:
-            self._rows[result] = None
-
-    def _record_sum(self, path: str, pair: Sequence[Tensor]) -> None:
-        rows = next((each for each in pair if each in self._rows), None)
-        others = [each for each in pair if each is not rows]
-        if rows is not None and others and others[0].dim() == 3 and rows.dim() == 3:
-            x = others[0]
-            if x.shape[0] == self._size and x.shape[1] > 1 and x.shape[2] == rows.shape[2]:
-                self._add("numbered", path, tuple(rows.shape), tuple(x.shape))
-
-    def _record_mask(self, path: str, padding: Tensor, hidden: Tensor) -> None:
-        """Records a mask that hides exactly the keys without padding."""
-        if hidden.shape == padding.shape:
-            rows = padding.any(1)
-            if torch.equal(hidden[rows], ~padding[rows]):
-                self._add("inverted", path, tuple(hidden.shape))
 
     def facts(self) -> tuple[WrongAxes, ...]:
         return tuple(
@@ -136,21 +87,6 @@ def is_reordered(old: Sequence[int], new: Sequence[int]) -> bool:
             moved = sorted({size for size, now in zip(one, other) if size != now})
             return all(b - a > 1 for a, b in pairwise(moved))
     return False
-
-
-def is_regrouped(old: Sequence[int], new: Sequence[int], size: int) -> bool:
-    """Returns True if the samples become the first axis: (n, samples, ...) to (samples, ...)."""
-    was_inside = len(old) > 1 and 1 < old[0] < size and list(old[1:]).count(size) == 1
-    return was_inside and new[0] == size and list(new).count(size) == 1
-
-
-def is_over_first(args: Args, kwargs: Kwargs, size: int) -> bool:
-    """Returns True if a softmax runs over the samples of the batch."""
-    x, dim = args[0], argument(args, kwargs, 1, "dim", None)
-    if not isinstance(x, Tensor) or x.dim() not in (2, 3) or x.shape[0] != size or list(x.shape).count(size) != 1:
-        return False
-    dim = (0 if x.dim() == 3 else 1) if dim is None else dim
-    return dim in (0, -x.dim()) and x.shape[-1] > 1
 
 
 def padding_of(ids: Tensor) -> Tensor | None:
@@ -233,7 +169,7 @@ class LayerMeasurement(ModuleProbe):
         self._depth: tuple[LayerGradient, ...] = ()
         self._order: dict[str, None] = {}
         self._updates: dict[str, int] = {}
-        self._narrow = False
+        self._is_fp16 = False
         self._drop_pass()
 
     def _drop_pass(self) -> None:
@@ -243,14 +179,11 @@ class LayerMeasurement(ModuleProbe):
         # for outputs of linear maps: the expected spread of each unit
         self._expected: TensorNotes[Tensor] = TensorNotes()
 
-    def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
-        self._axes.samples = len(ids) if isinstance(ids, Sized) else 0
-
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         super().on_forward(root, args, kwargs)
         if self.is_hooked:
             device = next((p.device.type for p in root.parameters()), "cpu")
-            self._narrow |= torch.is_autocast_enabled(device)
+            self._is_fp16 |= torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
             self._updates = self._updates or _updates(self._norms)
             if "" not in self.stack:
                 self.stack.append("")
@@ -266,7 +199,6 @@ class LayerMeasurement(ModuleProbe):
 
     def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._order.setdefault(path)
-        self._axes.entered(path, module, args, kwargs)
         if not isinstance(module, _BatchNorm) or not module.training or not (inputs := tensors_of((args, kwargs), 2)):
             return
         x, known = inputs[0], self._seen.get(path, NormFacts())
@@ -296,14 +228,13 @@ class LayerMeasurement(ModuleProbe):
             path: replace(each, updates=after.get(path, 0) - self._updates.get(path, 0))
             for path, each in self._seen.items()
         }
-        halves = (torch.float16, torch.bfloat16)
         self._facts = LayersFacts(
             relus=self._relus,
             attention=self._attention,
             routers=self._routers,
             norms=norms,
             depth=self._depth,
-            narrow=self._narrow or any(p.dtype in halves for p in self.watched.subject.parameters),
+            is_fp16=self._is_fp16 or any(p.dtype == torch.float16 for p in self.watched.subject.parameters),
             dropout=self._dropout,
             axes=self._axes.facts(),
         )
@@ -346,8 +277,6 @@ class LayerMeasurement(ModuleProbe):
             self._scores[result] = self.stack[-1], args[0].detach(), result.detach()
         elif name == "scaled_dot_product_attention":
             self._record_fused(args, kwargs)
-        elif name == "multi_head_attention_forward":
-            self._record_module(args, kwargs)
         if name in _PRODUCTS:
             self._record_product(args)
         elif name in _KEEPS and args and args[0] in self._scores and isinstance(result, Tensor):
@@ -426,20 +355,6 @@ class LayerMeasurement(ModuleProbe):
             scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
         self._record_attention(self.stack[-1], scores, scores.softmax(-1))
 
-    def _record_module(self, args: Args, kwargs: Kwargs) -> None:
-        """Records ``nn.MultiheadAttention``, which is one torch function."""
-        names = ("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias")
-        arguments: Kwargs = dict(zip(names, args)) | kwargs
-        q, k, weight, bias = (arguments.get(names[n]) for n in (0, 1, 5, 6))
-        if not isinstance(weight, Tensor) or q is None or k is None or q.dim() != 3:
-            return
-        d = q.shape[-1]
-        parts = [None, None] if bias is None else [bias[:d].detach(), bias[d : 2 * d].detach()]
-        q = nn.functional.linear(q.detach(), weight[:d].detach(), parts[0])
-        k = nn.functional.linear(k.detach(), weight[d : 2 * d].detach(), parts[1])
-        q, k = (x.reshape(*x.shape[:2], arguments[names[4]], -1).permute(1, 2, 0, 3) for x in (q, k))  # from (T, B, D)
-        self._record_fused((q, k), {"is_causal": False})
-
     # routers: a softmax whose largest values choose experts and weight their outputs
 
     def _record_choice(self, name: str, gates: Tensor, result: object) -> None:
@@ -500,30 +415,3 @@ def dropout_gap(session: ReplaySession) -> DropoutFacts:
             losses.append(session.replayer.run(session.recorded_step, change, upto="forward").loss)
     without = session.run(Intervention(ops=_without_dropout), upto="forward").loss
     return DropoutFacts(with_dropout=sum(losses) / len(losses), without=without)
-
-
-class _Order(StepInspector):
-    """Records the modules in the order of their calls."""
-
-    def __init__(self, session: ReplaySession) -> None:
-        super().__init__(session)
-        self.order: dict[str, None] = {}
-
-    def on_enter(self, path: str, module: nn.Module, inputs: list[Tensor], in_backward: bool) -> None:
-        self.order.setdefault(path)
-
-
-@replay(DepthFacts, when="requested", memory=2.5, steps=4.0)
-def depth_in_fp32(session: ReplaySession) -> DepthFacts:
-    """Returns the size of the gradient in each layer, in the order of the calls, from a replay in float32."""
-    inspector, sizes = _Order(session), []
-    with session.live():
-        result = inspector.run(dtype="fp32")
-    for path in inspector.order:
-        module = session.modules[path]
-        for p in module.parameters(recurse=False) if not _is_table(module) else ():
-            grad = result.grads.get(inspector.names.get(id(p), ""))
-            if p.dim() >= 2 and grad is not None and not grad.is_sparse:
-                sizes.append(LayerGradient(module=path, size=float(grad.abs().double().pow(2).mean().sqrt())))
-                break
-    return DepthFacts(depth=tuple(sizes))

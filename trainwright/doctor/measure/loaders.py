@@ -28,7 +28,6 @@ from trainwright.recorder.labels import LabelCounts
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Kwargs, Loader
-from trainwright.runs.json_values import Facts, strict
 
 MIN_RESTARTS = 8  # Number of iterators of a loader with workers after which restarts are reported at once
 CLOSE_UNTIL_STEP, CLOSE_BATCHES = 256, 2
@@ -173,7 +172,7 @@ class Loaders(Probe):
             has_init = loader.worker_init_fn is not None
             self._workers = WorkerDraws(workers=loader.num_workers, init=has_init, **found)
 
-    def values(self) -> Facts:
+    def facts(self) -> LoadersFacts:
         self._reported |= self._news()
         self.urgent = False
         if self._epoch is not None and self._epoch.batches:
@@ -182,7 +181,7 @@ class Loaders(Probe):
         self._labels.look_everywhere(self._training)
         labels, trained = self._labels.facts(), self._training
         reads = None if trained is None else self._reads.get(trained.loader)
-        facts = LoadersFacts(
+        return LoadersFacts(
             source=None if reads is None else reads.source,
             empty=tuple(_make(EmptyLoader, each) for each in self._sources.empty()),
             repeats=tuple(_make(EpochRepeat, each) for each in self._history.repeats[-4:]),
@@ -195,7 +194,6 @@ class Loaders(Probe):
             mixed=tuple(labels["mixed"]),
             ascending=trained is not None and trained.ascending and bool(trained.samples),
         )
-        return dict(strict(vars(facts)))
 
     def _restarts(self) -> Iterator[LoaderRestarts]:
         for loader, each in self._reads.items():
@@ -206,7 +204,7 @@ class Loaders(Probe):
                 )
 
 
-def _make(kind: type[T], values: Facts) -> T:
+def _make(kind: type[T], values: Kwargs) -> T:
     """Returns a dataclass made of those values that are among its fields."""
     return kind(**{key: value for key, value in values.items() if key in kind.__annotations__})
 

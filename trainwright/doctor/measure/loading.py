@@ -20,7 +20,6 @@ from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
-from trainwright.runs.json_values import Facts, strict
 
 
 class Moments(Probe):
@@ -38,9 +37,9 @@ class Moments(Probe):
             self._facts = _loaded_moments(optimizer, self._names) or self._facts
             self.urgent = self._facts is not None
 
-    def values(self) -> Facts | None:
+    def facts(self) -> LoadedMomentsFacts | None:
         facts, self._facts, self.urgent = self._facts, None, False
-        return None if facts is None else dict(strict(vars(facts)))
+        return facts
 
 
 @torch.no_grad()
@@ -122,11 +121,11 @@ class ResumeProbe(Probe):
     def on_closed(self, step: RecordedStep) -> None:
         self._updates += 1
 
-    def values(self) -> Facts | None:
+    def facts(self) -> ResumeFacts | None:
         if not self._changed:
             return None
         self._changed = False
-        return dict(strict(vars(ResumeFacts(loads=tuple(self._loads), overwritten=self._overwritten))))
+        return ResumeFacts(loads=tuple(self._loads), overwritten=self._overwritten)
 
 
 def _prefix_between(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> str | None:

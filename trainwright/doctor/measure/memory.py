@@ -21,7 +21,6 @@ from trainwright.recorder.plain_tensors import num_bytes
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Kwargs, Loader
-from trainwright.runs.json_values import Facts, strict
 
 MIN_INTERVAL_STEPS = 16
 """Minimum number of steps between two readings. It doubles when there are more than MAX_READINGS."""
@@ -54,11 +53,11 @@ class Growth(Probe):
         end_s = time.perf_counter()
         self._next_s = end_s + (end_s - begin_s) / MAX_TIME_FRACTION
 
-    def values(self) -> Facts | None:
+    def facts(self) -> GrowthFacts | None:
         if not self._held:
             return None
         most = max(self._modules, key=lambda name: _hooks_of(self._modules[name]), default="")
-        return dict(strict(vars(GrowthFacts(held=tuple(self._held), most_hooks=most))))
+        return GrowthFacts(held=tuple(self._held), most_hooks=most)
 
     def _reading(self, step: int) -> HeldResources:
         on_device = any(p.is_cuda for p in self._parameters[:1])
@@ -138,7 +137,7 @@ class Memory(Probe):
         self._steps, self._newest_before = step.step, self._newest
         self._rests = step.step > MAX_STEPS_TRACKED and step.step % 4 > 0
 
-    def values(self) -> Facts | None:
+    def facts(self) -> MemoryFacts:
         workers = getattr(self._iterator(), "_workers", None) or ()
         private = [_private_bytes(worker.pid) for worker in workers]
         if private and all(private):
@@ -146,7 +145,7 @@ class Memory(Probe):
         old = [each for each in self._losses if each[0] < self._steps - RECENT_STEPS]
         outputs = [tensor() for step, tensor in self._outputs if step < self._steps - RECENT_STEPS]
         with_graph = [each for each in outputs if each is not None and each.grad_fn is not None]
-        facts = MemoryFacts(
+        return MemoryFacts(
             old_losses=len(old),
             graphs_alive=sum(mark() is not None for _, _, mark in old),
             losses_alive=sum(loss() is not None for _, loss, _ in old),
@@ -157,7 +156,6 @@ class Memory(Probe):
             private_bytes=tuple(self._private),
             objects=_python_objects(getattr(self._loader, "dataset", None)) if self._private else 0,
         )
-        return dict(strict(vars(facts)))
 
 
 def _private_bytes(pid: int) -> float:

@@ -20,7 +20,6 @@ from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import Backward, RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.mechanism import HALF_DTYPES
-from trainwright.runs.json_values import Facts, strict
 
 SAMPLED_TENSORS = 8
 SAMPLED_ELEMENTS = 256
@@ -42,6 +41,7 @@ class MixedPrecision(Probe):
     """Samples some elements of some tensors. A loop in float32 costs only a comparison."""
 
     name = MixedPrecisionFacts.experiment
+    only_changes = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._optimizers = watched.subject.optimizers
@@ -67,7 +67,6 @@ class MixedPrecision(Probe):
         self._micro_batches = 0
         self._windows: list[tuple[int, Tensor, Tensor]] = []
         self._handles: list[RemovableHandle] = []
-        self._reported: MixedPrecisionFacts | None = None
 
     @property
     def _is_sampled(self) -> bool:
@@ -165,13 +164,13 @@ class MixedPrecision(Probe):
         _cast(self._sentinel)
         self._sentinel.data.fill_(2.0)
 
-    def values(self) -> Facts | None:
+    def facts(self) -> MixedPrecisionFacts:
         highest = max((lr for lr, _ in self._still), default=0.0)
         at_full_rate = [float(still) for lr, still in self._still if lr >= 0.5 * highest > 0]
         small = torch.stack([*self._small]).median(0).values.tolist() if len(self._small) > 1 else [0.0, math.inf]
         worst = max(self._windows, key=lambda each: float(each[1]), default=(0, 0.0, 0.0))
         self.urgent = False
-        facts = MixedPrecisionFacts(
+        return MixedPrecisionFacts(
             still=statistics.median(at_full_rate) if at_full_rate else 0.0,
             updates=len(at_full_rate),
             kept_elsewhere=self._kept_elsewhere,
@@ -182,10 +181,6 @@ class MixedPrecision(Probe):
             sum_error=float(worst[1]),
             sum_rounding=float(worst[2]),
         )
-        if facts == self._reported:
-            return None
-        self._reported = facts
-        return dict(strict(vars(facts)))
 
 
 def _sampled(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from trainwright.replay.functions import argument, function_name
 from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
-from trainwright.runs.json_values import Facts, strict
 
 MIN_STEPS = 4  # Steps before which a pass without gradients may belong to every step
 DROPOUT_FUNCTIONS = DROPOUTS | {"dropout_", "dropout1d", "dropout2d", "dropout3d"}
@@ -49,8 +49,10 @@ class Modes(Probe):
         self._was_training: set[int] = set()
         self._eval: dict[int, int] = {}  # modules in eval mode during training, and the step since which they are
         self._steps = self._closed = 0
-        self._training_iterator: int | None = None  # the iterator whose batches are trained on
-        self._fetched: int | None = None  # the iterator that yielded a batch since the last step, and the time
+        # the iterator whose batches are trained on; no id, because that of the next iterator may be the same
+        self._training_iterator: weakref.ref[object] | None = None
+        # the iterator that yielded a batch since the last step, and the time
+        self._fetched: weakref.ref[object] | None = None
         self._fetched_s = 0.0
         self._lines: dict[int, str | None] = {}
         self._passes: set[tuple[Site, bool]] = set()  # passes without gradients since the last step, and their mode
@@ -59,7 +61,7 @@ class Modes(Probe):
         self._source: str | None = None  # line of the first evaluation in train mode
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
-        self._fetched, self._fetched_s = id(iterator), time.time()
+        self._fetched, self._fetched_s = weakref.ref(iterator), time.time()
 
     def on_mode(self, module: nn.Module, training: bool) -> None:
         if not training:
@@ -102,10 +104,10 @@ class Modes(Probe):
             del steps[16:]
         self._num_in_train += True in modes
 
-    def values(self) -> Facts:
+    def facts(self) -> ModesFacts:
         self.urgent = False
         in_eval = {id(self._modules[n]) for n in self._eval}
-        facts = ModesFacts(
+        return ModesFacts(
             steps=self._closed,
             depends=len(self._depends),
             norms=sum(isinstance(self._modules[n], _NormBase) for n in self._depends),
@@ -116,7 +118,6 @@ class Modes(Probe):
             num_evaluated_in_train=self._num_in_train,
             source=self._source,
         )
-        return dict(strict(vars(facts)))
 
     def _about(self, n: int) -> EvalModule:
         module, name = self._modules[n], self._names[n]

@@ -24,7 +24,6 @@ from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.program import Operation, RecordedStep, constants_of, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
-from trainwright.runs.json_values import Facts, strict
 
 FLAT_NODES = ("RoundBackward", "FloorBackward", "CeilBackward", "TruncBackward", "SignBackward")
 """Autograd nodes whose derivative is 0 everywhere."""
@@ -59,6 +58,7 @@ class Modules(ModuleProbe):
         self._varies: dict[str, tuple[Tensor, Tensor]] = {}  # inputs and outputs in this pass
         self._given: dict[str, Tensor] = {}
         self._wipes: dict[str, list[Tensor]] = {}  # for each module: its outputs are constant and its inputs are not
+        self._inputs: list[Tensor] = []  # of the model in this pass
         self._single = ""
         self._first: Tensor | None = None  # rows of the first input of the first pass
         self._same: list[Tensor] = []
@@ -82,9 +82,10 @@ class Modules(ModuleProbe):
         super().on_forward(root, args, kwargs)
         for each in (self._varies, self._given, self._made):
             each.clear()
+        self._inputs = plain(tensors_of((args, kwargs), 3)) if self.is_hooked else []
         if self.is_hooked and (varies := _varies((args, kwargs))) is not None:
             self._given[""] = varies
-            given = next((rows_of(t) for t in plain(tensors_of((args, kwargs), 3)) if _has_rows(t)), None)
+            given = next((rows_of(t) for t in self._inputs if _has_rows(t)), None)
             if given is not None:
                 first = self._first = given.clone() if self._first is None else self._first
                 is_like = first.shape == given.shape
@@ -148,6 +149,11 @@ class Modules(ModuleProbe):
         if padding is None or ids.dim() != 2 or ids.shape[1] < 3:
             return
         is_pad = ids == padding
+        for (
+            mask
+        ) in self._inputs:  # a mask may declare a token whose number is that of padding, such as the end of a text
+            if mask.shape == ids.shape and mask is not ids and not mask.is_floating_point():
+                is_pad &= ~((mask == 1) & (mask.long() <= 1).all())
         later = (~is_pad).flip(1).cumsum(1).flip(1) > 0
         earlier = (~is_pad).cumsum(1) > 0
         table.counts.append(
@@ -241,7 +247,7 @@ class Modules(ModuleProbe):
             )
         )
 
-    def values(self) -> Facts | None:
+    def facts(self) -> ModulesFacts | None:
         if not self.looks or self._told == self.looks:
             return None
         self._told = self.looks
@@ -249,7 +255,7 @@ class Modules(ModuleProbe):
         is_whole = wiped.get("", False)
         constant = next((p for p in self._wipes if wiped[p] and p), "") if is_whole else None
         constant = self._single or constant
-        facts = ModulesFacts(
+        return ModulesFacts(
             looks=self.looks,
             last=self.step,
             same_inputs=len(self._same) > 1 and bool(torch.stack(self._same[1:]).all()),
@@ -264,7 +270,6 @@ class Modules(ModuleProbe):
             behind_flat=tuple(sorted(self._behind))[:32],
             tables=tuple(_table_facts(path, table) for path, table in self._tables.items()),
         )
-        return dict(strict(vars(facts)))
 
     def _repeated(self) -> list[RepeatedModule]:
         return [
@@ -330,6 +335,9 @@ def _table_facts(path: str, table: _Table) -> TokenTable:
     always = {row for row, times in table.zeroed.items() if times >= 3} - table.alive
     if not table.module.weight._backward_hooks:  # a hook sets gradients to zero during the backward pass
         always &= table.computed
+    number = getattr(table.module, "padding_idx", None)
+    if number is not None and bool(table.module.weight.detach()[number].any()):
+        inside = 0  # the token has a vector, such as a pretrained one
     return TokenTable(
         path=path,
         padding=padding / max(1, ids),

@@ -24,7 +24,6 @@ from trainwright.replay.replayer import Intervention, NotReplayable, ReplayResul
 from trainwright.replay.session import ReplaySession, without_veto
 from trainwright.replay.suspects import Bad, Op
 from trainwright.replay.trace import Tracing
-from trainwright.runs.json_values import Facts, strict
 
 MAX_NAMES = 64
 SMALLEST_FP16_EPS = 3e-8  # Smaller values are 0 in float16
@@ -90,11 +89,11 @@ class NonfiniteListener(Probe):
         if self._facts is not None:
             step.values["nonfinite"] = True
 
-    def values(self) -> Facts | None:
+    def facts(self) -> SeenNonfinite | None:
         facts, self._facts = self._facts, None
         if facts is None and (poisoned := self._newly_poisoned()):
             facts = SeenNonfinite(poisoned=tuple(poisoned))
-        return None if facts is None else dict(strict(vars(facts)))
+        return facts
 
     def _has_loose_forward(self, step: RecordedStep) -> bool:
         if not self._statistics:

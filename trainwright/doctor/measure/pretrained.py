@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from trainwright.doctor.facts.weights import PretrainedFacts
 from trainwright.recorder.probes import Probe, WatchedObjects
-from trainwright.runs.json_values import Facts, strict
 
 
 class PretrainedProbe(Probe):
     """Reads once what the loader of a pretrained model has recorded, and counts the adapters."""
 
     name = PretrainedFacts.experiment
+    only_changes = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         modules = [module for root in watched.subject.roots for module in root.modules()]
@@ -20,8 +20,7 @@ class PretrainedProbe(Probe):
             is_random=any(vars(each).get("newly_initialized", False) for each in modules),
             adapters=sum("lora_A" in each._modules for each in modules),
         )
-        self._values: Facts | None = dict(strict(vars(facts))) if facts != PretrainedFacts() else None
+        self._facts = facts if facts != PretrainedFacts() else None
 
-    def values(self) -> Facts | None:
-        values, self._values = self._values, None
-        return values
+    def facts(self) -> PretrainedFacts | None:
+        return self._facts

@@ -25,7 +25,6 @@ from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
-from trainwright.runs.json_values import Facts, strict
 
 MAX_COLUMNS_READ = 64  # Number of evenly spread elements that are read from wider rows
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -330,13 +329,13 @@ class InputRows(Probe):
         if self._passes:
             self._end_passes()
 
-    def values(self) -> Facts | None:
+    def facts(self) -> RowsFacts | None:
         self._take_waiting()
         self.urgent = False
         if not self._new:
             return None
         source, (recurred, period, is_kept) = self._newest, self._recurrence
-        facts = RowsFacts(
+        return RowsFacts(
             steps=self._steps,
             distinct=len(self._seen),
             new_lately=sum(self._new) / len(self._new),
@@ -357,7 +356,6 @@ class InputRows(Probe):
             source=source.line if source else None,
             evaluated=self._evaluated,
         )
-        return dict(strict(vars(facts)))
 
 
 def _loader_of(iterator: Any) -> SimpleNamespace:

@@ -16,7 +16,6 @@ from trainwright.recorder.optimizers import same_optimizer, share_groups
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs, Loader
-from trainwright.runs.json_values import Facts, strict
 
 MAX_CHANGES = 64
 MIN_STEPS_BEFORE_STRAY = 20
@@ -139,10 +138,10 @@ class Schedules(Probe):
             self.urgent |= bool(why) and why not in self._was_urgent  # the first change of a schedule shows its fault
             self._was_urgent.add(why)
 
-    def values(self) -> Facts:
+    def facts(self) -> LearningRateFacts:
         self.urgent = False
         bases = [float(g.get("initial_lr", 0.0)) for o in self._optimizers for g in o.param_groups]
-        facts = LearningRateFacts(
+        return LearningRateFacts(
             steps=self._steps,
             epochs=self._epochs,
             length=self._length,
@@ -155,7 +154,6 @@ class Schedules(Probe):
                 found for each in self._schedulers.values() if (found := self._facts_of(each)) is not None
             ),
         )
-        return dict(strict(vars(facts)))
 
     def _facts_of(self, each: _Scheduler) -> SchedulerFacts | None:
         """Returns the facts of a scheduler; None if its optimizer is not watched, unless that one never steps."""

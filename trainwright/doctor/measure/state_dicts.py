@@ -12,7 +12,6 @@ from trainwright.doctor.facts.calls import KeptFacts, KeptState
 from trainwright.recorder.callers import caller
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
-from trainwright.runs.json_values import Facts, strict
 
 MAX_STATES = 64
 TENSORS_COMPARED = 4  # Number of tensors that are compared. An update changes all of them.
@@ -98,6 +97,6 @@ class KeptStates(Probe):
                 self._record_use(each, "")
         self._taken = []
 
-    def values(self) -> Facts | None:
+    def facts(self) -> KeptFacts | None:
         self.urgent = False
-        return dict(strict(vars(KeptFacts(self._num_taken, tuple(self._changed[:8]))))) if self._steps else None
+        return KeptFacts(self._num_taken, tuple(self._changed[:8])) if self._steps else None

@@ -16,7 +16,6 @@ from trainwright.recorder.datasets import leaves_of
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import Constant, RecordedStep, constants_of
 from trainwright.recorder.user_types import Loader
-from trainwright.runs.json_values import Facts, strict
 
 MAX_PENDING_REPEATS = 4  # Number of repeats after which the facts are reported before the next examination
 EVERY_STEP_UNTIL = 64
@@ -148,13 +147,13 @@ class Steadiness(Probe):
             self._since_changed, self._source = self._since_changed or self._steps + 1, self._source or line
             self.urgent = self.urgent or len(self._maps) == MAX_PENDING_REPEATS
 
-    def values(self) -> Facts:
+    def facts(self) -> SteadinessFacts:
         self.urgent = False
         since, first = self._repeats[0] if self._repeats else (0, 0)
         factors = torch.tensor(
             [a for a, _ in self._maps[:MIN_ELEMENTS_FOR_FIT]] or [1.0], dtype=torch.float64, device="cpu"
         )
-        facts = SteadinessFacts(
+        return SteadinessFacts(
             steps=self._steps,
             draws=self._draws,
             repeats=self._num_repeats,
@@ -170,7 +169,6 @@ class Steadiness(Probe):
             since_changed=self._since_changed,
             source=self._source,
         )
-        return dict(strict(vars(facts)))
 
 
 def _fit(before: Tensor, now: Tensor) -> tuple[float, float] | None:

@@ -11,7 +11,6 @@ from trainwright.doctor.facts.data import TargetsFacts
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import Operation, RecordedStep, constants_of
 from trainwright.replay.classified import CLASSIFYING
-from trainwright.runs.json_values import Facts, strict
 
 EVERY_STEP_UNTIL = 64  # All steps until this one are read, then every INTERVAL_STEPS-th
 INTERVAL_STEPS = 16
@@ -47,17 +46,16 @@ class Targets(Probe):
                     self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
                 return
 
-    def values(self) -> Facts | None:
+    def facts(self) -> TargetsFacts | None:
         if self._largest is None and self._binary is None:
             return None
         lowest, highest = (0.0, 1.0) if self._binary is None else self._binary.tolist()
-        facts = TargetsFacts(
+        return TargetsFacts(
             targets=self._targets,
             largest=-1 if self._largest is None else int(self._largest),
             lowest=-lowest + 0.0,
             highest=highest,
         )
-        return dict(strict(vars(facts)))
 
 
 def _tensors(*values: object) -> Iterator[Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from trainwright.doctor.facts.weights import MAX_NAMES, WeightsFacts
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import OptimizerStep, RecordedStep
 from trainwright.recorder.ranks import own_part
-from trainwright.runs.json_values import Facts, strict
 
 MAX_WRITES_OF_INITIALIZATION = 16
 """Writes to a weight before the first step. Creation, initialization and loading take fewer."""
@@ -68,7 +68,7 @@ class MovingWeights(Probe):
         if min(rates) < self._lowest:
             self._lowest, self._lowest_at = min(rates), self._steps
 
-    def values(self) -> Facts | None:
+    def facts(self) -> WeightsFacts | None:
         if not self._last:
             return None
         now = self._checksums()
@@ -85,7 +85,7 @@ class MovingWeights(Probe):
         trainable, moved = held - frozen, self._moved
         with_zeros = {n for n in (zero_now - self._with_gradient) & trainable if self._parameters[n].dim() > 1}
         since, self._looked_at = self._looked_at, self._steps
-        facts = WeightsFacts(
+        return WeightsFacts(
             steps=self._steps,
             updates=self._updates,
             tensors=len(trainable),
@@ -106,7 +106,6 @@ class MovingWeights(Probe):
             rate_before_0=self._rate_before_0 if self._at_0_since else 0.0,
             highest_rate=self._highest,
         )
-        return dict(strict(vars(facts)))
 
     def _record_gradients(self) -> set[int]:
         """Returns the tensors whose gradient is all zeros. A tensor that never had another gradient only decays."""
@@ -138,7 +137,7 @@ def was_trained(parameter: Tensor) -> bool:
     return not parameter.is_inference() and parameter._version > MAX_WRITES_OF_INITIALIZATION
 
 
-def _rate(group: Facts) -> float:
+def _rate(group: Mapping[str, Any]) -> float:
     """Returns the learning rate of a group; 1 if the optimizer has none."""
     rate = group.get("lr", 1.0)
     return float(rate) if isinstance(rate, int | float | Tensor) else 1.0

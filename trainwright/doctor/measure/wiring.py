@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 import torch
@@ -16,7 +16,7 @@ from trainwright.doctor.measure.layers import MAPS
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import replay
-from trainwright.replay.inspector import StepInspector, checksum, custom_functions_of, is_in_custom_function, leaves_of
+from trainwright.replay.inspector import StepInspector, checksum, is_in_custom_function, leaves_of
 from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.session import ReplaySession
 
@@ -76,7 +76,6 @@ class _Wiring(StepInspector):
         self._consumers = Consumers(self.names)
         self.called: list[str] = []
         self.leaves: dict[int, Tensor] = {}
-        self.custom: dict[str, str] = {}
 
     def on_enter(self, path: str, module: nn.Module, inputs: list[Tensor], in_backward: bool) -> None:
         if path not in self.called:
@@ -86,10 +85,7 @@ class _Wiring(StepInspector):
         if in_backward or self.stack:
             return
         self._from.clear()  # the last layer of a generator and the first of its critic are not a chain
-        outputs = tensors_of(output)
-        self.leaves.update({id(leaf): leaf for leaf in leaves_of(outputs)})
-        for function in custom_functions_of(outputs):
-            self.custom[f"{function.__module__}.{function.__qualname__}"] = function.__name__
+        self.leaves.update({id(leaf): leaf for leaf in leaves_of(tensors_of(output))})
 
     def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
         inputs = tensors_of([args, kwargs], 3)
@@ -184,7 +180,6 @@ def structure(session: ReplaySession) -> WiringFacts:
         unregistered=tuple(sorted({name.partition("#")[0] for name in outside})),
         unregistered_values=sum(t.numel() for t in outside.values()),
         chains=tuple(wiring.unbroken_chains()),
-        custom=tuple(sorted(wiring.custom.values())),
     )
 
 
@@ -209,14 +204,6 @@ def _held_by_modules(session: ReplaySession) -> set[int]:
     An input that a module stores for a derivative is a new tensor in each pass.
     """
     return {id(each) for m in session.modules.values() for value in list(vars(m).values()) for each in _held(value)}
-
-
-def unregistered_parameters(session: ReplaySession) -> dict[str, Tensor]:
-    """Returns trainable tensors of modules that are not registered as parameters, found by a replay."""
-    wiring = _Wiring(session)
-    with session.live():
-        wiring.run(upto="forward")
-    return _unregistered(session, wiring.leaves)
 
 
 def _held(value: object, depth: int = 4) -> Iterator[Tensor]:
@@ -304,35 +291,25 @@ MIN_UPDATES = 8  # Minimum number of updates on one batch
 MAX_UPDATES = 128  # Maximum number of updates on one batch. The gain from depth appears late.
 
 
-def activated(session: ReplaySession, weights: Collection[str]) -> Intervention:
-    """Returns an intervention with a ReLU after each of these linear layers."""
-    chosen = {id(session.parameters[name]) for name in weights}
+@replay(ActivatedFacts, when="requested", steps=240.0)
+def activation_between(session: ReplaySession) -> ActivatedFacts:
+    """Makes updates on one batch, as many as fit into half a second: unchanged, and with an activation after each
+    linear layer whose output only another one uses.
+    """
+    wiring = _Wiring(session)
+    with session.live():
+        wiring.run(upto="forward")
+    chosen = {id(session.parameters[each.first]) for each in wiring.unbroken_chains()}
 
     def change(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         output = function(*args, **kwargs)
         return output.relu() if any(id(x) in chosen for x in tensors_of(args, 2)[1:2]) else output
 
-    return Intervention(ops=change)
-
-
-def on_one_batch(
-    session: ReplaySession, change: Intervention, most: int = MIN_UPDATES
-) -> tuple[list[float], list[float]]:
-    """Returns the losses of updates on this batch, unchanged and changed, as many as fit into half a second."""
     begin_s = time.perf_counter()
     session.run()
-    steps = max(MIN_UPDATES, min(most, int(0.5 / (time.perf_counter() - begin_s))))
-    was, now = session.train(steps, repeat=True), session.train(steps, change, repeat=True)
+    steps = max(MIN_UPDATES, min(MAX_UPDATES, int(0.5 / (time.perf_counter() - begin_s))))
+    was = session.train(steps, repeat=True)
+    now = session.train(steps, Intervention(ops=change), repeat=True)
     if len(now) < steps or len(was) < steps:
         raise NotReplayable("the step could not be replayed")
-    return was, now
-
-
-@replay(ActivatedFacts, when="requested", steps=240.0)
-def activation_between(session: ReplaySession) -> ActivatedFacts:
-    """Makes updates on one batch with an activation after each linear layer whose output only another one uses."""
-    wiring = _Wiring(session)
-    with session.live():
-        wiring.run(upto="forward")
-    was, now = on_one_batch(session, activated(session, {each.first for each in wiring.unbroken_chains()}), MAX_UPDATES)
     return ActivatedFacts(unchanged=was[-1], activated=now[-1])

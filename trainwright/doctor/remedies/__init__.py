@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.remedies import data, loss, model, nonfinite, optim, precision
+from trainwright.doctor.remedies import loss, nonfinite, optim, precision
 from trainwright.replay.trials import DEFAULT_STEPS, RegisteredTrial
 
 TRIALS: dict[str, RegisteredTrial] = {
@@ -10,31 +10,15 @@ TRIALS: dict[str, RegisteredTrial] = {
     "fp32_weights": RegisteredTrial(precision.fp32_weights, 3.0),
     "guarded": RegisteredTrial(nonfinite.guarded, 3.0),
     "in_fp32": RegisteredTrial(nonfinite.in_fp32, 3.0),
-    "loss_in_fp32": RegisteredTrial(precision.loss_in_fp32, 3.0),
     "loss_scale": RegisteredTrial(precision.loss_scale, 3.0),
     "valid_targets": RegisteredTrial(nonfinite.valid_targets, 3.0),
     "without_these_samples": RegisteredTrial(nonfinite.without_these_samples, 3.0),
     "zero_infinity": RegisteredTrial(nonfinite.zero_infinity, 3.0),
-    "activation_between": RegisteredTrial(model.activation_between, 260.0),
     "another_rate": RegisteredTrial(optim.another_rate, DEFAULT_STEPS),
-    "balanced_terms": RegisteredTrial(loss.balanced_terms, DEFAULT_STEPS),
     "clip_at": RegisteredTrial(optim.clip_at, DEFAULT_STEPS),
     "group_lr": RegisteredTrial(optim.group_lr, DEFAULT_STEPS),
-    "group_norm": RegisteredTrial(model.group_norm, DEFAULT_STEPS),
-    "keep_graph": RegisteredTrial(model.keep_graph, DEFAULT_STEPS),
-    "less_dropout": RegisteredTrial(model.less_dropout, 43.0),
     "logits_instead_of_probabilities": RegisteredTrial(loss.logits_instead_of_probabilities, DEFAULT_STEPS),
     "other_lr": RegisteredTrial(optim.other_lr, DEFAULT_STEPS),
-    "random_weights": RegisteredTrial(model.random_weights, DEFAULT_STEPS),
-    "register": RegisteredTrial(model.register, DEFAULT_STEPS),
-    "same_shape": RegisteredTrial(loss.same_shape, DEFAULT_STEPS),
-    "smaller_weights": RegisteredTrial(model.smaller_weights, DEFAULT_STEPS),
-    "turned_sign": RegisteredTrial(loss.turned_sign, DEFAULT_STEPS),
-    "causal_mask": RegisteredTrial(data.causal_mask, 3.0),
-    "ignore_padding": RegisteredTrial(data.ignore_padding, DEFAULT_STEPS),
-    "standardized_inputs": RegisteredTrial(data.standardized_inputs, DEFAULT_STEPS),
-    "without_column": RegisteredTrial(data.without_column, DEFAULT_STEPS),
-    "unfreeze": RegisteredTrial(model.unfreeze, DEFAULT_STEPS),
     "weight_decay": RegisteredTrial(optim.weight_decay, 43.0),
     "with_optimizer": RegisteredTrial(optim.with_optimizer, DEFAULT_STEPS),
 }

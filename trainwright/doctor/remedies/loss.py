@@ -1,30 +1,18 @@
-"""Remedies for the arguments, the sign and the terms of a loss, tried in a replay."""
+"""Remedies for the arguments of a loss, tried in a replay."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from trainwright.doctor.measure.loss_calls import PAIRED, class_dim, is_simplex
-from trainwright.doctor.measure.loss_terms import terms_facts
-from trainwright.recorder.program import Call, Instruction, Operation, Slot
+from trainwright.doctor.measure.loss_calls import class_dim, is_simplex
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import OpHandler, function_name
-from trainwright.replay.replayer import UNCHANGED, Intervention
+from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried, course
 
 NUM_UPDATES = 8
-
-
-def compared_measure(what: str, name: str, was: list[float], now: list[float]) -> str:
-    """Returns text on one measure over the same updates, unchanged and changed; "no better" if it is not lower."""
-    if len(was) < 2 or len(now) < 2:
-        raise NotTried("the step could not be replayed")
-    better = "" if now[-1] < was[-1] - 1e-4 * abs(was[-1]) else "no better: "
-    return f"{better}{name} {course(now)} in {len(now)} updates on this batch {what}; unchanged: {course(was)}"
 
 
 def logits_instead_of_probabilities(session: ReplaySession) -> str:
@@ -53,8 +41,12 @@ def logits_instead_of_probabilities(session: ReplaySession) -> str:
 
     for change in losses:
         session.train(NUM_UPDATES, Intervention(ops=handler(change)), repeat=True)
-    what = "with logits"
-    return compared_measure(what, "-log p of the targets", losses[False], losses[True])
+    was, now = losses[False], losses[True]
+    if len(was) < 2 or len(now) < 2:
+        raise NotTried("the step could not be replayed")
+    better = "" if now[-1] < was[-1] - 1e-4 * abs(was[-1]) else "no better: "
+    text = f"{better}-log p of the targets {course(now)} in {len(now)} updates on this batch with logits"
+    return f"{text}; unchanged: {course(was)}"
 
 
 _SCORE_FUNCTIONS = frozenset({"cross_entropy", "nll_loss", "kl_div", "log_softmax", "binary_cross_entropy_with_logits"})
@@ -69,79 +61,3 @@ def _scores(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> Tensor | None:
     if is_simplex(x, class_dim(name, x, args, kwargs)):
         return x.clamp_min(tiny).log()
     return x.log_softmax(class_dim(name, x, args, kwargs)) if name == "nll_loss" and bool((x > 0).any()) else None
-
-
-def same_shape(session: ReplaySession) -> str:
-    """Tries the target in the shape of the prediction, or the reverse, measured by the loss of matching pairs."""
-    losses: dict[bool, list[float]] = {False: [], True: []}
-
-    def handler(change: bool) -> OpHandler:
-        def call(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-            name = function_name(function).strip("_")
-            pair = [a for a in args[:2] if isinstance(a, Tensor)]
-            if name not in PAIRED or len(pair) < 2 or not _would_broadcast(*pair):
-                return function(*args, **kwargs)
-            matching = [pair[0].reshape(pair[1].shape) if pair[0].dim() > pair[1].dim() else pair[0]]
-            matching += [pair[1].reshape(pair[0].shape) if pair[1].dim() > pair[0].dim() else pair[1]]
-            with torch.no_grad():
-                matched = function(*[each.detach() for each in matching], *args[2:], **kwargs)
-                losses[change].append(float(matched.float().square().mean() if name == "sub" else matched.mean()))
-            return function(*(matching if change else pair), *args[2:], **kwargs)
-
-        return call
-
-    for change in losses:
-        session.train(NUM_UPDATES, Intervention(ops=handler(change)), repeat=True)
-    measure = "loss of each prediction against its own target"
-    return compared_measure("with shapes that match", measure, losses[False], losses[True])
-
-
-def _would_broadcast(one: Tensor, other: Tensor) -> bool:
-    low, high = sorted((one, other), key=lambda each: each.dim())
-    return low.dim() != high.dim() and low.numel() == high.numel() and low.dim() > 0 and len(low) == len(high) > 1
-
-
-def turned_sign(session: ReplaySession) -> str:
-    """Tries the negated gradient, measured by the total loss, which then rises."""
-    was, now = ([-x for x in session.train(NUM_UPDATES, Intervention(sign=sign), repeat=True)] for sign in (1.0, -1.0))
-    return compared_measure("with the sign turned", "the negated loss", was, now)
-
-
-def balanced_terms(session: ReplaySession) -> str:
-    """Tries a weight for the largest term that makes its gradient equal to the
-    smallest term's, measured by the latter.
-    """
-    parts = terms_facts(session).terms
-    large = max(parts, key=lambda term: term.shared)
-    candidates = [term for term in parts if term.shared > 0 and abs(term.own) >= 0.5]
-    small = min(candidates, key=lambda term: term.shared, default=large)
-    if large is small:
-        raise NotTried("there is one term only")
-    factor = small.shared / large.shared
-    was, now = (_with_weight(session, large.slot, small.slot, each) for each in (1.0, factor))
-    return compared_measure(f"with {factor:.2g} of the weight of {large.name}", small.name, was, now)
-
-
-def _with_weight(session: ReplaySession, slot: int, watched: int, factor: float) -> list[float]:
-    """Returns the value in slot ``watched`` over updates in which the value in ``slot`` has ``factor`` times its
-    weight.
-    """
-    values: list[float] = []
-
-    def note(value: Tensor) -> Tensor:
-        values.append(float(value.detach()))
-        return value
-
-    off = (False, torch.float32, False)
-    weigh = Operation("mul", torch.mul, (Slot(slot), factor), {}, off, [slot])
-    look = Operation("note", note, (Slot(watched),), {}, off, [])
-    program: list[Instruction] = []
-    for each in session.recorded_step.program:
-        program.append(each)
-        outputs = each.outputs if isinstance(each, Operation | Call) else []
-        program += [look] * (watched in outputs) + [weigh] * (slot in outputs and factor != 1.0)
-    recorded = replace(session.recorded_step, program=program)
-    with session.live():
-        for _ in range(NUM_UPDATES):
-            session.replayer.run(recorded, UNCHANGED)
-    return values

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from trainwright.doctor.measure.formats import gradient_distance, measure_loss_in_fp32
+from trainwright.doctor.measure.formats import gradient_distance
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried
@@ -27,17 +27,6 @@ def loss_scale(session: ReplaySession) -> str:
                 f"with the loss times {scale:g}: {lost} elements are no longer 0, and the gradients move by {moved:.1%}"
             )
     raise NotTried("no loss scale keeps the gradients finite")
-
-
-def loss_in_fp32(session: ReplaySession) -> str:
-    """Tries the loss, everything after the models, in float32."""
-    facts = measure_loss_in_fp32(session)
-    if facts.error is None:
-        raise NotTried("the gradients are not finite")
-    return (
-        f"with the loss in float32: loss {facts.loss_in_fp32:.4g}, and gradients that are {facts.error:.1%} from those "
-        f"of the 16-bit loss; unchanged: loss {facts.loss:.4g}"
-    )
 
 
 def fp32_weights(session: ReplaySession) -> str:

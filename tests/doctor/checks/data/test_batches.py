@@ -8,7 +8,6 @@ import pytest
 
 from tests.doctor.checks.data.loops import exam, requested, results, said, steps
 from trainwright.doctor.checks.data.constant_input import constant_input
-from trainwright.doctor.checks.data.double_normalised import double_normalised
 from trainwright.doctor.checks.data.label_feature_misaligned import label_feature_misaligned
 from trainwright.doctor.checks.data.label_out_of_range import label_out_of_range
 from trainwright.doctor.checks.data.labels_shifted_twice import labels_shifted_twice
@@ -72,7 +71,7 @@ def test_large_inputs_are_replayed_first() -> None:
     ids=["around an offset", "tiny", "normalised inside of the model", "usual"],
 )
 def test_inputs_that_hardly_vary(x: InputSpread, standardized: tuple[float, ...], severities: list[str]) -> None:
-    assert said(double_normalised, batch(x), trial((2.31, 2.30), standardized)) == severities
+    assert said(unnormalised_input, batch(x), trial((2.31, 2.30), standardized)) == severities
 
 
 def test_a_constant_input_beside_one_that_varies_is_fine() -> None:

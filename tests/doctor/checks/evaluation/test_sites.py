@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 from trainwright.doctor.context import RunContext
@@ -137,3 +138,21 @@ def test_what_is_not_compared_or_is_trained_on_is_none(between: Callable[[Model]
 def test_loss_functions_are_those_with_a_reduction() -> None:
     assert {"cross_entropy", "nll_loss", "mse_loss", "kl_div", "ctc_loss"} <= loss_functions()
     assert not {"softmax", "linear", "gumbel_softmax"} & loss_functions()
+
+
+@pytest.mark.slow
+def test_a_single_evaluation_whose_iterator_may_have_the_address_of_the_last_one() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train, valid = (DataLoader(TensorDataset(X, Y), 8, shuffle=shuffle) for shuffle in (True, False))
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="listen") as watch:
+        for epoch in range(2):
+            for x, y in train:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            for x, y in valid if epoch == 0 else ():
+                with torch.no_grad():
+                    F.cross_entropy(model(x), y).item()
+    assert "evaluation.in_train_mode" in [each.code for each in watch.findings()]

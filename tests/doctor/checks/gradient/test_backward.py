@@ -14,8 +14,8 @@ from tests.doctor.checks.loops import alarms, mlp, watched
 from trainwright.doctor.check import Check
 from trainwright.doctor.discovery import check_of
 from trainwright.doctor.facts.nonfinite import SeenNonfinite
-from trainwright.doctor.facts.wiring import SavedFacts, WiringFacts
-from trainwright.runs.records import Examined, Watched
+from trainwright.doctor.facts.wiring import SavedFacts
+from trainwright.runs.records import Watched
 
 
 def of(name: str) -> Check:
@@ -61,28 +61,6 @@ def test_saved_tensors_and_recomputed_modules() -> None:
     assert said(of("recompute_mismatch"), exam(1, SavedFacts(differs="body", kind="Block"))) == ["critical"]
     assert said(of("saved_tensor_modified"), exam(1, SavedFacts())) == []
     assert said(of("recompute_mismatch"), exam(1, SavedFacts())) == []
-
-
-FUNCTION = {
-    "function": "Cube", "module": "body", "error": 0.5, "unsteady": 0.0, "constant": False, "identity": False,
-    "factor": 2.0,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("change", "severities"),
-    [
-        ({}, ["critical"]),
-        ({"error": 1e-6}, []),
-        ({"identity": True}, ["info"]),
-        ({"identity": True, "factor": -1.0}, []),
-    ],
-    ids=["wrong", "right", "straight through", "reversal"],
-)
-def test_a_custom_backward(change: dict[str, Any], severities: list[str]) -> None:
-    wiring = exam(1, WiringFacts(trained=4, trained_beside_norms=4, frozen_beside_norms=0, custom=("Cube",)))
-    tested = Examined(time_s=0.0, step=1, experiment="custom_functions", values={"functions": [FUNCTION | change]})
-    assert said(of("wrong_backward"), wiring, tested) == severities
 
 
 @pytest.mark.parametrize(("before", "after", "found"), [(1, 6, 1), (6, 6, 0), (0, 0, 0)])

@@ -34,7 +34,7 @@ def codes(
     torch.manual_seed(0)
     model = model or nn.Linear(WIDTH, outputs)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, maximize=maximize)
-    with tw.watch([model, *further], optimizer, out=None, quiet=True, checks=["loss", "rl"]) as watch:
+    with tw.watch([model, *further], optimizer, out=None, quiet=True, checks=["loss"]) as watch:
         for n in range(steps):
             optimizer.zero_grad()
             loss(model, slice(BATCH * (n % 4), BATCH * (n % 4) + BATCH)).backward()

@@ -15,7 +15,6 @@ from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts, Move
 from trainwright.doctor.facts.function import Deviation, FunctionFacts
 from trainwright.doctor.facts.layers import (
     AttentionFacts,
-    DepthFacts,
     DropoutFacts,
     FirstLossFacts,
     LayerGradient,
@@ -95,9 +94,7 @@ def test_gradients_that_fall_with_the_depth() -> None:
     even = tuple(LayerGradient(module=each.module, size=1e-12) for each in slope)
     assert fires("gradient.vanishing", (1, LayersFacts(depth=slope)))
     assert not fires("gradient.vanishing", (1, LayersFacts(depth=even)))
-    narrow = (1, LayersFacts(depth=slope, narrow=True))
-    assert requested(of("gradient.vanishing"), narrow) == [ExperimentRequest("depth_in_fp32", 1)]
-    assert not fires("gradient.vanishing", narrow, (1, DepthFacts(depth=even)))
+    assert not fires("gradient.vanishing", (1, LayersFacts(depth=slope, is_fp16=True)))
 
 
 @pytest.mark.parametrize(("dead", "varies", "found"), [(1.0, 1.0, True), (0.1, 1.0, False), (1.0, 0.0, False)])
@@ -128,20 +125,24 @@ def test_routers(course: Sequence[float], found: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("course", "evenness", "falls", "found"),
+    ("course", "spread", "evenness", "slope", "expected"),
     [
-        ((10, 40, 200, 500), 0.05, False, True),
-        ((10, 40, 200, 500), 0.05, True, False),
-        ((10, 40, 200, 500), 0.5, False, False),
-        ((2, 4, 8, 12), 0.05, False, False),
+        ((10, 40, 200, 500), 2.0, 0.05, 0.0, ["warning"]),
+        ((2, 10, 40, 60), 0.4, 0.05, 0.0, ["info"]),
+        ((2, 10, 40, 60), 0.4, 0.05, 0.01, ["warning"]),
+        ((10, 40, 200, 500), 2.0, 0.05, -0.01, []),
+        ((10, 40, 200, 500), 2.0, 0.5, 0.0, []),
+        ((2, 4, 8, 12), 2.0, 0.05, 0.0, []),
     ],
-    ids=["one key a row", "while the loss falls", "large scores of many keys", "small scores"],
+    ids=["not scaled", "learned", "the loss rises", "the loss falls", "large scores of many keys", "small scores"],
 )
-def test_scores_that_grow(course: Sequence[float], evenness: float, falls: bool, found: bool) -> None:
-    seen = [AttentionFacts(highest=each, spread=2.0, evenness=evenness) for each in course]
+def test_scores_that_grow(
+    course: Sequence[float], spread: float, evenness: float, slope: float, expected: list[str]
+) -> None:
+    seen = [AttentionFacts(highest=each, spread=spread, evenness=evenness) for each in course]
     looks = enumerate((LayersFacts(attention={"a": each}) for each in seen), 1)
-    losses = tuple(2.0 - 0.01 * n * falls + 0.02 * (n % 2) for n in range(64))
-    assert bool(calls.fires("model.attention_logit_growth", *looks, made=calls.steps(losses=losses))) == found
+    losses = tuple(2.0 + slope * n + 0.02 * (n % 2) for n in range(64))
+    assert calls.fires("model.attention_logit_growth", *looks, made=calls.steps(losses=losses)) == expected
 
 
 def test_strong_dropout() -> None:

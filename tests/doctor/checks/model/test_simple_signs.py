@@ -242,9 +242,9 @@ class Recurrent(nn.Module):
     ("code", "faulty", "healthy"),
     [
         ("model.depends_on_batch_position", lambda: Numbered(0), lambda: Numbered(1)),
-        ("model.batch_first_missing", lambda: Recurrent(batch_first=False), lambda: Recurrent()),
-        ("model.view_reorders_axes", lambda: Recurrent(merges_by_view=True), lambda: Recurrent()),
-        ("model.softmax_over_samples", lambda: Recurrent(softmax=0), lambda: Recurrent(softmax=1)),
+        ("model.mixes_samples", lambda: Recurrent(batch_first=False), lambda: Recurrent()),
+        ("model.mixes_samples", lambda: Recurrent(merges_by_view=True), lambda: Recurrent()),
+        ("model.mixes_samples", lambda: Recurrent(softmax=0), lambda: Recurrent(softmax=1)),
     ],
 )
 def test_samples_of_a_loader(code: str, faulty: Callable[[], nn.Module], healthy: Callable[[], nn.Module]) -> None:

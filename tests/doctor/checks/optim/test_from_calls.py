@@ -205,7 +205,7 @@ def test_windows_of_accumulation() -> None:
 
 def test_a_leftover_window_is_longer_than_the_others() -> None:
     code, two, three = (
-        "gradient.accumulation_leftover",
+        "gradient.accumulation_window_wrong",
         steps(Z, F, B, F, B, S, count=6),
         steps(F, B, F, B, F, B, S, count=6),
     )

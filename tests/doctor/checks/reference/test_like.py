@@ -68,8 +68,8 @@ def test_the_same_program_with_another_seed_is_quiet(healthy: Path, tmp_path: Pa
             "eval mode: the model here, none in the reference run",
         ),
         ({"loss_of": lambda z, y: F.nll_loss(z.softmax(1), y)}, "program_differs", "nll_loss here"),
-        ({"rows": 8}, "data_differ", "rows of a step: 8 here, 16 in the reference run"),
-        ({"scale": 0.1}, "data_differ", "standard deviation of an input: 0.09"),
+        ({"rows": 8}, "program_differs", "rows of a step: 8 here, 16 in the reference run"),
+        ({"scale": 0.1}, "program_differs", "standard deviation of an input: 0.09"),
         ({"lr": 1e-3}, "course_differs", "learning rate at step 1: 0.001 here, 0.01 in the reference run"),
         ({"change": lambda model: model[0].weight.data.mul_(50)}, "course_differs", "mean loss of the first 8"),
         (
@@ -90,7 +90,7 @@ def test_a_cut_graph_is_found(healthy: Path, tmp_path: Path) -> None:
         model[0].register_forward_hook(lambda module, args, out: out.detach())
 
     found = train(tmp_path / "run", like=healthy, change=cut)
-    assert found["reference.weights_stand_still"].symptom.startswith("2 of 4 weights have changed, 4 in")
+    assert found["reference.program_differs"].symptom.startswith("weights that have changed: 2 here, 4 in")
 
 
 def test_a_reference_without_steps_is_refused(tmp_path: Path) -> None:

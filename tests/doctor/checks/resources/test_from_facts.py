@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.discovery import check_of
 from trainwright.doctor.facts.resources import GraphSize, GrowthFacts, HeldResources, MemoryFacts
 from trainwright.monitoring.logbook import allocator_values
-from trainwright.runs.records import NotCaptured, OutOfMemory, Telemetry, Watched
+from trainwright.runs.records import NotCaptured, OutOfMemory, Watched
 
 MIB, GIB = 2**20, 2**30
 
@@ -84,22 +83,6 @@ def test_waits_for_data(wait_s: float, step_s: float, found: bool) -> None:
     values = {"step_s": step_s, "wait_s": wait_s}
     steps = [Watched(time_s=0.0, step=n, loss=1.0, grad_norm=1.0, lr=0.1, values=values) for n in range(1, 61)]
     assert bool(made_of(of("waits_for_data"), steps=steps)) == found
-
-
-@each_row(
-    ("retries", "found"),
-    [
-        ([0, 2, 22, 43, 63, 83], True),
-        ([0, 30, 30, 30, 30], False),  # the first steps
-        (list(accumulate([0, *[0, 0, 0, 6] * 6])), False),  # an evaluation now and then
-        ([0, 20, 40, 3, 23, 43], False),  # a resumed process counts from 0
-    ],
-)
-def test_an_allocator_that_thrashes(retries: list[float], found: bool) -> None:
-    records = [
-        Telemetry(time_s=0.0, step=20 * n, values={"cuda0/allocator_retries": count}) for n, count in enumerate(retries)
-    ]
-    assert bool(diagnose(RunContext(records), [of("allocator_thrashes")]).findings) == found
 
 
 def test_graphs_that_are_not_used_are_named_with_the_reason() -> None:

@@ -24,7 +24,7 @@ def constant_input(run: RunContext, facts: BatchFacts) -> Results:
 
     Usual cause: integer arithmetic, such as `(x / 255).to(torch.uint8)`, which is 0 almost everywhere.
 
-    Looks like: data.double_normalised, where a small variance is left.
+    Looks like: data.unnormalised_input, where a small variance is left.
 
     Fix: cast before dividing, `x.float() / 255`, and print `(x[0] - x[1]).abs().max()` for a batch from the loader.
     """

@@ -1,4 +1,4 @@
-from trainwright.doctor import Every, ExperimentRequest, NotApplicable, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, ExperimentRequest, NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, PaddingFacts
 
 
@@ -40,5 +40,4 @@ def pad_in_loss(run: RunContext, exams: Every[BatchFacts]) -> Results:
             ("gradient of the loss at outputs within padding", facts.at_padding, 0),
             ("gradient elsewhere", facts.elsewhere),
         ],
-        trial=RemedyTrial("ignore_padding", {"pad": facts.padding.id}),
     )

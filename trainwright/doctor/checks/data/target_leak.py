@@ -1,4 +1,4 @@
-from trainwright.doctor import Every, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, LeakingColumn
 
 MAX_ROUNDING_VARIANCE = 1e-12  # Fraction of the variance within classes that is rounding
@@ -37,7 +37,6 @@ def target_leak(run: RunContext, every: Every[BatchFacts]) -> Results:
         symptom=f"column {leak.column} of the input alone tells the target of all {leak.samples} samples seen",
         sure=0.9 if is_exact else 0.7,
         evidence=[("variance of the column left within classes", leak.within, "> 0"), ("column", leak.column)],
-        trial=RemedyTrial("without_column", {"column": leak.column}),
     )
 
 

@@ -7,33 +7,52 @@ MIN_STEPS = 4
 MIN_FRACTION = 0.75  # Fraction of steps that differ. The last step of an epoch may have fewer micro-batches.
 
 
-@check(points_at="step", stage="backward", confidence=0.85, since_step=1)
+@check(points_at="step", stage="backward", confidence=0.9)
 def accumulation_window_wrong(run: RunContext, facts: CallsFacts) -> Results:
-    """A step has a different number of micro-batches than it should.
+    """An update has a different number of micro-batches than it should.
+
+    Why it matters: such an update is too large or too small; one that has gradients of the previous epoch mixes
+    gradients of old weights with new ones.
 
     How it is detected: backward passes between updates are counted. Three quarters of the steps have a different number
-    than was passed to `tw.watch(accumulation=...)`; or the first step has one and the next ones have several.
+    than was passed to `tw.watch(accumulation=...)`; or the first step has one and the next ones have several; or the
+    first update of an epoch has a full window in addition to what was left over from the epoch before.
 
-    Usual cause: `if i % n == 0: step()` steps after the first micro-batch instead of the last (`(i + 1) % n == 0`).
+    Exceptions: windows that run on across epochs (they have the usual length), and windows of changing length.
 
-    Looks like: gradient.accumulation_leftover, where a window is too long.
+    Usual cause: `if i % n == 0: step()` steps after the first micro-batch instead of the last; or the number of batches
+    is not a multiple of the accumulation, and nothing steps at the end of the epoch.
 
-    Fix: step where `(i + 1) % n == 0`, or at the end of the epoch; divide by the micro-batches that the window has.
+    Looks like: optim.missing_zero_grad, where gradients are left over in every step.
+
+    Fix: step where `(i + 1) % n == 0` and at the end of the epoch; divide by the micro-batches that the window has.
     """
     seen = [each for each in run.steps if "blind" not in each.values]
     counts = {each.step: n for each in seen if (n := len(kinds(each, "backward")))}
     if len(counts) < MIN_STEPS:
         return
-    declared, [(usual, _)] = facts.accumulation or 1, Counter(counts.values()).most_common(1)
+    declared, [(usual, times)] = facts.accumulation or 1, Counter(counts.values()).most_common(1)
     if declared == usual == 1:
         yield NotApplicable("every step has one backward pass")
         return
+    split = {step for step, _, _ in facts.split_windows}
+    odd = sum(count != usual for step, count in counts.items() if step not in split)
+    for step, before, total in facts.split_windows if odd <= len(split) else ():
+        if usual >= 2 and times >= 3 and total == usual + before and before < usual:
+            yield run.finding(
+                step,
+                symptom=f"the update of step {step} has {total} micro-batches in it, not {usual}",
+                cause="the last, short window of an epoch is added to the first window of the next one",
+                sure=0.95,
+                evidence=[("backward passes in the window", total, usual)],
+            )
     other = [n for n in counts.values() if n < declared]
     later = [n for step, n in counts.items() if step > 1]
     if len(other) >= max(MIN_STEPS, MIN_FRACTION * len(counts)):
         yield run.finding(
             symptom=f"{declared} micro-batches per step are declared; {len(other)} of {len(counts)} steps "
             f"have {other[-1]}",
+            since_step=1,
             evidence=[("backward passes of a step", other[-1], declared)],
         )
     elif counts.get(1) == 1 and usual >= 2 and len(later) >= 3 and set(later[:3]) == {usual}:
@@ -42,5 +61,6 @@ def accumulation_window_wrong(run: RunContext, facts: CallsFacts) -> Results:
             symptom=f"the first update has 1 micro-batch, and the next ones have {usual}",
             cause="the loop steps after the first micro-batch of a window instead of the last: i % n == 0",
             sure=0.8,
+            since_step=1,
             evidence=[("backward passes of the first update", 1, usual)],
         )

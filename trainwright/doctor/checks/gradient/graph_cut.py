@@ -1,4 +1,4 @@
-from trainwright.doctor import Every, RemedyTrial, Results, RunContext, Where, check, listed
+from trainwright.doctor import Every, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.weights import is_left_as_it_is, standing
 from trainwright.doctor.facts.wiring import WiringFacts
 
@@ -32,5 +32,4 @@ def graph_cut(run: RunContext, facts: WiringFacts, seen: Every[WiringFacts]) -> 
         severity="info" if is_left_as_it_is(run, behind) else "critical" if is_most else "warning",
         where=Where(module=cut.last, op=cut.how),
         evidence=[("weights behind the cut", len(behind), 0)],
-        trial=RemedyTrial("keep_graph"),
     )

@@ -12,8 +12,6 @@ def saved_tensor_modified(run: RunContext, facts: SavedFacts) -> Results:
 
     Usual cause: `.data` or NumPy writes to a tensor behind autograd's back.
 
-    Looks like: gradient.wrong_backward, where the formula is wrong.
-
     Fix: work out of place, `h = h * mask`, not `h.data.mul_(mask)`.
 
     Sources: pytorch/pytorch#6990.

@@ -1,8 +1,8 @@
 import math
 from collections.abc import Sequence
 
-from trainwright.doctor import Every, ExperimentRequest, Results, RunContext, Where, check
-from trainwright.doctor.facts.layers import DepthFacts, LayerGradient, LayersFacts
+from trainwright.doctor import Every, NotApplicable, Results, RunContext, Where, check
+from trainwright.doctor.facts.layers import LayerGradient, LayersFacts
 
 
 @check(stage="backward", confidence=0.9, explains=("model.output_same_for_all_samples",))
@@ -12,7 +12,7 @@ def vanishing(run: RunContext, looks: Every[LayersFacts]) -> Results:
     Why it matters: the lower half of the model stays random.
 
     How it is detected: the gradients of the weight matrices right before the update, in the order in which their
-    modules are called; in 16 bits once more in float32.
+    modules are called. Not in float16, in which small gradients round to 0.
 
     Usual cause: saturating activations (sigmoid, tanh) or small weights in a deep network without residual connections.
 
@@ -24,15 +24,11 @@ def vanishing(run: RunContext, looks: Every[LayersFacts]) -> Results:
     """
     step, now = looks[-1]
     depth = now.depth
+    if now.is_fp16:
+        yield NotApplicable("small gradients round to 0 in float16: see precision.fp16_underflow")
+        return
     if not _falls(depth):
         return
-    if now.narrow:
-        again = [facts for _, facts in run.every(DepthFacts)]
-        if not again:
-            yield ExperimentRequest(DepthFacts.experiment, step)
-            return
-        if not _falls(depth := again[-1].depth):
-            return
     ratio = depth[0].size / max(each.size for each in depth)
     from_start = looks[0][0] <= 4 and _falls(looks[0][1].depth)
     yield run.finding(

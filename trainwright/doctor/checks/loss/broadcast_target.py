@@ -1,4 +1,4 @@
-from trainwright.doctor import Every, RemedyTrial, Results, RunContext, Where, check
+from trainwright.doctor import Every, Results, RunContext, Where, check
 from trainwright.doctor.facts.loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, LossFacts
 
 
@@ -33,5 +33,4 @@ def broadcast_target(run: RunContext, exams: Every[LossFacts]) -> Results:
                     ("terms of the loss", outer.terms, outer.samples),
                     ("shapes", [list(each) for each in outer.shapes]),
                 ],
-                trial=RemedyTrial("same_shape"),
             )

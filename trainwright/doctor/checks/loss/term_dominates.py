@@ -1,4 +1,4 @@
-from trainwright.doctor import ExperimentRequest, RemedyTrial, Results, RunContext, Where, check
+from trainwright.doctor import ExperimentRequest, Results, RunContext, Where, check
 from trainwright.doctor.facts.loss import LossFacts, TermFacts, TermsFacts
 
 MAX_RATIO = 1000.0  # Ratio of the gradients of two terms. Above it, the smaller one has practically no effect.
@@ -45,7 +45,6 @@ def term_dominates(run: RunContext) -> Results:
             (f"gradient norm of {large.name}", large.shared, small.shared),
             ("ratio", round(ratio, 1), f"< {MAX_RATIO:.0f}"),
         ],
-        trial=RemedyTrial("balanced_terms"),
     )
 
 

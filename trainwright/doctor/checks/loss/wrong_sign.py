@@ -1,4 +1,4 @@
-from trainwright.doctor import Every, NotApplicable, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss, over_most_steps, where_of
 
 MIN_STEPS = 6  # Minimum number of examined steps
@@ -53,7 +53,6 @@ def wrong_sign(run: RunContext, exams: Every[LossFacts]) -> Results:
         + ("maximize=True" if facts.maximizes else "its sign is turned before backward()"),
         where=where_of(call),
         evidence=[(f"{name} in the first and last steps", [early[0], late[-1]], "falls")],
-        trial=RemedyTrial("turned_sign"),
     )
 
 

@@ -1,8 +1,9 @@
 from trainwright.doctor import Every, NotApplicable, Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts
-from trainwright.doctor.trend import still_falls
+from trainwright.doctor.trend import rises, still_falls
 
 MAX_EVENNESS = 0.2  # Entropy of attention weights / entropy of equal weights. Below it, each row attends to few keys.
+MAX_SCALED_SPREAD = 1.5  # Standard deviation of scores at the start. Above it they are not divided by the root.
 
 
 @check(stage="forward", confidence=0.85)
@@ -15,7 +16,8 @@ def attention_logit_growth(run: RunContext, looks: Every[LayersFacts]) -> Result
     last three examined steps; the entropy of its weights is below 0.2 of that of equal weights; and the loss does not
     fall.
 
-    Exceptions: the loss still falls, so the sharp attention does no harm yet.
+    Exceptions: the loss still falls. Reported only with -v where the loss does not rise and the scores of the first
+    steps deviate by less than 1.5: sharp attention may be what the model has learned.
 
     Usual cause: queries and keys grow without bound, or the scores are not divided by the root of the head size.
 
@@ -36,10 +38,11 @@ def attention_logit_growth(run: RunContext, looks: Every[LayersFacts]) -> Result
         if still_falls(run):
             yield NotApplicable(f"the largest score is {high[-1]:.3g}, and the loss still falls")
             return
-        unscaled = looks[0][0] <= 2 and history[0].spread > 1.5
+        unscaled = looks[0][0] <= 2 and history[0].spread > MAX_SCALED_SPREAD
         yield run.finding(
             step,
             symptom=f"the largest attention score in {in_words(path)} has grown from {high[0]:.3g} to {high[-1]:.3g}",
+            severity="warning" if unscaled or rises(run) else "info",
             where=Where(module=path, op="softmax"),
             evidence=[("largest score", high[-1], high[0]), ("evenness of the weights, 0 to 1", now.evenness)],
             explains=("optim.lr_too_high",) if unscaled else (),

@@ -1,4 +1,4 @@
-from trainwright.doctor import Every, RemedyTrial, Results, RunContext, Where, check, in_words
+from trainwright.doctor import Every, Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts, NormFacts
 
 
@@ -30,7 +30,6 @@ def bn_tiny_batch(run: RunContext, exams: Every[LayersFacts]) -> Results:
             severity="info" if seen.values >= 32 else "warning",
             where=Where(module=path, op="batch_norm"),
             evidence=[("values for each channel", seen.values, "32 or more")],
-            trial=RemedyTrial("group_norm"),
         )
 
 

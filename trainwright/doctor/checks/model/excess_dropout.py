@@ -1,4 +1,4 @@
-from trainwright.doctor import Every, ExperimentRequest, RemedyTrial, Results, RunContext, Where, check, in_words
+from trainwright.doctor import Every, ExperimentRequest, Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import DropoutFacts, LayersFacts
 
 
@@ -33,5 +33,4 @@ def excess_dropout(run: RunContext, exams: Every[LayersFacts]) -> Results:
             severity="warning" if p >= 0.8 else "info",
             where=Where(module=path, op="dropout"),
             evidence=[("loss with dropout", facts.with_dropout, facts.without), ("p", p, "0.5 at most")],
-            trial=RemedyTrial("less_dropout"),
         )

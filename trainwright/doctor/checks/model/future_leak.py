@@ -1,4 +1,4 @@
-from trainwright.doctor import Every, ExperimentRequest, NotApplicable, RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Every, ExperimentRequest, NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, TokensFacts
 
 MIN_SCORE_CHANGE = 1e-3  # Change of a score, in standard deviations of the scores, that exceeds rounding
@@ -42,5 +42,4 @@ def future_leak(run: RunContext, batch: BatchFacts, every: Every[BatchFacts]) ->
                     ("change of earlier scores, in deviations", loss.sees, 0.0),
                     ("targets that are the next token", loss.fraction, 1.0),
                 ],
-                trial=RemedyTrial("causal_mask"),
             )

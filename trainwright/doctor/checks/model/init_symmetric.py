@@ -1,4 +1,4 @@
-from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check, listed
+from trainwright.doctor import Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.layers import SymmetryFacts
 
 
@@ -29,5 +29,4 @@ def init_symmetric(run: RunContext, facts: SymmetryFacts) -> Results:
             symptom=f"the units of {listed(names)} have equal weights and get equal gradients",
             where=Where(module=names[0].rpartition(".")[0]),
             evidence=[("fraction of units that equal the first", alike[names[0]], 0.0)],
-            trial=RemedyTrial("random_weights", {"weights": names}),
         )

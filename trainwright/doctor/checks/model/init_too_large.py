@@ -1,6 +1,6 @@
 import math
 
-from trainwright.doctor import Every, RemedyTrial, Results, RunContext, Where, check, listed
+from trainwright.doctor import Every, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.layers import FirstLossFacts
 
 
@@ -39,5 +39,4 @@ def init_too_large(run: RunContext, exams: Every[FirstLossFacts]) -> Results:
         severity="critical" if loss > 3 * chance else "warning",
         where=Where(module=names[0].rpartition(".")[0]),
         evidence=[("first loss", loss, chance), ("with weights of the usual size", facts.rescaled, chance)],
-        trial=RemedyTrial("smaller_weights", {"gains": facts.large}),
     )

@@ -1,6 +1,6 @@
 from collections.abc import Sequence
 
-from trainwright.doctor import Every, ExperimentRequest, RemedyTrial, Results, RunContext, Where, check
+from trainwright.doctor import Every, ExperimentRequest, Results, RunContext, Where, check
 from trainwright.doctor.facts.wiring import ActivatedFacts, WiringFacts
 
 MAX_LOSS_RATIO = 0.7  # Remaining loss on one batch with activations / without them
@@ -40,7 +40,6 @@ def missing_nonlinearity(run: RunContext, facts: WiringFacts, exams: Every[Wirin
             ("pairs of linear layers in a row", len(chains), 0),
             ("loss after updates on one batch, with activations", after, before),
         ],
-        trial=RemedyTrial("activation_between", {"weights": [each.first for each in chains]}),
     )
 
 

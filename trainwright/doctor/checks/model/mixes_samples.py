@@ -18,12 +18,16 @@ def mixes_samples(run: RunContext, facts: FunctionFacts) -> Results:
     Exceptions: batches whose rows may belong together (nodes of a graph, one set, the same rows in every step); a
     statistic of the batch among many features, which changes little, is reported only with -v.
 
-    Usual cause: a `view` or `reshape` where a transpose was meant; a softmax, mean, norm or attention over the
-    dimension of the batch; `batch_first` left out.
+    Usual cause: a `view` or `reshape` where a transpose was meant; a softmax (`dim=0`), mean or norm over the dimension
+    of the batch; a recurrent or attention layer without `batch_first`, which takes the samples for the steps of a
+    sequence.
 
     Looks like: model.view_reorders_axes, model.bn_tiny_batch.
 
-    Fix: swap axes with `transpose` or `permute`; take softmax, mean and norm over a dimension of the sample.
+    Fix: swap axes with `transpose` or `permute`; take softmax, mean and norm over a dimension of the sample;
+    `nn.LSTM(..., batch_first=True)`.
+
+    Sources: AndersonJo/dqn-pytorch#1, ray075hl/Bi-Model-Intent-And-Slot PR 2, ctallec/world-models#10, Lackel/DPN#1.
     """
     modules = run.latest(ModulesFacts)
     if facts.neighbours is None or not facts.neighbours.is_real or facts.written:

@@ -15,16 +15,14 @@ def view_reorders_axes(run: RunContext, facts: LayersFacts) -> Results:
     Why it matters: shapes are right and nothing fails, but channels, steps or samples are mixed up.
 
     How it is detected: the last two or three axes, those of size 1 left out, have the same sizes in another order after
-    a view, in two or more training passes; or the axis of the samples becomes the first one, although it was another
-    one before.
+    a view, in two or more training passes.
 
     Exceptions: sizes that differ by 1, as the shift of relative attention is such a view on purpose.
 
     Usual cause: pictures with channels last, (batch, height, width, channel), or sequences, (batch, length, feature),
-    are brought to channels first by `reshape`; the states of a recurrent layer, (directions, batch, feature), to
-    (batch, directions * feature) by `view`.
+    are brought to channels first by `reshape`.
 
-    Looks like: model.mixes_samples.
+    Looks like: model.mixes_samples, where a view moves values between samples.
 
     Fix: `x.permute(0, 3, 1, 2)` or `x.transpose(1, 2)`: these move the axes with their values.
 

@@ -23,7 +23,7 @@ def missing_zero_grad(run: RunContext, latest: CallsFacts, exams: Every[CallsFac
 
     Usual cause: `optimizer.zero_grad()` is missing, or is called on another optimizer.
 
-    Looks like: gradient.accumulation_leftover, where only gradients from the end of an epoch are left.
+    Looks like: gradient.accumulation_window_wrong, where only gradients from the end of an epoch are left.
 
     Fix: `optimizer.zero_grad()` once for each update, before the first `backward()`. With several optimizers each one
     clears its own.

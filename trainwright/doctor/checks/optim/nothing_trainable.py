@@ -1,4 +1,4 @@
-from trainwright.doctor import RemedyTrial, Results, RunContext, check
+from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.wiring import WiringFacts
 
 
@@ -20,5 +20,4 @@ def nothing_trainable(run: RunContext, facts: WiringFacts) -> Results:
         symptom=f"{'only normalisation layers' if facts.trained else 'nothing'} can be trained; "
         f"{facts.frozen_beside_norms} other weights are frozen",
         evidence=[("trained weights that belong to no normalisation", 0, "the head at least")],
-        trial=RemedyTrial("unfreeze"),
     )

@@ -1,4 +1,4 @@
-from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check, listed
+from trainwright.doctor import Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.wiring import WiringFacts
 
 
@@ -22,5 +22,4 @@ def params_not_registered(run: RunContext, facts: WiringFacts) -> Results:
             symptom=f"tensors in {listed(facts.unregistered)} get gradients but are no parameters of the model",
             where=Where(module=facts.unregistered[0]),
             evidence=[("values that autograd reaches and parameters() does not", facts.unregistered_values, 0)],
-            trial=RemedyTrial("register"),
         )

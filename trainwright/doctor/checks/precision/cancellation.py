@@ -1,4 +1,4 @@
-from trainwright.doctor import ExperimentRequest, RemedyTrial, Results, RunContext, Where, by_experiment, check, listed
+from trainwright.doctor import ExperimentRequest, Results, RunContext, Where, by_experiment, check, listed
 from trainwright.doctor.facts.precision import FormatFacts, LossInFp32Facts
 
 MIN_GRADIENT_ERROR = 0.05  # Relative error of the gradients
@@ -45,5 +45,4 @@ def cancellation(run: RunContext, formats: FormatFacts) -> Results:
             ("distance of the gradients from those of a float32 loss", facts.error, "< 0.02"),
             ("loss", facts.loss, facts.loss_in_fp32),
         ],
-        trial=RemedyTrial("loss_in_fp32"),
     )

@@ -18,7 +18,7 @@ def course_differs(run: RunContext, reference: ReferenceFacts) -> Results:
 
     Usual cause: another initialization, learning rate, loss, batch size or amount of data.
 
-    Looks like: reference.program_differs and reference.data_differ, which name the difference in the program.
+    Looks like: reference.program_differs, which names the difference in the program.
 
     Fix: first fix the first difference in the program. If there is none, compare the learning rates.
     """

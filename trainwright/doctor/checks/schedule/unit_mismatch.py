@@ -11,26 +11,34 @@ from trainwright.doctor.facts.schedule import LearningRateFacts, PartFacts, Sche
     explains=("optim.lr_too_low", "schedule.cosine_climbs", "schedule.learning_rate_zero"),
 )
 def unit_mismatch(run: RunContext, facts: LearningRateFacts) -> Results:
-    """The schedule is stepped in another unit than the one it counts in.
+    """The schedule is stepped in another unit than the one it counts in, or several times for one update.
 
-    Why it matters: the learning rate is near 0 after the first part of the run, or never leaves the warm-up.
+    Why it matters: the learning rate is near 0 after the first part of the run, or never leaves the warm-up. On 8 ranks
+    that each step the schedule, the decay is over after an eighth of the run.
 
     How it is detected: `scheduler.step()` is called after every micro-batch; or after every update, although its own
     settings end it within one epoch; or its length is the number of updates of the run, but it is called far less
-    often.
+    often. Or there are as many calls in a row after each update; or calls without an update before them: about as many
+    as calls after an update, or at least two in addition to at least eight calls that follow one update each.
 
-    Usual cause: a schedule that counts epochs is stepped for each batch, or the other way round.
+    Usual cause: a schedule that counts epochs is stepped for each batch, or the other way round; a scheduler that
+    `accelerate` prepared, which steps once for each rank; a call for each step and another for each epoch; a duplicate.
 
-    Looks like: schedule.stepped_several_times, where several calls follow one update.
+    Fix: call `scheduler.step()` in one place, and count `T_max`, `total_steps`, `step_size` in these calls: `epochs *
+    len(loader) // accumulation` for one call after each update, `epochs` for one at the end of each epoch. With
+    accelerate, do not prepare the scheduler, or give it `num_training_steps * num_processes`.
 
-    Fix: count `T_max`, `total_steps`, `step_size` in calls of `scheduler.step()`: `epochs * len(loader) //
-    accumulation` for one call after each update, `epochs` for one at the end of each epoch.
-
-    Sources: k-diffusion#50, ludwig#3555.
+    Sources: k-diffusion#50, ludwig#3555, accelerate#2926, huggingface/transformers#24088, EasyContext#21.
     """
     if not facts.schedulers:
         yield NotApplicable("no scheduler is known")
         return
+    for each in facts.schedulers:
+        if (symptom := _several_times(each)) is not None:
+            yield run.finding(
+                symptom=symptom,
+                evidence=[("calls without an update before", each.repeated, 0), ("calls after updates", each.advanced)],
+            )
     for each in facts.schedulers:
         symptom = _per_micro_batch(each) or _over_in_an_epoch(facts, each)
         if symptom or (run.finished and (symptom := _never_reached(facts, each))):
@@ -40,6 +48,17 @@ def unit_mismatch(run: RunContext, facts: LearningRateFacts) -> Results:
                 evidence=[("calls of scheduler.step()", each.calls), ("updates", facts.steps)],
                 trial=RemedyTrial("another_rate", {"lr": facts.peak}),
             )
+
+
+def _several_times(each: SchedulerFacts) -> str | None:
+    times = each.windows[-1].calls if each.windows else 0
+    if len(each.windows) >= 2 and times >= 2 and all(w.calls == w.in_a_row == times for w in each.windows):
+        return f"{each.kind} advances {times} times after each update"
+    if each.advanced >= 3 and abs(each.repeated - each.advanced) <= 1:
+        return f"{each.kind} is stepped twice in a row, {each.repeated} times"
+    if each.advanced_once >= 8 and 2 <= each.repeated <= each.advanced_once / 2:
+        return f"{each.kind} is stepped after each update, and {each.repeated} times once more"
+    return None
 
 
 def _per_micro_batch(each: SchedulerFacts) -> str:

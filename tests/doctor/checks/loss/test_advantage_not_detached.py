@@ -1,4 +1,4 @@
-"""Tests of rl.advantage_not_detached."""
+"""Tests of loss.advantage_not_detached."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.doctor.checks.loss.loops import Loss, R, X, codes
 
 pytestmark = pytest.mark.slow
-CODE = "rl.advantage_not_detached"
+CODE = "loss.advantage_not_detached"
 
 
 def actor_critic(model: nn.Module, at: slice, detached: bool, bonus: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tests of rl.entropy_minimized."""
+"""Tests of loss.entropy_minimized."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.doctor.checks.loss.loops import Loss, R, X, codes
 
 pytestmark = pytest.mark.slow
-CODE = "rl.entropy_minimized"
+CODE = "loss.entropy_minimized"
 
 
 def actor_critic(model: nn.Module, at: slice, detached: bool, bonus: float) -> Tensor:

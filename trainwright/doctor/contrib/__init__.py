@@ -1,1 +1,0 @@
-"""Packs of checks for one domain, chosen by ``tw.watch(checks=["default", "rl"])``."""
