@@ -21,6 +21,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -248,6 +250,8 @@ def show(session: Session, ranks: int) -> None:
         figure("recovery", f"{case}_{phase}", [each[phase] for each in session.times], unit="s", against="absolute")
     load = f"absolute; load {os.getloadavg()[0]:.0f}"
     figure("recovery", f"{case}_problems", [sum(session.problems.values())], unit="count", against=load)
+    if session.problems:
+        print(f"{case}: {session.problems}", file=sys.stderr)
 
 
 def in_namespace() -> bool:
@@ -268,23 +272,26 @@ def main() -> None:
         faults.remove("link")
     random.seed(options.seed)
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # shows what was measured
     about("recovery")
     problems = 0
     steps = min(160, 30 + options.kills * 2 * STEPS_BETWEEN[1])
     for ranks in map(int, options.ranks.split(",")):
-        with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
-            reference = None
-            for fault in faults:
-                nodes = 1 if fault == "rank" else 2
-                place = TorchrunPlace(Path(folder).resolve() / fault, ranks=ranks, nodes=nodes)
-                place.make(steps=steps, workers=0, step_ms=STEP_MS, keep=KEEP)
-                reference = reference or train_undisturbed(place, steps)
-                session = Session(fault, place, reference)
-                try:
-                    session.conduct(options.kills)
-                finally:
-                    show(session, ranks)
-                    problems += sum(session.problems.values())
+        folder, reference = Path(tempfile.mkdtemp(prefix="recovery-")).resolve(), None
+        for fault in faults:
+            place = TorchrunPlace(folder / fault, ranks=ranks, nodes=1 if fault == "rank" else 2)
+            place.make(steps=steps, workers=0, step_ms=STEP_MS, keep=KEEP)
+            reference = reference or train_undisturbed(place, steps)
+            session = Session(fault, place, reference)
+            try:
+                session.conduct(options.kills)
+            finally:
+                show(session, ranks)
+                problems += sum(session.problems.values())
+        if problems:
+            print(f"kept: {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder)
     sys.exit(problems > 0)
 
 

@@ -15,7 +15,7 @@ from trainwright.distributed.group import SOLO, World
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.observer import Observer, Stop, as_observer, as_stop
 from trainwright.engine.step import StepFn, StepResult
-from trainwright.errors import OutOfMemoryError, UsageError
+from trainwright.errors import OutOfMemoryError, RankError, UsageError
 
 
 class Periodic(Protocol):
@@ -59,7 +59,11 @@ NEVER = _Never()
 
 
 class SaveOnError:
-    """Saves the state when an exception leaves the context. Does not save on KeyboardInterrupt, which exits at once."""
+    """Saves the state when an exception leaves the context. Does not save on KeyboardInterrupt, which exits at once.
+
+    Does not save if another rank is lost: a run that resumed there would lack the evaluation and the record of the
+    step. From the checkpoint before, it repeats them.
+    """
 
     def __init__(self, state: TrainState, saving: Saver) -> None:
         self.state, self.saving = state, saving
@@ -67,7 +71,7 @@ class SaveOnError:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None and issubclass(kind, Exception):
+        if kind is not None and issubclass(kind, Exception) and not issubclass(kind, RankError):
             self.saving.rescue(self.state)
 
 
