@@ -14,7 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from tests.forked import Forked
+from tests.forked import COMMAND_LINE, Forked
 from tests.training.ranked import MODULE, train
 from trainwright.cli import app
 
@@ -138,6 +138,24 @@ def test_torchrun_ends_with_the_code_of_the_ranks(project: Path) -> None:
     done = Forked("from trainwright.cli.torchrun import main; main()", *words, cwd=project)
     assert done.wait() == 2, done.stderr
     assert "depth" in done.stderr
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_ranks_whose_torchrun_is_killed_save_and_stop(project: Path) -> None:
+    """They would go on, and the torchrun that a scheduler starts next could not continue their run."""
+    words = ["train", "recipe.yaml", "--set", "until=1000steps", "--", "--nproc-per-node", "2"]
+    torchrun = Forked(COMMAND_LINE, *words, cwd=project)
+    end_s = time.monotonic() + 100
+    while len(records(project, "step")) < 3:
+        assert time.monotonic() < end_s and torchrun.poll() is None, torchrun.stderr
+        time.sleep(0.02)
+    torchrun.kill()
+    while not (ended := records(project, "ended")):
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+    assert (ended[0]["ending"], ended[0]["reason"]) == ("stopped", "SIGTERM")
+    assert (project / f"runs/run/checkpoints/step-{ended[0]['step']:08d}").exists()
 
 
 def test_the_header_of_a_slurm_job(project: Path) -> None:

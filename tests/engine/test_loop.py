@@ -17,7 +17,7 @@ from trainwright.distributed.group import Solo
 from trainwright.engine.loop import Outcome, for_seconds, for_steps, run, steps
 from trainwright.engine.observer import Stop
 from trainwright.engine.step import StepFn, StepResult, make_step
-from trainwright.errors import UsageError
+from trainwright.errors import RankError, UsageError
 
 Journal = list[tuple[str, int]]
 
@@ -167,9 +167,28 @@ def test_an_observer_that_fails_costs_no_step() -> None:
 
 
 class Failing(Every):
+    error: Exception = ZeroDivisionError()
+
     def __call__(self, state: TrainState) -> None:
         super().__call__(state)
-        raise ZeroDivisionError
+        raise self.error
+
+
+def test_a_step_in_which_another_rank_was_lost_is_not_saved() -> None:
+    """Its evaluation and, if observers communicate, its record are missing. A resumed run repeats it."""
+    journal: Journal = []
+    failing = Failing(journal, "evaluate", 2)
+    failing.error = RankError("the ranks could not agree on a number", remedy="resume the run")
+    with pytest.raises(RankError):
+        run(
+            fresh(),
+            stream(),
+            advancing(journal),
+            until=for_steps(4),
+            evaluation=failing,
+            saving=Every(journal, "save", 9),
+        )
+    assert journal[-3:] == [("advance", 2), ("evaluate", 2), ("close save", -1)]
 
 
 def test_an_evaluation_that_fails_costs_no_step_and_the_observers_see_it() -> None:

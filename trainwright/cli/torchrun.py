@@ -2,19 +2,37 @@
 
 Accepts the options of ``python -m torch.distributed.run``. Schedulers use the code: 75 means that the run was stopped
 and is saved, so that the job may be restarted.
+
+On Linux, ranks are forked from a server that has imported torch and Trainwright and computes nothing, so a restart
+does not import them again. Ranks whose torchrun is gone save and stop, so that another one can continue the run.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
+import multiprocessing
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
+
+from trainwright.cli.app import importing_torch
 
 EXIT_CODES = "TRAINWRIGHT_EXIT_CODES"
 """The environment variable with the folder in which each rank leaves its exit code. torchrun drops it after a signal.
 """
+CAN_FORK = sys.platform == "linux"
+"""True if a process may be forked after its imports. The libraries of macOS do not support it."""
+PRELOADED = ["torch._dynamo", "trainwright.training.run"]
+"""Imports of a rank that trains. The first optimizer of a process imports torch._dynamo."""
+AS_MODULE = ("-u", "-m", "trainwright")
+"""The first arguments of Python for a rank."""
 
 
 def leave_exit_code(code: object, environ: Mapping[str, str]) -> None:
@@ -32,12 +50,20 @@ def common_exit_code(folder: Path) -> int:
 
 def main() -> None:
     """Run torchrun in this process."""
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     with tempfile.TemporaryDirectory(prefix="trainwright-ranks-") as folder:
         os.environ[EXIT_CODES] = folder
+        if CAN_FORK:  # it imports while this process does
+            os.environ.setdefault("PYTHONUNBUFFERED", "1")
+            forkserver.set_forkserver_preload(PRELOADED)
+            forkserver.ensure_running()
+        with importing_torch():
+            from torch.distributed import run
+            from torch.distributed.elastic.multiprocessing.api import SignalException
+            from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        if CAN_FORK:
+            logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_without_traceback)
+            vars(run)["elastic_launch"] = _forked
         try:
             run.main(sys.argv[1:])
         except ChildFailedError as failed:  # torchrun has printed which rank it was
@@ -45,3 +71,41 @@ def main() -> None:
             sys.exit(code if code > 0 else 1)
         except SignalException:
             sys.exit(common_exit_code(Path(folder)))
+
+
+def run_rank(*command: str) -> None:
+    """Run the command line in a forked rank, as ``python -m trainwright`` does in a new process."""
+    import trainwright
+    from trainwright.cli import main as run_command
+
+    gc.freeze()  # else collections scan what was imported, and copy its memory
+    os.setsid()  # as torchrun does with new processes: a Ctrl-C reaches a rank once, from torchrun
+    threading.Thread(target=_stop_after_parent, daemon=True).start()
+    sys.argv = [str(Path(trainwright.__file__).with_name("__main__.py")), *command]
+    run_command()
+
+
+def _stop_after_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _forked(config: Any, entrypoint: str) -> Callable[..., object]:
+    """Return a launcher as torch's ``elastic_launch``. The fork server starts the ranks."""
+    from torch.distributed.launcher.api import elastic_launch
+
+    def launch(*words: str) -> object:
+        if words[:3] != AS_MODULE:
+            return elastic_launch(config, entrypoint)(*words)
+        config.start_method = "forkserver"
+        return elastic_launch(config, run_rank)(*words[3:])
+
+    return launch
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Remove the traceback of torch's own check of the ranks. That of a rank is in the output of the rank."""
+    record.exc_info = None
+    return True

@@ -15,7 +15,7 @@ from trainwright.distributed.group import SOLO, World
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.observer import Observer, Stop, as_observer, as_stop
 from trainwright.engine.step import StepFn, StepResult
-from trainwright.errors import OutOfMemoryError, UsageError
+from trainwright.errors import OutOfMemoryError, RankError, UsageError
 
 
 class Periodic(Protocol):
@@ -58,6 +58,16 @@ class _Never:
 NEVER = _Never()
 
 
+def save_after(error: Exception, state: TrainState, saving: Saver) -> None:
+    """Save the state after an error between two steps, unless another rank is lost.
+
+    A run that resumed there would lack the evaluation and the record of the step. From the checkpoint before, it
+    repeats them.
+    """
+    if not isinstance(error, RankError):
+        saving.rescue(state)
+
+
 class SaveOnOutOfMemory:
     """Saves the last good step when memory runs out in the next one and that error left the state intact."""
 
@@ -77,8 +87,8 @@ def each_batch(batches: Iterable[StepBatch], state: TrainState, saving: Saver) -
     while True:
         try:
             batch = next(stream, None)
-        except Exception:
-            saving.rescue(state)
+        except Exception as error:
+            save_after(error, state, saving)
             raise
         if batch is None:
             return
@@ -252,8 +262,8 @@ def run(
                     finally:  # the state is saved if evaluation raises, so the step must be logged
                         answers = [each(last, state) for each in observe]
                     first = _first_stop(answers, observers)
-                except Exception:
-                    saving.rescue(state)
+                except Exception as error:
+                    save_after(error, state, saving)
                     raise
                 stop = world.agree(first)
                 if stop:
@@ -265,8 +275,8 @@ def run(
         if not stop or (stop.save and not stop.by_signal):
             try:
                 complete(state)
-            except Exception:
-                saving.rescue(state)
+            except Exception as error:
+                save_after(error, state, saving)
                 raise
         if not stop or stop.save:
             saving(state)  # before the evaluation, which may take longer than a signal leaves

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from trainwright.checkpoint.shards import locals_of
 from trainwright.errors import UsageError
 from trainwright.optim.groups import Group
 
@@ -99,7 +100,7 @@ class GuardedOptimizer(Optimizer):
         states = [self._state_of(parameter, group) for parameter in parameters]
         guarded: list[Tensor] = []
         if self.found_inf is not None:
-            guarded = [*parameters, *(tensor for state in states for tensor in state.values())]
+            guarded = locals_of([*parameters, *(tensor for state in states for tensor in state.values())])
         before = [tensor.clone() for tensor in guarded]
         self._update(group, parameters, grads, states)
         for tensor, old in zip(guarded, before):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
+from trainwright.checkpoint.shards import divided_like, is_divided, local, locals_of, whole
 from trainwright.errors import UsageError, require_choice, suggest
 from trainwright.optim.groups import Group, GroupRule, GroupSettings, Role, matches, norm_parameters, param_groups
 from trainwright.optim.guarded import (
@@ -107,10 +108,10 @@ class Muon(GuardedOptimizer):
 
 def _adamw(group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
     adamw(
-        parameters,
-        grads,
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
+        locals_of(parameters),
+        locals_of(grads),
+        locals_of(state["exp_avg"] for state in states),
+        locals_of(state["exp_avg_sq"] for state in states),
         [],
         [state["step"] for state in states],
         fused=True,
@@ -126,9 +127,11 @@ def _adamw(group: Group, parameters: list[Tensor], grads: list[Tensor], states: 
 
 def _muon(group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
     momentum, lr = group["momentum"], group["lr"]
-    buffers = [state["momentum_buffer"] for state in states]
+    buffers = locals_of(state["momentum_buffer"] for state in states)
+    grads = locals_of(grads)
     torch._foreach_lerp_(buffers, grads, 1 - momentum)
     updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
+    updates = [_gathered(update, parameter) for update, parameter in zip(updates, parameters)]
 
     shapes = [matrix_shape(parameter) for parameter in parameters]
     wide_NRC = torch.stack(
@@ -144,9 +147,21 @@ def _muon(group: Group, parameters: list[Tensor], grads: list[Tensor], states: l
         for parameter, out, (rows, columns) in zip(parameters, out_NRC.unbind(), shapes)
     ]
     torch._foreach_mul_(scaled, [adjustment(group["adjust_lr"], *shape) for shape in shapes])
+    scaled = [local(divided_like(update, parameter)) for update, parameter in zip(scaled, parameters)]
+    parameters = locals_of(parameters)
     if group["weight_decay"]:
         torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
     torch._foreach_add_(parameters, scaled, alpha=-lr)
+
+
+def _gathered(part: Tensor, like: Tensor) -> Tensor:
+    """Return the full tensor of which ``part`` is this rank's part, divided as ``like`` is."""
+    if not is_divided(like):
+        return part
+    placed = type(like).from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return whole(placed)
 
 
 def matrix_shape(parameter: Tensor) -> tuple[int, int]:

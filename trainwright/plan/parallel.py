@@ -78,8 +78,8 @@ def _factors(product: int, count: int) -> Iterator[Sequence[int]]:
                 yield (first, *rest)
 
 
-NEEDS_WHOLE = ("adafactor", "muon", "lamb", "lars")
-"""Optimizers whose update of an element depends on its whole matrix."""
+NEEDS_WHOLE = ("adafactor", "lamb", "lars")
+"""Optimizers whose update of an element depends on its whole matrix, which they do not gather."""
 
 
 def solve_degrees(ask: Parallel, ranks: int) -> Degrees:
@@ -135,9 +135,6 @@ def _of_sharding(recipe: Recipe) -> Iterator[Problem]:
     if recipe.parallel.exact:
         rule = "cannot be true with parallel.shard: gradients are summed in parts, while the backward pass runs"
         yield Problem("parallel.exact", rule, got="true", remedy=f"leave it out, or write {nearest_to_it}")
-    if recipe.model.compile:
-        rule = "cannot be true with parallel.shard: that was never shown to give the same numbers"
-        yield Problem("model.compile", rule, got="true", remedy=f"leave it out, or write {nearest_to_it}")
     if recipe.optimizer.use in NEEDS_WHOLE:
         rule = (
             f"{recipe.optimizer.use} computes with whole matrices, and parallel.shard leaves each rank a part of them"

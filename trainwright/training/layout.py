@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trainwright.assembly.assemble import Parts, at_recipe, build_dataset, build_model
+from trainwright.assembly.assemble import Parts, at_recipe, build_dataset, build_model, compile_in_place
 from trainwright.assembly.stage_plan import StagedModel, stage_plan
 from trainwright.checkpoint.rng import reseed
 from trainwright.checkpoint.shards import is_divided, local
@@ -164,7 +164,7 @@ def _require_no_statistics(model: nn.Module) -> None:
 
 
 def _shard(model: nn.Module, loaded: Loaded, mesh: RankMesh) -> tuple[Note, ...]:
-    from trainwright.distributed.sharding import shard_model
+    from trainwright.distributed.sharding import shard_model, units_of
 
     degrees, zero = mesh.degrees, loaded.recipe.parallel.zero
     if degrees.pipeline > 1 and (single := [name for name, each in model.named_parameters() if each.dim() == 0]):
@@ -175,6 +175,10 @@ def _shard(model: nn.Module, loaded: Loaded, mesh: RankMesh) -> tuple[Note, ...]
     axes = ("replicate", "shard") if degrees.replicate > 1 else ("shard",)
     with at_recipe(loaded.source, "parallel.shard"):
         count = shard_model(model, mesh.along(*axes), zero=zero)
+    if loaded.recipe.model.compile:
+        model._compiled_call_impl = None  # gathering weights would break the graph of the full model at each unit
+        for unit in units_of(model):
+            compile_in_place(unit)
     return (Note("shard", f"{count} units over {degrees.shard} ranks", f"parallel.zero: {zero}"),)
 
 

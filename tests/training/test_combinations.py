@@ -1,0 +1,170 @@
+"""Each way to train a model on each layout of two ranks: it equals one process, or is refused before the ranks meet.
+
+python -m tests.training.test_combinations > docs/reference/combinations.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from tests import ranks
+from trainwright.errors import RecipeError
+from trainwright.recipe import Loaded, from_mapping
+from trainwright.training.run import require_trainable
+
+PAGE = Path(__file__).parents[2] / "docs/reference/combinations.md"
+TOLERANCE = 1e-5
+"""Maximum difference of losses, norms and weights. Both are of about 1; the steps add up eight roundings in fp32."""
+MODEL = {"vocab_size": 11, "block_size": 8, "layers": 2, "heads": 2, "d_model": 16, "tied": False}
+EXPERTS = {"experts": 4, "active": 2, "bias_rate": 0.0, "expert_width": 8}
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "compile": {"model": {"use": "gpt", "args": MODEL, "compile": True}},
+    "LoRA": {"model": {"use": "gpt", "args": MODEL, "lora": {"rank": 2}}},
+    "Muon": {"optimizer": {"use": "muon", "lr": 1e-2, "args": {"adamw_eps": 1e-3, "ns_dtype": "float32"}}},
+    "MoE": {"model": {"use": "moe-gpt", "args": {**MODEL, **EXPERTS}}},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "replicate": {"replicate": 2},
+    "shard": {"shard": 2},
+    "tensor": {"tensor": 2},
+    "pipeline": {"pipeline": 2},
+}
+RECIPE: dict[str, Any] = {
+    "until": "4steps",
+    "device": "cpu",
+    "precision": "fp32",
+    "model": {"use": "gpt", "args": MODEL},
+    "data": {"train": "combined:train_set"},
+    "loss": "language_model",
+    "batch": {"size": 8, "micro": 4},
+    "optimizer": {"use": "adamw", "lr": 1e-2, "args": {"eps": 1e-3}, "clip": {"by": "norm", "at": 0.5}},
+    "schedule": {"use": "constant"},
+    "checkpoint": {"every": "4steps"},
+    "log": {"every": "1steps", "doctor": False},
+}
+MODULE = """
+import torch
+
+def train_set():
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(11, (23, 9), generator=draw)
+    return torch.utils.data.TensorDataset(ids[:, :-1], ids[:, 1:])
+"""
+TRAIN = """
+import sys
+import trainwright as tw
+from trainwright.assembly.assemble import compile_in_place
+
+compile_in_place.__defaults__ = ("aot_eager",)  # traces and divides graphs as inductor does, without a C++ compiler
+for path in sys.argv[1:]:
+    tw.train(tw.load(path), quiet=True)
+"""
+NAMES = [(feature, layout) for feature in FEATURES for layout in LAYOUTS]
+
+
+def recipe_of(feature: str, layout: str | None) -> dict[str, Any]:
+    parallel = LAYOUTS[layout] if layout else {}
+    return {**RECIPE, **FEATURES[feature], "name": f"{feature}-{layout}", "parallel": parallel}
+
+
+def refusal(feature: str, layout: str) -> str | None:
+    """Return why a combination is refused. Ranks that do not exist are not waited for."""
+    loaded: Loaded = from_mapping(recipe_of(feature, layout))
+    try:
+        require_trainable(loaded, None, 2)
+    except RecipeError as error:
+        return "; ".join(f"`{each.path}` {each.rule}" for each in error.problems)
+    return None
+
+
+def trained(folder: Path, count: int, recipes: dict[str, dict[str, Any]]) -> None:
+    """Train the recipes one after another, in one process or on ranks."""
+    folder.mkdir()
+    (folder / "combined.py").write_text(MODULE)
+    for name, recipe in recipes.items():
+        (folder / f"{name}.json").write_text(json.dumps(recipe))
+    done = ranks.run(TRAIN, count, *(f"{name}.json" for name in recipes), cwd=folder, timeout=550)
+    assert [each.returncode for each in done] == [0] * count, "\n".join(each.stderr[-3000:] for each in done)
+
+
+def largest_difference(run: Path, other: Path) -> float:
+    """The largest difference of losses, gradient norms and weights; infinite if there are others."""
+    logs = [map(json.loads, (each / "log.jsonl").read_text().splitlines()) for each in (run, other)]
+    mine, theirs = ([(x["step"], x["loss"], x["grad_norm"]) for x in log if x["kind"] == "step"] for log in logs)
+    weights, others = (ranks.tensors_in(each / "checkpoints/step-00000004") for each in (run, other))
+    for load in [name for name in weights if name.endswith(".mlp.load")]:
+        del weights[load], others[load]
+    if [step for step, *_ in mine] != [step for step, *_ in theirs] or weights.keys() != others.keys():
+        return float("inf")
+    apart = [abs(a - b) for one, other in zip(mine, theirs, strict=True) for a, b in zip(one, other, strict=True)]
+    return max(*apart, *(float((weights[name] - others[name]).abs().max()) for name in weights))
+
+
+HEAD = """# Combinations of features and layouts
+
+Two ranks train a small GPT in fp32 with each feature and each layout.
+
+- **equal**: losses, gradient norms and weights of four steps differ from those of one process by at most {tolerance:g}.
+- **refused**: the run ends with an error before the ranks connect.
+
+`pytest tests/training/test_combinations.py` trains and compares all of them, and holds this page equal to what
+`python -m tests.training.test_combinations` prints.
+
+| | {layouts} |
+|---|{lines}|
+"""
+NOTES = """
+- compile: one graph of the model, with `shard` one for each block. Compared with the backend `aot_eager`, which
+  generates no code.
+- Muon: with `shard` and `tensor`, each rank gathers the updates of divided matrices and orthogonalizes them.
+- MoE: the experts are not divided. With several ranks, the biases of the router follow the load of the first rank.
+  So `bias_rate` is 0 here, and the counted loads are not compared.
+"""
+
+
+def page() -> str:
+    """The table, and the reasons of refusals."""
+    refusals = {name: refusal(*name) for name in NAMES}
+    head = HEAD.format(tolerance=TOLERANCE, layouts=" | ".join(LAYOUTS), lines="|".join(["---"] * len(LAYOUTS)))
+    rows = [[feature, *("refused" if refusals[feature, each] else "equal" for each in LAYOUTS)] for feature in FEATURES]
+    reasons = [f"- {feature} with {layout}: {why}" for (feature, layout), why in refusals.items() if why]
+    return head + "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *reasons, NOTES])
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "combined.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_page_is_what_is_refused(project: Path) -> None:
+    assert PAGE.read_text() == page(), "python -m tests.training.test_combinations > docs/reference/combinations.md"
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_what_is_not_refused_equals_one_process(project: Path) -> None:
+    works = [name for name in NAMES if refusal(*name) is None]
+    trained(project / "one", 1, {feature: {**recipe_of(feature, None), "name": feature} for feature in FEATURES})
+    trained(project / "two", 2, {"-".join(name): recipe_of(*name) for name in works})
+    apart = {
+        name: largest_difference(project / "two/runs" / "-".join(name), project / "one/runs" / name[0])
+        for name in works
+    }
+    assert {name: number for name, number in apart.items() if number > TOLERANCE} == {}
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as folder:
+        Path(folder, "combined.py").write_text(MODULE)
+        sys.path.insert(0, folder)
+        sys.stdout.write(page())
