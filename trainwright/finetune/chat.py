@@ -258,8 +258,11 @@ class ChatRenderer:
     @cached_property
     def _split_words(self) -> list[str]:
         """Control words of the template that are not one token."""
-        words = sorted(set(CONTROL_WORD.findall(self._template(None))))
-        return [word for word in words if len(self._encoded(word)["input_ids"]) > 1]
+        return [word for word in sorted(set(CONTROL_WORD.findall(self._template(None)))) if self.is_split(word)]
+
+    def is_split(self, word: str) -> bool:
+        """Return True if the tokenizer has no single token for a control word."""
+        return len(self._encoded(word)["input_ids"]) > 1
 
     @cached_property
     def _special_tokens(self) -> list[str]:

@@ -29,13 +29,13 @@ from trainwright.errors import StorageError, UsageError
 from trainwright.finetune.defects import Defect
 from trainwright.finetune.encode import Encoded, Encoder
 from trainwright.finetune.layouts import BadRecord, Example, Pair, Use, example_of
-from trainwright.finetune.read import FileRecord, RecordSource
+from trainwright.finetune.read import FileRecord, RecordSource, place_of
 from trainwright.finetune.similarity import HASHES, content_hash, signature
 from trainwright.finetune.tokenizer import tokenizer_digest
 from trainwright.runs.printing import printable
 from trainwright.runs.system_calls import try_lock
 
-FORMAT = 4
+FORMAT = 5
 """Version of the files. Increase it if the same records give other tokens, defects or files."""
 SHARD_RECORDS = 1000
 MAX_PROBLEMS_SHOWN = 8
@@ -97,8 +97,7 @@ class Store:
 
     def place(self, row: Any) -> str:
         """Return the file and line of a row, such as ``chats.jsonl:3``."""
-        name, line = self.names[int(row["file"])], int(row["line"])
-        return f"{name}:{line}" if self.unit == "line" else f"{name} row {line}"
+        return place_of(self.names[int(row["file"])], int(row["line"]), self.unit)
 
 
 def cache_folder(given: str | Path | None = None) -> Path:
@@ -298,9 +297,10 @@ class _Shard:
         parts = [part for each in _examples(item) for part in each.content()]
         extra = _pair_defects(item) if isinstance(item, Pair) else Defect(0)
         extra |= Defect.TOO_LONG if is_too_long and self.options.truncate == "drop" else Defect(0)
-        if len(cut) == 2 and np.array_equal(cut[0].ids, cut[1].ids):
-            is_same = np.array_equal(whole[0].ids, whole[1].ids)
-            extra |= Defect.SAME_PAIR if is_same else Defect.CUT_PAIR
+        if isinstance(item, Pair) and content_hash(item.chosen.content()) == content_hash(item.rejected.content()):
+            extra |= Defect.SAME_PAIR
+        elif len(cut) == 2 and np.array_equal(cut[0].ids, cut[1].ids):
+            extra |= Defect.CUT_PAIR
         kept = all(each.supervised.any() for each in cut) and not extra & Defect.TOO_LONG
         identity, signed = content_hash(parts), signature(parts)
         answer = content_hash([each for each in parts if each[0] == "assistant"])

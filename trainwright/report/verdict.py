@@ -95,6 +95,7 @@ class VerdictFacts:
         chance: The loss of a uniform guess among all classes.
         evaluations: Evaluations in their order.
         findings: The findings of the doctor.
+        data_warnings: Names of the warnings of the supervision audit.
         skipped: Number of skipped updates.
         examined: False if the doctor did not examine the run.
         saved: False if the last state could not be saved.
@@ -111,6 +112,7 @@ class VerdictFacts:
     chance: float | None = None
     evaluations: Sequence[Evaluated] = ()
     findings: Sequence[Found] = ()
+    data_warnings: Sequence[str] = ()
     skipped: int = 0
     examined: bool = True
     saved: bool = True
@@ -158,6 +160,9 @@ def _claims(facts: VerdictFacts) -> Iterator[_Claim]:
         yield _Claim("critical finding", f"{len(critical)} critical: {', '.join(critical)}")
     if warnings:
         yield _Claim("warning", f"{len(warnings)} warning{'s' * (len(warnings) > 1)}: {', '.join(warnings)}")
+    if facts.data_warnings:
+        names = ", ".join(dict.fromkeys(facts.data_warnings))
+        yield _Claim("warning", f"the audit of the data warns of {names} (supervision.json)")
     if (diverged := _diverged(facts)) is not None:
         yield _Claim("diverged", f"it diverged: {diverged}", tells_losses=True)
     elif facts.is_over and (nothing := _learned_nothing(facts)) is not None:
