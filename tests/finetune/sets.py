@@ -763,6 +763,49 @@ BROKEN: tuple[SetCase, ...] = (
         "data.jsonl:9",
     ),
     SetCase(
+        "html-entities",
+        "instruct",
+        facts(lambda at, a: "Tom &amp; Jerry said &quot;no&quot;.", only=2),
+        "HTML in the text",
+    ),
+    SetCase("html-tags", "instruct", facts(lambda at, a: f"<p>{a}</p>"), "HTML in the text", "data.jsonl:1"),
+    SetCase(
+        "letters-escaped-twice",
+        "instruct",
+        facts(lambda at, a: "The caf\\u00e9 is open.", only=2),
+        "it was escaped twice",
+    ),
+    SetCase("text-of-a-list", "instruct", facts(lambda at, a: str([a])), "a Python list", "data.jsonl:1"),
+    SetCase("copied-from-a-page", "instruct", facts(lambda at, a: f"{a}\nCopy code", only=2), "a button"),
+    SetCase(
+        "end-token-as-text",
+        "completion",
+        lines(with_one(completion, {**completion(2), "completion": " Tea.</s> And more"})),
+        "marks of a prompt template",
+    ),
+    SetCase("zero-bytes", "instruct", facts(lambda at, a: f"The\x00 {a}", only=2), "wrong encoding"),
+    SetCase(
+        "columns-swapped",
+        "instruct",
+        lines([{"instruction": a, "output": q} for q, a in FACTS]),
+        "may be swapped",
+        "data.jsonl:1",
+    ),
+    SetCase(
+        "json-cut-off",
+        "instruct",
+        facts(lambda at, a: json.dumps({"answer": a})[: -9 if at == 2 else None]),
+        "cannot be parsed",
+    ),
+    SetCase(
+        "one-prompt-for-all",
+        "instruct",
+        lines([{"instruction": "Answer.", "output": a} for _, a in FACTS]),
+        "the same prompt",
+        "data.jsonl:1",
+    ),
+    SetCase("one-label-for-all", "instruct", labels("positive"), "have the same answer", "data.jsonl:1"),
+    SetCase(
         "csv-with-semicolons",
         "completion",
         b"prompt;completion\nname a bird;heron\n",
@@ -774,6 +817,19 @@ BROKEN: tuple[SetCase, ...] = (
 
 GOOD: tuple[SetCase, ...] = (
     SetCase("facts", "instruct", facts()),
+    SetCase(
+        "html-as-subject",
+        "instruct",
+        asked(("A paragraph in HTML", "<p>Hello</p>"), ("Escape & in HTML.", "Write &amp; for it.")),
+    ),
+    SetCase(
+        "lists-of-python", "instruct", asked(("A Python list of names", "['Ann', 'Bob']"), ("Sort 3 1 2", "[1, 2, 3]"))
+    ),
+    SetCase(
+        "questions-asked-for",
+        "instruct",
+        lines([{"instruction": f"Ask a question about {x}.", "output": f"Who likes {x}?"} for x in TOPICS]),
+    ),
     SetCase(
         "code",
         "instruct",

@@ -352,7 +352,8 @@ def _same_answers(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[Supervi
     has = samples[rows["answer"][samples] == values[most]]
     if values[most] == 0 or len(has) < MIN_SAME_ANSWER_FRACTION * len(samples):
         return
-    if len(_texts_of(dataset, has[0]).answer.split()) >= MIN_SAME_ANSWER_WORDS:
+    is_long = len(_texts_of(dataset, has[0]).answer.split()) >= MIN_SAME_ANSWER_WORDS
+    if is_long or len(has) == len(samples):
         remedy = "check how answers are read; a model that always says this has a low loss"
         yield _finding(dataset, has, len(samples), "samples", "same_answer", "have the same answer", remedy)
 

@@ -58,6 +58,9 @@ class Defect(IntFlag):
     REFUSAL = 1 << 44
     MID_SENTENCE = 1 << 45
     PLAIN_TEXT = 1 << 46
+    HTML_LEFT = 1 << 47
+    PYTHON_TEXT = 1 << 48
+    PAGE_TEXT = 1 << 49
 
 
 class Meaning(NamedTuple):
@@ -100,8 +103,23 @@ MEANINGS: dict[Defect, Meaning] = {
     ),
     Defect.ESCAPED_NEWLINE: Meaning(
         "warning",
-        "an answer with a backslash and the letter n instead of line breaks: it was escaped twice",
+        r"an answer with a backslash and the letter n, or \u00e9, instead of what they stand for: it was escaped twice",
         r"write line breaks when the file is made: text.replace(r'\n', chr(10))",
+    ),
+    Defect.HTML_LEFT: Meaning(
+        "warning",
+        "HTML in the text, such as &amp; or <br>, that a page or an export has left",
+        "remove the tags, and decode the rest with html.unescape",
+    ),
+    Defect.PYTHON_TEXT: Meaning(
+        "warning",
+        "an answer that is the text of a Python list or object",
+        "write the value that is inside of it, or JSON by json.dumps",
+    ),
+    Defect.PAGE_TEXT: Meaning(
+        "warning",
+        "the words of a button or a mark of a chat page in an answer",
+        "remove them: they come from a copied page",
     ),
     Defect.REPEATS_PROMPT: Meaning(
         "warning",

@@ -5,6 +5,7 @@ A sign is searched in prose: code, JSON and spans in backticks are left out wher
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -27,14 +28,14 @@ class Sign(NamedTuple):
         where: ``all`` texts of a record, what is ``said`` (answers and plain texts), or ``answer`` only.
         find: Returns the place of the sign in a text; None without it.
         unless: A subject of a record in which the sign is no fault, searched in the prompts.
-        prose: True if code is left out.
+        reads: ``all`` of a text, its ``unfenced`` part, or its ``prose``, which is nothing for a text that is code.
     """
 
     defect: Defect
     where: Literal["all", "said", "answer"]
     find: Find
     unless: re.Pattern[str] | None = None
-    prose: bool = True
+    reads: Literal["all", "unfenced", "prose"] = "prose"
 
 
 class Texts(NamedTuple):
@@ -105,9 +106,11 @@ def is_code(text: str) -> bool:
     return bool(lines) and sum(bool(CODE_LINE.search(line)) for line in lines) >= MIN_CODE_LINES * len(lines)
 
 
-def prose_of(text: str) -> str:
-    """Return a text with spaces for code, so that positions stay; "" for a text that is code."""
-    if is_code(text):
+def prose_of(text: str, reads: str = "prose") -> str:
+    """Return a text with spaces for code, so that positions stay; "" for a text that is code. See ``Sign.reads``."""
+    if reads == "all":
+        return text
+    if reads == "prose" and is_code(text):
         return ""
     return FENCED.sub(lambda found: " " * len(found[0]), text) if "`" in text else text
 
@@ -168,10 +171,10 @@ MAX_HARM_FRACTION = 0.2
 
 SIGNS: tuple[Sign, ...] = (
     Sign(
-        Defect.MOJIBAKE,  # UTF-8 read as Latin-1 or Windows-1252, and the sign that replaces bytes that are not UTF-8
+        Defect.MOJIBAKE,  # UTF-8 read as Latin-1 or Windows-1252, signs that replace what is not UTF-8, zero bytes
         "all",
-        _pattern("\ufffd|Ã[\u0080-\u00bf]|â€[\u0080-\u00ff™œž˜¦“”\u009d]|Â[\u00a0-\u00bf]|Ã[©¨¤¶¼±³­¡ ]"),
-        prose=False,
+        _pattern("[\\x00-\\x08\ufffd]|Ã[\u0080-\u00bf]|â€[\u0080-\u00ff™œž˜¦“”\u009d]|Â[\u00a0-\u00bf]|Ã[©¨¤¶¼±³­¡ ]"),
+        reads="all",
     ),
     Sign(
         Defect.SERVER_ERROR,  # the beginning of a page that a server sends instead of an answer
@@ -181,7 +184,7 @@ SIGNS: tuple[Sign, ...] = (
             r"(?:\b[45]\d\d\b|error|denied|not found|unavailable)",
             re.IGNORECASE | re.DOTALL,
         ),
-        prose=False,
+        reads="all",
     ),
     Sign(
         Defect.SERVER_ERROR,  # the text that a program stores as the answer if its call of a model server fails
@@ -192,22 +195,67 @@ SIGNS: tuple[Sign, ...] = (
             r"|Too Many Requests)\.?)\s*\Z",
             re.DOTALL,
         ),
-        prose=False,
+        reads="all",
     ),
     Sign(
         Defect.ESCAPED_NEWLINE,  # the two characters that stand for a line break, between sentences or items of a list
         "said",
         _pattern(r"(?s)\A(?!.*\n).*?(?P<at>[.!?:]\\n(?:\\n)?)(?=[A-Z0-9*#-]|\Z)", needs=("\\n",)),
-        prose=False,
+        reads="all",
+    ),
+    Sign(
+        Defect.ESCAPED_NEWLINE,
+        "said",
+        _pattern(r"\w\\u[0-9a-f]{4}|\\u[0-9a-f]{4}\w", needs=("\\u",)),
+        _about("unicode escap code json java python regex encod"),
+    ),
+    Sign(
+        Defect.HTML_LEFT,
+        "all",
+        _pattern(
+            r"&(?:amp|lt|gt|quot|nbsp|apos|#x?[0-9a-f]{2,5});|</?(?:p|br|div|span|strong|em|ul|li)\b[^<>]{0,80}>",
+            needs="&<",
+        ),
+        _about("html css xml web markup tags? code entit escap page svg react java php markdown component button form"),
+        reads="unfenced",
+    ),
+    Sign(
+        Defect.PYTHON_TEXT,
+        "said",
+        _pattern(r"\A\s*[\[{(]\s*(?:'[^']*'|None|True|False)\s*[:,\]})]", needs="[{("),
+        _about("python code list array dict json function tupl java program"),
+        reads="all",
+    ),
+    Sign(
+        Defect.PAGE_TEXT,
+        "said",
+        _pattern(
+            r"^(?:Copy code|Regenerate response|Share Prompt|\d+ / \d+)$|:contentReference\[|【\d+†|\bturn\d+search\d+",
+            re.MULTILINE,
+        ),
+        reads="all",
     ),
     Sign(
         Defect.OTHER_TEMPLATE,
         "all",
         _pattern(
             r"^### (?:Instruction|Response|Input|Human|Assistant|User):|\[/?INST\]|<</?SYS>>|<\|im_(?:start|end)\|>"
-            r"|<\|eot_id\|>|<\|start_header_id\|>|<(?:start|end)_of_turn>|<\|(?:user|assistant|system)\|>|^ASSISTANT: ",
+            r"|<\|eot_id\|>|<\|start_header_id\|>|<(?:start|end)_of_turn>|<\|(?:user|assistant|system)\|>|^ASSISTANT: "
+            r"|(?:</s>|<\|endoftext\|>|<eos>|<pad>|<unk>|\[SEP\]|\[CLS\])(?=\s*\S)",
             re.MULTILINE,
-            needs=("### ", "[INST]", "[/INST]", "SYS>>", "<|", "_of_turn>", "ASSISTANT: "),
+            needs=(
+                "### ",
+                "INST]",
+                "SYS>>",
+                "<|",
+                "_of_turn>",
+                "ASSISTANT: ",
+                "s>",
+                "<pad>",
+                "<unk>",
+                "[SEP]",
+                "[CLS]",
+            ),
         ),
         _about(r"templates? ChatML special.tokens? prompt.format tokeni[sz] markers? mark.?up delimit"),
     ),
@@ -225,8 +273,9 @@ SIGNS: tuple[Sign, ...] = (
         "all",
         _pattern(
             r"[\[<](?i:insert|placeholder|todo|fill in)\b[^\]>\n]{0,60}[\]>]|\{\{ ?[A-Za-z_][\w .-]{0,40}\}\}"
-            r"|(?<![\w\\$_^}{])\{[a-z_][a-z0-9_]{2,30}\}(?![\w}])|\$\{[A-Za-z_]\w+\}|%\(\w+\)s",
-            needs="{[<%",
+            r"|(?<![\w\\$_^}{])\{[a-z_][a-z0-9_]{2,30}\}(?![\w}])|\$\{[A-Za-z_]\w+\}|%\(\w+\)s"
+            r"|\A\s*(?:TODO|TBD|FIXME|XXX+|\.{3}|…)\W*\Z|(?i:lorem ipsum dolor)",
+            needs=(*"{[<%…", "...", "TODO", "TBD", "FIXME", "XXX", "orem ipsum"),
         ),
         _about(
             "templat placeholder f-?strings? jinja mustache handlebars python java code variable latex format react "
@@ -240,11 +289,12 @@ SIGNS: tuple[Sign, ...] = (
         "answer",
         _pattern(REFUSAL, re.DOTALL),
         HARM,
-        prose=False,
+        reads="all",
     ),
     Sign(Defect.MID_SENTENCE, "answer", _mid_sentence),
-    Sign(Defect.MID_SENTENCE, "answer", _open_fence, prose=False),
+    Sign(Defect.MID_SENTENCE, "answer", _open_fence, reads="all"),
 )
+READS = tuple({sign.reads for sign in SIGNS})
 OF_ANSWERS = Defect.LOOP | Defect.REFUSAL | Defect.MID_SENTENCE | Defect.CONTINUED_DIALOGUE
 """Signs of a bad answer: in a pair the rejected answer may have them."""
 
@@ -261,7 +311,7 @@ def signs_of(parts: Sequence[tuple[str, str]], answers: Sequence[str], *, has_tu
     is_text = any(role == "text" for role, _ in parts)
     prompt = "\n".join(text for role, text in parts if role in ("system", "developer", "user"))
     everything = [text for _, text in parts]
-    prose = {text: prose_of(text) for text in {*everything, *answers}}
+    read = {(text, reads): prose_of(text, reads) for text in {*everything, *answers} for reads in READS}
     goes_on = not has_turns and prompt[-1:].isalnum() and "".join(answers).lstrip()[:1].islower()
     for sign in SIGNS:
         if goes_on and sign.defect == Defect.MID_SENTENCE:
@@ -270,7 +320,7 @@ def signs_of(parts: Sequence[tuple[str, str]], answers: Sequence[str], *, has_tu
             continue  # a text may be a whole conversation
         own_marks = sign.defect == Defect.OTHER_TEMPLATE and not has_turns  # a plain prompt may be in a template
         texts = everything if sign.where == "all" and not own_marks else answers
-        if any(sign.find(prose[text] if sign.prose else text) for text in texts) and not (
+        if any(sign.find(read[text, sign.reads]) for text in texts) and not (
             sign.unless and sign.unless.search(prompt)
         ):
             found |= sign.defect
@@ -280,7 +330,7 @@ def signs_of(parts: Sequence[tuple[str, str]], answers: Sequence[str], *, has_tu
 def excerpt_of(text: str, defect: Defect, limit: int = 60) -> str:
     """Return the place of a sign in a text with what is around it; "" if it is not there."""
     for sign in SIGNS:
-        if sign.defect == defect and (span := sign.find(prose_of(text) if sign.prose else text)):
+        if sign.defect == defect and (span := sign.find(prose_of(text, sign.reads))):
             return shortened(text[max(0, span[0] - 20) :], limit)
     return ""
 
@@ -353,6 +403,51 @@ def _contradictions(samples: Sequence[Texts]) -> SetSign | None:
     excerpt = f"{shortened(samples[found[0]].prompt.strip())} -> {shortened(samples[found[0]].answer)}, before: "
     remedy = "decide which is right, and drop the other"
     return SetSign("contradictions", "samples", found, what, remedy, excerpt + shortened(before))
+
+
+def _columns_swapped(samples: Sequence[Texts]) -> SetSign | None:
+    """Find answers that are questions where prompts are none."""
+    found = [at for at, each in enumerate(samples) if each.answer.rstrip()[-1:] in QUESTION_MARKS]
+    asked = sum(each.prompt.rstrip()[-1:] in QUESTION_MARKS or bool(ASKS.search(each.prompt)) for each in samples)
+    if len(found) < 0.6 * len(samples) or asked > 0.1 * len(samples):
+        return None
+    says = "are questions, and prompts are none: prompts and answers may be swapped"
+    remedy = "exchange the columns, or the roles"
+    return SetSign("swapped_columns", "answers", found, says, remedy, shortened(samples[found[0]].answer))
+
+
+QUESTION_MARKS = ("?", "？", "؟")
+ASKS = _about("questions? ask quiz interview riddle quer(?:y|ies) translat rewrit paraphras")
+
+
+def _broken_json(samples: Sequence[Texts]) -> SetSign | None:
+    """Find answers that begin as JSON and are none, where most answers are JSON."""
+    texts = {at: each.answer.strip() for at, each in enumerate(samples)}
+    begun = [at for at, text in texts.items() if text[:1] in ("{", "[") and text[:1]]
+    found = [at for at in begun if not _is_json(texts[at])]
+    if not found or len(begun) - len(found) < 0.5 * len(samples):
+        return None
+    says = "begin as JSON and cannot be parsed, where most others are JSON"
+    remedy = "make them again, or drop them: they are cut off or have a wrong quote"
+    return SetSign("broken_json", "answers", found, says, remedy, f"...{texts[found[0]][-40:]}")
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _one_prompt(samples: Sequence[Texts]) -> SetSign | None:
+    """Find one prompt in most samples: its column was not read."""
+    prompt, most = Counter(each.prompt.strip() for each in samples).most_common(1)[0]
+    if not prompt or most < 0.5 * len(samples) or len({each.answer for each in samples}) < 0.5 * len(samples):
+        return None
+    found = [at for at, each in enumerate(samples) if each.prompt.strip() == prompt]
+    remedy = "check which column is read as the prompt: nothing in it says which answer is right"
+    return SetSign("one_prompt", "samples", found, "have the same prompt and other answers", remedy, shortened(prompt))
 
 
 def _cut_at_one_length(samples: Sequence[Texts]) -> SetSign | None:
@@ -538,6 +633,9 @@ def _features(answer: str, other: str) -> set[str]:
 
 SET_SIGNS: tuple[tuple[Callable[[Sequence[Texts]], SetSign | None], frozenset[str]], ...] = (
     (_cut_at_one_length, frozenset({"chat", "instruct", "completion", "preference"})),
+    (_columns_swapped, frozenset({"chat", "instruct", "completion"})),
+    (_broken_json, frozenset({"chat", "instruct", "completion"})),
+    (_one_prompt, frozenset({"chat", "instruct", "completion"})),
     (_unended, frozenset({"chat", "instruct", "preference"})),
     (_contradictions, frozenset({"chat", "instruct", "completion", "preference"})),
     (_spellings, frozenset({"chat", "instruct", "completion"})),
