@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import trainwright as tw
+from tests import forked
 from tests.finetune.sets import chat, lines
 from tests.finetune.tokenizers import make_tokenizer
 from trainwright.errors import RecipeError
+from trainwright.runs.folder import RunFolder
 from trainwright.runs.supervision import read_supervision
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -73,3 +77,38 @@ def test_mistakes_are_named_with_their_place(project: Path, change: tuple[str, s
     with pytest.raises(RecipeError) as caught:
         tw.train(tw.load("sft.yaml"), quiet=True)
     assert all(each in str(caught.value) for each in says), caught.value
+
+
+KILLED = """\
+import os, signal, sys
+from pathlib import Path
+from transformers import GPT2LMHeadModel
+import trainwright as tw
+
+forward = GPT2LMHeadModel.forward
+
+def killing(self, *args, **kwargs):
+    is_saved = any(Path("runs").glob("*/checkpoints/step-*"))
+    if is_saved and self.training == (sys.argv[1] == "training"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return forward(self, *args, **kwargs)
+
+GPT2LMHeadModel.forward = killing
+tw.train(tw.load("sft.yaml"), quiet=True)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("when", ["training", "evaluation"])
+def test_a_run_that_is_killed_is_resumed_to_the_same_bits(project: Path, when: str) -> None:
+    more = "until: 6steps\nevaluation: {every: 3steps}\ncheckpoint: {every: 2steps}"
+    Path("sft.yaml").write_text(RECIPE.replace("until: 3steps", more))
+    process = forked.Forked(KILLED, when)
+    assert process.wait() == -signal.SIGKILL, process.stderr
+    [killed] = Path("runs").iterdir()
+    resumed = tw.train(tw.load("sft.yaml"), resume=RunFolder(killed), quiet=True)
+    whole = tw.train(tw.load("sft.yaml"), quiet=True)
+    assert whole.state is not None and resumed.state is not None and whole.run != resumed.run
+    weights = [each.state.model.state_dict() for each in (whole, resumed)]  # type: ignore[union-attr]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert whole.val_loss == resumed.val_loss and whole.step == resumed.step == 6
