@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests import forked
 from tests.finetune.sets import chat, lines
 from tests.finetune.tokenizers import make_tokenizer
 from trainwright.errors import RecipeError
+from trainwright.finetune.datasets import Chat
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.supervision import read_supervision
 
@@ -112,3 +114,22 @@ def test_a_run_that_is_killed_is_resumed_to_the_same_bits(project: Path, when: s
     weights = [each.state.model.state_dict() for each in (whole, resumed)]  # type: ignore[union-attr]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert whole.val_loss == resumed.val_loss and whole.step == resumed.step == 6
+
+
+def test_figures_by_source(project: Path) -> None:
+    records = [{**chat(at), "source": ("wiki", "forum")[at % 2]} for at in range(20)]
+    Path("chats.jsonl").write_bytes(lines(records))
+    recipe = RECIPE.replace("split: val,", "split: val, by_source: true,").replace(
+        "val_fraction: 0.2", "val_fraction: 0.5"
+    )
+    Path("sft.yaml").write_text(recipe.replace("of_model", "hf_causal_lm") + "metrics: [perplexity]\n")
+    result = tw.train(tw.load("sft.yaml"), quiet=True)
+    assert result.state is not None and result.val_loss is not None
+    losses = {name: result.metrics[f"{name}.loss"] for name in ("val", "wiki", "forum")}
+    assert losses["val"] == result.val_loss and min(losses.values()) < losses["val"] < max(losses.values())
+    assert result.metrics["wiki.perplexity"] == pytest.approx(math.exp(losses["wiki"]), rel=1e-5)
+    data = Chat("chats.jsonl", tokenizer="model", cache="cache", split="val", val_fraction=0.5, by_source=True)
+    parts = data.sources()
+    weights = {name: sum(int((each["labels"] != -100).sum()) for each in part) for name, part in parts.items()}  # type: ignore[attr-defined]
+    mean = sum(losses[name] * weights[name] for name in weights) / sum(weights.values())
+    assert losses["val"] == pytest.approx(mean, rel=1e-5) and sum(map(len, parts.values())) == len(data)

@@ -5,12 +5,13 @@ Shapes: B batch, T tokens of a sequence, or of the longest of a batch.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -77,6 +78,8 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         revision: Branch, tag or commit of a hub dataset.
         tokenizer_revision: Branch, tag or commit of a hub tokenizer.
         trust_remote_code: Permit code in the repository of the tokenizer to run.
+        by_source: For a validation set: evaluate the samples of each source once more, and report their figures by its
+            name. The source is the key ``source`` of a record, else its file.
         cache: Folder of the cache; null: ``$TRAINWRIGHT_CACHE``, else ``~/.cache/trainwright``.
 
     Raises UsageError for records that cannot be used, with file and line of the first ones.
@@ -104,6 +107,7 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         revision: str | None = None,
         tokenizer_revision: str | None = None,
         trust_remote_code: bool = False,
+        by_source: bool = False,
         cache: str | Path | None = None,
     ) -> None:
         require_choice("split", split, get_args(Split))
@@ -143,7 +147,7 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         self.store = tokenized(source, encoder, options, cache_folder(cache))
         self.train_on = train_on
         self.max_length = max_length
-        self.split = split
+        self.split, self.by_source = split, by_source
         self.pad_id = pad_id_of(self.tokenizer)
         self._rows = self.store.rows()
         self._begins = _begins(self._rows, [len(each) for each in self.store.tokens()])
@@ -236,6 +240,19 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
     def longest(self) -> NDArray[np.int64]:
         """Return the number of tokens of the longest sequence of each sample (n,)."""
         return self.lengths()
+
+    def sources(self) -> dict[str, Self]:
+        """Return the samples of each source as a set, by name; {} without ``by_source`` or with one source."""
+        origins = self._rows["source"][self._index]
+        if not self.by_source or len(np.unique(origins)) < 2:
+            return {}
+        found = {}
+        for number in np.unique(origins):
+            part = copy.copy(self)
+            part.by_source, part._index = False, self._index[origins == number]
+            part._chosen = self._chosen[self._rows["source"][self._chosen] == number]
+            found[self.store.sources[number]] = part
+        return found
 
     def fetch_batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         """Return the samples as tensors (B, T), padded on the right; ``attention_mask`` is 0 there, labels -100."""
