@@ -763,6 +763,38 @@ BROKEN: tuple[SetCase, ...] = (
         "data.jsonl:9",
     ),
     SetCase(
+        "ends-as-others-go-on",
+        "completion",
+        lines(
+            [
+                {
+                    "prompt": f"Where is box {at}?\n",
+                    "completion": f"Box number {at} is on the high shelf." if at != 2 else "Box number 2 is on",
+                }
+                for at in range(12)
+            ]
+        ),
+        "no mark at their end",
+    ),
+    SetCase(
+        "chosen-knows-nothing",
+        "preference",
+        preferred(lambda at, a: f"idk {at}", right),
+        "chosen answer that is empty",
+        "data.jsonl:1",
+    ),
+    SetCase(
+        "ratings-swapped",
+        "preference",
+        lines(
+            with_one(
+                lambda at: {**pair(at), "chosen-rating": 5, "rejected-rating": 1},
+                {**pair(2), "chosen-rating": 1, "rejected-rating": 5},
+            )
+        ),
+        "lower score",
+    ),
+    SetCase(
         "html-entities",
         "instruct",
         facts(lambda at, a: "Tom &amp; Jerry said &quot;no&quot;.", only=2),

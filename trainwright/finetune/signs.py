@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from difflib import SequenceMatcher
@@ -312,10 +313,10 @@ def signs_of(parts: Sequence[tuple[str, str]], answers: Sequence[str], *, has_tu
     prompt = "\n".join(text for role, text in parts if role in ("system", "developer", "user"))
     everything = [text for _, text in parts]
     read = {(text, reads): prose_of(text, reads) for text in {*everything, *answers} for reads in READS}
-    goes_on = not has_turns and prompt[-1:].isalnum() and "".join(answers).lstrip()[:1].islower()
+    goes_on = not has_turns and _goes_on(prompt, "".join(answers))
     for sign in SIGNS:
         if goes_on and sign.defect == Defect.MID_SENTENCE:
-            continue  # pieces of texts end anywhere
+            continue
         if is_text and (sign.where == "answer" or sign.defect == Defect.OTHER_TEMPLATE):
             continue  # a text may be a whole conversation
         own_marks = sign.defect == Defect.OTHER_TEMPLATE and not has_turns  # a plain prompt may be in a template
@@ -341,7 +342,7 @@ def shortened(text: str, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
-MIN_SAMPLES = 8
+MIN_SAMPLES = 6
 """Samples from which fractions of a set say something."""
 
 
@@ -349,6 +350,7 @@ MAX_LABEL_WORDS, MAX_LABEL_CHARS = 3, 30
 SENTENCES = re.compile(r"[.!?。！？]\s+\S+\s+\S")
 MIN_WORDS_WITH_MARK, MIN_MARKED, MIN_USUALLY_MARKED = 8, 0.9, 0.6
 """Words of an answer that ends with a mark, and fractions of such answers that do: nearly all, or most."""
+WORD_AT_END = re.compile(r"\w+\Z")
 SHORT_FORMS = _about(
     "title headline name slogan list quer(?:y|ies) translat rewrit keyword caption tag paraphras summar poem poetry "
     "haiku verse lyric line"
@@ -359,23 +361,47 @@ SHORT_FORMS = _about(
 def _unended(samples: Sequence[Texts]) -> SetSign | None:
     """Find answers without a mark at their end, where nearly all others have one: they may be cut off.
 
-    Where fewer others have one, only answers of several sentences count.
+    Where fewer others have one, only answers count that have several sentences, end with a part of a word, or are the
+    beginning of another.
     """
-    prose = {at: prose_of(each.answer).rstrip() for at, each in enumerate(samples)}
+    prose = {at: prose_of(each.answer).rstrip() for at, each in enumerate(samples) if not _goes_on(*each[:2])}
     ends = {at: text for at, text in prose.items() if len(text.split()) >= MIN_WORDS_WITH_MARK}
-    open_ends = [at for at, text in ends.items() if text[-1].isalnum() and not _is_verse_or_list(text)]
-    certain = {at for at in open_ends if _mid_sentence(ends[at])}  # reported as such
-    marked = 1 - len(open_ends) / max(1, len(ends))
-    found = [at for at in open_ends if not LIST_OR_TITLE.match(ends[at].splitlines()[-1]) and not ends[at].istitle()]
-    found = [at for at in found if at not in certain]
-    found = [at for at in found if not SHORT_FORMS.search(samples[at].prompt)]
-    if marked < MIN_MARKED:
-        found = [at for at in found if SENTENCES.search(ends[at])]
+    marked = sum(not text[-1].isalnum() or _is_verse_or_list(text) for text in ends.values()) / max(1, len(ends))
+    inside = " ".join(f"{each.prompt} {re.sub(WORD_AT_END, '', each.answer.rstrip())}" for each in samples)
+    words = sorted(set(re.findall(r"[^\W\d_]+", inside)))
+    whole = sorted({_without_numbers(text) for text in prose.values() if text and not text[-1].isalnum()})
+    found = list[int]()
+    for at, text in prose.items():
+        last = text.splitlines()[-1] if text[-1:].isalnum() else ""
+        is_short_form = _is_verse_or_list(text) or LIST_OR_TITLE.match(last) or text.istitle()
+        if not last or is_short_form or _mid_sentence(text) or SHORT_FORMS.search(samples[at].prompt):
+            continue
+        is_sentence = marked >= MIN_MARKED and not text[0].islower()
+        is_long = at in ends and (is_sentence or SENTENCES.search(text))
+        ends_in_word = len(text.split()) > 1 and _is_part(text.split()[-1], words)
+        if is_long or ends_in_word or (len(text.split()) > 2 and _is_part(_without_numbers(text), whole)):
+            found.append(at)
     if not found or len(ends) < MIN_SAMPLES or marked < MIN_USUALLY_MARKED:
         return None
-    says = f"have no mark at their end, as {percent(marked)} of the others have: they may be cut off"
+    says = f"have no mark at their end, as {percent(marked)} of the longer ones have: they may be cut off"
     remedy = "read some; raise the limit of tokens where the answers are made, and make these again"
-    return SetSign("no_final_mark", "answers", found, says, remedy, ends[found[0]][-40:])
+    return SetSign("no_final_mark", "answers", found, says, remedy, prose[found[0]][-40:])
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "0", text)
+
+
+def _is_part(word: str, words: Sequence[str]) -> bool:
+    """Return True for the beginning of one of the sorted words or texts that is none of them itself."""
+    at = bisect_left(words, word)
+    is_word = at < len(words) and words[at] == word
+    return not is_word and at < len(words) and words[at].startswith(word) and len(words[at]) >= len(word) + 2
+
+
+def _goes_on(prompt: str, answer: str) -> bool:
+    """Return True if an answer continues the sentence of its prompt, as pieces of texts do. They end anywhere."""
+    return prompt[-1:].isalnum() and answer.lstrip()[:1].islower()
 
 
 def _contradictions(samples: Sequence[Texts]) -> SetSign | None:
@@ -591,9 +617,12 @@ def _chosen_is_worse(samples: Sequence[Texts]) -> SetSign | None:
     return SetSign("chosen_is_worse", "pairs", found, says, remedy, shortened(samples[found[0]].answer))
 
 
+KNOWS_NOTHING = re.compile(r"\W*(?:idk|(?:i )?dunno|no idea|not sure|whatever|who (?:cares|knows))\b", re.IGNORECASE)
+
+
 def _is_bad(prompt: str, answer: str) -> bool:
     found = signs_of([("user", prompt), ("assistant", answer)], [answer], has_turns=False)
-    return not answer.strip() or bool(OF_ANSWERS & found)
+    return not answer.strip() or bool(KNOWS_NOTHING.match(answer)) or bool(OF_ANSWERS & found)
 
 
 MIN_CONSISTENT, MAX_SWAPPED = 0.85, 0.15
@@ -636,7 +665,7 @@ SET_SIGNS: tuple[tuple[Callable[[Sequence[Texts]], SetSign | None], frozenset[st
     (_columns_swapped, frozenset({"chat", "instruct", "completion"})),
     (_broken_json, frozenset({"chat", "instruct", "completion"})),
     (_one_prompt, frozenset({"chat", "instruct", "completion"})),
-    (_unended, frozenset({"chat", "instruct", "preference"})),
+    (_unended, frozenset({"chat", "instruct", "completion", "preference"})),
     (_contradictions, frozenset({"chat", "instruct", "completion", "preference"})),
     (_spellings, frozenset({"chat", "instruct", "completion"})),
     (_other_rows, frozenset({"chat", "instruct", "completion", "preference"})),
