@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -46,10 +45,6 @@ class Rendered:
     ends: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
     defects: Defect
-
-    def turn_at(self, position: int) -> int:
-        """Return the number of the message that a character belongs to."""
-        return min(bisect_right(self.ends, position), len(self.ends) - 1)
 
 
 @dataclass(frozen=True)

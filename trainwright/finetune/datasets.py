@@ -27,7 +27,7 @@ from trainwright.finetune.encode import Encoder, TrainOn, Truncate
 from trainwright.finetune.layouts import Use
 from trainwright.finetune.read import open_source
 from trainwright.finetune.similarity import groups, is_held_out
-from trainwright.finetune.store import EncodingOptions, Store, cache_folder, tokenized
+from trainwright.finetune.store import EncodingOptions, cache_folder, tokenized
 from trainwright.finetune.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -398,16 +398,3 @@ def _require_numbers(max_length: int | None, fraction: float, split: str) -> Non
         raise UsageError(f"val_fraction must be in [0, 1); got {fraction}", remedy="try val_fraction: 0.05")
     if split == "val" and not fraction:
         raise UsageError("split: val has no samples without val_fraction", remedy="give both sets val_fraction: 0.05")
-
-
-__all__ = [
-    "Chat",
-    "Completion",
-    "Defect",
-    "Instruct",
-    "Preference",
-    "Store",
-    "Texts",
-    "TokenizedSet",
-    "padded",
-]

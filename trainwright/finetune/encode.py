@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 TrainOn: TypeAlias = Literal["assistant", "all", "last"]
 Truncate: TypeAlias = Literal["error", "left", "right", "drop"]
-NO_ROLE = 0
-"""The code of tokens that belong to no message."""
 ROLE_CODES = {name: code for code, name in enumerate(ROLES, start=1)} | {"text": len(ROLES) + 1}
 PLACEHOLDERS = frozenset(("null", "none", "nan", "n/a", "undefined", "<na>", "todo"))
 MIN_REPEATED_WORDS = 4

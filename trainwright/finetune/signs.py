@@ -217,7 +217,9 @@ SIGNS: tuple[Sign, ...] = (
             r"&(?:amp|lt|gt|quot|nbsp|apos|#x?[0-9a-f]{2,5});|</?(?:p|br|div|span|strong|em|ul|li)\b[^<>]{0,80}>",
             needs="&<",
         ),
-        _about("html css xml web markup tags? code entit escap page svg react java php markdown component button form"),
+        _about(
+            r"html css xml web markup tags? code entit escap page svg react java php markdown component button forms?\b"
+        ),
         reads="unfenced",
     ),
     Sign(
@@ -279,7 +281,7 @@ SIGNS: tuple[Sign, ...] = (
             needs=(*"{[<%…", "...", "TODO", "TBD", "FIXME", "XXX", "orem ipsum"),
         ),
         _about(
-            "templat placeholder f-?strings? jinja mustache handlebars python java code variable latex format react "
+            r"templat placeholder f-?strings? jinja mustache handlebars python java code variable latex format react\b "
             "html css curly brac interpolat string function json yaml shell bash regex locali translat i18n math "
             "equation syntax"
         ),
