@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from trainwright.data.padding import IGNORE
 from trainwright.errors import UsageError, require_choice, suggest_file
@@ -78,6 +78,7 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         revision: Branch, tag or commit of a hub dataset.
         tokenizer_revision: Branch, tag or commit of a hub tokenizer.
         trust_remote_code: Permit code in the repository of the tokenizer to run.
+        short_first: Number of epochs that visit short samples first: ten groups of growing lengths, each shuffled.
         by_source: For a validation set: evaluate the samples of each source once more, and report their figures by its
             name. The source is the key ``source`` of a record, else its file.
         cache: Folder of the cache; null: ``$TRAINWRIGHT_CACHE``, else ``~/.cache/trainwright``.
@@ -107,6 +108,7 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         revision: str | None = None,
         tokenizer_revision: str | None = None,
         trust_remote_code: bool = False,
+        short_first: int = 0,
         by_source: bool = False,
         cache: str | Path | None = None,
     ) -> None:
@@ -147,7 +149,7 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         self.store = tokenized(source, encoder, options, cache_folder(cache))
         self.train_on = train_on
         self.max_length = max_length
-        self.split, self.by_source = split, by_source
+        self.split, self.by_source, self.short_first = split, by_source, short_first
         self.pad_id = pad_id_of(self.tokenizer)
         self._rows = self.store.rows()
         self._begins = _begins(self._rows, [len(each) for each in self.store.tokens()])
@@ -181,6 +183,11 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         else:
             why, remedy = "no token carries loss", "check the records and the chat template"
         return UsageError(f"nothing is supervised: {why}; the first record is {place}", remedy=remedy)
+
+    @property
+    def order(self) -> ShortFirst | None:
+        """The order in which ``short_first`` visits the samples; None without it."""
+        return ShortFirst(self.longest(), self.short_first) if self.short_first else None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -276,6 +283,33 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
     def row_numbers(self) -> NDArray[np.int64]:
         """Return the numbers of ``rows`` in the store."""
         return self._chosen
+
+
+LENGTH_GROUPS = 10
+
+
+class ShortFirst(Sampler[int]):
+    """A curriculum by length: in the first epochs, groups of growing lengths, each shuffled; then a shuffle of all.
+
+    Draws from the global generator, which the order of a run seeds for each epoch.
+    """
+
+    def __init__(self, lengths: NDArray[np.int64], epochs: int) -> None:
+        ranks = np.argsort(np.argsort(lengths, kind="stable"), kind="stable")
+        self.group = torch.from_numpy(ranks * LENGTH_GROUPS // max(1, len(lengths)))
+        self.epochs, self.epoch = epochs, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(len(self.group), device="cpu")
+        if self.epoch < self.epochs:
+            order = order[torch.argsort(self.group[order], stable=True)]
+        return iter(order.tolist())
 
 
 class Chat(TokenizedSet):
