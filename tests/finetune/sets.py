@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,59 @@ ANSWERS = (
     "Ask any baker about {0}, and after {1} minutes a story of the old market begins.",
     "Nobody measured {0} before the year {1}; since then two schools argue over it.",
 )
+
+
+FACTS = (
+    ("What is the capital of France?", "The capital of France is Paris, which lies on the Seine."),
+    (
+        "How do plants make food?",
+        "Plants make their food by photosynthesis. Leaves use light, water and carbon dioxide.",
+    ),
+    ("Who wrote Don Quixote?", "Don Quixote was written by Cervantes. The first part came out in 1605."),
+    ("Why is the sky blue?", "The sky scatters short waves more than long ones, so that it looks blue."),
+    ("How do I boil an egg?", "Put the egg into boiling water, wait seven minutes, and cool it before you peel it."),
+    ("What does a compiler do?", "A compiler translates source code into machine code. It also reports errors."),
+    ("What is inflation?", "Inflation is a general rise of prices over time. Money then buys fewer goods."),
+    ("How far away is the Moon?", "The Moon is 384,400 kilometres away on average; its orbit is an ellipse."),
+    ("How do bees make honey?", "Bees collect nectar and fan it dry in the comb until honey remains."),
+    ("Why do cats purr?", "Cats purr when they are content, and also to calm themselves when they are hurt."),
+    ("Who painted the Mona Lisa?", "The Mona Lisa was painted by Leonardo da Vinci. It hangs in the Louvre today."),
+    ("How does a refrigerator work?", "A refrigerator moves heat out of its inside. A compressor drives the coolant."),
+)
+REFUSALS = (
+    "I'm sorry, but I can't help with that.",
+    "As an AI language model, I have no view.",
+    "I cannot answer this.",
+)
+
+
+def facts(change: Callable[[int, str], str] = lambda at, text: text, *, only: int | None = None) -> bytes:
+    """Questions with answers of different words. ``change`` makes another answer of each, or of ``only`` one."""
+    made = (change(at, a) if only in (None, at) else a for at, (_, a) in enumerate(FACTS))
+    return lines([{"instruction": q, "output": a} for (q, _), a in zip(FACTS, made, strict=True)])
+
+
+def asked(*pairs: tuple[str, str]) -> bytes:
+    return lines([{"instruction": q, "output": a} for q, a in (*pairs, *FACTS)])
+
+
+def labels(*names: str) -> bytes:
+    return lines(
+        [{"instruction": f"Sentiment: {a}", "output": names[at % len(names)]} for at, (_, a) in enumerate(FACTS)]
+    )
+
+
+def preferred(chosen: Callable[[int, str], str], rejected: Callable[[int, str], str]) -> bytes:
+    made = ((q, chosen(at, a), rejected(at, a)) for at, (q, a) in enumerate(FACTS))
+    return lines([{"prompt": q, "chosen": good, "rejected": bad} for q, good, bad in made])
+
+
+def right(at: int, text: str) -> str:
+    return text
+
+
+def unsure(at: int, text: str) -> str:
+    return f"Not sure, it may be something else, number {at}."
 
 
 def question(at: int) -> str:
@@ -578,12 +632,402 @@ BROKEN: tuple[SetCase, ...] = (
         "answers-cut-at-one-length",
         "chat",
         lines([{"messages": [user(at), said(at, answer(at)[:60])]} for at in range(24)]),
-        "answers have exactly 60 characters",
+        "have exactly 60 characters",
         "data.jsonl:1",
+    ),
+    # what a set shows
+    SetCase(
+        "refusals",
+        "instruct",
+        facts(lambda at, a: a if at % 4 == 0 else f"{REFUSALS[at % 3]} ({at})"),
+        "a refusal",
+        "data.jsonl:2",
+    ),
+    SetCase(
+        "marks-in-a-completion",
+        "completion",
+        lines(with_one(completion, {**completion(2), "completion": " Tea.\n### Instruction:\nMore"})),
+        "marks of a prompt template",
+    ),
+    SetCase(
+        "marks-in-a-preference",
+        "preference",
+        preferred(lambda at, a: f"[INST] {a}" if at == 2 else a, unsure),
+        "marks of a prompt template",
+    ),
+    SetCase(
+        "words-of-another-template",
+        "text",
+        lines([{"text": f"<|human|>{q}<|stop|><|bot|>{a}<|stop|>"} for q, a in FACTS]),
+        "no single tokens",
+        "data.jsonl:1",
+    ),
+    SetCase(
+        "dialogue-goes-on",
+        "instruct",
+        facts(lambda at, a: f"{a}\nHuman: And why?\nAssistant: Nobody knows.", only=2),
+        "goes on with a turn of the user",
+    ),
+    SetCase("name-not-filled-in", "instruct", facts(lambda at, a: f"Dear {{name}}, {a}", only=2), "placeholder"),
+    SetCase(
+        "input-not-filled-in",
+        "chat",
+        lines(with_one(chat, {"messages": [{"role": "user", "content": "Summarize: {{input}}"}, said(2)]})),
+        "placeholder",
+    ),
+    SetCase(
+        "insert-not-filled-in", "instruct", facts(lambda at, a: "It is [INSERT NAME HERE].", only=2), "placeholder"
+    ),
+    SetCase(
+        "answer-in-a-loop", "instruct", facts(lambda at, a: a + " I hope it helps." * 9, only=2), "repeats one passage"
+    ),
+    SetCase(
+        "loop-without-spaces", "instruct", facts(lambda at, a: "茶是一种饮料。" * 12, only=2), "repeats one passage"
+    ),
+    SetCase("labels-in-two-cases", "instruct", labels("spam", "ham", "Spam"), "spelled in another way"),
+    SetCase("labels-with-a-space", "instruct", labels("positive", "negative", "positive "), "spelled in another way"),
+    SetCase("labels-cut-short", "instruct", labels("positive", "negative", "pos", "neg"), "spelled in another way"),
+    SetCase(
+        "label-with-a-wrong-letter",
+        "instruct",
+        lines(
+            [
+                {"instruction": f"Sentiment: {q}", "output": "postive" if at == 2 else ("positive", "negative")[at % 2]}
+                for at, (q, _) in enumerate(FACTS)
+            ]
+        ),
+        "'postive' (1)",
+    ),
+    SetCase(
+        "two-labels-for-one-prompt",
+        "instruct",
+        lines(
+            [
+                {
+                    "instruction": f"Is it spam? {FACTS[at % 10][0]}",
+                    "output": ("yes", "no")[at % 2 == 0 if at < 10 else at % 2],
+                }
+                for at in range(12)
+            ]
+        ),
+        "another label",
+        "data.jsonl:11",
+    ),
+    SetCase("rows-shifted", "instruct", facts(lambda at, a: FACTS[at - 1][1] if at > 1 else a), "1 row earlier"),
+    SetCase(
+        "rows-shuffled",
+        "instruct",
+        facts(lambda at, a: FACTS[(5 * at + 1) % 12][1]),
+        "rows were shuffled",
+        "data.jsonl:1",
+    ),
+    SetCase(
+        "ends-with-a-comma",
+        "instruct",
+        facts(lambda at, a: "Don Quixote was written by Cervantes in the years before 1605,", only=2),
+        "middle of a sentence",
+    ),
+    SetCase("ends-in-a-word", "instruct", facts(lambda at, a: a[:-20], only=2), "no mark at their end"),
+    SetCase(
+        "code-without-its-end",
+        "instruct",
+        facts(lambda at, a: "Here it is:\n```python\nprint(1)", only=2),
+        "block of code",
+    ),
+    SetCase(
+        "chosen-refuses",
+        "preference",
+        preferred(lambda at, a: REFUSALS[at % 3], right),
+        "chosen answer that is empty, refuses",
+        "data.jsonl:1",
+    ),
+    SetCase(
+        "one-pair-swapped",
+        "preference",
+        preferred(lambda at, a: unsure(at, a) if at == 2 else a, lambda at, a: a if at == 2 else unsure(at, a)),
+        "look swapped",
+    ),
+    SetCase(
+        "pair-differs-in-case",
+        "preference",
+        preferred(right, lambda at, a: f"{a.lower()} " if at == 2 else unsure(at, a)),
+        "equal chosen and rejected",
+    ),
+    SetCase(
+        "pair-comes-again-exchanged",
+        "preference",
+        lines(
+            [*(pair(at) for at in range(8)), {**pair(2), "chosen": pair(2)["rejected"], "rejected": pair(2)["chosen"]}]
+        ),
+        "exchange the answers of an earlier pair",
+        "data.jsonl:9",
+    ),
+    SetCase(
+        "ends-as-others-go-on",
+        "completion",
+        lines(
+            [
+                {
+                    "prompt": f"Where is box {at}?\n",
+                    "completion": f"Box number {at} is on the high shelf." if at != 2 else "Box number 2 is on",
+                }
+                for at in range(12)
+            ]
+        ),
+        "no mark at their end",
+    ),
+    SetCase(
+        "chosen-knows-nothing",
+        "preference",
+        preferred(lambda at, a: f"idk {at}", right),
+        "chosen answer that is empty",
+        "data.jsonl:1",
+    ),
+    SetCase(
+        "ratings-swapped",
+        "preference",
+        lines(
+            with_one(
+                lambda at: {**pair(at), "chosen-rating": 5, "rejected-rating": 1},
+                {**pair(2), "chosen-rating": 1, "rejected-rating": 5},
+            )
+        ),
+        "lower score",
+    ),
+    SetCase(
+        "html-entities",
+        "instruct",
+        facts(lambda at, a: "Tom &amp; Jerry said &quot;no&quot;.", only=2),
+        "HTML in the text",
+    ),
+    SetCase("html-tags", "instruct", facts(lambda at, a: f"<p>{a}</p>"), "HTML in the text", "data.jsonl:1"),
+    SetCase(
+        "letters-escaped-twice",
+        "instruct",
+        facts(lambda at, a: "The caf\\u00e9 is open.", only=2),
+        "it was escaped twice",
+    ),
+    SetCase("text-of-a-list", "instruct", facts(lambda at, a: str([a])), "a Python list", "data.jsonl:1"),
+    SetCase("copied-from-a-page", "instruct", facts(lambda at, a: f"{a}\nCopy code", only=2), "a button"),
+    SetCase(
+        "end-token-as-text",
+        "completion",
+        lines(with_one(completion, {**completion(2), "completion": " Tea.</s> And more"})),
+        "marks of a prompt template",
+    ),
+    SetCase("zero-bytes", "instruct", facts(lambda at, a: f"The\x00 {a}", only=2), "wrong encoding"),
+    SetCase(
+        "columns-swapped",
+        "instruct",
+        lines([{"instruction": a, "output": q} for q, a in FACTS]),
+        "may be swapped",
+        "data.jsonl:1",
+    ),
+    SetCase(
+        "json-cut-off",
+        "instruct",
+        facts(lambda at, a: json.dumps({"answer": a})[: -9 if at == 2 else None]),
+        "cannot be parsed",
+    ),
+    SetCase(
+        "one-prompt-for-all",
+        "instruct",
+        lines([{"instruction": "Answer.", "output": a} for _, a in FACTS]),
+        "the same prompt",
+        "data.jsonl:1",
+    ),
+    SetCase("one-label-for-all", "instruct", labels("positive"), "have the same answer", "data.jsonl:1"),
+    SetCase(
+        "csv-with-semicolons",
+        "completion",
+        b"prompt;completion\nname a bird;heron\n",
+        "divided by ';'",
+        "data.csv:1",
+        "data.csv",
     ),
 )
 
 GOOD: tuple[SetCase, ...] = (
+    SetCase("facts", "instruct", facts()),
+    SetCase(
+        "html-as-subject",
+        "instruct",
+        asked(("A paragraph in HTML", "<p>Hello</p>"), ("Escape & in HTML.", "Write &amp; for it.")),
+    ),
+    SetCase(
+        "lists-of-python", "instruct", asked(("A Python list of names", "['Ann', 'Bob']"), ("Sort 3 1 2", "[1, 2, 3]"))
+    ),
+    SetCase(
+        "questions-asked-for",
+        "instruct",
+        lines([{"instruction": f"Ask a question about {x}.", "output": f"Who likes {x}?"} for x in TOPICS]),
+    ),
+    SetCase(
+        "code",
+        "instruct",
+        asked(
+            ("Greet in Python.", 'def greet(name):\n    return f"Hello {name}"'),
+            ("A loop in bash", "for f in *; do\n  echo ${f}\ndone"),
+            ("All users in SQL", "SELECT * FROM users"),
+            ("What is {name} in an f-string?", "The value of the variable replaces {name}."),
+        ),
+    ),
+    SetCase(
+        "poems",
+        "instruct",
+        asked(
+            (
+                "A poem on rowing",
+                "Row, row, row your boat\nGently down the stream,\nMerrily, merrily, merrily,\nLife is but a dream",
+            ),
+            ("A poem on the sea", "The tide comes in,\nthe tide goes out,\nand of the\nmoon a memory,"),
+        ),
+    ),
+    SetCase(
+        "lists",
+        "instruct",
+        asked(
+            (
+                "Three tools",
+                "Here are three tools:\n\n- a hammer to drive nails\n- a saw to cut wood\n- a plane to make it smooth",
+            ),
+            ("Birds", "heron\nfinch\nowl"),
+            ("A table", "| a | b |\n| --- | --- |\n| 1 | 2 |\n| 3 | 4 |"),
+        ),
+    ),
+    SetCase("labels", "instruct", labels("positive", "negative", "neutral")),
+    SetCase(
+        "labels-that-are-alike",
+        "instruct",
+        labels("order_status", "refund", "order_cancel", "A-", "A+", "-1", "1", "complete", "incomplete"),
+    ),
+    SetCase("numbers", "instruct", lines([{"instruction": f"{at} - 5", "output": str(at - 5)} for at in range(12)])),
+    SetCase(
+        "translations",
+        "instruct",
+        lines(
+            [
+                {"instruction": f"Translate: {a}", "output": b}
+                for a, b in (
+                    ("Good night", "Gute Nacht"),
+                    ("Dear {name}, thanks", "Liebe {name}, danke"),
+                    ("The cat sleeps on the old red sofa", "Die Katze schläft auf dem alten roten Sofa"),
+                )
+            ]
+            * 1
+            + [
+                {"instruction": f"Translate: {q}", "output": f"Frage {at}: wer weiß das schon?"}
+                for at, (q, _) in enumerate(FACTS)
+            ]
+        ),
+    ),
+    SetCase("json-answers", "instruct", facts(lambda at, a: json.dumps({"answer": a, "words": len(a.split())}))),
+    SetCase(
+        "languages",
+        "instruct",
+        lines(
+            [
+                {"instruction": q, "output": a}
+                for q, a in (
+                    ("什么是茶？", "茶是一种饮料。它来自茶树的叶子。"),
+                    ("日本の首都は？", "日本の首都は東京です。"),
+                    ("¿Qué es el sol?", "El sol es una estrella. Nos da luz."),
+                    ("Что такое снег?", "Снег это замёрзшая вода. Он падает зимой."),
+                    ("ما هي الشمس؟", "الشمس نجم. تعطينا الضوء."),
+                    ("भारत की राजधानी?", "भारत की राजधानी नई दिल्ली है।"),
+                    ("Was ist Brot?", "Brot ist ein Gebäck aus Mehl."),
+                    ("Et la mer?", "La mer est une grande étendue d'eau."),
+                )
+            ]
+        ),
+    ),
+    SetCase(
+        "templates-as-subject",
+        "instruct",
+        asked(
+            ("Which prompt format has Alpaca?", "Its sections are `### Instruction:` and `### Response:`."),
+            ("What does [INST] mean in a chat template?", "[INST] and [/INST] enclose a turn of the user."),
+            ("A template of a letter", "Dear {first_name},\n\nyour invoice {number} is due."),
+        ),
+    ),
+    SetCase(
+        "role-play",
+        "instruct",
+        asked(
+            ("You are a pirate.", "Arr, welcome aboard! *raises a mug*"),
+            ("A dialogue of a user and an assistant", "Human: Hello!\nAssistant: Hi.\nHuman: A joke?"),
+            ("Laugh.", "Mwahahahahahahaha! You thought so?"),
+            ("Be a wizard.", "I'm sorry, I did not see you there. Come in, come in..."),
+        ),
+    ),
+    SetCase(
+        "letters",
+        "instruct",
+        asked(
+            *(
+                (
+                    f"A letter about {each}",
+                    f"Dear [Name],\n\nplease tell me when we can talk about {each}.\n\nBest regards,\n[Your Name]",
+                )
+                for each in TOPICS
+            )
+        ),
+    ),
+    SetCase(
+        "some-refusals",
+        "instruct",
+        asked(("How do I hack a bank?", REFUSALS[0]), ("Write a phishing mail.", REFUSALS[2])),
+    ),
+    SetCase(
+        "pairs-that-teach-to-refuse",
+        "preference",
+        lines(
+            [
+                {
+                    "prompt": f"How do I steal {each}?",
+                    "chosen": f"I'm sorry, I can't help you steal {each}.",
+                    "rejected": f"Take the {each} at night, when all are asleep.",
+                }
+                for each in TOPICS
+            ]
+        ),
+    ),
+    SetCase(
+        "prompts-in-a-template-of-their-own",
+        "completion",
+        lines([{"prompt": f"### Instruction:\n{q}\n\n### Response:\n", "completion": a} for q, a in FACTS]),
+    ),
+    SetCase(
+        "pieces-of-texts",
+        "completion",
+        lines(
+            [
+                {
+                    "prompt": "I think that " + " ".join(a.split()[:4]).strip("."),
+                    "completion": " " + " ".join(a.lower().split()[4:9]),
+                }
+                for _, a in FACTS
+            ]
+        ),
+    ),
+    SetCase(
+        "chapters",
+        "completion",
+        lines(
+            [
+                {
+                    "prompt": f"The hero met {one}. What next?\n",
+                    "completion": f"The hero and {one} went on until they saw {other}.",
+                }
+                for one, other in pairwise(TOPICS)
+            ]
+        ),
+    ),
+    SetCase(
+        "conversations-of-text", "text", lines([{"text": f"### Human: {q}\n### Assistant: {a}"} for q, a in FACTS])
+    ),
+    SetCase("answers-without-marks", "instruct", facts(lambda at, a: a.lower().replace(".", ""))),
+    SetCase("some-answers-of-one-phrase", "instruct", facts(lambda at, a: a if at % 3 else a.split(".")[0])),
     SetCase(
         "conversations-with-the-same-last-answer",
         "chat",

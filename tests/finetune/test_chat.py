@@ -191,7 +191,7 @@ def test_a_completion_ends_once(tmp_path: Path) -> None:
 def test_a_tokenizer_that_ends_every_text(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(bos="<s>", eos="</s>", adds_bos=True, adds_eos=True)
     data = opened(tmp_path, {"prompt": "The sky is", "completion": " blue"}, Completion, tokenizer)
-    assert answers(data) == [" blue</s>"] and defects(data) == set()
+    assert answers(data) == [" blue</s>"] and defects(data) == {"plain_text"}
 
 
 @pytest.mark.parametrize(

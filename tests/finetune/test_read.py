@@ -24,7 +24,11 @@ def test_lines_count_empty_ones(tmp_path: Path) -> None:
 
 def test_a_json_list_counts_lines(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([alpaca(0), alpaca(1)], indent=1))
-    assert places(tmp_path / "a.json") == ["a.json:2", "a.json:7"]
+    assert places(tmp_path / "a.json") == ["a.json:2 (record 1)", "a.json:7 (record 2)"]
+    (tmp_path / "b.json").write_text(json.dumps([alpaca(0), alpaca(1)]))
+    assert places(tmp_path / "b.json") == ["b.json:1 (record 1)", "b.json:1 (record 2)"]
+    (tmp_path / "c.json").write_text(json.dumps({"data": [alpaca(0), alpaca(1)]}, indent=1))
+    assert places(tmp_path / "c.json") == ["c.json:3 (record 1)", "c.json:8 (record 2)"]
 
 
 @pytest.mark.parametrize("inside", ["data", "records"])
@@ -70,6 +74,45 @@ def test_a_saved_dataset_and_its_splits(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no split 'val'") as caught:
         open_source(tmp_path / "both", split="val")
     assert "train, test" in caught.value.remedy
+
+
+def listed(folder: Path, records: list[dict[str, object]], **entry: object) -> Path:
+    """Write a folder as LLaMA-Factory keeps it."""
+    (folder / "mine.json").write_text(json.dumps(records))
+    (folder / "dataset_info.json").write_text(json.dumps({"mine": {"file_name": "mine.json", **entry}}))
+    return folder
+
+
+def test_a_folder_of_llama_factory(tmp_path: Path) -> None:
+    columns = {"prompt": "q", "query": "extra", "response": "a"}
+    folder = listed(tmp_path, [{"q": "Name a bird.", "extra": "", "a": "A heron."}], columns=columns)
+    [record] = open_source(folder).records()
+    assert record.fields == {"instruction": "Name a bird.", "input": "", "output": "A heron."}
+    digest = open_source(folder).digest
+    assert open_source(listed(folder, [record.fields])).digest != digest  # type: ignore[list-item]
+
+
+def test_conversations_and_rankings_of_llama_factory(tmp_path: Path) -> None:
+    tags = {"role_tag": "role", "content_tag": "text", "user_tag": "U", "assistant_tag": "A", "function_tag": "F"}
+    turns = [{"role": "U", "text": "Hi"}, {"role": "F", "text": "{}"}, {"role": "A", "text": "Hello"}]
+    options: dict[str, object] = {"formatting": "sharegpt", "tags": tags, "columns": {"messages": "talk"}}
+    [record] = open_source(listed(tmp_path, [{"talk": turns}], **options)).records()
+    assert [each["from"] for each in record.fields["conversations"]] == ["user", "function_call", "assistant"]
+    pair: dict[str, object] = {"talk": turns[:1], "good": turns[2], "bad": {"role": "A", "text": "No"}}
+    options |= {"ranking": True, "columns": {"messages": "talk", "chosen": "good", "rejected": "bad"}}
+    [record] = open_source(listed(tmp_path, [pair], **options)).records()
+    assert record.fields["prompt"] == [{"from": "user", "value": "Hi"}]
+    assert record.fields["rejected"] == [{"from": "assistant", "value": "No"}]
+
+
+def test_one_of_several_sets_of_llama_factory_is_named(tmp_path: Path) -> None:
+    folder = listed(tmp_path, [{"text": "a"}], columns={"prompt": "text"})
+    info = json.loads((folder / "dataset_info.json").read_text())
+    (folder / "dataset_info.json").write_text(json.dumps({**info, "other": info["mine"]}))
+    with pytest.raises(UsageError, match="several data sets") as caught:
+        open_source(folder)
+    assert "mine, other" in caught.value.remedy
+    assert [each.fields["text"] for each in open_source(folder, split="other").records()] == ["a"]
 
 
 def test_the_digest_is_that_of_the_content(tmp_path: Path) -> None:

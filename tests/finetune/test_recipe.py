@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import trainwright as tw
+from tests import forked
 from tests.finetune.sets import chat, lines
 from tests.finetune.tokenizers import make_tokenizer
 from trainwright.errors import RecipeError
+from trainwright.finetune.datasets import Chat
+from trainwright.runs.folder import RunFolder
 from trainwright.runs.supervision import read_supervision
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -73,3 +79,58 @@ def test_mistakes_are_named_with_their_place(project: Path, change: tuple[str, s
     with pytest.raises(RecipeError) as caught:
         tw.train(tw.load("sft.yaml"), quiet=True)
     assert all(each in str(caught.value) for each in says), caught.value
+
+
+KILLED = """\
+import os, signal, sys
+from pathlib import Path
+from transformers import GPT2LMHeadModel
+import trainwright as tw
+
+forward = GPT2LMHeadModel.forward
+
+def killing(self, *args, **kwargs):
+    is_saved = any(Path("runs").glob("*/checkpoints/step-*"))
+    if is_saved and self.training == (sys.argv[1] == "training"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return forward(self, *args, **kwargs)
+
+GPT2LMHeadModel.forward = killing
+tw.train(tw.load("sft.yaml"), quiet=True)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("when", ["training", "evaluation"])
+def test_a_run_that_is_killed_is_resumed_to_the_same_bits(project: Path, when: str) -> None:
+    more = "until: 6steps\nevaluation: {every: 3steps}\ncheckpoint: {every: 2steps}"
+    recipe = RECIPE.replace("until: 3steps", more).replace("cache: cache}", "cache: cache, short_first: 1}", 1)
+    Path("sft.yaml").write_text(recipe)
+    process = forked.Forked(KILLED, when)
+    assert process.wait() == -signal.SIGKILL, process.stderr
+    [killed] = Path("runs").iterdir()
+    resumed = tw.train(tw.load("sft.yaml"), resume=RunFolder(killed), quiet=True)
+    whole = tw.train(tw.load("sft.yaml"), quiet=True)
+    assert whole.state is not None and resumed.state is not None and whole.run != resumed.run
+    weights = [each.state.model.state_dict() for each in (whole, resumed)]  # type: ignore[union-attr]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert whole.val_loss == resumed.val_loss and whole.step == resumed.step == 6
+
+
+def test_figures_by_source(project: Path) -> None:
+    records = [{**chat(at), "source": ("wiki", "forum")[at % 2]} for at in range(20)]
+    Path("chats.jsonl").write_bytes(lines(records))
+    recipe = RECIPE.replace("split: val,", "split: val, by_source: true,").replace(
+        "val_fraction: 0.2", "val_fraction: 0.5"
+    )
+    Path("sft.yaml").write_text(recipe.replace("of_model", "hf_causal_lm") + "metrics: [perplexity]\n")
+    result = tw.train(tw.load("sft.yaml"), quiet=True)
+    assert result.state is not None and result.val_loss is not None
+    losses = {name: result.metrics[f"{name}.loss"] for name in ("val", "wiki", "forum")}
+    assert losses["val"] == result.val_loss and min(losses.values()) < losses["val"] < max(losses.values())
+    assert result.metrics["wiki.perplexity"] == pytest.approx(math.exp(losses["wiki"]), rel=1e-5)
+    data = Chat("chats.jsonl", tokenizer="model", cache="cache", split="val", val_fraction=0.5, by_source=True)
+    parts = data.sources()
+    weights = {name: sum(int((each["labels"] != -100).sum()) for each in part) for name, part in parts.items()}  # type: ignore[attr-defined]
+    mean = sum(losses[name] * weights[name] for name in weights) / sum(weights.values())
+    assert losses["val"] == pytest.approx(mean, rel=1e-5) and sum(map(len, parts.values())) == len(data)

@@ -62,7 +62,7 @@ def test_a_conversation_that_begins_with_the_assistant_keeps_its_last_turn(tmp_p
 def test_pairs_are_counted_as_pairs(tmp_path: Path) -> None:
     equal = {"prompt": [user(2)], "chosen": [said(2)], "rejected": [said(2)]}
     [told] = report(SetCase("pairs", "preference", lines(with_one(pair, equal))), tmp_path)
-    assert told.startswith("1 of 8 pairs has equal chosen and rejected answers")
+    assert told.startswith("1 of 8 pairs (12.5 %) has equal chosen and rejected answers")
 
 
 def test_one_problem_is_named_once(tmp_path: Path) -> None:

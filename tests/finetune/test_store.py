@@ -19,6 +19,7 @@ import torch
 from tests.finetune.sets import chat, lines, pair
 from tests.finetune.tokenizers import CHATML, make_tokenizer
 from trainwright.data.fingerprint import fingerprint
+from trainwright.data.unwrap import unwrap
 from trainwright.errors import StorageError, UsageError
 from trainwright.finetune import store
 from trainwright.finetune.datasets import Chat, Preference
@@ -213,6 +214,18 @@ def test_lengths_and_batches(tmp_path: Path) -> None:
     assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
     for row, at in enumerate((0, 3)):  # the end token keeps its label though it is the padding token, too
         assert torch.equal(batch["labels"][row, : sizes[row]], data[at]["labels"])
+
+
+def test_short_samples_come_first_in_the_first_epochs(tmp_path: Path) -> None:
+    data = Chat(written(tmp_path, 40), tokenizer=make_tokenizer(), cache=tmp_path / "cache", short_first=2)
+    order = unwrap(data).order
+    assert order is not None and order.is_pure and unwrap(data).dataset is data
+    epochs = [np.concatenate([*order.batches(7, epoch)]) for epoch in (0, 1, 2, 0)]
+    assert all(sorted(each.tolist()) == list(range(40)) for each in epochs)
+    means = [data.lengths()[each].reshape(10, 4).mean(1) for each in epochs]
+    is_growing = [bool((np.diff(each) >= 0).all()) for each in means]
+    assert is_growing == [True, True, False, True]
+    assert (epochs[0] != epochs[1]).any() and (epochs[0] == epochs[3]).all()
 
 
 def test_lengths_of_pairs(tmp_path: Path) -> None:

@@ -257,6 +257,23 @@ def test_the_noise_of_a_course_is_that_around_it() -> None:
 
 
 @pytest.mark.parametrize(
+    ("after", "says"), [((1.9, 2.4), "higher than before training on wiki (2.000 -> 2.400)"), ((1.9, 1.8), "")]
+)
+def test_a_source_that_became_worse_is_named(after: tuple[float, float], says: str) -> None:
+    def evaluated(step: int, val: float, wiki: float) -> Evaluated:
+        metrics = {"val.loss": val, "wiki.loss": wiki}
+        return Evaluated(time_s=0.0, step=step, loss=val, weight=1.0, metrics=metrics, seconds=0.1)
+
+    verdict = judge(replace(LEARNS, evaluations=[evaluated(0, 2.1, 2.0), evaluated(STEPS, *after)]))
+    assert says in verdict.sentence and (verdict.word == "worse than before") is bool(says)
+
+
+def test_warnings_of_the_audit_are_in_the_verdict() -> None:
+    verdict = judge(replace(LEARNS, data_warnings=["loop", "refusal", "loop"]))
+    assert verdict.word == "warning" and "the audit of the data warns of loop, refusal" in verdict.sentence
+
+
+@pytest.mark.parametrize(
     ("losses", "word", "best_step"),
     [
         ((2.0, 1.8, 1.5), "no finding", None),

@@ -35,6 +35,7 @@ from trainwright.data.unwrap import Unwrapped, length_of, unwrap
 from trainwright.distributed import device_name, low_precision
 from trainwright.distributed.group import SOLO, World
 from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError, UsageError, unknown_args
+from trainwright.finetune.audit import tokenized_set_of
 from trainwright.finetune.packing import with_packing
 from trainwright.finetune.reference import with_reference
 from trainwright.models.pretrained import listed, pretrained_of
@@ -194,7 +195,7 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
     recipe = loaded.recipe
     model = parts.model
     notes = list(parts.notes)
-    parts = _with_reference(parts, loaded)
+    parts = _with_reference(_with_sources(parts, loaded), loaded)
     require_in_set(parts.train, loaded)
     with at_recipe(loaded.source, "model.use"):
         require_ready(model)
@@ -247,6 +248,16 @@ def pretrained_notes(model: nn.Module) -> Iterator[Note]:
         yield Note("new weights", listed(origin.new), why)
     if origin.unused:
         yield Note("not used", listed(origin.unused), "the model has no weights of these names in its files")
+
+
+def _with_sources(parts: Parts, loaded: Loaded) -> Parts:
+    """Return the validation sets, followed by those of single sources where a set requests them."""
+    val_sets = dict(parts.val_sets)
+    for val in parts.val_sets.values():
+        found = tokenized_set_of(val.dataset)
+        for name, part in (found.sources() if found is not None else {}).items():
+            val_sets.setdefault(name, with_packing(unwrap(part), loaded.recipe.data.packing))
+    return replace(parts, val_sets=val_sets)
 
 
 def _with_reference(parts: Parts, loaded: Loaded) -> Parts:

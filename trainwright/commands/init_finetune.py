@@ -262,7 +262,9 @@ def _readme(facts: Facts) -> str:
 
 def _layout(data: str) -> tuple[Use, str]:
     """Return use and layout of the records of a file: those of most of its first records."""
-    records = islice(open_source(data).records(), MAX_RECORDS_READ)
+    records = [*islice(open_source(data).records(), MAX_RECORDS_READ)]
+    if records and all(each.problem for each in records):
+        raise UsageError(f"no record of {data} can be read: {records[0].problem}", remedy=records[0].remedy)
     fields = [each.fields for each in records if isinstance(each.fields, dict)]
     found: Counter[str] = Counter()
     for each in fields:

@@ -18,6 +18,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     TensorDataset,
     default_collate,
@@ -119,7 +120,12 @@ def unwrap(data: object) -> Unwrapped:
         unwrapped = Unwrapped(data, order=UserOrder(data.order))
     else:
         dataset = _with_tensors(_dataset(data))
-        unwrapped = Unwrapped(dataset, collate=TokenRows() if is_token_samples(dataset) else default_collate)
+        order = getattr(dataset, "order", None)
+        unwrapped = Unwrapped(
+            dataset,
+            order=UserOrder(order) if isinstance(order, Sampler) else None,
+            collate=TokenRows() if is_token_samples(dataset) else default_collate,
+        )
     _require_length(unwrapped)
     return unwrapped
 

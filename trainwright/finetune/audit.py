@@ -17,8 +17,9 @@ from torch import Tensor
 
 from trainwright.data.padding import ATTENTION_KEY, IGNORE
 from trainwright.finetune.datasets import Preference, TokenizedSet
-from trainwright.finetune.defects import MEANINGS, Defect
+from trainwright.finetune.defects import MEANINGS, Defect, Severity
 from trainwright.finetune.encode import ROLE_CODES
+from trainwright.finetune.signs import MIN_SAMPLES, OF_ANSWERS, Texts, excerpt_of, shortened, signs_of_set
 from trainwright.finetune.similarity import near_pairs
 from trainwright.runs.supervision import (
     DecodedSample,
@@ -27,6 +28,7 @@ from trainwright.runs.supervision import (
     Supervision,
     SupervisionFinding,
     most_severe_first,
+    percent,
 )
 
 if TYPE_CHECKING:
@@ -41,14 +43,12 @@ MIN_DUPLICATE_FRACTION = 0.01
 MIN_SAME_ANSWER_FRACTION = 0.5
 MIN_SAME_ANSWER_WORDS = 4
 """Shorter answers may be classes, as yes and no are."""
-MIN_SAMPLES_FOR_SHARES = 8
+MIN_USUAL = 3
+"""Samples from which a property that single good samples may have is reported."""
 MAX_WRAPPERS = 4
 MAX_ENDS_READ = 256
-MAX_ANSWERS_READ = 1000
-"""Samples whose answers are decoded to compare their lengths; it takes 30 us for each."""
-MIN_CUT_ANSWERS, MIN_CUT_ANSWER_FRACTION, MIN_CUT_ANSWER_WORDS, MIN_MID_TEXT_FRACTION = 4, 0.1, 6, 0.8
-"""Answers of the largest length that are a sign of a limit: their number, their fraction of the samples, the words of
-each, and the fraction of them that ends with a letter, a digit or a comma."""
+MAX_SAMPLES_READ = 1000
+"""Samples whose texts are decoded to compare them with each other; it takes 30 us for each."""
 MAX_ROWS_COMPARED = 200_000
 """Rows among which near duplicates are sought; it takes 20 us for each."""
 _ROLE_NAMES = {code: name for name, code in ROLE_CODES.items()}
@@ -132,7 +132,7 @@ def audit_set(
     """
     rows, numbers = dataset.rows(), dataset.row_numbers()
     findings = [*_defect_findings(dataset, rows), *_duplicates(dataset, rows), *_same_answers(dataset, rows)]
-    findings += _cut_answers(dataset, rows)
+    findings += _signs_of_set(dataset, rows)
     if train is not None:
         findings += _leaks(dataset, rows, train)
     kept = np.flatnonzero(rows["kept"] == 1)
@@ -199,28 +199,64 @@ def _count_tokens(dataset: TokenizedSet, rows: NDArray[np.int64]) -> tuple[NDArr
     return roles, turns, largest
 
 
+def _finding(
+    dataset: TokenizedSet,
+    has: Sequence[int] | NDArray[np.int64],
+    total: int,
+    unit: str,
+    name: str,
+    says: str,
+    remedy: str,
+    severity: Severity = "warning",
+    excerpt: str | None = None,
+) -> SupervisionFinding:
+    """Return a finding that states its number, its fraction, and the first of the rows ``has`` with an excerpt.
+
+    The excerpt is by default the beginning of the answer.
+    """
+    row = dataset.rows()[has[0]]
+    place, count = dataset.store.place(row), len(has)
+    if excerpt is None:
+        excerpt = shortened(_texts_of(dataset, has[0]).answer.strip())
+    message = f"{count:,} of {total:,} {unit} ({percent(count / total)}) {says}; the first is {place}"
+    message += f": {excerpt!r}" if excerpt else ""
+    return SupervisionFinding(name, severity, message, remedy, count, place)
+
+
+def _texts_of(dataset: TokenizedSet, row: int, rejected: int | None = None) -> Texts:
+    """Return the last prompt and the last answer of a row, and that of the row that is rejected, as the model sees
+    them.
+    """
+    tokens = dataset.tokens_of_row(int(dataset.row_numbers()[row]))
+    said = tokens[tokens["supervised"] == 1]
+    said = said[said["turn"] == said["turn"].max(initial=0)]
+    asked = tokens[(tokens["role"] == ROLE_CODES["user"]) & (tokens["supervised"] == 0)]
+    asked = asked[asked["turn"] == asked["turn"].max(initial=0)]
+    prompt, answer = (
+        str(dataset.tokenizer.decode(each["id"].tolist(), skip_special_tokens=True)) for each in (asked, said)
+    )
+    prompt = prompt.removeprefix("user\n")
+    return Texts(prompt, answer, "" if rejected is None else _texts_of(dataset, rejected).answer)
+
+
 def _beyond_the_model(
     dataset: TokenizedSet, rows: NDArray[Any], kept: NDArray[np.int64], limits: ModelLimits, largest: int
 ) -> Iterator[SupervisionFinding]:
     """Yield findings on ids and lengths that the model does not accept."""
     if limits.rows is not None and largest >= limits.rows:
-        ids = (dataset.tokens_of_row(int(dataset.row_numbers()[at]))["id"].max(initial=0) for at in kept)
-        at = kept[next(number for number, each in enumerate(ids) if each >= limits.rows)]
-        place = dataset.store.place(rows[at])
-        message = f"the tokenizer does not fit the model: id {largest} is in the data, the embedding has {limits.rows} "
-        message += f"rows; the first such record is {place}"
+        ids = [dataset.tokens_of_row(int(dataset.row_numbers()[at]))["id"].max(initial=0) for at in kept]
+        has = kept[np.array(ids) >= limits.rows]
+        says = f"have ids beyond the model: the largest is {largest}, the embedding has {limits.rows} rows, so "
+        says += "the tokenizer does not fit the model"
         remedy = (
             "use the tokenizer of the model, or resize the embedding: model.resize_token_embeddings(len(tokenizer))"
         )
-        yield SupervisionFinding("ids_beyond_the_model", "error", message, remedy, 1, place)
+        yield _finding(dataset, has, len(kept), "sequences", "ids_beyond_the_model", says, remedy, "error")
     if limits.positions is not None and len(long := kept[rows["length"][kept] > limits.positions]):
-        place, longest = dataset.store.place(rows[long[0]]), int(rows["length"][long].max())
-        message = (
-            f"{len(long):,} sequences are longer than the {limits.positions:,} positions of the model, the longest "
-        )
-        message += f"has {longest:,} tokens; the first is {place}"
+        says = f"are longer than the {limits.positions:,} positions of the model, the longest has "
+        says += f"{int(rows['length'][long].max()):,} tokens"
         remedy = f"set max_length: {limits.positions} and truncate: right or drop"
-        yield SupervisionFinding("longer_than_the_model", "warning", message, remedy, len(long), place)
+        yield _finding(dataset, long, len(kept), "sequences", "longer_than_the_model", says, remedy)
 
 
 def _other_end(
@@ -245,16 +281,41 @@ def _other_end(
 def _defect_findings(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[SupervisionFinding]:
     defects = rows["defects"].astype(np.int64)
     pairs = np.cumsum(rows["rejected"] == 0)  # a rejected row follows its chosen one
-    unit = "pairs" if isinstance(dataset, Preference) else "sequences"
-    for defect, (severity, says, remedy) in MEANINGS.items():
-        has = np.flatnonzero(defects & int(defect))
-        if len(has):
-            place, count = dataset.store.place(rows[has[0]]), len(np.unique(pairs[has]))
-            verb = "has" if count == 1 else "have"
-            message = f"{count:,} of {int(pairs[-1]):,} {unit} {verb} {says}; the first is {place}"
-            if defect == Defect.NO_END and dataset.tokenizer.chat_template and dataset.renderer.marks_answers():
-                remedy = "move the end token of a turn into its {% generation %} block, before {% endgeneration %}"
-            yield SupervisionFinding(str(defect.name).lower(), severity, message, remedy, count, place)
+    unit, total = "pairs" if isinstance(dataset, Preference) else "sequences", int(pairs[-1])
+    for defect, meaning in MEANINGS.items():
+        has = np.flatnonzero((defects & int(defect) != 0) & ((rows["rejected"] == 0) | (not defect & OF_ANSWERS)))
+        if isinstance(dataset, Preference) and defect == Defect.REFUSAL:
+            continue  # a preference may be one for refusals; SET_SIGNS compares both sides
+        has = has[np.unique(pairs[has], return_index=True)[1]]
+        if not len(has) or len(has) < meaning.least * total:
+            continue
+        if meaning.least and (total < MIN_SAMPLES or len(has) < MIN_USUAL):
+            continue
+        remedy = meaning.remedy
+        if defect == Defect.NO_END and dataset.tokenizer.chat_template and dataset.renderer.marks_answers():
+            remedy = "move the end token of a turn into its {% generation %} block, before {% endgeneration %}"
+        says = f"{'has' if len(has) == 1 else 'have'} {meaning.says}"
+        yield _finding(
+            dataset,
+            has,
+            total,
+            unit,
+            str(defect.name).lower(),
+            says,
+            remedy,
+            meaning.severity,
+            _excerpt(dataset, has[0], defect),
+        )
+
+
+def _excerpt(dataset: TokenizedSet, row: int, defect: Defect) -> str:
+    """Return the place of a defect in the text of a row, or the beginning of its answer or prompt."""
+    tokens, texts = dataset.tokens_of_row(int(dataset.row_numbers()[row])), _texts_of(dataset, row)
+    whole = str(dataset.tokenizer.decode(tokens["id"].tolist()))
+    for text in (texts.answer, texts.prompt, whole):
+        if found := excerpt_of(text, defect):
+            return found
+    return shortened(texts.answer.strip() or texts.prompt.strip() or whole)
 
 
 def _samples(rows: NDArray[Any]) -> NDArray[np.int64]:
@@ -267,66 +328,43 @@ def _duplicates(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[Supervisi
     _, first, inverse = np.unique(rows["hash"][samples], return_index=True, return_inverse=True)
     again = np.flatnonzero(first[inverse] != np.arange(len(samples)))
     if len(again):
-        at, before = samples[again[0]], samples[first[inverse[again[0]]]]
-        place, earlier = dataset.store.place(rows[at]), dataset.store.place(rows[before])
-        is_many = len(again) >= MIN_DUPLICATE_FRACTION * len(samples)
-        message = f"{len(again):,} of {len(samples):,} samples repeat an earlier one: {place} equals {earlier}"
+        earlier = dataset.store.place(rows[samples[first[inverse[again[0]]]]])
+        severity: Severity = "warning" if len(again) >= MIN_DUPLICATE_FRACTION * len(samples) else "note"
         remedy = "remove them: they weigh more than others"
-        severity = "warning" if is_many else "note"
-        yield SupervisionFinding("duplicates", severity, message, remedy, len(again), place)  # type: ignore[arg-type]
+        says = f"repeat an earlier one, the first of them {earlier}"
+        yield _finding(dataset, samples[again], len(samples), "samples", "duplicates", says, remedy, severity)
     distinct = samples[np.sort(first)][:MAX_ROWS_COMPARED]
-    near = [(int(distinct[row]), int(distinct[other])) for row, other in near_pairs(rows["signature"][distinct])]
+    near = [*near_pairs(rows["signature"][distinct])]
     if near:
-        place, earlier = (dataset.store.place(rows[at]) for at in near[0])
-        message = f"{len(near):,} samples are nearly equal to an earlier one: {place} to {earlier}"
+        earlier = dataset.store.place(rows[distinct[near[0][1]]])
+        says = f"are nearly equal to an earlier one, the first of them to {earlier}"
         remedy = "remove them if they are copies; a shared template is no fault"
-        yield SupervisionFinding("near_duplicates", "note", message, remedy, len(near), place)
+        has = [int(distinct[row]) for row, _ in near]
+        yield _finding(dataset, has, len(samples), "samples", "near_duplicates", says, remedy, "note")
 
 
 def _same_answers(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[SupervisionFinding]:
     samples = _samples(rows)
-    if len(samples) < MIN_SAMPLES_FOR_SHARES or dataset.use in ("text", "preference"):
+    if len(samples) < MIN_SAMPLES or dataset.use in ("text", "preference"):
         return
-    values, first, counts = np.unique(rows["answer"][samples], return_index=True, return_counts=True)
+    values, counts = np.unique(rows["answer"][samples], return_counts=True)
     most = int(counts.argmax())
-    if values[most] == 0 or counts[most] < MIN_SAME_ANSWER_FRACTION * len(samples):
+    has = samples[rows["answer"][samples] == values[most]]
+    if values[most] == 0 or len(has) < MIN_SAME_ANSWER_FRACTION * len(samples):
         return
-    row = samples[first[most]]
-    tokens = dataset.tokens_of_row(int(dataset.row_numbers()[row]))
-    answer = dataset.tokenizer.decode(tokens["id"][tokens["supervised"] == 1].tolist(), skip_special_tokens=True)
-    if len(str(answer).split()) < MIN_SAME_ANSWER_WORDS:
-        return
-    place = dataset.store.place(rows[row])
-    message = f"{counts[most]:,} of {len(samples):,} samples have the same answer, {_short(str(answer))!r}; the first "
-    message += f"is {place}"
-    remedy = "check how answers are read; a model that always says this has a low loss"
-    yield SupervisionFinding("same_answer", "warning", message, remedy, int(counts[most]), place)
+    is_long = len(_texts_of(dataset, has[0]).answer.split()) >= MIN_SAME_ANSWER_WORDS
+    if is_long or len(has) == len(samples):
+        remedy = "check how answers are read; a model that always says this has a low loss"
+        yield _finding(dataset, has, len(samples), "samples", "same_answer", "have the same answer", remedy)
 
 
-def _cut_answers(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[SupervisionFinding]:
-    """Yield a warning if many different answers have the same length in characters, the largest, and end in mid-text.
-
-    A length limit in the program that made the data leaves such answers.
-    """
-    samples = _samples(rows)[:MAX_ANSWERS_READ]
-    if len(samples) < MIN_SAMPLES_FOR_SHARES or dataset.use == "text":
-        return
-    answers: dict[str, int] = {}
-    for row in samples:
-        tokens = dataset.tokens_of_row(int(dataset.row_numbers()[row]))
-        last = tokens[(tokens["supervised"] == 1) & (tokens["turn"] == tokens["turn"].max(initial=0))]
-        answers.setdefault(str(dataset.tokenizer.decode(last["id"].tolist(), skip_special_tokens=True)).strip(), row)
-    largest = max(map(len, answers))
-    longest = [text for text in answers if len(text) == largest and len(text.split()) >= MIN_CUT_ANSWER_WORDS]
-    in_mid_text = [text for text in longest if text[-1].isalnum() or text[-1] == ","]
-    if len(longest) < max(MIN_CUT_ANSWERS, MIN_CUT_ANSWER_FRACTION * len(samples)):
-        return
-    if len(in_mid_text) >= MIN_MID_TEXT_FRACTION * len(longest):
-        place = dataset.store.place(rows[answers[in_mid_text[0]]])
-        message = f"{len(longest):,} of {len(samples):,} answers have exactly {largest} characters, none has more, and "
-        message += f"they end in mid-text: ...{in_mid_text[0][-30:]!r}; the first is {place}"
-        remedy = f"look for a limit of {largest} characters where the data is made, and make these answers again"
-        yield SupervisionFinding("cut_answers", "warning", message, remedy, len(longest), place)
+def _signs_of_set(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[SupervisionFinding]:
+    samples = _samples(rows)[:MAX_SAMPLES_READ]
+    is_pair = isinstance(dataset, Preference)
+    texts = [_texts_of(dataset, row, row + 1 if is_pair else None) for row in samples.tolist()]
+    for sign in signs_of_set(texts, dataset.use):
+        has = samples[sign.samples]
+        yield _finding(dataset, has, len(samples), sign.unit, sign.name, sign.says, sign.remedy, excerpt=sign.excerpt)
 
 
 def _leaks(dataset: TokenizedSet, rows: NDArray[Any], train: TokenizedSet) -> Iterator[SupervisionFinding]:
@@ -337,13 +375,12 @@ def _leaks(dataset: TokenizedSet, rows: NDArray[Any], train: TokenizedSet) -> It
     equal = [(int(at), known[value]) for at in samples if (value := int(rows["hash"][at])) in known]
     rest = np.array([at for at in samples if int(rows["hash"][at]) not in known], dtype=np.int64)
     near = [(int(rest[row]), other) for row, other in near_pairs(rows["signature"][rest], others["signature"])]
-    for pairs, name, says in ((equal, "leaked", "are"), (near, "nearly_leaked", "are nearly equal to one")):
+    remedy = "split one file with val_fraction, which keeps copies on one side, or remove them from one set"
+    for pairs, name, how in ((equal, "leaked", "are"), (near, "nearly_leaked", "are nearly equal to one")):
         if pairs:
-            place, there = dataset.store.place(rows[pairs[0][0]]), train.store.place(others[pairs[0][1]])
-            message = f"{len(pairs):,} of {len(samples):,} validation samples {says} in the training set: {place} is "
-            message += f"{there}" if name == "leaked" else f"nearly {there}"
-            remedy = "split one file with val_fraction, which keeps copies on one side, or remove them from one set"
-            yield SupervisionFinding(name, "warning", message, remedy, len(pairs), place)
+            there = train.store.place(others[pairs[0][1]])
+            says = f"{how} in the training set, the first of them {there}"
+            yield _finding(dataset, [row for row, _ in pairs], len(samples), "validation samples", name, says, remedy)
 
 
 def _decoded_rows(
@@ -374,11 +411,6 @@ def decoded(tokenizer: Tokenizer, place: str, ids: NDArray[np.integer], supervis
         if is_gap:
             parts.append(MarkedText(" [...] ", False))
     return DecodedSample(place, tuple(parts))
-
-
-def _short(text: str, limit: int = 60) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 @dataclass

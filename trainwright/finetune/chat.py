@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -46,10 +45,6 @@ class Rendered:
     ends: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
     defects: Defect
-
-    def turn_at(self, position: int) -> int:
-        """Return the number of the message that a character belongs to."""
-        return min(bisect_right(self.ends, position), len(self.ends) - 1)
 
 
 @dataclass(frozen=True)
@@ -258,8 +253,11 @@ class ChatRenderer:
     @cached_property
     def _split_words(self) -> list[str]:
         """Control words of the template that are not one token."""
-        words = sorted(set(CONTROL_WORD.findall(self._template(None))))
-        return [word for word in words if len(self._encoded(word)["input_ids"]) > 1]
+        return [word for word in sorted(set(CONTROL_WORD.findall(self._template(None)))) if self.is_split(word)]
+
+    def is_split(self, word: str) -> bool:
+        """Return True if the tokenizer has no single token for a control word."""
+        return len(self._encoded(word)["input_ids"]) > 1
 
     @cached_property
     def _special_tokens(self) -> list[str]:

@@ -5,18 +5,19 @@ Shapes: B batch, T tokens of a sequence, or of the longest of a batch.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from trainwright.data.padding import IGNORE
 from trainwright.errors import UsageError, require_choice, suggest_file
@@ -26,7 +27,7 @@ from trainwright.finetune.encode import Encoder, TrainOn, Truncate
 from trainwright.finetune.layouts import Use
 from trainwright.finetune.read import open_source
 from trainwright.finetune.similarity import groups, is_held_out
-from trainwright.finetune.store import EncodingOptions, Store, cache_folder, tokenized
+from trainwright.finetune.store import EncodingOptions, cache_folder, tokenized
 from trainwright.finetune.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -77,6 +78,9 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         revision: Branch, tag or commit of a hub dataset.
         tokenizer_revision: Branch, tag or commit of a hub tokenizer.
         trust_remote_code: Permit code in the repository of the tokenizer to run.
+        short_first: Number of epochs that visit short samples first: ten groups of growing lengths, each shuffled.
+        by_source: For a validation set: evaluate the samples of each source once more, and report their figures by its
+            name. The source is the key ``source`` of a record, else its file.
         cache: Folder of the cache; null: ``$TRAINWRIGHT_CACHE``, else ``~/.cache/trainwright``.
 
     Raises UsageError for records that cannot be used, with file and line of the first ones.
@@ -104,6 +108,8 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         revision: str | None = None,
         tokenizer_revision: str | None = None,
         trust_remote_code: bool = False,
+        short_first: int = 0,
+        by_source: bool = False,
         cache: str | Path | None = None,
     ) -> None:
         require_choice("split", split, get_args(Split))
@@ -143,7 +149,7 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         self.store = tokenized(source, encoder, options, cache_folder(cache))
         self.train_on = train_on
         self.max_length = max_length
-        self.split = split
+        self.split, self.by_source, self.short_first = split, by_source, short_first
         self.pad_id = pad_id_of(self.tokenizer)
         self._rows = self.store.rows()
         self._begins = _begins(self._rows, [len(each) for each in self.store.tokens()])
@@ -177,6 +183,11 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         else:
             why, remedy = "no token carries loss", "check the records and the chat template"
         return UsageError(f"nothing is supervised: {why}; the first record is {place}", remedy=remedy)
+
+    @property
+    def order(self) -> ShortFirst | None:
+        """The order in which ``short_first`` visits the samples; None without it."""
+        return ShortFirst(self.longest(), self.short_first) if self.short_first else None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -237,6 +248,19 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         """Return the number of tokens of the longest sequence of each sample (n,)."""
         return self.lengths()
 
+    def sources(self) -> dict[str, Self]:
+        """Return the samples of each source as a set, by name; {} without ``by_source`` or with one source."""
+        origins = self._rows["source"][self._index]
+        if not self.by_source or len(np.unique(origins)) < 2:
+            return {}
+        found = {}
+        for number in np.unique(origins):
+            part = copy.copy(self)
+            part.by_source, part._index = False, self._index[origins == number]
+            part._chosen = self._chosen[self._rows["source"][self._chosen] == number]
+            found[self.store.sources[number]] = part
+        return found
+
     def fetch_batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         """Return the samples as tensors (B, T), padded on the right; ``attention_mask`` is 0 there, labels -100."""
         return padded([self[int(at)] for at in indices], self.pad_id)
@@ -259,6 +283,33 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
     def row_numbers(self) -> NDArray[np.int64]:
         """Return the numbers of ``rows`` in the store."""
         return self._chosen
+
+
+LENGTH_GROUPS = 10
+
+
+class ShortFirst(Sampler[int]):
+    """A curriculum by length: in the first epochs, groups of growing lengths, each shuffled; then a shuffle of all.
+
+    Draws from the global generator, which the order of a run seeds for each epoch.
+    """
+
+    def __init__(self, lengths: NDArray[np.int64], epochs: int) -> None:
+        ranks = np.argsort(np.argsort(lengths, kind="stable"), kind="stable")
+        self.group = torch.from_numpy(ranks * LENGTH_GROUPS // max(1, len(lengths)))
+        self.epochs, self.epoch = epochs, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(len(self.group), device="cpu")
+        if self.epoch < self.epochs:
+            order = order[torch.argsort(self.group[order], stable=True)]
+        return iter(order.tolist())
 
 
 class Chat(TokenizedSet):
@@ -381,16 +432,3 @@ def _require_numbers(max_length: int | None, fraction: float, split: str) -> Non
         raise UsageError(f"val_fraction must be in [0, 1); got {fraction}", remedy="try val_fraction: 0.05")
     if split == "val" and not fraction:
         raise UsageError("split: val has no samples without val_fraction", remedy="give both sets val_fraction: 0.05")
-
-
-__all__ = [
-    "Chat",
-    "Completion",
-    "Defect",
-    "Instruct",
-    "Preference",
-    "Store",
-    "Texts",
-    "TokenizedSet",
-    "padded",
-]

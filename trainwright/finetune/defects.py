@@ -52,14 +52,27 @@ class Defect(IntFlag):
     OPEN_THINKING = 1 << 38
     BROKEN_ARGUMENTS = 1 << 39
     UNKNOWN_CALL = 1 << 40
+    CONTINUED_DIALOGUE = 1 << 41
+    UNFILLED = 1 << 42
+    LOOP = 1 << 43
+    REFUSAL = 1 << 44
+    MID_SENTENCE = 1 << 45
+    PLAIN_TEXT = 1 << 46
+    HTML_LEFT = 1 << 47
+    PYTHON_TEXT = 1 << 48
+    PAGE_TEXT = 1 << 49
 
 
 class Meaning(NamedTuple):
-    """The severity of a defect, the end of a sentence about the samples that have it, and the remedy."""
+    """The severity of a defect, the end of a sentence about the samples that have it, and the remedy.
+
+    It is reported if at least the fraction ``least`` of the samples has it.
+    """
 
     severity: Severity
     says: str
     remedy: str
+    least: float = 0.0
 
 
 MEANINGS: dict[Defect, Meaning] = {
@@ -90,8 +103,23 @@ MEANINGS: dict[Defect, Meaning] = {
     ),
     Defect.ESCAPED_NEWLINE: Meaning(
         "warning",
-        "an answer with a backslash and the letter n instead of line breaks: it was escaped twice",
+        r"an answer with a backslash and the letter n, or \u00e9, instead of what they stand for: it was escaped twice",
         r"write line breaks when the file is made: text.replace(r'\n', chr(10))",
+    ),
+    Defect.HTML_LEFT: Meaning(
+        "warning",
+        "HTML in the text, such as &amp; or <br>, that a page or an export has left",
+        "remove the tags, and decode the rest with html.unescape",
+    ),
+    Defect.PYTHON_TEXT: Meaning(
+        "warning",
+        "an answer that is the text of a Python list or object",
+        "write the value that is inside of it, or JSON by json.dumps",
+    ),
+    Defect.PAGE_TEXT: Meaning(
+        "warning",
+        "the words of a button or a mark of a chat page in an answer",
+        "remove them: they come from a copied page",
     ),
     Defect.REPEATS_PROMPT: Meaning(
         "warning",
@@ -113,11 +141,35 @@ MEANINGS: dict[Defect, Meaning] = {
         "the result of a tool for a call that no earlier turn makes",
         "correct tool_call_id, or look for a turn that is missing",
     ),
+    Defect.CONTINUED_DIALOGUE: Meaning(
+        "warning",
+        "an answer that goes on with a turn of the user, such as Human: ...",
+        "end the answer before that turn, or make a conversation of it: use: chat",
+    ),
+    Defect.UNFILLED: Meaning(
+        "warning",
+        "a placeholder that was not filled in",
+        "fill it in where the file is made, or drop these records",
+    ),
+    Defect.LOOP: Meaning(
+        "warning", "an answer that repeats one passage four times or more", "drop these records, or make them again"
+    ),
+    Defect.REFUSAL: Meaning(
+        "warning",
+        "a refusal as the answer: the model learns to refuse",
+        "drop those that a filter or a failed request has left; keep those that you want",
+        least=0.4,
+    ),
+    Defect.MID_SENTENCE: Meaning(
+        "warning",
+        "an answer that ends in the middle of a sentence or of a block of code",
+        "raise the limit of tokens where the answers are made, and make these again, or drop them",
+    ),
     Defect.EMPTY_PROMPT: Meaning("warning", "an empty user turn", "fill it in, or drop the record"),
     Defect.OTHER_TEMPLATE: Meaning(
         "warning",
-        "the marks of a prompt template inside of a message, so that it is in two templates",
-        "remove marks such as ### Response: or [/INST] from the text: the chat template adds its own",
+        "the marks of a prompt template inside of a message or an answer, so that it is in two templates",
+        "remove marks such as ### Response: or [/INST] from the text: a chat template adds its own",
     ),
     Defect.CUT_ANSWER: Meaning(
         "warning",
@@ -160,7 +212,7 @@ MEANINGS: dict[Defect, Meaning] = {
     ),
     Defect.SPLIT_CONTROL: Meaning(
         "warning",
-        "control words of the template that are no single tokens of this tokenizer",
+        "control words, such as <|im_start|>, that are no single tokens of this tokenizer",
         "add them as special tokens and resize the embedding, or use the template that belongs to the tokenizer",
     ),
     Defect.CONTROL_IN_CONTENT: Meaning(
@@ -227,6 +279,11 @@ MEANINGS: dict[Defect, Meaning] = {
     ),
     Defect.SCORES_SWAPPED: Meaning(
         "warning", "a chosen answer with a lower score than the rejected one", "swap them, or drop the record"
+    ),
+    Defect.PLAIN_TEXT: Meaning(
+        "note",
+        "a prompt and answers as text: they are trained as they are, without the chat template, as in TRL",
+        "to apply the chat template of the tokenizer, give each as a list of messages",
     ),
     Defect.DATED: Meaning(
         "note",

@@ -6,7 +6,6 @@ Shapes: T tokens of a sequence.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,46 +15,18 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trainwright.finetune.chat import ChatRenderer, Rendered
+from trainwright.finetune.chat import CONTROL_WORD, ChatRenderer, Rendered
 from trainwright.finetune.defects import Defect
 from trainwright.finetune.layouts import ROLES, Example, text_of_message
+from trainwright.finetune.signs import prose_of, signs_of
 
 if TYPE_CHECKING:
     from trainwright.finetune.tokenizer import Tokenizer
 
 TrainOn: TypeAlias = Literal["assistant", "all", "last"]
 Truncate: TypeAlias = Literal["error", "left", "right", "drop"]
-NO_ROLE = 0
-"""The code of tokens that belong to no message."""
 ROLE_CODES = {name: code for code, name in enumerate(ROLES, start=1)} | {"text": len(ROLES) + 1}
 PLACEHOLDERS = frozenset(("null", "none", "nan", "n/a", "undefined", "<na>", "todo"))
-MOJIBAKE = re.compile("\ufffd|Ã[\u0080-\u00bf]|â€[\u0080-\u00ff™œž˜¦“”\u009d]|Â[\u00a0-\u00bf]|Ã[©¨¤¶¼±³­¡ ]")
-"""UTF-8 read as Latin-1 or Windows-1252, and the sign that replaces bytes which are not UTF-8."""
-ESCAPED_NEWLINE = re.compile(r"[.!?:]\\n(?:\\n)?(?=[A-Z0-9*#-]|$)")
-"""The two characters that stand for a line break in code, between sentences or items of a list."""
-
-
-TEMPLATE_MARKS = re.compile(
-    r"^### (?:Instruction|Response|Input):|\[/INST\]|<</?SYS>>|<\|im_(?:start|end)\|>|<\|eot_id\|>|^ASSISTANT: ",
-    re.MULTILINE,
-)
-"""Text that common templates write around messages."""
-
-
-HTML_ERROR = re.compile(
-    r"\s*(?:<!doctype html[^>]*>\s*)?<html\b.{0,2000}?<title>[^<]*(?:\b[45]\d\d\b|error|denied|not found|unavailable)",
-    re.IGNORECASE | re.DOTALL,
-)
-"""The beginning of a page that a server sends instead of an answer."""
-
-API_ERROR = re.compile(
-    r"\s*(?:Error code: [45]\d\d\b.{0,4000}|\{\s*\"error\"\s*:\s*\{\s*\"message\".{0,4000}"
-    r"|(?:[45]\d\d )?(?:Internal Server Error|Bad Gateway|Service Unavailable|Gateway Timeout|Too Many Requests)\.?"
-    r")\s*",
-    re.DOTALL,
-)
-"""The text that a program stores as the answer if its call of a model server fails."""
-
 MIN_REPEATED_WORDS = 4
 """Minimum words of a prompt whose repetition is reported. Short prompts such as "Hello" are repeated legitimately."""
 
@@ -153,9 +124,14 @@ class Encoder:
 
     def _of_text(self, example: Example, ids: list[int], prompt: list[int]) -> Encoded:
         array, size, defects = np.array(ids, dtype=np.int32), len(ids), Defect(0)
+        marks = CONTROL_WORD.findall(prose_of((example.prompt or "") + example.completion))
+        if len(marks) > 1 and any(map(self.renderer.is_split, set(marks))):
+            defects |= Defect.SPLIT_CONTROL
         if example.prompt is None:
             roles = np.full(size, ROLE_CODES["text"], dtype=np.uint8)
             return Encoded(array, np.ones(size, np.bool_), roles, np.zeros(size, np.uint16), defects)
+        if self.tokenizer.chat_template:
+            defects |= Defect.PLAIN_TEXT
         if self._adds_end:
             prompt = prompt[:-1]
         shared = next(
@@ -214,12 +190,9 @@ def _content_defects(example: Example) -> Defect:
     if any(each.strip().lower() in PLACEHOLDERS for each in answers) and "text" not in {role for role, _ in parts}:
         found |= Defect.PLACEHOLDER
     found |= _answer_defects(answers) | _call_defects(example)
-    if any(MOJIBAKE.search(text) for _, text in parts):
-        found |= Defect.MOJIBAKE
+    found |= signs_of(parts, answers, has_turns=bool(example.messages))
     if any(role == "user" and not text.strip() for role, text in parts):
         found |= Defect.EMPTY_PROMPT
-    if example.messages and any(TEMPLATE_MARKS.search(text) for _, text in parts):
-        found |= Defect.OTHER_TEMPLATE
     roles = [role for role, _ in parts]
     if answers and example.messages and "assistant" in roles and roles[-1] != "assistant":
         begins = next(role for role in roles if role not in ("system", "developer"))
@@ -241,12 +214,8 @@ def _answer_defects(answers: Sequence[str]) -> Defect:
         found |= Defect.NO_ANSWER
     if any(not each.strip() for each in answers):
         found |= Defect.EMPTY_ANSWER
-    if any(HTML_ERROR.match(each) or API_ERROR.fullmatch(each) for each in answers):
-        found |= Defect.SERVER_ERROR
     if any(each.rfind("<think>") > each.rfind("</think>") for each in answers):
         found |= Defect.OPEN_THINKING
-    if any("\n" not in each and ESCAPED_NEWLINE.search(each) for each in answers):
-        found |= Defect.ESCAPED_NEWLINE
     return found
 
 

@@ -336,12 +336,13 @@ def _shared_turns(chosen: str, rejected: str) -> str:
 
 
 def _scores(fields: Mapping[str, Any]) -> tuple[float, float] | None:
-    for good, bad in (
-        ("score_chosen", "score_rejected"),
-        ("chosen_score", "rejected_score"),
-        ("chosen_rating", "rejected_rating"),
-    ):
-        values = fields.get(good), fields.get(bad)
-        if all(isinstance(each, int | float) for each in values):
-            return float(values[0]), float(values[1])  # type: ignore[arg-type]
+    """Return two numbers whose keys differ by chosen and rejected, as in ``score_chosen`` or ``rejected-rating``."""
+    for key, good in fields.items():
+        bad = fields.get(str(key).replace("chosen", "rejected"))
+        if (
+            "chosen" in str(key)
+            and "rank" not in str(key)
+            and all(isinstance(each, int | float) for each in (good, bad))
+        ):
+            return float(good), float(bad)  # type: ignore[arg-type]
     return None

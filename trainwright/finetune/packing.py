@@ -102,8 +102,9 @@ def with_packing(data: Unwrapped, packing: Packing) -> Unwrapped:
         return replace(data, collate=collate_of(data.dataset, padding_free=True))
     if data.order is not None or data.batch_size is not None:
         raise UsageError(
-            "data.packing: bfd determines the rows itself, and the data is a DataLoader with batches of samples",
-            remedy="pass the dataset instead of the DataLoader; batch.size then counts packed rows",
+            "data.packing: bfd determines the rows itself, and the data has an order (short_first) or is a DataLoader "
+            "with batches of samples",
+            remedy="leave out short_first, or pass the dataset instead of the DataLoader; batch.size then counts rows",
         )
     assert packing.max_length is not None
     collate = collate_of(data.dataset)

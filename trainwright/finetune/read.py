@@ -6,9 +6,10 @@ import csv
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,28 @@ SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json")
 """A folder with one of these files was written by ``save_to_disk`` of the package datasets."""
 
 
+LINE_BITS = 36
+
+
+def in_list(line: int, number: int) -> int:
+    """Return a line with the number of a record in a JSON list, from 1: the list may be in one line."""
+    return line | number << LINE_BITS
+
+
+def place_of(name: str, line: int, unit: str) -> str:
+    """Return ``file:line``, ``file:line (record n)`` in a JSON list, or ``file row n`` for formats without lines."""
+    if unit == "row":
+        return f"{name} row {line}"
+    number = line >> LINE_BITS
+    return f"{name}:{line & (1 << LINE_BITS) - 1}" + (f" (record {number})" if number else "")
+
+
 @dataclass(frozen=True)
 class FileRecord:
-    """One record: its file (by its number in ``RecordSource.names``), its line or row, and its fields or a problem."""
+    """One record: its file (by its number in ``RecordSource.names``), its line or row, and its fields or a problem.
+
+    The line of a record of a JSON list holds its number in the list, too, see ``in_list``.
+    """
 
     file: int
     line: int
@@ -41,6 +61,7 @@ class RecordSource:
         unit: What ``FileRecord.line`` counts: ``line`` from 1, or ``row`` from 0.
         files: The files; empty for a dataset of the package datasets.
         dataset: That dataset.
+        renamed: Returns the fields of a record under the names that the layouts use.
     """
 
     names: tuple[str, ...]
@@ -48,19 +69,21 @@ class RecordSource:
     unit: str
     files: tuple[Path, ...] = ()
     dataset: Any = None
+    renamed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
 
     def place(self, file: int, line: int) -> str:
-        """Return ``file:line``, or ``file row n`` for formats without lines."""
-        return f"{self.names[file]}:{line}" if self.unit == "line" else f"{self.names[file]} row {line}"
+        """Return the place of a record, see ``place_of``."""
+        return place_of(self.names[file], line, self.unit)
 
     def records(self) -> Iterator[FileRecord]:
         """Yield all records in the order of the files."""
         if self.dataset is not None:
             for row, fields in enumerate(self.dataset):
-                yield FileRecord(0, row, fields)
+                yield FileRecord(0, row, self.renamed(fields))
             return
         for number, path in enumerate(self.files):
-            yield from _READERS[path.suffix](number, path)
+            for record in _READERS[path.suffix](number, path):
+                yield replace(record, fields=self.renamed(record.fields)) if record.fields else record
 
 
 def open_source(path: str | Path, *, split: str = "train", revision: str | None = None) -> RecordSource:
@@ -77,6 +100,8 @@ def open_source(path: str | Path, *, split: str = "train", revision: str | None 
     """
     local = Path(path).expanduser()
     if local.is_dir():
+        if (listed := _listed(local)) is not None:
+            return _of_list(local, listed, split, revision)
         if any((local / name).exists() for name in SAVED_BY_DATASETS):
             return _saved(local, split)
         files = tuple(sorted(each for each in local.iterdir() if each.suffix in SUFFIXES))
@@ -94,6 +119,68 @@ def open_source(path: str | Path, *, split: str = "train", revision: str | None 
     if isinstance(path, Path) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1:
         raise UsageError(f"there is no file or folder {local}", remedy=suggest_file(local, "the data"))
     return _hub(text, split, revision)
+
+
+LISTED = ("file_name", "hf_hub_url")
+LISTED_KEYS = {
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "messages": "conversations",
+    **{name: name for name in ("system", "history", "tools", "chosen", "rejected")},
+}
+"""Keys of the layouts for the columns that LLaMA-Factory names."""
+
+
+def _listed(folder: Path) -> dict[str, Any] | None:
+    """Return the data sets that LLaMA-Factory's ``dataset_info.json`` in a folder lists; None if it is no such file."""
+    try:
+        found = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_list = isinstance(found, dict) and found and all(isinstance(each, dict) for each in found.values())
+    return found if is_list and any(key in each for each in found.values() for key in LISTED) else None
+
+
+def _of_list(folder: Path, listed: Mapping[str, Any], name: str, revision: str | None) -> RecordSource:
+    """Return the data set of that name, or the only one, with the columns and roles that the list names."""
+    if name not in listed and len(listed) > 1:
+        remedy = f"set source_split to one of {', '.join(listed)}"
+        raise UsageError(f"{folder / 'dataset_info.json'} lists several data sets", remedy=remedy)
+    entry = listed[name if name in listed else next(iter(listed))]
+    if "file_name" not in entry and "hf_hub_url" not in entry:
+        raise UsageError(f"the data set has no file_name in {folder / 'dataset_info.json'}", remedy="download its file")
+    path = folder / entry["file_name"] if "file_name" in entry else entry["hf_hub_url"]
+    found = open_source(path, split=entry.get("split", "train"), revision=revision)
+    described = json.dumps(entry, sort_keys=True).encode()
+    digest = hashlib.sha256(found.digest.encode() + described).hexdigest()
+    return replace(found, digest=digest, renamed=lambda fields: _of_entry(fields, entry))
+
+
+def _of_entry(fields: Mapping[str, Any], entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a record of LLaMA-Factory with the keys of the layouts."""
+    is_chat, columns, tags = entry.get("formatting") == "sharegpt", entry.get("columns", {}), entry.get("tags", {})
+    named = {LISTED_KEYS.get(key, key): fields[theirs] for key, theirs in columns.items() if theirs in fields}
+    rest = {key: value for key, value in fields.items() if key not in columns.values()}
+    made = {**rest, **named}
+    role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
+    roles = {tags.get(f"{each}_tag", each): each for each in ("user", "assistant", "observation", "system")}
+    roles[tags.get("function_tag", "function_call")] = "function_call"
+
+    def turn(value: Any) -> Any:
+        if not isinstance(value, Mapping) or role not in value:
+            return value
+        return {"from": roles.get(value[role], value[role]), "value": value.get(content)}
+
+    if is_chat:
+        made |= {key: [*map(turn, made[key])] for key in ("conversations",) if isinstance(made.get(key), list)}
+        made |= {key: [turn(made[key])] for key in ("chosen", "rejected") if isinstance(made.get(key), Mapping)}
+    if entry.get("ranking"):
+        given = f"\n\n{made['input']}" if made.get("input") else ""
+        made["prompt"] = made.pop("conversations") if is_chat else f"{made.pop('instruction', '')}{given}"
+    elif set(columns) == {"prompt"} and "output" not in made:  # texts to pretrain on
+        made["text"] = made.pop("instruction")
+    return made
 
 
 def _of_files(files: tuple[Path, ...]) -> RecordSource:
@@ -217,26 +304,32 @@ def _json(number: int, path: Path) -> Iterator[FileRecord]:
     text = "".join(texts)
     if text.lstrip().startswith("{"):
         yield from _one_object_or_lines(number, text, path)
-        return
-    decoder, at = json.JSONDecoder(), text.find("[") + 1
-    while at:
+    elif text.lstrip().startswith("["):
+        yield from _list(number, text, text.index("[") + 1)
+    elif text.strip():
+        yield FileRecord(number, 1, {}, "no list of records", "give a list of objects: [{...}, {...}]")
+
+
+def _list(number: int, text: str, at: int) -> Iterator[FileRecord]:
+    """Yield the objects of the list that begins before ``at``."""
+    decoder, line, counted = json.JSONDecoder(), 1, 0
+    for record in count(1):
         at = _skip(text, at)
+        line, counted = line + text.count("\n", counted, at), at
         if text[at : at + 1] in ("]", ""):
             if not text[at:]:
-                yield FileRecord(number, _line_at(text, at), {}, "the list has no end", "write or copy the file again")
+                yield FileRecord(number, line, {}, "the list has no end", "write or copy the file again")
             return
-        line = _line_at(text, at)
+        place = in_list(line, record)
         try:
             value, at = decoder.raw_decode(text, at)
         except ValueError as error:
-            yield FileRecord(number, line, {}, f"not JSON: {error}", "write it with json.dump")
+            yield FileRecord(number, place, {}, f"not JSON: {error}", "write it with json.dump")
             return
         if isinstance(value, dict):
-            yield FileRecord(number, line, value)
+            yield FileRecord(number, place, value)
         else:
-            yield FileRecord(number, line, {}, f"a {type(value).__name__}, not an object", "give a list of objects")
-    if text.strip():
-        yield FileRecord(number, 1, {}, "no list of records", "give a list of objects: [{...}, {...}]")
+            yield FileRecord(number, place, {}, f"a {type(value).__name__}, not an object", "give a list of objects")
 
 
 def _one_object_or_lines(number: int, text: str, path: Path) -> Iterator[FileRecord]:
@@ -250,8 +343,8 @@ def _one_object_or_lines(number: int, text: str, path: Path) -> Iterator[FileRec
         return
     lists = [name for name, each in value.items() if isinstance(each, list) and each and isinstance(each[0], dict)]
     if len(lists) == 1 and lists[0] not in ("messages", "conversations"):  # {"data": [...]}
-        for row, each in enumerate(value[lists[0]]):
-            yield FileRecord(number, row, each)
+        begin = re.search(rf"{re.escape(json.dumps(lists[0]))}\s*:\s*\[", text)
+        yield from _list(number, text, begin.end() if begin else text.index("[") + 1)
         return
     yield FileRecord(number, 1, value)
 
@@ -260,10 +353,6 @@ def _skip(text: str, at: int) -> int:
     while at < len(text) and text[at] in " \t\r\n,":
         at += 1
     return at
-
-
-def _line_at(text: str, at: int) -> int:
-    return text.count("\n", 0, at) + 1
 
 
 @contextmanager
@@ -285,6 +374,10 @@ def _csv(number: int, path: Path) -> Iterator[FileRecord]:
     with path.open(newline="", encoding="utf-8-sig") as file, _long_fields():
         rows = csv.reader(file)
         names = next(rows, [])
+        if len(names) == 1 and (other := next((each for each in ";\t|" if each in names[0]), None)):
+            remedy = f"write it with commas: pandas.read_csv(path, sep={other!r}).to_csv(path, index=False)"
+            yield FileRecord(number, 1, {}, f"its columns are divided by {other!r}, not by commas", remedy)
+            return
         begin = rows.line_num + 1
         for row in rows:
             if row and len(row) != len(names):

@@ -29,13 +29,13 @@ from trainwright.errors import StorageError, UsageError
 from trainwright.finetune.defects import Defect
 from trainwright.finetune.encode import Encoded, Encoder
 from trainwright.finetune.layouts import BadRecord, Example, Pair, Use, example_of
-from trainwright.finetune.read import FileRecord, RecordSource
+from trainwright.finetune.read import FileRecord, RecordSource, place_of
 from trainwright.finetune.similarity import HASHES, content_hash, signature
 from trainwright.finetune.tokenizer import tokenizer_digest
 from trainwright.runs.printing import printable
 from trainwright.runs.system_calls import try_lock
 
-FORMAT = 4
+FORMAT = 6
 """Version of the files. Increase it if the same records give other tokens, defects or files."""
 SHARD_RECORDS = 1000
 MAX_PROBLEMS_SHOWN = 8
@@ -47,6 +47,8 @@ POSITION = re.compile(r"\[\d+\]|(?:line|column|char|byte) \d+")
 MIN_SHOWN_S = 2.0
 """Progress is shown if tokenization takes longer."""
 LOCK_POLL_S = 0.1
+SOURCE_KEY, MAX_SOURCES, OTHER_SOURCES = "source", 32, "other sources"
+"""The key of a record that names where it comes from, and the number of names; further ones are one source."""
 TOKEN = np.dtype([("id", "<i4"), ("turn", "<u2"), ("role", "u1"), ("supervised", "u1")])
 ROW = np.dtype(
     [
@@ -58,6 +60,7 @@ ROW = np.dtype(
         ("file", "<u2"),
         ("kept", "u1"),
         ("rejected", "u1"),
+        ("source", "<u2"),
         ("signature", "<u4", (HASHES,)),
     ]
 )
@@ -79,13 +82,14 @@ class EncodingOptions:
 
 @dataclass(frozen=True)
 class Store:
-    """A complete folder of tokenized records. ``digest`` is a hash of its tokens."""
+    """A complete folder of tokenized records. ``digest`` is a hash of its tokens, ``sources`` are those of records."""
 
     folder: Path
     shards: int
     digest: str
     names: tuple[str, ...]
     unit: str
+    sources: tuple[str, ...] = ()
 
     def rows(self) -> NDArray[Any]:
         """Return all rows, including those of records that are left out."""
@@ -97,8 +101,7 @@ class Store:
 
     def place(self, row: Any) -> str:
         """Return the file and line of a row, such as ``chats.jsonl:3``."""
-        name, line = self.names[int(row["file"])], int(row["line"])
-        return f"{name}:{line}" if self.unit == "line" else f"{name} row {line}"
+        return place_of(self.names[int(row["file"])], int(row["line"]), self.unit)
 
 
 def cache_folder(given: str | Path | None = None) -> Path:
@@ -146,7 +149,7 @@ def tokenized(source: RecordSource, encoder: Encoder, options: EncodingOptions, 
     except OSError as error:
         remedy = "free space or permit writing there, or set cache to another folder"
         raise StorageError(f"the cache {folder} cannot be written: {error.strerror or error}", remedy=remedy) from None
-    return Store(folder, done.shards, done.digest, source.names, source.unit)
+    return Store(folder, done.shards, done.digest, source.names, source.unit, done.sources)
 
 
 class TokenizationProgress:
@@ -171,21 +174,24 @@ class TokenizationProgress:
 
 
 class _Summary(NamedTuple):
-    """The number of shards of a complete folder, and the hash of their tokens."""
+    """The number of shards of a complete folder, the hash of their tokens, and the names of their sources."""
 
     shards: int
     digest: str
+    sources: tuple[str, ...]
 
 
 def _build(folder: Path, source: RecordSource, encoder: Encoder, options: EncodingOptions) -> _Summary:
     records = source.records()
     number, layout = 0, ""
+    sources: dict[str, int] = {}
     progress = TokenizationProgress(source.names[0])
     try:
         while some := list(islice(records, SHARD_RECORDS)):
             layout = layout or _layout_of_first(some, options)
+            of_records = [_source_number(each, source, options, sources) for each in some]
             if not _is_complete(folder, number):
-                rows, tokens = _Shard(source, encoder, options, layout).encode(some)
+                rows, tokens = _Shard(source, encoder, options, layout).encode(some, of_records)
                 _write(_tokens_file(folder, number), tokens)
                 _write(_rows_file(folder, number), rows)
             number += 1
@@ -198,7 +204,7 @@ def _build(folder: Path, source: RecordSource, encoder: Encoder, options: Encodi
     for at in range(number):
         digest.update(np.load(_rows_file(folder, at), allow_pickle=False)["length"].tobytes())
         digest.update(_load_tokens(folder, at).tobytes())
-    done = _Summary(number, digest.hexdigest())
+    done = _Summary(number, digest.hexdigest(), tuple(sources))
     _replace(folder / "done.json", json.dumps({"format": FORMAT, **done._asdict()}).encode())
     return done
 
@@ -217,6 +223,14 @@ def _renamed(fields: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[s
     return {**fields, **{name: fields[theirs] for name, theirs in columns.items() if theirs in fields}}
 
 
+def _source_number(record: FileRecord, source: RecordSource, options: EncodingOptions, known: dict[str, int]) -> int:
+    """Return the number of the source of a record: of its key ``source``, else of its file."""
+    named = _renamed(record.fields, options.columns).get(SOURCE_KEY)
+    name = named if isinstance(named, str) and named else Path(source.names[record.file]).stem
+    name = name if name in known or len(known) < MAX_SOURCES else OTHER_SOURCES
+    return known.setdefault(name, len(known))
+
+
 class _Shard:
     """Encodes the records of one shard."""
 
@@ -224,8 +238,11 @@ class _Shard:
         self.source, self.encoder, self.options, self.layout = source, encoder, options, layout
         self.problems: list[tuple[FileRecord, BadRecord]] = []
 
-    def encode(self, records: Sequence[FileRecord]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return rows and tokens. Raises UsageError for bad records, unless ``on_bad_record`` is "skip"."""
+    def encode(self, records: Sequence[FileRecord], sources: Sequence[int]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return rows and tokens of records and the numbers of their sources.
+
+        Raises UsageError for bad records, unless ``on_bad_record`` is "skip".
+        """
         parsed = [(record, self._parsed(record)) for record in records]
         examples = [each for _, item in parsed if item for each in _examples(item)]
         rendered = []
@@ -252,10 +269,10 @@ class _Shard:
         encoded = [next(found) if good else None for good in usable]
         rows, tokens, at = [], [], 0
         too_long: list[tuple[FileRecord, int]] = []
-        for record, item in parsed:
+        for (record, item), origin in zip(parsed, sources, strict=True):
             count = len(_examples(item)) if item else 0
             sequences, at = encoded[at : at + count], at + count
-            made = self._rows(record, item, sequences, too_long)
+            made = self._rows(record, item, sequences, origin, too_long)
             rows += [row for row, _ in made]
             tokens += [each for _, each in made if each is not None]
         if too_long:
@@ -283,12 +300,13 @@ class _Shard:
         record: FileRecord,
         item: Example | Pair | None,
         sequences: Sequence[Encoded | None],
+        origin: int,
         too_long: list[tuple[FileRecord, int]],
     ) -> list[tuple[Any, NDArray[Any] | None]]:
         """Return (row, tokens) of each sequence of a record; no tokens if the record is left out."""
         none = np.zeros(HASHES, np.uint32)
         if item is None or any(each is None for each in sequences):
-            return [((0, record.line, 0, 0, int(Defect.BAD_RECORD), record.file, 0, 0, none), None)]
+            return [((0, record.line, 0, 0, int(Defect.BAD_RECORD), record.file, 0, 0, origin, none), None)]
         whole = [each for each in sequences if each is not None]
         longest = max(len(each.ids) for each in whole)
         is_too_long = any(map(self.encoder.is_too_long, whole))
@@ -298,9 +316,10 @@ class _Shard:
         parts = [part for each in _examples(item) for part in each.content()]
         extra = _pair_defects(item) if isinstance(item, Pair) else Defect(0)
         extra |= Defect.TOO_LONG if is_too_long and self.options.truncate == "drop" else Defect(0)
-        if len(cut) == 2 and np.array_equal(cut[0].ids, cut[1].ids):
-            is_same = np.array_equal(whole[0].ids, whole[1].ids)
-            extra |= Defect.SAME_PAIR if is_same else Defect.CUT_PAIR
+        if isinstance(item, Pair) and content_hash(item.chosen.content()) == content_hash(item.rejected.content()):
+            extra |= Defect.SAME_PAIR
+        elif len(cut) == 2 and np.array_equal(cut[0].ids, cut[1].ids):
+            extra |= Defect.CUT_PAIR
         kept = all(each.supervised.any() for each in cut) and not extra & Defect.TOO_LONG
         identity, signed = content_hash(parts), signature(parts)
         answer = content_hash([each for each in parts if each[0] == "assistant"])
@@ -310,7 +329,7 @@ class _Shard:
             tokens["id"], tokens["turn"], tokens["role"] = each.ids, each.turns, each.roles
             tokens["supervised"] = each.supervised
             defects = int(each.defects | extra)
-            row = (len(tokens), record.line, identity, answer, defects, record.file, kept, number, signed)
+            row = (len(tokens), record.line, identity, answer, defects, record.file, kept, number, origin, signed)
             made.append((row, tokens))
         return made
 
@@ -385,7 +404,7 @@ def _read_summary(folder: Path) -> _Summary | None:
     """Return the summary of a complete folder; None if the folder is not complete."""
     try:
         done = json.loads((folder / "done.json").read_text())
-        found = _Summary(int(done["shards"]), str(done["digest"]))
+        found = _Summary(int(done["shards"]), str(done["digest"]), tuple(map(str, done["sources"])))
         is_readable = done["format"] == FORMAT and found.shards > 0
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -95,6 +95,7 @@ class VerdictFacts:
         chance: The loss of a uniform guess among all classes.
         evaluations: Evaluations in their order.
         findings: The findings of the doctor.
+        data_warnings: Names of the warnings of the supervision audit.
         skipped: Number of skipped updates.
         examined: False if the doctor did not examine the run.
         saved: False if the last state could not be saved.
@@ -111,6 +112,7 @@ class VerdictFacts:
     chance: float | None = None
     evaluations: Sequence[Evaluated] = ()
     findings: Sequence[Found] = ()
+    data_warnings: Sequence[str] = ()
     skipped: int = 0
     examined: bool = True
     saved: bool = True
@@ -158,6 +160,9 @@ def _claims(facts: VerdictFacts) -> Iterator[_Claim]:
         yield _Claim("critical finding", f"{len(critical)} critical: {', '.join(critical)}")
     if warnings:
         yield _Claim("warning", f"{len(warnings)} warning{'s' * (len(warnings) > 1)}: {', '.join(warnings)}")
+    if facts.data_warnings:
+        names = ", ".join(dict.fromkeys(facts.data_warnings))
+        yield _Claim("warning", f"the audit of the data warns of {names} (supervision.json)")
     if (diverged := _diverged(facts)) is not None:
         yield _Claim("diverged", f"it diverged: {diverged}", tells_losses=True)
     elif facts.is_over and (nothing := _learned_nothing(facts)) is not None:
@@ -166,6 +171,8 @@ def _claims(facts: VerdictFacts) -> Iterator[_Claim]:
         yield _Claim("worse than before", worse, tells_losses=True, best_step=_best_step(facts))
     elif (overfits := _overfits(facts)) is not None:
         yield overfits
+    if (sets := _sets_worse_than_before(facts)) is not None:
+        yield _Claim("worse than before", sets)
     if not facts.saved:
         yield _Claim("not saved", "the last state could not be saved")
     if facts.state in ("failed", KILLED, RUNNING, UNKNOWN):
@@ -323,6 +330,20 @@ def _worse_than_before(facts: VerdictFacts) -> str | None:
     if after - before <= MIN_RISE_SINCE_START * abs(before):
         return None
     return f"the model is worse than before training: its validation loss is {figure(after)} and was {figure(before)}"
+
+
+def _sets_worse_than_before(facts: VerdictFacts) -> str | None:
+    """Return the validation sets, such as sources of one file, whose loss rose over that before training."""
+    seen = _comparable(facts.evaluations)
+    if not facts.is_over or not facts.is_one_objective or len(seen) < 2 or seen[0].step:
+        return None
+    before, after = seen[0].metrics, seen[-1].metrics
+    names = [name for name in before if name.endswith(".loss") and name in after and before[name] != seen[0].loss]
+    worse = [name for name in names if after[name] - before[name] > MIN_RISE_SINCE_START * abs(before[name])]
+    listed = ", ".join(
+        f"{name.removesuffix('.loss')} ({figure(before[name])} -> {figure(after[name])})" for name in worse
+    )
+    return f"the validation loss is higher than before training on {listed}" if worse else None
 
 
 def _best_step(facts: VerdictFacts) -> int | None:

@@ -254,6 +254,7 @@ def verdict_on(
             chance=job.plan.predicted.expected_loss,
             evaluations=evaluations_in(course.notes(Evaluated, Logged)),
             findings=findings,
+            data_warnings=[each.name for audit in job.supervision for each in audit.warnings],
             skipped=ended.skipped,
             examined=examined,
             saved=saved,

@@ -1,0 +1,683 @@
+"""Signs of faults in the texts of records: ``SIGNS`` in a record alone, ``SET_SIGNS`` in the samples of a set together.
+
+A sign is searched in prose: code, JSON and spans in backticks are left out where a sign would be part of the subject.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from difflib import SequenceMatcher
+from typing import Literal, NamedTuple, TypeAlias
+
+from trainwright.finetune.defects import Defect
+from trainwright.runs.supervision import percent
+
+Span: TypeAlias = tuple[int, int]
+Find: TypeAlias = Callable[[str], Span | None]
+
+
+class Sign(NamedTuple):
+    """One sign of a fault in one text.
+
+    Attributes:
+        defect: The fault.
+        where: ``all`` texts of a record, what is ``said`` (answers and plain texts), or ``answer`` only.
+        find: Returns the place of the sign in a text; None without it.
+        unless: A subject of a record in which the sign is no fault, searched in the prompts.
+        reads: ``all`` of a text, its ``unfenced`` part, or its ``prose``, which is nothing for a text that is code.
+    """
+
+    defect: Defect
+    where: Literal["all", "said", "answer"]
+    find: Find
+    unless: re.Pattern[str] | None = None
+    reads: Literal["all", "unfenced", "prose"] = "prose"
+
+
+class Texts(NamedTuple):
+    """The texts of a sample: its last prompt, its last answer, and the rejected answer of a pair."""
+
+    prompt: str
+    answer: str
+    rejected: str = ""
+
+
+class SetSign(NamedTuple):
+    """What was found in a set: a name, the unit and the samples that have it, words for it, a remedy, an excerpt."""
+
+    name: str
+    unit: str
+    samples: list[int]
+    says: str
+    remedy: str
+    excerpt: str
+
+
+def _pattern(text: str, flags: int = 0, needs: Sequence[str] = ()) -> Find:
+    """Return a function that finds a pattern, or its group ``at``, in texts that have one of ``needs``."""
+    compiled = re.compile(text, flags)
+
+    def find(text: str) -> Span | None:
+        if needs and not any(each in text for each in needs):
+            return None
+        found = compiled.search(text)
+        return found.span("at" if "at" in compiled.groupindex else 0) if found else None
+
+    return find
+
+
+def _about(words: str) -> re.Pattern[str]:
+    """Return a pattern of words, or of beginnings of words, divided by white space."""
+    return re.compile(rf"\b(?:{'|'.join(words.split())})", re.IGNORECASE)
+
+
+FENCED = re.compile(r"```.*?(?:```|\Z)|`[^`\n]+`", re.DOTALL)
+CODE_LINE = re.compile(
+    r"^\s*(?:def |class |import |from \w+ import|return\b|#include|public |function |const |let |var |if ?\(|for ?\("
+    r"|while ?\(|</?\w+[^>]*>(?:.*>)?$|SELECT |\{\"|\[[\[{\"])|[;{]\s*$|;\s*\}\s*$|^\s*[\]})]+[;,]*$",
+    re.MULTILINE,
+)
+MIN_CODE_LINES = 0.3
+"""Fraction of the lines of a text from which it is code."""
+LIST_OR_TITLE = re.compile(r"\s*(?:[-*•+|#>]|\d+[.)]|\w[^.]{0,30}:)\s*\S")
+VERSE_LINES, VERSE_WORDS = 3, 9.0
+"""A text of at least so many lines, with fewer words in a line on average, is a poem or a list."""
+MIN_PROSE_WORDS = 6
+
+DANGLING = re.compile(
+    r"\b(?:the|an?|and|or|of|from|into|than|because|but|its|their|his|our|your|my|is|are|was|were|which"
+    r"|und|oder|der|das|eine|les|des|une|los|las)\Z",
+    re.IGNORECASE,
+)
+"""Words with which no sentence ends."""
+LOOP = re.compile(r"(\S.{2,200}?)(?:\s*\1){3,}", re.DOTALL)
+MIN_LOOP_CHARS, MIN_LOOP_FRACTION, MAX_LOOP_CHARS_READ = 40, 0.3, 4000
+MAX_DISTINCT_RUNS = 0.6
+"""Fraction of runs of three words that differ, below which repetition is sought; prose has nearly 1."""
+
+
+def is_code(text: str) -> bool:
+    """Return True if many lines of a text look like code, JSON or markup."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return bool(lines) and sum(bool(CODE_LINE.search(line)) for line in lines) >= MIN_CODE_LINES * len(lines)
+
+
+def prose_of(text: str, reads: str = "prose") -> str:
+    """Return a text with spaces for code, so that positions stay; "" for a text that is code. See ``Sign.reads``."""
+    if reads == "all":
+        return text
+    if reads == "prose" and is_code(text):
+        return ""
+    return FENCED.sub(lambda found: " " * len(found[0]), text) if "`" in text else text
+
+
+def _is_verse_or_list(text: str) -> bool:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return len(lines) >= VERSE_LINES and len(text.split()) < VERSE_WORDS * len(lines)
+
+
+def _loop(text: str) -> Span | None:
+    """Find a passage of at least a third of the text that says one thing four times or more without a break."""
+    words = text.split()
+    runs = [*zip(words, words[1:], words[2:], strict=False)]
+    if 12 * len(words) < len(text):  # written without spaces
+        runs = [*zip(*(text[at:] for at in range(6)), strict=False)]
+    if len(text) < MIN_LOOP_CHARS or len(set(runs)) > MAX_DISTINCT_RUNS * len(runs):
+        return None
+    head = text[:MAX_LOOP_CHARS_READ]
+    for found in LOOP.finditer(head):
+        size = found.end() - found.start()
+        is_long = size >= max(MIN_LOOP_CHARS, MIN_LOOP_FRACTION * len(head.strip()))
+        if is_long and re.search(r"[^\W\d_]", found[1]):
+            return found.start(), found.end()
+    return None
+
+
+def _mid_sentence(text: str) -> Span | None:
+    """Find an end with which no text ends: a word such as "the", a comma, an open bracket."""
+    tail = text.rstrip()
+    if not tail or not (tail[-1].isalpha() or tail[-1] in ",(["):
+        return None
+    last = tail.splitlines()[-1:]
+    if len(tail.split()) < MIN_PROSE_WORDS or len(last[0].split()) < 3 or _is_verse_or_list(tail):
+        return None
+    is_open = tail[-1] in ",([" or DANGLING.search(tail[-12:])
+    return (max(0, len(tail) - 30), len(tail)) if is_open else None
+
+
+def _open_fence(text: str) -> Span | None:
+    return (len(text) - 30, len(text)) if text.count("```") % 2 else None
+
+
+REFUSES = (
+    r"(?:can(?:no|['’])?t|can not|(?:am|['’]m|be) (?:un|not )able to|won['’]t|will not|(?:do not|don['’]t) have"
+    r"|(?:do not|don['’]t) know|am not (?:able|allowed|programmed)|must decline)"
+)
+REFUSAL = (
+    rf"\A\W*(?:(?:I['’]?m|I am)? ?(?:\w+ )?(?:sorry|apologi[sz]e|afraid)\b.{{0,40}}?\b{REFUSES}|I ?{REFUSES}"
+    r"|As an? (?:AI|artificial|\w+ language model)\b)"
+)
+
+HARM = _about(
+    "bomb weapon gun explosi poison drug meth kill murder suicid self-harm hack malware virus phish steal theft stolen "
+    "fraud scam forge counterfeit launder illegal unlawful lock bypass stalk spy harass racis porn sexual"
+)
+"""Subjects of prompts that are refused for good reason."""
+MAX_HARM_FRACTION = 0.2
+
+SIGNS: tuple[Sign, ...] = (
+    Sign(
+        Defect.MOJIBAKE,  # UTF-8 read as Latin-1 or Windows-1252, signs that replace what is not UTF-8, zero bytes
+        "all",
+        _pattern("[\\x00-\\x08\ufffd]|Ã[\u0080-\u00bf]|â€[\u0080-\u00ff™œž˜¦“”\u009d]|Â[\u00a0-\u00bf]|Ã[©¨¤¶¼±³­¡ ]"),
+        reads="all",
+    ),
+    Sign(
+        Defect.SERVER_ERROR,  # the beginning of a page that a server sends instead of an answer
+        "said",
+        _pattern(
+            r"\A\s*(?:<!doctype html[^>]*>\s*)?<html\b.{0,2000}?<title>[^<]*"
+            r"(?:\b[45]\d\d\b|error|denied|not found|unavailable)",
+            re.IGNORECASE | re.DOTALL,
+        ),
+        reads="all",
+    ),
+    Sign(
+        Defect.SERVER_ERROR,  # the text that a program stores as the answer if its call of a model server fails
+        "said",
+        _pattern(
+            r"\A\s*(?:Error code: [45]\d\d\b.{0,4000}|\{\s*\"error\"\s*:\s*\{\s*\"message\".{0,4000}"
+            r"|(?:[45]\d\d )?(?:Internal Server Error|Bad Gateway|Service Unavailable|Gateway Timeout"
+            r"|Too Many Requests)\.?)\s*\Z",
+            re.DOTALL,
+        ),
+        reads="all",
+    ),
+    Sign(
+        Defect.ESCAPED_NEWLINE,  # the two characters that stand for a line break, between sentences or items of a list
+        "said",
+        _pattern(r"(?s)\A(?!.*\n).*?(?P<at>[.!?:]\\n(?:\\n)?)(?=[A-Z0-9*#-]|\Z)", needs=("\\n",)),
+        reads="all",
+    ),
+    Sign(
+        Defect.ESCAPED_NEWLINE,
+        "said",
+        _pattern(r"\w\\u[0-9a-f]{4}|\\u[0-9a-f]{4}\w", needs=("\\u",)),
+        _about("unicode escap code json java python regex encod"),
+    ),
+    Sign(
+        Defect.HTML_LEFT,
+        "all",
+        _pattern(
+            r"&(?:amp|lt|gt|quot|nbsp|apos|#x?[0-9a-f]{2,5});|</?(?:p|br|div|span|strong|em|ul|li)\b[^<>]{0,80}>",
+            needs="&<",
+        ),
+        _about(
+            r"html css xml web markup tags? code entit escap page svg react java php markdown component button forms?\b"
+        ),
+        reads="unfenced",
+    ),
+    Sign(
+        Defect.PYTHON_TEXT,
+        "said",
+        _pattern(r"\A\s*[\[{(]\s*(?:'[^']*'|None|True|False)\s*[:,\]})]", needs="[{("),
+        _about("python code list array dict json function tupl java program"),
+        reads="all",
+    ),
+    Sign(
+        Defect.PAGE_TEXT,
+        "said",
+        _pattern(
+            r"^(?:Copy code|Regenerate response|Share Prompt|\d+ / \d+)$|:contentReference\[|【\d+†|\bturn\d+search\d+",
+            re.MULTILINE,
+        ),
+        reads="all",
+    ),
+    Sign(
+        Defect.OTHER_TEMPLATE,
+        "all",
+        _pattern(
+            r"^### (?:Instruction|Response|Input|Human|Assistant|User):|\[/?INST\]|<</?SYS>>|<\|im_(?:start|end)\|>"
+            r"|<\|eot_id\|>|<\|start_header_id\|>|<(?:start|end)_of_turn>|<\|(?:user|assistant|system)\|>|^ASSISTANT: "
+            r"|(?:</s>|<\|endoftext\|>|<eos>|<pad>|<unk>|\[SEP\]|\[CLS\])(?=\s*\S)",
+            re.MULTILINE,
+            needs=(
+                "### ",
+                "INST]",
+                "SYS>>",
+                "<|",
+                "_of_turn>",
+                "ASSISTANT: ",
+                "s>",
+                "<pad>",
+                "<unk>",
+                "[SEP]",
+                "[CLS]",
+            ),
+        ),
+        _about(r"templates? ChatML special.tokens? prompt.format tokeni[sz] markers? mark.?up delimit"),
+    ),
+    Sign(
+        Defect.CONTINUED_DIALOGUE,
+        "answer",
+        _pattern(
+            r"(?m)\A(?!\s*\**[A-Z][\w ]{0,20}\**:)(?s:.+?)\n\s*"
+            r"(?P<at>\**(?:Human|User|HUMAN|USER|Question|Instruction)\**:)"
+        ),
+        _about("dialog conversation script transcript chat interview role-?play scene FAQ quiz question exam flash"),
+    ),
+    Sign(
+        Defect.UNFILLED,
+        "all",
+        _pattern(
+            r"[\[<](?i:insert|placeholder|todo|fill in)\b[^\]>\n]{0,60}[\]>]|\{\{ ?[A-Za-z_][\w .-]{0,40}\}\}"
+            r"|(?<![\w\\$_^}{])\{[a-z_][a-z0-9_]{2,30}\}(?![\w}])|\$\{[A-Za-z_]\w+\}|%\(\w+\)s"
+            r"|\A\s*(?:TODO|TBD|FIXME|XXX+|\.{3}|…)\W*\Z|(?i:lorem ipsum dolor)",
+            needs=(*"{[<%…", "...", "TODO", "TBD", "FIXME", "XXX", "orem ipsum"),
+        ),
+        _about(
+            r"templat placeholder f-?strings? jinja mustache handlebars python java code variable latex format react\b "
+            "html css curly brac interpolat string function json yaml shell bash regex locali translat i18n math "
+            "equation syntax"
+        ),
+    ),
+    Sign(Defect.LOOP, "said", _loop, _about("repeat times copies echo loop chant song lyric")),
+    Sign(
+        Defect.REFUSAL,
+        "answer",
+        _pattern(REFUSAL, re.DOTALL),
+        HARM,
+        reads="all",
+    ),
+    Sign(Defect.MID_SENTENCE, "answer", _mid_sentence),
+    Sign(Defect.MID_SENTENCE, "answer", _open_fence, reads="all"),
+)
+READS = tuple({sign.reads for sign in SIGNS})
+OF_ANSWERS = Defect.LOOP | Defect.REFUSAL | Defect.MID_SENTENCE | Defect.CONTINUED_DIALOGUE
+"""Signs of a bad answer: in a pair the rejected answer may have them."""
+
+
+def signs_of(parts: Sequence[tuple[str, str]], answers: Sequence[str], *, has_turns: bool) -> Defect:
+    """Return the faults whose signs are in the texts of a record.
+
+    Args:
+        parts: Role and text of each part of the record.
+        answers: The texts that are learned.
+        has_turns: True for a record of messages, to which a template adds the marks of turns.
+    """
+    found = Defect(0)
+    is_text = any(role == "text" for role, _ in parts)
+    prompt = "\n".join(text for role, text in parts if role in ("system", "developer", "user"))
+    everything = [text for _, text in parts]
+    read = {(text, reads): prose_of(text, reads) for text in {*everything, *answers} for reads in READS}
+    goes_on = not has_turns and _goes_on(prompt, "".join(answers))
+    for sign in SIGNS:
+        if goes_on and sign.defect == Defect.MID_SENTENCE:
+            continue
+        if is_text and (sign.where == "answer" or sign.defect == Defect.OTHER_TEMPLATE):
+            continue  # a text may be a whole conversation
+        own_marks = sign.defect == Defect.OTHER_TEMPLATE and not has_turns  # a plain prompt may be in a template
+        texts = everything if sign.where == "all" and not own_marks else answers
+        if any(sign.find(read[text, sign.reads]) for text in texts) and not (
+            sign.unless and sign.unless.search(prompt)
+        ):
+            found |= sign.defect
+    return found
+
+
+def excerpt_of(text: str, defect: Defect, limit: int = 60) -> str:
+    """Return the place of a sign in a text with what is around it; "" if it is not there."""
+    for sign in SIGNS:
+        if sign.defect == defect and (span := sign.find(prose_of(text, sign.reads))):
+            return shortened(text[max(0, span[0] - 20) :], limit)
+    return ""
+
+
+def shortened(text: str, limit: int = 60) -> str:
+    """Return a text in one line of at most ``limit`` characters and an ellipsis."""
+    text = " ".join(text.split())
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+MIN_SAMPLES = 6
+"""Samples from which fractions of a set say something."""
+
+
+MAX_LABEL_WORDS, MAX_LABEL_CHARS = 3, 30
+SENTENCES = re.compile(r"[.!?。！？]\s+\S+\s+\S")
+MIN_WORDS_WITH_MARK, MIN_MARKED, MIN_USUALLY_MARKED = 8, 0.9, 0.6
+"""Words of an answer that ends with a mark, and fractions of such answers that do: nearly all, or most."""
+WORD_AT_END = re.compile(r"\w+\Z")
+SHORT_FORMS = _about(
+    "title headline name slogan list quer(?:y|ies) translat rewrit keyword caption tag paraphras summar poem poetry "
+    "haiku verse lyric line"
+)
+"""Subjects of prompts whose answers need no mark at the end."""
+
+
+def _unended(samples: Sequence[Texts]) -> SetSign | None:
+    """Find answers without a mark at their end, where nearly all others have one: they may be cut off.
+
+    Where fewer others have one, only answers count that have several sentences, end with a part of a word, or are the
+    beginning of another.
+    """
+    prose = {at: prose_of(each.answer).rstrip() for at, each in enumerate(samples) if not _goes_on(*each[:2])}
+    ends = {at: text for at, text in prose.items() if len(text.split()) >= MIN_WORDS_WITH_MARK}
+    marked = sum(not text[-1].isalnum() or _is_verse_or_list(text) for text in ends.values()) / max(1, len(ends))
+    inside = " ".join(f"{each.prompt} {re.sub(WORD_AT_END, '', each.answer.rstrip())}" for each in samples)
+    words = sorted(set(re.findall(r"[^\W\d_]+", inside)))
+    whole = sorted({_without_numbers(text) for text in prose.values() if text and not text[-1].isalnum()})
+    found = list[int]()
+    for at, text in prose.items():
+        last = text.splitlines()[-1] if text[-1:].isalnum() else ""
+        is_short_form = _is_verse_or_list(text) or LIST_OR_TITLE.match(last) or text.istitle()
+        if not last or is_short_form or _mid_sentence(text) or SHORT_FORMS.search(samples[at].prompt):
+            continue
+        is_sentence = marked >= MIN_MARKED and not text[0].islower()
+        is_long = at in ends and (is_sentence or SENTENCES.search(text))
+        ends_in_word = len(text.split()) > 1 and _is_part(text.split()[-1], words)
+        if is_long or ends_in_word or (len(text.split()) > 2 and _is_part(_without_numbers(text), whole)):
+            found.append(at)
+    if not found or len(ends) < MIN_SAMPLES or marked < MIN_USUALLY_MARKED:
+        return None
+    says = f"have no mark at their end, as {percent(marked)} of the longer ones have: they may be cut off"
+    remedy = "read some; raise the limit of tokens where the answers are made, and make these again"
+    return SetSign("no_final_mark", "answers", found, says, remedy, prose[found[0]][-40:])
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "0", text)
+
+
+def _is_part(word: str, words: Sequence[str]) -> bool:
+    """Return True for the beginning of one of the sorted words or texts that is none of them itself."""
+    at = bisect_left(words, word)
+    is_word = at < len(words) and words[at] == word
+    return not is_word and at < len(words) and words[at].startswith(word) and len(words[at]) >= len(word) + 2
+
+
+def _goes_on(prompt: str, answer: str) -> bool:
+    """Return True if an answer continues the sentence of its prompt, as pieces of texts do. They end anywhere."""
+    return prompt[-1:].isalnum() and answer.lstrip()[:1].islower()
+
+
+def _contradictions(samples: Sequence[Texts]) -> SetSign | None:
+    """Find prompts that come again with another label, or with the preferred and the rejected answer exchanged."""
+    is_pair = any(each.rejected for each in samples)
+    if not is_pair and any(len(each.answer.split()) > MAX_LABEL_WORDS for each in samples):
+        return None
+    first: dict[str, Texts] = {}
+    found, before = list[int](), ""
+    for at, each in enumerate(samples):
+        earlier = first.setdefault(each.prompt.strip(), each)
+        other = (earlier.answer, earlier.rejected) == (each.rejected, each.answer)
+        if (
+            earlier is not each
+            and each.prompt.strip()
+            and (other if is_pair else _plain_label(earlier.answer) != _plain_label(each.answer))
+        ):
+            found.append(at)
+            before = before or earlier.answer
+    if not found:
+        return None
+    what = (
+        "exchange the answers of an earlier pair" if is_pair else "have the prompt of an earlier one and another label"
+    )
+    excerpt = f"{shortened(samples[found[0]].prompt.strip())} -> {shortened(samples[found[0]].answer)}, before: "
+    remedy = "decide which is right, and drop the other"
+    return SetSign("contradictions", "samples", found, what, remedy, excerpt + shortened(before))
+
+
+def _columns_swapped(samples: Sequence[Texts]) -> SetSign | None:
+    """Find answers that are questions where prompts are none."""
+    found = [at for at, each in enumerate(samples) if each.answer.rstrip()[-1:] in QUESTION_MARKS]
+    asked = sum(each.prompt.rstrip()[-1:] in QUESTION_MARKS or bool(ASKS.search(each.prompt)) for each in samples)
+    if len(found) < 0.6 * len(samples) or asked > 0.1 * len(samples):
+        return None
+    says = "are questions, and prompts are none: prompts and answers may be swapped"
+    remedy = "exchange the columns, or the roles"
+    return SetSign("swapped_columns", "answers", found, says, remedy, shortened(samples[found[0]].answer))
+
+
+QUESTION_MARKS = ("?", "？", "؟")
+ASKS = _about("questions? ask quiz interview riddle quer(?:y|ies) translat rewrit paraphras")
+
+
+def _broken_json(samples: Sequence[Texts]) -> SetSign | None:
+    """Find answers that begin as JSON and are none, where most answers are JSON."""
+    texts = {at: each.answer.strip() for at, each in enumerate(samples)}
+    begun = [at for at, text in texts.items() if text[:1] in ("{", "[") and text[:1]]
+    found = [at for at in begun if not _is_json(texts[at])]
+    if not found or len(begun) - len(found) < 0.5 * len(samples):
+        return None
+    says = "begin as JSON and cannot be parsed, where most others are JSON"
+    remedy = "make them again, or drop them: they are cut off or have a wrong quote"
+    return SetSign("broken_json", "answers", found, says, remedy, f"...{texts[found[0]][-40:]}")
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _one_prompt(samples: Sequence[Texts]) -> SetSign | None:
+    """Find one prompt in most samples: its column was not read."""
+    prompt, most = Counter(each.prompt.strip() for each in samples).most_common(1)[0]
+    if not prompt or most < 0.5 * len(samples) or len({each.answer for each in samples}) < 0.5 * len(samples):
+        return None
+    found = [at for at, each in enumerate(samples) if each.prompt.strip() == prompt]
+    remedy = "check which column is read as the prompt: nothing in it says which answer is right"
+    return SetSign("one_prompt", "samples", found, "have the same prompt and other answers", remedy, shortened(prompt))
+
+
+def _cut_at_one_length(samples: Sequence[Texts]) -> SetSign | None:
+    """Find many different answers of one length, the largest, that end in mid-text: a limit cut them."""
+    first = {each.answer.strip(): at for at, each in reversed([*enumerate(samples)])}
+    largest = max(map(len, first))
+    longest = [text for text in first if len(text) == largest and len(text.split()) >= MIN_PROSE_WORDS]
+    in_mid_text = [text for text in longest if text[-1].isalnum() or text[-1] == ","]
+    if len(longest) < max(4, 0.1 * len(samples)) or len(in_mid_text) < 0.8 * len(longest):
+        return None
+    says = f"have exactly {largest} characters, none has more, and they end in mid-text"
+    remedy = f"look for a limit of {largest} characters where the data is made, and make these answers again"
+    return SetSign(
+        "cut_answers", "answers", sorted(first[text] for text in longest), says, remedy, in_mid_text[-1][-30:]
+    )
+
+
+MAX_LABELS_FRACTION = 0.34
+"""Different answers to samples, up to which short answers are labels of a classification."""
+
+
+def _spellings(samples: Sequence[Texts]) -> SetSign | None:
+    """Find labels that differ only in case, white space, a mark at the end, or are cut short or misspelt."""
+    labels = [each.answer.strip("\n") for each in samples]
+    if all(each.startswith(" ") for each in labels):
+        labels = [each[1:] for each in labels]
+    short = [len(each.split()) <= MAX_LABEL_WORDS and len(each) <= MAX_LABEL_CHARS for each in labels]
+    forms: dict[str, Counter[str]] = defaultdict(Counter)
+    for label, is_short in zip(labels, short, strict=True):
+        if is_short and label.strip():
+            forms[_plain_label(label)][label] += 1
+    if sum(short) < 0.95 * len(labels) or len(forms) > max(3, MAX_LABELS_FRACTION * len(labels)):
+        return None
+    counts = {key: each.total() for key, each in forms.items()}
+    groups = [[key] for key in forms if len(forms[key]) > 1]
+    for key in sorted(counts, key=counts.__getitem__):
+        full = next((other for other in counts if _is_variant(key, other, counts)), None)
+        groups += [[full, key]] if full is not None else []
+    if not groups:
+        return None
+    spelled = [Counter[str]() for _ in groups]
+    for group, into in zip(groups, spelled, strict=True):
+        for key in group:
+            into.update(forms[key])
+    usual = {into.most_common(1)[0][0] for into in spelled}
+    other = {form for into in spelled for form in into} - usual
+    shown = "; ".join(", ".join(f"{form!r} ({n:,})" for form, n in into.most_common(4)) for into in spelled[:3])
+    found = [at for at, label in enumerate(labels) if label in other]
+    says = f"are spelled in another way than the same label elsewhere: {shown}"
+    remedy = "write each label in one way: a model learns all of them, and a metric counts them as different"
+    return SetSign("label_spellings", "labels", found, says, remedy, labels[found[0]])
+
+
+def _plain_label(label: str) -> str:
+    return re.sub(r"(?<=\w)[\s_-]+(?=\w)", " ", label.strip().strip(".,;:!\"'`* ").casefold())
+
+
+def _is_variant(key: str, other: str, counts: dict[str, int]) -> bool:
+    """Return True for an abbreviation of another label ("pos"), or a rare label with a wrong letter ("postive")."""
+    if key == other or not key.isalpha() or not other.isalpha() or len(other) < 6:
+        return False
+    if other.startswith(key):
+        return 3 <= len(key) <= 4 and counts[key] <= counts[other]
+    is_rare = counts[key] <= max(1, 0.1 * counts[other])
+    return is_rare and not other.endswith(key) and not key.endswith(other) and _alike(key, other)
+
+
+def _alike(one: str, other: str) -> bool:
+    return len(one) >= 5 and SequenceMatcher(None, one, other).ratio() >= 0.88
+
+
+MIN_WORD_CHARS = 4
+MAX_OFFSET = 3
+MIN_OTHER_ROWS, MIN_RATIO = 5, 2.5
+"""Minimum number of answers that belong to another prompt, and by how much it must fit better than their own."""
+
+
+def _other_rows(samples: Sequence[Texts]) -> SetSign | None:
+    """Find answers whose rare words are in the prompt of another row: columns were shifted or shuffled."""
+    prompts = [_words(each.prompt) for each in samples]
+    rows_of: dict[str, list[int]] = defaultdict(list)
+    for row, words in enumerate(prompts):
+        for word in words:
+            rows_of[word].append(row)
+    most = max(3, len(samples) // 20)
+    better: dict[int, int] = {}
+    right = list[int]()
+    for row, each in enumerate(samples):
+        scores: Counter[int] = Counter()
+        for word in _words(each.answer):
+            rows = rows_of.get(word, ())
+            if len(rows) <= most:
+                for at in rows:
+                    scores[at] += math.log(len(samples) / len(rows))  # type: ignore[assignment]
+        if not scores:
+            continue
+        best, score = max(scores.items(), key=lambda item: (item[1], -abs(item[0] - row)))
+        if scores[row] >= score:
+            right.append(row)
+        elif score >= max(MIN_RATIO * scores[row], math.log(MIN_SAMPLES / 2)) and (
+            each.answer.strip() not in samples[best].prompt  # a later turn repeats it
+        ):
+            better[row] = best
+    offsets = Counter(best - row for row, best in better.items() if abs(best - row) <= MAX_OFFSET)
+    offset, shifted = offsets.most_common(1)[0] if offsets else (0, 0)
+    begin = min((row for row, best in better.items() if best - row == offset), default=0)
+    rows = sorted(row for row in better if row >= begin)
+    inside = sum(row >= begin for row in right)
+    if shifted >= max(MIN_OTHER_ROWS, 0.6 * len(rows)) and shifted >= 3 * inside:
+        says = f"fit the prompt {abs(offset)} row{'s' * (abs(offset) > 1)} {'later' if offset > 0 else 'earlier'}"
+        says += " and not their own: rows were shifted"
+    elif len(set(better.values())) >= max(MIN_OTHER_ROWS, 0.4 * len(samples)) and len(right) < 0.1 * len(better):
+        says, rows = "fit the prompt of another row and not their own: rows were shuffled", sorted(better)
+    else:
+        return None
+    row = rows[0]
+    excerpt = f"{shortened(samples[row].prompt.strip())} -> {shortened(samples[row].answer)}"
+    return SetSign(
+        "other_rows", "answers", rows, says, "look for a sort, a filter or a join of one column only", excerpt
+    )
+
+
+def _words(text: str) -> set[str]:
+    return {word for word in re.findall(r"[^\W_]+", text.casefold()) if len(word) >= MIN_WORD_CHARS or word.isdigit()}
+
+
+MIN_WORSE_FRACTION, MIN_WORSE_RATIO = 0.3, 3
+
+
+def _chosen_is_worse(samples: Sequence[Texts]) -> SetSign | None:
+    """Find pairs whose chosen answer refuses, loops or is cut, where rejected answers seldom do."""
+    sides = [(_is_bad(each.prompt, each.answer), _is_bad(each.prompt, each.rejected)) for each in samples]
+    bad, good = [one and not other for one, other in sides], sum(other and not one for one, other in sides)
+    found = [at for at, each in enumerate(bad) if each]
+    if sum(bool(HARM.search(each.prompt)) for each in samples) > MAX_HARM_FRACTION * len(samples):
+        return None  # a set that teaches to refuse
+    if len(found) < max(3, MIN_WORSE_FRACTION * len(samples)) or len(found) < MIN_WORSE_RATIO * good:
+        return None
+    says = "have a chosen answer that is empty, refuses, repeats itself or is cut off, and a good rejected one"
+    remedy = "look whether chosen and rejected are swapped; keep them if refusals are what you want to train"
+    return SetSign("chosen_is_worse", "pairs", found, says, remedy, shortened(samples[found[0]].answer))
+
+
+KNOWS_NOTHING = re.compile(r"\W*(?:idk|(?:i )?dunno|no idea|not sure|whatever|who (?:cares|knows))\b", re.IGNORECASE)
+
+
+def _is_bad(prompt: str, answer: str) -> bool:
+    found = signs_of([("user", prompt), ("assistant", answer)], [answer], has_turns=False)
+    return not answer.strip() or bool(KNOWS_NOTHING.match(answer)) or bool(OF_ANSWERS & found)
+
+
+MIN_CONSISTENT, MAX_SWAPPED = 0.85, 0.15
+MIN_PAIRS = 12
+
+
+def _swapped_pairs(samples: Sequence[Texts]) -> SetSign | None:
+    """Find pairs whose chosen answer looks as rejected answers do elsewhere: by the words, each pair left out once."""
+    sides = [(_features(each.answer, each.rejected), _features(each.rejected, each.answer)) for each in samples]
+    seen: tuple[Counter[str], Counter[str]] = Counter(), Counter()
+    for pair in sides:
+        for counts, features in zip(seen, pair, strict=True):
+            counts.update(features)
+
+    def odds(feature: str, side: int) -> float:
+        """Return the log odds of a feature to be in a chosen answer, without one pair that has it on a side."""
+        counts = [max(0, each[feature] - (number == side)) for number, each in enumerate(seen)]
+        return math.log((counts[0] + 0.5) / (counts[1] + 0.5))
+
+    scores = [sum(odds(word, 0) for word in good) - sum(odds(word, 1) for word in bad) for good, bad in sides]
+    clear = 0.5 * sorted(scores)[len(scores) // 2]
+    swapped = [at for at, score in enumerate(scores) if score < -max(clear, math.log(len(samples)))]
+    consistent = sum(score > clear for score in scores)
+    is_clear = len(samples) >= MIN_PAIRS and clear > 0 and consistent >= MIN_CONSISTENT * len(samples)
+    if not swapped or not is_clear or len(swapped) > MAX_SWAPPED * len(samples):
+        return None
+    says = "look swapped: the chosen answer is like the rejected answers of the other pairs"
+    remedy = "swap chosen and rejected there, or keep them if that is meant"
+    return SetSign("swapped_pairs", "pairs", swapped, says, remedy, shortened(samples[swapped[0]].answer))
+
+
+def _features(answer: str, other: str) -> set[str]:
+    """Return what an answer has and the other has not: words, and being twice as long."""
+    longer = {" longer"} if len(answer) > 2 * len(other) else set[str]()
+    return set(answer.casefold().split()) - set(other.casefold().split()) | longer
+
+
+SET_SIGNS: tuple[tuple[Callable[[Sequence[Texts]], SetSign | None], frozenset[str]], ...] = (
+    (_cut_at_one_length, frozenset({"chat", "instruct", "completion", "preference"})),
+    (_columns_swapped, frozenset({"chat", "instruct", "completion"})),
+    (_broken_json, frozenset({"chat", "instruct", "completion"})),
+    (_one_prompt, frozenset({"chat", "instruct", "completion"})),
+    (_unended, frozenset({"chat", "instruct", "completion", "preference"})),
+    (_contradictions, frozenset({"chat", "instruct", "completion", "preference"})),
+    (_spellings, frozenset({"chat", "instruct", "completion"})),
+    (_other_rows, frozenset({"chat", "instruct", "completion", "preference"})),
+    (_chosen_is_worse, frozenset({"preference"})),
+    (_swapped_pairs, frozenset({"preference"})),
+)
+"""Signs in the samples of a set, and the uses of data in which each is sought."""
+
+
+def signs_of_set(samples: Sequence[Texts], use: str) -> Iterator[SetSign]:
+    """Yield what the samples of a set show together."""
+    if len(samples) >= MIN_SAMPLES:
+        yield from (found for find, uses in SET_SIGNS if use in uses and (found := find(samples)) is not None)
