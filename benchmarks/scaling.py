@@ -1,10 +1,14 @@
 """Several processes against one: ``tw.fit`` at its defaults, the same batch, one thread each.
 
-    python -m benchmarks.scaling [--rounds 3] [--ranks 2] [--quick]
+    python -m benchmarks.scaling [--rounds 3] [--ranks 2] [--link yes] [--quick]
 
 A round trains a small GPT in one process and on the ranks, in alternating order. ``speed_up`` is the median step of one
 process by that of the ranks, ``efficiency`` that by the number of ranks, and ``communication`` the share of a step
 of the ranks that the exchange of its gradients takes alone, timed afterwards on tensors of the same sizes.
+
+``--link yes`` measures only how much of the communication the backward pass hides, in a network namespace whose link
+(`tc`, token bucket) takes as long for the gradients as the backward pass. Steps that sum gradients during the pass
+alternate with steps that sum them after it; ``hidden`` is the difference of their medians by the time of the sum alone.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import json
 import os
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -50,8 +55,62 @@ with joined(Launch.read(os.environ), 60.0) as world:
         print(json.dumps({"step_s": statistics.median(times[len(times) // 4:]), "sum_s": statistics.median(taken)}))
 """
 
+THROUGH_LINK = """
+import json, os, statistics, subprocess, sys, time
+import torch
+import trainwright as tw
+from trainwright.distributed import Launch, joined
+from trainwright.engine.losses import language_model
+from trainwright.engine.overlap import OverlappedSum
+from trainwright.models.gpt import gpt
 
-def measured(ranks: int, steps: int, quick: bool) -> dict[str, float]:
+steps, batch, times, reads = int(sys.argv[1]), 8, ([], []), [0]
+
+def alternate(self):  # every rank reads it once in each step
+    reads[0] += 1
+    return reads[0] % 2 == 0
+
+OverlappedSum.is_enabled = property(alternate, lambda self, value: None)
+
+class Clock:
+    def observe(self, result, state):
+        times[reads[0] % 2 == 0].append(result.step_s - result.wait_s)
+
+def median_s(act, count):
+    taken = []
+    for _ in range(count):
+        begin_s = time.perf_counter()
+        act()
+        taken.append(time.perf_counter() - begin_s)
+    return statistics.median(taken)
+
+with joined(Launch.read(os.environ), 300.0) as world:
+    torch.manual_seed(0)
+    model = gpt(vocab_size=256, block_size=64, layers=4, heads=4, d_model=128, tied=False)
+    ids = torch.randint(256, (8 * batch, 65))
+    data = (ids[:, :-1], ids[:, 1:])
+    half = tuple(each[: batch // world.size] for each in data)
+    losses = [language_model(model, half) for _ in range(8)]
+    world.least(0)
+    backward_s = max(world.collect(median_s(lambda: getattr(losses.pop(), "total").backward(), 8)))
+    grads = [p.grad for p in model.parameters()]
+    num_bytes = 2 * sum(each.nbytes for each in grads)  # of both directions
+    if world.rank == 0:
+        rate = f"{int(8 * num_bytes / backward_s)}"
+        subprocess.run(f"tc qdisc add dev lo root tbf rate {rate} burst 128kb latency 10s".split(), check=True)
+    world.least(0)
+    sum_s = median_s(lambda: world.sum_(grads), 8)
+    tw.fit(model, data, language_model, until=f"{steps}steps", lr=1e-4, batch=batch, precision="fp32",
+           observers=[Clock()], quiet=True, settings={"log.doctor": False, "checkpoint.every": None})
+    sum_s = statistics.median([sum_s, median_s(lambda: world.sum_(grads), 8)])
+    if world.rank == 0:
+        after_s, during_s = (statistics.median(each[2:]) for each in times)
+        print(json.dumps({"backward_s": backward_s, "sum_s": sum_s, "after_s": after_s, "during_s": during_s}))
+"""
+INSIDE = "SCALING_IN_NAMESPACE"
+
+
+def measured(ranks: int, steps: int, quick: bool, program: str = PROGRAM) -> dict[str, float]:
     """Return the figures that the first of ``ranks`` processes prints."""
     with socket.socket() as free, tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         free.bind(("127.0.0.1", 0))
@@ -62,7 +121,7 @@ def measured(ranks: int, steps: int, quick: bool) -> dict[str, float]:
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         started = [
             Started(
-                ["-W", "ignore", "-c", PROGRAM, str(steps)],
+                ["-W", "ignore", "-c", program, str(steps)],
                 cwd=Path(folder),
                 env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 forks=quick,
@@ -74,11 +133,40 @@ def measured(ranks: int, steps: int, quick: bool) -> dict[str, float]:
     return seen
 
 
-def main() -> None:
-    options = arguments(__doc__, rounds=(3.0, 1.0), ranks=(2.0, 2.0), steps=(120.0, 12.0))
-    ranks, steps = int(options.ranks), int(options.steps)
+def measure_link(ranks: int, steps: int, rounds: int) -> None:
+    """Print how much of the communication is hidden. Starts this program again in a network namespace."""
+    if INSIDE not in os.environ:
+        again = [sys.executable, "-m", "benchmarks.scaling", *sys.argv[1:]]
+        words = ["unshare", "-Urn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *again]
+        os.execvpe("unshare", words, {**os.environ, INSIDE: "1", "GLOO_SOCKET_IFNAME": "lo"})
     about("scaling")
-    alone, spread = [], []
+    found = []
+    for _ in range(rounds):
+        found.append(measured(ranks, steps, False, THROUGH_LINK))
+        subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], check=True)
+    hidden = [(each["after_s"] - each["during_s"]) / each["sum_s"] for each in found]
+    against = "the sum of the gradients alone"
+    figure("scaling", f"hidden_{ranks}", hidden, unit="fraction", against=against)
+    figure(
+        "scaling",
+        "link",
+        [each["sum_s"] / each["backward_s"] for each in found],
+        unit="ratio",
+        against="a backward pass",
+    )
+    for name in ("backward_s", "sum_s", "after_s", "during_s"):
+        figure("scaling", f"link_{name}", [each[name] for each in found], unit="s", against="absolute")
+
+
+def main() -> None:
+    options = arguments(__doc__, rounds=(3.0, 1.0), ranks=(2.0, 2.0), steps=(120.0, 12.0), link=("no", "no"))
+    ranks, steps = int(options.ranks), int(options.steps)
+    if options.link == "yes":
+        measure_link(ranks, steps, int(options.rounds))
+        return
+    about("scaling")
+    alone: list[dict[str, float]] = []
+    spread: list[dict[str, float]] = []
     for number in range(int(options.rounds)):
         for count in (1, ranks) if number % 2 == 0 else (ranks, 1):
             (alone if count == 1 else spread).append(measured(count, steps, options.quick))

@@ -19,6 +19,7 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import BUCKET_BYTES, Ranks, buckets_of, flattened, raising_rank_error
 from trainwright.engine.loss import Accumulated
 from trainwright.engine.rank_sums import combine
+from trainwright.errors import RankError
 
 MIN_BUCKETS = 8
 """Minimum number of buckets, unless they get too small. The all-reduce of the last bucket cannot overlap."""
@@ -67,11 +68,11 @@ class OverlappedSum:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Context of the passes of a step. After an error, completes the exchanges of this rank."""
+        """Context of the passes of a step. After an error of this rank, completes its exchanges."""
         self._on_error = self._report_failure
         try:
             yield
-        except OtherRankFailed:
+        except (OtherRankFailed, RankError):  # after a lost rank, an exchange may wait until the timeout
             raise
         except Exception:
             if self._on_error is not None:
