@@ -63,11 +63,10 @@ SAFE = {
     "compare": ("compare", "runs/theirs", "runs/theirs"),
     "verify checkpoint": ("verify", "checkpoint", "runs/theirs"),
     "export": ("export", "runs/theirs"),
-    "average": ("average", "runs/theirs", "--last", "2"),
     "explain": ("explain", "gradient.spike"),
 }
-WITHOUT_A_RECIPE = {"agent install", "convert", "demo", "env", "init", "schema", "version"}
-"""Commands that read no recipe and no run. ``convert`` has tests of its own."""
+WITHOUT_A_RECIPE = {"agent install", "demo", "env", "init", "schema", "version"}
+"""Commands that read no recipe and no run."""
 
 
 def commands(group: Any, before: str = "") -> Iterator[str]:

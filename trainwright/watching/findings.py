@@ -40,7 +40,7 @@ class FindingsLog:
     """Records every step, examines a step on request, and collects the findings.
 
     ``write`` is called with every record that is kept. ``known`` are the records of an earlier process. ``checks`` are
-    the checks to run; None: all but the packs. ``line_of`` returns the line for a finding that names none.
+    the checks to run; None: all of them. ``line_of`` returns the line for a finding that names none.
     """
 
     def __init__(
