@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from benchmarks.figures import about, arguments, figure
 from trainwright.checkpoint import remote
 from trainwright.checkpoint.manifest import name_of, write_manifest
-from trainwright.checkpoint.remote import CheckpointCopies, Place, fetch_run
+from trainwright.checkpoint.remote import CheckpointCopies, StoredFolder, fetch_run
 from trainwright.checkpoint.store import Retention, newest_valid, prune
 from trainwright.runs.folder import RunFolder, write_identity
 
@@ -127,7 +127,7 @@ def main() -> None:
                 found, _ = newest_valid(RunFolder(fetch_run(copies.place.url, other, lambda _line: None)).checkpoints)
                 lost += found is None or int(found.name[5:]) < copied
                 shutil.rmtree(other)
-        names = Place.open("s3://runs/team/gpt-01234567/checkpoints").steps()
+        names = StoredFolder.open("s3://runs/team/gpt-01234567/checkpoints").steps()
     server.stop()
     figure("remote_checkpoints", "faults", [relay.cuts], unit="connections cut", against=f"{step} checkpoints of 12 MB")
     figure("remote_checkpoints", "failed_copies", [failed], unit="checkpoints", against="all attempts failed, and said")

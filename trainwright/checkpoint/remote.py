@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 CHECKPOINTS = "checkpoints"
-RUN_FILES = ("recipe.yaml", RUN_ID, "plan.json", "provenance.json", "model.json", "supervision.json", "log.jsonl")
+RUN_FILES = ("recipe.yaml", "run-id", "plan.json", "provenance.json", "model.json", "supervision.json", "log.jsonl")
 """The files of a run folder that a resume or a reader needs, besides its checkpoints and ``hub``."""
 RETRY_AFTER_S = (1.0, 5.0)
 """Seconds before each further attempt to copy a checkpoint."""
@@ -41,7 +41,7 @@ MAX_SMALL_FILE_BYTES = 2**28
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredFolder:
     """A folder in a storage. ``path`` is that of its file system, ``url`` is what the user reads."""
 
     url: str
@@ -49,7 +49,7 @@ class Place:
     path: str
 
     @classmethod
-    def open(cls, url: str) -> Place:
+    def open(cls, url: str) -> StoredFolder:
         """Return the folder of a URL, which need not exist.
 
         Raises:
@@ -65,8 +65,8 @@ class Place:
             raise UsageError(f"checkpoint.copy_to: {url}: {text_of(error, lines=1)}", remedy=remedy) from None
         return cls(url.rstrip("/"), fs, path.rstrip("/"))
 
-    def __truediv__(self, name: str) -> Place:
-        return Place(f"{self.url}/{name}", self.fs, f"{self.path}/{name}")
+    def __truediv__(self, name: str) -> StoredFolder:
+        return StoredFolder(f"{self.url}/{name}", self.fs, f"{self.path}/{name}")
 
     def put(self, source: Path) -> None:
         """Copy a file to this place. Raises OSError if its size differs afterwards."""
@@ -94,7 +94,7 @@ def require_writable(url: str) -> None:
         UsageError: The URL cannot be opened.
         StorageError: It cannot be written.
     """
-    probe = Place.open(url) / f".trainwright-{os.getpid()}"
+    probe = StoredFolder.open(url) / f".trainwright-{os.getpid()}"
     try:
         probe.fs.makedirs(probe.path.rsplit("/", 1)[0], exist_ok=True)
         probe.fs.pipe_file(probe.path, b"may be deleted")
@@ -122,7 +122,7 @@ class CheckpointCopies:
     """
 
     def __init__(self, folder: RunFolder, url: str, *, run: str, retention: Retention) -> None:
-        self.place = Place.open(url) / f"{folder.name.removesuffix(f'-{run[:8]}')}-{run[:8]}"
+        self.place = StoredFolder.open(url) / f"{folder.name.removesuffix(f'-{run[:8]}')}-{run[:8]}"
         self._folder, self._run, self._retention = folder, run, retention
         self._thread = ThreadPoolExecutor(1, "copy")
         self._lock = Lock()
@@ -215,7 +215,7 @@ class CheckpointCopies:
             if path.is_file():
                 copy.fs.pipe_file(copy.path, path.read_bytes())  # the log may grow while it is copied
 
-    def _prune(self, copies: Place, step: int) -> None:
+    def _prune(self, copies: StoredFolder, step: int) -> None:
         """Delete the copies up to ``step`` that the retention does not keep. The manifest goes first."""
         names = [name for name in copies.steps() if (step_of(Path(name)) or 0) <= step]
         best = read_best(self._folder.checkpoints, self._run)
@@ -240,7 +240,7 @@ def fetch_run(url: str, root: Path, say: Callable[[str], object]) -> Path:
         StorageError: The storage cannot be read.
         CheckpointError: None of the copies is intact.
     """
-    place = Place.open(url)
+    place = StoredFolder.open(url)
     local = RunFolder(root / place.url.rsplit("/", 1)[-1])
     try:
         there = place.names()
@@ -258,19 +258,19 @@ def fetch_run(url: str, root: Path, say: Callable[[str], object]) -> Path:
     return local.path
 
 
-def _runs_at(place: Place) -> str:
+def _runs_at(place: StoredFolder) -> str:
     runs = [name for name in place.names() if (place / name / RUN_ID).fs.exists((place / name / RUN_ID).path)]
     return "".join(f": {place.url}/{name}" for name in runs[:1])
 
 
-def _small_file(place: Place) -> bytes:
+def _small_file(place: StoredFolder) -> bytes:
     if place.fs.info(place.path)["size"] > MAX_SMALL_FILE_BYTES:
         raise StorageError(f"{place.url} has more than {MAX_SMALL_FILE_BYTES >> 20} MiB", remedy="check the address")
     found: bytes = place.fs.cat_file(place.path)
     return found
 
 
-def _fetch_small_files(place: Place, local: RunFolder, there: list[str]) -> None:
+def _fetch_small_files(place: StoredFolder, local: RunFolder, there: list[str]) -> None:
     local.path.mkdir(parents=True, exist_ok=True)
     wanted = [(place / name, local.path / name) for name in RUN_FILES if name in there]
     if "hub" in there:
@@ -287,7 +287,7 @@ def _is_plain(name: str) -> bool:
     return Path(name).name == name and name not in (".", "..")
 
 
-def _fetch_checkpoints(copies: Place, folder: Path, run: str, say: Callable[[str], object]) -> None:
+def _fetch_checkpoints(copies: StoredFolder, folder: Path, run: str, say: Callable[[str], object]) -> None:
     """Fetch the newest copy that verifies, unless the folder has a newer checkpoint, and the best one."""
     folder.mkdir(exist_ok=True)
     own = {path.name for path in checkpoints(folder, run)}
@@ -315,14 +315,14 @@ def _fetch_checkpoints(copies: Place, folder: Path, run: str, say: Callable[[str
                 _fetch_checkpoint(copies / name, folder, run)
 
 
-def _best_name(folder: Path, copies: Place) -> Iterator[str]:
+def _best_name(folder: Path, copies: StoredFolder) -> Iterator[str]:
     with suppress(ValueError, TypeError, KeyError):
         name = name_of(int(json.loads((folder / BEST_FILE).read_text("utf-8"))["step"]))
         if not (folder / name).exists() and name in copies.steps():
             yield name
 
 
-def _fetch_checkpoint(copy: Place, folder: Path, run: str) -> None:
+def _fetch_checkpoint(copy: StoredFolder, folder: Path, run: str) -> None:
     """Fetch one checkpoint. It gets its name only when all of its files have their size and hash."""
     name = copy.url.rsplit("/", 1)[-1]
     draft = draft_of(folder / name)

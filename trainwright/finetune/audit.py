@@ -19,7 +19,7 @@ from trainwright.data.padding import ATTENTION_KEY, IGNORE
 from trainwright.finetune.datasets import Preference, TokenizedSet
 from trainwright.finetune.defects import MEANINGS, Defect, Severity
 from trainwright.finetune.encode import ROLE_CODES
-from trainwright.finetune.signs import MIN_SAMPLES, OF_ANSWERS, Texts, excerpt_of, shortened, signs_of_set
+from trainwright.finetune.signs import MIN_SAMPLES, OF_ANSWERS, SampleTexts, excerpt_of, shortened, signs_of_set
 from trainwright.finetune.similarity import near_pairs
 from trainwright.runs.supervision import (
     DecodedSample,
@@ -223,7 +223,7 @@ def _finding(
     return SupervisionFinding(name, severity, message, remedy, count, place)
 
 
-def _texts_of(dataset: TokenizedSet, row: int, rejected: int | None = None) -> Texts:
+def _texts_of(dataset: TokenizedSet, row: int, rejected: int | None = None) -> SampleTexts:
     """Return the last prompt and the last answer of a row, and that of the row that is rejected, as the model sees
     them.
     """
@@ -236,7 +236,7 @@ def _texts_of(dataset: TokenizedSet, row: int, rejected: int | None = None) -> T
         str(dataset.tokenizer.decode(each["id"].tolist(), skip_special_tokens=True)) for each in (asked, said)
     )
     prompt = prompt.removeprefix("user\n")
-    return Texts(prompt, answer, "" if rejected is None else _texts_of(dataset, rejected).answer)
+    return SampleTexts(prompt, answer, "" if rejected is None else _texts_of(dataset, rejected).answer)
 
 
 def _beyond_the_model(

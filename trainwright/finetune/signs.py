@@ -39,7 +39,7 @@ class Sign(NamedTuple):
     reads: Literal["all", "unfenced", "prose"] = "prose"
 
 
-class Texts(NamedTuple):
+class SampleTexts(NamedTuple):
     """The texts of a sample: its last prompt, its last answer, and the rejected answer of a pair."""
 
     prompt: str
@@ -360,7 +360,7 @@ SHORT_FORMS = _about(
 """Subjects of prompts whose answers need no mark at the end."""
 
 
-def _unended(samples: Sequence[Texts]) -> SetSign | None:
+def _unended(samples: Sequence[SampleTexts]) -> SetSign | None:
     """Find answers without a mark at their end, where nearly all others have one: they may be cut off.
 
     Where fewer others have one, only answers count that have several sentences, end with a part of a word, or are the
@@ -406,12 +406,12 @@ def _goes_on(prompt: str, answer: str) -> bool:
     return prompt[-1:].isalnum() and answer.lstrip()[:1].islower()
 
 
-def _contradictions(samples: Sequence[Texts]) -> SetSign | None:
+def _contradictions(samples: Sequence[SampleTexts]) -> SetSign | None:
     """Find prompts that come again with another label, or with the preferred and the rejected answer exchanged."""
     is_pair = any(each.rejected for each in samples)
     if not is_pair and any(len(each.answer.split()) > MAX_LABEL_WORDS for each in samples):
         return None
-    first: dict[str, Texts] = {}
+    first: dict[str, SampleTexts] = {}
     found, before = list[int](), ""
     for at, each in enumerate(samples):
         earlier = first.setdefault(each.prompt.strip(), each)
@@ -433,7 +433,7 @@ def _contradictions(samples: Sequence[Texts]) -> SetSign | None:
     return SetSign("contradictions", "samples", found, what, remedy, excerpt + shortened(before))
 
 
-def _columns_swapped(samples: Sequence[Texts]) -> SetSign | None:
+def _columns_swapped(samples: Sequence[SampleTexts]) -> SetSign | None:
     """Find answers that are questions where prompts are none."""
     found = [at for at, each in enumerate(samples) if each.answer.rstrip()[-1:] in QUESTION_MARKS]
     asked = sum(each.prompt.rstrip()[-1:] in QUESTION_MARKS or bool(ASKS.search(each.prompt)) for each in samples)
@@ -448,7 +448,7 @@ QUESTION_MARKS = ("?", "？", "؟")
 ASKS = _about("questions? ask quiz interview riddle quer(?:y|ies) translat rewrit paraphras")
 
 
-def _broken_json(samples: Sequence[Texts]) -> SetSign | None:
+def _broken_json(samples: Sequence[SampleTexts]) -> SetSign | None:
     """Find answers that begin as JSON and are none, where most answers are JSON."""
     texts = {at: each.answer.strip() for at, each in enumerate(samples)}
     begun = [at for at, text in texts.items() if text[:1] in ("{", "[") and text[:1]]
@@ -468,7 +468,7 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _one_prompt(samples: Sequence[Texts]) -> SetSign | None:
+def _one_prompt(samples: Sequence[SampleTexts]) -> SetSign | None:
     """Find one prompt in most samples: its column was not read."""
     prompt, most = Counter(each.prompt.strip() for each in samples).most_common(1)[0]
     if not prompt or most < 0.5 * len(samples) or len({each.answer for each in samples}) < 0.5 * len(samples):
@@ -478,7 +478,7 @@ def _one_prompt(samples: Sequence[Texts]) -> SetSign | None:
     return SetSign("one_prompt", "samples", found, "have the same prompt and other answers", remedy, shortened(prompt))
 
 
-def _cut_at_one_length(samples: Sequence[Texts]) -> SetSign | None:
+def _cut_at_one_length(samples: Sequence[SampleTexts]) -> SetSign | None:
     """Find many different answers of one length, the largest, that end in mid-text: a limit cut them."""
     first = {each.answer.strip(): at for at, each in reversed([*enumerate(samples)])}
     largest = max(map(len, first))
@@ -497,7 +497,7 @@ MAX_LABELS_FRACTION = 0.34
 """Different answers to samples, up to which short answers are labels of a classification."""
 
 
-def _spellings(samples: Sequence[Texts]) -> SetSign | None:
+def _spellings(samples: Sequence[SampleTexts]) -> SetSign | None:
     """Find labels that differ only in case, white space, a mark at the end, or are cut short or misspelt."""
     labels = [each.answer.strip("\n") for each in samples]
     if all(each.startswith(" ") for each in labels):
@@ -553,7 +553,7 @@ MIN_OTHER_ROWS, MIN_RATIO = 5, 2.5
 """Minimum number of answers that belong to another prompt, and by how much it must fit better than their own."""
 
 
-def _other_rows(samples: Sequence[Texts]) -> SetSign | None:
+def _other_rows(samples: Sequence[SampleTexts]) -> SetSign | None:
     """Find answers whose rare words are in the prompt of another row: columns were shifted or shuffled."""
     prompts = [_words(each.prompt) for each in samples]
     rows_of: dict[str, list[int]] = defaultdict(list)
@@ -605,7 +605,7 @@ def _words(text: str) -> set[str]:
 MIN_WORSE_FRACTION, MIN_WORSE_RATIO = 0.3, 3
 
 
-def _chosen_is_worse(samples: Sequence[Texts]) -> SetSign | None:
+def _chosen_is_worse(samples: Sequence[SampleTexts]) -> SetSign | None:
     """Find pairs whose chosen answer refuses, loops or is cut, where rejected answers seldom do."""
     sides = [(_is_bad(each.prompt, each.answer), _is_bad(each.prompt, each.rejected)) for each in samples]
     bad, good = [one and not other for one, other in sides], sum(other and not one for one, other in sides)
@@ -631,7 +631,7 @@ MIN_CONSISTENT, MAX_SWAPPED = 0.85, 0.15
 MIN_PAIRS = 12
 
 
-def _swapped_pairs(samples: Sequence[Texts]) -> SetSign | None:
+def _swapped_pairs(samples: Sequence[SampleTexts]) -> SetSign | None:
     """Find pairs whose chosen answer looks as rejected answers do elsewhere: by the words, each pair left out once."""
     sides = [(_features(each.answer, each.rejected), _features(each.rejected, each.answer)) for each in samples]
     seen: tuple[Counter[str], Counter[str]] = Counter(), Counter()
@@ -662,7 +662,7 @@ def _features(answer: str, other: str) -> set[str]:
     return set(answer.casefold().split()) - set(other.casefold().split()) | longer
 
 
-SET_SIGNS: tuple[tuple[Callable[[Sequence[Texts]], SetSign | None], frozenset[str]], ...] = (
+SET_SIGNS: tuple[tuple[Callable[[Sequence[SampleTexts]], SetSign | None], frozenset[str]], ...] = (
     (_cut_at_one_length, frozenset({"chat", "instruct", "completion", "preference"})),
     (_columns_swapped, frozenset({"chat", "instruct", "completion"})),
     (_broken_json, frozenset({"chat", "instruct", "completion"})),
@@ -677,7 +677,7 @@ SET_SIGNS: tuple[tuple[Callable[[Sequence[Texts]], SetSign | None], frozenset[st
 """Signs in the samples of a set, and the uses of data in which each is sought."""
 
 
-def signs_of_set(samples: Sequence[Texts], use: str) -> Iterator[SetSign]:
+def signs_of_set(samples: Sequence[SampleTexts], use: str) -> Iterator[SetSign]:
     """Yield what the samples of a set show together."""
     if len(samples) >= MIN_SAMPLES:
         yield from (found for find, uses in SET_SIGNS if use in uses and (found := find(samples)) is not None)
