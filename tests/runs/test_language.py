@@ -110,7 +110,7 @@ def test_a_page_in_chinese_escapes_the_text_of_the_run(tmp_path: Path, monkeypat
     )
     run = make_run(tmp_path, "run", [started(), *map(step, range(1, 31)), evil, ended(30)])
     page = write_report([run.path]).path.read_text(encoding="utf-8")
-    for part in ('<html lang="zh">', "<dt>原因</dt><dd>标签从 1 开始计数</dd>", "第 3 步不是有限值"):
+    for part in ('<html lang="zh">', "<dt>原因</dt><dd>标签从 1 开始计数</dd>", "第 3 步出现非有限值"):
         assert part in page, part
     assert "<script>1" not in page and "&lt;script&gt;1" in page
 
