@@ -11,8 +11,10 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +28,9 @@ import pytest
 
 from tests import house
 
+IN_MEMORY = Path("/dev/shm")
+if "TMPDIR" not in os.environ and os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free > 2**32:
+    os.environ["TMPDIR"] = tempfile.tempdir = str(IN_MEMORY)  # a run waits for the disk about ten times
 TESTS = Path(__file__).parent
 EXAMINED = ("doctor", "finetune", "recorder", "replay", "watching")
 DOCTOR_VARIABLE = "TRAINWRIGHT_DOCTOR"

@@ -186,13 +186,6 @@ def test_four_ranks_divide_layers_and_samples_and_go_on_in_one(tmp_path: Path) -
         require_same(tmp_path, name, f"{one}-longer", resumed=True)
 
 
-def test_eight_ranks_divide_stages_weights_and_layers(tmp_path: Path) -> None:
-    trained(1, tmp_path, {"whole": {"until": "3steps"}})
-    layout = {"parallel.pipeline": 2, "parallel.shard": 2, "parallel.tensor": 2, "batch.micro": 2, "until": "3steps"}
-    trained(8, tmp_path, {"divided": layout})
-    require_same(tmp_path, "divided")
-
-
 HF: dict[str, dict[str, Any]] = {
     "llama": {
         "architecture": "LlamaForCausalLM",
