@@ -97,6 +97,7 @@ def test_the_bound_and_the_margin_are_kept(recipe: Path) -> None:
     assert [each.micro for each in found.tried] == [8, 16, 24]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_asked_for_is_said(recipe: Path) -> None:
     with pytest.raises(UsageError, match=r"--margin 1\.5"):
         find_batch_size(load(recipe), margin=1.5)

@@ -140,6 +140,7 @@ def test_torchrun_ends_with_the_code_of_the_ranks(project: Path) -> None:
     assert "depth" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_header_of_a_slurm_job(project: Path) -> None:
     recipe = str(project / "recipe.yaml")
     words = ["--ranks", "4x8", "--account", "physics", "--sbatch", "signal=B:USR1@600", "--set", "device=auto"]

@@ -94,6 +94,7 @@ def test_our_own_datasets_are_hashed_by_their_content() -> None:
     assert fingerprint(data).sha256 != fingerprint(CharText("abd" * 1000, block_size=8)).sha256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("item", "other"),
     [
@@ -127,12 +128,14 @@ def test_items_of_every_kind_are_told_apart(item: Any, other: Any) -> None:
     assert sha([item, other]) != sha([other, item])
 
 
+@pytest.mark.slow
 def test_equal_items_hash_alike_whatever_their_memory() -> None:
     assert sha([{"b": 2, "a": 1}]) == sha([{"a": 1, "b": 2}])
     assert sha([Plain()]) == sha([Plain()])
     assert sha([torch.arange(6).view(2, 3).T]) == sha([torch.arange(6).view(2, 3).T.contiguous()])
 
 
+@pytest.mark.slow
 def test_large_datasets_are_sampled_alike_each_time() -> None:
     items = list(range(10_000))
     first = fingerprint(Listed(items))

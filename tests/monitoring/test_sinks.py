@@ -58,6 +58,7 @@ def scalars_of(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in read_events(folder).Scalars(name)]
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     (sink,) = open_sinks(sink_factories(["tensorboard"]), tmp_path, {"lr": 0.1, "name": "x"}, never)
     sink.scalars(1, {"loss": 2.0, "val/accuracy": 0.25})

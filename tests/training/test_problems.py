@@ -164,6 +164,7 @@ def test_all_problems_with_their_places_and_nearest_names(folder: Path, asked: t
         assert problem.where == f"recipe.yaml:{line}" and remedy in problem.remedy, problem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "asked"), zip(["train", "check", "plan", "graph"], [NAMES, VALUES, COMPONENTS, PACKAGES], strict=True)
 )

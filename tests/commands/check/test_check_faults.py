@@ -147,6 +147,7 @@ def test_a_range_test_has_all_of_its_steps_or_gives_no_verdict(budget_s: float, 
     assert whole is not None and (whole.stopped_at or len(whole.lrs) == RANGE_STEPS)
 
 
+@pytest.mark.slow
 def test_no_time_is_no_fault() -> None:
     """A validation set whose first batch took all of it has been evaluated on that batch."""
     found = checked({}, UNTRAINED)
