@@ -9,6 +9,7 @@ Where tests marked ``process`` are left out (``make quick``), a test that starts
 from __future__ import annotations
 
 import gc
+import getpass
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ from tests import house
 
 IN_MEMORY = Path("/dev/shm")
 if "TMPDIR" not in os.environ and os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free > 2**32:
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
     os.environ["TMPDIR"] = tempfile.tempdir = str(IN_MEMORY)  # a run waits for the disk about ten times
 TESTS = Path(__file__).parent
 EXAMINED = ("doctor", "finetune", "recorder", "replay", "watching")
