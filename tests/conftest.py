@@ -30,9 +30,13 @@ import pytest
 from tests import house
 
 IN_MEMORY = Path("/dev/shm")
+"""Temporary files go there, because a run waits for the disk about ten times."""
+MADE: list[str] = []
 if "TMPDIR" not in os.environ and os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free > 2**32:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
-    os.environ["TMPDIR"] = tempfile.tempdir = str(IN_MEMORY)  # a run waits for the disk about ten times
+    MADE.append(tempfile.mkdtemp(prefix="tests-", dir=IN_MEMORY))
+    os.environ["TMPDIR"] = tempfile.tempdir = MADE[0]
+
 TESTS = Path(__file__).parent
 EXAMINED = ("doctor", "finetune", "recorder", "replay", "watching")
 DOCTOR_VARIABLE = "TRAINWRIGHT_DOCTOR"
@@ -52,6 +56,13 @@ def _hear(event: str, args: tuple[object, ...]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if "not process" in config.getoption("markexpr"):
         sys.addaudithook(_hear)
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    """Free the memory of temporary files, but for those of tests that failed."""
+    if exitstatus == 0:
+        for folder in MADE:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
