@@ -35,6 +35,7 @@ MADE: list[str] = []
 if "TMPDIR" not in os.environ and os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free > 2**32:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
     MADE.append(tempfile.mkdtemp(prefix="tests-", dir=IN_MEMORY))
+    Path(MADE[0]).chmod(0o711)  # tests of permissions act as another user
     os.environ["TMPDIR"] = tempfile.tempdir = MADE[0]
 
 TESTS = Path(__file__).parent
