@@ -8,6 +8,7 @@ Where tests marked ``process`` are left out (``make quick``), a test that starts
 
 from __future__ import annotations
 
+import atexit
 import gc
 import getpass
 import os
@@ -60,10 +61,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:
-    """Free the memory of temporary files, but for those of tests that failed."""
-    if exitstatus == 0:
-        for folder in MADE:
-            shutil.rmtree(folder, ignore_errors=True)
+    """Free the memory of temporary files at the end of the process, but for those of tests that failed."""
+    if exitstatus != 0:
+        MADE.clear()
+
+
+@atexit.register  # before that of multiprocessing, so that it is called after it
+def _remove_temporary_files() -> None:
+    for folder in MADE:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
