@@ -159,7 +159,7 @@ def after_two(model: nn.Module, forward: Forward, autocast: bool) -> After:
     ("name", "keep", "autocast"),
     [
         *((name, keep, False) for name in MODELS for keep in KEEPS),
-        *((name, next(iter(KEEPS)), True) for name in MODELS),
+        *((name, "single calls", True) for name in MODELS),  # autocast changes how often calls are made
     ],
 )
 def test_gradients_buffers_and_draws_are_the_same_bits(name: str, keep: str, autocast: bool) -> None:

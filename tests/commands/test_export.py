@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +21,8 @@ from typer.testing import CliRunner
 
 import trainwright as tw
 from tests import forked, ranks
+from tests.disks import small_disk
+from tests.training.processes import invoke
 from trainwright.assembly.assemble import build_model
 from trainwright.checkpoint.store import Best, checkpoints, write_best
 from trainwright.cli import app
@@ -144,12 +145,6 @@ def logits(model: nn.Module) -> Tensor:
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     assert found.keys() == expected.keys()
     return all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def invoke(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, list(arguments))
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.output
 
 
 # ── safetensors and state_dict ─────────────────────────────────────────────────────────────────────
@@ -338,23 +333,18 @@ def test_what_a_killed_export_left_is_removed_by_the_next_one(folder: Path) -> N
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a small disk needs root")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "size=40k") as disk:
+        yield disk
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["safetensors", "state_dict"])
-def test_a_full_disk_leaves_nothing_behind(small_disk: Path, layout: str) -> None:
+def test_a_full_disk_leaves_nothing_behind(tiny_disk: Path, layout: str) -> None:
     result = trained({"use": "mlp", "args": {"sizes": [6, 2000, 3]}})  # 72 KiB of weights
     with pytest.raises(StorageError, match="cannot write"):
-        export(result.run, format=layout, out=small_disk / "out")
-    assert list(small_disk.iterdir()) == []
+        export(result.run, format=layout, out=tiny_disk / "out")
+    assert list(tiny_disk.iterdir()) == []
 
 
 # ── LoRA ───────────────────────────────────────────────────────────────────────────────────────────

@@ -81,6 +81,7 @@ def test_for_another_device_nothing_is_measured(
     assert any(line.startswith("  without") for line in shown.lines())
 
 
+@pytest.mark.slow
 def test_a_dry_run_that_fails_is_said(tmp_path: Path) -> None:
     loaded = recipe(tmp_path, loss=f"{PARTS}:eight_fail")
     shown = show_plan(loaded, recipe="r.yaml")

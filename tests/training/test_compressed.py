@@ -56,10 +56,7 @@ POWER = {"parallel.compress": "powersgd", "parallel.compress_rank": 2, "parallel
 
 def trained(count: int, folder: Path, **settings: Any) -> list[dict[str, Any]]:
     """Return the report of each rank on its run."""
-    folder.mkdir(exist_ok=True)
-    done = ranks.run(FIT, count, json.dumps(settings), cwd=folder)
-    assert [each.returncode for each in done] == [0] * count, "\n".join(each.stderr for each in done)
-    return [json.loads(each.stdout.splitlines()[-1]) for each in done]
+    return ranks.reports(FIT, count, json.dumps(settings), cwd=folder)
 
 
 def weights(folder: Path, step: int = 10) -> dict[str, torch.Tensor]:

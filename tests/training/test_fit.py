@@ -346,6 +346,7 @@ def test_no_setting_is_lost_whatever_its_form() -> None:
     assert asked(settings={"data": {"shuffle": False}})["data"]["train"]["use"] == "live:TensorDataset"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

@@ -75,8 +75,7 @@ def measured(folder: Path, count: int, runs: dict[str, dict[str, Any]]) -> Measu
     (folder / "mine_ranked.py").write_text(MODULE)
     for name, parallel in runs.items():
         (folder / f"{name}.yaml").write_text(json.dumps({**RECIPE, "name": name, "parallel": parallel}))
-    done = ranks.run(TRAIN, count, *(f"{name}.yaml" for name in runs), cwd=folder)
-    assert [each.returncode for each in done] == [0] * count, "\n".join(each.stderr for each in done)
+    ranks.finish(TRAIN, count, *(f"{name}.yaml" for name in runs), cwd=folder)
     kinds, found = {"step": "probed", "evaluated": "metrics"}, {}
     for name in runs:
         lines = map(json.loads, (folder / f"runs/{name}/log.jsonl").read_text().splitlines())

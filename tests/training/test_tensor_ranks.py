@@ -82,8 +82,7 @@ for name, settings in json.loads(sys.argv[1]).items():
 
 def trained(count: int, folder: Path, runs: dict[str, dict[str, Any]]) -> None:
     """Trains all of them, one after the other; every rank says the same of each."""
-    done = ranks.run(FIT, count, json.dumps(runs), json.dumps(SMALL), cwd=folder, timeout=250)
-    assert [each.returncode for each in done] == [0] * count, "\n".join(each.stderr for each in done)
+    done = ranks.finish(FIT, count, json.dumps(runs), json.dumps(SMALL), cwd=folder, timeout=250)
     said = [[json.loads(line) for line in each.stdout.splitlines()] for each in done]
     assert len(said[0]) == len(runs) and all(each == said[0] for each in said)
 

@@ -88,6 +88,7 @@ def test_gradients_of_each_sample_by_torch_func() -> None:
     assert watch.step == 6 and watch.session.failures == []
 
 
+@pytest.mark.slow
 def test_a_gan_with_two_optimizers() -> None:
     def loop(watching: Watching) -> list[Tensor]:
         G, D = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(), nn.Linear(8, 1))
@@ -183,6 +184,7 @@ def test_sparse_gradients() -> None:
     assert replays(both(loop_of(step, lambda: nn.EmbeddingBag(20, 3, sparse=True), adam)))
 
 
+@pytest.mark.slow
 def test_a_model_is_changed_inside() -> None:
     """Moved to another dtype, and given a new head that a replay would not put back."""
 
@@ -662,6 +664,7 @@ def test_a_loop_in_another_thread() -> None:
     assert "in its thread" in found.symptom
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_bytes", [1, 1_000, 20_000])
 def test_the_recorder_keeps_to_its_bytes(memory_bytes: int) -> None:
     def loop(watching: Watching) -> list[Tensor]:
