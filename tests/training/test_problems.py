@@ -166,7 +166,7 @@ def test_all_problems_with_their_places_and_nearest_names(folder: Path, asked: t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("verb", "asked"), zip(["train", "check", "plan", "graph"], [NAMES, VALUES, COMPONENTS, PACKAGES], strict=True)
+    ("verb", "asked"), [("train", NAMES), ("check", VALUES), ("plan", COMPONENTS), ("graph", PACKAGES)]
 )
 def test_every_verb_says_all_of_them(folder: Path, verb: str, asked: tuple[Edits, Expected]) -> None:
     edits, expected = asked
