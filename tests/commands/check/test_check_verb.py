@@ -25,9 +25,16 @@ from trainwright.training.run import train
 RECIPES = Path(__file__).parents[3] / "recipes"
 SHORT = Budget(read_s=60.0, range_s=60.0, one_batch_s=0.0, smoke_s=600.0, most_samples=256, smoke_steps=6)
 """Each part ends by its number of samples or steps, so that the load of the machine changes no verdict."""
-CHECKED = ("hf-lora", "lstm-text", "moe-text", "reinforce-cartpole", "resnet-digits", "two-tower", "unet-shapes")
-"""Recipes of each kind of data and model."""
-SMALLER = {"hf-lora": ("model.args.n_layer=1", "model.args.n_embd=48")}
+ONE_LAYER = "model.args.layers=1"
+SMALLER = {
+    "demo": (ONE_LAYER, *(f"{part}.args.block_size=64" for part in ("model", "data.train", "data.val"))),
+    "demo-digits": ("batch.size=16", "model.args.width=8"),
+    "gpt-tiny": (ONE_LAYER,),
+    "gpt-lora": (ONE_LAYER, "model.args.d_model=48", "batch.size=4"),
+    "gpt2-124m": (ONE_LAYER, "model.args.vocab_size=512"),
+    "hf-lora": ("model.args.n_layer=1", "model.args.n_embd=48"),
+    "llama-7b": (ONE_LAYER, "model.args.vocab_size=512"),
+}
 RECIPE = """\
 name: mine
 until: 5steps
@@ -120,10 +127,14 @@ def test_it_changes_no_bit_of_what_comes_later(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [RECIPES / f"{name}.yaml" for name in CHECKED], ids=lambda path: path.stem)
-def test_recipes_in_the_box_pass(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_in_the_box_passes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRAINWRIGHT_EXAMINE")  # as for a user; planted faults are examined in full
-    for package in {"hf-lora": ("transformers", "peft"), "resnet-digits": ("sklearn",)}.get(path.stem, ()):
+    for package in {
+        "hf-lora": ("transformers", "peft"),
+        "demo-digits": ("sklearn",),
+        "resnet-digits": ("sklearn",),
+    }.get(path.stem, ()):
         pytest.importorskip(package)
     smaller = [*SMALL[path.name], *SMALLER.get(path.stem, ()), "device=cpu"]
     found = check(load(path, overrides=smaller), budget=replace(SHORT, range_s=0.0, smoke_steps=2))
