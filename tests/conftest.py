@@ -8,15 +8,11 @@ Where tests marked ``process`` are left out (``make quick``), a test that starts
 
 from __future__ import annotations
 
-import atexit
 import gc
-import getpass
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,15 +25,6 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else a pool of processes, f
 import pytest
 
 from tests import house
-
-IN_MEMORY = Path("/dev/shm")
-"""Temporary files go there, because a run waits for the disk about ten times."""
-MADE: list[str] = []
-if "TMPDIR" not in os.environ and os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free > 2**32:
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
-    MADE.append(tempfile.mkdtemp(prefix="tests-", dir=IN_MEMORY))
-    Path(MADE[0]).chmod(0o711)  # tests of permissions act as another user
-    os.environ["TMPDIR"] = tempfile.tempdir = MADE[0]
 
 TESTS = Path(__file__).parent
 EXAMINED = ("doctor", "finetune", "recorder", "replay", "watching")
@@ -58,18 +45,6 @@ def _hear(event: str, args: tuple[object, ...]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if "not process" in config.getoption("markexpr"):
         sys.addaudithook(_hear)
-
-
-def pytest_sessionfinish(exitstatus: int) -> None:
-    """Free the memory of temporary files at the end of the process, but for those of tests that failed."""
-    if exitstatus != 0:
-        MADE.clear()
-
-
-@atexit.register  # before that of multiprocessing, so that it is called after it
-def _remove_temporary_files() -> None:
-    for folder in MADE:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
