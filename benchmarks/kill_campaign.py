@@ -1,6 +1,7 @@
 """Kills a training at random instants, resumes it, and compares it with one that nobody killed.
 
     python -m benchmarks.kill_campaign [--kills 300] [--seed 0] [--workers 1] [--jobs 1] [--fork] [--ranks 1]
+                                       [--in-save 0]
 
 A small model is trained twice from one recipe: once to its end, with every checkpoint kept, and then again and
 again under SIGKILL, saving after each step and resuming after each death. After every kill all that is committed
@@ -8,7 +9,7 @@ must verify and hold the bits that the first training had at that step; at the e
 same losses, gradient norms and samples, each step once, and its last checkpoint must have the same bytes. The last
 line on stdout counts; from ``unloadable`` to ``best_differing``, every figure must be 0. ``--fork`` starts a training
 by fork from a process that has imported all of it: the same code, sooner. The seed gives the delays before the kills,
-not the instants that they hit.
+not the instants that they hit; ``--in-save 0.5`` kills half of the time as soon as a checkpoint is begun.
 
 A kill takes the process and leaves the machine: what the page cache holds is not lost. This is no power cut.
 """
@@ -212,6 +213,7 @@ class Campaign:
     reference: Reference
     wanted: int
     seed: str
+    in_save: float = 0.0  # the share of kills that come as soon as a checkpoint is begun
     verbose: bool = False
     counts: Counts = field(default_factory=Counts)
     start_s: float = 3.0  # how long a process takes to its first step
@@ -257,7 +259,12 @@ class Campaign:
     def _strike(self, process: Running, run: Path) -> str:
         """Waits for a random instant and kills; says in which phase."""
         log, begin_s = run / "log.jsonl", time.perf_counter()
-        before = _steps(log)
+        before, drafts = _steps(log), _unfinished(run)
+        if self.in_save and self._random.random() < self.in_save:
+            while process.poll() is None and not _unfinished(run) - drafts:
+                time.sleep(0.0005)
+            process.kill()
+            return "start" if _steps(log) == before else "training"
         early = self._random.random() < DURING_START
         delay_s = self._random.uniform(0, self.start_s if early else 2 * self.reference.seconds / KILLS_PER_RUN)
         while not early and _steps(log) == before and process.poll() is None:
@@ -322,6 +329,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="trainings side by side")
     parser.add_argument("--step-ms", type=float, default=0.0, help="makes reading a batch slower")
     parser.add_argument("--fork", action="store_true", help="start trainings by fork")
+    parser.add_argument("--in-save", type=float, default=0.0, help="share of kills while a checkpoint is written")
     parser.add_argument("--ranks", type=int, default=1, help="of each training; half of them are killed (forks)")
     parser.add_argument("--parallel", default="{}", help="their layout, as in a recipe: '{shard: 2}'")
     parser.add_argument("--verbose", action="store_true", help="a line on stderr for each kill and each end")
@@ -344,7 +352,7 @@ def conduct_all(options: argparse.Namespace, folder: Path) -> Counts:
         reference = fresh.submit(train_undisturbed, undisturbed, options.steps).result()
     shares = [options.kills // options.jobs + (number < options.kills % options.jobs) for number in range(options.jobs)]
     campaigns = [
-        Campaign(place, reference, share, f"{options.seed}/{number}", options.verbose)
+        Campaign(place, reference, share, f"{options.seed}/{number}", options.in_save, options.verbose)
         for number, (place, share) in enumerate(zip(places, shares, strict=True))
     ]
     counts = Counts()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -34,6 +36,7 @@ def start(code: str, ranks: int, *arguments: str, cwd: Path, attempt: int = 0, j
 
 def run(code: str, ranks: int, *arguments: str, cwd: Path, attempt: int = 0, timeout: float = 120) -> list[Forked]:
     """Runs ``code`` as every rank, or in this many alone, to its end."""
+    cwd.mkdir(exist_ok=True)
     if ranks == 1:
         started = [Forked(code, *arguments, cwd=cwd, env={"OMP_NUM_THREADS": "1"})]
     else:
@@ -41,3 +44,15 @@ def run(code: str, ranks: int, *arguments: str, cwd: Path, attempt: int = 0, tim
     for each in started:
         each.wait(timeout)
     return started
+
+
+def finish(code: str, ranks: int, *arguments: str, cwd: Path, timeout: float = 120) -> list[Forked]:
+    """As `run`, where every rank ends well."""
+    done = run(code, ranks, *arguments, cwd=cwd, timeout=timeout)
+    assert [each.returncode for each in done] == [0] * ranks, "\n".join(each.stderr[-2000:] for each in done)
+    return done
+
+
+def reports(code: str, ranks: int, *arguments: str, cwd: Path) -> list[Any]:
+    """Return the JSON in the last line that each rank prints."""
+    return [json.loads(each.stdout.splitlines()[-1]) for each in finish(code, ranks, *arguments, cwd=cwd)]

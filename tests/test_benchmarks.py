@@ -38,18 +38,12 @@ def figures(bench: str, *options: str) -> list[dict[str, Any]]:
             {"mlp_plain_step", "mlp_fit", "mlp_fit_run", "mlp_fit_first_64", "mlp_fit_same_optimizer"},
         ),
         ("own_objects", ("--tasks", "mlp", "--cases", "several"), {"mlp_several", "mlp_several_step"}),
-        (
-            "soak",
-            ("--only", "watch", "--minutes", "0.01"),
-            {"watch_steps", "watch_rss", "watch_threads", "watch_files", "watch_log"},
-        ),
         ("auto", ("--recipes", "demo-digits"), {"demo-digits_precision", "demo-digits_update"}),
         ("own_step", (), {f"64_{name}{kind}" for name in ("plain", "steps", "fit") for kind in ("", "_cpu")}),
         ("scaling", ("--steps", "4"), {"one_step", "speed_up_2", "efficiency_2", "communication_2"}),
         ("startup", (), {"import_extra", "help_extra", "first_step"}),
         ("time_foretold", (), {"demo-digits_3steps_step", "demo-digits_3steps_run"}),
         ("time_to_loss", ("--seconds", "0.2"), {"same_loss", "loss_plain", "loss_ours"}),
-        ("finetune", ("--steps", "4"), {"fit", "fit_cpu", "fit_median", "padding_free", "bfd", "padding"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -20,12 +20,12 @@ pytestmark = pytest.mark.slow
 
 
 def test_kills_lose_nothing() -> None:
-    options = ["--kills", "8", "--steps", "20", "--jobs", "1", "--fork"]
-    options += ["--seed", "82", "--step-ms", "28"]  # so that the first kills come after a save, on a busy machine too
+    """Half of the kills wait for a save to begin, and half come at a random instant."""
+    options = ["--kills", "8", "--steps", "20", "--jobs", "1", "--fork", "--in-save", "0.5", "--step-ms", "8"]
     done = forked.run("from benchmarks.kill_campaign import main; main()", *options)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
-    assert seen["kills"] == 8 and seen["runs"] >= 1 and seen["resumes"] > 4, seen
+    assert seen["kills"] == 8 and seen["runs"] >= 1 and seen["resumes"] > 0, seen
     assert seen["kills_in_save"] > 0, seen
     names = list(seen)
     zero = names[names.index("unloadable") : names.index("final_bits_equal")]

@@ -224,6 +224,7 @@ def test_a_page_is_as_its_script_prints_it(name: str) -> None:
     assert page.read_text() == done.stdout, f"python scripts/{name}.py > {page.relative_to(ROOT)}"
 
 
+@pytest.mark.slow
 def test_every_short_name_of_another_package_stands_for_an_optimizer() -> None:
     package = pytest.importorskip("pytorch_optimizer")
     for name, row in OPTIMIZER_ALIASES.items():

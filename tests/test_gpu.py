@@ -273,6 +273,7 @@ def test_an_lstm_is_planned_where_there_is_a_gpu() -> None:
     trace_step(make_lstm, device="cuda", precision="bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["adamw8bit", "adamw4bit"])
 def test_quantized_moments_train_and_a_bad_step_leaves_them(device: str, name: str) -> None:

@@ -43,6 +43,7 @@ def python(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_public_names() -> None:
     assert sorted(tw.__all__) == sorted(NAMES.split())
     for name in tw.__all__:
@@ -143,6 +144,7 @@ def test_the_loop_of_the_docs_runs_and_goes_on_from_its_checkpoint(
     assert all(torch.equal(weight, weights[name]) for name, weight in state.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_the_watched_loop_of_the_readme_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

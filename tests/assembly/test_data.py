@@ -276,6 +276,7 @@ def test_drop_last(workers: int) -> None:
     assert len(set(samples(batches[:2]))) == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Augmented, AugmentedStream])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_drop_last_where_an_epoch_goes_on_in_batches_of_another_size(make: type, workers: int) -> None:

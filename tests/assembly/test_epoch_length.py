@@ -54,6 +54,7 @@ def trained(data: object, folder: Path, **length: int) -> tuple[int, list[Tensor
     return done.step, [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "steps"),
     [

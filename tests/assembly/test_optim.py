@@ -118,6 +118,7 @@ def test_every_implementation_of_torch_can_be_forced(name: str) -> None:
         assert_near(train(model, optimizer), weights, 1e-11)
 
 
+@pytest.mark.slow
 def test_lamb_and_lars_equal_another_implementation() -> None:
     others = pytest.importorskip("pytorch_optimizer")
     # without decay the trust ratio cancels the bias correction that the other one leaves out

@@ -146,6 +146,7 @@ def test_a_parameter_without_gradient_stays(name: str) -> None:
     assert model.mix.weight not in optimizer.state
 
 
+@pytest.mark.slow
 def test_a_large_parameter_list_is_updated_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in OURS:
         whole, cut = net(), net()

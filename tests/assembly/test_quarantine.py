@@ -158,6 +158,7 @@ def test_an_empty_micro_batch_is_left_out_and_an_empty_step_passed_over(dataset:
     assert ids(take(dataset, 1, Cursor(0, 8), shuffle=False, quarantine=frozenset(range(8, 16)))) == [ids(usual)[2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_quarantine_of_everything_ends_the_stream(workers: int) -> None:
     everything = frozenset(WHOLE)
@@ -191,6 +192,7 @@ def test_found_in_a_step_that_comes_out_empty_travels_with_the_next() -> None:
     assert [[each.id for each in batch.bad] for batch in found] == [[], list(range(8, 16)), []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [OnlyAtFirst, Moody])
 def test_a_resumed_run_and_any_number_of_workers_give_the_same_bits(make: type[Items]) -> None:
     """Also when a sample could be read later, and workers have read it before it was found to be bad."""
@@ -273,6 +275,7 @@ def test_what_is_not_the_fault_of_one_sample_stops(dataset: Any, changes: dict[s
         take(dataset, 99, on_bad_sample="quarantine", epochs=1, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_that_raises_stops_and_says_what_would_help(workers: int) -> None:
     with pytest.raises(DataError, match="OSError: the stream broke for sample 12") as caught:

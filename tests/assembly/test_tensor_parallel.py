@@ -99,8 +99,7 @@ def test_a_divided_model_has_the_loss_and_gradients_of_the_whole(tmp_path: Path)
         {**small, **modern, "sequence": True},
         {**small, "sequence": True},
     ]
-    done = ranks.run(SAME, 2, json.dumps(models), cwd=tmp_path)
-    assert [each.returncode for each in done] == [0, 0], "\n".join(each.stderr for each in done)
+    done = ranks.finish(SAME, 2, json.dumps(models), cwd=tmp_path)
     *counts, refused = done[0].stdout.splitlines()
     assert len(counts) == len(models) and all(int(line.split()[0]) > 10 for line in counts)
     assert refused == "parallel.sequence: 7 positions cannot be divided among 2 ranks"

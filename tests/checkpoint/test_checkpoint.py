@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from tests import forked
+from tests.disks import small_disk
 from trainwright.checkpoint.checkpoint import capture, commit, load_checkpoint, read_run_metadata, save_checkpoint
 from trainwright.checkpoint.cursor import Cursor
 from trainwright.checkpoint.ledger import SkippedStep
@@ -331,22 +330,8 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, num_bytes: int) -> None:
     assert newest_valid(tmp_path) == (tmp_path / "step-00000002", [])
 
 
-@contextmanager
-def small_disk(at: Path, megabytes: int) -> Iterator[None]:
-    at.mkdir()
-    mounted = shutil.which("mount") and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(at)], capture_output=True
-    )
-    if not mounted or mounted.returncode:
-        pytest.skip("a tmpfs cannot be mounted here (needs root)")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(at)], check=True)
-
-
 def test_a_full_disk(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", 2):
+    with small_disk(tmp_path / "disk", "size=2m"):
         folder = tmp_path / "disk" / "checkpoints"
         save_checkpoint(state_at(1), folder)
         assert_fails_and_keeps_the_older(folder, state_at(2, width=600))

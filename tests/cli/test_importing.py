@@ -27,6 +27,7 @@ def test_a_fresh_process_collects_no_garbage_while_it_imports_torch() -> None:
     assert int(ended.stdout) > 100_000
 
 
+@pytest.mark.slow
 def test_a_process_that_has_torch_is_left_alone() -> None:
     import torch  # noqa: F401
 

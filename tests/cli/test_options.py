@@ -25,6 +25,7 @@ def test_help_and_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).output == f"trainwright {tw.__version__}\n"
 
 
+@pytest.mark.slow
 def test_explain_without_a_code_lists_all() -> None:
     listed = [line.split()[0] for line in CliRunner().invoke(app, ["explain"]).output.splitlines()]
     assert listed == list(codes())

@@ -105,6 +105,7 @@ def recipe(model: str, data: str = "pairs", loss: str = "cross_entropy", batch: 
     return "r.yaml"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["plan", "graph"])
 @pytest.mark.parametrize(
     ("model", "data", "loss"),
@@ -124,6 +125,7 @@ def test_models_and_data_of_all_kinds(
     assert answer["parameters" if verb == "plan" else "modules"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -146,6 +148,7 @@ def test_a_model_that_cannot_be_planned(
     assert "remedy" in answer["error"]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_ready_is_no_puzzle_for_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for model, message in (("Lazy", "has no shape yet"), ("on_meta", "has no values")):
         for verb in ("train", "check"):
@@ -176,12 +179,14 @@ def test_wrong_options(folder: Path, monkeypatch: pytest.MonkeyPatch, arguments:
     assert message in answer["error"]
 
 
+@pytest.mark.slow
 def test_an_empty_dataset(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, answer, _ = ask(monkeypatch, "plan", recipe("Net"), "--set", "data.train.args={n: 0}")
     assert code == answer["exit"] != 0
     assert "the dataset is empty" in answer["error"]
 
 
+@pytest.mark.slow
 def test_a_check_that_is_cut_short_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, answer, message = ask(monkeypatch, "check", recipe("Raises"))
     assert (code, answer["trains"], answer["complete"]) == (3, False, False)

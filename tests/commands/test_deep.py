@@ -91,6 +91,7 @@ def objects():
 """
 
 
+@pytest.mark.slow
 def test_a_run_of_a_function_is_trained_to_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "project_of_deep.py").write_text(FUNCTION)
     monkeypatch.chdir(tmp_path)
@@ -103,6 +104,7 @@ def test_a_run_of_a_function_is_trained_to_a_step(tmp_path: Path, monkeypatch: p
     assert {"update", "again", "structure"} <= examined(run) and left(run).experiments == ()
 
 
+@pytest.mark.slow
 def test_only_objects_that_no_function_makes_need_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +121,7 @@ def test_only_objects_that_no_function_makes_need_the_script(
     assert any(expected in line for line in diagnosis_of(run).lines())
 
 
+@pytest.mark.slow
 def test_a_watched_loop_is_examined_from_its_last_steps(tmp_path: Path) -> None:
     run = watched(tmp_path, softmax=True)
     before, said = left(run), [*diagnosis_of(run).lines()]
@@ -149,6 +152,7 @@ def test_a_run_that_did_not_keep_its_last_steps_says_so(tmp_path: Path, monkeypa
         examine_later(run, model="mine.py:make", say=lambda line: None)
 
 
+@pytest.mark.slow
 def test_a_run_of_live_objects_keeps_its_last_steps_too(tmp_path: Path) -> None:
     model, optimizer = make()
     data = (torch.randn(32, 6), torch.arange(32) % 3)

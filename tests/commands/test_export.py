@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +21,8 @@ from typer.testing import CliRunner
 
 import trainwright as tw
 from tests import forked, ranks
+from tests.disks import small_disk
+from tests.training.processes import invoke
 from trainwright.assembly.assemble import build_model
 from trainwright.checkpoint.store import Best, checkpoints, write_best
 from trainwright.cli import app
@@ -146,15 +147,10 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def invoke(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, list(arguments))
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.output
-
-
 # ── safetensors and state_dict ─────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", [MLP, "mine:Tied"], ids=["mlp", "tied, with running statistics"])
 def test_both_files_load_strictly_and_hold_what_was_trained(use: Any) -> None:
     result = trained(use, **({} if use is MLP else LETTERS))
@@ -176,6 +172,7 @@ def test_both_files_load_strictly_and_hold_what_was_trained(use: Any) -> None:
         assert file.metadata() == {"format": "pt", "step": "10", "weights": "trained"}
 
 
+@pytest.mark.slow
 def test_the_average_is_another_file() -> None:
     result = trained({**MLP, "ema": 0.9})
     state = result.state
@@ -188,6 +185,7 @@ def test_the_average_is_another_file() -> None:
         assert same(tensors, state.model.state_dict())
 
 
+@pytest.mark.slow
 def test_a_run_without_an_average_says_how_to_get_one() -> None:
     result = trained(MLP)
     with pytest.raises(CheckpointError, match="no average") as caught:
@@ -196,6 +194,7 @@ def test_a_run_without_an_average_says_how_to_get_one() -> None:
     assert list((result.run / "export").iterdir()) == [], "nothing half-written stays"
 
 
+@pytest.mark.slow
 def test_extra_state_is_kept_by_state_dict_and_refused_by_safetensors() -> None:
     result = trained({"use": "mine:Counting"})
     with pytest.raises(UsageError, match="_extra_state is not a tensor") as caught:
@@ -230,6 +229,7 @@ def test_a_function_makes_the_model_of_an_adapter_again() -> None:
 # ── which checkpoint ───────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_which_checkpoint() -> None:
     result = trained(MLP)
     steps = {step: result.run / f"checkpoints/step-{step:08d}/model.safetensors" for step in (5, 10)}
@@ -246,6 +246,7 @@ def test_which_checkpoint() -> None:
         assert "5, 10" in caught.value.remedy
 
 
+@pytest.mark.slow
 def test_a_best_that_is_gone_or_never_was() -> None:
     result = trained(MLP)
     (result.run / "checkpoints/best.json").unlink(missing_ok=True)
@@ -265,6 +266,7 @@ def test_a_run_without_a_checkpoint_is_trained_first(tmp_path: Path, which: str)
     assert f"train {tmp_path / 'recipe.yaml'}" in caught.value.remedy
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_stepped_over_by_name() -> None:
     result = trained(MLP)
     newest, older = checkpoints(result.run / "checkpoints")
@@ -284,6 +286,7 @@ def test_damaged_checkpoints_are_stepped_over_by_name() -> None:
 # ── where to ───────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_what_is_there_is_never_written_over(folder: Path) -> None:
     result = trained(MLP)
     first = export(result.run, format="safetensors")
@@ -330,22 +333,18 @@ def test_what_a_killed_export_left_is_removed_by_the_next_one(folder: Path) -> N
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a small disk needs root")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "size=40k") as disk:
+        yield disk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["safetensors", "state_dict"])
-def test_a_full_disk_leaves_nothing_behind(small_disk: Path, layout: str) -> None:
+def test_a_full_disk_leaves_nothing_behind(tiny_disk: Path, layout: str) -> None:
     result = trained({"use": "mlp", "args": {"sizes": [6, 2000, 3]}})  # 72 KiB of weights
     with pytest.raises(StorageError, match="cannot write"):
-        export(result.run, format=layout, out=small_disk / "out")
-    assert list(small_disk.iterdir()) == []
+        export(result.run, format=layout, out=tiny_disk / "out")
+    assert list(tiny_disk.iterdir()) == []
 
 
 # ── LoRA ───────────────────────────────────────────────────────────────────────────────────────────
@@ -439,6 +438,7 @@ def test_a_tied_weight_is_not_merged_behind_ones_back() -> None:
     assert export(result.run, format="safetensors", adapter=True).tensors == 2
 
 
+@pytest.mark.slow
 def test_adapters_that_are_not_there() -> None:
     result = trained(MLP)
     with pytest.raises(UsageError, match="trained no adapter"):
@@ -513,6 +513,7 @@ def test_a_recipe_that_no_longer_fits_is_said(folder: Path) -> None:
 # ── the command line ───────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_the_verb() -> None:
     run = trained(MLP).run
     code, message = invoke("export", str(run))
@@ -529,6 +530,7 @@ def test_the_verb() -> None:
     assert code == 2 and "nowhere does not exist" in message
 
 
+@pytest.mark.slow
 def test_an_export_writes_through_no_link(folder: Path) -> None:
     run, elsewhere = trained(MLP).run, folder / "elsewhere"
     elsewhere.mkdir()

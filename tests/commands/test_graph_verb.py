@@ -347,6 +347,7 @@ def test_the_verb_prints_draws_and_answers_in_json(tmp_path: Path) -> None:
     assert file.read_text().startswith("<svg")
 
 
+@pytest.mark.slow
 def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     args = ["graph", str(RECIPES / "gpt-tiny.yaml"), "--svg", str(tmp_path / "no" / "graph.svg")]
     result = CliRunner().invoke(app, args)

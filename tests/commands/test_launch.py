@@ -158,6 +158,7 @@ def test_ranks_whose_torchrun_is_killed_save_and_stop(project: Path) -> None:
     assert (project / f"runs/run/checkpoints/step-{ended[0]['step']:08d}").exists()
 
 
+@pytest.mark.slow
 def test_the_header_of_a_slurm_job(project: Path) -> None:
     recipe = str(project / "recipe.yaml")
     words = ["--ranks", "4x8", "--account", "physics", "--sbatch", "signal=B:USR1@600", "--set", "device=auto"]

@@ -32,6 +32,7 @@ def recipe(tmp_path: Path, **changes: Any) -> Loaded:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -54,6 +55,7 @@ def test_the_memory_is_the_same(tmp_path: Path, changes: dict[str, Any]) -> None
         assert found[kind] == pytest.approx(size, rel=0.05, abs=64), kind
 
 
+@pytest.mark.slow
 def test_the_time_is_measured_here_and_says_what_it_leaves_out(tmp_path: Path) -> None:
     loaded = recipe(tmp_path)
     shown = show_plan(loaded, recipe="r.yaml")
@@ -65,6 +67,7 @@ def test_the_time_is_measured_here_and_says_what_it_leaves_out(tmp_path: Path) -
     assert isinstance(answer, dict) and answer["step_s"] == shown.measured.predicted.step_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "changes"),
     [({"device": "rtx4090"}, {}), ({"memory": "64KiB"}, {})],
@@ -78,6 +81,7 @@ def test_for_another_device_nothing_is_measured(
     assert any(line.startswith("  without") for line in shown.lines())
 
 
+@pytest.mark.slow
 def test_a_dry_run_that_fails_is_said(tmp_path: Path) -> None:
     loaded = recipe(tmp_path, loss=f"{PARTS}:eight_fail")
     shown = show_plan(loaded, recipe="r.yaml")

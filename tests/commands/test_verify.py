@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from tests import forked
+from tests.training.processes import invoke
 from trainwright.checkpoint.examination import differences
 from trainwright.checkpoint.manifest import write_manifest
-from trainwright.cli import app
 from trainwright.commands.verify.resume import Proof, ResumeTrial, verify_resume
 from trainwright.errors import CheckpointError, TrainwrightError
 from trainwright.runs.folder import RunFolder
@@ -102,12 +101,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "parts.py").write_text(PARTS)
     (tmp_path / "tiny.yaml").write_text(RECIPE)
     return tmp_path
-
-
-def invoke(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, list(arguments))
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.output
 
 
 def prove(**options: Any) -> tuple[Proof, str]:

@@ -211,6 +211,7 @@ def table_of_arrow() -> Any:
     return pytest.importorskip("pyarrow").table(COLUMNS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_frame", [arrays, frame_of_pandas, table_of_arrow])
 def test_a_table_in_memory(make_frame: Callable[[], Any]) -> None:
     found = tw.table(make_frame(), inputs=["a", "b"], target="kind")

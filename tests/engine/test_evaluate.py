@@ -152,6 +152,7 @@ def test_a_bad_label_of_the_validation_set_names_its_sample() -> None:
     assert caught.value.sample_ids == (32,)
 
 
+@pytest.mark.slow
 def test_a_rehearsal_sees_the_first_loss_and_what_autograd_keeps() -> None:
     model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3))
     state = TrainState(model, AdamW(model.parameters(), lr=1e-2), LossScaler())

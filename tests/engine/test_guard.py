@@ -207,6 +207,7 @@ def test_an_optimizer_that_takes_the_flag_on_the_device(name: str) -> None:
         assert_same_bits(dict(guarded.named_parameters()), dict(plain.named_parameters()))
 
 
+@pytest.mark.slow
 def test_the_scale_recovers_from_150_overflows() -> None:
     model = network()
     scaler = LossScaler(interval=3)

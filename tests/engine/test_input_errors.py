@@ -101,6 +101,7 @@ def test_predictions_say_it_too() -> None:
         tw.predict(head(), X[:, :3])
 
 
+@pytest.mark.slow
 def test_arrays_of_numpy_are_of_the_default_dtype() -> None:
     array = np.random.default_rng(0).normal(size=(6, 4))
     result = tw.fit(head(), (array, LABELS.numpy()), CE, until="2steps", batch=3)

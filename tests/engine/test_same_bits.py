@@ -128,6 +128,7 @@ def test_one_batch_a_step(name: str, bf16: bool) -> None:
     compare(OPTIMIZERS[name], F.cross_entropy, accumulation=1, bf16=bf16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", [4, 3])
 @pytest.mark.parametrize("name", ["adamw", "sgd-momentum"])
@@ -138,6 +139,7 @@ def test_accumulation_clip_warm_up_and_cosine(name: str, accumulation: int, bf16
     assert 0 < active < STEPS  # the clip was seen both active and inactive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 3, 4])
 def test_a_sum_and_its_weight(accumulation: int) -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
@@ -147,6 +149,7 @@ def test_a_sum_and_its_weight(accumulation: int) -> None:
     compare(OPTIMIZERS["adamw"], loss, accumulation=accumulation, clip_at=CLIP_AT, warm=True, by_count=True)
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_same_numbers() -> None:
     compare(OPTIMIZERS["adamw"], nn.CrossEntropyLoss(), accumulation=3, dropout=0.3)
 

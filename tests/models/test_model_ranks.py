@@ -43,8 +43,7 @@ for name, settings in json.loads(sys.argv[1]).items():
 
 
 def trained(count: int, folder: Path, runs: dict[str, dict[str, Any]]) -> None:
-    done = ranks.run(FIT, count, json.dumps(runs), cwd=folder, timeout=250)
-    assert [each.returncode for each in done] == [0] * count, "\n".join(each.stderr for each in done)
+    ranks.finish(FIT, count, json.dumps(runs), cwd=folder, timeout=250)
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

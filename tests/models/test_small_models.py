@@ -44,6 +44,7 @@ def test_the_option_a_shortcut_keeps_every_second_pixel_and_pads_channels_with_z
     assert not out[:, 0].any() and not out[:, 3].any()
 
 
+@pytest.mark.slow
 def test_resnet_learns_one_batch() -> None:
     torch.manual_seed(0)
     model, x, y = resnet(depth=8, channels=1, width=4), torch.randn(16, 1, 8, 8), torch.arange(16) % 10

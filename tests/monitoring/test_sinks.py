@@ -27,6 +27,7 @@ from torch import nn
 
 import trainwright as tw
 from tests import forked
+from tests.disks import small_disk
 from trainwright.errors import MissingExtra, StorageError, UsageError
 from trainwright.monitoring import sinks as sinks_room
 from trainwright.monitoring.sinks import QueuedSink, close_sinks, open_sinks, sink_factories
@@ -58,6 +59,7 @@ def scalars_of(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in read_events(folder).Scalars(name)]
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     (sink,) = open_sinks(sink_factories(["tensorboard"]), tmp_path, {"lr": 0.1, "name": "x"}, never)
     sink.scalars(1, {"loss": 2.0, "val/accuracy": 0.25})
@@ -87,13 +89,8 @@ def test_tensorboard_hides_the_steps_that_a_resume_repeats(tmp_path: Path) -> No
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("may not mount a file system here")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with small_disk(tmp_path / "disk", "size=64k") as disk:
+        yield disk
 
 
 # TensorBoard's writer thread raises besides handing the error on: that it does so is not ours to change.

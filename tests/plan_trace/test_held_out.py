@@ -19,7 +19,7 @@ HELD_OUT = (
     "conv5x5_odd conv_groups conv3x3_one_row depthwise_separable conv1d transposed_stride2 unet vit t5 "
     "lstm_time_first lstm_bidirectional_layers2 lstm_no_bias_odd lstm_projected gru gpt_dropout_qk_norm gpt_lora_query"
 )
-ALSO_IN_16_BITS = "conv5x5_odd unet vit lstm_bidirectional_layers2 gru gpt_lora_query"
+ALSO_IN_16_BITS = "unet gru"
 
 
 @pytest.mark.slow

@@ -127,8 +127,7 @@ def test_the_bytes_of_a_plan_are_those_that_ranks_exchange(
     settings = {f"parallel.{axis}": getattr(degrees, axis) for axis in ("replicate", "shard", "tensor", "context")}
     settings |= {"batch.micro": 16 // degrees.data // accumulation, "batch.accumulation": accumulation}
     settings["model.activation_checkpointing"] = policy
-    done = ranks.run(COUNT, degrees.ranks, json.dumps(settings), json.dumps(options), cwd=tmp_path)
-    assert [each.returncode for each in done] == [0] * degrees.ranks, done[0].stderr
+    done = ranks.finish(COUNT, degrees.ranks, json.dumps(settings), json.dumps(options), cwd=tmp_path)
     counted = json.loads(done[0].stdout.splitlines()[-1])
     model = rank_model(survey_of(gpt(**options)), [policy], tensor=degrees.tensor, context=degrees.context)
     activations, micro = model.activations[policy], settings["batch.micro"]
@@ -277,8 +276,7 @@ def test_auto_divides_the_model_where_there_are_fewer_samples_than_ranks(tmp_pat
     def loss(count: int, folder: str, until: str, resume: str | None = None) -> float:
         (tmp_path / folder).mkdir(exist_ok=True)
         policy = "auto" if count > 1 else "none"  # which no loss depends on
-        done = ranks.run(AUTO, count, json.dumps([until, resume, policy]), cwd=tmp_path / folder)
-        assert [each.returncode for each in done] == [0] * count, done[0].stderr
+        done = ranks.finish(AUTO, count, json.dumps([until, resume, policy]), cwd=tmp_path / folder)
         return float(done[0].stdout)
 
     loss(2, "auto", "2steps")

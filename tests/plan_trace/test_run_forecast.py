@@ -65,6 +65,7 @@ def test_what_is_scaled_is_what_is_traced(kind: str, precision: str, checkpointi
     assert layout.scaled.at(12, 3).flops == traced.flops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lstm-text", *SLOWLY])
 def test_recipes_of_the_box_are_planned(name: str) -> None:
     loaded = load(RECIPES / f"{name}.yaml", overrides=FEWER_LAYERS.get(name, ()), environ={})

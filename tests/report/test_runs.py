@@ -41,6 +41,7 @@ def test_a_resumed_run_began_when_it_began(tmp_path: Path) -> None:
     assert list_runs(tmp_path).rows[0].began_s == 1.6e9
 
 
+@pytest.mark.slow
 def test_every_run_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_run(Path("runs"), "done", steps=9000, ended="finished")  # longer than what is read of it

@@ -70,6 +70,7 @@ def test_runs_of_one_recipe_are_told_with_their_spread(tmp_path: Path) -> None:
     assert val.mean == pytest.approx(0.5) and val.deviation == pytest.approx(0.1) and best.mean == val.mean
 
 
+@pytest.mark.slow
 def test_without_validation_single_dips_do_not_count(tmp_path: Path) -> None:
     steady: list[Record] = [started(), *(step(n, 1.0 - n / 200) for n in range(1, 101)), ended(100)]
     dips = [step(n, 0.0 if n == 50 else 1.0 - n / 200) for n in range(1, 101)]
@@ -102,6 +103,7 @@ def test_a_watched_loop_has_no_recipe_to_compare(tmp_path: Path) -> None:
     assert "recipe: not every run has one" in both.lines() and both.target is None
 
 
+@pytest.mark.slow
 def test_the_verb(tmp_path: Path) -> None:
     paths = [str(make_run(tmp_path, f"r{lr}", records(1.0), settings={"optimizer.lr": lr}).path) for lr in (0.1, 0.2)]
     page = tmp_path / "both.html"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.disks import small_disk
 from trainwright.errors import StorageError, UsageError
 from trainwright.runs.folder import RunFolder, runs_in
 from trainwright.runs.records import Evidence
@@ -142,20 +142,13 @@ def test_json_is_strict_and_leaves_no_draft(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_leaves_the_old_text_and_no_draft(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("may not mount a file system here")
-    try:
+    with small_disk(tmp_path / "disk", "size=64k") as disk:
         run = RunFolder.create(disk, "run")
         run.write_text("recipe.yaml", "old")
         with pytest.raises(StorageError, match=r"cannot write .*recipe\.yaml: the disk is full"):
             run.write_text("recipe.yaml", "n" * 1_000_000)
         assert run.recipe.read_text() == "old"
         assert sorted(child.name for child in run.path.iterdir()) == ["recipe.yaml"]
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_a_write_into_a_folder_that_is_gone(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.disks import small_disk
 from trainwright.errors import StorageError, UsageError
 from trainwright.runs.lock import RunLock
 
@@ -385,13 +386,8 @@ except StorageError as error:
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A real disk of 16 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("may not mount a file system here")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with small_disk(tmp_path / "disk", "size=16k") as disk:
+        yield disk
 
 
 def fill(disk: Path) -> None:

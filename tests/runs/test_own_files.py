@@ -110,6 +110,7 @@ def test_a_folder_of_the_run_that_is_a_link_is_not_written_into(name: str, run: 
     assert caught.value.remedy and list(elsewhere.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_report_is_written_through_no_link(run: RunFolder, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     LogWriter(run.log).close()
     draft = run.path / ".report.html.1-0.draft"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.disks import small_disk
 from trainwright.errors import StorageError
 from trainwright.runs.reader import read
 from trainwright.runs.records import Saved, Step
@@ -131,13 +132,8 @@ def test_a_full_device_is_a_storage_error() -> None:
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A real disk of 64 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("may not mount a file system here")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with small_disk(tmp_path / "disk", "size=64k") as disk:
+        yield disk
 
 
 def test_a_disk_that_fills_up_loses_only_what_does_not_fit(tiny_disk: Path) -> None:

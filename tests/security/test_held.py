@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import trainwright as tw
+from tests.disks import small_disk
 from tests.report_pages.runs import BEGAN_S, ended, evaluated, make_run, started, step
 from trainwright.checkpoint.checkpoint import CheckpointData, capture, commit
 from trainwright.checkpoint.manifest import step_of
@@ -89,13 +89,8 @@ def test_a_kill_at_any_call_of_a_save_loses_no_checkpoint(tmp_path: Path, replac
 
 @pytest.fixture
 def few_inodes(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    options = "size=4m,nr_inodes=14"
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("mounting a disk needs root")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with small_disk(tmp_path / "disk", "size=4m,nr_inodes=14") as disk:
+        yield disk
 
 
 def test_a_disk_without_inodes_keeps_what_is_there(few_inodes: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.data import fingerprint
 from trainwright.engine.dry_run import Mode, dry_run
 from trainwright.engine.observer import Stop
 from trainwright.engine.precision import FP32
@@ -81,18 +81,26 @@ def test_the_workers_of_a_loader_are_taken_over(folder: Path) -> None:
 
 
 class Slow(torch.utils.data.Dataset[Any]):
+    """Each item takes 0.2 s, by the clock `perf_counter`."""
+
+    seconds = 0.0
+
     def __len__(self) -> int:
         return 300
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.2)
+        self.seconds += 0.2
         return torch.full((20,), index / 300), index % 3
+
+    def perf_counter(self) -> float:
+        return self.seconds
 
 
 @pytest.mark.process
-@pytest.mark.slow
-def test_of_slow_data_little_is_read_ahead_and_the_plan_says_so() -> None:
-    result = tw.fit(net(), Slow(), nn.functional.cross_entropy, until="1steps", batch=2, quiet=True)
+def test_of_slow_data_little_is_read_ahead_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow()
+    monkeypatch.setattr(fingerprint, "time", slow)
+    result = tw.fit(net(), slow, nn.functional.cross_entropy, until="1steps", batch=2, quiet=True)
     notes = json.loads((result.run / "plan.json").read_text())["notes"]
     (note,) = [note for note in notes if note["topic"] == "fingerprint"]
     assert note["choice"] == "data.train, only 4 of 300 items, as they are slow to read"
@@ -338,6 +346,7 @@ def test_no_setting_is_lost_whatever_its_form() -> None:
     assert asked(settings={"data": {"shuffle": False}})["data"]["train"]["use"] == "live:TensorDataset"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

@@ -99,6 +99,7 @@ def test_a_batch_size_that_the_data_do_not_leave_open_is_refused() -> None:
         fit(lambda: batches(), settings={"batch.micro": 4})
 
 
+@pytest.mark.slow
 def test_a_validation_set_is_evaluated_more_than_once() -> None:
     with pytest.raises(UsageError, match="val: a list_iterator can be iterated only once"):
         fit(ROWS, val=batches())
@@ -107,6 +108,7 @@ def test_a_validation_set_is_evaluated_more_than_once() -> None:
     assert result.val_loss == pytest.approx(whole.val_loss)
 
 
+@pytest.mark.slow
 def test_a_dict_of_datasets_is_trained_and_validated_on() -> None:
     result, _ = fit({"train": ROWS, "validation": ROWS, "test": ROWS})
     assert result.val_loss is not None

@@ -22,7 +22,7 @@ from trainwright.runs.folder import RunFolder
 NO_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 pytestmark = [pytest.mark.process, pytest.mark.slow, NO_TORCHAO]
 
-STEPS = 100
+STEPS = 60
 GPT = {"use": "gpt", "args": {"block_size": 32, "layers": 1, "heads": 2, "d_model": 64}}
 TEXT = {"use": "python-topics", "args": {"split": "train", "block_size": 32}}
 FP8 = {"precision": "fp8", "fp8": {"emulate": True}}

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import trainwright as tw
+from tests.disks import small_disk
 from trainwright.checkpoint.manifest import step_of
 from trainwright.checkpoint.store import checkpoints
 from trainwright.runs.reader import read
@@ -88,12 +89,8 @@ def test_a_deleted_folder_is_written_again_with_its_identity(tmp_path: Path) -> 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    at = tmp_path / "disk"
-    at.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(at)], capture_output=True).returncode:
-        pytest.skip("mounting a disk needs root")
-    yield at
-    subprocess.run(["umount", "-l", str(at)], check=False, capture_output=True)
+    with small_disk(tmp_path / "disk", "size=4m") as disk:
+        yield disk
 
 
 def test_an_unmounted_disk_is_reported_and_nothing_is_written_beneath_it(

@@ -164,8 +164,10 @@ def test_all_problems_with_their_places_and_nearest_names(folder: Path, asked: t
         assert problem.where == f"recipe.yaml:{line}" and remedy in problem.remedy, problem
 
 
-@pytest.mark.parametrize("verb", ["train", "check", "plan", "graph"])
-@ASKED
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("verb", "asked"), [("train", NAMES), ("check", VALUES), ("plan", COMPONENTS), ("graph", PACKAGES)]
+)
 def test_every_verb_says_all_of_them(folder: Path, verb: str, asked: tuple[Edits, Expected]) -> None:
     edits, expected = asked
     write(folder, edits)

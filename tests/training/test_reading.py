@@ -127,6 +127,7 @@ def test_no_number_of_workers_is_recommended_without_a_measurement(
     assert words in pace.advice() and not_words not in pace.advice()
 
 
+@pytest.mark.slow
 def test_the_verdict_on_a_run_recommends_only_what_it_measured(tmp_path: Path) -> None:
     asked = recipe(tmp_path, READING_S) | {"until": "12steps", "log": {"doctor": False}}
     verdict = train(from_mapping(asked), quiet=True).verdict

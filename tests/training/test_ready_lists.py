@@ -92,6 +92,7 @@ REFUSED: dict[str, tuple[Any, nn.Module, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BATCHES)
 def test_ready_batches_are_taken_as_they_are(name: str, tmp_path: Path) -> None:
     data, model, loss = BATCHES[name]
@@ -126,6 +127,7 @@ def test_what_may_be_both_or_is_neither_is_said_before_the_first_step(name: str,
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_remedies_can_be_followed(tmp_path: Path) -> None:
     items, settings = numbers(*EQUAL), {"folder": str(tmp_path), "log.doctor": False}
     assert tw.fit(net(1), lambda: items, nn.MSELoss(), epochs=1, quiet=True, settings=settings).step == 4

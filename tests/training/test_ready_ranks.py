@@ -87,10 +87,7 @@ print(json.dumps([p.double().tolist() for p in model.parameters()]) if "parallel
 
 def trained(count: int, folder: Path, **settings: Any) -> list[Any]:
     """The weights of each rank."""
-    folder.mkdir(exist_ok=True)
-    done = ranks.run(FIT, count, json.dumps(settings), cwd=folder)
-    assert [each.returncode for each in done] == [0] * count, "\n".join(each.stderr for each in done)
-    return [json.loads(each.stdout.splitlines()[-1]) for each in done]
+    return ranks.reports(FIT, count, json.dumps(settings), cwd=folder)
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:

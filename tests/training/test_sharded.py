@@ -102,9 +102,7 @@ CASES: list[dict[str, Any]] = [
 
 def trained(count: int, folder: Path, cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Return the report of each rank on its runs."""
-    folder.mkdir(exist_ok=True)
-    done = ranks.run(FIT, count, json.dumps(cases), cwd=folder)
-    assert [each.returncode for each in done] == [0] * count, "\n".join(each.stderr for each in done)
+    done = ranks.finish(FIT, count, json.dumps(cases), cwd=folder)
     return [[json.loads(line) for line in each.stdout.splitlines() if line.startswith("{")] for each in done]
 
 
@@ -244,8 +242,7 @@ for make, data, loss in made:
 def test_the_models_in_the_box(tmp_path: Path) -> None:
     for count, layout in ((1, {}), (2, {"parallel.shard": 2})):
         (tmp_path / str(count)).mkdir()
-        done = ranks.run(MODELS, count, json.dumps(layout), cwd=tmp_path / str(count))
-        assert [each.returncode for each in done] == [0] * count, "\n".join(each.stderr for each in done)
+        done = ranks.finish(MODELS, count, json.dumps(layout), cwd=tmp_path / str(count))
         said = [json.loads(line) for line in done[0].stdout.splitlines() if line.startswith("{")]
     assert len(said) == 3
     for each in said[:2]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import trainwright as tw
+from tests.disks import small_disk
 from tests.forked import COMMAND_LINE, Forked
 from tests.training.processes import invoke, start, wait_for_step
 from trainwright.checkpoint.store import newest_valid
@@ -60,12 +61,8 @@ def test_a_folder_deleted_while_training_is_written_anew(folder: Path) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    at = tmp_path / "disk"
-    at.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(at)], capture_output=True).returncode:
-        pytest.skip("mounting a disk needs root")
-    yield at
-    subprocess.run(["umount", "-l", str(at)], check=True)
+    with small_disk(tmp_path / "disk", "size=4m") as disk:
+        yield disk
 
 
 def test_a_disk_that_is_read_only(folder: Path, disk: Path) -> None:

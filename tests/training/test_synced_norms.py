@@ -75,9 +75,7 @@ def trained(count: int, folder: Path, **settings: Any) -> list[dict[str, Any]]:
     """Return the report of each rank on its run."""
     folder.mkdir()
     (folder / "net.py").write_text(NET)
-    done = ranks.run(FIT, count, json.dumps({"dtype": "float64", **settings}), cwd=folder)
-    assert [each.returncode for each in done] == [0] * count, "\n".join(each.stderr for each in done)
-    return [json.loads(each.stdout.splitlines()[-1]) for each in done]
+    return ranks.reports(FIT, count, json.dumps({"dtype": "float64", **settings}), cwd=folder)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

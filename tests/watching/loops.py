@@ -69,9 +69,32 @@ def replays(watch: Any) -> bool:
     return bool(again) and all(values.get("same_losses") for values in again)
 
 
+def plain_step(model: Any, optimizer: Any) -> None:
+    rows = torch.randperm(32)[:8]
+    optimizer.zero_grad()
+    F.cross_entropy(model(X[rows]), Y[rows]).backward()
+    optimizer.step()
+
+
 def plain_steps(model: Any, optimizer: Any, n: int = 10) -> None:
     for _ in range(n):
-        rows = torch.randperm(32)[:8]
-        optimizer.zero_grad()
-        F.cross_entropy(model(X[rows]), Y[rows]).backward()
-        optimizer.step()
+        plain_step(model, optimizer)
+
+
+def loop_of(
+    step: Callable[[Any, Optimizer], object],
+    model_of: Callable[[], nn.Module] = net,
+    optimizer_of: Callable[[Any], Optimizer] = sgd,
+    n: int = 10,
+) -> Callable[[Watching], list[Tensor]]:
+    """A loop for `both`: ``n`` times ``step`` with a new model and optimizer. It returns the weights."""
+
+    def loop(watching: Watching) -> list[Tensor]:
+        model = model_of()
+        optimizer = optimizer_of(model)
+        with watching(model, optimizer):
+            for _ in range(n):
+                step(model, optimizer)
+        return weights(model)
+
+    return loop

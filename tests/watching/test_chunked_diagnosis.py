@@ -239,6 +239,7 @@ def test_the_first_batch_is_recorded_alike_by_a_check() -> None:
 CLASSES = 6
 
 
+@pytest.mark.slow
 def test_labels_of_whole_texts_are_known_as_classes() -> None:
     """A class of each text, read from the last place, by a loss that is called by hand."""
 

@@ -65,10 +65,10 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "precision", ["fp32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("bf16", "fp16"))]
+    ("make", "precision"), [(ours, "fp32"), (ours, "bf16"), (ours, "fp16"), (of_transformers, "fp32")]
 )
-@pytest.mark.parametrize("make", [ours, pytest.param(of_transformers, marks=pytest.mark.slow)])
 def test_the_same_bits_watched_and_replayed(make: Callable[[], Any], precision: str) -> None:
     alone, losses_alone, _ = train(make, precision, watched=False)
     live, losses, watch = train(make, precision, watched=True)

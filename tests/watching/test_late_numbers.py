@@ -54,6 +54,7 @@ def test_late_numbers_are_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> N
     assert told(watch) == told(later) and [step for step, *_ in told(later)] == list(range(1, 13))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("late")
 def test_a_fault_is_named_with_its_own_step_two_steps_later() -> None:
     weights, watch = train(12, {7: math.nan})
@@ -72,6 +73,7 @@ def test_a_veto_on_the_device_leaves_weights_moments_and_statistics() -> None:
     assert steps == {11}
 
 
+@pytest.mark.slow
 def test_a_mistake_of_ours_does_not_end_a_run_of_our_own_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

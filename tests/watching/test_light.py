@@ -76,6 +76,7 @@ def watched(*given: Any) -> tw.Watch:
     return tw.watch(*given, out=None, quiet=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [rewarded, acted])
 def test_most_steps_have_no_hook_on_the_model_and_the_training_is_the_same(
     loss: Callable[[nn.Module, int], Tensor],
@@ -98,6 +99,7 @@ def test_a_loop_of_few_calls_is_recorded_in_full(calls: int) -> None:
     assert all(hooks)
 
 
+@pytest.mark.slow
 def test_where_everything_is_examined_every_step_is_recorded_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINWRIGHT_EXAMINE", "all")
     hooks: list[int] = []
@@ -105,6 +107,7 @@ def test_where_everything_is_examined_every_step_is_recorded_in_full(monkeypatch
     assert all(hooks)
 
 
+@pytest.mark.slow
 def test_after_a_step_that_is_not_finite_the_next_ones_are_recorded_in_full() -> None:
     """The first of them cannot be replayed; the second can, and its operation is found."""
     watch, weights = train(rewarded, watched, bad=(70, 75), steps=76)

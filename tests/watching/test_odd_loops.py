@@ -23,7 +23,21 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import dataloader
 
 import trainwright as tw
-from tests.watching.loops import Watching, X, Y, both, exams, net, plain_steps, replays, said, sgd, weights
+from tests.watching.loops import (
+    Watching,
+    X,
+    Y,
+    both,
+    exams,
+    loop_of,
+    net,
+    plain_step,
+    plain_steps,
+    replays,
+    said,
+    sgd,
+    weights,
+)
 from trainwright.watching.session import NonFiniteStep
 
 # models of other shapes
@@ -41,19 +55,15 @@ class Tied(nn.Module):
 
 
 def test_shared_weights() -> None:
-    def loop(watching: Watching) -> list[Tensor]:
-        model = Tied()
-        optimizer = sgd(model)
-        ids = torch.randint(0, 9, (4, 7))
-        with watching(model, optimizer):
-            for _ in range(10):
-                optimizer.zero_grad()
-                F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
-                optimizer.step()
-        assert model.head.weight is model.embed.weight
-        return weights(model)
+    ids = torch.randint(0, 9, (4, 7), generator=torch.Generator().manual_seed(1))
 
-    assert replays(both(loop))
+    def step(model: Any, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+        assert model.head.weight is model.embed.weight
+
+    assert replays(both(loop_of(step, Tied)))
 
 
 def test_gradients_of_each_sample_by_torch_func() -> None:
@@ -78,6 +88,7 @@ def test_gradients_of_each_sample_by_torch_func() -> None:
     assert watch.step == 6 and watch.session.failures == []
 
 
+@pytest.mark.slow
 def test_a_gan_with_two_optimizers() -> None:
     def loop(watching: Watching) -> list[Tensor]:
         G, D = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(), nn.Linear(8, 1))
@@ -124,18 +135,13 @@ def test_only_parts_of_the_model_are_called() -> None:
             super().__init__()
             self.encode, self.heads = nn.Linear(6, 8), nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
 
-    def loop(watching: Watching) -> list[Tensor]:
-        model = Parts()
-        optimizer = sgd(model)
-        with watching(model, optimizer):
-            for _ in range(10):
-                optimizer.zero_grad()
-                hidden = torch.tanh(model.encode(X))
-                (F.cross_entropy(model.heads[0](hidden), Y) + F.cross_entropy(model.heads[1](hidden), Y)).backward()
-                optimizer.step()
-        return weights(model)
+    def step(model: Any, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        hidden = torch.tanh(model.encode(X))
+        (F.cross_entropy(model.heads[0](hidden), Y) + F.cross_entropy(model.heads[1](hidden), Y)).backward()
+        optimizer.step()
 
-    watch = both(loop)
+    watch = both(loop_of(step, Parts))
     assert [values.get("same_losses") for values in exams(watch, "again")][1:] == [True] * 6
     assert said(watch) == ""
 
@@ -163,31 +169,22 @@ def test_a_wrapper_around_the_watched_model() -> None:
 
 
 def test_data_parallel() -> None:
-    def loop(watching: Watching) -> list[Tensor]:
-        model = nn.DataParallel(net())
-        optimizer = sgd(model)
-        with watching(model, optimizer):
-            plain_steps(model, optimizer)
-        return weights(model)
-
-    assert replays(both(loop))
+    assert replays(both(loop_of(plain_step, lambda: nn.DataParallel(net()))))
 
 
 def test_sparse_gradients() -> None:
-    def loop(watching: Watching) -> list[Tensor]:
-        model = nn.EmbeddingBag(20, 3, sparse=True)
-        optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=0.05)
-        with watching(model, optimizer):
-            for _ in range(10):
-                ids = torch.randint(0, 20, (8, 4))
-                optimizer.zero_grad()
-                F.cross_entropy(model(ids), Y[:8]).backward()
-                optimizer.step()
-        return weights(model)
+    def step(model: Any, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randint(0, 20, (8, 4))), Y[:8]).backward()
+        optimizer.step()
 
-    assert replays(both(loop))
+    def adam(model: nn.Module) -> Optimizer:
+        return torch.optim.SparseAdam(list(model.parameters()), lr=0.05)
+
+    assert replays(both(loop_of(step, lambda: nn.EmbeddingBag(20, 3, sparse=True), adam)))
 
 
+@pytest.mark.slow
 def test_a_model_is_changed_inside() -> None:
     """Moved to another dtype, and given a new head that a replay would not put back."""
 
@@ -237,12 +234,7 @@ def test_lbfgs_with_a_closure() -> None:
 
 
 def test_a_loop_that_never_calls_backward() -> None:
-    def loop(watching: Watching) -> list[Tensor]:
-        model = net()
-        with watching(model, sgd(model)):
-            return [model(X).sum() for _ in range(10)]
-
-    watch = both(loop)
+    watch = both(loop_of(lambda model, optimizer: model(X).sum()))
     assert watch.step == 0
     assert "neither backward nor a step" in said(watch)
 
@@ -264,18 +256,13 @@ def test_a_loop_that_never_steps_holds_no_graph() -> None:
 
 
 def test_training_by_autograd_grad() -> None:
-    def loop(watching: Watching) -> list[Tensor]:
-        model = net()
-        optimizer = sgd(model)
-        with watching(model, optimizer):
-            for _ in range(8):
-                loss = F.cross_entropy(model(X), Y)
-                for p, grad in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters()))):
-                    p.grad = grad
-                optimizer.step()
-        return weights(model)
+    def step(model: Any, optimizer: Optimizer) -> None:
+        loss = F.cross_entropy(model(X), Y)
+        for p, grad in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters()))):
+            p.grad = grad
+        optimizer.step()
 
-    watch = both(loop)
+    watch = both(loop_of(step, n=8))
     assert watch.step == 8
     assert "torch.autograd.grad" in said(watch)
     assert all(r.loss < 2 for r in watch.records if type(r).__name__ == "Watched")
@@ -284,124 +271,89 @@ def test_training_by_autograd_grad() -> None:
 def test_gradients_without_any_loss_that_is_heard() -> None:
     """Not even ``stop`` takes a loss that it does not know for one that is not finite."""
 
-    def loop(watching: Watching) -> list[Tensor]:
-        model = net()
-        optimizer = sgd(model)
-        with watching(model, optimizer):
-            for _ in range(8):
-                for p in model.parameters():
-                    p.grad = torch.randn_like(p)
-                optimizer.step()
-        return weights(model)
+    def step(model: Any, optimizer: Optimizer) -> None:
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
 
-    assert "no loss was seen" in said(both(loop, on_nonfinite="stop"))
+    assert "no loss was seen" in said(both(loop_of(step, n=8), on_nonfinite="stop"))
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_an_update_where_autograd_is_off(off: Callable[[], AbstractContextManager[object]]) -> None:
-    def loop(watching: Watching) -> list[Tensor]:
-        model = net()
-        optimizer = sgd(model)
-        with watching(model, optimizer):
-            for _ in range(10):
-                F.cross_entropy(model(X), Y).backward()
-                with off():
-                    optimizer.step()
-                optimizer.zero_grad()
-        return weights(model)
+    def step(model: Any, optimizer: Optimizer) -> None:
+        F.cross_entropy(model(X), Y).backward()
+        with off():
+            optimizer.step()
+        optimizer.zero_grad()
 
-    watch = both(loop)
+    watch = both(loop_of(step))
     assert said(watch) == ""
     assert replays(watch)
 
 
 @pytest.mark.slow
 def test_a_part_of_the_loss_where_autograd_is_off() -> None:
-    def loop(watching: Watching) -> list[Tensor]:
-        model = net()
-        optimizer = sgd(model)
-        with watching(model, optimizer):
-            for _ in range(10):
-                optimizer.zero_grad()
-                logits = model(X)
-                with torch.no_grad():
-                    weight = logits.softmax(1).amax(1)
-                (weight * F.cross_entropy(logits, Y, reduction="none")).mean().backward()
-                optimizer.step()
-        return weights(model)
+    def step(model: Any, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        logits = model(X)
+        with torch.no_grad():
+            weight = logits.softmax(1).amax(1)
+        (weight * F.cross_entropy(logits, Y, reduction="none")).mean().backward()
+        optimizer.step()
 
-    watch = both(loop)
+    watch = both(loop_of(step))
     assert said(watch) == ""
     assert replays(watch)
 
 
 def test_gradients_are_edited_by_hand() -> None:
-    def loop(watching: Watching) -> list[Tensor]:
-        model = net()
-        optimizer = sgd(model)
-        with watching(model, optimizer):
-            for _ in range(10):
-                optimizer.zero_grad()
-                F.cross_entropy(model(X), Y).backward()
-                for p in model.parameters():
-                    assert p.grad is not None
-                    p.grad.mul_(0.5)
-                optimizer.step()
-        return weights(model)
+    def step(model: Any, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(X), Y).backward()
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+        optimizer.step()
 
-    watch = both(loop)
-    assert "changed by hand" in said(watch)
+    assert "changed by hand" in said(both(loop_of(step)))
 
 
 def test_a_penalty_on_gradients() -> None:
-    def loop(watching: Watching) -> list[Tensor]:
-        D = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-        optimizer = sgd(D, lr=0.01)
-        with watching(D, optimizer):
-            for _ in range(10):
-                mixed = (X + 0.1 * torch.randn_like(X)).requires_grad_()
-                out = D(mixed).sum()
-                (slope,) = torch.autograd.grad(out, mixed, create_graph=True)
-                optimizer.zero_grad()
-                (F.softplus(D(X)).mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
-                optimizer.step()
-        return weights(D)
+    def step(critic: Any, optimizer: Optimizer) -> None:
+        mixed = (X + 0.1 * torch.randn_like(X)).requires_grad_()
+        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+        optimizer.zero_grad()
+        (F.softplus(critic(X)).mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
+        optimizer.step()
 
-    assert replays(both(loop))
+    def critic() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    assert replays(both(loop_of(step, critic, lambda model: sgd(model, lr=0.01))))
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 def test_gradients_with_a_graph_of_their_own() -> None:
-    def loop(watching: Watching) -> list[Tensor]:
-        model = nn.Linear(6, 3)
-        optimizer = sgd(model)
-        with watching(model, optimizer):
-            for _ in range(6):
-                optimizer.zero_grad()
-                F.cross_entropy(model(X), Y).backward(create_graph=True)
-                sum(p.grad.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr,misc]
-                optimizer.step()
-                for p in model.parameters():
-                    p.grad = None
-        return weights(model)
+    def step(model: Any, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(X), Y).backward(create_graph=True)
+        sum(p.grad.square().sum() for p in model.parameters()).backward()
+        optimizer.step()
+        for p in model.parameters():
+            p.grad = None
 
-    assert "create_graph" in said(both(loop))
+    assert "create_graph" in said(both(loop_of(step, lambda: nn.Linear(6, 3), n=6)))
 
 
 def test_a_retained_graph() -> None:
-    def loop(watching: Watching) -> list[Tensor]:
-        model = net()
-        optimizer = sgd(model)
-        with watching(model, optimizer):
-            for _ in range(8):
-                optimizer.zero_grad()
-                out = model(X)
-                F.cross_entropy(out, Y).backward(retain_graph=True)
-                out.square().mean().backward()
-                optimizer.step()
-        return weights(model)
+    def step(model: Any, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        out = model(X)
+        F.cross_entropy(out, Y).backward(retain_graph=True)
+        out.square().mean().backward()
+        optimizer.step()
 
-    watch = both(loop)
+    watch = both(loop_of(step, n=8))
     assert replays(watch)
     assert said(watch) == ""
 
@@ -410,39 +362,27 @@ def test_a_retained_graph() -> None:
 def test_backward_from_a_tensor_with_the_gradient_that_it_is_given(keyword: bool) -> None:
     """As where a gradient is cached, guessed, or comes from another process."""
 
-    def loop(watching: Watching) -> list[Tensor]:
-        model = net()
-        optimizer = sgd(model)
-        with watching(model, optimizer):
-            for _ in range(8):
-                optimizer.zero_grad()
-                out = model(X)
-                gradient = (out.detach().softmax(1) - F.one_hot(Y, out.shape[1])) / len(X)
-                if keyword:
-                    torch.autograd.backward([out], grad_tensors=[gradient])
-                else:
-                    out.backward(gradient)
-                optimizer.step()
-        return weights(model)
+    def step(model: Any, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        out = model(X)
+        gradient = (out.detach().softmax(1) - F.one_hot(Y, out.shape[1])) / len(X)
+        if keyword:
+            torch.autograd.backward([out], grad_tensors=[gradient])
+        else:
+            out.backward(gradient)
+        optimizer.step()
 
-    watch = both(loop)
-    assert watch.session.failures == []
+    watch = both(loop_of(step, n=8))
     assert replays(watch) and "no loss was seen" in said(watch)
 
 
 def test_backward_to_some_parameters_only() -> None:
-    def loop(watching: Watching) -> list[Tensor]:
-        model = net()
-        optimizer = sgd(model)
-        with watching(model, optimizer):
-            for _ in range(8):
-                optimizer.zero_grad()
-                F.cross_entropy(model(X), Y).backward(inputs=list(model[3].parameters()))
-                optimizer.step()
-        return weights(model)
+    def step(model: Any, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(X), Y).backward(inputs=list(model[3].parameters()))
+        optimizer.step()
 
-    watch = both(loop)
-    again = exams(watch, "again")
+    again = exams(both(loop_of(step, n=8)), "again")
     assert again[-1]["same_losses"] and again[-1]["norm_now"] == again[-1]["norm_then"]
 
 
@@ -524,17 +464,11 @@ def test_an_optimizer_step_inside_of_backward() -> None:
 
 
 def test_nothing_has_a_gradient() -> None:
-    def loop(watching: Watching) -> list[Tensor]:
-        model = net()
-        model.requires_grad_(False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with watching(model, optimizer):
-            for _ in range(6):
-                F.cross_entropy(model(X), Y)
-                optimizer.step()
-        return weights(model)
+    def step(model: Any, optimizer: Optimizer) -> None:
+        F.cross_entropy(model(X), Y)
+        optimizer.step()
 
-    both(loop)
+    both(loop_of(step, lambda: net().requires_grad_(False), lambda model: torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
 # what the user has besides
@@ -730,6 +664,7 @@ def test_a_loop_in_another_thread() -> None:
     assert "in its thread" in found.symptom
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_bytes", [1, 1_000, 20_000])
 def test_the_recorder_keeps_to_its_bytes(memory_bytes: int) -> None:
     def loop(watching: Watching) -> list[Tensor]:

@@ -263,6 +263,7 @@ class Warns(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["watch", "fit"])
 def test_the_warnings_of_a_loop_are_shown_once(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often its steps are replayed, and however many findings have their line read from its source."""

@@ -15,7 +15,7 @@ import trainwright as tw
 
 pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
 
-ROWS, STEPS = 32, 16
+ROWS, STEPS = 32, 9
 
 
 def drawn() -> Tensor:

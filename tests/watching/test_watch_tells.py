@@ -58,6 +58,7 @@ def log_of(watch: Any) -> list[Record]:
     return list(read(watch.folder.log).records)
 
 
+@pytest.mark.slow
 def test_layers_of_a_watched_loop(tmp_path: Path) -> None:
     with_layers, watch, norms = loop(tmp_path / "a")
     without, other, _ = loop(tmp_path / "b", layers=False)

@@ -103,25 +103,25 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
 }
 
 HEALTHY: dict[str, dict[str, Any]] = {
-    "as it is": {},
     "language model": LM,
     "regression": {**train("numbers"), **model("net", outputs=1), "loss": "mse"},
-    "batch norm": model("net", norm=True, depth=3),
-    "dropout": model("net", dropout=0.5),
+    "batch norm, and a bad sample in quarantine": {
+        **model("net", norm=True, depth=3),
+        **train("Fatal"),
+        "data.quarantine": [40],
+    },
     "imbalanced": {**train("imbalanced"), **model("net", outputs=2)},
-    "augmented": train("Augmented"),
-    "a bad sample in quarantine": {**train("Fatal"), "data.quarantine": [40]},
     "tiny dataset": {"data.train.args": {"count": 24}, "batch.size": 8},
     "convolutions": {**train("images"), **model("convolutions")},
     "stream": {"data.train": f"{PARTS}:Stream", "until": "200steps"},
     "batches by name": {**train("Named"), **model("Normed"), **loss("named_loss")},
-    "part of it frozen": {"model.freeze": ["0.*"]},
+    "part of it frozen, and dropout": {**model("net", dropout=0.5), "model.freeze": ["0.*"]},
     "warm-up, sgd, accumulation": {
         "optimizer": {"use": "sgd", "lr": 0.1},
         "schedule": {"use": "cosine", "warmup": "0.1run"},
         "batch.micro": 8,
     },
-    "workers": {**train("Augmented"), "data.workers": 1},
+    "augmented by workers": {**train("Augmented"), "data.workers": 1},
 }
 
 
@@ -147,6 +147,7 @@ def test_a_range_test_has_all_of_its_steps_or_gives_no_verdict(budget_s: float, 
     assert whole is not None and (whole.stopped_at or len(whole.lrs) == RANGE_STEPS)
 
 
+@pytest.mark.slow
 def test_no_time_is_no_fault() -> None:
     """A validation set whose first batch took all of it has been evaluated on that batch."""
     found = checked({}, UNTRAINED)
