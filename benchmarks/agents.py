@@ -1,18 +1,18 @@
-"""Planted faults, solved from the answers of the MCP server alone.
+"""How many planted faults can be solved from the answers of the MCP server alone.
 
     python -m benchmarks.agents [CASE ...] [--seed 0] [--unseen]
 
-Each fault of ``zoo/reports/open`` (or each named one) is trained under ``tw.watch``. A client of the official SDK asks
-``list_runs`` and ``diagnose_run``, as somebody who has not seen the program, and takes the first finding at its word:
+Each fault of ``zoo/reports/open`` (or each named one) is trained under ``tw.watch``. A client of the official SDK calls
+``list_runs`` and ``diagnose_run`` without access to the program. The first finding is scored:
 
-cause      its code and cause are a correct diagnosis, by the patterns of the fault
-line       a source line that it gives (its own, and the call of its stage) is one of the lines that are correct
-place      that, or the module or the operation that it names is a correct one
-excerpt    ``finding_evidence`` shows such a line
+cause      its code and cause match the patterns of a correct diagnosis
+line       a source line that it states (its own, or the call of its stage) is a correct line
+place      the same, or the module or operation that it names is correct
+excerpt    ``finding_evidence`` shows a correct line
 
-``--unseen`` takes ten faults that were not used to develop the lines of findings. Their first measurement, on
-2026-11-30, had the cause 9 times and the line 4 times; three lines that it showed to be missing were added then, so a
-later figure is not one on unseen faults.
+``--unseen`` takes ten faults that were not used to develop the lines of findings. The first measurement, on 2026-11-30,
+had 9 correct causes and 4 correct lines. Three lines that were missing were added afterwards, so the faults are no
+longer unseen.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ async def answers(runs: Path, code: Path) -> list[tuple[Mapping[str, Any], Mappi
 
 
 def right_lines(case: Case, lines: Sequence[str]) -> Iterator[str]:
-    """Yield those of the ``file.py:7`` whose text is correct for the fault."""
+    """Yield each ``file.py:7`` of ``lines`` whose source line is correct for the fault."""
     patterns = [place.line for place in case.where if place.line]
     for each in lines:
         name, _, number = each.rpartition(":")
@@ -86,7 +86,7 @@ def right_lines(case: Case, lines: Sequence[str]) -> Iterator[str]:
 
 
 def solve(case: Case, seed: int) -> tuple[tuple[bool, ...], str]:
-    """Return which ASPECTS are right, and what was answered."""
+    """Return which ASPECTS are correct, and the answer as text."""
     with tempfile.TemporaryDirectory(prefix="agents-") as folder:
         process = multiprocessing.get_context("fork").Process(target=train, args=(case, seed, Path(folder)))
         process.start()

@@ -1,24 +1,24 @@
-"""Each ``auto`` against the best setting by hand: a decision of the plan must not cost more than 3 % of a step.
+"""Compares each ``auto`` with the best fixed value: a decision of the plan must not cost more than 3 % of a step.
 
     python -m benchmarks.auto [--recipes gpt-tiny,lstm-text] [--rounds 7] [--threads 2] [--after FILE] [--quick]
 
-For each recipe of the box one run has everything at ``auto``, and one run for each other value of a setting differs
-from it in that setting only. All train in one process, in blocks that take turns. A figure is the time of a step with
-``auto`` divided by that of the fastest other value in the same round: 1.03 is 3 % slower, and below 1 ``auto`` is the
-best of all. What ``auto`` took is not measured again.
+For each included recipe, one run has every setting at ``auto``. For each other value of a setting, one run differs from
+it in that setting only. All runs train in one process, in alternating blocks. A figure is the time of a step with
+``auto`` divided by that of the fastest other value in the same round: at 1.03 ``auto`` is 3 % slower, below 1 it is the
+fastest. The value that ``auto`` chose is not measured again.
 
-    precision   fp32, bf16 (auto takes bf16 only if it is 1.3 times as fast, because it changes the numbers: for this
-                setting up to 1.3 is as intended)
+    precision   fp32, bf16 (auto chooses bf16 only if it is 1.3 times as fast, because it changes the numbers. So up to
+                1.3 is intended)
     update      the implementation of the optimizer: fused, foreach, and one tensor at a time
     chunked     the loss of a language model: true, false
     threads     every power of two up to the number of cores
 
-With ``--threads 1`` all runs have one thread, the setting ``threads`` is left out, and the time is the processor time
-of that thread, which other processes hardly change: use it on a machine that is busy.
+With ``--threads 1`` all runs have one thread, the setting ``threads`` is left out, and the processor time of that
+thread is measured. Other processes hardly affect it, so use this option on a busy machine.
 
-There is no ``auto`` for ``model.compile`` and for channels-last: both are off unless the recipe asks for them
-(``trainwright profile`` measures them). Recipes whose figures are in ``--after``, the output of an interrupted run, are
-not measured again: ``python -m benchmarks.auto --after figures.jsonl >> figures.jsonl``.
+There is no ``auto`` for ``model.compile`` and channels-last: both are off unless the recipe sets them (``trainwright
+profile`` measures them). ``--after FILE`` continues an interrupted run, without the recipes whose figures are in its
+output: ``python -m benchmarks.auto --after figures.jsonl >> figures.jsonl``.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def job_of(name: str, overrides: Sequence[str] = ()) -> Job:
 
 
 def chosen(job: Job) -> dict[str, str]:
-    """Returns what ``auto`` took, by setting. A limit on the bytes of logits is ``false`` if they are below it."""
+    """Returns the values that ``auto`` chose, by setting. A limit on the bytes of logits is ``false`` below it."""
     group, planned_bytes = job.state.optimizer.param_groups[0], job.plan.predicted.memory_bytes or {}
     limit: Any = (job.plan.settled or {}).get("max_logits_bytes")
     return {
@@ -108,7 +108,7 @@ def chosen(job: Job) -> dict[str, str]:
 
 
 def others(name: str, auto: Run, taken: Mapping[str, str]) -> dict[str, dict[str, Run]]:
-    """Returns a run for each value that ``auto`` did not take, by setting."""
+    """Returns a run for each value that ``auto`` did not choose, by setting."""
     found: dict[str, dict[str, Run]] = {}
     for setting, values in SETTINGS.items():
         for value, overrides in values.items():
@@ -128,7 +128,7 @@ def others(name: str, auto: Run, taken: Mapping[str, str]) -> dict[str, dict[str
 
 
 def measure(name: str, rounds: int, block_s: float, *, one_thread: bool) -> None:
-    """Prints, for each setting, how much slower ``auto`` is than the best of the others."""
+    """Prints the time with ``auto`` relative to the best other value, for each setting."""
     job = job_of(name)
     auto = Run(job, 1, time.thread_time) if one_thread else Run(job, job.plan.threads, time.perf_counter)
     taken = chosen(job)
@@ -138,7 +138,7 @@ def measure(name: str, rounds: int, block_s: float, *, one_thread: bool) -> None
     for run in blocks.values():
         run.settle(block_s)
     gc.collect()
-    gc.freeze()  # each block begins with a collection, which would go over all of these runs
+    gc.freeze()  # each block begins with a garbage collection, which would scan all of these runs
     named: dict[str, Callable[[], float]] = {" ".join(key): run for key, run in blocks.items()}
     seen = dict(zip(blocks, interleaved(named, rounds).values(), strict=True))
     for setting, values in runs.items():

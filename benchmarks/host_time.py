@@ -4,12 +4,12 @@
 
 On a GPU the time of the host is often the time of the step, and it can be measured on a CPU: the models here are chains
 of linear layers of 4 x 4, with 8 tensors or more. The plain loop has the optimizer, the batches and the clipping that
-``tw.fit`` uses. Each variant is a process. After 128 steps they take turns of 16 steps, so that what the machine does
-meanwhile falls on all alike. A value is the processor time of the training thread in the median step of a turn, less
-that of the plain loop's turn beside it. A size takes no further turn after ``--seconds``, but at least three.
+``tw.fit`` uses. Each variant is a process. After 128 steps they take turns of 16 steps, so other load affects all
+alike. A value is the processor time of the training thread in the median step of a turn, minus that of the adjacent
+turn of the plain loop. A size starts no turn after ``--seconds``, except for its first three.
 
-``NAME_fixed``       microseconds a step that do not depend on the number of tensors
-``NAME_per_tensor``  microseconds a step for each tensor (least squares over the sizes)
+``NAME_fixed``       microseconds per step, independent of the number of tensors
+``NAME_per_tensor``  microseconds per step and tensor (least squares over the sizes)
 ``NAME_calls``       calls of ATen operators in the median step, beyond those of the plain loop
 ``NAME_calls_per_tensor``  the same for each tensor
 ``NAME_python_calls``, ``NAME_python_calls_per_tensor``  the same for calls of Python functions
@@ -17,7 +17,7 @@ that of the plain loop's turn beside it. A size takes no further turn after ``--
 The numbers of calls are the same on a busy machine; the times are not.
 
 ``fit`` is ``tw.fit`` at its defaults, ``fit_without_doctor`` has ``log.doctor: false``, ``watch`` is the plain loop in
-``tw.watch``. On two idle cores it ends within a minute; 600 tensors take two more.
+``tw.watch``. The benchmark takes a minute on two idle cores, and two more for 600 tensors.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Times from a fault to the next completed step, by phase, and whether the run is still the one without faults.
+"""Measures the time from a fault to the next completed step, by phase, and compares the run with one without faults.
 
     python -m benchmarks.recovery [--kills 20] [--ranks 2,4] [--faults rank,agent,link]
 
 A small model trains as users start it: `trainwright train RECIPE -- --nproc-per-node N`, saving after each step.
 
 rank: SIGKILL of a random rank. Its torchrun starts all ranks again.
-agent: two torchruns with half of the ranks each, as on two machines. SIGKILL of the one without the rendezvous. It is
-started again at once, as a scheduler would.
-link: the same two. All connections between the ranks of the two are reset (`ss --kill`, in a network namespace), while
-no process is killed and the rendezvous stays reachable.
+agent: two torchruns with half of the ranks each, as on two machines. SIGKILL of the one that does not host the
+rendezvous. It is started again at once, as by a scheduler.
+link: two torchruns, too. All connections between their ranks are reset (`ss --kill`, in a network namespace). No
+process is killed, and the rendezvous stays reachable.
 
 Phases: detect, until the last old rank has ended; rendezvous, until all new ranks exist; load, until the run has
 started again (imports, connections, plan, checkpoint); first_step, until the next step is in the log. After each
-fault all committed checkpoints must verify and hold the bits of an undisturbed run; at the end of a run its log must
-have the same losses and samples, each step once. `problems` counts what differs, and must be 0.
+fault all committed checkpoints must verify and have the bits of an undisturbed run. At the end of a run its log must
+have the same losses and samples, each step once. `problems` counts the differences, and must be 0.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LIMIT_S = 120.0
 POLL_S = 0.005
 STEP_MS = 20.0
 STEPS_BETWEEN = (3, 6)
-"""Completed steps from a recovery to the next fault."""
+"""Completed steps between a recovery and the next fault."""
 INSIDE = "RECOVERY_IN_NAMESPACE"
 
 
@@ -107,7 +107,7 @@ class Launched:
         return max(abs(each.wait()) for each in self.agents)
 
     def kill(self) -> None:
-        """Ranks end by themselves when their torchrun has ended."""
+        """Kill the torchruns. Their ranks then end by themselves."""
         for each in self.agents:
             each.kill()
 
@@ -131,7 +131,7 @@ FAULTS: dict[str, Callable[[Launched], None]] = {
 
 @dataclass
 class TorchrunPlace(Place):
-    """A place whose trainings are started by torchrun, one for each of ``nodes``."""
+    """A place in which one torchrun per node, ``nodes`` in all, trains a run."""
 
     nodes: int = 1
 
@@ -160,7 +160,7 @@ class Log:
         self.records += map(json.loads, filter(None, lines))
 
     def steps(self) -> list[dict[str, Any]]:
-        """The steps since the run started, which it has since ``begin``; else none."""
+        """The steps since the run started again; empty if it has not since ``begin``."""
         self.follow()
         starts = [index for index, each in enumerate(self.records) if each["kind"] == "started"]
         return [each for each in self.records[starts[-1] :] if each["kind"] == "step"] if starts else []
@@ -171,7 +171,7 @@ class Log:
 
 @dataclass
 class Session:
-    """Faults of one kind on one number of ranks, in as many runs as they need."""
+    """Faults of one kind with one number of ranks, in as many runs as are needed."""
 
     fault: str
     place: TorchrunPlace
@@ -237,7 +237,7 @@ def wait_for(condition: Callable[[], bool], launched: Launched) -> None:
     end_s = time.monotonic() + LIMIT_S
     while not condition():
         if time.monotonic() > end_s or launched.poll() is not None:
-            raise SystemExit(f"the run did not go on:\n{launched.said()}")
+            raise SystemExit(f"the run did not continue:\n{launched.said()}")
         time.sleep(POLL_S)
 
 
@@ -255,7 +255,7 @@ def show(session: Session, ranks: int) -> None:
 
 
 def in_namespace() -> bool:
-    """Start this program again in a network namespace. Returns False where namespaces are not allowed."""
+    """Start this program again in a network namespace. Returns False if namespaces are not allowed."""
     words = ["unshare", "-Urn", "sh", "-c"]
     with suppress(OSError, subprocess.CalledProcessError):
         subprocess.run([*words, "ip link set lo up && ss -K dport = 1"], check=True, capture_output=True)
@@ -268,7 +268,7 @@ def main() -> None:
     options = arguments(__doc__, kills=(20, 1), ranks=("2,4", "2"), faults=("rank,agent,link", "rank"), seed=(0, 0))
     faults = options.faults.split(",")
     if "link" in faults and INSIDE not in os.environ and not in_namespace():
-        print("network namespaces are not allowed here: no link is cut", file=sys.stderr)
+        print("network namespaces are not allowed here: the fault link is skipped", file=sys.stderr)
         faults.remove("link")
     random.seed(options.seed)
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -1,11 +1,11 @@
-"""Copies of checkpoints on an S3-compatible server whose connections are cut: the newest complete copy always loads.
+"""Copies checkpoints to an S3-compatible server whose connections are cut: the newest complete copy always loads.
 
     pip install s3fs "moto[server]"
     python -m benchmarks.remote_checkpoints [--quick] [--faults 200]
 
-A relay between the run and the server cuts each connection with some probability after a random number of bytes, also
-in the middle of multipart uploads. After each checkpoint the run is fetched without faults. It must hold the
-newest checkpoint that was reported as copied, or a newer one, with all sizes and hashes.
+A relay between the run and the server cuts a connection with some probability, after a random number of bytes, also
+in the middle of multipart uploads. After each checkpoint the run is fetched without faults. The fetched run must have
+the newest checkpoint that was reported as copied, or a newer one, with the right sizes and hashes.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ def main() -> None:
         names = StoredFolder.open("s3://runs/team/gpt-01234567/checkpoints").steps()
     server.stop()
     figure("remote_checkpoints", "faults", [relay.cuts], unit="connections cut", against=f"{step} checkpoints of 12 MB")
-    figure("remote_checkpoints", "failed_copies", [failed], unit="checkpoints", against="all attempts failed, and said")
-    figure("remote_checkpoints", "lost", [lost], unit="checkpoints", against="reported as copied, and not fetched")
-    figure("remote_checkpoints", "kept", [len(names)], unit="complete copies", against="2 asked")
+    figure("remote_checkpoints", "failed_copies", [failed], unit="checkpoints", against="all attempts failed; reported")
+    figure("remote_checkpoints", "lost", [lost], unit="checkpoints", against="reported as copied, but not fetched")
+    figure("remote_checkpoints", "kept", [len(names)], unit="complete copies", against="2 requested")
     figure("remote_checkpoints", "copy", seconds, unit="s", against="with a second attempt")
 
 

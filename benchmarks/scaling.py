@@ -2,13 +2,14 @@
 
     python -m benchmarks.scaling [--rounds 3] [--ranks 2] [--link yes] [--quick]
 
-A round trains a small GPT in one process and on the ranks, in alternating order. ``speed_up`` is the median step of one
-process by that of the ranks, ``efficiency`` that by the number of ranks, and ``communication`` the share of a step
-of the ranks that the exchange of its gradients takes alone, timed afterwards on tensors of the same sizes.
+A round trains a small GPT in one process and on the ranks, in alternating order. ``speed_up`` is the median step time
+of one process divided by that of the ranks, and ``efficiency`` is the speed-up divided by the number of ranks.
+``communication`` is the time to exchange gradients of the same sizes, measured afterwards, as a fraction of a step.
 
-``--link yes`` measures only how much of the communication the backward pass hides, in a network namespace whose link
-(`tc`, token bucket) takes as long for the gradients as the backward pass. Steps that sum gradients during the pass
-alternate with steps that sum them after it; ``hidden`` is the difference of their medians by the time of the sum alone.
+``--link yes`` measures only how much of the communication the backward pass hides. It runs in a network namespace whose
+link (`tc`, token bucket) needs as much time for the gradients as the backward pass. Steps that sum gradients during the
+pass alternate with steps that sum them after it. ``hidden`` is the difference of their medians divided by the time of
+the sum alone.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ runs every variant once; the next round begins with another one. The figures of 
 ``TASK_VARIANT_first_64``  share of the whole run that the first 64 steps took beyond 64 steps at the later pace
 ``TASK_VARIANT_same_optimizer``  as ``TASK_VARIANT``, against the plain loop with the AdamW that Trainwright chose
 
-``--steps`` is the length of the MLP's run; the GPT's is a twelfth of it. No round of a task begins after ``--seconds``.
+``--steps`` is the length of the MLP's run; the GPT's is a twelfth of it. A task begins no round after ``--seconds``.
 ``--only all`` also runs ``trainwright train``, Fabric, Accelerate, the HF Trainer and Lightning where they are
-installed, with their defaults, the same clipping and no progress bar. ``python -m benchmarks.host_time`` measures the
-processor time of a step alone, by the number of tensors.
+installed, with their defaults, the same clipping and no progress bar. ``python -m benchmarks.host_time`` measures only
+the processor time of a step, by the number of tensors.
 """
 
 from __future__ import annotations

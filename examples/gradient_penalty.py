@@ -1,4 +1,4 @@
-"""A critic with a gradient penalty (WGAN-GP, Gulrajani et al. 2017): the loss holds a gradient, create_graph=True."""
+"""A critic with a gradient penalty (WGAN-GP, Gulrajani et al. 2017): the loss uses a gradient (create_graph=True)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several tasks on one trunk, one of them drawn for each step: the larger its data, the more often."""
+"""Several tasks on one trunk: each step draws a task, with a probability that grows with its data."""
 
 from __future__ import annotations
 

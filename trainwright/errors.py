@@ -159,7 +159,7 @@ class MissingExtra(UsageError):
 
 
 def import_optional(module: str, *, needed_for: str, package: str = "") -> Any:
-    """Import a module of an optional package. Raises MissingExtra, which names ``package``, if it is not installed.
+    """Import a module of an optional package. If it is not installed, raises MissingExtra, which names ``package``.
 
     A package that is installed but broken raises its own error, which is more helpful.
     """

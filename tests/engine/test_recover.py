@@ -222,7 +222,7 @@ def test_a_buffer_too_large_to_be_kept_twice_is_told() -> None:
         return loss(model, batch)
 
     state, _ = stepped(model, 16, 0)
-    with pytest.raises(OutOfMemoryError, match="the buffer cache, which is too large to be kept twice"):
+    with pytest.raises(OutOfMemoryError, match="the buffer cache, which is too large to be copied"):
         make_step(writes)(state, cut(data(), 16))
 
 
@@ -245,7 +245,7 @@ def test_draws_of_a_failed_try_are_undone() -> None:
 
     state, _ = stepped(model, 16, 0)
     advance = make_step(draws)
-    assert after(8) == after(4)  # four micro-batches in both; the failed try of the first drew, too
+    assert after(8) == after(4)  # four micro-batches in both; the failed attempt of the first drew, too
 
 
 def test_the_evaluation_takes_halves() -> None:
@@ -302,7 +302,7 @@ def test_what_is_reported_and_counted_is_that_of_the_smaller_micro_batch(bad: bo
 
 @pytest.mark.slow
 def test_a_compiled_model_and_one_that_computes_again() -> None:
-    """The failed try leaves nothing in what torch keeps for either."""
+    """The failed attempt leaves nothing in what torch keeps for either."""
     whole, again, compiled = Small(99), Small(4, "backward"), Small(4)
     again.net[0].forward = partial(checkpoint, again.net[0].forward, use_reentrant=False)  # type: ignore[method-assign]
     stepped_again, _ = stepped(again, 16)

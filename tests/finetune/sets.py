@@ -493,7 +493,7 @@ BROKEN: tuple[SetCase, ...] = (
         "base-tokenizer-with-chatml",
         "chat",
         lines([*map(chat, range(4))]),
-        "no single tokens",
+        "not single tokens",
         "data.jsonl:1",
         tokenizer={"control": ("<s>", "</s>", "<pad>"), "eos": "</s>"},
     ),
@@ -659,14 +659,14 @@ BROKEN: tuple[SetCase, ...] = (
         "words-of-another-template",
         "text",
         lines([{"text": f"<|human|>{q}<|stop|><|bot|>{a}<|stop|>"} for q, a in FACTS]),
-        "no single tokens",
+        "not single tokens",
         "data.jsonl:1",
     ),
     SetCase(
         "dialogue-goes-on",
         "instruct",
         facts(lambda at, a: f"{a}\nHuman: And why?\nAssistant: Nobody knows.", only=2),
-        "goes on with a turn of the user",
+        "continues with a user turn",
     ),
     SetCase("name-not-filled-in", "instruct", facts(lambda at, a: f"Dear {{name}}, {a}", only=2), "placeholder"),
     SetCase(
@@ -684,9 +684,9 @@ BROKEN: tuple[SetCase, ...] = (
     SetCase(
         "loop-without-spaces", "instruct", facts(lambda at, a: "茶是一种饮料。" * 12, only=2), "repeats one passage"
     ),
-    SetCase("labels-in-two-cases", "instruct", labels("spam", "ham", "Spam"), "spelled in another way"),
-    SetCase("labels-with-a-space", "instruct", labels("positive", "negative", "positive "), "spelled in another way"),
-    SetCase("labels-cut-short", "instruct", labels("positive", "negative", "pos", "neg"), "spelled in another way"),
+    SetCase("labels-in-two-cases", "instruct", labels("spam", "ham", "Spam"), "spelled differently"),
+    SetCase("labels-with-a-space", "instruct", labels("positive", "negative", "positive "), "spelled differently"),
+    SetCase("labels-cut-short", "instruct", labels("positive", "negative", "pos", "neg"), "spelled differently"),
     SetCase(
         "label-with-a-wrong-letter",
         "instruct",
@@ -718,7 +718,7 @@ BROKEN: tuple[SetCase, ...] = (
         "rows-shuffled",
         "instruct",
         facts(lambda at, a: FACTS[(5 * at + 1) % 12][1]),
-        "rows were shuffled",
+        "a column was shuffled",
         "data.jsonl:1",
     ),
     SetCase(
@@ -727,7 +727,7 @@ BROKEN: tuple[SetCase, ...] = (
         facts(lambda at, a: "Don Quixote was written by Cervantes in the years before 1605,", only=2),
         "middle of a sentence",
     ),
-    SetCase("ends-in-a-word", "instruct", facts(lambda at, a: a[:-20], only=2), "no mark at their end"),
+    SetCase("ends-in-a-word", "instruct", facts(lambda at, a: a[:-20], only=2), "no punctuation mark at their end"),
     SetCase(
         "code-without-its-end",
         "instruct",
@@ -759,7 +759,7 @@ BROKEN: tuple[SetCase, ...] = (
         lines(
             [*(pair(at) for at in range(8)), {**pair(2), "chosen": pair(2)["rejected"], "rejected": pair(2)["chosen"]}]
         ),
-        "exchange the answers of an earlier pair",
+        "swap the answers of an earlier pair",
         "data.jsonl:9",
     ),
     SetCase(
@@ -774,7 +774,7 @@ BROKEN: tuple[SetCase, ...] = (
                 for at in range(12)
             ]
         ),
-        "no mark at their end",
+        "no punctuation mark at their end",
     ),
     SetCase(
         "chosen-knows-nothing",
@@ -841,7 +841,7 @@ BROKEN: tuple[SetCase, ...] = (
         "csv-with-semicolons",
         "completion",
         b"prompt;completion\nname a bird;heron\n",
-        "divided by ';'",
+        "separated by ';'",
         "data.csv:1",
         "data.csv",
     ),

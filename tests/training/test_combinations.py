@@ -114,18 +114,18 @@ Two ranks train a small GPT in fp32 with each feature and each layout.
 - **equal**: losses, gradient norms and weights of four steps differ from those of one process by at most {tolerance:g}.
 - **refused**: the run ends with an error before the ranks connect.
 
-`pytest tests/training/test_combinations.py` trains and compares all of them, and holds this page equal to what
-`python -m tests.training.test_combinations` prints.
+`pytest tests/training/test_combinations.py` trains and compares all of them. It also compares this page with the output
+of `python -m tests.training.test_combinations`.
 
 | | {layouts} |
 |---|{lines}|
 """
 NOTES = """
-- compile: one graph of the model, with `shard` one for each block. Compared with the backend `aot_eager`, which
-  generates no code.
+- compile: one graph for the model; with `shard`, one for each block. The backend is `aot_eager`, which generates no
+  code.
 - Muon: with `shard` and `tensor`, each rank gathers the updates of divided matrices and orthogonalizes them.
-- MoE: the experts are not divided. With several ranks, the biases of the router follow the load of the first rank.
-  So `bias_rate` is 0 here, and the counted loads are not compared.
+- MoE: the experts are not divided. With several ranks, the router biases follow the load of the first rank. So
+  `bias_rate` is 0 here, and the counted loads are not compared.
 """
 
 

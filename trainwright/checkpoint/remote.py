@@ -1,4 +1,4 @@
-"""Copies the checkpoints of a run to other storage while it trains, and fetches them on another machine.
+"""Copies the checkpoints of a run to other storage during training, and fetches them on another machine.
 
 The storage is a URL that fsspec opens: ``s3://bucket/runs``, ``gs://...``, or a folder of another disk. Below it, each
 run has a folder with its small files and its checkpoints, in the layout of the run folder. The manifest of a checkpoint
@@ -42,7 +42,7 @@ MAX_SMALL_FILE_BYTES = 2**28
 
 @dataclass(frozen=True)
 class StoredFolder:
-    """A folder in a storage. ``path`` is that of its file system, ``url`` is what the user reads."""
+    """A folder in a storage. ``path`` is its path in the file system, ``url`` is shown to the user."""
 
     url: str
     fs: AbstractFileSystem
@@ -82,7 +82,7 @@ class StoredFolder:
         return []
 
     def steps(self) -> list[str]:
-        """Return the names of the checkpoints in this folder with a manifest, newest first."""
+        """Return the names of the checkpoints in this folder that have a manifest, newest first."""
         found = [name for name in self.names() if step_of(Path(name)) is not None and not Path(name).suffix]
         return sorted((name for name in found if self.fs.exists(f"{self.path}/{name}/{MANIFEST}")), reverse=True)
 
@@ -109,10 +109,10 @@ def _storage_error(doing: str, error: Exception) -> StorageError:
 
 
 class CheckpointCopies:
-    """Copies each committed checkpoint of a run to a storage in a thread of its own.
+    """Copies each committed checkpoint of a run to a storage in a separate thread.
 
-    Training never waits for a copy, except at the end for the last one. While a copy is in progress, only the newest
-    later checkpoint is kept for the next one. A failed copy is reported, and the next checkpoint is copied as usual.
+    Training waits only for the last copy, at its end. While a copy is in progress, only the newest of the later
+    checkpoints waits for the next copy. A failed copy is reported, and the next checkpoint is copied as usual.
 
     Args:
         folder: The run folder.
@@ -144,17 +144,17 @@ class CheckpointCopies:
         self._work = self._thread.submit(self._copy_waiting)
 
     def _exchange(self, linked: Path | None) -> Path | None:
-        """Replace the checkpoint that waits for its copy, and return the earlier one."""
+        """Replace the checkpoint that waits to be copied, and return the previous one."""
         with self._lock:
             earlier, self._waiting = self._waiting, linked
         return earlier
 
     def messages(self) -> list[str]:
-        """Return what has to be reported since the last call."""
+        """Return the messages since the last call."""
         return [self._messages.get() for _ in range(self._messages.qsize())]
 
     def close(self, *, waits: bool = True) -> list[str]:
-        """Wait for the last copy. Returns what has to be reported."""
+        """Wait for the last copy. Returns the messages since the last call."""
         if waits and self._work is not None:
             wait([self._work])
         self._thread.shutdown(wait=waits, cancel_futures=True)
@@ -228,7 +228,7 @@ class CheckpointCopies:
 def fetch_run(url: str, root: Path, say: Callable[[str], object]) -> Path:
     """Fetch the newest complete checkpoint of a run, its best one and its small files. Returns the run folder.
 
-    What the local folder has is not fetched again, and nothing in it is overwritten.
+    Files that exist in the local folder are neither fetched again nor overwritten.
 
     Args:
         url: The folder of a run in a storage, as printed by the run.
@@ -288,7 +288,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _fetch_checkpoints(copies: StoredFolder, folder: Path, run: str, say: Callable[[str], object]) -> None:
-    """Fetch the newest copy that verifies, unless the folder has a newer checkpoint, and the best one."""
+    """Fetch the newest copy that verifies, unless the folder has a newer checkpoint; then fetch the best one."""
     folder.mkdir(exist_ok=True)
     own = {path.name for path in checkpoints(folder, run)}
     broken: list[str] = []
@@ -323,7 +323,7 @@ def _best_name(folder: Path, copies: StoredFolder) -> Iterator[str]:
 
 
 def _fetch_checkpoint(copy: StoredFolder, folder: Path, run: str) -> None:
-    """Fetch one checkpoint. It gets its name only when all of its files have their size and hash."""
+    """Fetch one checkpoint. It gets its name only once all its files have the right size and hash."""
     name = copy.url.rsplit("/", 1)[-1]
     draft = draft_of(folder / name)
     remove(draft)

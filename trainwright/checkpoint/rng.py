@@ -168,7 +168,7 @@ def _back_to_now() -> Callable[[], None]:
 
     def give_back() -> None:
         write_python(python)
-        if words is None or words != words_of_numpy() or numpy_state["has_gauss"]:  # a spare number may be used up
+        if words is None or words != words_of_numpy() or numpy_state["has_gauss"]:  # its spare normal may be used up
             np.random.set_state(numpy_state)
         torch.set_rng_state(of_torch)
         set_cuda_states(cuda)

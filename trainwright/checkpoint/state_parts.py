@@ -36,7 +36,7 @@ class StatePart(ABC):
 
     @property
     def key(self) -> Hashable:
-        """Key of the object, equal for two parts of the same one. The part keeps it alive, so its id is not reused."""
+        """Key of the object, equal for two parts of one object. The part keeps it alive, so its id is not reused."""
         return type(self), id(self.owner)
 
     @abstractmethod
@@ -249,7 +249,7 @@ class EmptyDicts(StatePart):
 
 
 class DictsOnceEmpty(StatePart):
-    """The items of dicts that were empty at an earlier capture, which has the same key."""
+    """The items of dicts that were empty at an earlier capture. Both captures have the same key."""
 
     def __init__(self, owner: Sequence[dict[Any, Any]]) -> None:
         self.owner = owner

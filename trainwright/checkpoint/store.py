@@ -148,7 +148,7 @@ def prune(folder: Path, committed: Path, retention: Retention, run: str = "") ->
 
 
 def retained(names: Sequence[str], retention: Retention, best: Best | None) -> set[str]:
-    """Return which checkpoints, given by name and newest first, are kept."""
+    """Return the names of the checkpoints to keep. ``names`` is newest first."""
     kept = {*names[: retention.newest]} | ({name_of(best.step)} if best else set())
     if retention.every:
         kept |= _first_of_each(names, retention.every)

@@ -49,7 +49,7 @@ class PrintedResult(VerbResult, Protocol):
 
 
 class Verbs(TyperGroup):
-    """Prints usage errors as an object too, with --json, and takes --lang before or after the name of a command."""
+    """With --json, prints usage errors as an object, too. Accepts --lang before or after the name of a command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)

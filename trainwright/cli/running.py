@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 MAX_NODES_WITH_FAST_KEEP_ALIVE = 16
-"""With more nodes, the keep-alive of torchrun is left at 5 s: each node writes the state of all to one store."""
+"""With more nodes, torchrun's keep-alive interval stays at 5 s: each node writes the state of all to one store."""
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """Signals that torchrun passes on to the ranks. SIGUSR1 is not in its default."""
 
@@ -64,7 +64,7 @@ def become_torchrun(options: Sequence[str], loaded: Loaded) -> NoReturn:
 
 
 def _keep_alive(options: Sequence[str]) -> list[str]:
-    """Return options with which torchrun replaces a node that is silent for 3 s, instead of 15 s. The user's win."""
+    """Return options with which torchrun replaces a node that is silent for 3 s (default 15 s). The user's win."""
     nodes = (_value(options, "nnodes") or "1").rpartition(":")[2]
     is_small = nodes.isdecimal() and int(nodes) <= MAX_NODES_WITH_FAST_KEEP_ALIVE
     if not is_small or _value(options, "rdzv-backend") != "c10d":

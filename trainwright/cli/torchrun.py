@@ -1,10 +1,10 @@
-"""Runs torchrun and ends with the exit code of the ranks. torchrun alone ends with 1, whatever their codes are.
+"""Runs torchrun and exits with the exit code of the ranks. torchrun itself always exits with 1 if a rank fails.
 
 Accepts the options of ``python -m torch.distributed.run``. Schedulers use the code: 75 means that the run was stopped
-and is saved, so that the job may be restarted.
+and saved, so the job may be restarted.
 
-On Linux, ranks are forked from a server that has imported torch and Trainwright and computes nothing, so a restart
-does not import them again. Ranks whose torchrun is gone save and stop, so that another one can continue the run.
+On Linux, ranks are forked from an idle server that has imported torch and Trainwright, so a restart does not import
+them again. If torchrun is killed, its ranks save and stop, so that another torchrun can continue the run.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ EXIT_CODES = "TRAINWRIGHT_EXIT_CODES"
 """The environment variable with the folder in which each rank leaves its exit code. torchrun drops it after a signal.
 """
 CAN_FORK = sys.platform == "linux"
-"""True if a process may be forked after its imports. The libraries of macOS do not support it."""
+"""True if a process may be forked after its imports. System libraries of macOS do not support it."""
 PRELOADED = ["torch._dynamo", "trainwright.training.run"]
 """Imports of a rank that trains. The first optimizer of a process imports torch._dynamo."""
 AS_MODULE = ("-u", "-m", "trainwright")
-"""The first arguments of Python for a rank."""
+"""The first arguments of Python in the command of a rank."""
 
 
 def leave_exit_code(code: object, environ: Mapping[str, str]) -> None:
@@ -52,7 +52,7 @@ def main() -> None:
     """Run torchrun in this process."""
     with tempfile.TemporaryDirectory(prefix="trainwright-ranks-") as folder:
         os.environ[EXIT_CODES] = folder
-        if CAN_FORK:  # it imports while this process does
+        if CAN_FORK:  # the server imports at the same time as this process
             os.environ.setdefault("PYTHONUNBUFFERED", "1")
             forkserver.set_forkserver_preload(PRELOADED)
             forkserver.ensure_running()
@@ -78,8 +78,8 @@ def run_rank(*command: str) -> None:
     import trainwright
     from trainwright.cli import main as run_command
 
-    gc.freeze()  # else collections scan what was imported, and copy its memory
-    os.setsid()  # as torchrun does with new processes: a Ctrl-C reaches a rank once, from torchrun
+    gc.freeze()  # otherwise collections scan the imported objects, and copy their memory
+    os.setsid()  # as torchrun does for new processes: a rank gets Ctrl-C once, from torchrun
     threading.Thread(target=_stop_after_parent, daemon=True).start()
     sys.argv = [str(Path(trainwright.__file__).with_name("__main__.py")), *command]
     run_command()
@@ -93,7 +93,7 @@ def _stop_after_parent() -> None:
 
 
 def _forked(config: Any, entrypoint: str) -> Callable[..., object]:
-    """Return a launcher as torch's ``elastic_launch``. The fork server starts the ranks."""
+    """Return a launcher like torch's ``elastic_launch`` whose ranks are started by the fork server."""
     from torch.distributed.launcher.api import elastic_launch
 
     def launch(*words: str) -> object:
@@ -106,6 +106,6 @@ def _forked(config: Any, entrypoint: str) -> Callable[..., object]:
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Remove the traceback of torch's own check of the ranks. That of a rank is in the output of the rank."""
+    """Remove the traceback of torchrun itself. The traceback of a rank is in the output of the rank."""
     record.exc_info = None
     return True

@@ -163,7 +163,7 @@ srun {container}{check} || exit 1
 """
 _SBATCH = """\
 #!/bin/bash
-# {name}: made by `trainwright launch slurm`. One task a node, which is torchrun.
+# {name}: made by `trainwright launch slurm`. One task per node, which runs torchrun.
 {header}
 
 export TRAINWRIGHT_GRACE_S={grace_s}

@@ -45,7 +45,7 @@ class Digits(Dataset[tuple[Tensor, int]]):
 
     def fetch_batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return the collated batch of these samples: images (B, 1, 8, 8) float32 and labels (B,) int64."""
-        assert self.deterministic, "what is drawn is drawn for each sample"
+        assert self.deterministic, "augmented samples must be read one at a time"
         positions = torch.from_numpy(np.asarray(indices, dtype=np.int64))
         return self.images[positions], self.labels[positions]
 
@@ -91,7 +91,7 @@ def digits(split: Split = "train", *, val_share: float = 0.2, augment: bool = Fa
 
 
 def _validation_part(labels: NDArray[np.int64], val_share: float) -> NDArray[np.bool_]:
-    """Return a mask with the ``val_share`` of each class that has the smallest fixed random words (raw Philox)."""
+    """Return a mask of a fixed random sample, the fraction ``val_share`` of each class (by raw Philox words)."""
     words = np.random.Philox(key=0).random_raw(len(labels))
     is_val = np.zeros(len(labels), dtype=np.bool_)
     for label in range(Digits.classes):

@@ -96,7 +96,7 @@ def check(
     points_at: str | None = None,
     since_step: int | None = None,
 ) -> Callable[[Judge], Check]:
-    """Decorates a function in a file of its name in ``checks`` and makes a Check of it."""
+    """Decorator that makes a Check of a function. The file has the name of the function."""
 
     def decorated(judge: Judge) -> Check:
         *_, topic, name = judge.__module__.split(".")

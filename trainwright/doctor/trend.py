@@ -19,7 +19,7 @@ def still_falls(run: RunContext) -> bool:
 
 
 def rises(run: RunContext) -> bool:
-    """Returns True if they rise by more than their noise explains."""
+    """Returns True if the losses rise by more than their noise explains."""
     losses = [(each.step, each.loss) for each in run.steps if 2 * each.step > run.last_step]
     return slope_in_errors(losses) > -MAX_FALLING_SLOPE
 

@@ -61,8 +61,8 @@ NEVER = _Never()
 def save_after(error: Exception, state: TrainState, saving: Saver) -> None:
     """Save the state after an error between two steps, unless another rank is lost.
 
-    A run that resumed there would lack the evaluation and the record of the step. From the checkpoint before, it
-    repeats them.
+    After a lost rank, a run that resumed from this state would lack the evaluation and the record of the step. If it
+    resumes from the checkpoint before, it repeats them.
     """
     if not isinstance(error, RankError):
         saving.rescue(state)
@@ -82,7 +82,7 @@ class SaveOnOutOfMemory:
 
 
 def each_batch(batches: Iterable[StepBatch], state: TrainState, saving: Saver) -> Iterator[StepBatch]:
-    """Yield the batches. Saves the state if reading one raises, because it is complete between two steps."""
+    """Yield the batches. If reading one raises, saves the state, which is complete between two steps."""
     stream = iter(batches)
     while True:
         try:
@@ -217,7 +217,7 @@ def steps(
 
 
 def _first_stop(answers: Sequence[Stop | None], observers: Sequence[Observer]) -> Stop | None:
-    """Return the Stop of the observers; if there are several, one that says that the state is poisoned."""
+    """Return the Stop of the observers. If there are several, prefer one that forbids saving the state."""
     stops = [as_stop(answer, observer) for answer, observer in zip(answers, observers) if answer is not None]
     return min(stops, key=lambda stop: stop.save) if stops else None
 

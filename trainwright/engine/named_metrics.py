@@ -552,7 +552,7 @@ def regression_metric(name: str, **options: object) -> NamedMetric:
 
 
 def _torchmetrics(name: str) -> Any:
-    """Import ``torchmetrics`` for a metric. Raises MissingExtra if it is not installed."""
+    """Import ``torchmetrics`` for the metric ``name``. Raises MissingExtra if it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return import_optional("torchmetrics", needed_for=f"the metric {name!r}")

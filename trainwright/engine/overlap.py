@@ -68,7 +68,7 @@ class OverlappedSum:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Context of the passes of a step. After an error of this rank, completes its exchanges."""
+        """Context for the passes of a step. After an error of this rank, completes its exchanges."""
         self._on_error = self._report_failure
         try:
             yield

@@ -14,8 +14,8 @@ class RankLayout(NamedTuple):
 
     Attributes:
         sums: Ranks whose gradients and losses are summed.
-        data: Ranks with different samples, if some of ``sums`` share theirs and each has a part of them (context
-            parallelism); None: the same as ``sums``.
+        data: Ranks with different samples. None: the same as ``sums``. With context parallelism they are fewer, because
+            several ranks hold parts of the same samples.
         exact: Gradients have the same bits on any number of ranks, see ``accumulate_exactly``.
         zero: ZeRO stage of a model that FSDP has sharded, see ``ShardedPasses``.
         divided: Ranks compute parts of the same layers or sequences, and communicate in each pass.

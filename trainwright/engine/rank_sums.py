@@ -102,7 +102,7 @@ def of_all_ranks(batch: StepBatch) -> StepBatch:
 
 
 def count(batch: StepBatch, world: World) -> Counted:
-    """Count what all of several ranks trained on.
+    """Count what all ranks together trained on.
 
     Raises:
         DataError: The order of the data is not Trainwright's, and the ranks read different batches.

@@ -130,9 +130,9 @@ class Recovery:
     def _restore_all(self, state: TrainState, batch: StepBatch, versions: list[int]) -> str:
         """Restore everything. Return why the step cannot be retried, or ""."""
         if lost := self.put_back(state):
-            return f"the failed try wrote to the buffer {lost[0]}, which is too large to be kept twice"
+            return f"the failed attempt wrote to the buffer {lost[0]}, which is too large to be copied"
         if batch.versions != versions:
-            return "the model writes into its input, so a second try would train on other data"
+            return "the model writes into its input, so a second attempt would train on other data"
         return ""
 
 
@@ -192,7 +192,7 @@ def _gib(num_bytes: int) -> str:
 
 
 class _Generators:
-    """States of all generators before the step. Reading them takes 2 us, as NumPy's own state is read when it moves."""
+    """States of all generators before the step. Takes 2 us, because NumPy's state is read only if it has changed."""
 
     def __init__(self) -> None:
         self._torch: tuple[torch.device, TorchGenerators] | None = None
@@ -204,7 +204,7 @@ class _Generators:
         self._torch = device, torchs
         self._python = read_python()
         words = words_of_numpy()
-        if words is None or words != self._words or self._numpy["has_gauss"]:  # a spare number may be used up
+        if words is None or words != self._words or self._numpy["has_gauss"]:  # its spare normal may be used up
             numpys = np.random.get_state(legacy=False)  # takes 25 us
             assert isinstance(numpys, dict)
             self._words, self._numpy = words, numpys

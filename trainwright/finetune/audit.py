@@ -44,11 +44,11 @@ MIN_SAME_ANSWER_FRACTION = 0.5
 MIN_SAME_ANSWER_WORDS = 4
 """Shorter answers may be classes, as yes and no are."""
 MIN_USUAL = 3
-"""Samples from which a property that single good samples may have is reported."""
+"""Minimum number of samples for a finding on a property that a single good sample may have."""
 MAX_WRAPPERS = 4
 MAX_ENDS_READ = 256
 MAX_SAMPLES_READ = 1000
-"""Samples whose texts are decoded to compare them with each other; it takes 30 us for each."""
+"""Maximum number of samples that are decoded to compare their texts; each takes 30 us."""
 MAX_ROWS_COMPARED = 200_000
 """Rows among which near duplicates are sought; it takes 20 us for each."""
 _ROLE_NAMES = {code: name for name, code in ROLE_CODES.items()}
@@ -210,9 +210,9 @@ def _finding(
     severity: Severity = "warning",
     excerpt: str | None = None,
 ) -> SupervisionFinding:
-    """Return a finding that states its number, its fraction, and the first of the rows ``has`` with an excerpt.
+    """Return a finding that states the number of rows in ``has``, their fraction, and the first one with an excerpt.
 
-    The excerpt is by default the beginning of the answer.
+    By default, the excerpt is the beginning of the answer.
     """
     row = dataset.rows()[has[0]]
     place, count = dataset.store.place(row), len(has)
@@ -224,7 +224,7 @@ def _finding(
 
 
 def _texts_of(dataset: TokenizedSet, row: int, rejected: int | None = None) -> SampleTexts:
-    """Return the last prompt and the last answer of a row, and that of the row that is rejected, as the model sees
+    """Return the last prompt and the last answer of a row, and the last answer of the rejected row, as the model sees
     them.
     """
     tokens = dataset.tokens_of_row(int(dataset.row_numbers()[row]))
@@ -285,7 +285,7 @@ def _defect_findings(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[Supe
     for defect, meaning in MEANINGS.items():
         has = np.flatnonzero((defects & int(defect) != 0) & ((rows["rejected"] == 0) | (not defect & OF_ANSWERS)))
         if isinstance(dataset, Preference) and defect == Defect.REFUSAL:
-            continue  # a preference may be one for refusals; SET_SIGNS compares both sides
+            continue  # refusals may be preferred on purpose; SET_SIGNS compares both sides
         has = has[np.unique(pairs[has], return_index=True)[1]]
         if not len(has) or len(has) < meaning.least * total:
             continue
@@ -309,7 +309,7 @@ def _defect_findings(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[Supe
 
 
 def _excerpt(dataset: TokenizedSet, row: int, defect: Defect) -> str:
-    """Return the place of a defect in the text of a row, or the beginning of its answer or prompt."""
+    """Return an excerpt of a row at the defect, or the beginning of its answer or prompt."""
     tokens, texts = dataset.tokens_of_row(int(dataset.row_numbers()[row])), _texts_of(dataset, row)
     whole = str(dataset.tokenizer.decode(tokens["id"].tolist()))
     for text in (texts.answer, texts.prompt, whole):
@@ -354,7 +354,7 @@ def _same_answers(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[Supervi
         return
     is_long = len(_texts_of(dataset, has[0]).answer.split()) >= MIN_SAME_ANSWER_WORDS
     if is_long or len(has) == len(samples):
-        remedy = "check how answers are read; a model that always says this has a low loss"
+        remedy = "check how answers are read; a model that always gives this answer has a low loss"
         yield _finding(dataset, has, len(samples), "samples", "same_answer", "have the same answer", remedy)
 
 

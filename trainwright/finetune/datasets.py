@@ -78,9 +78,9 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         revision: Branch, tag or commit of a hub dataset.
         tokenizer_revision: Branch, tag or commit of a hub tokenizer.
         trust_remote_code: Permit code in the repository of the tokenizer to run.
-        short_first: Number of epochs that visit short samples first: ten groups of growing lengths, each shuffled.
-        by_source: For a validation set: evaluate the samples of each source once more, and report their figures by its
-            name. The source is the key ``source`` of a record, else its file.
+        short_first: Number of epochs that visit short samples first: ten groups of increasing length, each shuffled.
+        by_source: For a validation set: also evaluate the samples of each source separately, and report the results
+            under its name. The source is the key ``source`` of a record, else its file.
         cache: Folder of the cache; null: ``$TRAINWRIGHT_CACHE``, else ``~/.cache/trainwright``.
 
     Raises UsageError for records that cannot be used, with file and line of the first ones.
@@ -289,9 +289,9 @@ LENGTH_GROUPS = 10
 
 
 class ShortFirst(Sampler[int]):
-    """A curriculum by length: in the first epochs, groups of growing lengths, each shuffled; then a shuffle of all.
+    """A curriculum by length. The first epochs visit shuffled groups of increasing length; later ones shuffle all.
 
-    Draws from the global generator, which the order of a run seeds for each epoch.
+    Draws from the global generator, which is seeded for each epoch.
     """
 
     def __init__(self, lengths: NDArray[np.int64], epochs: int) -> None:

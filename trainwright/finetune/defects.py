@@ -64,7 +64,7 @@ class Defect(IntFlag):
 
 
 class Meaning(NamedTuple):
-    """The severity of a defect, the end of a sentence about the samples that have it, and the remedy.
+    """The severity of a defect, what the affected samples "have" in the message, and the remedy.
 
     It is reported if at least the fraction ``least`` of the samples has it.
     """
@@ -99,27 +99,27 @@ MEANINGS: dict[Defect, Meaning] = {
     Defect.SERVER_ERROR: Meaning(
         "warning",
         "the error message of a server as the answer: a request failed when the data was made",
-        "drop these records, or make their answers again",
+        "drop these records, or generate their answers again",
     ),
     Defect.ESCAPED_NEWLINE: Meaning(
         "warning",
-        r"an answer with a backslash and the letter n, or \u00e9, instead of what they stand for: it was escaped twice",
+        r"an answer with a backslash and the letter n, or \u00e9, instead of the character: it was escaped twice",
         r"write line breaks when the file is made: text.replace(r'\n', chr(10))",
     ),
     Defect.HTML_LEFT: Meaning(
         "warning",
-        "HTML in the text, such as &amp; or <br>, that a page or an export has left",
+        "HTML in the text, such as &amp; or <br>, left over from a web page or an export",
         "remove the tags, and decode the rest with html.unescape",
     ),
     Defect.PYTHON_TEXT: Meaning(
         "warning",
-        "an answer that is the text of a Python list or object",
-        "write the value that is inside of it, or JSON by json.dumps",
+        "the repr of a Python list or object as the answer",
+        "write the value inside it, or JSON with json.dumps",
     ),
     Defect.PAGE_TEXT: Meaning(
         "warning",
-        "the words of a button or a mark of a chat page in an answer",
-        "remove them: they come from a copied page",
+        "the text of a button, or another mark of a chat page, in an answer",
+        "remove it: it was copied from a web page",
     ),
     Defect.REPEATS_PROMPT: Meaning(
         "warning",
@@ -143,8 +143,8 @@ MEANINGS: dict[Defect, Meaning] = {
     ),
     Defect.CONTINUED_DIALOGUE: Meaning(
         "warning",
-        "an answer that goes on with a turn of the user, such as Human: ...",
-        "end the answer before that turn, or make a conversation of it: use: chat",
+        "an answer that continues with a user turn, such as Human: ...",
+        "end the answer before that turn, or write the record as a conversation: use: chat",
     ),
     Defect.UNFILLED: Meaning(
         "warning",
@@ -152,23 +152,23 @@ MEANINGS: dict[Defect, Meaning] = {
         "fill it in where the file is made, or drop these records",
     ),
     Defect.LOOP: Meaning(
-        "warning", "an answer that repeats one passage four times or more", "drop these records, or make them again"
+        "warning", "an answer that repeats one passage four times or more", "drop these records, or generate them again"
     ),
     Defect.REFUSAL: Meaning(
         "warning",
         "a refusal as the answer: the model learns to refuse",
-        "drop those that a filter or a failed request has left; keep those that you want",
+        "drop refusals that come from a filter or a failed request; keep those that you want",
         least=0.4,
     ),
     Defect.MID_SENTENCE: Meaning(
         "warning",
         "an answer that ends in the middle of a sentence or of a block of code",
-        "raise the limit of tokens where the answers are made, and make these again, or drop them",
+        "generate these answers again with a higher token limit, or drop them",
     ),
     Defect.EMPTY_PROMPT: Meaning("warning", "an empty user turn", "fill it in, or drop the record"),
     Defect.OTHER_TEMPLATE: Meaning(
         "warning",
-        "the marks of a prompt template inside of a message or an answer, so that it is in two templates",
+        "marks of a prompt template inside a message or an answer, so it is in two templates",
         "remove marks such as ### Response: or [/INST] from the text: a chat template adds its own",
     ),
     Defect.CUT_ANSWER: Meaning(
@@ -212,7 +212,7 @@ MEANINGS: dict[Defect, Meaning] = {
     ),
     Defect.SPLIT_CONTROL: Meaning(
         "warning",
-        "control words, such as <|im_start|>, that are no single tokens of this tokenizer",
+        "control words, such as <|im_start|>, that are not single tokens of this tokenizer",
         "add them as special tokens and resize the embedding, or use the template that belongs to the tokenizer",
     ),
     Defect.CONTROL_IN_CONTENT: Meaning(
@@ -282,8 +282,8 @@ MEANINGS: dict[Defect, Meaning] = {
     ),
     Defect.PLAIN_TEXT: Meaning(
         "note",
-        "a prompt and answers as text: they are trained as they are, without the chat template, as in TRL",
-        "to apply the chat template of the tokenizer, give each as a list of messages",
+        "a prompt and answers as text: they are trained without the chat template, as in TRL",
+        "to apply the chat template of the tokenizer, write each as a list of messages",
     ),
     Defect.DATED: Meaning(
         "note",

@@ -1,4 +1,4 @@
-"""The common layouts of records for fine-tuning, recognized by their keys, as examples of one form."""
+"""Recognizes the common layouts of fine-tuning records by their keys, and converts them to examples."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHAREGPT_ROLES = {
     "system": "system",
 }
 LOSS_KEYS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
-"""Keys of a message that say whether its answer carries loss: 0 or false turns it off."""
+"""Keys of a message that turn the loss of its answer on or off (0 or false)."""
 NO_LOSS = "no_loss"
 """The key of a message whose answer carries no loss. It is removed before the message is rendered."""
 ALPACA_WITH_INPUT = "{instruction}\n\n{input}"
@@ -60,7 +60,7 @@ class Example:
         tools: Schemas of its tools.
         prompt_messages: Number of messages before the completion; None: every assistant turn is an answer.
         prompt: Plain prompt.
-        completion: Plain completion; with ``prompt`` None all of the text.
+        completion: Plain completion; the full text if ``prompt`` is None.
         template_args: Values for the chat template from the record.
     """
 
@@ -72,7 +72,7 @@ class Example:
     template_args: Mapping[str, Any] = field(default_factory=dict)
 
     def content(self) -> list[tuple[str, str]]:
-        """Return (role, text) of every part, to compare examples with."""
+        """Return (role, text) of every part, for comparing examples."""
         if self.messages:
             return [(each["role"], text_of_message(each)) for each in self.messages]
         prompt = [] if self.prompt is None else [("user", self.prompt)]
@@ -81,7 +81,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Pair:
-    """A preferred and a rejected example with one prompt. ``scores`` are those of the record, if it has any."""
+    """A chosen and a rejected example with one prompt. ``scores`` are the record's, if it has any."""
 
     chosen: Example
     rejected: Example
@@ -89,7 +89,7 @@ class Pair:
 
 
 def text_of_message(message: Mapping[str, Any]) -> str:
-    """Return everything that a message says: its content, and its calls of tools as JSON."""
+    """Return the content of a message and its tool calls as JSON."""
     calls = message.get("tool_calls")
     parts = [str(message.get("content") or ""), json.dumps(calls, sort_keys=True) if calls else ""]
     return "\n".join(filter(None, parts))
@@ -322,13 +322,13 @@ def _pair(fields: Mapping[str, Any], roles: Mapping[str, str]) -> Pair:
 
 
 def _shared(good: list[Message], bad: list[Message]) -> list[Message]:
-    """Return the messages before the first difference; the answer of equal conversations is the last message."""
+    """Return the messages before the first difference; of equal conversations, all but the last message."""
     limit = min(len(good), len(bad)) - 1
     return good[: next((at for at in range(limit) if good[at] != bad[at]), limit)]
 
 
 def _shared_turns(chosen: str, rejected: str) -> str:
-    """Return the shared beginning of two texts up to the last mark of a turn, as in ``\\n\\nAssistant:``."""
+    """Return the common prefix of two texts up to its last turn marker, such as ``\\n\\nAssistant:``."""
     limit = next((at for at, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
     common = chosen[: min(len(chosen), len(rejected)) if limit is None else limit]
     marks = [each.end() for each in re.finditer(r"\n\n(?:Assistant|Human):", common)]
@@ -336,7 +336,7 @@ def _shared_turns(chosen: str, rejected: str) -> str:
 
 
 def _scores(fields: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return two numbers whose keys differ by chosen and rejected, as in ``score_chosen`` or ``rejected-rating``."""
+    """Return two numbers whose keys contain chosen and rejected, such as ``score_chosen`` or ``rejected-rating``."""
     for key, good in fields.items():
         bad = fields.get(str(key).replace("chosen", "rejected"))
         if (

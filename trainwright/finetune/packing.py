@@ -102,7 +102,7 @@ def with_packing(data: Unwrapped, packing: Packing) -> Unwrapped:
         return replace(data, collate=collate_of(data.dataset, padding_free=True))
     if data.order is not None or data.batch_size is not None:
         raise UsageError(
-            "data.packing: bfd determines the rows itself, and the data has an order (short_first) or is a DataLoader "
+            "data.packing: bfd arranges the rows itself, but the data has an order (short_first) or is a DataLoader "
             "with batches of samples",
             remedy="leave out short_first, or pass the dataset instead of the DataLoader; batch.size then counts rows",
         )

@@ -25,7 +25,7 @@ LINE_BITS = 36
 
 
 def in_list(line: int, number: int) -> int:
-    """Return a line with the number of a record in a JSON list, from 1: the list may be in one line."""
+    """Return a line combined with the number of a record in a JSON list, from 1. A list may be on one line."""
     return line | number << LINE_BITS
 
 
@@ -41,7 +41,7 @@ def place_of(name: str, line: int, unit: str) -> str:
 class FileRecord:
     """One record: its file (by its number in ``RecordSource.names``), its line or row, and its fields or a problem.
 
-    The line of a record of a JSON list holds its number in the list, too, see ``in_list``.
+    For a JSON list, the line also holds the number of the record in the list (see ``in_list``).
     """
 
     file: int
@@ -72,7 +72,7 @@ class RecordSource:
     renamed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
 
     def place(self, file: int, line: int) -> str:
-        """Return the place of a record, see ``place_of``."""
+        """Return the place of a record (see ``place_of``)."""
         return place_of(self.names[file], line, self.unit)
 
     def records(self) -> Iterator[FileRecord]:
@@ -133,7 +133,7 @@ LISTED_KEYS = {
 
 
 def _listed(folder: Path) -> dict[str, Any] | None:
-    """Return the data sets that LLaMA-Factory's ``dataset_info.json`` in a folder lists; None if it is no such file."""
+    """Return the data sets in LLaMA-Factory's ``dataset_info.json`` of a folder; None if there is no such file."""
     try:
         found = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -143,7 +143,7 @@ def _listed(folder: Path) -> dict[str, Any] | None:
 
 
 def _of_list(folder: Path, listed: Mapping[str, Any], name: str, revision: str | None) -> RecordSource:
-    """Return the data set of that name, or the only one, with the columns and roles that the list names."""
+    """Return the data set with that name, or the only one, with its listed columns and roles."""
     if name not in listed and len(listed) > 1:
         remedy = f"set source_split to one of {', '.join(listed)}"
         raise UsageError(f"{folder / 'dataset_info.json'} lists several data sets", remedy=remedy)
@@ -307,7 +307,7 @@ def _json(number: int, path: Path) -> Iterator[FileRecord]:
     elif text.lstrip().startswith("["):
         yield from _list(number, text, text.index("[") + 1)
     elif text.strip():
-        yield FileRecord(number, 1, {}, "no list of records", "give a list of objects: [{...}, {...}]")
+        yield FileRecord(number, 1, {}, "not a list of records", "give a list of objects: [{...}, {...}]")
 
 
 def _list(number: int, text: str, at: int) -> Iterator[FileRecord]:
@@ -318,7 +318,7 @@ def _list(number: int, text: str, at: int) -> Iterator[FileRecord]:
         line, counted = line + text.count("\n", counted, at), at
         if text[at : at + 1] in ("]", ""):
             if not text[at:]:
-                yield FileRecord(number, line, {}, "the list has no end", "write or copy the file again")
+                yield FileRecord(number, line, {}, "the list is not closed", "write or copy the file again")
             return
         place = in_list(line, record)
         try:
@@ -376,7 +376,7 @@ def _csv(number: int, path: Path) -> Iterator[FileRecord]:
         names = next(rows, [])
         if len(names) == 1 and (other := next((each for each in ";\t|" if each in names[0]), None)):
             remedy = f"write it with commas: pandas.read_csv(path, sep={other!r}).to_csv(path, index=False)"
-            yield FileRecord(number, 1, {}, f"its columns are divided by {other!r}, not by commas", remedy)
+            yield FileRecord(number, 1, {}, f"its columns are separated by {other!r}, not by commas", remedy)
             return
         begin = rows.line_num + 1
         for row in rows:

@@ -1,6 +1,6 @@
-"""Signs of faults in the texts of records: ``SIGNS`` in a record alone, ``SET_SIGNS`` in the samples of a set together.
+"""Signs of faults in the texts of records: ``SIGNS`` in single records, ``SET_SIGNS`` across the samples of a set.
 
-A sign is searched in prose: code, JSON and spans in backticks are left out where a sign would be part of the subject.
+Most signs are searched only in prose, because code, JSON and text in backticks may contain them on purpose.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Sign(NamedTuple):
 
     Attributes:
         defect: The fault.
-        where: ``all`` texts of a record, what is ``said`` (answers and plain texts), or ``answer`` only.
-        find: Returns the place of the sign in a text; None without it.
-        unless: A subject of a record in which the sign is no fault, searched in the prompts.
-        reads: ``all`` of a text, its ``unfenced`` part, or its ``prose``, which is nothing for a text that is code.
+        where: Which texts of a record: ``all``, ``said`` (answers and plain texts) or ``answer``.
+        find: Returns the span of the sign in a text; None if it has none.
+        unless: If a prompt matches this pattern, the sign is not a fault.
+        reads: Which part of a text: ``all``, ``unfenced`` (no code blocks) or ``prose`` (also empty for code).
     """
 
     defect: Defect
@@ -48,7 +48,7 @@ class SampleTexts(NamedTuple):
 
 
 class SetSign(NamedTuple):
-    """What was found in a set: a name, the unit and the samples that have it, words for it, a remedy, an excerpt."""
+    """A fault of a set: its name, the unit of the count, the affected samples, a description, a remedy, an excerpt."""
 
     name: str
     unit: str
@@ -59,7 +59,7 @@ class SetSign(NamedTuple):
 
 
 def _pattern(text: str, flags: int = 0, needs: Sequence[str] = ()) -> Find:
-    """Return a function that finds a pattern, or its group ``at``, in texts that have one of ``needs``."""
+    """Return a function that finds a pattern, or its group ``at``, in texts that contain one of ``needs``."""
     compiled = re.compile(text, flags)
 
     def find(text: str) -> Span | None:
@@ -72,7 +72,7 @@ def _pattern(text: str, flags: int = 0, needs: Sequence[str] = ()) -> Find:
 
 
 def _about(words: str) -> re.Pattern[str]:
-    """Return a pattern of words, or of beginnings of words, divided by white space."""
+    """Return a pattern that matches any of these words or word beginnings. ``words`` is separated by white space."""
     return re.compile(rf"\b(?:{'|'.join(words.split())})", re.IGNORECASE)
 
 
@@ -83,10 +83,10 @@ CODE_LINE = re.compile(
     re.MULTILINE,
 )
 MIN_CODE_LINES = 0.3
-"""Fraction of the lines of a text from which it is code."""
+"""Minimum fraction of code lines in a text that counts as code."""
 LIST_OR_TITLE = re.compile(r"\s*(?:[-*•+|#>]|\d+[.)]|\w[^.]{0,30}:)\s*\S")
 VERSE_LINES, VERSE_WORDS = 3, 9.0
-"""A text of at least so many lines, with fewer words in a line on average, is a poem or a list."""
+"""A text with at least this many lines, and fewer than this many words per line, is a poem or a list."""
 MIN_PROSE_WORDS = 6
 
 DANGLING = re.compile(
@@ -94,11 +94,11 @@ DANGLING = re.compile(
     r"|und|oder|der|das|eine|les|des|une|los|las)\Z",
     re.IGNORECASE,
 )
-"""Words with which no sentence ends."""
+"""Words that do not end a sentence."""
 LOOP = re.compile(r"(\S.{2,200}?)(?:\s*\1){3,}", re.DOTALL)
 MIN_LOOP_CHARS, MIN_LOOP_FRACTION, MAX_LOOP_CHARS_READ = 40, 0.3, 4000
 MAX_DISTINCT_RUNS = 0.6
-"""Fraction of runs of three words that differ, below which repetition is sought; prose has nearly 1."""
+"""Repetition is searched in texts with a smaller fraction of distinct word trigrams. Prose has nearly 1."""
 
 
 def is_code(text: str) -> bool:
@@ -108,7 +108,7 @@ def is_code(text: str) -> bool:
 
 
 def prose_of(text: str, reads: str = "prose") -> str:
-    """Return a text with spaces for code, so that positions stay; "" for a text that is code. See ``Sign.reads``."""
+    """Return a text whose code is replaced by spaces, which keeps positions; "" if it is code. See ``Sign.reads``."""
     if reads == "all":
         return text
     if reads == "prose" and is_code(text):
@@ -122,10 +122,10 @@ def _is_verse_or_list(text: str) -> bool:
 
 
 def _loop(text: str) -> Span | None:
-    """Find a passage of at least a third of the text that says one thing four times or more without a break."""
+    """Find a phrase that is repeated four times or more in a row, over at least 0.3 of the text."""
     words = text.split()
     runs = [*zip(words, words[1:], words[2:], strict=False)]
-    if 12 * len(words) < len(text):  # written without spaces
+    if 12 * len(words) < len(text):  # a language without spaces
         runs = [*zip(*(text[at:] for at in range(6)), strict=False)]
     if len(text) < MIN_LOOP_CHARS or len(set(runs)) > MAX_DISTINCT_RUNS * len(runs):
         return None
@@ -139,7 +139,7 @@ def _loop(text: str) -> Span | None:
 
 
 def _mid_sentence(text: str) -> Span | None:
-    """Find an end with which no text ends: a word such as "the", a comma, an open bracket."""
+    """Find an end in mid-sentence: a word such as "the", a comma, an open bracket."""
     tail = text.rstrip()
     if not tail or not (tail[-1].isalpha() or tail[-1] in ",(["):
         return None
@@ -167,12 +167,12 @@ HARM = _about(
     "bomb weapon gun explosi poison drug meth kill murder suicid self-harm hack malware virus phish steal theft stolen "
     "fraud scam forge counterfeit launder illegal unlawful lock bypass stalk spy harass racis porn sexual"
 )
-"""Subjects of prompts that are refused for good reason."""
+"""Subjects of prompts that are refused with good reason."""
 MAX_HARM_FRACTION = 0.2
 
 SIGNS: tuple[Sign, ...] = (
     Sign(
-        Defect.MOJIBAKE,  # UTF-8 read as Latin-1 or Windows-1252, signs that replace what is not UTF-8, zero bytes
+        Defect.MOJIBAKE,  # UTF-8 read as Latin-1 or Windows-1252, replacement characters, zero bytes
         "all",
         _pattern("[\\x00-\\x08\ufffd]|Ã[\u0080-\u00bf]|â€[\u0080-\u00ff™œž˜¦“”\u009d]|Â[\u00a0-\u00bf]|Ã[©¨¤¶¼±³­¡ ]"),
         reads="all",
@@ -188,7 +188,7 @@ SIGNS: tuple[Sign, ...] = (
         reads="all",
     ),
     Sign(
-        Defect.SERVER_ERROR,  # the text that a program stores as the answer if its call of a model server fails
+        Defect.SERVER_ERROR,  # the text that a program stores as the answer if its request to a model server fails
         "said",
         _pattern(
             r"\A\s*(?:Error code: [45]\d\d\b.{0,4000}|\{\s*\"error\"\s*:\s*\{\s*\"message\".{0,4000}"
@@ -199,7 +199,7 @@ SIGNS: tuple[Sign, ...] = (
         reads="all",
     ),
     Sign(
-        Defect.ESCAPED_NEWLINE,  # the two characters that stand for a line break, between sentences or items of a list
+        Defect.ESCAPED_NEWLINE,  # a backslash and the letter n, between sentences or list items
         "said",
         _pattern(r"(?s)\A(?!.*\n).*?(?P<at>[.!?:]\\n(?:\\n)?)(?=[A-Z0-9*#-]|\Z)", needs=("\\n",)),
         reads="all",
@@ -299,16 +299,16 @@ SIGNS: tuple[Sign, ...] = (
 )
 READS = tuple({sign.reads for sign in SIGNS})
 OF_ANSWERS = Defect.LOOP | Defect.REFUSAL | Defect.MID_SENTENCE | Defect.CONTINUED_DIALOGUE
-"""Signs of a bad answer: in a pair the rejected answer may have them."""
+"""Signs of a bad answer. The rejected answer of a pair may have them."""
 
 
 def signs_of(parts: Sequence[tuple[str, str]], answers: Sequence[str], *, has_turns: bool) -> Defect:
-    """Return the faults whose signs are in the texts of a record.
+    """Return the faults whose signs are found in a record.
 
     Args:
         parts: Role and text of each part of the record.
-        answers: The texts that are learned.
-        has_turns: True for a record of messages, to which a template adds the marks of turns.
+        answers: The texts that are trained.
+        has_turns: True for a record of messages. The template adds the turn markers.
     """
     found = Defect(0)
     is_text = any(role == "text" for role, _ in parts)
@@ -331,7 +331,7 @@ def signs_of(parts: Sequence[tuple[str, str]], answers: Sequence[str], *, has_tu
 
 
 def excerpt_of(text: str, defect: Defect, limit: int = 60) -> str:
-    """Return the place of a sign in a text with what is around it; "" if it is not there."""
+    """Return an excerpt of a text around a sign; "" if the sign is not found."""
     for sign in SIGNS:
         if sign.defect == defect and (span := sign.find(prose_of(text, sign.reads))):
             return shortened(text[max(0, span[0] - 20) :], limit)
@@ -339,32 +339,32 @@ def excerpt_of(text: str, defect: Defect, limit: int = 60) -> str:
 
 
 def shortened(text: str, limit: int = 60) -> str:
-    """Return a text in one line of at most ``limit`` characters and an ellipsis."""
+    """Return a text on one line, cut to ``limit`` characters and an ellipsis."""
     text = " ".join(text.split())
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 MIN_SAMPLES = 6
-"""Samples from which fractions of a set say something."""
+"""Minimum number of samples for statistics over a set."""
 
 
 MAX_LABEL_WORDS, MAX_LABEL_CHARS = 3, 30
 SENTENCES = re.compile(r"[.!?。！？]\s+\S+\s+\S")
 MIN_WORDS_WITH_MARK, MIN_MARKED, MIN_USUALLY_MARKED = 8, 0.9, 0.6
-"""Words of an answer that ends with a mark, and fractions of such answers that do: nearly all, or most."""
+"""Minimum words of a longer answer, and the fractions of these that end with punctuation: nearly all, or most."""
 WORD_AT_END = re.compile(r"\w+\Z")
 SHORT_FORMS = _about(
     "title headline name slogan list quer(?:y|ies) translat rewrit keyword caption tag paraphras summar poem poetry "
     "haiku verse lyric line"
 )
-"""Subjects of prompts whose answers need no mark at the end."""
+"""Subjects of prompts whose answers need no final punctuation."""
 
 
 def _unended(samples: Sequence[SampleTexts]) -> SetSign | None:
-    """Find answers without a mark at their end, where nearly all others have one: they may be cut off.
+    """Find answers without final punctuation in a set in which nearly all others have it: they may be cut off.
 
-    Where fewer others have one, only answers count that have several sentences, end with a part of a word, or are the
-    beginning of another.
+    If fewer others have it, an answer counts only if it has several sentences, ends with a part of a word, or is the
+    beginning of another answer.
     """
     prose = {at: prose_of(each.answer).rstrip() for at, each in enumerate(samples) if not _goes_on(*each[:2])}
     ends = {at: text for at, text in prose.items() if len(text.split()) >= MIN_WORDS_WITH_MARK}
@@ -385,8 +385,8 @@ def _unended(samples: Sequence[SampleTexts]) -> SetSign | None:
             found.append(at)
     if not found or len(ends) < MIN_SAMPLES or marked < MIN_USUALLY_MARKED:
         return None
-    says = f"have no mark at their end, as {percent(marked)} of the longer ones have: they may be cut off"
-    remedy = "read some; raise the limit of tokens where the answers are made, and make these again"
+    says = f"have no punctuation mark at their end, but {percent(marked)} of the longer ones do: they may be cut off"
+    remedy = "read some; if they are cut off, generate them again with a higher token limit"
     return SetSign("no_final_mark", "answers", found, says, remedy, prose[found[0]][-40:])
 
 
@@ -395,19 +395,19 @@ def _without_numbers(text: str) -> str:
 
 
 def _is_part(word: str, words: Sequence[str]) -> bool:
-    """Return True for the beginning of one of the sorted words or texts that is none of them itself."""
+    """Return True if ``word`` is the beginning of one of the sorted ``words``, and not one of them itself."""
     at = bisect_left(words, word)
     is_word = at < len(words) and words[at] == word
     return not is_word and at < len(words) and words[at].startswith(word) and len(words[at]) >= len(word) + 2
 
 
 def _goes_on(prompt: str, answer: str) -> bool:
-    """Return True if an answer continues the sentence of its prompt, as pieces of texts do. They end anywhere."""
+    """Return True if an answer continues the sentence of its prompt. Such pieces of text may end anywhere."""
     return prompt[-1:].isalnum() and answer.lstrip()[:1].islower()
 
 
 def _contradictions(samples: Sequence[SampleTexts]) -> SetSign | None:
-    """Find prompts that come again with another label, or with the preferred and the rejected answer exchanged."""
+    """Find prompts that occur again with another label, or with chosen and rejected answers swapped."""
     is_pair = any(each.rejected for each in samples)
     if not is_pair and any(len(each.answer.split()) > MAX_LABEL_WORDS for each in samples):
         return None
@@ -425,22 +425,20 @@ def _contradictions(samples: Sequence[SampleTexts]) -> SetSign | None:
             before = before or earlier.answer
     if not found:
         return None
-    what = (
-        "exchange the answers of an earlier pair" if is_pair else "have the prompt of an earlier one and another label"
-    )
+    what = "swap the answers of an earlier pair" if is_pair else "have the prompt of an earlier one, but another label"
     excerpt = f"{shortened(samples[found[0]].prompt.strip())} -> {shortened(samples[found[0]].answer)}, before: "
     remedy = "decide which is right, and drop the other"
     return SetSign("contradictions", "samples", found, what, remedy, excerpt + shortened(before))
 
 
 def _columns_swapped(samples: Sequence[SampleTexts]) -> SetSign | None:
-    """Find answers that are questions where prompts are none."""
+    """Find answers that are questions in a set whose prompts are not."""
     found = [at for at, each in enumerate(samples) if each.answer.rstrip()[-1:] in QUESTION_MARKS]
     asked = sum(each.prompt.rstrip()[-1:] in QUESTION_MARKS or bool(ASKS.search(each.prompt)) for each in samples)
     if len(found) < 0.6 * len(samples) or asked > 0.1 * len(samples):
         return None
-    says = "are questions, and prompts are none: prompts and answers may be swapped"
-    remedy = "exchange the columns, or the roles"
+    says = "are questions, but hardly any prompt is: prompts and answers may be swapped"
+    remedy = "swap the columns, or the roles"
     return SetSign("swapped_columns", "answers", found, says, remedy, shortened(samples[found[0]].answer))
 
 
@@ -449,14 +447,14 @@ ASKS = _about("questions? ask quiz interview riddle quer(?:y|ies) translat rewri
 
 
 def _broken_json(samples: Sequence[SampleTexts]) -> SetSign | None:
-    """Find answers that begin as JSON and are none, where most answers are JSON."""
+    """Find answers that begin like JSON but are not, in a set in which most answers are JSON."""
     texts = {at: each.answer.strip() for at, each in enumerate(samples)}
     begun = [at for at, text in texts.items() if text[:1] in ("{", "[") and text[:1]]
     found = [at for at in begun if not _is_json(texts[at])]
     if not found or len(begun) - len(found) < 0.5 * len(samples):
         return None
-    says = "begin as JSON and cannot be parsed, where most others are JSON"
-    remedy = "make them again, or drop them: they are cut off or have a wrong quote"
+    says = "begin like JSON but cannot be parsed; most others are JSON"
+    remedy = "generate them again, or drop them: they are cut off or have a wrong quote"
     return SetSign("broken_json", "answers", found, says, remedy, f"...{texts[found[0]][-40:]}")
 
 
@@ -469,36 +467,37 @@ def _is_json(text: str) -> bool:
 
 
 def _one_prompt(samples: Sequence[SampleTexts]) -> SetSign | None:
-    """Find one prompt in most samples: its column was not read."""
+    """Find a prompt that most samples have: the wrong column was read."""
     prompt, most = Counter(each.prompt.strip() for each in samples).most_common(1)[0]
     if not prompt or most < 0.5 * len(samples) or len({each.answer for each in samples}) < 0.5 * len(samples):
         return None
     found = [at for at, each in enumerate(samples) if each.prompt.strip() == prompt]
-    remedy = "check which column is read as the prompt: nothing in it says which answer is right"
-    return SetSign("one_prompt", "samples", found, "have the same prompt and other answers", remedy, shortened(prompt))
+    remedy = "check which column is read as the prompt: this prompt does not determine the answer"
+    says = "have the same prompt but different answers"
+    return SetSign("one_prompt", "samples", found, says, remedy, shortened(prompt))
 
 
 def _cut_at_one_length(samples: Sequence[SampleTexts]) -> SetSign | None:
-    """Find many different answers of one length, the largest, that end in mid-text: a limit cut them."""
+    """Find many different answers of the largest length that end in mid-text: a limit has cut them."""
     first = {each.answer.strip(): at for at, each in reversed([*enumerate(samples)])}
     largest = max(map(len, first))
     longest = [text for text in first if len(text) == largest and len(text.split()) >= MIN_PROSE_WORDS]
     in_mid_text = [text for text in longest if text[-1].isalnum() or text[-1] == ","]
     if len(longest) < max(4, 0.1 * len(samples)) or len(in_mid_text) < 0.8 * len(longest):
         return None
-    says = f"have exactly {largest} characters, none has more, and they end in mid-text"
-    remedy = f"look for a limit of {largest} characters where the data is made, and make these answers again"
+    says = f"have exactly {largest} characters, the largest length, and end in mid-text"
+    remedy = f"look for a limit of {largest} characters in the generating program, and generate these answers again"
     return SetSign(
         "cut_answers", "answers", sorted(first[text] for text in longest), says, remedy, in_mid_text[-1][-30:]
     )
 
 
 MAX_LABELS_FRACTION = 0.34
-"""Different answers to samples, up to which short answers are labels of a classification."""
+"""Maximum ratio of different answers to samples for which short answers are class labels."""
 
 
 def _spellings(samples: Sequence[SampleTexts]) -> SetSign | None:
-    """Find labels that differ only in case, white space, a mark at the end, or are cut short or misspelt."""
+    """Find labels that differ only in case, white space or final punctuation, or are cut short or misspelt."""
     labels = [each.answer.strip("\n") for each in samples]
     if all(each.startswith(" ") for each in labels):
         labels = [each[1:] for each in labels]
@@ -524,8 +523,8 @@ def _spellings(samples: Sequence[SampleTexts]) -> SetSign | None:
     other = {form for into in spelled for form in into} - usual
     shown = "; ".join(", ".join(f"{form!r} ({n:,})" for form, n in into.most_common(4)) for into in spelled[:3])
     found = [at for at, label in enumerate(labels) if label in other]
-    says = f"are spelled in another way than the same label elsewhere: {shown}"
-    remedy = "write each label in one way: a model learns all of them, and a metric counts them as different"
+    says = f"are spelled differently from the same label elsewhere: {shown}"
+    remedy = "spell each label in one way: a model learns all spellings, and a metric counts them as different"
     return SetSign("label_spellings", "labels", found, says, remedy, labels[found[0]])
 
 
@@ -534,7 +533,7 @@ def _plain_label(label: str) -> str:
 
 
 def _is_variant(key: str, other: str, counts: dict[str, int]) -> bool:
-    """Return True for an abbreviation of another label ("pos"), or a rare label with a wrong letter ("postive")."""
+    """Return True if ``key`` abbreviates the label ``other`` ("pos"), or is a rare misspelling of it ("postive")."""
     if key == other or not key.isalpha() or not other.isalpha() or len(other) < 6:
         return False
     if other.startswith(key):
@@ -550,11 +549,11 @@ def _alike(one: str, other: str) -> bool:
 MIN_WORD_CHARS = 4
 MAX_OFFSET = 3
 MIN_OTHER_ROWS, MIN_RATIO = 5, 2.5
-"""Minimum number of answers that belong to another prompt, and by how much it must fit better than their own."""
+"""Minimum number of answers that fit another prompt, and how many times better than their own they must fit it."""
 
 
 def _other_rows(samples: Sequence[SampleTexts]) -> SetSign | None:
-    """Find answers whose rare words are in the prompt of another row: columns were shifted or shuffled."""
+    """Find answers whose rare words occur in the prompt of another row: a column was shifted or shuffled."""
     prompts = [_words(each.prompt) for each in samples]
     rows_of: dict[str, list[int]] = defaultdict(list)
     for row, words in enumerate(prompts):
@@ -576,7 +575,7 @@ def _other_rows(samples: Sequence[SampleTexts]) -> SetSign | None:
         if scores[row] >= score:
             right.append(row)
         elif score >= max(MIN_RATIO * scores[row], math.log(MIN_SAMPLES / 2)) and (
-            each.answer.strip() not in samples[best].prompt  # a later turn repeats it
+            each.answer.strip() not in samples[best].prompt  # a later turn may repeat it
         ):
             better[row] = best
     offsets = Counter(best - row for row, best in better.items() if abs(best - row) <= MAX_OFFSET)
@@ -586,15 +585,15 @@ def _other_rows(samples: Sequence[SampleTexts]) -> SetSign | None:
     inside = sum(row >= begin for row in right)
     if shifted >= max(MIN_OTHER_ROWS, 0.6 * len(rows)) and shifted >= 3 * inside:
         says = f"fit the prompt {abs(offset)} row{'s' * (abs(offset) > 1)} {'later' if offset > 0 else 'earlier'}"
-        says += " and not their own: rows were shifted"
+        says += ", not their own: a column was shifted"
     elif len(set(better.values())) >= max(MIN_OTHER_ROWS, 0.4 * len(samples)) and len(right) < 0.1 * len(better):
-        says, rows = "fit the prompt of another row and not their own: rows were shuffled", sorted(better)
+        says, rows = "fit the prompt of another row, not their own: a column was shuffled", sorted(better)
     else:
         return None
     row = rows[0]
     excerpt = f"{shortened(samples[row].prompt.strip())} -> {shortened(samples[row].answer)}"
     return SetSign(
-        "other_rows", "answers", rows, says, "look for a sort, a filter or a join of one column only", excerpt
+        "other_rows", "answers", rows, says, "look for code that sorts, filters or joins one column only", excerpt
     )
 
 
@@ -606,16 +605,16 @@ MIN_WORSE_FRACTION, MIN_WORSE_RATIO = 0.3, 3
 
 
 def _chosen_is_worse(samples: Sequence[SampleTexts]) -> SetSign | None:
-    """Find pairs whose chosen answer refuses, loops or is cut, where rejected answers seldom do."""
+    """Find pairs whose chosen answer refuses, loops or is cut off, in a set whose rejected answers seldom do."""
     sides = [(_is_bad(each.prompt, each.answer), _is_bad(each.prompt, each.rejected)) for each in samples]
     bad, good = [one and not other for one, other in sides], sum(other and not one for one, other in sides)
     found = [at for at, each in enumerate(bad) if each]
     if sum(bool(HARM.search(each.prompt)) for each in samples) > MAX_HARM_FRACTION * len(samples):
-        return None  # a set that teaches to refuse
+        return None  # a set that trains the model to refuse
     if len(found) < max(3, MIN_WORSE_FRACTION * len(samples)) or len(found) < MIN_WORSE_RATIO * good:
         return None
     says = "have a chosen answer that is empty, refuses, repeats itself or is cut off, and a good rejected one"
-    remedy = "look whether chosen and rejected are swapped; keep them if refusals are what you want to train"
+    remedy = "check whether chosen and rejected are swapped; keep them if you want to train refusals"
     return SetSign("chosen_is_worse", "pairs", found, says, remedy, shortened(samples[found[0]].answer))
 
 
@@ -632,7 +631,7 @@ MIN_PAIRS = 12
 
 
 def _swapped_pairs(samples: Sequence[SampleTexts]) -> SetSign | None:
-    """Find pairs whose chosen answer looks as rejected answers do elsewhere: by the words, each pair left out once."""
+    """Find pairs whose chosen answer is like the rejected answers of all other pairs, by a leave-one-out word model."""
     sides = [(_features(each.answer, each.rejected), _features(each.rejected, each.answer)) for each in samples]
     seen: tuple[Counter[str], Counter[str]] = Counter(), Counter()
     for pair in sides:
@@ -640,7 +639,7 @@ def _swapped_pairs(samples: Sequence[SampleTexts]) -> SetSign | None:
             counts.update(features)
 
     def odds(feature: str, side: int) -> float:
-        """Return the log odds of a feature to be in a chosen answer, without one pair that has it on a side."""
+        """Return the log odds that a feature is in a chosen answer, without one pair that has it on ``side``."""
         counts = [max(0, each[feature] - (number == side)) for number, each in enumerate(seen)]
         return math.log((counts[0] + 0.5) / (counts[1] + 0.5))
 
@@ -652,12 +651,12 @@ def _swapped_pairs(samples: Sequence[SampleTexts]) -> SetSign | None:
     if not swapped or not is_clear or len(swapped) > MAX_SWAPPED * len(samples):
         return None
     says = "look swapped: the chosen answer is like the rejected answers of the other pairs"
-    remedy = "swap chosen and rejected there, or keep them if that is meant"
+    remedy = "swap chosen and rejected in these pairs, or keep them if this is intended"
     return SetSign("swapped_pairs", "pairs", swapped, says, remedy, shortened(samples[swapped[0]].answer))
 
 
 def _features(answer: str, other: str) -> set[str]:
-    """Return what an answer has and the other has not: words, and being twice as long."""
+    """Return the words of an answer that the other lacks, and " longer" if it is more than twice as long."""
     longer = {" longer"} if len(answer) > 2 * len(other) else set[str]()
     return set(answer.casefold().split()) - set(other.casefold().split()) | longer
 
@@ -674,10 +673,10 @@ SET_SIGNS: tuple[tuple[Callable[[Sequence[SampleTexts]], SetSign | None], frozen
     (_chosen_is_worse, frozenset({"preference"})),
     (_swapped_pairs, frozenset({"preference"})),
 )
-"""Signs in the samples of a set, and the uses of data in which each is sought."""
+"""Functions that find a sign in a set, each with the uses of data that it applies to."""
 
 
 def signs_of_set(samples: Sequence[SampleTexts], use: str) -> Iterator[SetSign]:
-    """Yield what the samples of a set show together."""
+    """Yield the signs that are found across the samples of a set."""
     if len(samples) >= MIN_SAMPLES:
         yield from (found for find, uses in SET_SIGNS if use in uses and (found := find(samples)) is not None)

@@ -48,7 +48,7 @@ MIN_SHOWN_S = 2.0
 """Progress is shown if tokenization takes longer."""
 LOCK_POLL_S = 0.1
 SOURCE_KEY, MAX_SOURCES, OTHER_SOURCES = "source", 32, "other sources"
-"""The key of a record that names where it comes from, and the number of names; further ones are one source."""
+"""The key of a record that names its source, and the maximum number of names. Further names share one source."""
 TOKEN = np.dtype([("id", "<i4"), ("turn", "<u2"), ("role", "u1"), ("supervised", "u1")])
 ROW = np.dtype(
     [
@@ -82,7 +82,7 @@ class EncodingOptions:
 
 @dataclass(frozen=True)
 class Store:
-    """A complete folder of tokenized records. ``digest`` is a hash of its tokens, ``sources`` are those of records."""
+    """A complete folder of tokenized records. ``digest`` is a hash of its tokens, ``sources`` names their sources."""
 
     folder: Path
     shards: int
@@ -224,7 +224,7 @@ def _renamed(fields: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[s
 
 
 def _source_number(record: FileRecord, source: RecordSource, options: EncodingOptions, known: dict[str, int]) -> int:
-    """Return the number of the source of a record: of its key ``source``, else of its file."""
+    """Return the number of a record's source, which is its key ``source``, else its file."""
     named = _renamed(record.fields, options.columns).get(SOURCE_KEY)
     name = named if isinstance(named, str) and named else Path(source.names[record.file]).stem
     name = name if name in known or len(known) < MAX_SOURCES else OTHER_SOURCES

@@ -1,4 +1,4 @@
-"""U-Nets, https://arxiv.org/abs/1505.04597, with padded convolutions and GroupNorm: for segmentation.
+"""U-Nets for segmentation (https://arxiv.org/abs/1505.04597), with padded convolutions and GroupNorm.
 
 Shapes: B batch, C channels, H and W image sides, K outputs per pixel, O channels out.
 """

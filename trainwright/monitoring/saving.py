@@ -150,8 +150,8 @@ class Saving:
     A failed save never stops the run. It prints a warning, and older checkpoints stay intact. The copy needs as much
     host memory as the state. If ``free_memory`` (bytes) is not enough, or the copy fails, training waits for the write
     instead. ``folder_guard`` is called before and after each save, because the folder may have been deleted. ``run`` is
-    the identity of the run, and ``run_metadata`` is stored in each checkpoint. With ``shards``, it is the Saver of the
-    first of several ranks, each of which writes a part. ``copies`` copies each checkpoint to another storage.
+    the identity of the run, and ``run_metadata`` is stored in each checkpoint. ``shards`` is passed on the first of
+    several ranks, each of which writes a part. ``copies`` copies each checkpoint to another storage.
     """
 
     def __init__(

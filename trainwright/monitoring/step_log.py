@@ -29,7 +29,7 @@ from trainwright.monitoring.sinks import Sink
 from trainwright.runs import records
 
 STEPS_PER_SUM = 16
-"""Steps that are summed together. A single step costs several times as much, because its code is not in the cache."""
+"""Steps that are summed in one call. Summing each step alone takes several times as long, due to cache misses."""
 
 _Brief: TypeAlias = tuple[Ids, float, float, float]
 """Values of each step for a record: sample ids, seconds, seconds of waiting, completed fraction of the run."""
@@ -224,7 +224,7 @@ class StepLog:
             sink.scalars(step, values)
 
     def close(self) -> None:
-        """Record the last step. Journal and sinks belong to their owner."""
+        """Record the last step. The journal and the sinks are closed by their owner."""
         if self._unrecorded is not None:
             with suppress(RuntimeError):  # a GPU has failed, and its exception is already being raised
                 self._record(*self._unrecorded)
@@ -237,8 +237,8 @@ def _halved(scale: float | None) -> float | None:
 class LogWindow:
     """An observer that updates the metrics after each step. ``values`` returns those since the last call.
 
-    ``keeper`` is for the step function; None without metrics. With several ranks, each rank must have one. Their values
-    are joined when ``every`` is due, as it is for the log, which the first rank writes.
+    ``keeper`` is passed to the step function; None without metrics. With several ranks, each rank must have a
+    LogWindow. Their values are joined when ``every`` is due, the interval of the first rank's log.
     """
 
     def __init__(self, metrics: MetricSet, world: World = SOLO, every: Every | None = None) -> None:
@@ -266,7 +266,7 @@ class LogWindow:
     def _update(self, result: StepResult) -> None:
         assert self.keeper is not None
         seen, micro = self.keeper.pop(), result.batch.micro
-        if len(seen) == len(micro):  # a rank without samples left repeats others, which do not count
+        if len(seen) == len(micro):  # a rank that has run out of samples repeats others, which do not count
             seen = [each for each, of in zip(seen, micro) if of.size]
         if seen and not (
             result.skipped.device.type == "cpu" and bool(result.skipped)

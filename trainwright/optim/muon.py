@@ -155,7 +155,7 @@ def _muon(group: Group, parameters: list[Tensor], grads: list[Tensor], states: l
 
 
 def _gathered(part: Tensor, like: Tensor) -> Tensor:
-    """Return the full tensor of which ``part`` is this rank's part, divided as ``like`` is."""
+    """Return the full tensor. ``part`` is this rank's part, and ``like`` has the same sharding."""
     if not is_divided(like):
         return part
     placed = type(like).from_local(

@@ -21,14 +21,14 @@ ScheduleFn = Callable[[int, float], float | None]
 RATE_NAMES = ("lr", "initial_lr", "momentum", "betas")
 """Entries that schedulers write into a parameter group."""
 MAX_STORED_CHANGES = 4096
-"""Maximum number of stored changes of the rates, so that a replayed step has its original rates."""
+"""Maximum number of stored rate changes. They give a replayed step its original learning rates."""
 
 
 class SteppedSchedule:
-    """torch's schedulers as a schedule of the engine: each is stepped after every ``every`` steps.
+    """Uses torch's schedulers as a schedule of the engine. Each is stepped every ``every`` steps.
 
-    ReduceLROnPlateau is stepped by ``evaluated``. The rates of a step follow from the state of the schedulers, so they
-    are part of a checkpoint; those of later steps are stored.
+    ReduceLROnPlateau is stepped by ``evaluated``. A checkpoint contains the state of the schedulers, which determines
+    the learning rates. The rates of later steps are stored.
     """
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[LRScheduler], every: int = 1) -> None:
@@ -135,7 +135,7 @@ def _matching_state(scheduler: LRScheduler, state: StateDict) -> StateDict:
 
 
 def _typed(saved: object, now: object) -> object:
-    """Return ``saved`` with the containers of ``now``: a Counter is a plain mapping in a file."""
+    """Return ``saved`` with the container types of ``now``, because a file stores a Counter as a plain mapping."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         each = {key: _typed(value, now.get(key)) for key, value in saved.items()}
         return Counter(each) if isinstance(now, Counter) else each
@@ -145,7 +145,7 @@ def _typed(saved: object, now: object) -> object:
 
 
 def _shape(value: object) -> object:
-    """Return the required form of a value: the lengths of lists, and "number" or a type."""
+    """Return the structure of a value: nested lists of types, with "number" for int and float."""
     if isinstance(value, list | tuple):
         return [_shape(each) for each in value]
     return "number" if isinstance(value, int | float) else "mapping" if isinstance(value, Mapping) else type(value)
@@ -199,8 +199,8 @@ def _made(factory: Callable[..., object], optimizer: Optimizer) -> list[LRSchedu
 
 
 def function_of_step(given: object) -> ScheduleFn:
-    """Return ``f(step)`` or ``f(step, fraction)``, the factor on each base learning rate, with both arguments and
-    checked.
+    """Return a function of (step, fraction) that calls the user's ``f(step)`` or ``f(step, fraction)`` and checks the
+    returned factor on each base learning rate.
     """
     forms = "f(step) or f(step, fraction) that returns the factor on the learning rate"
     if not callable(given) or isinstance(given, type):
@@ -226,7 +226,7 @@ def function_of_step(given: object) -> ScheduleFn:
 
 
 def _takes_fraction(function: Callable[..., object]) -> bool | None:
-    """Return True if it takes (step, fraction), False for (step), None for neither.
+    """Return True if the function takes (step, fraction), False for (step), None for neither.
 
     A second parameter with a default is an option of the function unless it is named ``fraction``.
     """

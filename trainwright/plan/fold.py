@@ -156,7 +156,7 @@ def _group_equal(
 
 
 def _by_module(profile: GraphProfile) -> dict[str, list[tuple[str, int, int]]]:
-    """Return the nodes of each module without its children: operator, bytes, saved tensors that hooks replaced."""
+    """Return each module's own nodes, without its children's: operator, bytes, saved tensors replaced by hooks."""
     found: dict[str, list[tuple[str, int, int]]] = {}
     for node, size in zip(profile.nodes, profile.fresh_bytes, strict=True):
         found.setdefault(node.module, []).append((node.op, size, node.hidden))
@@ -165,7 +165,7 @@ def _by_module(profile: GraphProfile) -> dict[str, list[tuple[str, int, int]]]:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Neighbouring nodes of one module: its ``turn``-th stretch, shown under ``name``."""
+    """Neighbouring nodes of one module, displayed as ``name``: the stretch with number ``turn``."""
 
     name: str
     turn: int

@@ -222,13 +222,13 @@ def exposed_s(traffic: Sequence[Traffic], time: StepTime, accumulation: int) -> 
 
 
 def layouts_of(ranks: int, many: ManyRanks) -> list[Degrees]:
-    """Return all degrees whose product is ``ranks``. Ranks without samples only if nothing else exists."""
+    """Return all degrees whose product is ``ranks``. Ranks have no samples only if there is no other choice."""
     found = [*_degrees(ranks, many.models), *_in_parts(ranks, many.parts)]
     return [each for each in found if each.data <= many.size] or found
 
 
 def is_trainable(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> bool:
-    """Return True if the engine can train the recipe in this layout, whatever layout the recipe has."""
+    """Return True if the engine can train the recipe in this layout, which replaces the recipe's layout."""
     ask = recipe.parallel.model_copy(update={axis: getattr(degrees, axis) for axis in AXES})
     model = recipe.model.model_copy(update={"activation_checkpointing": "none"})
     variant = recipe.model_copy(update={"parallel": ask, "model": model})

@@ -79,7 +79,7 @@ def _factors(product: int, count: int) -> Iterator[Sequence[int]]:
 
 
 NEEDS_WHOLE = ("adafactor", "lamb", "lars")
-"""Optimizers whose update of an element depends on its whole matrix, which they do not gather."""
+"""Optimizers that need the full matrix to update an element, but do not gather it."""
 
 
 def solve_degrees(ask: Parallel, ranks: int) -> Degrees:

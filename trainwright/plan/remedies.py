@@ -16,7 +16,7 @@ from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.layout import Offload
 
 Means = Literal["here", "devices"]
-"""here: on this device; devices: on several devices."""
+"""``here``: remedies on this device. ``devices``: remedies with several devices."""
 
 
 @dataclass(frozen=True)

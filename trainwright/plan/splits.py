@@ -106,7 +106,7 @@ def _of_pipeline(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterato
             "optimizer.groups", "a list", "pipeline", "leave it out: a stage may have nothing that matches"
         )
     if recipe.optimizer.use == "muon":
-        rule = "muon trains the output layer by AdamW, and a stage without it would take its own last layer for it"
+        rule = "muon trains the output layer with AdamW, and a stage without that layer would take its last one instead"
         yield Problem("optimizer.use", rule, got="muon", remedy="use adamw, adam or sgd, or parallel.shard")
     if recipe.model.freeze:
         yield _unsupported("model.freeze", "a list", "pipeline", "leave it out: a stage may have nothing left to train")

@@ -79,7 +79,7 @@ BUCKET_BYTES = 25 * 2**20
 class StepTraffic:
     """The inputs that decide the traffic of a step.
 
-    ``weights`` are those of one rank's stage and tensor part, before sharding. A step has ``accumulation``
+    ``weights`` are the weights of one rank's stage and tensor part, before sharding. A step has ``accumulation``
     micro-batches of ``micro`` samples.
     """
 

@@ -25,16 +25,16 @@ from trainwright.profiling.verdict import PHASES, HostSync, Hot, ProfileFacts
 T = TypeVar("T")
 
 WARMUP_STEPS = 10
-"""Steps before the first timed one: kernels are chosen, workers started, moments made."""
+"""Steps before the first timed one. They choose kernels, start workers and allocate optimizer state."""
 MIN_STEPS = 10
 MAX_STEPS = 400
 TIMED_S = 1.0
 """Timing at full speed lasts until at least MIN_STEPS steps and TIMED_S seconds, or MAX_STEPS steps."""
 TRACED_STEPS = 3
 MIN_OCCASIONAL_FRACTION = 0.3
-"""Minimum fraction of a step that an evaluation, a save or an examination takes to count as one."""
+"""A step has an evaluation, a save or an examination if this takes at least this fraction of it."""
 MIN_PLACE_FRACTION = 0.02
-"""Minimum fraction of a step at which a place is kept."""
+"""Places that take a smaller fraction of a step are left out."""
 
 
 class ProfileSession:
@@ -176,16 +176,17 @@ class ProfileSession:
 
 
 def without_occasional_steps(steps: list[tuple[float, Counter[HostPlace]]]) -> list[tuple[float, Counter[HostPlace]]]:
-    """Return the steps without the few that an occasional evaluation, save or examination followed.
+    """Return the steps without those that an occasional evaluation, save or examination followed.
 
-    Among these few steps it would count for more than in the run. What follows every other step is usual.
+    In so few timed steps, its fraction would be larger than in the run. If at least half of the steps have one, it is
+    usual and kept.
     """
     rare = [_has_occasional(places) for _, places in steps]
     return steps if 2 * sum(rare) >= len(steps) else [step for step, is_rare in zip(steps, rare) if not is_rare]
 
 
 def _without_experiments(seconds: float, places: Counter[HostPlace]) -> tuple[float, Counter[HostPlace]]:
-    """Return a step without experiments on replays: their budget covers the run, and most of it is spent early."""
+    """Return a step without experiments on replays, because most of their budget is spent early in the run."""
     looks_s = sum(each for place, each in places.items() if place.phase == "looks")
     rest = Counter({place: each for place, each in places.items() if place.phase != "looks"})
     return max(0.0, seconds - looks_s), rest
@@ -199,7 +200,7 @@ def _has_occasional(places: Counter[HostPlace]) -> bool:
     )
 
 
-_SYNCHRONIZING = {"_local_scalar_dense": "reads a value", "nonzero": "has a size that the values decide"}
+_SYNCHRONIZING = {"_local_scalar_dense": "reads a value", "nonzero": "has an output size that depends on values"}
 _SYNCHRONIZING |= dict.fromkeys(("masked_select", "_unique2", "unique_consecutive"), _SYNCHRONIZING["nonzero"])
 """Operators whose result the host waits for, because it needs a value."""
 
@@ -207,7 +208,7 @@ _SYNCHRONIZING |= dict.fromkeys(("masked_select", "_unique2", "unique_consecutiv
 class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode around one step. Code outside of passes and update, such as an evaluation, is not counted."""
 
-    is_the_watchs = True  # not a mode of the user, in which the recorder would be inactive
+    is_the_watchs = True  # not a user's mode, because the recorder is inactive in those
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -275,7 +276,7 @@ _GOLDEN = 0.6180339887498949
 class HostSampler:
     """Seconds by place since the last ``take``.
 
-    A sample counts for the time since the one before, because it is late while code holds the interpreter's lock.
+    A sample counts for the time since the previous one, because samples are late while code holds the GIL.
     """
 
     def __init__(self, thread: int) -> None:

@@ -287,7 +287,7 @@ def _advice(facts: ProfileFacts, device: Device, bound: Bound, named: set[str]) 
         yield Advice("accumulate micro-batches, or exchange over a faster link", "exchanges take a part of each step")
     if facts.syncs:
         one = facts.syncs[0]
-        often = "in each step" if one.calls == 1 else f"{one.calls} times a step"
+        often = "in each step" if one.calls == 1 else f"{one.calls} times per step"
         yield Advice(f"leave out the host sync at {one.site}, or do it less often", f"{one.op} {often}")
     if facts.fused is False and facts.share("update") >= MIN_REPORTED_FRACTION:
         yield Advice(

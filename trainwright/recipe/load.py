@@ -378,11 +378,11 @@ FORMER_DEFAULTS: Settings = {
     "parallel.compress_rank": 4,
     "parallel.compress_after": 1000,
 }
-"""Keys of earlier versions by path, with their defaults, which recipes in run folders and checkpoints state."""
+"""Keys of earlier versions by path, with their defaults. Recipes in run folders and checkpoints contain them."""
 
 
 def without_former_keys(recipe: Mapping[str, object]) -> dict[str, object]:
-    """Return a raw recipe without keys of earlier versions that have their defaults."""
+    """Return a raw recipe without those keys of earlier versions that have their default value."""
     found = dict(recipe)
     for path, default in FORMER_DEFAULTS.items():
         name, _, former = path.partition(".")

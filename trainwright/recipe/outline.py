@@ -45,7 +45,7 @@ def is_index(key: str) -> bool:
 
 
 def choices(field: FieldInfo) -> tuple[object, ...]:
-    """Return the values of a field that has a closed list of them."""
+    """Return the permitted values of a field that has a closed list."""
     return tuple(_literals(field.annotation))
 
 
@@ -153,7 +153,7 @@ def _for_key_of_part(key: str, here: str, allowed: list[str], elsewhere: list[st
     close = _closest(key, allowed)
     if close:
         return f"did you mean {join_path(here, close)}?"
-    argument = f"if it is an argument of what use names, write {here}.args.{key}"
+    argument = f"if it is an argument of the object that `use` names, write {here}.args.{key}"
     places = [_OTHER_NAMES[key]] if key in _OTHER_NAMES else elsewhere
     places = [place for place in places if not place.startswith(f"{here}.args")]
     return f"{argument}; a recipe also has {_either(places)}" if places else argument

@@ -665,7 +665,7 @@ class Checkpoint(Section):
     )
     copy_to: Text | None = Field(
         default=None,
-        description="A URL or folder to which each checkpoint is copied while training goes on (fsspec).",
+        description="A URL or folder to which each checkpoint is copied during training (fsspec).",
         examples=["s3://bucket/runs"],
     )
     best: Text | None = Field(

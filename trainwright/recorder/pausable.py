@@ -49,7 +49,7 @@ class PausableMode(TorchFunctionMode):
             self.pushed = False
             return
         if self not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-            return  # it is active around the calling function: the next stop will find it
+            return  # torch has taken it off the stack while it handles this call: the next stop will find it
         above = []
         while (top := _pop_torch_function_stack()) is not self:
             above.append(top)

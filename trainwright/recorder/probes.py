@@ -61,9 +61,9 @@ class Probe(Listener):
 
     name = ""
     hears_every_step = False
-    """Other probes rest in most calm steps. Of deferred steps of the engine, these probes only hear ``on_closed``."""
+    """Other probes are not called in most steady-state steps. In deferred steps, only ``on_closed`` is called."""
     urgent = False
-    """Set by a probe whose facts should not wait for the next checkup. Unset by ``facts``."""
+    """Set by a probe whose facts should not wait for the next examination. Unset by ``facts``."""
     only_changes = False
     """Facts that equal the previous ones are not reported."""
     _last_facts: object = None

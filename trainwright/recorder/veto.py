@@ -23,7 +23,7 @@ from trainwright.recorder.ranks import has_others, own_part
 OnNonfinite = Literal["skip", "stop", "observe"]
 _LOW = (torch.float16, torch.bfloat16)
 ALWAYS, EVERY = 64, 16
-"""The gradient norm is measured in every step until the first number, then in one step per interval of the second."""
+"""The gradient norm is measured in each of the first ALWAYS steps, then in every EVERY-th step."""
 
 
 class Veto:
@@ -54,8 +54,8 @@ class Veto:
         self._buffers = [BufferGuard() for _ in roots]
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
         self._before: tuple[list[Tensor], Callable[[], None]] | None = None
-        self._flag: Tensor | None = None  # the veto, if the device applies it
-        self._trusted: dict[int, list[int]] = {}  # optimizers whose gradients have the norm that a clip leaves
+        self._flag: Tensor | None = None  # the veto, if it is applied on the device
+        self._trusted: dict[int, list[int]] = {}  # optimizers whose gradient norm equals the norm after the clip
         self.vetoed: int = 0
 
     def begin(self) -> None:
@@ -65,8 +65,8 @@ class Veto:
                 guard.keep(root)
 
     def before_update(self, step: RecordedStep, optimizer: Optimizer, left_by_clip: float | None = None) -> None:
-        """Decides on an update. ``left_by_clip`` is the norm after a clip just before it, if all gradients were
-        clipped.
+        """Decides on an update. ``left_by_clip`` is the gradient norm after a clip just before it, if the clip covered
+        all gradients.
         """
         norm, counts = self._norm(step.step, optimizer, left_by_clip)
         step.values["grads"], trained = counts, (id(optimizer), counts[0])
@@ -100,9 +100,9 @@ class Veto:
 
         It is measured in the first 64 steps and in every 16th, which may be examined.
 
-        In other steps the norm after a clip is used, if the last measurement agreed with it to half of the dtype's
-        digits and had as many gradients: then the clip covered all of them with this norm. A measurement takes 1 % of a
-        step of a small GPT, 5 % of a step of a small MLP.
+        In other steps, the norm after a clip is used if the last measurement agreed with it to half of the dtype's
+        digits and had as many gradients, because the clip then covers all gradients. A measurement takes 1 % of a step
+        of a small GPT, 5 % of a step of a small MLP.
         """
         known = by_clip if by_clip is not None and math.isfinite(by_clip) else None
         owned = self._together or owned_by(optimizer)
@@ -123,7 +123,7 @@ class Veto:
         if spike is None:
             return None
         action = action_for(self._on_spike, spike)
-        return spike, "skip" if action == "rollback" and has_others() else action  # each rank has other states
+        return spike, "skip" if action == "rollback" and has_others() else action  # ranks keep different states
 
     def _takes_it_on_device(self, norm: Tensor, optimizer: Optimizer) -> bool:
         is_alone = not self._low and self._on_spike == "warn"
@@ -131,8 +131,8 @@ class Veto:
         return norm.device.type == self.device_type and is_alone and bool(can)
 
     def was_vetoed_on_device(self, step: RecordedStep, norm: float) -> bool:
-        """Returns True if the device has skipped the update, now that its norm is
-        known. Then marks the step as vetoed.
+        """Returns True if the device has skipped the update, and marks the step as vetoed. ``norm`` is the gradient
+        norm.
         """
         if "on_device" not in step.values or math.isfinite(norm):
             return False

@@ -54,7 +54,7 @@ class Intervention:
 
     Attributes:
         inputs: Changes the arguments of forward calls.
-        constants: Changes the tensors in the loss that come from outside.
+        constants: Changes tensors in the loss that were made outside the step, such as targets.
         ops: Replaces every torch function.
         rows: Selects samples.
         micro: Selects micro-batches.
@@ -88,7 +88,7 @@ UNCHANGED = Intervention()
 
 @dataclass
 class ReplayResult:
-    """The result of a replay. Tensors are copies. ``losses`` are the unscaled roots of backward passes.
+    """The result of a replay. Tensors are copies. ``losses`` are the unscaled tensors on which backward() was called.
 
     ``before`` and ``after`` are the weights before and after the update. ``error`` is the error of the user's code.
     """

@@ -9,14 +9,14 @@ from torch import Tensor
 from trainwright.recorder.program import Backward, Constant, Operation, RecordedStep, Slot, mapped
 
 FACTORIES = frozenset({"new_zeros", "new_ones", "new_full", "new_tensor", "zeros_like", "ones_like", "full_like"})
-"""Functions that make the initial value of a sum. They take only type and device of a tensor."""
+"""Functions that make the initial value of a sum. They use only the dtype and device of a tensor."""
 
 
 @dataclass(frozen=True)
 class Term:
     """One term: the value in ``slot``, the ``name`` of its operation ("output" of a model), and its weight.
 
-    ``own`` is the weight without the factors of the full sum: a loss scale, one over the number of micro-batches.
+    ``own`` is the weight without factors of the total, such as a loss scale or 1 / number of micro-batches.
     """
 
     slot: int
@@ -44,7 +44,7 @@ def _terms(slot: int, makers: dict[int, Operation]) -> list[Term]:
 
 
 def _factored(slot: int, makers: dict[int, Operation]) -> tuple[int, float] | None:
-    """Returns the slot that a value is a multiple of, and the factor; None if it is no multiple."""
+    """Returns the slot of which a value is a multiple, and the factor; None if there is none."""
     operation = makers.get(slot)
     if operation is None:
         return None

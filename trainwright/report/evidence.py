@@ -256,8 +256,8 @@ def calls_of(records: Sequence[Record], found: Found) -> tuple[tuple[str, str], 
 
 
 def lines_named(found: Found, calls: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the source lines for a finding: the line that it names and the call of its stage, which is the most
-    likely if it names none; then also the other calls of its step.
+    """Return the source lines for a finding: the line that it names, and the call of its stage. If it names none, the
+    call is the most likely line, and the other calls of the step follow.
     """
     first = line_of_stage(found, calls)
     if found.where.source:

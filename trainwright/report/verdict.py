@@ -333,7 +333,7 @@ def _worse_than_before(facts: VerdictFacts) -> str | None:
 
 
 def _sets_worse_than_before(facts: VerdictFacts) -> str | None:
-    """Return the validation sets, such as sources of one file, whose loss rose over that before training."""
+    """Return the validation sets (such as single sources) whose loss is higher than before training."""
     seen = _comparable(facts.evaluations)
     if not facts.is_over or not facts.is_one_objective or len(seen) < 2 or seen[0].step:
         return None

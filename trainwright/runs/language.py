@@ -1,9 +1,9 @@
-"""Output in another language than English, from a catalogue of lines in ``languages``.
+"""Translates the output, line by line, with a catalogue from ``languages``.
 
-A catalogue maps English lines to lines of its language. ``{name}`` stands for any text, which is copied; the text of
-``{text...}`` is translated by itself, and so is each part between semicolons of ``{texts...}``. ``{s}`` is an English
-ending, possibly empty, ``{code}`` the code of a check, and the names in ``COUNTS`` stand for whole numbers. Lines
-without an entry stay English. Logs, ``--json`` and the answers to agents are always English.
+A catalogue maps English lines to translated lines. ``{name}`` matches any text, which is copied. The text that
+``{text...}`` matches is translated separately, and so is each part between semicolons of ``{texts...}``. ``{s}`` is an
+English ending, possibly empty. ``{code}`` is the code of a check, and the names in ``COUNTS`` match integers. Lines
+without an entry stay English. Logs, ``--json`` and answers to agents are always English.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LANGUAGES = ("en", "zh")
 PLACEHOLDER = re.compile(r"\{([a-z]\w*)\}")
 COUNTS = ("n", "m", "step", "since", "steps", "planned", "all", "every")
 MAX_LINE_CHARS = 4000
-"""Longer lines stay English: their text is from a run, and matching it takes time."""
+"""Longer lines stay English: they contain text of a run, and matching takes time."""
 
 
 def language(environ: Mapping[str, str] = os.environ) -> str:
@@ -33,7 +33,7 @@ def language(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def translated(text: str) -> str:
-    """Return a text with the lines that the catalogue has in the language of the output."""
+    """Return a text whose lines are translated if the catalogue contains them."""
     name = language()
     return text if name == "en" else catalogue(name).text(text)
 
@@ -52,7 +52,7 @@ class _Template:
 
 
 class Catalogue:
-    """Translates lines. ``lines`` are the English lines with those of the other language."""
+    """Translates lines. ``lines`` maps English lines to translated ones."""
 
     def __init__(self, lines: Mapping[str, str]) -> None:
         self.lines = lines

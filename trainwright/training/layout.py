@@ -95,7 +95,7 @@ def lay_out(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.device) 
 
 
 def _exchange_notes(model: nn.Module, loss: object, ask: Parallel, mesh: RankMesh) -> Iterator[Note]:
-    """Yield a note on synchronized BatchNorms."""
+    """Yield a note if BatchNorms are synchronized."""
     if ask.sync_batchnorm and mesh.sums.size > 1:
         number = len(SyncedNorms.of((model, loss), mesh.sums).norms)
         why = f"statistics of the samples of all {mesh.sums.size} ranks" if number else "the model has no BatchNorm"

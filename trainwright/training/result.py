@@ -1,4 +1,4 @@
-"""The end of a run: its verdict, its result, its closing lines, and the weights that its model has then."""
+"""The end of a run: its verdict, its result, its last lines of output, and the final weights of its model."""
 
 from __future__ import annotations
 
@@ -227,14 +227,14 @@ def restore_best(job: Job, folder: RunFolder, say: Callable[[str], None]) -> int
 
 
 def is_saved(newest: Path | None, step: int) -> bool:
-    """Return True if the newest checkpoint is that of this step."""
+    """Return True if the newest checkpoint is of this step."""
     return newest is not None and newest.name == f"step-{step:08d}"
 
 
 MIN_WAIT_FRACTION = 0.3
-"""Fraction of the time above which waiting for data is mentioned."""
+"""Minimum fraction of the time for waiting for data to be mentioned."""
 MIN_WAIT_S = 1e-3
-"""Mean wait above which waiting for data is mentioned. A worker needs about this time to pass a batch."""
+"""Minimum mean wait to be mentioned. A worker needs about this time to pass a batch."""
 
 
 def verdict_on(

@@ -1,6 +1,6 @@
-"""Finds the source line for a finding that names none: where the object that it concerns is made or called.
+"""Finds the source line for a finding that has none: where the affected object is made or called.
 
-The user's source is parsed only for a finding without a line. A line is given only if exactly one is possible.
+The user's source is parsed only for findings without a line. A line is returned only if exactly one is possible.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainwright.runs.records import Found
 
 _NOT_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
 _MADE = ("model.init_", "model.pretrained", "model.excess_dropout", "optim.params_")
-"""Findings on how a module was made; others of a module are on how it is used."""
+"""Findings about how a module was made. All other findings on a module are about how it is used."""
 _SCHEDULES, _OPTIMIZERS = ("schedule.",), ("optim.", "precision.eps_underflow", "precision.lost_updates")
 _SCHEDULER_NAMES = frozenset(torch.optim.lr_scheduler.__all__)
 _INPUTS = ("input", "label")
@@ -34,12 +34,12 @@ class SourceFile:
         self.name, self._first_line = Path(name).name, first_line
         try:
             self.tree: ast.AST = ast.parse(textwrap.dedent(text))
-        except SyntaxError:  # a line of a notebook, or a file that was changed meanwhile
+        except SyntaxError:  # a line of a notebook, or a file that has changed since
             self.tree = ast.Module(body=[], type_ignores=[])
 
     @classmethod
     def of(cls, thing: type | CodeType) -> SourceFile | None:
-        """Return the source of a user's class or function; None if it is not the user's, or has no file."""
+        """Return the source of a class or function of the user; None for library code or without a file."""
         try:
             name = inspect.getsourcefile(thing) or ""
             lines, first = inspect.getsourcelines(thing)
@@ -50,7 +50,7 @@ class SourceFile:
         return cls(name, "".join(lines), max(1, first))
 
     def line(self, nodes: Iterator[ast.expr | ast.stmt]) -> str | None:
-        """Return the line of the nodes, such as ``train.py:44``; None unless it is exactly one."""
+        """Return the line of the nodes, such as ``train.py:44``; None unless there is exactly one."""
         lines = {node.lineno for node in nodes}
         return f"{self.name}:{lines.pop() + self._first_line - 1}" if len(lines) == 1 else None
 
@@ -97,7 +97,7 @@ class SourcePlaces:
         self._code = code
 
     def line_of(self, found: Found) -> str | None:
-        """Return the line of the object that a finding concerns; None if it is not known, or not the only one."""
+        """Return the line of the object that a finding concerns; None if it is unknown or ambiguous."""
         with suppress(Exception):  # objects of the user may raise anything when they are read
             return self._line_of(found)
         return None
@@ -137,7 +137,7 @@ class SourcePlaces:
         return next((line for source in self._loop if (line := source.line(nodes(source)))), None)
 
     def _line_that_makes(self, objects: Sequence[object], kinds: frozenset[str] = frozenset()) -> str | None:
-        """Return the line that makes the objects, or, if none are known, the one of these ``kinds``."""
+        """Return the line that makes the objects or, if none are known, an object of these ``kinds``."""
         names = {type(each).__name__ for each in objects} or kinds
         is_one = len(names) == 1 or not objects
         return self._in_loop(lambda source: source.calls(names)) if is_one else None
@@ -151,7 +151,7 @@ class SourcePlaces:
         return self._line_that_makes(self._loaders[:1])
 
     def _line_of_module(self, path: str, op: str | None, *, is_made: bool) -> str | None:
-        """Return the line of the innermost user class around a module that makes it, or that calls it or its ``op``."""
+        """Return the line that makes a module, or calls it or its ``op``, in the innermost user class around it."""
         for root in self._roots:
             parts = path.split(".")
             if path and path not in dict(root.named_modules()):
@@ -174,7 +174,7 @@ class SourcePlaces:
 
 
 def _op_or_call(name: str, op: str | None) -> Callable[[SourceFile], Iterator[ast.expr]] | None:
-    """Return what finds the call of an operation in a class, or of ``self.name``."""
+    """Return a function that finds the calls of an operation, or of ``self.name``, in a class."""
     if op is not None:
         return lambda source: source.calls({op})
     if not name:

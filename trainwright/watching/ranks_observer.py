@@ -89,7 +89,7 @@ class RanksObserver:
         self._exchange.close("finished" if error is None else text_of(error)[:300], wait=not _is_interrupt(error))
         self._conclude(self._exchange.step)
         if self._failed is not None:
-            self._say(f"the ranks were not compared any more from step {self._exchange.step}: {text_of(self._failed)}")
+            self._say(f"the ranks were no longer compared from step {self._exchange.step} on: {text_of(self._failed)}")
         facts = self._facts
         if self.findings():
             for line in lines_of(self.findings(), self._folder):
@@ -98,7 +98,7 @@ class RanksObserver:
             self._say(f"the ranks were compared in {facts.compared} steps: nothing found")
 
     def _conclude(self, step: int) -> None:
-        """Runs the doctor if the comparison has news."""
+        """Runs the doctor if the comparison has new results."""
         facts = self._exchange.facts
         if facts is None or facts is self._facts:
             return

@@ -75,10 +75,10 @@ class WatchOptions:
 
     ``skip`` are the samples of steps whose update is skipped. ``checks`` and ``own_checks`` are the checks to run
     (None: all of them). ``replays``: steps may be replayed. ``examine``: within the budget, or everything.
-    ``keeps_last_steps``: they are written to ``bundles`` if something found no time. ``is_engine``: the session watches
-    the engine, which skips updates itself and reports the end of steps. ``finds_spikes``: spikes of the gradient norm
-    are reported. ``check``: the first step that can be replayed is examined without the limits of the budget, and the
-    result is printed before the next step.
+    ``keeps_last_steps``: the last steps are written to ``bundles`` if an experiment had no time. ``is_engine``: the
+    session watches the engine, which skips updates itself and reports the end of steps. ``finds_spikes``: spikes of the
+    gradient norm are reported. ``check``: the first step that can be replayed is examined without the limits of the
+    budget, and the result is printed before the next step.
     """
 
     on_nonfinite: OnNonfinite = "skip"

@@ -46,12 +46,12 @@ from trainwright.training.run import process_settings
 from trainwright.watching.budget import ExaminationBudget
 from trainwright.watching.experiments import ExperimentRunner, names_of
 
-HISTORY_STEPS = 8  # recorded steps before the replayed one: remedies are tried on several steps in a row
+HISTORY_STEPS = 8  # recorded steps before the replayed one, because remedies are tried on consecutive steps
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The data to replay a run of the engine: recipe, plan, and a checkpoint or its very start."""
+    """The data for replaying a run of the engine: recipe, plan, and a checkpoint, or None for the initial state."""
 
     source: Path
     step: int
@@ -187,8 +187,8 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _note_unknown(job: Job, fractions: dict[int, float], done: Rerun) -> None:
-    """Note steps whose learning rate is unknown: if the length is in seconds, the rates follow the clock and are in the
-    log.
+    """Note steps whose learning rate is unknown. If the run's length is in seconds, the rates follow the clock and are
+    read from the log.
     """
     unknown = [at for at in range(job.state.step + 1, done.step + 1) if at not in fractions]
     if job.plan.extent.seconds is not None and unknown:
@@ -200,15 +200,15 @@ def _note_unknown(job: Job, fractions: dict[int, float], done: Rerun) -> None:
 
 
 def _compare_trained(done: Rerun, origin: Origin, begin: int, live: _Live) -> None:
-    """Compare the step with the log; a step that is not in the log with a second run of it."""
+    """Compare the step with the log or, if it was not logged, with a replay."""
     done.compared += _as_logged(origin.records, begin, live)
     if not any(each.what in ("loss", "error") for each in done.compared):
-        done.notes.append(f"the log has no record of step {done.step}: it is compared with a second run of it")
+        done.notes.append(f"the log has no record of step {done.step}: the step is compared with a replay")
         try:
             session = ReplaySession(Replayer(live.objects, names_of(live.objects)), live.ring, done.step)
             done.compared += compared(session.recorded_step, session.run(upto="step"), live.objects)
         except NotReplayable as error:
-            done.notes.append(f"a second run was not possible: {error}")
+            done.notes.append(f"the replay was not possible: {error}")
 
 
 class _Live:
@@ -271,14 +271,12 @@ class _Live:
             self._source.end_step(result)
             if self._recorder.failed is not None:
                 raise self._recorder.failed
-            if (
-                result.spike is not None and result.spike.action == "rollback"
-            ):  # the state after a rollback is an older one
+            if result.spike is not None and result.spike.action == "rollback":  # a rollback restores an older state
                 self._keep_state()
 
 
 def _windows(records: Iterable[Record]) -> dict[int, tuple[int, Step]]:
-    """Return the newest record of each logged step, with the step after which its window begins."""
+    """Return the newest record of each logged step, with the last step before the window that it covers."""
     found, since = {}, 0
     for record in records:
         if isinstance(record, Started):

@@ -67,7 +67,7 @@ class WrongAxes:
 
 @dataclass(frozen=True, kw_only=True)
 class LayersFacts:
-    """Measurements by path of the layer. ``depth`` is in forward order. ``is_fp16``: in float16."""
+    """Measurements by path of the layer. ``depth`` is in forward order. ``is_fp16``: measured in float16."""
 
     experiment: ClassVar[str] = "layer_outputs"
     relus: dict[str, ReluFacts] = field(default_factory=dict)

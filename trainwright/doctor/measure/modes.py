@@ -49,9 +49,9 @@ class Modes(Probe):
         self._was_training: set[int] = set()
         self._eval: dict[int, int] = {}  # modules in eval mode during training, and the step since which they are
         self._steps = self._closed = 0
-        # the iterator whose batches are trained on; no id, because that of the next iterator may be the same
+        # the iterator whose batches are trained on; not its id, because the next iterator may have the same id
         self._training_iterator: weakref.ref[object] | None = None
-        # the iterator that yielded a batch since the last step, and the time
+        # the iterator that yielded a batch since the last step, and when it did
         self._fetched: weakref.ref[object] | None = None
         self._fetched_s = 0.0
         self._lines: dict[int, str | None] = {}

@@ -58,7 +58,7 @@ class Modules(ModuleProbe):
         self._varies: dict[str, tuple[Tensor, Tensor]] = {}  # inputs and outputs in this pass
         self._given: dict[str, Tensor] = {}
         self._wipes: dict[str, list[Tensor]] = {}  # for each module: its outputs are constant and its inputs are not
-        self._inputs: list[Tensor] = []  # of the model in this pass
+        self._inputs: list[Tensor] = []  # inputs of the model in this pass
         self._single = ""
         self._first: Tensor | None = None  # rows of the first input of the first pass
         self._same: list[Tensor] = []
@@ -149,9 +149,7 @@ class Modules(ModuleProbe):
         if padding is None or ids.dim() != 2 or ids.shape[1] < 3:
             return
         is_pad = ids == padding
-        for (
-            mask
-        ) in self._inputs:  # a mask may declare a token whose number is that of padding, such as the end of a text
+        for mask in self._inputs:  # a mask may mark a token that has the id of padding, such as an end of text
             if mask.shape == ids.shape and mask is not ids and not mask.is_floating_point():
                 is_pad &= ~((mask == 1) & (mask.long() <= 1).all())
         later = (~is_pad).flip(1).cumsum(1).flip(1) > 0

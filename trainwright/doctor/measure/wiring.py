@@ -293,8 +293,8 @@ MAX_UPDATES = 128  # Maximum number of updates on one batch. The gain from depth
 
 @replay(ActivatedFacts, when="requested", steps=240.0)
 def activation_between(session: ReplaySession) -> ActivatedFacts:
-    """Makes updates on one batch, as many as fit into half a second: unchanged, and with an activation after each
-    linear layer whose output only another one uses.
+    """Updates on one batch for half a second: unchanged, and with an activation between each two linear layers that
+    have none.
     """
     wiring = _Wiring(session)
     with session.live():

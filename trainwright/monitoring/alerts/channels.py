@@ -141,7 +141,7 @@ def desktop(platform: str = sys.platform) -> Channel:
             f"alerts.desktop: there is no program {program} on this machine",
             remedy="install libnotify-bin, or use a webhook or a command instead",
         )
-    if platform == "darwin":  # the texts are arguments, so that they are not read as a script
+    if platform == "darwin":  # the texts are passed as arguments, so they are not executed as a script
         script = "on run argv\ndisplay notification (item 2 of argv) with title (item 1 of argv)\nend run"
         return _Desktop((found, "-e", script))
     return _Desktop((found, "--app-name=Trainwright", "--"))
@@ -149,7 +149,7 @@ def desktop(platform: str = sys.platform) -> Channel:
 
 @dataclass(frozen=True)
 class _Desktop:
-    """Runs a program with title and text of a notification as its last two arguments."""
+    """Runs a program with the title and the text of a notification as its last two arguments."""
 
     argv: tuple[str, ...]
     name: str = "desktop"

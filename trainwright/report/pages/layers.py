@@ -30,7 +30,7 @@ MAX_CODE = 65533
 """The codes in a map of a value that is not finite and of a missing one, and the largest value of its log scale."""
 
 _HISTOGRAMS = re.compile(rb',"(?:act_)?log2":\[\[[0-9,\[\]]*\]\]')
-"""Most of a line, and not in these maps."""
+"""The largest part of a record, and not shown in these maps."""
 
 Row = NDArray[np.float64]
 Rows = dict[str, list[Row]]

@@ -185,7 +185,7 @@ def _data(value: object) -> Markup:
 
 @pass_context
 def _translated(_context: Context, text: object) -> str:
-    """Return a text in the language of the output; with a context, jinja does not do that once for all pages."""
+    """Return a text in the output language. The context keeps jinja from translating constants when it compiles."""
     return translated(str(text))
 
 

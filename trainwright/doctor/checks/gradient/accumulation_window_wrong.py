@@ -11,12 +11,12 @@ MIN_FRACTION = 0.75  # Fraction of steps that differ. The last step of an epoch 
 def accumulation_window_wrong(run: RunContext, facts: CallsFacts) -> Results:
     """An update has a different number of micro-batches than it should.
 
-    Why it matters: such an update is too large or too small; one that has gradients of the previous epoch mixes
-    gradients of old weights with new ones.
+    Why it matters: such an update is too large or too small. If it includes gradients of the previous epoch, it mixes
+    gradients of old and new weights.
 
     How it is detected: backward passes between updates are counted. Three quarters of the steps have a different number
     than was passed to `tw.watch(accumulation=...)`; or the first step has one and the next ones have several; or the
-    first update of an epoch has a full window in addition to what was left over from the epoch before.
+    first update of an epoch has a full window plus the micro-batches left over from the previous epoch.
 
     Exceptions: windows that run on across epochs (they have the usual length), and windows of changing length.
 
@@ -25,7 +25,7 @@ def accumulation_window_wrong(run: RunContext, facts: CallsFacts) -> Results:
 
     Looks like: optim.missing_zero_grad, where gradients are left over in every step.
 
-    Fix: step where `(i + 1) % n == 0` and at the end of the epoch; divide by the micro-batches that the window has.
+    Fix: step where `(i + 1) % n == 0` and at the end of the epoch; divide by the number of micro-batches in the window.
     """
     seen = [each for each in run.steps if "blind" not in each.values]
     counts = {each.step: n for each in seen if (n := len(kinds(each, "backward")))}
@@ -41,7 +41,7 @@ def accumulation_window_wrong(run: RunContext, facts: CallsFacts) -> Results:
         if usual >= 2 and times >= 3 and total == usual + before and before < usual:
             yield run.finding(
                 step,
-                symptom=f"the update of step {step} has {total} micro-batches in it, not {usual}",
+                symptom=f"the update of step {step} has {total} micro-batches, not {usual}",
                 cause="the last, short window of an epoch is added to the first window of the next one",
                 sure=0.95,
                 evidence=[("backward passes in the window", total, usual)],

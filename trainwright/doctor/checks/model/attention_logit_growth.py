@@ -3,7 +3,7 @@ from trainwright.doctor.facts.layers import LayersFacts
 from trainwright.doctor.trend import rises, still_falls
 
 MAX_EVENNESS = 0.2  # Entropy of attention weights / entropy of equal weights. Below it, each row attends to few keys.
-MAX_SCALED_SPREAD = 1.5  # Standard deviation of scores at the start. Above it they are not divided by the root.
+MAX_SCALED_SPREAD = 1.5  # Standard deviation of initial scores. Above it, they are not scaled by the root.
 
 
 @check(stage="forward", confidence=0.85)
@@ -16,8 +16,8 @@ def attention_logit_growth(run: RunContext, looks: Every[LayersFacts]) -> Result
     last three examined steps; the entropy of its weights is below 0.2 of that of equal weights; and the loss does not
     fall.
 
-    Exceptions: the loss still falls. Reported only with -v where the loss does not rise and the scores of the first
-    steps deviate by less than 1.5: sharp attention may be what the model has learned.
+    Exceptions: the loss still falls. Reported only with -v if the loss does not rise and the scores of the first steps
+    have a standard deviation below 1.5: the model may have learned sharp attention.
 
     Usual cause: queries and keys grow without bound, or the scores are not divided by the root of the head size.
 

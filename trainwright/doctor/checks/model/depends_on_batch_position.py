@@ -8,8 +8,8 @@ def depends_on_batch_position(run: RunContext, facts: FunctionFacts) -> Results:
 
     Why it matters: the model uses, and learns, the arbitrary order of the rows of a batch.
 
-    How it is detected: in eval mode the samples of a batch from a loader are moved by one row, and the outputs that
-    belong to them change by more than rounding, which is measured.
+    How it is detected: in eval mode the samples of a batch from a loader are moved by one row, and their outputs
+    change by more than the measured rounding error.
 
     Exceptions: inputs whose rows are not samples, or are related to each other (graphs, one set).
 

@@ -11,8 +11,8 @@ from trainwright.doctor.facts.layers import SymmetryFacts
 def init_symmetric(run: RunContext, facts: SymmetryFacts) -> Results:
     """Units of a layer start equal and get equal gradients, so they stay copies of each other.
 
-    How it is detected: a replay of the first step: equal rows in a weight, and in the gradient of a random sum of the
-    outputs with respect to it.
+    How it is detected: in a replay of the first step, a weight has equal rows. Its gradient for a random weighted sum
+    of the outputs has equal rows, too.
 
     Exceptions: zeros on purpose (a last layer, LoRA), whose gradients differ from row to row.
 

@@ -18,9 +18,8 @@ def mixes_samples(run: RunContext, facts: FunctionFacts) -> Results:
     Exceptions: batches whose rows may belong together (nodes of a graph, one set, the same rows in every step); a
     statistic of the batch among many features, which changes little, is reported only with -v.
 
-    Usual cause: a `view` or `reshape` where a transpose was meant; a softmax (`dim=0`), mean or norm over the dimension
-    of the batch; a recurrent or attention layer without `batch_first`, which takes the samples for the steps of a
-    sequence.
+    Usual cause: a `view` or `reshape` where a transpose was meant; a softmax (`dim=0`), mean or norm over the batch
+    dimension; a recurrent or attention layer without `batch_first`, which treats samples as the steps of a sequence.
 
     Looks like: model.view_reorders_axes, model.bn_tiny_batch.
 

@@ -6,10 +6,10 @@ from trainwright.doctor.facts.modules import ModulesFacts
 def padding_idx_is_token(run: RunContext, facts: ModulesFacts) -> Results:
     """The `padding_idx` of an embedding is the number of a real token, so this token never learns.
 
-    How it is detected: in a few steps, the ids that equal `padding_idx`: padding occurs at the ends of rows, a token
-    between others. More than half of these ids, and 2 % of all ids, occur between others, and the row is 0.
+    How it is detected: padding occurs at the ends of rows, a token occurs between others. In a few steps, more than
+    half of the ids equal to `padding_idx`, and 2 % of all ids, occur between others, and the embedding row is 0.
 
-    Exceptions: tokens that a mask among the inputs of the model marks as tokens, such as an end of text that also pads.
+    Exceptions: ids that an attention mask declares to be tokens, such as an end-of-text token that also pads.
 
     Usual cause: `padding_idx=0` where 0 is a real, frequent token: its row stays 0 and gets no gradient.
 

@@ -6,18 +6,18 @@ from trainwright.doctor.facts.weights import PretrainedFacts
 def pretrained_weights_missing(run: RunContext, facts: PretrainedFacts) -> Results:
     """Layers that should be pretrained start at random.
 
-    Why it matters: the layers after them receive inputs that they were not trained for; and adapters of low rank cannot
-    replace a frozen base that has learned nothing.
+    Why it matters: later layers receive inputs that they were not trained for. Low-rank adapters cannot make up for a
+    frozen base that has learned nothing.
 
-    How it is detected: the names that `from_pretrained` of transformers reports as newly initialized, when a recipe or
-    `tw.fit` loads the model by its name. A new head for another task does not count, nor does a pooler. Or a recipe
-    builds the model without pretrained weights and has `model.lora` (a warning: it may be a test of the setup).
+    How it is detected: a recipe or `tw.fit` loads the model by its name, and transformers' `from_pretrained` reports
+    weights as newly initialized. New task heads and poolers do not count. Or a recipe has `model.lora` and builds the
+    model without pretrained weights (a warning: it may be a test of the setup).
 
-    Usual cause: the names in the files have another prefix, a shard was saved without its tensors, or `architecture`
-    names a model of another kind or stands where `name` should.
+    Usual cause: the names in the files have another prefix, a shard was saved without its tensors, `architecture`
+    names another kind of model, or it is set instead of `name`.
 
-    Fix: compare the names in the files with `model.state_dict()`, or take the class in config.json: leave
-    `architecture` out. With adapters: `model: {use: hf, name: FOLDER}`.
+    Fix: compare the names in the files with `model.state_dict()`, or leave `architecture` out, so that the class in
+    config.json is used. With adapters: `model: {use: hf, name: FOLDER}`.
 
     Sources: JIA-Lab-research/LISA#177, BudEcosystem/code-millenials#1, DennisGankin/species-aware-DNA-LM#4.
     """

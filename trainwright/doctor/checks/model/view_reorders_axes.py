@@ -14,13 +14,13 @@ def view_reorders_axes(run: RunContext, facts: LayersFacts) -> Results:
 
     Why it matters: shapes are right and nothing fails, but channels, steps or samples are mixed up.
 
-    How it is detected: the last two or three axes, those of size 1 left out, have the same sizes in another order after
-    a view, in two or more training passes.
+    How it is detected: after a view, the last two or three axes (without axes of size 1) have the same sizes in another
+    order, in two or more training passes.
 
-    Exceptions: sizes that differ by 1, as the shift of relative attention is such a view on purpose.
+    Exceptions: sizes that differ by 1, because the shift of relative attention uses such a view on purpose.
 
-    Usual cause: pictures with channels last, (batch, height, width, channel), or sequences, (batch, length, feature),
-    are brought to channels first by `reshape`.
+    Usual cause: `reshape` is used to move the channels first in images (batch, height, width, channel) or sequences
+    (batch, length, feature).
 
     Looks like: model.mixes_samples, where a view moves values between samples.
 

@@ -11,7 +11,7 @@ def average_does_not_follow(run: RunContext, facts: AveragesFacts) -> Results:
     Why it matters: the averaged model is evaluated and saved, and it is not the one that was trained.
 
     How it is detected: copies of the weights (modules, dicts, lists of the same shapes) are followed for 16 steps, and
-    each of their changes is expressed as a fraction of the distance to the weights and a growth factor.
+    each change is fitted by a fraction of the distance to the weights plus a growth factor.
 
     Exceptions: slow weights and targets, which move from time to time; a decay that warms up.
 

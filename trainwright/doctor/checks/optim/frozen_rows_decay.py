@@ -6,9 +6,9 @@ from trainwright.doctor.facts.modules import ModulesFacts
 def frozen_rows_decay(run: RunContext, facts: ModulesFacts) -> Results:
     """Rows of an embedding whose gradient is set to zero still change.
 
-    How it is detected: in a few steps, the rows that the batch uses, their gradient after the backward pass and right
-    before the update, and their values after it. 8 rows or more, and a quarter of those used, changed with a gradient
-    of 0 that was not 0 after the backward pass. If the weight has a hook, the second condition is dropped.
+    How it is detected: in a few steps, the gradients of the rows that the batch uses are compared after the backward
+    pass and right before the update. In at least 8 rows, and a quarter of those used, the gradient was set to 0 in
+    between, but the row changed. If the weight has a hook, the gradient may be 0 already after the backward pass.
 
     Exceptions: rows that the loss does not reach, such as positions that only padding has.
 

@@ -10,8 +10,8 @@ MIN_LOSS_RISE = 0.5  # Fraction by which an update raises the loss of its own ba
 def lr_too_high(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     """The learning rate is too high: an update raises the loss of its own batch.
 
-    How it is detected: a replay of the update raises the loss of its batch by more than half, eight such updates on
-    that batch do so, too, and at a tenth (a hundredth, a thousandth) of the rate they lower it.
+    How it is detected: a replay of the update raises the loss of its batch by more than half. So do eight such updates
+    on that batch. With a tenth (or a hundredth, or a thousandth) of the learning rate, these eight lower the loss.
 
     Exceptions: several optimizers (a game), and runs that have recovered.
 

@@ -14,8 +14,8 @@ def moments_of_other_params(run: RunContext, facts: LoadedMomentsFacts) -> Resul
     the moments are forgotten, which takes a thousand steps.
 
     How it is detected: second moments that exist before the first update are compared with the squared gradients of
-    that update. They differ by a factor of 5 on average, and by less than half of that if tensors of the same shape are
-    matched by size.
+    that update. They differ by a factor of 5 on average, but by less than half as much once tensors of the same shape
+    are rematched by the size of their gradients.
 
     Usual cause: `optimizer.load_state_dict` matches the state by position, and the parameter groups were built in
     another order than when it was saved.

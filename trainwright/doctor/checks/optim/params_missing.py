@@ -8,8 +8,8 @@ def params_missing(run: RunContext, facts: CallsFacts) -> Results:
 
     Why it matters: they stay as they were initialized; the rest learns around them.
 
-    How it is detected: trainable parameters with a gradient that no optimizer holds, watched or not, and that did not
-    change between two examinations (target networks and averages do).
+    How it is detected: trainable parameters have a gradient, are in no optimizer (watched or not), and did not change
+    between two examinations (target networks and averages do).
 
     Exceptions: reported only with -v where all parameters are missing (an image or a prompt is trained) or the missing
     ones were trained before the run (a head on a pretrained model).

@@ -8,7 +8,7 @@ def params_not_registered(run: RunContext, facts: WiringFacts) -> Results:
 
     Why it matters: it is not trained, not moved by `.to(device)`, and not in the checkpoint.
 
-    How it is detected: leaves of the autograd graph that an attribute of a module holds and that are no parameters.
+    How it is detected: a leaf of the autograd graph is in an attribute of a module, but is not a registered parameter.
 
     Usual cause: layers in a Python list, dict or plain attribute are not registered.
 

@@ -13,8 +13,8 @@ def stale_params(run: RunContext, facts: CallsFacts) -> Results:
 
     Why it matters: `step()` updates the old tensors, and no weight of the model changes.
 
-    How it is detected: tensors of the optimizer are not in the watched models, and parameters of these get
-    gradients, are in no optimizer, and do not change.
+    How it is detected: tensors of the optimizer are not in the watched models. Parameters of these models get
+    gradients, but are in no optimizer and do not change.
 
     Usual cause: the model was copied, wrapped, rebuilt or loaded with `assign=True` after the optimizer was made.
 

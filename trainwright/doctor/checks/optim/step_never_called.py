@@ -6,8 +6,8 @@ from trainwright.doctor.facts.calls import CallsFacts, kinds
 def step_never_called(run: RunContext, facts: CallsFacts) -> Results:
     """`backward()` runs and `optimizer.step()` is never called, so no weight changes.
 
-    How it is detected: three backward passes or more in a run without an update, and no weight that changed. Of several
-    optimizers, one whose parameters have gradients and that never steps in a run of 20 steps (a warning).
+    How it is detected: the run has three or more backward passes, no update, and no changed weight. Or one of several
+    optimizers never steps in a run of 20 steps, although its parameters have gradients (a warning).
 
     Usual cause: the call is missing, or its condition is never true: `(i + 1) % accumulation == 0` where an epoch has
     fewer batches than that.

@@ -1,7 +1,7 @@
 from trainwright.doctor import Results, RunContext, check, listed
 from trainwright.doctor.facts.reference import MIN_STEPS, ReferenceFacts, differ, differences, differing, traits_of
 
-MIN_SCALE = 0.5  # Relative difference of the standard deviations of an input. Batches differ by less.
+MIN_SCALE = 0.5  # Relative difference between the standard deviations of an input. Batches differ by less.
 
 
 @check(stage="loop", confidence=0.8, names_cause=False)
@@ -17,7 +17,7 @@ def program_differs(run: RunContext, reference: ReferenceFacts) -> Results:
     set, batch size or preprocessing; a part of the model that is cut off from the loss, frozen, or missing in the
     optimizer.
 
-    Looks like: gradient.graph_cut, optim.weights_never_move, which name the weights that stand still.
+    Looks like: gradient.graph_cut, optim.weights_never_move, which name the weights that do not change.
 
     Fix: examine the difference. If it is intended, use another run as reference.
     """

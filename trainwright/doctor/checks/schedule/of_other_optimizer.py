@@ -4,14 +4,14 @@ from trainwright.doctor.facts.schedule import LearningRateFacts
 
 @check(points_at="schedule", stage="loop", confidence=0.95, explains=("schedule.never_stepped",))
 def of_other_optimizer(run: RunContext, facts: LearningRateFacts) -> Results:
-    """A scheduler is stepped whose optimizer never steps.
+    """A scheduler is stepped, but its optimizer never steps.
 
     Why it matters: the learning rate of the optimizer that updates the weights never changes.
 
     How it is detected: the optimizer that the scheduler was made with does not step for two steps of the loop (20 if it
     shares no parameters with the watched models).
 
-    Usual cause: the optimizer was made again after the scheduler.
+    Usual cause: the optimizer was recreated after the scheduler was made.
 
     Fix: make the scheduler with the optimizer that steps.
 
@@ -20,7 +20,7 @@ def of_other_optimizer(run: RunContext, facts: LearningRateFacts) -> Results:
     for each in facts.schedulers:
         if each.is_stray:
             yield run.finding(
-                symptom=f"{each.kind} was stepped {each.calls} times, and the optimizer that it was made for never",
+                symptom=f"{each.kind} was stepped {each.calls} times, but its optimizer never was",
                 sure=0.95 if each.shares else 0.8,
                 since_step=max(1, each.since),
                 evidence=[("steps of its optimizer", 0, each.calls)],

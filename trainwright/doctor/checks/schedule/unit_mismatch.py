@@ -11,18 +11,18 @@ from trainwright.doctor.facts.schedule import LearningRateFacts, PartFacts, Sche
     explains=("optim.lr_too_low", "schedule.cosine_climbs", "schedule.learning_rate_zero"),
 )
 def unit_mismatch(run: RunContext, facts: LearningRateFacts) -> Results:
-    """The schedule is stepped in another unit than the one it counts in, or several times for one update.
+    """The schedule is stepped in a different unit than it counts in, or several times for one update.
 
-    Why it matters: the learning rate is near 0 after the first part of the run, or never leaves the warm-up. On 8 ranks
-    that each step the schedule, the decay is over after an eighth of the run.
+    Why it matters: the learning rate is near 0 after the first part of the run, or never leaves the warm-up. If each of
+    8 ranks steps the schedule, the decay is over after an eighth of the run.
 
-    How it is detected: `scheduler.step()` is called after every micro-batch; or after every update, although its own
-    settings end it within one epoch; or its length is the number of updates of the run, but it is called far less
-    often. Or there are as many calls in a row after each update; or calls without an update before them: about as many
-    as calls after an update, or at least two in addition to at least eight calls that follow one update each.
+    How it is detected: `scheduler.step()` is called after every micro-batch; or after every update, although the
+    schedule ends within one epoch; or its length is the number of updates of the run, but it is called far less often.
+    Or each update is followed by the same number of calls, two or more. Or there are calls without an update before
+    them: about as many as calls after an update, or at least two besides at least eight calls after one update each.
 
     Usual cause: a schedule that counts epochs is stepped for each batch, or the other way round; a scheduler that
-    `accelerate` prepared, which steps once for each rank; a call for each step and another for each epoch; a duplicate.
+    `accelerate` prepared, which steps once for each rank; a call per step and another per epoch; a duplicate call.
 
     Fix: call `scheduler.step()` in one place, and count `T_max`, `total_steps`, `step_size` in these calls: `epochs *
     len(loader) // accumulation` for one call after each update, `epochs` for one at the end of each epoch. With
@@ -57,7 +57,7 @@ def _several_times(each: SchedulerFacts) -> str | None:
     if each.advanced >= 3 and abs(each.repeated - each.advanced) <= 1:
         return f"{each.kind} is stepped twice in a row, {each.repeated} times"
     if each.advanced_once >= 8 and 2 <= each.repeated <= each.advanced_once / 2:
-        return f"{each.kind} is stepped after each update, and {each.repeated} times once more"
+        return f"{each.kind} is stepped after each update, and a second time after {each.repeated} of them"
     return None
 
 

@@ -197,7 +197,7 @@
     });
   }
 
-  /* A table that is wider than the page can be scrolled by keys, too. */
+  /* Tables and code that overflow can be scrolled with the keyboard. */
   function reachWide() {
     document.querySelectorAll(".wide, pre").forEach((each) => {
       each.scrollWidth > each.clientWidth || each.scrollHeight > each.clientHeight ? (each.tabIndex = 0) : each.removeAttribute("tabindex");
