@@ -15,7 +15,7 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from tests.checkpoint.test_store import checkpoint
+from tests.checkpoint.written import checkpoint
 from trainwright.checkpoint import remote
 from trainwright.checkpoint.manifest import name_of, verify, write_manifest
 from trainwright.checkpoint.remote import CheckpointCopies, fetch_run, require_writable

@@ -9,9 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
+from tests.checkpoint.written import checkpoint
 from trainwright.checkpoint.manifest import NAME, name_of, step_of, verify, write_manifest
 from trainwright.checkpoint.store import (
     BEST_FILE,
@@ -28,16 +27,6 @@ from trainwright.checkpoint.store import (
     write_best,
 )
 from trainwright.errors import CheckpointError
-
-
-def checkpoint(folder: Path, step: int, name: str | None = None, best: Best | None = None) -> Path:
-    path = folder / (name or name_of(step))
-    path.mkdir(parents=True)
-    save_file({"w": torch.full((3,), float(step))}, path / "model.safetensors")
-    save_file({"m": torch.full((5,), float(step))}, path / "rest.safetensors")
-    (path / "state.json").write_text(json.dumps({"step": step}))
-    write_manifest(path, step, asdict(best) if best else None)
-    return path
 
 
 def steps(folder: Path) -> list[int | None]:

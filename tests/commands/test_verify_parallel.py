@@ -92,8 +92,6 @@ def test_the_layout_is_that_of_the_recipe(tmp_path: Path, monkeypatch: pytest.Mo
     assert proof.equal and not proof.exact
     with pytest.raises(UsageError, match="ranks draw different ones"):
         proved(tmp_path, monkeypatch, "drawing", *sharded)
-    with pytest.raises(UsageError, match="muon computes with whole matrices"):
-        proved(tmp_path, monkeypatch, "plain", *sharded, "optimizer.use=muon")
 
 
 def test_dropout_is_proved_by_the_exact_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

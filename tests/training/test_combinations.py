@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -165,6 +166,10 @@ def test_what_is_not_refused_equals_one_process(project: Path) -> None:
 
 if __name__ == "__main__":
     with TemporaryDirectory() as folder:
-        Path(folder, "combined.py").write_text(MODULE)
-        sys.path.insert(0, folder)
+        file = Path(folder, "combined.py")
+        file.write_text(MODULE)
+        spec = spec_from_file_location("combined", file)
+        assert spec is not None and spec.loader is not None
+        sys.modules["combined"] = module = module_from_spec(spec)
+        spec.loader.exec_module(module)
         sys.stdout.write(page())
