@@ -838,16 +838,98 @@ BROKEN: tuple[SetCase, ...] = (
     ),
     SetCase("one-label-for-all", "instruct", labels("positive"), "have the same answer", "data.jsonl:1"),
     SetCase(
-        "csv-with-semicolons",
-        "completion",
-        b"prompt;completion\nname a bird;heron\n",
-        "separated by ';'",
-        "data.csv:1",
-        "data.csv",
+        "call-of-an-undeclared-tool",
+        "chat",
+        lines(
+            with_one(
+                chat,
+                {
+                    "messages": [
+                        user(2),
+                        {
+                            "role": "assistant",
+                            "content": "",
+                            "tool_calls": [{"type": "function", "function": {"name": "find", "arguments": {"x": 1}}}],
+                        },
+                        said(2),
+                    ],
+                    "tools": [TOOL],
+                },
+            )
+        ),
+        "a tool that the record does not declare",
+    ),
+    SetCase(
+        "system-prompt-in-answers",
+        "instruct",
+        facts(lambda _, text: f"You are the helpful bot of a museum and answer every visitor politely. {text}"),
+        "begin with the same text",
+        "data.jsonl:1",
+    ),
+    SetCase(
+        "prompts-with-their-answers",
+        "instruct",
+        lines([{"instruction": f"Question: {q} Answer: {a}", "output": a} for q, a in FACTS]),
+        "at the end of their own prompt",
+        "data.jsonl:1",
+    ),
+    SetCase(
+        "empty-cells-as-text",
+        "instruct",
+        facts(lambda at, text: "nan" if at % 4 == 2 else text),
+        "empty cells were written as text",
+    ),
+    SetCase(
+        "label-in-the-file-name",
+        "instruct",
+        lines(
+            [
+                {
+                    "instruction": f"reviews/{('good', 'bad')[at % 2]}/{at}.txt: {x} again",
+                    "output": ("good", "bad")[at % 2],
+                }
+                for at, x in enumerate(TOPICS)
+            ]
+        ),
+        "in their own prompt",
+        "data.jsonl:1",
     ),
 )
 
 GOOD: tuple[SetCase, ...] = (
+    SetCase(
+        "csv-of-a-german-spreadsheet",
+        "completion",
+        "\ufeffprompt;completion\r\nname a bird;heron\r\nname two, please;heron, stork\r\n".encode(),
+        file="data.csv",
+    ),
+    SetCase(
+        "tsv",
+        "completion",
+        b"prompt\tcompletion\nname a bird\theron\nname two, please\theron, stork\n",
+        file="data.tsv",
+    ),
+    SetCase(
+        "translations-both-ways",
+        "instruct",
+        lines(
+            [
+                {"instruction": f"Translate into {to}: {one}", "output": other}
+                for en, de in (
+                    ("The garden opens on Monday.", "Der Garten öffnet Montag."),
+                    ("My brother repairs clocks.", "Mein Bruder repariert Uhren."),
+                    ("The river freezes in January.", "Der Fluss gefriert im Januar."),
+                    ("Bakers rise before sunrise.", "Bäcker stehen vor Sonnenaufgang auf."),
+                )
+                for to, one, other in (("German", en, de), ("English", de, en))
+            ]
+        ),
+    ),
+    SetCase(
+        "wrong-encoding-as-the-task",
+        "instruct",
+        asked(("Repair the encoding: caf\u00c3\u00a9 cr\u00c3\u00a8me", "caf\u00e9 cr\u00e8me")),
+    ),
     SetCase("facts", "instruct", facts()),
     SetCase(
         "html-as-subject",

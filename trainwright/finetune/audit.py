@@ -43,6 +43,8 @@ MIN_DUPLICATE_FRACTION = 0.01
 MIN_SAME_ANSWER_FRACTION = 0.5
 MIN_SAME_ANSWER_WORDS = 4
 """Shorter answers may be classes, as yes and no are."""
+MIN_SAME_ANSWERS = 8
+"""In a small validation set, a frequent answer may be the majority by chance."""
 MIN_USUAL = 3
 """Minimum number of samples for a finding on a property that a single good sample may have."""
 MAX_WRAPPERS = 4
@@ -351,6 +353,8 @@ def _same_answers(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[Supervi
     most = int(counts.argmax())
     has = samples[rows["answer"][samples] == values[most]]
     if values[most] == 0 or len(has) < MIN_SAME_ANSWER_FRACTION * len(samples):
+        return
+    if len(has) < MIN_SAME_ANSWERS and len(has) < len(samples):
         return
     is_long = len(_texts_of(dataset, has[0]).answer.split()) >= MIN_SAME_ANSWER_WORDS
     if is_long or len(has) == len(samples):

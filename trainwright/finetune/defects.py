@@ -61,6 +61,7 @@ class Defect(IntFlag):
     HTML_LEFT = 1 << 47
     PYTHON_TEXT = 1 << 48
     PAGE_TEXT = 1 << 49
+    UNDECLARED_TOOL = 1 << 50
 
 
 class Meaning(NamedTuple):
@@ -141,6 +142,11 @@ MEANINGS: dict[Defect, Meaning] = {
         "the result of a tool for a call that no earlier turn makes",
         "correct tool_call_id, or look for a turn that is missing",
     ),
+    Defect.UNDECLARED_TOOL: Meaning(
+        "warning",
+        "a call of a tool that the record does not declare",
+        "correct the name in the call, or add the tool to `tools`",
+    ),
     Defect.CONTINUED_DIALOGUE: Meaning(
         "warning",
         "an answer that continues with a user turn, such as Human: ...",
@@ -158,7 +164,7 @@ MEANINGS: dict[Defect, Meaning] = {
         "warning",
         "a refusal as the answer: the model learns to refuse",
         "drop refusals that come from a filter or a failed request; keep those that you want",
-        least=0.4,
+        least=0.2,
     ),
     Defect.MID_SENTENCE: Meaning(
         "warning",

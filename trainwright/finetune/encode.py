@@ -221,9 +221,12 @@ def _answer_defects(answers: Sequence[str]) -> Defect:
 
 def _call_defects(example: Example) -> Defect:
     found, ids = Defect(0), set[object]()
+    declared = {each.get("function", each).get("name") for each in example.tools or () if isinstance(each, dict)}
     for message in example.messages:
         for call in message.get("tool_calls") or ():
             ids.add(call.get("id"))
+            if declared and call.get("function", call).get("name") not in declared:
+                found |= Defect.UNDECLARED_TOOL
             if not _is_object(call.get("function", call).get("arguments")):
                 found |= Defect.BROKEN_ARGUMENTS
         answered = message.get("tool_call_id")

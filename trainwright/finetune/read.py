@@ -15,7 +15,7 @@ from typing import Any
 
 from trainwright.errors import MissingExtra, UsageError, suggest_file, text_of
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 HTML = re.compile(r"<!doctype\s+html|<html\b|<head\b", re.IGNORECASE)
 SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json")
 """A folder with one of these files was written by ``save_to_disk`` of the package datasets."""
@@ -90,8 +90,8 @@ def open_source(path: str | Path, *, split: str = "train", revision: str | None 
     """Find the records that ``path`` names: a file, a folder, or the name of a dataset on the Hugging Face hub.
 
     Args:
-        path: A .jsonl, .json, .csv or .parquet file, a folder of such files or one that ``save_to_disk`` wrote, or
-            a hub name.
+        path: A .jsonl, .json, .csv, .tsv or .parquet file, a folder of such files or one that ``save_to_disk`` wrote,
+            or a hub name.
         split: Split of a dataset that has several.
         revision: Branch, tag or commit of a hub dataset.
 
@@ -372,12 +372,10 @@ def _csv(number: int, path: Path) -> Iterator[FileRecord]:
         yield FileRecord(number, line, {}, problem, f"convert it: iconv -f LATIN1 -t UTF-8 {path.name}")
         return
     with path.open(newline="", encoding="utf-8-sig") as file, _long_fields():
-        rows = csv.reader(file)
+        header = file.readline()
+        file.seek(0)
+        rows = csv.reader(file, delimiter=_separator_of(header))
         names = next(rows, [])
-        if len(names) == 1 and (other := next((each for each in ";\t|" if each in names[0]), None)):
-            remedy = f"write it with commas: pandas.read_csv(path, sep={other!r}).to_csv(path, index=False)"
-            yield FileRecord(number, 1, {}, f"its columns are separated by {other!r}, not by commas", remedy)
-            return
         begin = rows.line_num + 1
         for row in rows:
             if row and len(row) != len(names):
@@ -386,6 +384,13 @@ def _csv(number: int, path: Path) -> Iterator[FileRecord]:
             elif row:
                 yield FileRecord(number, begin, {name: _cell(each) for name, each in zip(names, row, strict=True)})
             begin = rows.line_num + 1
+
+
+def _separator_of(header: str) -> str:
+    """Return the character between the names of columns: a comma, or what spreadsheets of other countries write."""
+    if "\t" in header:
+        return "\t"
+    return "," if "," in header else next((each for each in ";|" if each in header), ",")
 
 
 def _cell(text: str) -> object:
@@ -414,4 +419,4 @@ def _parquet(number: int, path: Path) -> Iterator[FileRecord]:
         yield FileRecord(number, row, {}, f"not readable: {text_of(error, lines=1)}", "write or copy the file again")
 
 
-_READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+_READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}

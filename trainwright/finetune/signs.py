@@ -175,6 +175,7 @@ SIGNS: tuple[Sign, ...] = (
         Defect.MOJIBAKE,  # UTF-8 read as Latin-1 or Windows-1252, replacement characters, zero bytes
         "all",
         _pattern("[\\x00-\\x08\ufffd]|Ã[\u0080-\u00bf]|â€[\u0080-\u00ff™œž˜¦“”\u009d]|Â[\u00a0-\u00bf]|Ã[©¨¤¶¼±³­¡ ]"),
+        _about("encod decod mojibake garbled charset"),
         reads="all",
     ),
     Sign(
@@ -466,6 +467,82 @@ def _is_json(text: str) -> bool:
     return True
 
 
+MIN_BEGINNING_CHARS = 60
+MAX_BEGINNINGS_FRACTION = 0.5
+"""Half of the answers or more with one beginning of at least 60 characters were put together by a program."""
+
+
+def _same_beginning(samples: Sequence[SampleTexts]) -> SetSign | None:
+    """Find different answers that all begin with the same long text, such as the system prompt."""
+    begins = [each.answer.strip()[:MIN_BEGINNING_CHARS] for each in samples]
+    begin, most = Counter(begins).most_common(1)[0]
+    found = [at for at, each in enumerate(begins) if each == begin]
+    is_short = len(begin) < MIN_BEGINNING_CHARS or begin[0] in "{[<`#"
+    is_one_answer = len({samples[at].answer for at in found}) < MAX_BEGINNINGS_FRACTION * most
+    if is_short or is_one_answer or most < MAX_BEGINNINGS_FRACTION * len(samples) or is_code(samples[found[0]].answer):
+        return None
+    says = "begin with the same text, which a program may have put there"
+    remedy = "look for a system prompt or a header that was joined to the answers"
+    return SetSign("same_beginning", "answers", found, says, remedy, begin)
+
+
+MIN_EMPTY_CELLS, MIN_TYPICAL_WORDS = 3, 4
+EMPTY_CELLS = frozenset(("nan", "none", "null", "<na>", "n/a", "undefined"))
+
+
+def _empty_cells(samples: Sequence[SampleTexts]) -> SetSign | None:
+    """Find answers such as "nan" in a set whose answers usually are sentences."""
+    found = [at for at, each in enumerate(samples) if each.answer.strip().lower() in EMPTY_CELLS]
+    words = sorted(len(each.answer.split()) for each in samples)
+    if len(found) < MIN_EMPTY_CELLS or words[len(words) // 2] < MIN_TYPICAL_WORDS:
+        return None
+    says = 'are a word such as "nan" or "None", while the others are sentences: empty cells were written as text'
+    return SetSign(
+        "empty_cells", "answers", found, says, "drop these records, or fill the cells in", samples[found[0]].answer
+    )
+
+
+MAX_LABELS, MIN_LEAKED, MAX_OTHER_LABELS = 20, 0.95, 0.2
+"""Number of labels; fractions of prompts that contain their own label, and that contain another one."""
+
+
+def _label_in_prompt(samples: Sequence[SampleTexts]) -> SetSign | None:
+    """Find labels that nearly every prompt contains, while few prompts contain another label."""
+    labels = [_plain_label(each.answer) for each in samples]
+    known = set(labels)
+    if not 2 <= len(known) <= min(MAX_LABELS, len(samples) // 4) or any(
+        not each or len(each.split()) > MAX_LABEL_WORDS for each in known
+    ):
+        return None
+    patterns = {each: re.compile(rf"(?<!\w){re.escape(each)}(?!\w)") for each in known}
+    prompts = [_plain_label(each.prompt) for each in samples]
+    found = [at for at, label in enumerate(labels) if patterns[label].search(prompts[at])]
+    others = sum(
+        any(pattern.search(prompt) for each, pattern in patterns.items() if each != label)
+        for prompt, label in zip(prompts, labels, strict=True)
+    )
+    if len(found) < MIN_LEAKED * len(samples) or others > MAX_OTHER_LABELS * len(samples):
+        return None
+    says = "are in their own prompt, and hardly any other label is: the model learns to copy it"
+    remedy = "look for a field, a file name or a tag in the prompt that was made from the label"
+    return SetSign("label_in_prompt", "labels", found, says, remedy, shortened(samples[found[0]].prompt))
+
+
+MIN_ANSWER_CHARS, MIN_ANSWERED = 12, 0.3
+
+
+def _answer_in_prompt(samples: Sequence[SampleTexts]) -> SetSign | None:
+    """Find prompts that already end with their answer."""
+    texts = [(each.prompt.rstrip(), each.answer.strip()) for each in samples]
+    found = [at for at, (prompt, answer) in enumerate(texts) if answer and prompt.endswith(answer)]
+    found = [at for at in found if len(texts[at][1]) >= MIN_ANSWER_CHARS]
+    if len(found) < max(MIN_SAMPLES, MIN_ANSWERED * len(samples)):
+        return None
+    says = "are at the end of their own prompt already: the model learns to copy them"
+    remedy = "remove the answer from the prompt; look for a column with the full text that was read as the prompt"
+    return SetSign("answer_in_prompt", "answers", found, says, remedy, shortened(texts[found[0]][0][-50:]))
+
+
 def _one_prompt(samples: Sequence[SampleTexts]) -> SetSign | None:
     """Find a prompt that most samples have: the wrong column was read."""
     prompt, most = Counter(each.prompt.strip() for each in samples).most_common(1)[0]
@@ -548,6 +625,11 @@ def _alike(one: str, other: str) -> bool:
 
 MIN_WORD_CHARS = 4
 MAX_OFFSET = 3
+TRANSLATES = re.compile(
+    r"\btranslat|\b(?:in|into|to|from|the following) (?:English|German|French|Spanish|Italian|Portuguese|Dutch|Polish"
+    r"|Russian|Chinese|Japanese|Korean|Arabic|Hindi|Turkish)\b|翻译|übersetz|tradui",
+    re.IGNORECASE,
+)
 MIN_OTHER_ROWS, MIN_RATIO = 5, 2.5
 """Minimum number of answers that fit another prompt, and how many times better than their own they must fit it."""
 
@@ -563,6 +645,8 @@ def _other_rows(samples: Sequence[SampleTexts]) -> SetSign | None:
     better: dict[int, int] = {}
     right = list[int]()
     for row, each in enumerate(samples):
+        if TRANSLATES.search(each.prompt):
+            continue  # an answer has the language of other prompts
         scores: Counter[int] = Counter()
         for word in _words(each.answer):
             rows = rows_of.get(word, ())
@@ -669,6 +753,10 @@ SET_SIGNS: tuple[tuple[Callable[[Sequence[SampleTexts]], SetSign | None], frozen
     (_unended, frozenset({"chat", "instruct", "completion", "preference"})),
     (_contradictions, frozenset({"chat", "instruct", "completion", "preference"})),
     (_spellings, frozenset({"chat", "instruct", "completion"})),
+    (_same_beginning, frozenset({"chat", "instruct", "completion"})),
+    (_empty_cells, frozenset({"chat", "instruct", "completion"})),
+    (_label_in_prompt, frozenset({"chat", "instruct", "completion"})),
+    (_answer_in_prompt, frozenset({"chat", "instruct", "completion"})),
     (_other_rows, frozenset({"chat", "instruct", "completion", "preference"})),
     (_chosen_is_worse, frozenset({"preference"})),
     (_swapped_pairs, frozenset({"preference"})),

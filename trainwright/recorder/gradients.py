@@ -201,16 +201,23 @@ class GradientRecorder(Listener):
         self._versions = None
         if self._unused.are_there and self._unused.on_zero_grad():
             self.current.values["used_by_hand"] = True
-        if isinstance(owner, Optimizer):
-            if owner not in self.optimizers:
-                return
-            self._carried.on_zero_grad(self.optimizers.index(owner))
-            self.current.program.append(ZeroGrad(self.optimizers.index(owner)))
-            self._happened("zero_grad", self.optimizers.index(owner))
-        elif owner in self.roots:
+        if not isinstance(owner, Optimizer) and owner in self.roots:
             self._carried.on_zero_grad(None)
             self.current.program.append(ZeroGrad(None))
             self._happened("zero_grad", -1)
+            return
+        for index in self._cleared_by(owner):
+            self._carried.on_zero_grad(index)
+            self.current.program.append(ZeroGrad(index))
+            self._happened("zero_grad", index)
+
+    def _cleared_by(self, owner: Optimizer | nn.Module) -> list[int]:
+        """Returns the optimizers whose gradients ``zero_grad`` of an optimizer, or of a part of a model, clears."""
+        if isinstance(owner, Optimizer):
+            return [self.optimizers.index(owner)] if owner in self.optimizers else []
+        within = set(map(id, owner.parameters()))
+        owned = [[id(p) for p in owned_by(each)] for each in self.optimizers]
+        return [index for index, ids in enumerate(owned) if ids and within.issuperset(ids)]
 
     def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         if scaler.is_enabled() and optimizer in self.optimizers:

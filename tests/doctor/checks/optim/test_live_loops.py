@@ -64,6 +64,24 @@ def never_stepped(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor,
     backward(model, x, y)
 
 
+@pytest.mark.parametrize("cleared", [True, False], ids=["cleared", "left"])
+def test_a_part_of_the_model_clears_the_gradients_of_its_optimizer(cleared: bool) -> None:
+    """As in DCGAN: each network is zeroed by ``module.zero_grad()``, inside of the step."""
+    torch.manual_seed(0)
+    both = nn.ModuleDict({"first": mlp(), "second": mlp()})
+    optimizers = [Adam(each.parameters(), 1e-2) for each in both.values()]
+    x, y = torch.randn(128, WIDTH), torch.randint(4, (128,))
+    with tw.watch(both, optimizers, out=None, quiet=True) as watch:
+        for n in range(12):
+            rows = torch.arange(n * BATCH, (n + 1) * BATCH) % len(x)
+            for part, optimizer in zip(both.values(), optimizers, strict=True):
+                if cleared or part is both["first"]:
+                    part.zero_grad()
+                backward(part, x[rows], y[rows])
+                optimizer.step()
+    assert ("optim.missing_zero_grad" in alarms(watch)) is not cleared
+
+
 @pytest.mark.parametrize(
     ("step", "expected"),
     [
