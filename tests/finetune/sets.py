@@ -98,6 +98,12 @@ def said(at: int, text: str | None = None) -> dict[str, Any]:
     return {"role": "assistant", "content": answer(at) if text is None else text}
 
 
+def called(arguments: object, **more: Any) -> dict[str, Any]:
+    """A turn that calls the tool ``find``."""
+    function = {"name": "find", "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{**more, "type": "function", "function": function}]}
+
+
 def chat(at: int) -> dict[str, Any]:
     return {"messages": [user(at), said(at)]}
 
@@ -579,23 +585,7 @@ BROKEN: tuple[SetCase, ...] = (
     SetCase(
         "call-with-cut-arguments",
         "chat",
-        lines(
-            with_one(
-                chat,
-                {
-                    "messages": [
-                        user(2),
-                        {
-                            "role": "assistant",
-                            "content": "",
-                            "tool_calls": [
-                                {"type": "function", "function": {"name": "find", "arguments": '{"city": "Ber'}}
-                            ],
-                        },
-                    ]
-                },
-            )
-        ),
+        lines(with_one(chat, {"messages": [user(2), called('{"city": "Ber')]})),
         "text that is not a JSON object",
     ),
     SetCase(
@@ -607,13 +597,7 @@ BROKEN: tuple[SetCase, ...] = (
                 {
                     "messages": [
                         user(2),
-                        {
-                            "role": "assistant",
-                            "content": "",
-                            "tool_calls": [
-                                {"id": "a1", "type": "function", "function": {"name": "find", "arguments": {"x": 1}}}
-                            ],
-                        },
+                        called({"x": 1}, id="a1"),
                         {"role": "tool", "tool_call_id": "b2", "content": "12"},
                         said(2),
                     ]
@@ -840,23 +824,7 @@ BROKEN: tuple[SetCase, ...] = (
     SetCase(
         "call-of-an-undeclared-tool",
         "chat",
-        lines(
-            with_one(
-                chat,
-                {
-                    "messages": [
-                        user(2),
-                        {
-                            "role": "assistant",
-                            "content": "",
-                            "tool_calls": [{"type": "function", "function": {"name": "find", "arguments": {"x": 1}}}],
-                        },
-                        said(2),
-                    ],
-                    "tools": [TOOL],
-                },
-            )
-        ),
+        lines(with_one(chat, {"messages": [user(2), called({"x": 1}), said(2)], "tools": [TOOL]})),
         "a tool that the record does not declare",
     ),
     SetCase(
