@@ -134,6 +134,8 @@ def test_lr_too_low_needs_a_loss_that_stands_and_no_warm_up() -> None:
     assert fires(code, (1, tiny), (8, UPDATE), made=made) == []
     assert fires(code, (1, tiny), (8, warming), made=made) == []
     assert fires(code, (1, tiny), made=steps(*HEALTHY, losses=tuple(2.0 - 0.1 * n for n in range(12)))) == []
+    converged = (50.0, 3.0, 0.1, *[1e-5] * 20)  # as by L-BFGS, whose updates are 0 at the minimum
+    assert fires(code, (20, tiny), made=steps(*HEALTHY, losses=converged)) == []
 
 
 def test_weight_decay_too_high() -> None:

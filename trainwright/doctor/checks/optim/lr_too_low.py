@@ -42,7 +42,8 @@ def lr_too_low(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     ):
         return
     first, last = sum(losses[:4]) / 4, sum(losses[-4:]) / 4
-    noise = max(losses) - min(losses)
+    recent = losses[len(losses) // 2 :]  # an optimizer that has converged no longer moves, after the loss has fallen
+    noise = max(recent) - min(recent)
     if abs(last - first) <= max(MAX_PROGRESS * abs(first), 0.5 * noise):
         yield run.finding(
             symptom=f"an update changes the weights by {facts.ratio:.1g} of their size, and the loss stays at "
