@@ -101,8 +101,11 @@ def copied(folder: RunFolder, url: str, steps: list[int], keep: int = 2) -> tupl
     return messages + copies.close(), copies.place.url
 
 
-def test_a_copy_is_fetched_on_another_machine(tmp_path: Path) -> None:
+def test_a_copy_is_fetched_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of_run(tmp_path)
+    with folder.log.open("a") as log:  # larger than what is read at once
+        log.write(f"{json.dumps({'text': 'x' * 2**20})}\n" * 3)
+    monkeypatch.setattr(remote, "MAX_SMALL_FILE_BYTES", 2**20)
     messages, url = copied(folder, f"file://{tmp_path}/bucket", [5, 10, 15])
     assert url == f"file://{tmp_path}/bucket/gpt-01234567"
     assert [message.split(" to ")[0] for message in messages] == [f"copied step {step}" for step in (5, 10, 15)]
@@ -225,6 +228,8 @@ def test_mistakes_name_their_remedy(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot write to"):
         require_writable(str(tmp_path / "file"))
     require_writable(str(tmp_path / "new" / "folder"))
+    with pytest.raises(UsageError, match="names no folder of a run"):
+        fetch_run("memory://bucket/..", tmp_path, print)
     with pytest.raises(UsageError, match="holds no copy of a run"):
         fetch_run(f"file://{tmp_path}", tmp_path, print)
     folder = folder_of_run(tmp_path)

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 CHECKPOINTS = "checkpoints"
-RUN_FILES = ("recipe.yaml", "run-id", "plan.json", "provenance.json", "model.json", "supervision.json", "log.jsonl")
-"""The files of a run folder that a resume or a reader needs, besides its checkpoints and ``hub``."""
+RUN_FILES = ("recipe.yaml", "run-id", "plan.json", "provenance.json", "model.json", "supervision.json")
+"""The files of a run folder that a resume or a reader needs, besides its checkpoints, its log and ``hub``."""
+LOG = "log.jsonl"
 RETRY_AFTER_S = (1.0, 5.0)
 """Seconds before each further attempt to copy a checkpoint."""
 MAX_SMALL_FILE_BYTES = 2**28
@@ -62,7 +63,7 @@ class StoredFolder:
             fs, path = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         except (ImportError, ValueError) as error:
             remedy = "give a folder, or a URL whose package is installed: pip install s3fs (s3://), gcsfs (gs://)"
-            raise UsageError(f"checkpoint.copy_to: {url}: {text_of(error, lines=1)}", remedy=remedy) from None
+            raise UsageError(f"{url} cannot be opened: {text_of(error, lines=1)}", remedy=remedy) from None
         return cls(url.rstrip("/"), fs, path.rstrip("/"))
 
     def __truediv__(self, name: str) -> StoredFolder:
@@ -100,11 +101,13 @@ def require_writable(url: str) -> None:
         probe.fs.pipe_file(probe.path, b"may be deleted")
         probe.fs.rm_file(probe.path)
     except Exception as error:  # of any storage library
-        raise _storage_error(f"cannot write to {url}", error) from None
+        found = _storage_error(f"cannot write to {url}", error)
+        remedy = f"{found.remedy}; --set checkpoint.copy_to=null trains without copies"
+        raise StorageError(found.message, remedy=remedy) from None
 
 
 def _storage_error(doing: str, error: Exception) -> StorageError:
-    remedy = "check the address, the credentials and the network; --set checkpoint.copy_to=null trains without copies"
+    remedy = "check the address, the credentials and the network"
     return StorageError(f"{doing}: {' '.join(text_of(error).split())[:300] or type(error).__name__}", remedy=remedy)
 
 
@@ -152,6 +155,11 @@ class CheckpointCopies:
     def messages(self) -> list[str]:
         """Return the messages since the last call."""
         return [self._messages.get() for _ in range(self._messages.qsize())]
+
+    @property
+    def in_progress(self) -> bool:
+        """True while a checkpoint is being copied or waits for it."""
+        return self._work is not None and not self._work.done()
 
     def close(self, *, waits: bool = True) -> list[str]:
         """Wait for the last copy. Returns the messages since the last call."""
@@ -213,7 +221,15 @@ class CheckpointCopies:
         local.append((self._folder.checkpoints / BEST_FILE, self.place / CHECKPOINTS / BEST_FILE))
         for path, copy in local:
             if path.is_file():
-                copy.fs.pipe_file(copy.path, path.read_bytes())  # the log may grow while it is copied
+                copy.fs.pipe_file(copy.path, path.read_bytes())
+        log = self._folder.log
+        if log.is_file():  # it grows while it is copied
+            draft = draft_of(log)
+            try:
+                shutil.copyfile(log, draft)
+                (self.place / LOG).put(draft)
+            finally:
+                remove(draft)
 
     def _prune(self, copies: StoredFolder, step: int) -> None:
         """Delete the copies up to ``step`` that the retention does not keep. The manifest goes first."""
@@ -241,7 +257,10 @@ def fetch_run(url: str, root: Path, say: Callable[[str], object]) -> Path:
         CheckpointError: None of the copies is intact.
     """
     place = StoredFolder.open(url)
-    local = RunFolder(root / place.url.rsplit("/", 1)[-1])
+    name = place.url.rsplit("/", 1)[-1]
+    if not _is_plain(name):
+        raise UsageError(f"{url} names no folder of a run", remedy="give the address that the run printed")
+    local = RunFolder(root / name)
     try:
         there = place.names()
         if RUN_ID not in there:
@@ -281,10 +300,14 @@ def _fetch_small_files(place: StoredFolder, local: RunFolder, there: list[str]) 
             draft = draft_of(path)
             draft.write_bytes(_small_file(source))
             draft.replace(path)
+    if LOG in there and not os.path.lexists(local.log):
+        draft = draft_of(local.log)
+        place.fs.get_file((place / LOG).path, str(draft))
+        draft.replace(local.log)
 
 
 def _is_plain(name: str) -> bool:
-    return Path(name).name == name and name not in (".", "..")
+    return Path(name).name == name and name not in ("", ".", "..")
 
 
 def _fetch_checkpoints(copies: StoredFolder, folder: Path, run: str, say: Callable[[str], object]) -> None:
@@ -306,7 +329,8 @@ def _fetch_checkpoints(copies: StoredFolder, folder: Path, run: str, say: Callab
     else:
         if not own:
             what = "\n".join(broken) or f"{copies.url} has no complete checkpoint"
-            raise CheckpointError(what, remedy="start the run again from step 0: trainwright train RECIPE")
+            recipe = folder.parent / "recipe.yaml"
+            raise CheckpointError(what, remedy=f"train it from step 0: trainwright train {recipe}")
     best = copies / BEST_FILE
     if not (folder / BEST_FILE).exists() and copies.fs.exists(best.path):
         (folder / BEST_FILE).write_bytes(_small_file(best))

@@ -304,8 +304,11 @@ class Saving:
         """Wait until all saves are on disk, and the last one is copied."""
         self._finish()
         self._thread.end()
-        for message in self._copies.close() if self._copies else ():
-            self._warn(message)
+        if self._copies is not None:
+            if self._copies.in_progress:
+                self._warn(f"waiting until the last checkpoint is copied to {self._copies.place.url}")
+            for message in self._copies.close():
+                self._warn(message)
 
     def __exit__(self, *error: object) -> None:
         """Close, but do not wait after a second interrupt: the previous checkpoint remains."""
