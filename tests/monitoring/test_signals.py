@@ -99,6 +99,15 @@ def test_a_signal_that_comes_in_a_finalizer_is_not_lost() -> None:
     assert sys.unraisablehook != signals._on_dropped
 
 
+def test_a_second_signal_that_comes_in_a_finalizer_is_not_lost() -> None:
+    said: list[str] = []
+    with listening(Signals(said.append)), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        Finalized()
+        time.sleep(60)
+    assert said == ["SIGINT: saving at the end of this step; a second signal quits at once"]
+
+
 def test_outside_the_main_thread_nothing_is_taken_over() -> None:
     before, during = handlers(), []
     signals = Signals(pytest.fail, grace_s=10.0)

@@ -149,10 +149,13 @@ class Signals:
 
     def _on_dropped(self, dropped: sys.UnraisableHookArgs) -> None:
         """Handle an exception that Python has dropped."""
-        if isinstance(dropped.exc_value, StopRequest):
+        if isinstance(dropped.exc_value, StopRequest) or self._is_quit(dropped.exc_value):
             self._news.put("dropped")
         else:
             self._hook(dropped)
+
+    def _is_quit(self, error: BaseException | None) -> bool:
+        return isinstance(error, KeyboardInterrupt) and self._quit_s > -math.inf
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal. Prints nothing, because the interrupted thread may be printing."""
@@ -161,6 +164,8 @@ class Signals:
             return
         if self._is_sent_again:
             self._is_sent_again = False
+            if self._quit_s > -math.inf:
+                raise KeyboardInterrupt
             if self._at_once:
                 raise StopRequest(self._stop(number))
             return
@@ -238,26 +243,29 @@ class Signals:
         within = "" if self._grace_s is None else f" ({self._grace_s:g} s are left)"
         what = "saving at the end of this step" if news == "received" else news
         self._say(f"{signal.Signals(self.received).name}: {what}{within}; a second signal quits at once")
-        if news != "received":
-            self._resend()
-        if self._grace_s is None or news != "received":
-            return
-        late_s = WARNING_GRACE_FRACTION * self._grace_s
-        try:
-            self._news.get(timeout=max(0.0, self._received_s + late_s - time.monotonic()))
-        except Empty:
-            late = f"the step has not ended after {late_s:g} s of {self._grace_s:g} s"
-            self._say(f"{late}; {self._kill_notice()}")
+        if news == "received" and self._grace_s is not None:
+            late_s = WARNING_GRACE_FRACTION * self._grace_s
+            try:
+                news = self._news.get(timeout=max(0.0, self._received_s + late_s - time.monotonic()))
+            except Empty:
+                late = f"the step has not ended after {late_s:g} s of {self._grace_s:g} s"
+                self._say(f"{late}; {self._kill_notice()}")
+        while news != "over":
+            if news == "dropped":
+                self._resend()
+            news = self._news.get()
 
     def _resend(self) -> None:
-        """Send the signal again whenever Python has dropped the exception that should end the current work."""
-        while self._news.get() == "dropped" and self.received is not None:
-            time.sleep(RESEND_AFTER_S)  # by then the finalizer or callback has ended
-            self._is_sent_again = True
-            if sys.platform == "win32":  # its os.kill ends the process
-                signal.raise_signal(self.received)
-            else:  # to the process, because a signal to this thread interrupts no system call of the main thread
-                os.kill(os.getpid(), self.received)
+        """Send the signal again, because Python has dropped the exception that should end the current work."""
+        time.sleep(RESEND_AFTER_S)  # by then the finalizer or callback has ended
+        number = self.received
+        if number is None:
+            return
+        self._is_sent_again = True
+        if sys.platform == "win32":  # its os.kill ends the process
+            signal.raise_signal(number)
+        else:  # to the process, because a signal to this thread interrupts no system call of the main thread
+            os.kill(os.getpid(), number)
 
     def _kill_notice(self) -> str:
         return f"if the kill comes first, the newest checkpoint is {self.newest()}"
