@@ -13,6 +13,7 @@ from torch.autograd import Function
 
 import trainwright as tw
 from tests.watching.loops import Watching, X, Y, both, exams, net, replays, sgd, weights
+from trainwright.recorder.function_hooks import OWNER
 
 
 class Ranks(Function):
@@ -71,7 +72,11 @@ turned = Turned.apply
 
 
 def by_another_sign(logits: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(turned(logits, -2.0), y)  # type: ignore[no-untyped-call]
+    return F.cross_entropy(Turned.apply(logits, -2.0), y)  # type: ignore[no-untyped-call]
+
+
+def by_a_name(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(turned(logits, 0.5), y)  # type: ignore[no-untyped-call]
 
 
 def rounded(logits: Tensor, y: Tensor) -> Tensor:
@@ -99,6 +104,12 @@ def test_a_replay_makes_the_gradients_of_the_function(loss_of: Callable[[Tensor,
     assert replays(watch)
     norms = [(each["norm_now"], each["norm_then"]) for each in exams(watch, "again")]
     assert all(now == pytest.approx(then, rel=1e-5) and now > 0.0 for now, then in norms)
+
+
+def test_a_name_that_was_bound_before_is_replayed_if_torch_allows_it() -> None:
+    watch = both(trained(by_a_name))
+    assert replays(watch) == (OWNER is not Function)
+    assert [found.code for found in watch.findings() if found.severity != "info"] == []
 
 
 def test_nothing_is_said_of_a_function_that_draws() -> None:

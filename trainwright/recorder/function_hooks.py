@@ -5,29 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction
 
 from trainwright.recorder.listener import has_listeners, inside, tell
 
+OWNER = _SingleLevelFunction if isinstance(vars(Function)["apply"], classmethod) else Function
+"""The class whose ``apply`` is replaced.
+
+Until torch 2.13, ``Function.apply`` looks up the method of its base class at each call, so a name that the user has
+bound to it before the watch is reported, too. From torch 2.14 on it is a function in C, and such a name calls it
+directly: the replay of its step does not give the recorded gradients, so nothing is concluded from it.
+"""
+
 
 def hear_functions() -> Callable[[], None]:
-    """Calls the listeners around each call of a custom Function. Returns a function that ends this.
-
-    ``Function.apply`` may be bound to a name long before a loop is watched. It looks up the method of its base class at
-    each call, and that method is replaced.
-    """
-    ours = classmethod(_apply)
-    setattr(_SingleLevelFunction, "apply", ours)  # noqa: B010  it has none of its own
+    """Calls the listeners around each call of a custom Function. Returns a function that ends this."""
+    before, ours = vars(OWNER).get("apply"), classmethod(_apply)
+    setattr(OWNER, "apply", ours)  # noqa: B010
 
     def undo() -> None:
-        if vars(_SingleLevelFunction).get("apply") is ours:
-            delattr(_SingleLevelFunction, "apply")
+        if vars(OWNER).get("apply") is not ours:
+            return
+        if before is None:
+            delattr(OWNER, "apply")
+        else:
+            setattr(OWNER, "apply", before)  # noqa: B010
 
     return undo
 
 
 def _apply(cls: type[Any], /, *args: object, **kwargs: object) -> object:
-    original = super(_SingleLevelFunction, cls).apply
+    original = super(OWNER, cls).apply
     is_own = cls.__module__.startswith(("torch.", "trainwright."))
     if is_own or inside.backward or not has_listeners():
         return original(*args, **kwargs)
