@@ -69,6 +69,7 @@ def blocks(page: Path) -> list[tuple[int, str, str]]:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
 def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TRAINWRIGHT_EXAMINE")  # as for a reader; to examine all steps takes longer than the runs
     torch.manual_seed(0)
     write_shards(tmp_path / "shards")
     namespace = readers()

@@ -21,6 +21,7 @@ from trainwright.assembly.checkpointing import (
     apply_checkpointing,
     checkpointing_as_requested,
     draws_random_numbers,
+    family_of,
     find_blocks,
 )
 from trainwright.checkpoint.codec import same_bits
@@ -121,6 +122,7 @@ KEEPS: dict[str, tuple[tuple[str, ...] | None, ...]] = {
     "single calls": (("matmul:1", "gelu", "native_layer_norm:0"),),
     "mixed": (None, (), SELECTIVE, ("attention",)),
 }
+CASTS = ("_to_copy", "clone", "detach")
 
 
 def made(name: str) -> nn.Module:
@@ -170,6 +172,15 @@ def test_gradients_buffers_and_draws_are_the_same_bits(name: str, keep: str, aut
     assert all(same_bits(a, b) for a, b in zip(expected.grads, got.grads, strict=True))
     assert all(same_bits(a, b) for a, b in zip(expected.buffers, got.buffers, strict=True))
     assert expected.draws == got.draws
+
+
+def test_casts_are_never_kept() -> None:
+    """Autocast keeps the casts of weights, so the second run makes fewer of them than the first."""
+    plain, forward = made("gpt"), MODELS["gpt"][1]
+    expected = after_two(plain, forward, autocast=True)
+    got = after_two(recomputed(plain, (CASTS,)), forward, autocast=True)
+    assert all(same_bits(a, b) for a, b in zip(expected.grads, got.grads, strict=True))
+    assert [family_of(getattr(torch.ops.aten, name).default) for name in CASTS] == [None, None, None]
 
 
 class Counting(TorchDispatchMode):

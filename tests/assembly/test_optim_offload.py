@@ -123,6 +123,32 @@ def test_a_checkpoint_is_resumed_with_and_without(name: str, first: bool, then: 
     assert_same(straight, trained(again, range(9, STEPS)))
 
 
+def test_a_loaded_master_replaces_one_that_rounds_to_the_same_weight() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = offloaded(torch.optim.SGD)([weight], lr=1e-4)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for _ in range(3):
+        optimizer.step()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert torch.equal(weight, torch.ones_like(weight)), "two of these steps do not change it"
+    torch.testing.assert_close(optimizer.state[weight][MASTER], torch.full((3,), 1 - 2e-4))
+
+
+def test_groups_of_a_loaded_dict_replace_those_that_were_there() -> None:
+    groups = []
+    for factory in (torch.optim.SGD, offloaded(torch.optim.SGD)):
+        optimizer = factory([nn.Parameter(torch.ones(3))], lr=0.1)
+        saved = copy.deepcopy(optimizer.state_dict())
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)  # notes the first rate in the groups
+        assert "initial_lr" in optimizer.param_groups[0]
+        optimizer.load_state_dict(saved)
+        groups.append({key: value for key, value in optimizer.param_groups[0].items() if key != "params"})
+    assert groups[0] == groups[1] and groups[0]["lr"] == 0.1
+
+
 def written(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():

@@ -293,6 +293,14 @@ def tokens_of(batch: StepBatch) -> list[Tensor]:
     return [torch.cat([micro.data[at] for micro in batch.micro]) for at in range(2)]
 
 
+def test_under_autocast_it_computes_in_the_dtype_of_a_linear_layer() -> None:
+    inputs, target = problem()
+    expected = ours([each.bfloat16() for each in inputs], target)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ours(inputs, target), expected)
+    assert not torch.equal(ours(inputs, target), expected)
+
+
 def test_fp16_keeps_gradients_that_need_the_loss_scale() -> None:
     """Each row's share of the weight's gradient is below the least number of fp16; times the scale it is not."""
     hidden, weight = torch.full((8, D), 0.5), torch.zeros(V, D, requires_grad=True)

@@ -44,7 +44,7 @@ class Large(nn.Module):
 
     def forward(self, x):
         if not torch.is_autocast_enabled("cpu"):
-            time.sleep(0.1)
+            time.sleep(0.03)
         time.sleep(float(os.environ.get("PAUSE_S", 0)))
         return self.out(self.norm(self.hidden(x)))
 
@@ -131,7 +131,7 @@ def test_a_ladder_that_is_killed_goes_on(recipe: Path, climbed: Ladder, tmp_path
     rungs = {rung.name: folder / rung.run.name for rung in climbed.rungs if rung.run}
     shutil.rmtree(rungs["fp16"])
     words = ["ladder", str(recipe), "--steps", "16", "--threads", "1", "--folder", str(folder)]
-    process = forked.Forked(forked.COMMAND_LINE, *words, env={"PAUSE_S": "0.5"})
+    process = forked.Forked(forked.COMMAND_LINE, *words, env={"PAUSE_S": "0.1"})
     log, end_s = rungs["fp16"] / "log.jsonl", time.monotonic() + 250
     while not (log.is_file() and '"kind":"step"' in log.read_text()) and time.monotonic() < end_s:
         time.sleep(0.05)
