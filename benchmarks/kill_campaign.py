@@ -9,7 +9,8 @@ must verify and hold the bits that the first training had at that step; at the e
 same losses, gradient norms and samples, each step once, and its last checkpoint must have the same bytes. The last
 line on stdout counts; from ``unloadable`` to ``best_differing``, every figure must be 0. ``--fork`` starts a training
 by fork from a process that has imported all of it: the same code, sooner. The seed gives the delays before the kills,
-not the instants that they hit; ``--in-save 0.5`` kills half of the time as soon as a checkpoint is begun.
+not the instants that they hit; ``--in-save 0.5`` kills half of the time as soon as a checkpoint after
+the first is begun.
 
 A kill takes the process and leaves the machine: what the page cache holds is not lost. This is no power cut.
 """
@@ -213,7 +214,7 @@ class Campaign:
     reference: Reference
     wanted: int
     seed: str
-    in_save: float = 0.0  # the share of kills that come as soon as a checkpoint is begun
+    in_save: float = 0.0  # the share of kills that come as soon as a checkpoint after the first is begun
     verbose: bool = False
     counts: Counts = field(default_factory=Counts)
     start_s: float = 3.0  # how long a process takes to its first step
@@ -261,7 +262,7 @@ class Campaign:
         log, begin_s = run / "log.jsonl", time.perf_counter()
         before, drafts = _steps(log), _unfinished(run)
         if self.in_save and self._random.random() < self.in_save:
-            while process.poll() is None and not _unfinished(run) - drafts:
+            while process.poll() is None and not (_unfinished(run) - drafts and committed(run)):
                 time.sleep(0.0005)
             process.kill()
             return "start" if _steps(log) == before else "training"

@@ -7,9 +7,11 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
+from benchmarks import finetune, soak
 from benchmarks.gpu import is_done, run_part, table
 from benchmarks.gpu_parts import flops_per_token, utilization
 from tests import forked
@@ -70,6 +72,27 @@ def test_a_benchmark_prints_figures(bench: str, options: tuple[str, ...], cases:
         else:
             least, most = figure["spread"]
             assert least <= figure["value"] <= most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", soak.PROGRAMS)
+def test_a_program_of_the_soak_trains(name: str, tmp_path: Path) -> None:
+    """Forked: the benchmark starts a new Python, which takes longer to import torch than a test may take."""
+    done = forked.run(soak.PROGRAMS[name], "0.005", cwd=tmp_path)
+    assert int(done.stdout.split()[-1]) > 0, done.stderr
+    seen = soak.sampled(psutil.Process())
+    assert seen.rss_bytes > 0 and seen.threads > 0 and seen.files > 0
+
+
+@pytest.mark.slow
+def test_the_blocks_of_the_fine_tuning_benchmark_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    samples = finetune.make_samples()
+    for block in (finetune.plain, finetune.by_fit("padding_free"), finetune.by_fit({"by": "bfd", "max_length": 256})):
+        clock = finetune.Clock()
+        block(samples[:16], 4, clock)
+        assert len(clock.times_s) == 4 and min(clock.step_s()) > 0
+    assert 0.3 < finetune.padding(samples) < 0.7
 
 
 def test_the_utilization_of_gpt2() -> None:

@@ -20,12 +20,12 @@ pytestmark = pytest.mark.slow
 
 
 def test_kills_lose_nothing() -> None:
-    """Half of the kills wait for a save to begin, and half come at a random instant."""
-    options = ["--kills", "8", "--steps", "20", "--jobs", "1", "--fork", "--in-save", "0.5", "--step-ms", "8"]
+    """Of 8 kills at least 5 wait for a save after the first, so that a resume follows; the rest come at any instant."""
+    options = ["--kills", "8", "--steps", "20", "--jobs", "1", "--fork", "--in-save", "0.8", "--step-ms", "8"]
     done = forked.run("from benchmarks.kill_campaign import main; main()", *options)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
-    assert seen["kills"] == 8 and seen["runs"] >= 1 and seen["resumes"] > 0, seen
+    assert seen["kills"] == 8 and seen["runs"] >= 1 and seen["resumes"] > 4, seen
     assert seen["kills_in_save"] > 0, seen
     names = list(seen)
     zero = names[names.index("unloadable") : names.index("final_bits_equal")]
