@@ -84,7 +84,7 @@ def planner(name: str) -> CheckpointingPlanner:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "share"), [("gpt", 0.25), ("gpt with dropout", 0.5), ("resnet", 0.5), ("bert", 0.75)])
+@pytest.mark.parametrize(("name", "share"), [("gpt with dropout", 0.25), ("resnet", 0.75)])
 def test_the_peak_that_the_allocator_sees_is_within_the_budget(name: str, share: float) -> None:
     plans = planner(name)
     low, high = plans.every.peak_bytes, plans.none.peak_bytes

@@ -113,8 +113,7 @@ EVEN = {**GPT, "vocab_size": 62, "heads": 4, "d_model": 24}
 @pytest.mark.parametrize(
     ("degrees", "accumulation", "policy"),
     [
-        (Degrees(replicate=2), 2, "none"),
-        (Degrees(replicate=2, shard=2), 2, "block"),
+        (Degrees(replicate=2, shard=2), 2, "none"),
         (Degrees(shard=2, tensor=2), 2, "block"),
         (Degrees(replicate=2, context=2), 2, "block"),
     ],

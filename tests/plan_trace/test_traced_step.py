@@ -16,7 +16,6 @@ from tests.plan_trace.measured import measured_peak
 from tests.plan_trace.models import (
     Make,
     example_ids,
-    make_bert,
     make_gpt,
     make_linear,
     make_lora,
@@ -35,17 +34,12 @@ from trainwright.plan.trace.traced_step import TracedObjects, trace_step
 @pytest.mark.parametrize(
     ("make", "precision", "accumulation", "within"),
     [
-        (make_gpt, "fp32", 1, 0.01),
         (make_gpt, "bf16", 4, 0.01),
-        (partial(make_gpt, dropout=0.1, norm="rms", positions="rope", activation="swiglu"), "fp32", 1, 0.01),
         (make_lora, "fp32", 1, 0.01),
         (make_resnet, "fp32", 2, 0.01),
-        (make_resnet, "bf16", 1, 0.01),
-        (make_bert, "fp32", 1, 0.01),
         (make_lstm, "fp32", 1, 0.05),
-        (make_lstm, "bf16", 1, 0.05),
     ],
-    ids=["gpt", "gpt-bf16-4", "llama", "lora", "resnet-2", "resnet-bf16", "bert", "lstm", "lstm-bf16"],
+    ids=["gpt-bf16-4", "lora", "resnet-2", "lstm"],
 )
 def test_the_peak_is_that_of_a_real_step(
     make: Make, precision: PrecisionName, accumulation: int, within: float

@@ -104,16 +104,20 @@ READ_BY = {
     **dict.fromkeys((f"{STEP}/{name}" for name in ("state.json", "model.safetensors")), ("verify", "export")),
 }
 BY_ALL = ("pipe", "sparse")
-"""Damages that each command is tried on. Of the others each goes to one command that reads the file, by turns."""
+"""Damages that each command is tried on. Each file has half of the others, and each of them goes to one command that
+reads the file, by turns."""
 
 
 @pytest.mark.parametrize("name", READ_BY)
 def test_a_file_of_another_kind_or_content(bad: Path, whole: Path, name: str) -> None:
+    half = [*READ_BY].index(name) % 2
     for number, (kind, damage) in enumerate(DAMAGES.items()):
+        if kind not in BY_ALL and number % 2 != half:
+            continue
         damage(bad / name)
         if kind == "sparse":
             tracemalloc.start()
-        for act in READ_BY[name] if kind in BY_ALL else [READ_BY[name][number % len(READ_BY[name])]]:
+        for act in READ_BY[name] if kind in BY_ALL else [READ_BY[name][number // 2 % len(READ_BY[name])]]:
             ACTS[act]()
         if kind == "sparse":
             assert tracemalloc.get_traced_memory()[1] < MOST_BYTES

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -52,24 +49,6 @@ def wait_for_steps(log: Path, count: int, started: list[Forked]) -> None:
     while not log.exists() or log.read_bytes().count(b'"kind":"step"') < count:
         assert time.monotonic() < end_s and all(each.poll() is None for each in started), started[0].stderr
         time.sleep(0.01)
-
-
-def killed_and_stopped(project: Path, steps: int, *settings: str) -> Path:
-    """A run that goes on after SIGKILL of a rank at about ``steps`` steps, and after SIGTERM at twice as many."""
-    log = project / "killed/run/log.jsonl"
-    started = train(project, "killed", 0, *settings)
-    wait_for_steps(log, steps, started)
-    os.kill(started[1].pid, signal.SIGKILL)
-    assert started[0].wait() == 1 and "another rank has ended" in started[0].stderr
-    stopped = train(project, "killed", 1, *settings)
-    wait_for_steps(log, 2 * steps, stopped)
-    stopped[1].send_signal(signal.SIGTERM)
-    assert [each.wait() for each in stopped] == [75, 75]
-    ended = json.loads(log.read_text().splitlines()[-1])
-    newest = sorted(path.name for path in (project / "killed/run/checkpoints").glob("step-*"))[-1]
-    assert (ended["ending"], ended["reason"]) == ("stopped", "SIGTERM") and newest == f"step-{ended['step']:08d}"
-    assert [each.wait() for each in train(project, "killed", 2, *settings)] == [0, 0]
-    return project / "killed/run"
 
 
 def last_weights(run: Path) -> bytes:

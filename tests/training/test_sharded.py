@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.training.ranked import compare, killed_and_stopped, last_weights, make_project, train
+from tests.training.ranked import compare
 from trainwright.checkpoint.manifest import verify
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -175,16 +175,6 @@ def test_a_run_goes_on_in_any_layout(tmp_path: Path) -> None:
     compare(list(logged.values()), [each for each in steps_of(tmp_path / "1", "runs/run") if each["kind"] == "step"])
     for step in (2, 4, 6, 8):
         assert_same_state(tmp_path / "n/runs/run", tmp_path / "1/runs/run", step)
-
-
-SHARDED = ("--set", "parallel.shard=2")
-
-
-def test_a_killed_rank_ends_all_and_the_next_attempt_goes_on(tmp_path: Path) -> None:
-    """The same bits as without the kill; on SIGTERM one checkpoint, and every rank ends with 75."""
-    project = make_project(tmp_path)
-    assert [each.wait() for each in train(project, "undisturbed", 0, *SHARDED)] == [0, 0]
-    assert last_weights(killed_and_stopped(project, 7, *SHARDED)) == last_weights(project / "undisturbed/run")
 
 
 def test_memory_that_runs_out_on_one_rank_ends_all(tmp_path: Path) -> None:

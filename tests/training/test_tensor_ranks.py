@@ -13,7 +13,7 @@ from torch import Tensor
 
 import trainwright as tw
 from tests import ranks
-from tests.training.ranked import compare, killed_and_stopped, train
+from tests.training.ranked import compare
 from trainwright.engine.losses import language_model
 from trainwright.errors import RecipeError
 from trainwright.models.gpt import gpt
@@ -223,41 +223,6 @@ def test_two_ranks_divide_models_that_were_not_made_for_it(tmp_path: Path) -> No
     trained(2, tmp_path, divided)
     for name in divided:
         require_same(tmp_path, name, name.partition("-")[0])
-
-
-MODULE = """
-import time, torch
-
-class Slow(torch.utils.data.Dataset):
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        time.sleep(0.004)
-        ids = torch.arange(index, index + 9) ** 2 % 11
-        return ids[:-1], ids[1:]
-"""
-RECIPE = """
-until: 18steps
-model: {use: gpt, args: {vocab_size: 11, block_size: 8, layers: 2, heads: 2, d_model: 16, tied: false, dropout: 0.3}}
-data: {train: "slow:Slow"}
-loss: language_model
-batch: {size: 8, micro: 4}
-precision: fp32
-checkpoint: {every: 4steps, at_least_every: null}
-log: {every: 1steps, doctor: false}
-"""
-
-
-def test_a_killed_rank_ends_all_and_the_next_attempt_goes_on(tmp_path: Path) -> None:
-    """With the same bits, dropout and all; on SIGTERM there is one checkpoint, and every rank ends with 75."""
-    (tmp_path / "slow.py").write_text(MODULE)
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    settings = ["--set", "parallel.pipeline=2"]
-    killed_and_stopped(tmp_path, 5, *settings)
-    assert [each.wait() for each in train(tmp_path, "undisturbed", 0, *settings)] == [0, 0]
-    killed, undisturbed = weights(tmp_path / "killed"), weights(tmp_path / "undisturbed")
-    assert all(torch.equal(each, undisturbed[name]) for name, each in killed.items())
 
 
 @pytest.mark.parametrize(

@@ -6,21 +6,14 @@ so that each run begins with new counters.
 
 from __future__ import annotations
 
-import array
 import collections
 import contextlib
-import copy
 import ctypes
 import dataclasses
-import functools
 import itertools
 import logging
-import os
-import queue
 import random
 import sqlite3
-import threading
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -123,40 +116,6 @@ def torch_generator_of_a_module(folder: Path) -> Program:
 
 
 @attack
-def numpy_generator_of_a_module(folder: Path) -> Program:
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            return noisy(hidden, self.rng.random(1))
-
-    return program(Own(rng=np.random.default_rng(1)))
-
-
-@attack
-def numpy_random_state_in_a_list(folder: Path) -> Program:
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            return noisy(hidden, self.rngs[0]["rng"].rand(1))
-
-    return program(Own(rngs=[{"rng": np.random.RandomState(1)}]))
-
-
-@attack
-def python_random_of_an_object_of_a_module(folder: Path) -> Program:
-    class Noise:
-        def __init__(self) -> None:
-            self.source = types.SimpleNamespace(rng=random.Random(1))
-
-        def draw(self) -> float:
-            return self.source.rng.random()
-
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            return noisy(hidden, self.noise.draw())
-
-    return program(Own(noise=Noise()))
-
-
-@attack
 def generator_of_an_optimizer(folder: Path) -> Program:
     class Langevin(torch.optim.SGD):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -172,22 +131,6 @@ def generator_of_an_optimizer(folder: Path) -> Program:
 
     model = Net()
     return program(model, Langevin(model.parameters(), lr=0.1))
-
-
-@attack
-def generator_in_a_parameter_group(folder: Path) -> Program:
-    class Langevin(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            super().step()
-            with torch.no_grad():
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        p.add_(1e-3 * torch.from_numpy(group["rng"].standard_normal(p.shape)).float())
-
-    model = Net()
-    optimizer = Langevin(model.parameters(), lr=0.1)
-    optimizer.param_groups[0]["rng"] = np.random.default_rng(1)
-    return program(model, optimizer)
 
 
 @attack
@@ -237,34 +180,7 @@ def generators_of_the_process_are_seeded_in_forward(folder: Path) -> Program:
     return program(Own())
 
 
-@attack
-def bit_generator_and_legacy_numpy(folder: Path) -> Program:
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            return noisy(hidden, np.random.randn()) + 1e-20 * float(self.bits.random_raw())
-
-    return program(Own(bits=np.random.PCG64(3)))
-
-
 # iterators
-
-
-@attack
-def counter_of_itertools(folder: Path) -> Program:
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            return hidden / (1 + 0.01 * next(self.counts))
-
-    return program(Own(counts=itertools.count()))
-
-
-@attack
-def cycle_of_temperatures(folder: Path) -> Program:
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            return hidden * next(self.temperatures)
-
-    return program(Own(temperatures=itertools.cycle([1.0, 0.9, 0.8])))
 
 
 @attack
@@ -278,13 +194,6 @@ def generator_function(folder: Path) -> Program:
             return hidden * next(self.schedule)
 
     return program(Own(schedule=schedule()))
-
-
-@attack
-def iterator_in_a_container_of_a_hook(folder: Path) -> Program:
-    model, sources = Net(), {"scales": iter([1 + 0.1 * n for n in range(1000)])}
-    model.first.register_forward_hook(lambda module, args, out: out * next(sources["scales"]))
-    return program(model)
 
 
 @attack
@@ -323,45 +232,6 @@ def nested_containers(folder: Path) -> Program:
 
 
 @attack
-def tensors_in_nested_containers(folder: Path) -> Program:
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            mean = self.means["layers"][0]
-            mean.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
-            self.means["last"] = hidden.detach()
-            return hidden - mean
-
-    return program(Own(means={"layers": [torch.zeros(8)]}))
-
-
-@attack
-def arrays(folder: Path) -> Program:
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            self.counts += 1
-            self.tables["sum"][:2] += 1
-            self.numbers[0] += 1
-            self.data[0] = (self.data[0] + 1) % 256
-            return hidden / (1 + 0.01 * float(self.counts[0])) + 0.01 * self.numbers[0]
-
-    return program(
-        Own(counts=np.zeros(3), tables={"sum": np.zeros(4)}, numbers=array.array("d", [0.0]), data=bytearray(4))
-    )
-
-
-@attack
-def sets_and_deques(folder: Path) -> Program:
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            self.seen.add(len(self.seen))
-            self.recent.append(len(self.seen))
-            self.counted[len(self.seen)].append(hidden.detach())
-            return hidden / len(self.seen)
-
-    return program(Own(seen=set(), recent=collections.deque(maxlen=3), counted=collections.defaultdict(list)))
-
-
-@attack
 def long_history(folder: Path) -> Program:
     class Own(Net):
         def between(self, hidden: Tensor) -> Tensor:
@@ -369,43 +239,6 @@ def long_history(folder: Path) -> Program:
             return hidden / (1 + 1e-4 * len(self.history))
 
     return program(Own(history=list(range(1000))))
-
-
-@attack
-def objects_with_slots_and_dataclasses(folder: Path) -> Program:
-    class Slots:
-        __slots__ = ("calls",)
-
-        def __init__(self) -> None:
-            self.calls = 0
-
-    @dataclasses.dataclass
-    class Record:
-        calls: int = 0
-        inner: list[Slots] = dataclasses.field(default_factory=lambda: [Slots()])
-
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            self.record.calls += 1
-            self.record.inner[0].calls += 1
-            return hidden / self.record.inner[0].calls
-
-    model = Own(record=Record())
-    return program(model, state=lambda: (model.record.calls, model.record.inner[0].calls))
-
-
-@attack
-def counter_of_a_class(folder: Path) -> Program:
-    class Own(Net):
-        calls = 0
-        log: list[int] = []  # noqa: RUF012
-
-        def between(self, hidden: Tensor) -> Tensor:
-            type(self).calls += 1
-            self.log.append(self.calls)
-            return hidden / self.calls
-
-    return program(Own(), state=lambda: (Own.calls, Own.log))
 
 
 CALLS = 0
@@ -443,39 +276,6 @@ def nonlocal_names(folder: Path) -> Program:
 
     model.last.forward = counted  # type: ignore[method-assign]
     return program(model, state=lambda: calls)
-
-
-@attack
-def attribute_of_a_function(folder: Path) -> Program:
-    def scale(hidden: Tensor) -> Tensor:
-        scale.calls = getattr(scale, "calls", 0) + 1  # type: ignore[attr-defined]
-        return hidden / scale.calls  # type: ignore[attr-defined]
-
-    return program(Net(between=scale), state=lambda: scale.calls)  # type: ignore[attr-defined]
-
-
-@attack
-def default_argument_of_a_function(folder: Path) -> Program:
-    class Own(Net):
-        def between(self, hidden: Tensor, calls: list[int] = []) -> Tensor:  # noqa: B006
-            calls.append(1)
-            return hidden / len(calls)
-
-    return program(Own(), state=lambda: Own.between.__defaults__)
-
-
-@attack
-def partials_and_methods(folder: Path) -> Program:
-    class Scale:
-        calls = 0
-
-        def __call__(self, hidden: Tensor, log: list[int]) -> Tensor:
-            self.calls += 1
-            log.append(self.calls)
-            return hidden / self.calls
-
-    scale, log = Scale(), list[int]()
-    return program(Net(between=functools.partial(scale.__call__, log=log)), state=lambda: (scale.calls, log))
 
 
 @attack
@@ -538,19 +338,6 @@ def counter_in_a_class_that_is_not_reached_by_name(folder: Path) -> Program:
 
 
 @attack
-def thread_local_and_context_variable(folder: Path) -> Program:
-    local = threading.local()
-    local.calls = 0
-
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            self.local.calls += 1
-            return hidden / self.local.calls
-
-    return program(Own(local=local), state=lambda: local.calls)
-
-
-@attack
 def counter_in_c(folder: Path) -> Program:
     class Own(Net):
         def between(self, hidden: Tensor) -> Tensor:
@@ -559,18 +346,6 @@ def counter_in_c(folder: Path) -> Program:
 
     number = ctypes.c_long(0)
     return program(Own(number=number), state=lambda: number.value)
-
-
-@attack
-def queues(folder: Path) -> Program:
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            self.simple.put(1)
-            self.queue.put(1)
-            return hidden / self.queue.qsize()
-
-    model = Own(queue=queue.Queue(), simple=queue.SimpleQueue())
-    return program(model, state=lambda: (model.queue.qsize(), model.simple.qsize()))
 
 
 @attack
@@ -605,17 +380,6 @@ def open_file(folder: Path) -> Program:
 
 
 @attack
-def file_that_is_opened_in_forward(folder: Path) -> Program:
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            with (folder / "log.txt").open("a") as file:
-                file.write(f"{float(hidden.detach().mean())}\n")
-            return hidden
-
-    return program(Own())
-
-
-@attack
 def file_that_is_opened_in_forward_and_errors_are_caught(folder: Path) -> Program:
     class Own(Net):
         failed = 0
@@ -632,50 +396,6 @@ def file_that_is_opened_in_forward_and_errors_are_caught(folder: Path) -> Progra
 
 
 @attack
-def files_of_libraries(folder: Path) -> Program:
-    class Own(Net):
-        calls = 0
-
-        def between(self, hidden: Tensor) -> Tensor:
-            self.calls += 1
-            np.save(folder / f"{self.calls}.npy", hidden.detach().numpy())
-            return hidden
-
-    return program(Own())
-
-
-@attack
-def torch_saves_in_forward(folder: Path) -> Program:
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            torch.save(hidden.detach(), folder / f"{len(files_in(folder))}.pt")
-            return hidden
-
-    return program(Own())
-
-
-@attack
-def folders(folder: Path) -> Program:
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            os.mkdir(folder / str(len(files_in(folder))))  # noqa: PTH102  one of the ways to do it
-            return hidden
-
-    return program(Own())
-
-
-@attack
-def descriptor_of_a_file(folder: Path) -> Program:
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            os.write(descriptor, b"x")
-            return hidden
-
-    descriptor = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT)
-    return program(Own(), close=lambda: os.close(descriptor))
-
-
-@attack
 def data_base(folder: Path) -> Program:
     class Own(Net):
         def between(self, hidden: Tensor) -> Tensor:
@@ -686,16 +406,6 @@ def data_base(folder: Path) -> Program:
     base = sqlite3.connect(folder / "log.db")
     base.execute("create table log (n int)")
     return program(Own(base=base), state=lambda: base.execute("select count(*) from log").fetchone(), close=base.close)
-
-
-@attack
-def process_that_is_started(folder: Path) -> Program:
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            os.system(f"echo x >> {folder}/log.txt")
-            return hidden
-
-    return program(Own())
 
 
 @attack
@@ -747,17 +457,6 @@ def warnings_that_are_counted(folder: Path) -> Program:
     return Program(model, usual.optimizer, step, lambda: shown)
 
 
-@attack
-def environment_variables(folder: Path) -> Program:
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            os.environ["ATTACK_OF_TESTS"] = str(int(os.environ["ATTACK_OF_TESTS"]) + 1)
-            return hidden
-
-    os.environ["ATTACK_OF_TESTS"] = "0"
-    return program(Own(), state=lambda: os.environ["ATTACK_OF_TESTS"], close=lambda: os.environ.pop("ATTACK_OF_TESTS"))
-
-
 # hooks and autograd Functions
 
 
@@ -772,23 +471,6 @@ def forward_hooks(folder: Path) -> Program:
     model.first.register_forward_pre_hook(before)
     model.last.register_forward_hook(lambda module, args, out: seen.append(float(out.detach().mean())))
     model.register_forward_hook(lambda module, args, out: out / (1 + 0.01 * calls))
-    return program(model, state=lambda: (seen, calls))
-
-
-@attack
-def gradient_hooks(folder: Path) -> Program:
-    model, seen, calls = Net(), list[float](), 0
-
-    def scaled(grad: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return grad / calls
-
-    def gathered(p: Tensor) -> None:
-        seen.append(float(p.grad.norm()) if p.grad is not None else 0.0)
-
-    model.first.weight.register_hook(scaled)
-    model.last.weight.register_post_accumulate_grad_hook(gathered)
     return program(model, state=lambda: (seen, calls))
 
 
@@ -844,20 +526,6 @@ def hooks_of_an_optimizer(folder: Path) -> Program:
     optimizer.register_step_pre_hook(count("before"))
     optimizer.register_step_post_hook(count("after"))
     return program(model, optimizer, state=lambda: steps)
-
-
-@attack
-def average_in_a_hook_of_an_optimizer(folder: Path) -> Program:
-    model = Net()
-    ema = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def update(*_: object) -> None:
-        for average, p in zip(ema.parameters(), model.parameters()):
-            average.data.mul_(0.9).add_(p.data, alpha=0.1)
-
-    optimizer.register_step_post_hook(update)
-    return program(model, optimizer, state=ema.state_dict)
 
 
 @attack
@@ -1000,14 +668,6 @@ def normalizations(folder: Path) -> Program:
 
 
 @attack
-def old_spectral_norm(folder: Path) -> Program:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        first = nn.utils.spectral_norm(nn.Linear(4, 8))
-    return program(nn.Sequential(first, nn.ReLU(), nn.Linear(8, 3)))
-
-
-@attack
 def loss_with_state(folder: Path) -> Program:
     class Balanced(nn.Module):
         def __init__(self) -> None:
@@ -1026,19 +686,6 @@ def loss_with_state(folder: Path) -> Program:
     made = program(model, optimizer, loss=loss, state=lambda: (loss.state_dict(), loss.seen))
     made.watch["loss"] = loss
     return made
-
-
-@attack
-def loss_with_a_counter(folder: Path) -> Program:
-    class Warm(nn.Module):
-        calls = 0
-
-        def forward(self, out: Tensor, y: Tensor) -> Tensor:
-            self.calls += 1
-            return F.cross_entropy(out, y) / self.calls
-
-    loss = Warm()
-    return program(Net(), loss=loss, state=lambda: loss.calls)
 
 
 @attack
@@ -1264,18 +911,6 @@ def dataset_with_counters(folder: Path) -> Program:
     Counted.reads = 0
     data = Counted()
     return loaded(DataLoader(data, batch_size=8, shuffle=True), lambda: (Counted.reads, data.log, data.rng))
-
-
-@attack
-def dataset_that_writes_files(folder: Path) -> Program:
-    class Writing(Counted):
-        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-            with (folder / "read.txt").open("a") as file:
-                file.write(f"{index}\n")
-            print("read", index)
-            return super().__getitem__(index)
-
-    return loaded(DataLoader(Writing(), batch_size=8, shuffle=True))
 
 
 @attack
