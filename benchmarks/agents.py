@@ -100,7 +100,8 @@ def solve(case: Case, seed: int) -> tuple[tuple[bool, ...], str]:
         cause = is_named(case.diagnosis, alarm)
         is_right = any(right_lines(case, lines))
         names = {kind: re.search(rf"\\b{kind} ([^, ]+)", finding.get("where", "")) for kind in ("module", "op")}
-        named = replace(alarm, **{kind: name and name[1] for kind, name in names.items()})
+        found_at: dict[str, Any] = {kind: name and name[1] for kind, name in names.items()}
+        named = replace(alarm, **found_at)
         is_placed = is_right or any(is_at(place, named, case.file) for place in case.where if not place.line)
         marked = [each for each in evidence.get("lines", []) if each.startswith(">")]
         numbers = [re.search(r"\d+", each) for each in marked]

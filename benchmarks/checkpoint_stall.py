@@ -33,7 +33,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,10 +40,9 @@ from typing import Any, Protocol
 import psutil
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 from benchmarks.figures import about, arguments, figure, ratios, seconds_of
 from trainwright.checkpoint.train_state import TrainState
@@ -90,7 +88,7 @@ class Distributed:
 
     def __init__(self, folder: Path, how: dict[str, Any] | None = None) -> None:
         self.folder, self.how = folder, how
-        self.future: Future[Any] | None = None
+        self.future: Any = None
 
     def stepped(self, state: TrainState) -> None: ...
 
@@ -98,9 +96,9 @@ class Distributed:
         model, optimizer = get_state_dict(state.model, state.optimizer)
         whole, target = {"model": model, "optimizer": optimizer, "step": state.step}, self.folder / f"step-{state.step}"
         if self.how is None:
-            dcp.save(whole, checkpoint_id=target, no_dist=True)
+            save(whole, checkpoint_id=target, no_dist=True)
         else:
-            self.future = dcp.async_save(whole, checkpoint_id=target, no_dist=True, **self.how)
+            self.future = async_save(whole, checkpoint_id=target, no_dist=True, **self.how)
 
     def finished(self, state: TrainState) -> bool:
         return self.future is None or self.future.done()
@@ -155,7 +153,8 @@ def kept_stager(*, shared: bool) -> DefaultStager:
 def in_a_process(folder: Path) -> Engine:
     """The process that writes shares the memory of the copy; it wants a process group, of one here."""
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     how = {"async_stager": kept_stager(shared=True), "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
     return Distributed(folder, how)
 
@@ -319,7 +318,7 @@ def main() -> None:
             values = [value for each in rounds if (value := each[what]) is not None]
             figure("checkpoint_stall", f"{name}_{what}", values, unit=unit, against="absolute")
         if len(rounds) == len(seen[BASELINE]):
-            waits = ([each["blocked"] for each in side] for side in (rounds, seen[BASELINE]))
+            waits = ([each["blocked"] or 0.0 for each in side] for side in (rounds, seen[BASELINE]))
             figure("checkpoint_stall", f"{name}_blocked_ratio", ratios(*waits), unit="ratio", against=BASELINE)
 
 

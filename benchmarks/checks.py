@@ -35,6 +35,8 @@ from pathlib import Path
 if not __package__:
     sys.exit("run it as a module, python -m benchmarks.checks: run by its path it hides the package zoo")
 
+from typing import Any
+
 import torch
 
 from trainwright.doctor.discovery import all_checks
@@ -91,8 +93,9 @@ def _arguments() -> argparse.Namespace:
     return options
 
 
-def _run_of(values: dict[str, object]) -> Run:
-    return Run(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+def _run_of(values: dict[str, Any]) -> Run:
+    plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return Run(**plain)
 
 
 def _all_runs(beds: Sequence[str], seeds: int, jobs: int) -> Iterator[Run]:

@@ -81,7 +81,7 @@ def peak_bytes(act: Callable[[], object]) -> int:
 
 def backward(leaves: list[Tensor], loss: Callable[[], Tensor]) -> None:
     """Leaves no gradients behind for the next one."""
-    loss().backward()  # type: ignore[no-untyped-call]
+    loss().backward()
     for leaf in leaves:
         leaf.grad = None
 
@@ -98,7 +98,7 @@ def compare(case: str, of: Task, rounds: int) -> None:
         errors = [float((mine - true).norm() / true.norm()) for mine, true in zip(made, exact, strict=True)]
         figure("chunked_loss", f"{case}_gradient_error_{name}", errors, unit="relative", against="float64")
     del exact, made
-    blocks = {name: lambda loss=loss: seconds_of(lambda: backward(of.leaves, loss)) for name, loss in losses.items()}  # type: ignore[misc]
+    blocks = {name: lambda loss=loss: seconds_of(lambda: backward(of.leaves, loss)) for name, loss in losses.items()}
     seconds = interleaved(blocks, rounds)
     figure("chunked_loss", f"{case}_time", ratios(seconds["chunked"], seconds["plain"]), unit="ratio", against="plain")
 
@@ -116,7 +116,7 @@ def compare_steps(rows: int, width: int, dtype: torch.dtype | None, rounds: int)
     case = f"step_{'fp32' if dtype is None else 'bf16'}"
     peaks = [peak_bytes(lambda: step(True)), peak_bytes(lambda: step(False))]
     figure("chunked_loss", f"{case}_peak", [peaks[0] / peaks[1]], unit="ratio", against="plain")
-    blocks = {str(way): lambda way=way: seconds_of(lambda: step(way)) for way in (True, False)}  # type: ignore[misc]
+    blocks = {str(way): lambda way=way: seconds_of(lambda: step(way)) for way in (True, False)}
     seconds = interleaved(blocks, rounds)
     figure("chunked_loss", f"{case}_time", ratios(seconds["True"], seconds["False"]), unit="ratio", against="plain")
 

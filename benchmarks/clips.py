@@ -72,7 +72,7 @@ def trained(task: Task, seed: int, steps: int, clip_of: Callable[[nn.Module], Cl
     for step in range(steps):
         rows = torch.randint(len(task.train[0]), (16,))
         optimizer.zero_grad()
-        task.loss(model, (task.train[0][rows], task.train[1][rows])).backward()  # type: ignore[no-untyped-call]
+        task.loss(model, (task.train[0][rows], task.train[1][rows])).backward()
         grads = [p.grad for p in parameters if p.grad is not None]
         if spikes and step % APART == APART - 1:
             torch._foreach_mul_(grads, SPIKE)

@@ -80,7 +80,7 @@ def plain(samples: Samples, steps: int, clock: Clock) -> None:
     model, collate = make_model(), TokenRows()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
     torch.manual_seed(1)
-    loader = torch.utils.data.DataLoader(samples, BATCH, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+    loader: Any = torch.utils.data.DataLoader(samples, BATCH, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
     for batch in islice((batch for each in cycle([loader]) for batch in each), steps):
         optimizer.zero_grad()
         model(**batch).loss.backward()
@@ -99,7 +99,7 @@ def by_fit(packing: object, rows_per_step: int = BATCH) -> Callable[[Samples, in
             lr=LR,
             seed=1,
             settings={"data.packing": packing, "optimizer.weight_decay": 0.0},
-            observers=[clock],
+            observers=[clock.observe],
             quiet=True,
         )
 

@@ -96,7 +96,7 @@ def in_batches(task: Task) -> DataLoader[Any]:
 LOADERS: dict[str, Loader] = {
     "weighted_sampler": weighted,
     "batch_sampler": in_batches,
-    "ready_batches": lambda task: DataLoader(list(islice(task.batches(), 64)), batch_size=None),
+    "ready_batches": lambda task: DataLoader(list(islice(task.batches(), 64)), batch_size=None),  # type: ignore[arg-type]
     "iterable": lambda task: lambda: islice(task.batches(), 64),
     "stateful": Stateful,
     "one_worker": lambda task: DataLoader(Stream(task), batch_size=None, num_workers=1),
@@ -149,7 +149,7 @@ def by_fit(task: Task, loader: Any, clocks: Clocks) -> None:
         warmup=f"{min(WARMUP, task.steps // 2)}steps",
         clip=CLIP_AT,
         settings={"optimizer.weight_decay": 0.0},
-        observers=[clocks],
+        observers=[clocks.observe],
         quiet=True,
     )
 

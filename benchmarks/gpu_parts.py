@@ -364,7 +364,7 @@ def plain_steps(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> Cal
     def act(steps: int) -> None:
         for _ in range(steps):
             optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+            torch.nn.functional.cross_entropy(model(x), y).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
 

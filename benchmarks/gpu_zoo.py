@@ -84,7 +84,7 @@ def on(device: str) -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any
 
         return watched
 
-    DataLoader.__iter__ = batches  # type: ignore[method-assign]
+    DataLoader.__iter__ = batches  # type: ignore[method-assign, assignment]
     try:
         yield moving
     finally:

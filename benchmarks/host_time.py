@@ -127,9 +127,9 @@ def by_hand(tensors: int, clock: Clock, *, watched: bool = False) -> None:
     watch = tw.watch(model, optimizer, out=None, quiet=True) if watched else nullcontext()
     with watch:
         while True:
-            for ids in torch.randperm(len(x)).split(ROWS):  # type: ignore[no-untyped-call]
+            for ids in torch.randperm(len(x)).split(ROWS):
                 optimizer.zero_grad()
-                F.cross_entropy(model(x[ids]), y[ids]).backward()  # type: ignore[no-untyped-call]
+                F.cross_entropy(model(x[ids]), y[ids]).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 clock()

@@ -229,7 +229,8 @@ class Campaign:
         return self.counts
 
     def _run_to_end(self, name: str) -> None:
-        run, refusals, options = self.place.run(name), 0, ()
+        run, refusals = self.place.run(name), 0
+        options: tuple[str, ...] = ()
         while refusals < MOST_REFUSALS:
             resumed = bool(committed(run))
             if not resumed and run.exists():

@@ -59,8 +59,8 @@ def main() -> None:
         for ranks in RANKS[:1] if options.quick else RANKS:
             show(f"{name}_{ranks}", chosen(many, loaded, ranks))
         figure("layouts", f"{name}_planned", [time.process_time() - begin_s], unit="s", against="one core")
-    for name, (*shape, size, ranks, flops) in list(PUBLISHED.items())[: 1 if options.quick else None]:
-        loaded = recipe(*shape, size, AS_PUBLISHED)
+    for name, (layers, width, heads, size, ranks, flops) in list(PUBLISHED.items())[: 1 if options.quick else None]:
+        loaded = recipe(layers, width, heads, size, AS_PUBLISHED)
         placed = chosen(on_ranks(loaded, "a100-80gb"), loaded, ranks)
         ours = placed.time.flops / placed.step_s
         against = f"{flops / 1e12:g} TFLOP/s on {ranks} A100, arXiv:2104.04473; here calculated, {placed.degrees}"

@@ -89,7 +89,7 @@ def plain(case: Case) -> int:
             try:
                 optimizer.zero_grad()
                 for inputs, targets in zip(x.split(micro), y.split(micro), strict=True):
-                    (case.loss(case.model(inputs), targets) * len(inputs) / len(x)).backward()  # type: ignore[no-untyped-call]
+                    (case.loss(case.model(inputs), targets) * len(inputs) / len(x)).backward()
                 nn.utils.clip_grad_norm_(case.model.parameters(), 1.0)
                 optimizer.step()
                 break

@@ -90,7 +90,7 @@ def train(model: NanoGPT, ids: Tensor, budget_s: float) -> tuple[int, float]:
         x_BT = torch.stack([ids[start : start + BLOCK] for start in starts])
         y_BT = torch.stack([ids[start + 1 : start + 1 + BLOCK] for start in starts])
         loss = F.cross_entropy(model(x_BT).flatten(0, 1), y_BT.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP_AT)
         optimizer.step()
         optimizer.zero_grad()

@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ class Flat:
     def __init__(self, metric: object) -> None:
         self.metric = metric
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
+    def update(self, outputs: Any, targets: Any) -> None:
         self.metric.update(*flat(outputs, targets))  # type: ignore[attr-defined]
 
     def compute(self) -> object:
@@ -86,8 +87,8 @@ def by_hand(task: Task, clock: Clock, case: str) -> None:
         output = model(x)
         task.loss(output, y).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_AT)
-        for each in (*made, *schedules):
-            each.step()
+        for taken in (*made, *schedules):
+            taken.step()  # type: ignore[attr-defined]
         for metric in measured.values():
             metric.update(*flat(output, y))  # type: ignore[attr-defined]
             if (step + 1) % EVERY == 0:

@@ -55,10 +55,10 @@ class Game:
         fake = self.model.generator(torch.randn(len(real), 32))
         loss = F.softplus(-self.model.critic(real)).mean() + F.softplus(self.model.critic(fake.detach())).mean()
         for_critic.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         for_critic.step()
         for_generator.zero_grad()
-        F.softplus(-self.model.critic(fake)).mean().backward()  # type: ignore[no-untyped-call]
+        F.softplus(-self.model.critic(fake)).mean().backward()
         for_generator.step()
         return loss
 

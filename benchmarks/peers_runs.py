@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,7 +67,7 @@ class Case:
     part: str
     folder: Path
     model: Classifier = field(init=False)
-    data: Dataset[tuple[Tensor, Tensor]] = field(init=False)
+    data: Dataset[Any] = field(init=False)
 
     def __post_init__(self) -> None:
         draw = torch.Generator().manual_seed(0)
@@ -137,7 +138,7 @@ def ours(case: Case) -> None:
             "optimizer.clip.by": "none",
             "folder": str(case.folder),
         },
-        observers=[StopAt()],
+        observers=[StopAt().observe],
         resume=next(case.folder.iterdir()) if case.resumes else None,
         quiet=True,
     )
@@ -234,7 +235,7 @@ def hf(case: Case) -> None:
     """The Trainer of transformers, which saves at the step of the stop."""
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-    class StopAt(TrainerCallback):
+    class StopAt(TrainerCallback):  # type: ignore[misc]
         def on_step_end(
             self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
         ) -> None:
@@ -265,11 +266,11 @@ def hf(case: Case) -> None:
         label_names=["labels"],
     )
     trainer = Trainer(case.model, options, train_dataset=Rows(), callbacks=[StopAt()])
-    trainer.create_optimizer = lambda *_: _set(trainer, case)  # type: ignore[method-assign]
+    trainer.create_optimizer = lambda *_: _set(trainer, case)
     trainer.train(resume_from_checkpoint=case.resumes or None)
 
 
-def _set(trainer: object, case: Case) -> torch.optim.Optimizer:
+def _set(trainer: Any, case: Case) -> torch.optim.Optimizer:
     optimizer = case.optimizer(case.model)
     trainer.optimizer = optimizer
     return optimizer

@@ -85,7 +85,12 @@ def make_lstm(device: torch.device) -> TracedObjects:
 
 
 def make_bert(device: torch.device) -> TracedObjects:
-    shape = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536}
+    shape: dict[str, Any] = {
+        "hidden_size": 384,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "intermediate_size": 1536,
+    }
     model = hf_model(architecture="BertForMaskedLM", vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **shape)
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -129,7 +134,8 @@ def measure(make: Make, case: Case, device: torch.device) -> dict[str, int]:
             subject = make(device)
         if checkpointed:
             apply_checkpointing(subject.model, Checkpointing.every(BLOCKS[case[0]]))
-        how = Precision(precision, device.type)
+        how = Precision(precision, device.type)  # type: ignore[arg-type]
+        assert subject.optimizer is not None
         state = TrainState(subject.model, subject.optimizer, scaler=how.scaler(device))
         copies = [subject.micro, *(tuple(t.clone() for t in subject.micro) for _ in range(accumulation - 1))]
         ids = torch.arange(len(subject.micro[0])).numpy()
@@ -154,7 +160,7 @@ def peak_of(profiled: profile) -> int:
     begin_ns, end_ns = second.start_ns(), second.start_ns() + second.duration_ns()
     held = peak = 0
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        held += event.nbytes()
+        held += event.nbytes()  # type: ignore[attr-defined]
         if begin_ns <= event.start_ns() <= end_ns:
             peak = max(peak, held)
     return peak
@@ -163,7 +169,8 @@ def peak_of(profiled: profile) -> int:
 def predict(make: Make, case: Case, device: str) -> dict[str, Any]:
     model, precision, accumulation, checkpointed = case
     again = Checkpointing.every(BLOCKS[model]) if checkpointed else None
-    trace = trace_step(make, device=device, precision=precision, accumulation=accumulation, checkpointing=again)
+    how: dict[str, Any] = {"device": device, "precision": precision}
+    trace = trace_step(make, **how, accumulation=accumulation, checkpointing=again)
     at = [trace.peak.phase, trace.peak.module, trace.peak.op]
     unseen = [[row.op, row.bound_bytes] for row in trace.unseen]
     inside = sum(row.bound_bytes or 0 for row in trace.unseen if row.op == "cublas")  # of the allocator, on CUDA alone

@@ -70,11 +70,11 @@ def _program(name: str, seeds: int, watched: bool) -> dict[str, Any]:
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
             runs = [_in_a_process(name, seed, Path(folder) / "run", with_watch) for with_watch in (False, watched)]
-        failed = [run for run in runs if isinstance(run, str)]
-        if failed:
-            row["differences"].append(f"seed {seed}: failed: {failed[0]}")
-            continue
         plain, second = runs
+        if isinstance(plain, str) or isinstance(second, str):
+            failed = plain if isinstance(plain, str) else second
+            row["differences"].append(f"seed {seed}: failed: {failed}")
+            continue
         row |= {"steps": plain.steps, "result": plain.result, "learned": plain.learned and second.learned}
         row["wall_s"].append(plain.wall_s)
         row["ratio"].append(second.wall_s / plain.wall_s)
@@ -89,7 +89,7 @@ def _program(name: str, seeds: int, watched: bool) -> dict[str, Any]:
 def _in_a_process(name: str, seed: int, place: Path, watched: bool) -> compare.Run | str:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            run = pool.submit(_run, name, seed, place, watched).result()
+            run: compare.Run | str = pool.submit(_run, name, seed, place, watched).result()
         except Exception as error:
             run = f"{type(error).__name__}: {error}"
     for path in sorted(place.rglob("*"), reverse=True):

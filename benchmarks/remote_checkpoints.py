@@ -100,7 +100,7 @@ def main() -> None:
     os.environ |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{relay.port}"}
     S3FileSystem._put_file = partialmethod(S3FileSystem._put_file, chunksize=MIN_PART_BYTES)
     S3FileSystem.retries = 1
-    remote.RETRY_AFTER_S = (0.1,)
+    remote.RETRY_AFTER_S = (0.1,)  # type: ignore[assignment]
     boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}").create_bucket(Bucket="runs")
     about("remote_checkpoints")
     copied, failed, lost, seconds, step = 0, 0, 0, [], 0

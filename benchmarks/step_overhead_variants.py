@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -242,11 +243,11 @@ def transformers(task: Task, clock: Clock) -> None:
             output = self.net(x)
             return {"loss": task.loss(output, labels), "logits": output}
 
-    class Ticks(TrainerCallback):
+    class Ticks(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: object, **__: object) -> None:
             clock()
 
-    class InMemory(Trainer):
+    class InMemory(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Batches:
             return Batches(task, ("x", "labels"))
 
@@ -277,7 +278,7 @@ def lightning(task: Task, clock: Clock) -> None:
             self.log("loss", loss)
             return loss
 
-        def configure_optimizers(self) -> object:
+        def configure_optimizers(self) -> Any:
             optimizer = adamw(self, {})
             scheduler = LambdaLR(optimizer, factor(task.steps))
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -61,11 +61,6 @@ def shown(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def room_of(path: Path, house: Path = HOUSE) -> str:
-    """The folder in the root that a file lies in; of a file in the root itself its name."""
-    return path.relative_to(house).parts[0].removesuffix(".py")
-
-
 def functions(path: Path) -> list[Function]:
     return [*nodes(path, ast.FunctionDef, ast.AsyncFunctionDef)]
 

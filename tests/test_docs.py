@@ -32,6 +32,8 @@ ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(?:^<!-- not run: (?P<why>[^>]+) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 OWN_TESTS = {"migrate.md"}
 """Pages whose blocks another test runs, and compares."""
+WITHOUT_DOCTOR = {"faster-run.md", "sweep.md", "generate-text.md", "fine-tune.md", "grpo.md"}
+"""Pages that train several times, and about something else."""
 READMES = sorted(ROOT.glob("README*.md"))
 PAGES = [page for page in (*READMES, *sorted((ROOT / "docs").rglob("*.md"))) if page.name not in OWN_TESTS]
 
@@ -70,6 +72,8 @@ def blocks(page: Path) -> list[tuple[int, str, str]]:
 def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TRAINWRIGHT_EXAMINE")  # as for a reader; to examine all steps takes longer than the runs
+    if page.name in WITHOUT_DOCTOR:
+        monkeypatch.setenv("TRAINWRIGHT_DOCTOR", "off")
     torch.manual_seed(0)
     write_shards(tmp_path / "shards")
     namespace = readers()

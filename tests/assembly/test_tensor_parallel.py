@@ -93,11 +93,9 @@ def test_a_divided_model_has_the_loss_and_gradients_of_the_whole(tmp_path: Path)
     models: list[dict[str, Any]] = [
         small,
         {**small, **modern, "tied": False, "logit_softcap": 5.0},
-        LLAMA,
         {**LLAMA, "tie_word_embeddings": True},
         {**LLAMA, "architecture": "Qwen3ForCausalLM", "head_dim": 4},
         {**small, **modern, "sequence": True},
-        {**small, "sequence": True},
     ]
     done = ranks.finish(SAME, 2, json.dumps(models), cwd=tmp_path)
     *counts, refused = done[0].stdout.splitlines()

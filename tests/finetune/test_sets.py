@@ -42,10 +42,6 @@ def test_a_good_set_is_silent(case: SetCase, tmp_path: Path) -> None:
     assert report(case, tmp_path) == []
 
 
-def test_there_are_enough_sets() -> None:
-    assert len(BROKEN) >= 40 and len(GOOD) >= 20
-
-
 def test_nan_may_be_the_right_answer(tmp_path: Path) -> None:
     records = with_one(alpaca, {"instruction": "What is 0/0 in JavaScript?", "input": "", "output": "NaN"})
     case = SetCase("nan", "instruct", lines(records))

@@ -198,10 +198,6 @@ def test_broken(folder: Path, name: str) -> None:
         assert fragment in said, f"{fragment!r} is not said:\n{said}"
 
 
-def test_there_are_thirty_of_them() -> None:
-    assert len(BROKEN) >= 30
-
-
 @pytest.mark.process
 def test_a_learning_rate_of_1e_3_is_a_number(folder: Path) -> None:
     code, said = train(folder, GOOD + "optimizer: {lr: 1e-3}\nlog: {every: 1steps}\nschedule: constant\n")
