@@ -48,7 +48,9 @@ needs_libgomp = pytest.mark.skipif("openmp" not in torch.__config__.parallel_inf
 def test_a_thread_that_says_so_starts_no_pool() -> None:
     before = num_threads()
     plain: int = in_thread(fill, num_threads)
-    time.sleep(0.05)  # the pool ends just after its thread
+    end_s = time.monotonic() + 10
+    while num_threads() > before and time.monotonic() < end_s:  # the pool ends just after its thread
+        time.sleep(0.001)
     alone: int = in_thread(single_threaded, fill, num_threads)
     assert (plain - before, alone - before) == (POOL, 1)
 
