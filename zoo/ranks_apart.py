@@ -277,8 +277,8 @@ class DividedMlp(nn.Module):
         self.up, self.down = nn.Linear(20, 64 // RANKS, bias=replicas), nn.Linear(64 // RANKS, 10, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(Shared.apply(self.norm(self.first(x)))).relu()  # type: ignore[no-untyped-call]
-        out: Tensor = self.last(Joined.apply(self.down(hidden)))  # type: ignore[no-untyped-call]
+        hidden = self.up(Shared.apply(self.norm(self.first(x)))).relu()
+        out: Tensor = self.last(Joined.apply(self.down(hidden)))
         return out
 
 
@@ -315,7 +315,7 @@ class Sequences(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rank, width = distributed.get_rank(), x.shape[1] // RANKS
         hidden = self.embed(x[:, rank * width : (rank + 1) * width, None])
-        whole = Joined.apply(self.key(hidden).mean(1))  # type: ignore[no-untyped-call]
+        whole = Joined.apply(self.key(hidden).mean(1))
         out: Tensor = self.head(nn.functional.dropout(hidden, 0.1).mean(1) + whole)
         return out
 
@@ -338,10 +338,10 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rank = distributed.get_rank()
-        weights = Shared.apply(self.router(x).softmax(1))  # type: ignore[no-untyped-call]
+        weights = Shared.apply(self.router(x).softmax(1))
         mine = (weights.argmax(1) == rank).nonzero().flatten()
         own = torch.zeros_like(x).index_add(0, mine, self.expert(x[mine]) * weights[mine, rank, None])
-        out: Tensor = self.head(x + Joined.apply(own))  # type: ignore[no-untyped-call]
+        out: Tensor = self.head(x + Joined.apply(own))
         return out
 
 
