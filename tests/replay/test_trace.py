@@ -235,7 +235,7 @@ def test_a_causal_mask_is_healthy(how: str) -> None:
             super().__init__(lambda h: h)
             self.register_buffer("mask", torch.zeros(T, T).masked_fill(~allowed, -INF))
 
-        def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        def forward(self, x: Tensor, given: Tensor) -> Tensor:  # type: ignore[override]
             h = self.first(x)
             scores = h @ h.transpose(1, 2)
             fill = scores.masked_fill(~allowed, -INF)

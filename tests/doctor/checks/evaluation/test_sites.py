@@ -54,16 +54,16 @@ def evaluations(between: Callable[[Model], object], *, steps: int = 6) -> Evalua
 
 
 def nll(model: Model) -> float:
-    return -model(X).log_softmax(1).gather(1, Y[:, None]).mean().item()  # type: ignore[union-attr]
+    return -model(X).log_softmax(1).gather(1, Y[:, None]).mean().item()
 
 
 def accuracy_over_batches(model: Model) -> float:
-    right = sum(int((model(x).argmax(1) == y).sum()) for x, y in zip(X.split(16), Y.split(16)))  # type: ignore[union-attr]
+    right = sum(int((model(x).argmax(1) == y).sum()) for x, y in zip(X.split(16), Y.split(16)))
     return right / len(X)
 
 
 def all_at_the_end(model: Model) -> float:
-    outputs = torch.cat([model(x) for x in X.split(16)])  # type: ignore[misc]
+    outputs = torch.cat([model(x) for x in X.split(16)])
     return float((outputs - SOFT).square().mean())
 
 
@@ -92,7 +92,7 @@ def drawn(model: Model) -> list[int]:
     """As text is generated, until an end."""
     drawn, x = [], X[:1]
     for _ in range(4):
-        token = torch.multinomial(model(x).softmax(1), 1)  # type: ignore[union-attr]
+        token = torch.multinomial(model(x).softmax(1), 1)
         drawn.append(int(token))
         if (token == 2).all():
             break
@@ -104,16 +104,16 @@ def with_noise(model: Model) -> float:
     """As a diffusion model samples: the noise that it begins with is no target."""
     x = torch.randn(8, 6)
     for _ in range(3):
-        out: Tensor = model(x)  # type: ignore[assignment]
+        out: Tensor = model(x)
         x = x - 0.1 * F.pad(out, (0, 3)) + 0.1 * torch.randn_like(x)
     return x.mean().item()
 
 
 def rewarded(model: Model) -> Tensor:
     """The rewards come after the actions, from outside of torch."""
-    actions = model(X).argmax(1)  # type: ignore[union-attr]
+    actions = model(X).argmax(1)
     rewards = torch.tensor([float(each) for each in actions.tolist()])
-    return (rewards - model(X)[:, 0])[:32, None]  # type: ignore[index]
+    return (rewards - model(X)[:, 0])[:32, None]
 
 
 @pytest.mark.slow
