@@ -5,8 +5,9 @@
 
 report     seconds to read a log of a tenth of ``--steps`` steps with statistics of ``--layers`` layers and to write its
            report, and the size of that
-opening    a log of ``--steps`` steps with these layers: its size by default, and with every step; of the latter seconds
-           until the server has answered with its page, and until all of it was read
+opening    a log of ``--steps`` steps with these layers, by default (a step in ten) and with every step: its size; the
+           seconds until the server has answered with its page, which spans the run, and until all of it was read; and
+           the processor time that the server took for that
 browser    the report in Chromium: seconds until it is drawn, and the longest time between two frames while it is
            scrolled from end to end, and while it is zoomed into and out of again
 load       ``--pages`` pages listen to one run, to which ``--records`` steps are written within ``--seconds``, with the
@@ -127,14 +128,18 @@ def opening(root: Path, steps: int, layers: int) -> None:
         folder = make_log(root, f"long-{every}", steps, layers, every=every)
         against = "a step in ten, the default" if every > 1 else "every step"
         figure(BENCH, f"log_{steps}_size_{every}", [folder.log.stat().st_size / 1e6], unit="MB", against=against)
-    with server_of(root) as (_, port, token):
-        ask(port, token, "/nothing").read()  # until the process is up
-        begin_s = time.perf_counter()
-        text = ask(port, token, "/view?run=long-1").read()
-        figure(BENCH, f"opening_{steps}", [time.perf_counter() - begin_s], unit="s", against="the page is there")
-        while b"still being read" in text:
-            text = ask(port, token, "/data?run=long-1").read()
-        figure(BENCH, f"opening_{steps}_all", [time.perf_counter() - begin_s], unit="s", against="all of it was read")
+    for every in (10, 1):
+        with server_of(root) as (process, port, token):
+            ask(port, token, "/nothing").read()  # until the process is up
+            begin_s, begin_cpu_s = time.perf_counter(), sum(process.cpu_times()[:2])
+            text = ask(port, token, f"/view?run=long-{every}").read()
+            case = f"opening_{steps}_{every}"
+            figure(BENCH, case, [time.perf_counter() - begin_s], unit="s", against="the page is there")
+            while b"still being read" in text:
+                text = ask(port, token, f"/data?run=long-{every}").read()
+            figure(BENCH, f"{case}_all", [time.perf_counter() - begin_s], unit="s", against="all of it was read")
+            cpu_s = sum(process.cpu_times()[:2]) - begin_cpu_s
+            figure(BENCH, f"{case}_cpu", [cpu_s], unit="s", against="processor time of the server for all of it")
 
 
 FRAMES = """(act, for_ms) => new Promise((done) => {

@@ -16,6 +16,7 @@ from trainwright.report.pages import readings as readings_module
 from trainwright.report.pages.log import IncrementalLog
 from trainwright.report.pages.render import sparkline
 from trainwright.report.pages.rows import COLUMNS, NOT_FINITE, as_json, column, fill_missing, seconds, thin_rows
+from trainwright.report.pages.view import RunView
 from trainwright.runs.records import Evaluated, Record, Started, Telemetry, Watched, to_json
 
 
@@ -165,6 +166,23 @@ def test_a_long_log_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (0 < log.read_rows < 200, bool(log.is_complete)) == (True, False)
     assert log.advance()
     assert (log.read_rows, bool(log.is_complete)) == (200, True)
+
+
+def test_a_long_log_spans_the_run_before_all_of_it_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LONG_BYTES": 2**16, "SAMPLES": 16, "SAMPLE_BYTES": 2**10, "CHUNK_BYTES": 2**14}.items():
+        monkeypatch.setattr(log_module, name, value)
+    records = [started(), *map(step, range(1, 2001)), ended(2000)]
+    view = RunView(tmp_path / "run", IncrementalLog(make_run(tmp_path, "run", records).log))
+    view.log.advance(for_s=0.0)
+    steps = column(view.log.rows, "step")
+    assert not view.log.is_complete and view.log.read_rows < 100 and np.all(np.diff(steps) > 0)
+    assert steps.max() > 1900 and np.diff(steps).max() < 200
+    assert view.state == "finished" and view.seconds > 1900
+    while not view.log.is_complete:
+        view.log.advance(for_s=0.0)
+    alone = rows_of(view.log.path)
+    assert np.array_equal(view.log.rows, alone.rows, equal_nan=True) and view.log.sessions == alone.sessions
+    assert view.log.newest_process == alone.newest_process
 
 
 def test_a_log_that_is_a_link_is_not_read(tmp_path: Path) -> None:

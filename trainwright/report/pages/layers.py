@@ -29,8 +29,8 @@ MISSING_CODE = 65534
 MAX_CODE = 65533
 """The codes in a map of a value that is not finite and of a missing one, and the largest value of its log scale."""
 
-_HISTOGRAMS = re.compile(rb',"(?:act_)?log2":\[\[[0-9,\[\]]*\]\]')
-"""The largest part of a record, and not shown in these maps."""
+_UNUSED = re.compile(rb',"(?:(?:act_)?log2":\[\[[0-9,\[\]]*\]\]|act_(?:mean|max)":\[[^\]]*\])')
+"""The largest part of a record: histograms, and statistics that have no map."""
 
 Row = NDArray[np.float64]
 Rows = dict[str, list[Row]]
@@ -50,7 +50,7 @@ class LayerMaps:
     def take(self, line: bytes) -> None:
         """Add a line of the log; invalid lines are ignored."""
         try:
-            record = parse_json(_HISTOGRAMS.sub(b"", line).decode())
+            record = parse_json(_UNUSED.sub(b"", line).decode())
             names, step = record.get("layers") or self._names, float(record["step"])
         except (ValueError, TypeError, KeyError, AttributeError):
             return

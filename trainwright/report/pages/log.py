@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,10 @@ CHUNK_BYTES = 2**20
 BUCKETS = 800
 """The number of spans kept once there are more than MAX_ROWS rows."""
 MAX_ROWS, MAX_NOTES = 16_000, 2000
+LONG_BYTES = 16 * 2**20
+"""The size from which samples of a log are shown until all of it was read."""
+SAMPLES, SAMPLE_BYTES = 64, 2**16
+"""The number of parts of a long log that are read ahead, and their size."""
 KEPT_RECORDS = (
     *(Started, Ended, Evaluated, NotSaved, OutOfMemory, Quarantined, Replayed, Saved, Skipped, Logged),
     Unexamined,
@@ -85,7 +90,9 @@ _STARTED = re.compile(rb'\n\{"kind":"started"')
 class IncrementalLog:
     """The part of a log read so far: its steps as rows, thinned, and the records of other kinds that a page shows.
 
-    ``advance`` reads on; a log that was replaced or truncated is read again from its start, under another ``name``.
+    ``advance`` reads on. While a long log is being read, ``rows`` also have samples of its unread part, so that they
+    span the run at once, and ``newest_process`` is that of its last lines. A log that was replaced or truncated is read
+    again from its start, under another ``name``.
     Steps that a resume went back over are dropped, as in ``runs.reader.steps``. ``sessions`` are the beginning and the
     last record of each process that wrote, in Unix time; ``newest_process`` is the newest start or end of one.
 
@@ -101,11 +108,12 @@ class IncrementalLog:
 
     def _begin(self) -> None:
         self.name = secrets.token_hex(4)
-        self.rows, self.read_rows = no_rows(), 0
-        self.sessions: list[tuple[float, float]] = []
+        self._rows, self._ahead, self.read_rows = no_rows(), no_rows(), 0
+        self._sessions: list[tuple[float, float]] = []
         self.counts = Counter[type[Record]]()
         self._notes: dict[type[Record], deque[Record]] = {kind: deque(maxlen=MAX_NOTES) for kind in KEPT_RECORDS}
-        self.newest_process: Started | Ended | None = None
+        self._newest_process: Started | Ended | None = None
+        self._end_ahead: Ended | None = None
         self._findings, self.is_examined = FindingsFold(), False
         self.means = SpanMeans()
         self.readings = Readings()
@@ -121,6 +129,24 @@ class IncrementalLog:
     def notes(self, *kinds: type[Record]) -> list[Record]:
         """Return records of these kinds, each kind in the order of the log."""
         return [record for kind in kinds for record in self._notes[kind]]
+
+    @property
+    def rows(self) -> Rows:
+        """The steps that were read and, until all were read, samples of the others."""
+        return np.concatenate([self._rows, self._ahead]) if len(self._ahead) else self._rows
+
+    @property
+    def sessions(self) -> list[tuple[float, float]]:
+        """The beginning and the last record of each process."""
+        if not len(self._ahead) or not self._sessions:
+            return self._sessions
+        *others, (begin_s, end_s) = self._sessions
+        return [*others, (begin_s, max(end_s, float(column(self._ahead, "time_s").max())))]
+
+    @property
+    def newest_process(self) -> Started | Ended | None:
+        """The newest start or end of a process."""
+        return self._end_ahead or self._newest_process
 
     @property
     def findings(self) -> list[Found]:
@@ -152,8 +178,8 @@ class IncrementalLog:
 
     @property
     def is_thinned(self) -> bool:
-        """True if ``rows`` no longer contain everything that was read."""
-        return self.read_rows > MAX_ROWS
+        """True if ``rows`` do not contain every step of the log."""
+        return self.read_rows > MAX_ROWS or len(self._ahead) > 0
 
     @property
     def is_complete(self) -> bool:
@@ -174,6 +200,8 @@ class IncrementalLog:
             if (seen.st_dev, seen.st_ino) != self._file_id or seen.st_size < self._offset:
                 self._begin()
                 self._file_id = (seen.st_dev, seen.st_ino)
+            if self._offset == 0 and for_s < math.inf and seen.st_size > LONG_BYTES:
+                self._look_ahead(file, seen.st_size)
             file.seek(self._offset)
             while chunk := file.read(CHUNK_BYTES):
                 rest = b"" if chunk.endswith(b"\n") else file.readline(MAX_LINE_BYTES)
@@ -190,7 +218,24 @@ class IncrementalLog:
                 if time.perf_counter() >= until_s:
                     self._is_complete = file.read(1) == b""
                     break
+        read_to = column(self._rows, "step")[-1:].max(initial=-1)
+        self._ahead = no_rows() if self._is_complete else self._ahead[column(self._ahead, "step") > read_to]
+        self._end_ahead = None if self._is_complete else self._end_ahead
         return before != self.position
+
+    def _look_ahead(self, file: BinaryIO, size: int) -> None:
+        """Read samples of a long log, and the end of the newest process if it is in the last lines."""
+        parts = []
+        for offset in np.linspace(0, size - SAMPLE_BYTES, SAMPLES).astype(int).tolist():
+            file.seek(offset)
+            part = file.read(SAMPLE_BYTES)
+            parts.append(part[part.find(b"\n") : part.rfind(b"\n") + 1])
+        text = b"".join(parts)
+        self._ahead = by_step(_drop_invalid(np.concatenate([_rows_of(text, Step), _rows_of(text, Watched)])))
+        column(self._ahead, "order")[:] = np.inf
+        for record in decode_lines(_KEPT_LINE.findall(parts[-1])).records:
+            if isinstance(record, Started | Ended):
+                self._end_ahead = record if isinstance(record, Ended) else None
 
     def _take(self, lines: bytes) -> None:
         """Process complete lines; a Started record begins a new part, because it may go back over steps."""
@@ -222,27 +267,27 @@ class IncrementalLog:
         if not len(fresh):
             return
         times = column(fresh, "time_s")
-        begin_s, end_s = self.sessions.pop() if self.sessions else (float(times.min()), 0.0)
-        self.sessions.append((begin_s, max(end_s, float(times.max()))))
+        begin_s, end_s = self._sessions.pop() if self._sessions else (float(times.min()), 0.0)
+        self._sessions.append((begin_s, max(end_s, float(times.max()))))
         column(fresh, "order")[:] = np.arange(self.read_rows + 1, self.read_rows + 1 + len(fresh))
         self.read_rows += len(fresh)
         self.means.take(fresh)
-        self.rows = by_step(np.concatenate([self.rows, fresh]))
-        if len(self.rows) > MAX_ROWS:
-            self.rows = thin_rows(self.rows, BUCKETS)
+        self._rows = by_step(np.concatenate([self._rows, fresh]))
+        if len(self._rows) > MAX_ROWS:
+            self._rows = thin_rows(self._rows, BUCKETS)
 
     def _add_record(self, record: Record) -> None:
         self.counts[type(record)] += 1
         self._findings.take(record)
         self.is_examined = self.is_examined or isinstance(record, Found)
         if isinstance(record, Started | Ended):
-            self.newest_process = record
+            self._newest_process = record
         if isinstance(record, Started):
             self._go_back_to(record.step)
-            self.sessions.append((record.time_s, record.time_s))
-        elif self.sessions:
-            begin_s, end_s = self.sessions.pop()
-            self.sessions.append((begin_s, max(end_s, record.time_s)))
+            self._sessions.append((record.time_s, record.time_s))
+        elif self._sessions:
+            begin_s, end_s = self._sessions.pop()
+            self._sessions.append((begin_s, max(end_s, record.time_s)))
         if isinstance(record, Telemetry):
             self.readings.take(record)
         elif isinstance(record, KEPT_RECORDS):
@@ -251,8 +296,8 @@ class IncrementalLog:
             self._notes[type(record)].append(record)
 
     def _go_back_to(self, step: int) -> None:
-        self.rows = self.rows[column(self.rows, "step") <= step]
-        self.means.go_back_to(step, self.rows)
+        self._rows = self._rows[column(self._rows, "step") <= step]
+        self.means.go_back_to(step, self._rows)
         self.readings.go_back_to(step)
         self.figures.go_back_to(step)
         self.layers.go_back_to(step)
@@ -301,7 +346,7 @@ def _numbers(texts: Sequence[bytes]) -> NDArray[np.float64]:
     if texts[0] == texts[-1] == texts[len(texts) // 2] and texts.count(texts[0]) == len(texts):
         return np.full(len(texts), _number(texts[0]))
     try:
-        numbers = np.array(list(map(float, texts)))
+        numbers = np.fromiter(map(float, texts), np.float64, len(texts))
     except ValueError:
         return np.array(list(map(_number, texts)))
     return np.where(np.isfinite(numbers), numbers, np.inf)

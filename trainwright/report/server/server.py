@@ -122,7 +122,7 @@ class PageServer:
         names, seen = _parse_query(request.query_params)
         if not await self._read(lambda: self._has(names)):
             return _not_found(names)
-        return self._stream(lambda: self.news(names, seen))
+        return self._stream(lambda: self.news(names, seen), is_behind=lambda: not all(each.complete for each in seen))
 
     async def _runs_data(self, _request: Request) -> Response:
         return JSONResponse({"rows": await self._read(self._rows)})
@@ -143,8 +143,17 @@ class PageServer:
     def _rows(self) -> str:
         return overview_rows(self._shelf.overview())
 
-    def _stream(self, news: Callable[[], Mapping[str, JsonValue]], *, every_s: float = POLL_S) -> Response:
-        """Return server-sent events: non-empty results of ``news``, or a comment after a long silence."""
+    def _stream(
+        self,
+        news: Callable[[], Mapping[str, JsonValue]],
+        *,
+        every_s: float = POLL_S,
+        is_behind: Callable[[], bool] = lambda: False,
+    ) -> Response:
+        """Return server-sent events: non-empty results of ``news``, or a comment after a long silence.
+
+        They are ``every_s`` seconds apart, and follow at once if a log ``is_behind``, not yet read to its end.
+        """
 
         async def events() -> AsyncIterator[str]:
             sent_s = time.monotonic()
@@ -156,7 +165,7 @@ class PageServer:
                 elif time.monotonic() - sent_s > KEEP_ALIVE_S:
                     yield ": nothing new\n\n"
                     sent_s = time.monotonic()
-                await asyncio.sleep(every_s)
+                await asyncio.sleep(0.0 if is_behind() else every_s)
 
         headers = {"X-Accel-Buffering": "no"}  # nginx would buffer events
         return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
