@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,10 +29,18 @@ class Site:
     port: int
     url: str
 
-    def ask(self, path: str, *, headers: Mapping[str, str] | None = None, method: str = "GET") -> Answer:
-        """A request with the cookie, unless other headers are given."""
+    def ask(
+        self, path: str, *, headers: Mapping[str, str] | None = None, method: str = "GET", body: object = None
+    ) -> Answer:
+        """A request with the cookie, unless other headers are given; with a ``body``, it is a POST of JSON."""
+        if body is not None:
+            method, headers = (
+                "POST",
+                {"Content-Type": "application/json", **(self.cookie if headers is None else headers)},
+            )
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        link.request(method, path, headers=self.cookie if headers is None else dict(headers))
+        text = None if body is None else json.dumps(body)
+        link.request(method, path, text, headers=self.cookie if headers is None else dict(headers))
         reply = link.getresponse()
         answer = Answer(
             reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read().decode()

@@ -13,6 +13,7 @@ import pytest
 from tests.report_pages.browser import CHROMIUM, Browser, browser_in
 from tests.report_pages.runs import BEGAN_S, ended, evaluated, found, make_run, started, step
 from tests.report_pages.serving import site_of
+from trainwright.report.marks import marks_of
 from trainwright.report.pages.report import write_report
 from trainwright.runs.lock import RunLock
 from trainwright.runs.records import Logged, to_json
@@ -200,6 +201,33 @@ def test_runs_are_chosen_and_compared(browser: Browser, tmp_path: Path) -> None:
         browser.open("about:blank")
 
 
+def test_tags_panels_and_columns_are_chosen_on_the_page(browser: Browser, tmp_path: Path) -> None:
+    records = [started(), *map(step, range(1, 31)), evaluated(20, 0.5), evaluated(30, 0.4), ended(30)]
+    make_run(tmp_path, "run", records, settings={"optimizer.lr": 0.25})
+    send = "{0}.elements.{1}.value = {2!r}, {0}.requestSubmit()"
+    with site_of(tmp_path) as site:
+        browser.open(site.url)
+        browser.value(send.format("document.getElementById('add-columns')", "columns", "optimizer.lr, none"))
+        browser.until("[...document.querySelectorAll('th')].some((each) => each.textContent === 'optimizer.lr')")
+        assert browser.value("document.querySelector('td[data-label=\"optimizer.lr\"]').textContent") == "0.25"
+        browser.open(f"http://127.0.0.1:{site.port}/view?run=run")
+        browser.value(send.format("document.querySelector('.marks form')", "tags", " good one, <b>, "))
+        browser.until("document.querySelector('#head-0').textContent.includes('good one')")
+        browser.value(
+            send.format("document.querySelector('#panels-form form')", "panels", "both: loss, *accuracy\nlr: learning*")
+        )
+        browser.until("document.querySelectorAll('#panels figure').length === 2")
+        assert browser.value("document.querySelector('#panels figure').ariaLabel").count(" from ") == 2
+        browser.value(send.format("document.querySelector('.marks form')", "tags", "x" * 81))
+        browser.until("document.querySelector('.marks [role=status]').textContent.includes('tags.0')")
+        browser.open("about:blank")
+        browser.errors.clear()  # of the answer 422
+    assert marks_of(tmp_path / "run").tags == ["good one", "<b>"]
+    browser.open(f"file://{write_report([tmp_path / 'run']).path}")
+    assert browser.value("document.querySelectorAll('#panels figure').length") == 2
+    assert browser.value("document.querySelectorAll('form, .marks').length") == 0
+
+
 def test_text_of_a_run_is_no_script(browser: Browser, tmp_path: Path) -> None:
     evil = "<script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
     folder = make_run(tmp_path, "run", [started(), step(1), found("a.b", text=evil), found(evil)], settings={})
@@ -209,7 +237,7 @@ def test_text_of_a_run_is_no_script(browser: Browser, tmp_path: Path) -> None:
     assert evil in browser.value("document.body.textContent")
 
 
-CONTROLS = "a[href], button:not(:disabled), input, select, summary, .chart"
+CONTROLS = "a[href], button:not(:disabled), input, select, textarea, summary, .chart"
 FAINT = """() => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const rgba = (colour) => {
@@ -271,7 +299,8 @@ def test_a_page_can_be_used_by_keys_and_be_read(browser: Browser, tmp_path: Path
     both = write_report([path.parent, runs / "other"], tmp_path / "both.html").path
     with site_of(runs) as site:
         browser.open(site.url)
-        for url in (f"http://127.0.0.1:{site.port}/", f"file://{path}", f"file://{both}"):
+        live = (f"http://127.0.0.1:{site.port}/", f"http://127.0.0.1:{site.port}/view?run=run")
+        for url in (*live, f"file://{path}", f"file://{both}"):
             for dark in (False, True):
                 browser.open(url, dark=dark)
                 assert browser.value(f"({FAINT})()") == [], (url, dark)

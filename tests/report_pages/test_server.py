@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from tests.report_pages.runs import BEGAN_S, add, ended, evaluated, found, make_run, started, step
 from tests.report_pages.serving import TOKEN, Site, site_of
 from trainwright.cli import app
+from trainwright.report.marks import marks_of
 from trainwright.report.pages import overview
 from trainwright.report.pages.overview import RunShelf
 from trainwright.report.server import server as server_module
@@ -86,6 +87,36 @@ def test_nothing_outside_of_the_runs_can_be_asked_for(site: Site, runs: Path) ->
     assert site.ask("/view").status == 404
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
         assert site.ask("/", method=method).status == 405
+
+
+def test_marks_are_changed_by_a_post_with_the_token_only(site: Site, runs: Path) -> None:
+    change = {"run": "ill", "tags": ["bad", "lr"], "note": "too high"}
+    foreign = [{**site.cookie, "Sec-Fetch-Site": "same-site"}, {**site.cookie, "Content-Type": "text/plain"}]
+    for headers, status in (
+        ({}, 403),
+        ({"Cookie": f"trainwright-{site.port}=wrong"}, 403),
+        *((each, 405) for each in foreign),
+    ):
+        assert site.ask("/marks", headers=headers, body=change).status == status
+    assert site.ask("/marks").status == 405 and site.ask("/view?run=ill", body=change).status == 405
+    assert not (runs / "marks.json").exists()
+    assert site.ask("/marks", body=change).status == 204 and marks_of(runs / "ill").tags == ["bad", "lr"]
+    assert site.ask("/marks", body={"run": "ill", "panels": [{"name": "both", "metrics": ["*loss*"]}]}).status == 204
+    assert site.ask("/marks", body={"columns": ["optimizer.lr"]}).status == 204
+    assert "too high" in site.ask("/").text and 'data-label="optimizer.lr"' in site.ask("/runs-data").text.replace(
+        "\\", ""
+    )
+    assert '"name":"both"' in site.ask("/view?run=ill").text
+    wrong = (
+        {"run": "../runs/ill", "tags": []},
+        {"tags": []},
+        {"run": "ill", "tags": ["a,b"]},
+        {"path": "/"},
+        [],
+        "x" * 2**17,
+    )
+    assert [site.ask("/marks", body=each).status for each in wrong] == [422, 422, 422, 422, 422, 413]
+    assert marks_of(runs / "ill").note == "too high" and marks_of(runs / "healthy").tags == []
 
 
 def test_every_answer_forbids_what_a_page_does_not_need(site: Site) -> None:

@@ -90,13 +90,25 @@ def checks(
 
 @verb()
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of the run folders.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER|RUN", help="The folder of the runs, or a run.")] = Path(
+        "runs"
+    ),
+    tagged: Annotated[list[str] | None, typer.Option(metavar="TAG", help="List the runs with this tag.")] = None,
+    tag: Annotated[list[str] | None, typer.Option(metavar="TAG", help="Add a tag to the run.")] = None,
+    untag: Annotated[list[str] | None, typer.Option(metavar="TAG", help="Remove a tag of the run.")] = None,
+    note: Annotated[str | None, typer.Option(help="Replace the note on the run.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the runs of a folder: start, state, verdict, newest step and losses."""
+    """List the runs of a folder: start, state, verdict, newest step and losses. Or change the tags of a run."""
+    from trainwright.report.marks import mark_run, marks_of
     from trainwright.report.runs import list_runs
+    from trainwright.runs.folder import RunFolder
 
-    finish_printed(list_runs(folder), as_json)
+    if tag or untag or note is not None:
+        run = RunFolder.open(folder).path
+        tags = [each for each in [*marks_of(run).tags, *(tag or ())] if each not in (untag or ())]
+        mark_run(run, tags=tags, note=note)
+    finish_printed(list_runs(folder, tagged or ()), as_json)
 
 
 @verb()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from trainwright.report.marks import marks_of
 from trainwright.report.verdict import evaluations_in, verdict_of
 from trainwright.runs.files import reason_of
 from trainwright.runs.folder import RunFolder, runs_in
@@ -28,6 +30,8 @@ class RunRow:
     step: int
     loss: float | None
     val_loss: float | None
+    tags: tuple[str, ...] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,24 +46,31 @@ class RunTable:
         """Return the text output."""
         if not self.rows:
             return [f"{self.folder} holds no run"]
-        head = ("run", "began (UTC)", "state", "verdict", "step", "loss", "val loss")
-        return in_columns([head, *(_cells(row) for row in self.rows)])
+        head = ("run", "began (UTC)", "state", "verdict", "step", "loss", "val loss", "tags")
+        cells = [head, *(_cells(row) for row in self.rows)]
+        return in_columns(cells if any(row.tags for row in self.rows) else [each[:-1] for each in cells])
 
     def to_json(self) -> dict[str, object]:
         """Return the output of ``--json``."""
         return {"folder": str(self.folder), "runs": [strict({**asdict(row), "run": str(row.run)}) for row in self.rows]}
 
 
-def list_runs(folder: Path) -> RunTable:
+def list_runs(folder: Path, tagged: Sequence[str] = ()) -> RunTable:
     """Read the end of the log of each run in ``folder``.
 
     Args:
-        folder: The folder of the runs. A run without a log is listed, too.
+        folder: The folder of the runs, or a run. A run without a log is listed, too.
+        tagged: The tags that a run must have to be listed.
 
     Returns:
         One row for each run, the oldest first. If a run cannot be read, its state is the reason.
     """
-    rows = [_row_or_reason(RunFolder(path)) for path in runs_in(folder)]
+    paths = runs_in(folder) or [path for path in runs_in(folder.parent) if path == folder]
+    rows = []
+    for path in paths:
+        marks = marks_of(path)
+        if set(tagged) <= set(marks.tags):
+            rows.append(replace(_row_or_reason(RunFolder(path)), tags=tuple(marks.tags), note=marks.note))
     return RunTable(folder, tuple(sorted(rows, key=lambda row: row.began_s)))
 
 
@@ -95,7 +106,8 @@ def _cells(row: RunRow) -> tuple[str, ...]:
         began = datetime.fromtimestamp(row.began_s, UTC).strftime("%Y-%m-%d %H:%M") if row.began_s else "-"
     except (ValueError, OverflowError, OSError):  # a file from the year 10,000
         began = "-"
-    return (str(row.run), began, row.state, row.verdict.word, f"{row.step:,}", _number(row.loss), _number(row.val_loss))
+    losses = (_number(row.loss), _number(row.val_loss))
+    return (str(row.run), began, row.state, row.verdict.word, f"{row.step:,}", *losses, ", ".join(row.tags))
 
 
 def _number(value: float | None) -> str:

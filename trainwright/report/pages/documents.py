@@ -16,6 +16,8 @@ from trainwright.plan.explain import human_seconds
 from trainwright.report import bad_cases
 from trainwright.report.bad_cases import BadCases
 from trainwright.report.chart import Series, line_chart_svg
+from trainwright.report.marks import NAME as MARKS_FILE
+from trainwright.report.marks import Marks, RunMarks, read_marks
 from trainwright.runs import supervision
 from trainwright.runs.files import UnreadableFile, read_end_of_text, read_text
 from trainwright.runs.folder import RunFolder
@@ -58,6 +60,7 @@ class RunDocuments:
             self.supervision,
             self.profile,
             self.pictures,
+            self.all_marks,
         ):
             pass
         return self._unreadable
@@ -131,6 +134,17 @@ class RunDocuments:
     def profile(self) -> ProfilePanel | None:
         """The result of `trainwright profile`; None if it has not run."""
         return self._read(self.folder.path / PROFILE_FILE, ProfilePanel.read, None)
+
+    @cached_property
+    def all_marks(self) -> Marks:
+        """The tags, notes, panels and columns that the user chose for the runs of its folder."""
+        folder = self.folder.path.resolve().parent
+        return self._read(folder / MARKS_FILE, lambda path: read_marks(path.parent), Marks())
+
+    @property
+    def marks(self) -> RunMarks:
+        """The user's tags of this run, and the note."""
+        return self.all_marks.runs.get(self.folder.path.resolve().name, RunMarks())
 
     @property
     def modules(self) -> list[dict[str, Any]]:

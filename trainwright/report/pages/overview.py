@@ -23,11 +23,12 @@ READ_PER_RUN_S = 0.05
 class Overview:
     """Views of runs by their name on a page, the newest first.
 
-    ``unreadable`` has the reason for each run that cannot be read.
+    ``unreadable`` has the reason for each run that cannot be read. ``columns`` are those that the user added.
     """
 
     views: Mapping[str, RunView]
     unreadable: Mapping[str, str] = field(default_factory=dict)
+    columns: Sequence[str] = ()
 
 
 class RunShelf:
@@ -65,6 +66,10 @@ class RunShelf:
                 yield root
             yield from (path for path in inside if path.resolve().parent == root)
 
+    def parents(self) -> set[Path]:
+        """Return the folders that contain runs."""
+        return {path.parent for path in self.runs().values()}
+
     def view(self, path: Path, *, for_s: float = float("inf")) -> RunView:
         """Return the current view of a run; its log is read on from the last position for about ``for_s`` seconds."""
         log = self._logs.setdefault(path, IncrementalLog(path / "log.jsonl"))
@@ -82,4 +87,5 @@ class RunShelf:
             except Exception as error:  # an unreadable run must not hide the others
                 unreadable[name] = reason_of(error)
         newest = sorted(views, key=lambda name: views[name].log.sessions[-1:] or [(0.0, 0.0)], reverse=True)
-        return Overview({name: views[name] for name in newest}, unreadable)
+        columns = dict.fromkeys(name for view in views.values() for name in view.all_marks.columns)
+        return Overview({name: views[name] for name in newest}, unreadable, tuple(columns))

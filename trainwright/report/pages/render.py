@@ -39,6 +39,11 @@ PARTS = ("head", "findings", "records")
 SCRIPTS = ("uplot", "charts", "page")
 STYLES = ("uplot", "page")
 """Names of the static files that are embedded in every page."""
+COLUMNS = ("run", "", "state", "verdict", "changed", "step", "left", "loss", "validation")
+MORE_COLUMNS = ("findings", "duration", "learning rate")
+"""The columns of the list of runs, those of the user between them; the curve has no title."""
+MAX_NAMES = 500
+"""Metrics and keys that are offered as further columns."""
 MIN_BUCKETS = 60
 DAY_S = 24 * 3600.0
 
@@ -58,7 +63,8 @@ def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool
                 "id": name,
             }
             for view, name in zip_longest(views, names)
-        ]
+        ],
+        "panels": views[0].all_marks.model_dump()["panels"],
     }
     page = templates().get_template("runs.html")
     comparison = RunComparison.of(views) if len(views) > 1 else None
@@ -76,7 +82,12 @@ def ladder_page(found: object, **values: object) -> str:
 def overview_page(overview: Overview) -> str:
     """Return the page of all runs of a folder."""
     page, rows = templates().get_template("overview.html"), overview_rows(overview)
-    return page.render(page_values("live"), title="runs", rows=rows, data={}, live=True)
+    columns = (*COLUMNS, *overview.columns, *MORE_COLUMNS)
+    known = {key for view in overview.views.values() for part in (view.recipe, view.plan) for key, _ in flat(part)}
+    known |= {name for view in overview.views.values() for name, _ in view.log.figures.series()}
+    names = sorted(each for each in known if each and not each.startswith(("notes", "header")))[:MAX_NAMES]
+    values = page_values("live") | {"columns": columns, "added": overview.columns, "names": names}
+    return page.render(values, title="runs", rows=rows, data={}, live=True)
 
 
 def overview_rows(overview: Overview) -> Markup:
@@ -86,10 +97,12 @@ def overview_rows(overview: Overview) -> Markup:
     unreadable = dict(overview.unreadable)
     for name, view in overview.views.items():
         try:
-            rows += Markup(template.render(overview=Overview({name: view})))
+            rows += Markup(template.render(overview=Overview({name: view}, columns=overview.columns)))
         except Exception as error:
             unreadable[name] = reason_of(error)
-    return rows + Markup(templates().get_template("unreadable_rows.html").render(unreadable=unreadable))
+    columns = (*COLUMNS[3:], *overview.columns, *MORE_COLUMNS)
+    unreadable_rows = templates().get_template("unreadable_rows.html")
+    return rows + Markup(unreadable_rows.render(unreadable=unreadable, columns=columns))
 
 
 def unreadable_part(reason: str) -> Markup:
@@ -162,6 +175,7 @@ def templates() -> Environment:
         number=number,
         place=place,
         flat=flat,
+        with_unit=_with_unit,
         memory_parts=memory_parts,
         masked=masked,
         when=_when,
@@ -187,6 +201,19 @@ def _data(value: object) -> Markup:
 def _translated(_context: Context, text: object) -> str:
     """Return a text in the output language. The context keeps jinja from translating constants when it compiles."""
     return translated(str(text))
+
+
+def _with_unit(value: str, path: str) -> str:
+    """Return a value of the plan in words, with the unit that its name has."""
+    names = path.split(".")
+    try:
+        if any(name.endswith("bytes") for name in names):
+            return human_bytes(int(value))
+        if any(name.endswith("_s") or name == "seconds" for name in names):
+            return human_seconds(float(value))
+        return f"{int(value):,}"
+    except ValueError:  # a word, or no value
+        return value
 
 
 def _image(svg: str) -> str:

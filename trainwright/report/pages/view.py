@@ -195,6 +195,14 @@ class RunView(RunDocuments):
             name: sorted(self.log.notes(*each), key=lambda record: record.time_s)[-100:] for name, each in kinds.items()
         }
 
+    def value_of(self, name: str) -> str:
+        """Return the newest value of a metric, or that of a key of the recipe or plan, as text; "" if there is none."""
+        for metric, (_, values) in self.log.figures.series():
+            known = values[~np.isnan(values)]
+            if metric == name and len(known):
+                return number(float(known[-1]))
+        return next((dict(flat(each))[name] for each in (self.recipe, self.plan) if name in dict(flat(each))), "")
+
     def facts(self) -> Iterator[tuple[str, str]]:
         """Yield the head of the page: names and values."""
         planned = self.planned_steps

@@ -1,7 +1,8 @@
-"""The application behind ``trainwright serve``: read-only pages of runs, and updates as runs write them.
+"""The application behind ``trainwright serve``: pages of runs, and updates as runs write them.
 
     /            all runs                       /runs-data  /runs-events   the rows of that page
     /view?run=   one run, or several            /data       /events        updates of them
+    /marks       a POST changes tags, notes, panels or columns (``report.marks``); runs are only read
 
 Every address is relative, so it works behind ``ssh -L`` and a proxy under any path. A request names one of the
 runs that were found; no path is ever built from a request.
@@ -22,6 +23,7 @@ from http.cookies import CookieError, SimpleCookie
 from typing import TypeVar
 from urllib.parse import quote, urlencode
 
+from pydantic import ConfigDict, ValidationError
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, QueryParams
 from starlette.requests import Request
@@ -29,6 +31,8 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trainwright.errors import StorageError
+from trainwright.report.marks import ColumnNames, Note, Panels, Tags, mark_run, read_marks, write_marks
 from trainwright.report.pages.connections import KNOWS_TOKEN
 from trainwright.report.pages.curves import curves_of, readings_of
 from trainwright.report.pages.overview import RunShelf
@@ -43,6 +47,7 @@ from trainwright.report.pages.render import (
 from trainwright.report.pages.view import RunView
 from trainwright.runs.files import reason_of
 from trainwright.runs.json_values import JsonValue
+from trainwright.runs.shapes import FileShape
 
 T = TypeVar("T")
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -55,8 +60,20 @@ LAYERS_INTERVAL_S = 5.0
 """The interval at which new statistics by layer are sent."""
 MAX_RUNS_PER_PAGE = 24
 """The maximum number of runs side by side on one page."""
+MAX_BODY_BYTES = 2**16
 MAX_NEW_ROWS = 4000
 """Rows that a page receives one by one before it receives all of them again, thinned."""
+
+
+class MarksChange(FileShape):
+    """The body of a POST: what is given is changed, for the folder of ``run`` or for all folders."""
+
+    model_config = ConfigDict(extra="forbid")
+    run: str = ""
+    tags: Tags | None = None
+    note: Note | None = None
+    panels: Panels | None = None
+    columns: ColumnNames | None = None
 
 
 @dataclass
@@ -95,6 +112,7 @@ class PageServer:
             Route("/events", self._events),
             Route("/runs-data", self._runs_data),
             Route("/runs-events", self._runs_events),
+            Route("/marks", self._change_marks, methods=["POST"]),
         ]
         return Guard(Starlette(routes=routes), token, (*LOOPBACK, *hosts), cookie)
 
@@ -123,6 +141,34 @@ class PageServer:
         if not await self._read(lambda: self._has(names)):
             return _not_found(names)
         return self._stream(lambda: self.news(names, seen), is_behind=lambda: not all(each.complete for each in seen))
+
+    async def _change_marks(self, request: Request) -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                return PlainTextResponse(f"more than {MAX_BODY_BYTES:,} bytes", 413)
+        try:
+            change = MarksChange.model_validate_json(body)
+            await self._read(lambda: self._apply(change))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            return PlainTextResponse(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", 422)
+        except (LookupError, StorageError) as error:
+            return PlainTextResponse(str(error), 422)
+        return Response(status_code=204)
+
+    def _apply(self, change: MarksChange) -> None:
+        paths = self._shelf.runs()
+        is_of_run = change.tags is not None or change.note is not None
+        if (change.run or is_of_run) and change.run not in paths:
+            raise LookupError(f"there is no run {change.run} here")
+        if is_of_run:
+            mark_run(paths[change.run], tags=change.tags, note=change.note)
+        chosen = {"panels": change.panels, "columns": change.columns}
+        if update := {name: value for name, value in chosen.items() if value is not None}:
+            for folder in {paths[change.run].parent} if change.run else self._shelf.parents():
+                write_marks(folder, read_marks(folder).model_copy(update=update))
 
     async def _runs_data(self, _request: Request) -> Response:
         return JSONResponse({"rows": await self._read(self._rows)})
@@ -242,6 +288,9 @@ def _not_found(names: Sequence[str]) -> Response:
     )
 
 
+_NO_TOKEN = PlainTextResponse("open the address that `trainwright serve` has printed: it ends with a token", 403)
+
+
 class Guard:
     """Accepts requests with an allowed host name and the token.
 
@@ -277,14 +326,24 @@ class Guard:
                 "not an allowed host name: start the server with --host-name NAME to allow it", 400
             )
         if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse("this server is read-only", 405)
+            return self._refusal_of_change(scope, headers)
         if self._knows(query.get("token", "")):
             scope["state"][KNOWS_TOKEN] = True
             return self._with_cookie(scope, query)
         if self._knows(_cookie_of(headers, self._cookie)):
             scope["state"][KNOWS_TOKEN] = True
             return None
-        return PlainTextResponse("open the address that `trainwright serve` has printed: it ends with a token", 403)
+        return _NO_TOKEN
+
+    def _refusal_of_change(self, scope: Scope, headers: Headers) -> ASGIApp | None:
+        """Refuse a change without the token, and one that a page of another site or port could make a browser send."""
+        is_json = headers.get("content-type", "").partition(";")[0] == "application/json"
+        if scope["method"] != "POST" or not is_json or headers.get("sec-fetch-site", "same-origin") != "same-origin":
+            return PlainTextResponse("this server reads runs; tags and the like are changed by a POST of JSON", 405)
+        if not self._knows(_cookie_of(headers, self._cookie)):
+            return _NO_TOKEN
+        scope["state"][KNOWS_TOKEN] = True
+        return None
 
     def _knows(self, token: str) -> bool:
         return hmac.compare_digest(token.encode(), self._token.encode())

@@ -43,9 +43,9 @@ const Charts = (function () {
     { name: "gradient norm", log: true, smooth: true, of: (run) => [["gradient norm", run.columns, run.columns.grad_norm, {}]] },
     { name: "learning rate", of: (run) => [["learning rate", run.columns, run.columns.lr, {}]] },
     { name: "throughput", smooth: true, zero: true, title: (runs) => unitOf(runs[0].columns), of: (run) => [["throughput", run.columns, speed(run.columns), {}]] },
-    { name: "waiting for data", smooth: true, format: percent, range: [0, 1], of: (run) => [["waiting", run.columns, shareOf(run.columns.wait_s, run.columns.step_s), {}]] },
+    { name: "waiting for data", smooth: true, format: percent, range: [0, 1], of: (run) => [["waiting for data", run.columns, shareOf(run.columns.wait_s, run.columns.step_s), {}]] },
     { name: "memory", format: bytes, zero: true, of: (run, alone) => [["memory", run.columns, run.columns.mem_bytes, {}], ["planned", run.columns, alone && run.planned_bytes && run.columns.step && run.columns.step.map(() => run.planned_bytes), { dashed: true }]] },
-    { name: "skipped updates", zero: true, hideZero: true, of: (run) => [["skipped", run.columns, run.columns.skipped, {}]] },
+    { name: "skipped updates", zero: true, hideZero: true, of: (run) => [["skipped updates", run.columns, run.columns.skipped, {}]] },
   ];
   const READINGS = {
     busy_percent: ["GPU busy", unit("%")],
@@ -99,6 +99,19 @@ const Charts = (function () {
         return (found ? found.series : []).map((each, i) => [each.label, placed(run, each), each.value, { set: each.label, marked: each.is_evaluation, ink: alone ? (each.is_evaluation ? Math.max(1, i) : 0) : undefined }]);
       },
     })).sort(inGroups);
+  }
+
+  /* Panels of the user: all curves whose metric has one of the names, in which * matches any text. */
+  const metricsOf = (run) => [...CURVES, ...figuresOf([run]), ...readingsOf(run)].flatMap((chart) =>
+    chart.of(run, true).filter(([, , values]) => values).map(([label, side, values, look]) => ({ name: label === chart.name ? label : label + " " + chart.name, side, values, look })));
+  const names = () => [...new Set(data.runs.flatMap(metricsOf).map((each) => each.name))];
+  function panelsOf() {
+    const matches = (names) => new RegExp("^(?:" + names.map((name) => name.replace(/[.+?^${}()|[\]\\]/g, "\\$&").replace(/\*/g, ".*")).join("|") + ")$");
+    return (data.panels || []).map(({ name, metrics }) => ({
+      name,
+      of: (run, alone) => metricsOf(run).filter((each) => matches(metrics).test(each.name)).map((each, i) =>
+        [each.name, each.side, each.values, { set: each.name, marked: each.look.marked || each.look.strong, ink: alone ? i : undefined, dash: alone ? undefined : DASHES[i % 3] }]),
+    }));
   }
 
   /* Statistics by layer: a colour for each layer and step, on a log scale. */
@@ -211,7 +224,7 @@ const Charts = (function () {
         const shape = alone ? "" : xs.join() + ":" + ys.join(), same = drawnAs.get(shape);
         if (!alone && !same) drawnAs.set(shape, { name, count: 0 });
         if (!alone && same) same.count++;
-        const line = { label: name, ink, sameAs: !alone && same ? same.name : "", dash: !alone && same ? [5, 5 + 4 * same.count] : look.dashed ? [6, 4] : isMarked && !alone ? [2, 3] : DASHES[Math.floor(index / 8) % 3], points: { show: !!isMarked || ys.filter(number).length === 1, size: 6, fill: ink } };
+        const line = { label: name, ink, sameAs: !alone && same ? same.name : "", dash: !alone && same ? [5, 5 + 4 * same.count] : look.dashed ? [6, 4] : look.dash ? look.dash : isMarked && !alone ? [2, 3] : DASHES[Math.floor(index / 8) % 3], points: { show: !!isMarked || ys.filter(number).length === 1, size: 6, fill: ink } };
         const isRead = data.runs.length - hidden.size <= FEW;
         if (!even || isRead) tables.push([xs, ys]);
         if (!even || isRead) series.push({ ...line, stroke: even ? ink + "66" : ink, width: isMarked ? 2 : even ? 1 : 1.25, broken: ys.some((v) => v === null), isRead, isHollow: isMarked && !alone, points: even || ys.length > 200 ? { ...line.points, show: !!isMarked && ys.length < 100 } : line.points });
@@ -236,7 +249,9 @@ const Charts = (function () {
     const heats = byId("layers") ? heatsOf(data.runs[0]) : [], figures = figuresOf(data.runs);
     if (byId("layers")) byId("layers-section").hidden = !heats.length;
     byId("metrics-section").hidden = !figures.length;
-    for (const [home, charts] of [[box, CURVES], [byId("metrics"), figures], [byId("layers"), heats], [byId("machine"), machine]])
+    const panels = panelsOf();
+    byId("panels-section").hidden = !panels.length;
+    for (const [home, charts] of [[box, CURVES], [byId("panels"), panels], [byId("metrics"), figures], [byId("layers"), heats], [byId("machine"), machine]])
       for (const chart of charts) {
         const found = tableOf(chart, axis);
         if (found) wanted.push({ home, chart, table: found[0], series: found[1], isLog: isLog(chart, found[0]), width: chart.tall ? width : Math.floor((width - 16 * (across - 1)) / across) });
@@ -260,7 +275,7 @@ const Charts = (function () {
   function rebuild(wanted) {
     plots.forEach((plot) => plot.destroy());
     byId("charts").replaceChildren();
-    for (const id of ["metrics", "layers", "machine"]) if (byId(id)) byId(id).replaceChildren();
+    for (const id of ["panels", "metrics", "layers", "machine"]) if (byId(id)) byId(id).replaceChildren();
     let group = "";
     plots = wanted.map((each) => {
       if (each.chart.group && each.chart.group !== group) {
@@ -606,5 +621,5 @@ const Charts = (function () {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
     draw();
   }
-  return { data, draw, begin };
+  return { data, draw, begin, names };
 })();

@@ -145,7 +145,9 @@
       const compare = (a, b) => (isNaN(+a) || isNaN(+b) ? a.localeCompare(b) : a - b);
       [...body.rows].sort((a, b) => order.sign * compare(key(a), key(b))).forEach((row) => body.append(row));
     }
-    for (const row of [byId("runs").tHead.rows[0], ...body.rows]) [...row.cells].forEach((cell, i) => (cell.hidden = unshown.has(columnNames()[i])));
+    const isEmpty = (i) => [...body.rows].every((row) => row.cells[i].classList.contains("nil"));
+    const isHidden = columnNames().map((name, i) => unshown.has(name) || (name === "left" && isEmpty(i)));
+    for (const row of [byId("runs").tHead.rows[0], ...body.rows]) [...row.cells].forEach((cell, i) => (cell.hidden = isHidden[i]));
     for (const row of body.rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
     byId("compare").disabled = body.querySelectorAll("input:checked").length < 2;
     const shown = [...body.rows].filter((row) => !row.hidden), told = (count, what) => (count ? [count + " " + what] : []);
@@ -179,6 +181,7 @@
   }
   function listRuns() {
     chooseColumns();
+    keep(byId("add-columns"), ({ columns }) => ({ columns: listOf(columns.value) }), () => location.reload());
     byId("filter").addEventListener("input", arrange);
     byId("runs").tBodies[0].addEventListener("change", arrange);
     byId("runs").querySelectorAll("th").forEach((head, column) => {
@@ -197,6 +200,40 @@
     });
   }
 
+  /* What the user chooses for the folder of the runs: tags, notes, panels, columns. Only a live page can change it. */
+  const listOf = (text) => text.split(",").map((each) => each.trim()).filter(Boolean);
+  const panelsOf = (text) => text.split("\n").map((line) => line.trim()).filter(Boolean).map((line) => {
+    const cut = line.indexOf(":"), metrics = listOf(line.slice(cut + 1));
+    return { name: cut > 0 ? line.slice(0, cut).replace(/,/g, " ").trim() : metrics.join(" "), metrics };
+  });
+  function keep(form, changeOf, then) {
+    const status = form.querySelector("[role=status]");
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      const change = changeOf(form.elements);
+      fetch("marks", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(change) })
+        .then((answer) => (answer.ok ? "" : answer.text()), () => "the server does not answer")
+        .then((problem) => {
+          status.textContent = problem || "kept";
+          if (!problem) then(change);
+        });
+    });
+  }
+  function keepMarks() {
+    document.querySelectorAll(".marks form").forEach((form) => {
+      keep(form, ({ tags, note }) => ({ run: data.runs[form.dataset.index].id, tags: listOf(tags.value), note: note.value }), () => {});
+    });
+    const panels = byId("panels-form");
+    if (!panels) return;
+    const form = panels.querySelector("form");
+    form.elements.panels.value = (data.panels || []).map(({ name, metrics }) => name + ": " + metrics.join(", ")).join("\n");
+    keep(form, ({ panels }) => ({ run: data.runs[0].id, panels: panelsOf(panels.value) }), (change) => {
+      data.panels = change.panels;
+      Charts.draw();
+    });
+    panels.addEventListener("toggle", () => (panels.querySelector(".names").textContent = "Metrics: " + Charts.names().join(", ")));
+  }
+
   /* Tables and code that overflow can be scrolled with the keyboard. */
   function reachWide() {
     document.querySelectorAll(".wide, pre").forEach((each) => {
@@ -209,6 +246,7 @@
 
   if (data.runs) {
     addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((each) => (each.open = true)));
+    keepMarks();
     Charts.begin();
   } else {
     listRuns();
