@@ -64,7 +64,7 @@ def test_every_run_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (rows["done"].step, rows["done"].loss, rows["done"].val_loss) == (9000, 1 / 9000, 0.5)
     assert not is_locked(running.path) and not is_locked(Path("runs/no_run"))
     printed = CliRunner().invoke(app, ["runs"]).output.splitlines()
-    assert printed[0].split() == ["run", "began", "(UTC)", "state", "verdict", "step", "loss", "val", "loss"]
+    assert printed[0].split() == ["folder", "began", "(UTC)", "state", "verdict", "step", "loss", "val", "loss"]
     assert "no finding     9,000  0.0001111  0.5000" in next(line for line in printed if "runs/done" in line)
     listed = json.loads(CliRunner().invoke(app, ["runs", "--json"]).output)["runs"]
     assert {each["verdict"]["word"] for each in listed} == {"no finding", "killed", "no end record"}

@@ -30,7 +30,7 @@ ROOMS = ("cli", "doctor", "plan", "report", "training", "watching", "monitoring"
 def english() -> set[tuple[str, str]]:
     """Return all pairs of words that follow on each other in a text of the program or of a check."""
     house = Path(trainwright.__file__).parent
-    files = [path for room in ROOMS for kind in ("py", "html") for path in (house / room).rglob(f"*.{kind}")]
+    files = [path for room in ROOMS for kind in ("py", "html", "js") for path in (house / room).rglob(f"*.{kind}")]
     source = "\n".join(path.read_text(encoding="utf-8") for path in files)
     source = re.sub(r'"\s*\n\s*f?"', "", source).replace('\\"', '"')
     pages = [each.page for each in all_checks()]

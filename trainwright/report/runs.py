@@ -46,7 +46,7 @@ class RunTable:
         """Return the text output."""
         if not self.rows:
             return [f"{self.folder} holds no run"]
-        head = ("run", "began (UTC)", "state", "verdict", "step", "loss", "val loss", "tags")
+        head = ("folder", "began (UTC)", "state", "verdict", "step", "loss", "val loss", "tags")
         cells = [head, *(_cells(row) for row in self.rows)]
         return in_columns(cells if any(row.tags for row in self.rows) else [each[:-1] for each in cells])
 

@@ -65,12 +65,24 @@ def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool
             for view, name in zip_longest(views, names)
         ],
         "panels": views[0].all_marks.model_dump()["panels"],
+        "words": _words(language()),
     }
     page = templates().get_template("runs.html")
     comparison = RunComparison.of(views) if len(views) > 1 else None
     title = views[0].name if len(views) == 1 else f"{len(views)} runs"
     shared = page_values("live" if live else "file")
     return readable(page.render(shared, title=title, views=views, comparison=comparison, data=data, live=live))
+
+
+@cache
+def _words(to: str) -> dict[str, str]:
+    """Return the texts of the scripts in the language ``to``, which is that of the page; none in English."""
+    if to == "en":
+        return {}
+    folder = files("trainwright.report.pages").joinpath("static")
+    scripts = "".join(folder.joinpath(f"{name}.js").read_text(encoding="utf-8") for name in ("charts", "page"))
+    texts = {each: translated(each) for each in re.findall(r'"([A-Za-z %.]{3,60})"', scripts)}
+    return {text: words for text, words in texts.items() if words != text}
 
 
 def ladder_page(found: object, **values: object) -> str:
@@ -87,7 +99,7 @@ def overview_page(overview: Overview) -> str:
     known |= {name for view in overview.views.values() for name, _ in view.log.figures.series()}
     names = sorted(each for each in known if each and not each.startswith(("notes", "header")))[:MAX_NAMES]
     values = page_values("live") | {"columns": columns, "added": overview.columns, "names": names}
-    return page.render(values, title="runs", rows=rows, data={}, live=True)
+    return page.render(values, title="runs", rows=rows, data={"words": _words(language())}, live=True)
 
 
 def overview_rows(overview: Overview) -> Markup:

@@ -3,6 +3,7 @@ const Charts = (function () {
   "use strict";
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
+  const t = (text) => (data.words && data.words[text]) || text; /* a text in the language of the page */
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(name).trim();
 
@@ -44,7 +45,7 @@ const Charts = (function () {
     { name: "learning rate", of: (run) => [["learning rate", run.columns, run.columns.lr, {}]] },
     { name: "throughput", smooth: true, zero: true, title: (runs) => unitOf(runs[0].columns), of: (run) => [["throughput", run.columns, speed(run.columns), {}]] },
     { name: "waiting for data", smooth: true, format: percent, range: [0, 1], of: (run) => [["waiting for data", run.columns, shareOf(run.columns.wait_s, run.columns.step_s), {}]] },
-    { name: "memory", format: bytes, zero: true, of: (run, alone) => [["memory", run.columns, run.columns.mem_bytes, {}], ["planned", run.columns, alone && run.planned_bytes && run.columns.step && run.columns.step.map(() => run.planned_bytes), { dashed: true }]] },
+    { name: "memory", format: bytes, zero: true, of: (run, alone) => [["memory", run.columns, run.columns.mem_bytes, {}], ["predicted", run.columns, alone && run.planned_bytes && run.columns.step && run.columns.step.map(() => run.planned_bytes), { dashed: true }]] },
     { name: "skipped updates", zero: true, hideZero: true, of: (run) => [["skipped updates", run.columns, run.columns.skipped, {}]] },
   ];
   const READINGS = {
@@ -193,7 +194,7 @@ const Charts = (function () {
   }
   function tellSmoothing() {
     const longest = Math.max(...data.runs.map((run) => ((run.columns.step || []).at(-1) || 0) - ((run.columns.step || [])[0] || 0)));
-    byId("smooth-steps").textContent = smoothing() ? "over " + short(Math.max(1, Math.round(smoothing() * longest))) + " steps" : "off";
+    byId("smooth-steps").textContent = smoothing() ? short(Math.max(1, Math.round(smoothing() * longest))) + " " + t("steps") : t("off");
   }
 
   const WHOLE = Array.from({ length: 16 }, (_, i) => [1, 2, 5].map((each) => each * 10 ** i)).flat();
@@ -263,7 +264,7 @@ const Charts = (function () {
     if (look === drawn) wanted.forEach((each, i) => renew(plots[i], each));
     else rebuild(wanted);
     drawn = look;
-    if (!wanted.length) box.textContent = "No step was recorded yet.";
+    if (!wanted.length) box.textContent = t("No step was recorded yet.");
   }
   function usableAxis() {
     const select = byId("x"), has = (x) => x === "step" || data.runs.some((run) => run.columns[x] && run.columns[x].some((v) => v > 0));
@@ -308,7 +309,7 @@ const Charts = (function () {
     figure.style.width = width + "px";
     figure.tabIndex = 0;
     figure.setAttribute("aria-label", chart.name + " over " + axis);
-    caption.textContent = chart.name + (chart.title ? ", " + chart.title(data.runs) : "");
+    caption.textContent = t(chart.name) + (chart.title ? ", " + chart.title(data.runs) : "");
     const save = chart.heat ? [] : ["PNG", "SVG"].map((kind) => {
       const button = document.createElement("button");
       [button.type, button.className, button.textContent] = ["button", "save", kind];
@@ -329,7 +330,7 @@ const Charts = (function () {
         y: { distr: isLog ? 3 : 1, dir: chart.heat ? -1 : 1, range: chart.heat ? () => [0, chart.heat.layers.length] : chart.range ? () => chart.range : (u, low, high) => (isLog ? spanOfLog(low, high) : spanOf(low, high, chart)) },
       },
       axes: [
-        { ...look, size: 30, label: axis, labelSize: 16, labelGap: 0, labelFont: look.font, incrs: axis === "seconds" ? undefined : WHOLE, values: (u, ticks) => ticks.map((v) => (v == null ? "" : short(v))) },
+        { ...look, size: 30, label: t(axis), labelSize: 16, labelGap: 0, labelFont: look.font, incrs: axis === "seconds" ? undefined : WHOLE, values: (u, ticks) => ticks.map((v) => (v == null ? "" : short(v))) },
         chart.heat ? { ...look, size: 110, grid: { show: false }, splits: () => chart.heat.layers.map((_, i) => i + 0.5).filter((_, i) => i % Math.ceil(chart.heat.layers.length / 12) === 0), values: (u, ticks) => ticks.map((v) => chart.heat.layers[Math.floor(v)].slice(-16) || "model") } : { ...look, size: 68, incrs: chart.format === bytes ? POWERS : undefined, values: (u, ticks) => ticks.map((v) => (v == null ? "" : say(v))) },
       ],
       cursor: { sync: { key: "runs", setSeries: false }, drag: { x: true, y: false }, points: { size: 7 } },
@@ -413,10 +414,10 @@ const Charts = (function () {
       swatch.className = each.isHollow ? "swatch hollow" : "swatch";
       swatch.style.color = each.ink;
       const isNamed = data.runs.length === 1 && series.filter((one) => one.isRead).length > 1;
-      place.append(swatch, isNamed ? each.label + " " : "", value, each.sameAs ? " (as " + each.sameAs + ")" : "");
+      place.append(swatch, isNamed ? t(each.label) + " " : "", value, each.sameAs ? " (as " + each.sameAs + ")" : "");
       place.title = each.label + (each.sameAs ? ": the same values as " + each.sameAs + ", drawn dashed over it" : "");
       caption.append(place);
-      return (v) => (value.textContent = v === undefined ? "" : v === null ? "not finite" : say(v));
+      return (v) => (value.textContent = v === undefined ? "" : v === null ? t("not finite") : say(v));
     }).concat([placeOfReading(caption)]);
   }
   function placeOfReading(caption) {
@@ -621,5 +622,5 @@ const Charts = (function () {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
     draw();
   }
-  return { data, draw, begin, names };
+  return { data, draw, begin, names, t };
 })();

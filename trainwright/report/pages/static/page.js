@@ -3,13 +3,14 @@
   "use strict";
   const data = Charts.data;
   const live = document.body.hasAttribute("data-live");
+  const { t } = Charts;
   const byId = (id) => document.getElementById(id);
   const MOST_ROWS = 12000;
 
   /* A live page: updates come by server-sent events, or by polling if those do not get through. */
   function say(text) {
     const place = byId("link");
-    if (place) place.textContent = text;
+    if (place) place.textContent = t(text);
   }
   function take(message) {
     say("live");
@@ -150,15 +151,15 @@
     for (const row of [byId("runs").tHead.rows[0], ...body.rows]) [...row.cells].forEach((cell, i) => (cell.hidden = isHidden[i]));
     for (const row of body.rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
     byId("compare").disabled = body.querySelectorAll("input:checked").length < 2;
-    const shown = [...body.rows].filter((row) => !row.hidden), told = (count, what) => (count ? [count + " " + what] : []);
+    const shown = [...body.rows].filter((row) => !row.hidden), told = (count, what) => (count ? [count + " " + t(what)] : []);
     const counts = ["running", "failed", "killed"].flatMap((state) => told(shown.filter((row) => row.dataset.state === state).length, state));
     counts.push(...told(shown.filter((row) => +row.dataset.findings).length, "with findings"));
-    const count = [shown.length + (shown.length === 1 ? " run" : " runs"), ...counts].join(" \u00b7 ");
+    const count = [shown.length + t(shown.length === 1 ? " run" : " runs"), ...counts].join(" \u00b7 ");
     if (byId("count").textContent !== count) byId("count").textContent = count;
   }
   /* The columns that are shown; the choice is kept in this browser. The name of a run is always there. */
   const KEPT = "trainwright-columns";
-  const columnNames = () => [...byId("runs").tHead.rows[0].cells].map((cell) => cell.textContent.trim());
+  const columnNames = () => [...byId("runs").tHead.rows[0].cells].map((cell) => cell.dataset.name);
   let unshown = new Set(["duration", "learning rate"]);
   function chooseColumns() {
     try {
@@ -175,7 +176,7 @@
         } catch { /* not allowed: it is kept until the page is left */ }
         arrange();
       });
-      label.append(box, " " + name);
+      label.append(box, " " + byId("runs").tHead.rows[0].cells[columnNames().indexOf(name)].textContent);
       place.append(label);
     }
   }
@@ -214,7 +215,7 @@
       fetch("marks", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(change) })
         .then((answer) => (answer.ok ? "" : answer.text()), () => "the server does not answer")
         .then((problem) => {
-          status.textContent = problem || "kept";
+          status.textContent = problem || t("kept");
           if (!problem) then(change);
         });
     });
@@ -231,12 +232,15 @@
       data.panels = change.panels;
       Charts.draw();
     });
-    panels.addEventListener("toggle", () => (panels.querySelector(".names").textContent = "Metrics: " + Charts.names().join(", ")));
+    panels.addEventListener("toggle", () => {
+      panels.querySelector(".names").textContent = Charts.names().join(", ");
+      reachWide();
+    });
   }
 
   /* Tables and code that overflow can be scrolled with the keyboard. */
   function reachWide() {
-    document.querySelectorAll(".wide, pre").forEach((each) => {
+    document.querySelectorAll(".wide, pre, .names").forEach((each) => {
       each.scrollWidth > each.clientWidth || each.scrollHeight > each.clientHeight ? (each.tabIndex = 0) : each.removeAttribute("tabindex");
     });
   }
