@@ -310,13 +310,15 @@ const Charts = (function () {
     figure.tabIndex = 0;
     figure.setAttribute("aria-label", chart.name + " over " + axis);
     caption.textContent = t(chart.name) + (chart.title ? ", " + chart.title(data.runs) : "");
-    const save = chart.heat ? [] : ["PNG", "SVG"].map((kind) => {
+    const saves = document.createElement("span");
+    saves.className = "saves";
+    for (const kind of chart.heat ? [] : ["PNG", "SVG"]) {
       const button = document.createElement("button");
       [button.type, button.className, button.textContent] = ["button", "save", kind];
       button.ariaLabel = "Save " + chart.name + " as " + kind;
       button.addEventListener("click", () => saveAs(kind, chart.name, plot));
-      return button;
-    });
+      saves.append(button, " ");
+    }
     figure.append(caption);
     home.append(figure);
     const line = { stroke: colour("--line"), width: 1 };
@@ -345,7 +347,7 @@ const Charts = (function () {
     plot.broken = series.map((each) => each.broken);
     plot.inks = series.map((each) => each.stroke);
     plot.caption = chart.heat ? heatCaption(caption, chart.heat) : captionOf(caption, series, say);
-    caption.append(...save);
+    caption.append(saves);
     figure.setAttribute("aria-label", chart.name + " over " + axis + summaryOf(table, series, say));
     if (chart.tall) addPins(plot);
     figure.addEventListener("keydown", (event) => onKey(plot, event));
