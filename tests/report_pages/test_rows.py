@@ -14,7 +14,7 @@ from tests.report_pages.runs import BEGAN_S, ended, evaluated, found, make_run, 
 from trainwright.report.pages import log as log_module
 from trainwright.report.pages import readings as readings_module
 from trainwright.report.pages.log import IncrementalLog
-from trainwright.report.pages.render import sparkline
+from trainwright.report.pages.render import parts_of, sparkline
 from trainwright.report.pages.rows import COLUMNS, NOT_FINITE, as_json, column, fill_missing, seconds, thin_rows
 from trainwright.report.pages.view import RunView
 from trainwright.runs.records import Evaluated, Record, Started, Telemetry, Watched, to_json
@@ -178,6 +178,10 @@ def test_a_long_log_spans_the_run_before_all_of_it_was_read(tmp_path: Path, monk
     assert not view.log.is_complete and view.log.read_rows < 100 and np.all(np.diff(steps) > 0)
     assert steps.max() > 1900 and np.diff(steps).max() < 200
     assert view.state == "finished" and view.seconds > 1900
+    assert (
+        "No findings" not in parts_of(view, 0)["findings-0"]
+        and "findings may be missing" in parts_of(view, 0)["head-0"]
+    )
     while not view.log.is_complete:
         view.log.advance(for_s=0.0)
     alone = rows_of(view.log.path)
