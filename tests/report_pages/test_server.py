@@ -107,7 +107,7 @@ def test_marks_are_changed_by_a_post_with_the_token_only(site: Site, runs: Path)
         "\\", ""
     )
     assert '"name":"both"' in site.ask("/view?run=ill").text
-    wrong = (
+    wrong: tuple[object, ...] = (
         {"run": "../runs/ill", "tags": []},
         {"tags": []},
         {"run": "ill", "tags": ["a,b"]},

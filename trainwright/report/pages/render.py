@@ -188,6 +188,7 @@ def templates() -> Environment:
         place=place,
         flat=flat,
         with_unit=_with_unit,
+        code=_inline,
         memory_parts=memory_parts,
         masked=masked,
         when=_when,
