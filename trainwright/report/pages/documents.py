@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
@@ -30,6 +30,14 @@ PICTURES = {"graph.svg": "The graph of a step", "timeline.svg": "The memory of a
 """Drawings in a run folder, written by `trainwright graph RUN` and `trainwright plan RUN`."""
 NEWEST_SAMPLES = 20_000
 """The length of the newest samples that are shown, in characters."""
+
+
+@lru_cache(maxsize=2000)
+def _recipe_in(text: str) -> Any:
+    """Parse a recipe; a list of runs with keys as columns is read each second."""
+    from trainwright.recipe.yaml_core import read
+
+    return read(text, "recipe.yaml").value
 
 
 class RunDocuments:
@@ -89,10 +97,10 @@ class RunDocuments:
     def _parsed(self) -> dict[str, Any]:
         if not self._written:  # a watched loop has no recipe, and reading one imports a lot
             return {}
-        from trainwright.recipe.yaml_core import UnreadableError, read
+        from trainwright.recipe.yaml_core import UnreadableError
 
         try:
-            value = read(self._written, "recipe.yaml").value
+            value = _recipe_in(self._written)
         except UnreadableError as error:
             self._unreadable["recipe.yaml"] = str(error)
             return {}

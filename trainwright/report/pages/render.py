@@ -42,8 +42,8 @@ STYLES = ("uplot", "page")
 COLUMNS = ("run", "", "state", "verdict", "changed", "step", "left", "loss", "validation")
 MORE_COLUMNS = ("findings", "duration", "learning rate")
 """The columns of the list of runs, those of the user between them; the curve has no title."""
-MAX_NAMES = 500
-"""Metrics and keys that are offered as further columns."""
+MAX_NAMES, MAX_RUNS_WITH_NAMES = 500, 20
+"""Metrics and keys that are offered as further columns, and the newest runs whose names they are."""
 MIN_BUCKETS = 60
 DAY_S = 24 * 3600.0
 
@@ -95,8 +95,9 @@ def overview_page(overview: Overview) -> str:
     """Return the page of all runs of a folder."""
     page, rows = templates().get_template("overview.html"), overview_rows(overview)
     columns = (*COLUMNS, *overview.columns, *MORE_COLUMNS)
-    known = {key for view in overview.views.values() for part in (view.recipe, view.plan) for key, _ in flat(part)}
-    known |= {name for view in overview.views.values() for name, _ in view.log.figures.series()}
+    newest = list(overview.views.values())[:MAX_RUNS_WITH_NAMES]
+    known = {key for view in newest for part in (view.recipe, view.plan) for key, _ in flat(part)}
+    known |= {name for view in newest for name, _ in view.log.figures.series()}
     names = sorted(each for each in known if each and not each.startswith(("notes", "header")))[:MAX_NAMES]
     values = page_values("live") | {"columns": columns, "added": overview.columns, "names": names}
     return page.render(values, title="runs", rows=rows, data={"words": _words(language())}, live=True)

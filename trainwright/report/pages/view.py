@@ -201,7 +201,8 @@ class RunView(RunDocuments):
             known = values[~np.isnan(values)]
             if metric == name and len(known):
                 return number(float(known[-1]))
-        return next((dict(flat(each))[name] for each in (self.recipe, self.plan) if name in dict(flat(each))), "")
+        keys = (pair for part in (self.recipe, self.plan) for pair in flat(part))
+        return next((value for key, value in keys if key == name), "")
 
     def facts(self) -> Iterator[tuple[str, str]]:
         """Yield the head of the page: names and values."""
