@@ -73,6 +73,12 @@ def share_buffers(state: TrainState, world: World) -> None:
         world.copy_first_(kept)
 
 
+def sum_counts(state: TrainState, world: World) -> None:
+    """Sum the buffers in which modules count what they saw in this step, over all ranks. ``summed_over_ranks`` names them."""
+    modules = state.model.modules()
+    world.sum_([getattr(each, name) for each in modules for name in getattr(each, "summed_over_ranks", ())])
+
+
 def fill_missing(optimizer: Optimizer, world: World) -> None:
     """Set zero gradients for parameters that have a gradient only on other ranks, so that all ranks sum the same
     tensors.

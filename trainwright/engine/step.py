@@ -39,6 +39,7 @@ from trainwright.engine.rank_sums import (
     seed_step,
     settle_parts,
     share_buffers,
+    sum_counts,
 )
 from trainwright.engine.recover import Recovery, make_room
 from trainwright.engine.sharded import ShardedPasses, without_retry
@@ -188,6 +189,8 @@ def make_step(
         recovery.buffers.keep(state.model, own if state.loss is None else state.loss)
         counted = Counted(batch.size, batch.tokens) if data.size == 1 else count(batch, data)
         (done, grad_norm, probed), batch, reports = _gradients(state, batch, generators, parts, recovery)
+        if world.size > 1:
+            sum_counts(state, world)
         skipped = must_skip(grad_norm, done.weight)
         decision = spikes.decide(state, grad_norm, skipped)
         if decision is not None and decision.reason:

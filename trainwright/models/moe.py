@@ -66,6 +66,8 @@ class Experts(nn.Module):
     them.
     """
 
+    summed_over_ranks = ("load",)
+    """Buffers that the engine sums over ranks after the passes of each step."""
     bias: Tensor  # (E,), as is load
     load: Tensor
 
@@ -143,7 +145,7 @@ class MoEGPT(GPT):
 
     The biases change in the first forward pass of a step, by the load of the previous step. So the routing does not
     change between a forward pass and its recomputation in backward, and the load is that of all micro-batches. A step
-    starts when gradients are None. With several data-parallel ranks only the load of the first one counts.
+    starts when gradients are None. With several ranks, the load is that of all their tokens.
     """
 
     tensor_plan = MOE_TENSOR_PLAN
