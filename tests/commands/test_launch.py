@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -156,6 +157,37 @@ def test_ranks_whose_torchrun_is_killed_save_and_stop(project: Path) -> None:
         time.sleep(0.02)
     assert (ended[0]["ending"], ended[0]["reason"]) == ("stopped", "SIGTERM")
     assert (project / f"runs/run/checkpoints/step-{ended[0]['step']:08d}").exists()
+
+
+ORPHAN = """
+import multiprocessing, os, signal, threading, time
+from trainwright.cli import torchrun
+
+def sleep():
+    torchrun.ORPHAN_GRACE_S = 0.1
+    threading.Thread(target=torchrun._stop_after_parent, daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: open("asked", "w").close())  # as one that waits for another rank
+    open("rank", "w").write(str(os.getpid()))
+    while True:
+        time.sleep(1)
+
+multiprocessing.get_context("fork").Process(target=sleep).start()
+while not os.path.exists("asked"):
+    if os.path.exists("rank"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.process
+def test_a_rank_that_cannot_stop_is_killed_after_its_torchrun(tmp_path: Path) -> None:
+    assert Forked(ORPHAN, cwd=tmp_path).wait() == -signal.SIGKILL
+    end_s = time.monotonic() + 20
+    pid = int((tmp_path / "rank").read_text())
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    assert (tmp_path / "asked").exists()
 
 
 @pytest.mark.slow

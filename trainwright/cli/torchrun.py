@@ -4,7 +4,8 @@ Accepts the options of ``python -m torch.distributed.run``. Schedulers use the c
 and saved, so the job may be restarted.
 
 On Linux, ranks are forked from an idle server that has imported torch and Trainwright, so a restart does not import
-them again. If torchrun is killed, its ranks save and stop, so that another torchrun can continue the run.
+them again. If torchrun is killed, its ranks save and stop, so that another torchrun can continue the run. Ranks that
+cannot are killed after 10 minutes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from pathlib import Path
@@ -31,6 +33,9 @@ CAN_FORK = sys.platform == "linux"
 """True if a process may be forked after its imports. System libraries of macOS do not support it."""
 PRELOADED = ["torch._dynamo", "trainwright.training.run"]
 """Imports of a rank that trains. The first optimizer of a process imports torch._dynamo."""
+ORPHAN_GRACE_S = 600.0
+"""Seconds in which ranks save and stop after torchrun was killed. A rank that still waits for another is then killed.
+"""
 AS_MODULE = ("-u", "-m", "trainwright")
 """The first arguments of Python in the command of a rank."""
 
@@ -90,6 +95,8 @@ def _stop_after_parent() -> None:
     assert parent is not None
     parent.join()
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _forked(config: Any, entrypoint: str) -> Callable[..., object]:
