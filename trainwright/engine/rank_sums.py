@@ -74,7 +74,7 @@ def share_buffers(state: TrainState, world: World) -> None:
 
 
 def sum_counts(state: TrainState, world: World) -> None:
-    """Sum the buffers in which modules count what they saw in this step, over all ranks. ``summed_over_ranks`` names them."""
+    """Sum the buffers that ``summed_over_ranks`` of a module names: they count what it saw in this step."""
     modules = state.model.modules()
     world.sum_([getattr(each, name) for each in modules for name in getattr(each, "summed_over_ranks", ())])
 
