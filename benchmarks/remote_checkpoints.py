@@ -10,15 +10,19 @@ the newest checkpoint that was reported as copied, or a newer one, with the righ
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import random
 import shutil
+import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partialmethod
 from pathlib import Path
 
@@ -33,10 +37,14 @@ from trainwright.checkpoint.store import Retention, newest_valid, prune
 from trainwright.runs.folder import RunFolder, write_identity
 
 RUN = "0123456789abcdef"
+URL = "s3://runs/team"
+KEPT = Retention(2)
 MIN_PART_BYTES = 5 * 2**20
 """The smallest part of a multipart upload that S3 accepts."""
 CUT_PROBABILITY = 0.4
 MAX_CUT_BYTES = 5e6
+LOG_BYTES = 12_000_000
+"""Size of the log, which is copied with each checkpoint: three parts, too."""
 
 
 class Relay:
@@ -70,9 +78,10 @@ class Relay:
                         self.cuts += 1
                         break
                 target.sendall(data)
-        for each in (source, target):
+        for each in (source, target):  # not only shut down: a client that sends would then wait for ever
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+            each.close()
 
 
 def _save(folder: RunFolder, step: int) -> Path:
@@ -91,7 +100,7 @@ def main() -> None:
     from moto.server import ThreadedMotoServer
     from s3fs import S3FileSystem
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # moto fails on a part of an upload that was aborted
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     port = server.get_host_and_port()[1]
@@ -101,39 +110,68 @@ def main() -> None:
     S3FileSystem._put_file = partialmethod(S3FileSystem._put_file, chunksize=MIN_PART_BYTES)
     S3FileSystem.retries = 1
     remote.RETRY_AFTER_S = (0.1,)  # type: ignore[assignment]
+    # one client for all: making one costs more processor time than a copy
+    remote.StoredFolder.open = functools.cache(StoredFolder.open)  # type: ignore[method-assign]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # shows what was measured
     boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}").create_bucket(Bucket="runs")
     about("remote_checkpoints")
-    copied, failed, lost, seconds, step = 0, 0, 0, [], 0
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = RunFolder(Path(scratch) / "gpt")
-        folder.path.mkdir()
-        write_identity(folder, RUN)
-        while relay.cuts < options.faults:
-            step += 1
-            relay.faulty = True
-            copies = CheckpointCopies(folder, "s3://runs/team", run=RUN, retention=Retention(2))
-            begin_s, path = time.perf_counter(), _save(folder, step)
-            copies.take(path)
-            messages = copies.close()
-            seconds.append(time.perf_counter() - begin_s)
-            relay.faulty = False
-            if any(message.startswith(f"copied step {step} ") for message in messages):
-                copied = step
-            else:
-                failed += 1
-            prune(folder.checkpoints, path, Retention(2), RUN)
-            if copied:
-                other = Path(scratch) / "other"
-                found, _ = newest_valid(RunFolder(fetch_run(copies.place.url, other, lambda _line: None)).checkpoints)
-                lost += found is None or int(found.name[5:]) < copied
-                shutil.rmtree(other)
-        names = StoredFolder.open("s3://runs/team/gpt-01234567/checkpoints").steps()
+    found = Found()
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            _copy_and_fetch(Path(scratch), relay, options.faults, found)
+    finally:
+        _show(found, relay.cuts)
     server.stop()
-    figure("remote_checkpoints", "faults", [relay.cuts], unit="connections cut", against=f"{step} checkpoints of 12 MB")
-    figure("remote_checkpoints", "failed_copies", [failed], unit="checkpoints", against="all attempts failed; reported")
-    figure("remote_checkpoints", "lost", [lost], unit="checkpoints", against="reported as copied, but not fetched")
-    figure("remote_checkpoints", "kept", [len(names)], unit="complete copies", against="2 requested")
-    figure("remote_checkpoints", "copy", seconds, unit="s", against="with a second attempt")
+
+
+@dataclass
+class Found:
+    """Counts of checkpoints, and the seconds of each copy. ``copied`` is the last step that was reported as copied."""
+
+    step: int = 0
+    copied: int = 0
+    failed: int = 0
+    lost: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+
+def _copy_and_fetch(scratch: Path, relay: Relay, faults: int, seen: Found) -> None:
+    """Copy checkpoints while connections are cut, and fetch the run after each, until there were enough cuts."""
+    folder = RunFolder(scratch / "gpt")
+    folder.path.mkdir()
+    write_identity(folder, RUN)
+    folder.log.write_bytes(b"x" * LOG_BYTES)
+    while relay.cuts < faults:
+        seen.step += 1
+        relay.faulty = True
+        copies = CheckpointCopies(folder, URL, run=RUN, retention=KEPT)
+        begin_s, path = time.perf_counter(), _save(folder, seen.step)
+        copies.take(path)
+        messages = copies.close()
+        seen.seconds.append(time.perf_counter() - begin_s)
+        relay.faulty = False
+        if any(message.startswith(f"copied step {seen.step} ") for message in messages):
+            seen.copied = seen.step
+        else:
+            seen.failed += 1
+        prune(folder.checkpoints, path, KEPT, RUN)
+        if seen.copied:
+            other = scratch / "other"
+            newest, _ = newest_valid(RunFolder(fetch_run(copies.place.url, other, lambda _line: None)).checkpoints)
+            seen.lost += newest is None or int(newest.name[5:]) < seen.copied
+            shutil.rmtree(other)
+
+
+def _show(seen: Found, cuts: int) -> None:
+    names = StoredFolder.open(f"{URL}/gpt-{RUN[:8]}/checkpoints").steps()
+    size = "12 MB, each with a log of 12 MB"
+    figure("remote_checkpoints", "faults", [cuts], unit="connections cut", against=f"{seen.step} checkpoints of {size}")
+    figure(
+        "remote_checkpoints", "failed_copies", [seen.failed], unit="checkpoints", against="attempts failed; reported"
+    )
+    figure("remote_checkpoints", "lost", [seen.lost], unit="checkpoints", against="reported as copied, but not fetched")
+    figure("remote_checkpoints", "kept", [len(names)], unit="complete copies", against=f"{KEPT.newest} requested")
+    figure("remote_checkpoints", "copy", seen.seconds, unit="s", against="with a second attempt")
 
 
 if __name__ == "__main__":

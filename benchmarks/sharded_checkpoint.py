@@ -1,11 +1,12 @@
 """Checkpoints of a model that ranks divide: memory of each rank during a save, and what a rank reads in another layout.
 
-    python -m benchmarks.sharded_checkpoint [--quick] [--ranks 4] [--parameters 50e6]
+    python -m benchmarks.sharded_checkpoint [--quick] [--ranks 4] [--parameters 50e6] [--moments 2]
 
 Each rank holds its part of a stack of linear layers and of AdamW's moments (FSDP2 on gloo), copies it, and writes it.
 The peak is that of the resident memory of the process from the copy to the commit, above that before the save. Then the
 checkpoint is loaded into models of 1, 2 and 8 ranks: seconds, and bytes that a rank reads. Every loaded element is
-compared. ``gathered`` is the save as it was before: each tensor is sent to rank 0, which writes all of them.
+compared. ``gathered`` is the save as it was before: each tensor is sent to rank 0, which writes all of them. With
+``--moments 0`` the weights are in bfloat16 without moments, and ``gathered`` is left out: --parameters 1e9 needs 8 GB.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +38,25 @@ STEP = 7
 
 
 def main() -> None:
-    options = arguments(__doc__, ranks=(4, 2), parameters=(50e6, 20e6))
+    options = arguments(__doc__, ranks=(4, 2), parameters=(50e6, 20e6), moments=(2, 2))
     about("sharded_checkpoint")
     layers = max(2, int(options.parameters) // WIDTH**2)
-    total = layers * (WIDTH**2 + WIDTH)
+    size = Size(layers, bool(options.moments))
+    state_bytes = layers * (WIDTH**2 + WIDTH) * (12 if size.has_moments else 2)
+    saves = {"gathered": _gathered, "sharded": _sharded} if size.has_moments else {"sharded": _sharded}
     with tempfile.TemporaryDirectory() as folder:
-        for name, save in (("gathered", _gathered), ("sharded", _sharded)):
-            seen = _on_ranks(options.ranks, _saved, layers, Path(folder), save)
+        for name, save in saves.items():
+            seen = _on_ranks(options.ranks, _saved, size, Path(folder), save)
             peaks = [each["peak"] / 2**20 for each in seen]
             figure("sharded_checkpoint", f"{name}_peak_first", peaks[:1], unit="MiB", against="before the save")
             figure("sharded_checkpoint", f"{name}_peak_others", peaks[1:], unit="MiB", against="before the save")
             ratio = peaks[0] / (sum(peaks[1:]) / len(peaks[1:]))
             figure("sharded_checkpoint", f"{name}_first_to_others", [ratio], unit="ratio", against="mean of the others")
             seconds = [max(each["seconds"] for each in seen)]
-            figure("sharded_checkpoint", f"{name}_save", seconds, unit="s", against=f"{12 * total / 1e9:.3g} GB")
+            figure("sharded_checkpoint", f"{name}_save", seconds, unit="s", against=f"{state_bytes / 1e9:.3g} GB")
         for ranks in (1, 2) if options.quick else (1, 2, 8):
-            seen = _on_ranks(ranks, _loaded, layers, Path(folder))
-            read = [each["read"] / (12 * total) for each in seen]
+            seen = _on_ranks(ranks, _loaded, size, Path(folder))
+            read = [each["read"] / state_bytes for each in seen]
             figure("sharded_checkpoint", f"read_by_{ranks}", read, unit="share", against="of the state, by each rank")
             seconds = [max(each["seconds"] for each in seen)]
             figure("sharded_checkpoint", f"load_{ranks}", seconds, unit="s", against="the slowest rank")
@@ -80,10 +83,19 @@ def _rank(
     return found
 
 
-def _state(layers: int, value: float) -> TrainState:
+@dataclass(frozen=True)
+class Size:
+    """The number of layers, in float32 with AdamW's moments or in bfloat16 without."""
+
+    layers: int
+    has_moments: bool
+
+
+def _state(size: Size, value: float) -> TrainState:
     """A state in which layer i and its moments are ``value`` + i. No rank ever has the full model."""
+    dtype = torch.float32 if size.has_moments else torch.bfloat16
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(size.layers)))
     if distributed.is_initialized():
         mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
         for layer in model:
@@ -95,6 +107,8 @@ def _state(layers: int, value: float) -> TrainState:
         for index, layer in enumerate(model):
             for each in layer.parameters():
                 each.fill_(value + index)
+                if not size.has_moments:
+                    continue
                 moments = {"exp_avg": torch.empty_like(each), "exp_avg_sq": torch.empty_like(each)}
                 for moment in moments.values():
                     moment.fill_(value + index)
@@ -102,8 +116,8 @@ def _state(layers: int, value: float) -> TrainState:
     return TrainState(model, optimizer, step=STEP)
 
 
-def _saved(layers: int, folder: Path, save: Callable[[TrainState, Path], None]) -> dict[str, float]:
-    state = _state(layers, 1.0)
+def _saved(size: Size, folder: Path, save: Callable[[TrainState, Path], None]) -> dict[str, float]:
+    state = _state(size, 1.0)
     _memory_bytes("VmHWM", reset=True)
     before = _memory_bytes("VmRSS")
     begin_s = time.perf_counter()
@@ -126,8 +140,8 @@ def _gathered(state: TrainState, folder: Path) -> None:
             whole(tensor)
 
 
-def _loaded(layers: int, folder: Path) -> dict[str, float]:
-    state = _state(layers, -1.0)
+def _loaded(size: Size, folder: Path) -> dict[str, float]:
+    state = _state(size, -1.0)
     read = 0
     original = StoredTensor.read
 
@@ -143,7 +157,7 @@ def _loaded(layers: int, folder: Path) -> dict[str, float]:
     seconds = time.perf_counter() - begin_s
     for index, layer in enumerate(state.model.children()):
         for each in layer.parameters():
-            held = [each, *(own for own in state.optimizer.state[each].values() if own.dim())]
+            held = [each, *(own for own in state.optimizer.state.get(each, {}).values() if own.dim())]
             assert all(bool((part == 1.0 + index).all()) for part in locals_of(held)), "other values than saved"
     return {"read": read, "seconds": seconds}
 
