@@ -20,7 +20,7 @@ from trainwright.commands.init import DataOptions
 from trainwright.errors import UsageError
 from trainwright.finetune.datasets import Chat, Completion, Instruct, Preference, Texts, TokenizedSet
 from trainwright.finetune.layouts import LAYOUTS, USES, Use
-from trainwright.finetune.read import open_source
+from trainwright.finetune.read import open_source, validation_split
 from trainwright.models.pretrained import find_folder, read_json, require_weights
 
 MAX_RECORDS_READ = 1000
@@ -53,6 +53,7 @@ class Facts:
         longer: Samples that are longer than the limit.
         padding: Fraction of the tokens that are padding if each batch is padded to its longest sample.
         options: Options of the data set.
+        val_split: Name of the validation split of the data; None if a fraction is held out.
     """
 
     model: str
@@ -67,6 +68,7 @@ class Facts:
     longer: int
     padding: float
     options: DataOptions
+    val_split: str | None = None
 
     @property
     def are_pairs(self) -> bool:
@@ -75,7 +77,9 @@ class Facts:
 
     @property
     def val_fraction(self) -> float:
-        """The fraction of the records that is held out; 0 for a file that is too small."""
+        """The fraction of the records that is held out; 0 for a file that is too small, or with a validation split."""
+        if self.val_split is not None:
+            return 0.0
         return 0.05 if self.samples >= 400 else 0.1 if self.samples >= 20 else 0.0
 
     @property
@@ -119,6 +123,7 @@ def gather(model: str, data: str, options: DataOptions) -> Facts:
         0 if limit is None else int((lengths > limit).sum()),
         _padding(lengths if limit is None else np.minimum(lengths, limit), _batch_size(len(lengths))),
         options,
+        validation_split(path),
     )
 
 
@@ -158,6 +163,7 @@ def recipe_text(facts: Facts, *, lora: bool) -> str:
     name = run_name(facts) if lora else f"{run_name(facts)}-full"
     dtype = "bf16" if lora and facts.weights >= MIN_BASE_IN_BF16 else "fp32"
     held = f", val_fraction: {facts.val_fraction}" if facts.val_fraction else ""
+    val_split = f"source_split: {facts.val_split}" if facts.val_split else "split: val" if held else ""
     truncate = "drop" if facts.are_pairs else "right"  # a pair needs the ends of both completions
     cut = f", max_length: {facts.limit}, truncate: {truncate}" if facts.longer else ""
     lines = [
@@ -190,15 +196,15 @@ def recipe_text(facts: Facts, *, lora: bool) -> str:
     if facts.options.on_bad_record != "stop":
         args += f", on_bad_record: {facts.options.on_bad_record}"
     lines.append(f"  train: {{use: {facts.use}, args: {{{args}}}}}")
-    if held:
-        lines.append(f"  val: {{use: {facts.use}, args: {{{args}, split: val}}}}")
+    if val_split:
+        lines.append(f"  val: {{use: {facts.use}, args: {{{args}, {val_split}}}}}")
     if facts.padding > MAX_PADDING_FRACTION and not facts.are_pairs:
         lines.append(f"  # in rows of their own, {facts.padding:.0%} of the tokens of a batch would be padding")
         lines.append("  packing: padding_free")
     lines += [*_objective(facts, lora)]
-    if held:
+    if val_split:
         lines.append("evaluation: {every: 0.2run}")
-    if held and facts.are_pairs:
+    if val_split and facts.are_pairs:
         lines.append("checkpoint: {best: reward_accuracy, best_mode: max}")
     return "\n".join(lines) + "\n"
 

@@ -18,12 +18,20 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "preference": ("chosen", "rejected"),
     "prompt and completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
+    "question and answer": ("question", "answer"),
+    "question and response": ("question", "response"),
+    "instruction and response": ("instruction", "response"),
+    "prompt and response": ("prompt", "response"),
+    "query and response": ("query", "response"),
+    "input and output": ("input", "output"),
     "text": ("text",),
 }
-"""The keys that a record of each layout has."""
+"""The keys that a record of each layout has. Earlier layouts take precedence."""
+ASKED = tuple(name for name, keys in LAYOUTS.items() if keys[-1] in ("answer", "response") or keys[0] == "input")
+"""Layouts with one key for the question and one for the answer, and perhaps a ``context``."""
 USES: dict[Use, tuple[str, ...]] = {
     "chat": ("messages", "sharegpt"),
-    "instruct": ("alpaca",),
+    "instruct": ("alpaca", *ASKED),
     "completion": ("prompt and completion",),
     "text": ("text",),
     "preference": ("preference",),
@@ -128,6 +136,12 @@ def example_of(fields: Mapping[str, Any], use: Use, roles: Mapping[str, str]) ->
             found = _conversation(fields, fields["conversations"], "conversations", {**SHAREGPT_ROLES, **roles})
         case "alpaca":
             found = _alpaca(fields)
+        case _ if layout in ASKED:
+            asked, answered = LAYOUTS[layout]
+            found = _alpaca(
+                {**fields, "instruction": fields[asked], "input": fields.get("context"), "output": fields[answered]},
+                (asked, "context", answered),
+            )
         case "prompt and completion":
             found = _completion(fields, roles)
         case "text":
@@ -257,12 +271,15 @@ def _template_args(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def _alpaca(fields: Mapping[str, Any]) -> Example:
-    instruction, answer = _text(fields["instruction"], "instruction"), _text(fields["output"], "output")
+def _alpaca(
+    fields: Mapping[str, Any], names: tuple[str, str, str] = ("instruction", "input", "output")
+) -> Example:
+    """Return a record of Alpaca. ``names`` are those of the keys in the file, for messages."""
+    instruction, answer = _text(fields["instruction"], names[0]), _text(fields["output"], names[2])
     given = fields.get("input")
-    given = "" if given is None else _text(given, "input")
+    given = "" if given is None else _text(given, names[1])
     if not instruction.strip() and not given.strip():
-        raise BadRecord("instruction and input are empty", "fill them in, or drop the record")
+        raise BadRecord(f"{names[0]} and {names[1]} are empty", "fill them in, or drop the record")
     question = ALPACA_WITH_INPUT.format(instruction=instruction, input=given) if given.strip() else instruction
     messages: list[Message] = []
     if fields.get("system"):

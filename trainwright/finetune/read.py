@@ -16,6 +16,9 @@ from typing import Any
 from trainwright.errors import MissingExtra, UsageError, suggest_file, text_of
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+HELD_OUT = ("validation", "valid", "val", "dev", "eval", "test")
+"""Names of files that hold a split for evaluation; the first of a folder is the validation set."""
+SPLIT_NAME = re.compile(rf"(train|{'|'.join(HELD_OUT)})(?:[-_.\d].*)?", re.IGNORECASE)
 HTML = re.compile(r"<!doctype\s+html|<html\b|<head\b", re.IGNORECASE)
 SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json")
 """A folder with one of these files was written by ``save_to_disk`` of the package datasets."""
@@ -90,9 +93,9 @@ def open_source(path: str | Path, *, split: str = "train", revision: str | None 
     """Find the records that ``path`` names: a file, a folder, or the name of a dataset on the Hugging Face hub.
 
     Args:
-        path: A .jsonl, .json, .csv, .tsv or .parquet file, a folder of such files or one that ``save_to_disk`` wrote,
-            or a hub name.
-        split: Split of a dataset that has several.
+        path: A .jsonl, .json, .csv, .tsv or .parquet file, a folder of such files, of .txt files with one text each,
+            or one that ``save_to_disk`` wrote, or a hub name.
+        split: Split of a dataset that has several, such as a folder with train.jsonl and validation.jsonl.
         revision: Branch, tag or commit of a hub dataset.
 
     Raises:
@@ -104,10 +107,12 @@ def open_source(path: str | Path, *, split: str = "train", revision: str | None 
             return _of_list(local, listed, split, revision)
         if any((local / name).exists() for name in SAVED_BY_DATASETS):
             return _saved(local, split)
-        files = tuple(sorted(each for each in local.iterdir() if each.suffix in SUFFIXES))
+        files = _data_files(local)
         if not files:
-            remedy = f"put files of {', '.join(SUFFIXES)} there, or a dataset written by save_to_disk"
+            remedy = f"put files of {', '.join((*SUFFIXES, '.txt'))} there, or a dataset written by save_to_disk"
             raise UsageError(f"the folder {local} holds no data", remedy=remedy)
+        if splits := _splits(files):
+            return _of_files(_split_of(splits, split, str(local)))
         return _of_files(files)
     if local.suffix in SUFFIXES or local.exists():
         if not local.is_file():
@@ -119,6 +124,31 @@ def open_source(path: str | Path, *, split: str = "train", revision: str | None 
     if isinstance(path, Path) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1:
         raise UsageError(f"there is no file or folder {local}", remedy=suggest_file(local, "the data"))
     return _hub(text, split, revision)
+
+
+def validation_split(path: str | Path) -> str | None:
+    """Return the name of the validation split of a folder with a file for each split; None for all other data."""
+    local = Path(path).expanduser()
+    if not local.is_dir() or _listed(local) is not None or any((local / name).exists() for name in SAVED_BY_DATASETS):
+        return None
+    return next((each for each in _splits(_data_files(local)) if each != "train"), None)
+
+
+def _data_files(folder: Path) -> tuple[Path, ...]:
+    files = tuple(sorted(each for each in folder.iterdir() if each.suffix in SUFFIXES))
+    return files or tuple(sorted(folder.glob("*.txt")))
+
+
+def _splits(files: tuple[Path, ...]) -> dict[str, tuple[Path, ...]]:
+    """Return the files of each split, training first; {} unless all names begin with one, such as train-00001.jsonl."""
+    found: dict[str, tuple[Path, ...]] = {each: () for each in ("train", *HELD_OUT)}
+    for path in files:
+        name = SPLIT_NAME.fullmatch(path.stem)
+        if name is None:
+            return {}
+        found[name[1].lower()] += (path,)
+    splits = {name: each for name, each in found.items() if each}
+    return splits if "train" in splits and len(splits) > 1 else {}
 
 
 LISTED = ("file_name", "hf_hub_url")
@@ -419,4 +449,14 @@ def _parquet(number: int, path: Path) -> Iterator[FileRecord]:
         yield FileRecord(number, row, {}, f"not readable: {text_of(error, lines=1)}", "write or copy the file again")
 
 
-_READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}
+def _txt(number: int, path: Path) -> Iterator[FileRecord]:
+    """Yield a file as one text."""
+    lines = [*_lines(path)]
+    if (bad := next((each for each in lines if each[1] is None), None)) is not None:
+        remedy = f"convert it: iconv -f LATIN1 -t UTF-8 {path.name} (or the encoding that it has)"
+        yield FileRecord(number, bad[0], {}, bad[2], remedy)
+    elif text := "".join(each or "" for _, each, _ in lines).strip():
+        yield FileRecord(number, 1, {"text": text})
+
+
+_READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".txt": _txt}
