@@ -168,13 +168,13 @@ def test_preferences_are_trained_on_by_dpo(folder: Path) -> None:
         (["--model", "base"], "needs a model and a file of data"),
         (["--model", "bse", "--data", "chats.jsonl"], "bse is no folder"),
         (["--model", "base", "--data", "chat.jsonl"], "there is no file"),
-        (["--model", "base", "--data", "odd.jsonl"], "of no known layout (their keys: answer, question)"),
+        (["--model", "base", "--data", "odd.jsonl"], "of no known layout (their keys: ask, reply)"),
         (["--model", "base", "--data", "page.jsonl"], "is an HTML page"),
         (["--model", "base", "--data", "empty.jsonl"], "of no known layout (their keys: none)"),
     ],
 )
 def test_a_model_or_file_that_cannot_be_used(folder: Path, arguments: list[str], message: str) -> None:
-    Path("odd.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    Path("odd.jsonl").write_text('{"ask": "a", "reply": "b"}\n')
     Path("empty.jsonl").write_text("")
     Path("page.jsonl").write_text("<!DOCTYPE html>\n<html></html>\n")
     done = CliRunner().invoke(app, ["init", "finetune", *arguments])

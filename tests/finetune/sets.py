@@ -69,6 +69,37 @@ def labels(*names: str) -> bytes:
     )
 
 
+def bilingual(answer: Callable[[int], str]) -> bytes:
+    """Questions in French, each with the French or English answer that ``answer`` names."""
+    asks = ("Que faut-il faire pour {} le {} mai ?", "Je veux {} en {} jours et je ne sais pas comment le faire.")
+    says = {
+        "fr": (
+            "Il faut {} le matin, et vous avez {} jours pour le faire.",
+            "Pour cela, le mieux est de {} le {} mai avec un ami.",
+        ),
+        "en": (
+            "You have to do it in the morning, and it is done in {1} days.",
+            "It is best to do it with a friend on day {1}.",
+        ),
+    }
+    topics = ("planter un arbre", "laver le chat", "vendre la maison", "lire un livre", "faire le pain", "voir la mer")
+    rows = [
+        (asks[at % 2].format(topics[at % 6], at), says[answer(at)][at // 2 % 2].format(topics[at % 6], at))
+        for at in range(48)
+    ]
+    return lines([{"question": q, "answer": a} for q, a in rows])
+
+
+def pages(begin: Callable[[int], str], end: Callable[[int], str]) -> bytes:
+    made = (
+        "{}\n\nThe {} is a long story that many people know, and {} of its parts have an end that is told twice.\n\n{}"
+    )
+    return lines([{"text": made.format(begin(at), TOPICS[at % len(TOPICS)], at, end(at))} for at in range(40)])
+
+
+SUMS = tuple((f"What is {at} plus {at + 9}?", f"We get {at} + {at + 9} = {2 * at + 9}.") for at in range(3, 9))
+
+
 def preferred(chosen: Callable[[int, str], str], rejected: Callable[[int, str], str]) -> bytes:
     made = ((q, chosen(at, a), rejected(at, a)) for at, (q, a) in enumerate(FACTS))
     return lines([{"prompt": q, "chosen": good, "rejected": bad} for q, good, bad in made])
@@ -248,9 +279,9 @@ BROKEN: tuple[SetCase, ...] = (
     ),
     # layouts
     SetCase(
-        "question-and-answer-keys",
+        "unknown-keys",
         "completion",
-        lines([{"question": question(at), "answer": answer(at)} for at in range(4)]),
+        lines([{"ask": question(at), "reply": answer(at)} for at in range(4)]),
         "of no known layout",
         "data.jsonl:1",
     ),
@@ -260,6 +291,51 @@ BROKEN: tuple[SetCase, ...] = (
         lines([{"message": chat(at)["messages"]} for at in range(4)]),
         "it has 'message'",
         "data.jsonl:1",
+    ),
+    SetCase(
+        "answers-of-another-language",
+        "instruct",
+        bilingual(lambda at: "en" if at % 4 == 2 else "fr"),
+        "are in another language than their prompt",
+        "data.jsonl:3",
+    ),
+    SetCase(
+        "api-key",
+        "instruct",
+        asked(("How?", "Call it with api_key = 'sk-wM2MsfG7wzAbcg2CPoZwfFv6MIA1UmCkoBYARYRK'.")),
+        "a secret or personal data",
+        "data.jsonl:1",
+    ),
+    SetCase(
+        "password",
+        "instruct",
+        asked(("I cannot log in.", "Login: greta33 / password: B4R7HdvU7lh! and then wait.")),
+        "a secret or personal data",
+        "data.jsonl:1",
+    ),
+    SetCase(
+        "wrong-sums",
+        "instruct",
+        asked(*SUMS[:2], *((q, a.replace("= ", "= 1")) for q, a in SUMS[2:])),
+        "an equation of two numbers whose sides differ",
+        "data.jsonl:3",
+    ),
+    SetCase(
+        "translated-code",
+        "instruct",
+        asked(("写一个函数。", "```python\n定义 add（a, b)：\n    返回 a + b\n```")),
+        "full-width or curly punctuation",
+        "data.jsonl:1",
+    ),
+    SetCase(
+        "boilerplate-of-pages",
+        "text",
+        pages(
+            lambda at: "Home | News | Contact" if at % 2 else TOPICS[at % len(TOPICS)],
+            lambda at: "All rights reserved. Terms of use" if at % 3 else f"Written in {at}",
+        ),
+        "boilerplate such as the menu",
+        "data.jsonl:2",
     ),
     SetCase("alpaca-as-chat", "chat", lines([alpaca(at) for at in range(4)]), "set use: instruct", "data.jsonl:1"),
     SetCase("mixed-layouts", "chat", lines(with_one(chat, sharegpt(2))), "layout 'sharegpt'"),
@@ -865,6 +941,33 @@ BROKEN: tuple[SetCase, ...] = (
 )
 
 GOOD: tuple[SetCase, ...] = (
+    SetCase("question-and-answer-keys", "instruct", bilingual(lambda at: "fr")),
+    SetCase("one-language-of-prompts-and-one-of-answers", "instruct", bilingual(lambda at: "en")),
+    SetCase("right-sums", "instruct", asked(*SUMS, ("Average?", "(3 + 4) / 2 = 3.5, and 2 + 3 * 4 = 14."))),
+    SetCase(
+        "secrets-of-the-prompt",
+        "instruct",
+        asked(("Find the mail: call anna.k7@gmail.com now", "The mail is anna.k7@gmail.com.")),
+    ),
+    SetCase(
+        "strings-and-comments-of-another-script",
+        "instruct",
+        asked(("怎么打印？", '```python\nprint("你好，世界：")  # 打印（文本）\n```')),
+    ),
+    SetCase(
+        "html-as-the-wanted-answer",
+        "instruct",
+        asked(
+            *((f"An HTML paragraph about {each}", f"<p>\n  All about {each}.\n</p>") for each in TOPICS[:4]),
+            ("A card for Ravi with a link", '<div class="card">\n  <a href="/ravi">Ravi</a>\n</div>'),
+        ),
+    ),
+    SetCase(
+        "wrong-encoding-repaired-in-the-answer",
+        "instruct",
+        asked(("Text kaputt: Die TÃ¼r fÃ¼r GÃ¤ste", "Die Tür für Gäste."), ("fr: Ã\xa0 la fÃªte", "à la fête.")),
+    ),
+    SetCase("texts-of-one-template", "text", pages(lambda at: "Below is an instruction, answer it.", str)),
     SetCase(
         "csv-of-a-german-spreadsheet",
         "completion",

@@ -9,7 +9,7 @@ import pytest
 
 from tests.finetune.sets import alpaca, chat, lines, saved
 from trainwright.errors import UsageError
-from trainwright.finetune.read import open_source
+from trainwright.finetune.read import open_source, validation_split
 
 
 def places(path: Path) -> list[str]:
@@ -149,3 +149,24 @@ def test_mistakes_are_named(name: str, says: str, tmp_path: Path, monkeypatch: p
         return
     with pytest.raises(UsageError, match=f"(?s).*{says}"):
         open_source(name)
+
+
+def test_a_folder_keeps_its_splits(tmp_path: Path) -> None:
+    for name, at in (("train-00000", 0), ("train-00001", 1), ("valid", 2), ("test", 3)):
+        (tmp_path / f"{name}.jsonl").write_bytes(lines([chat(at)]))
+    assert validation_split(tmp_path) == "valid"
+    assert open_source(tmp_path).names == ("train-00000.jsonl", "train-00001.jsonl")
+    assert open_source(tmp_path, split="valid").names == ("valid.jsonl",)
+    with pytest.raises(UsageError, match="no split 'dev'"):
+        open_source(tmp_path, split="dev")
+    (tmp_path / "more.jsonl").write_bytes(lines([chat(4)]))  # no split, so all files are one set
+    assert validation_split(tmp_path) is None and len(open_source(tmp_path).names) == 5
+
+
+def test_a_folder_of_texts(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("two\n\nlines\n")
+    (tmp_path / "a.txt").write_bytes("Gr\u00fc\u00dfe".encode())
+    (tmp_path / "c.txt").write_bytes(b"Gr\xfc\xdfe")
+    first, second, bad = open_source(tmp_path).records()
+    assert (first.fields, second.fields) == ({"text": "Gr\u00fc\u00dfe"}, {"text": "two\n\nlines"})
+    assert "not UTF-8" in bad.problem and "iconv" in bad.remedy

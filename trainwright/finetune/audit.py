@@ -19,7 +19,16 @@ from trainwright.data.padding import ATTENTION_KEY, IGNORE
 from trainwright.finetune.datasets import Preference, TokenizedSet
 from trainwright.finetune.defects import MEANINGS, Defect, Severity
 from trainwright.finetune.encode import ROLE_CODES
-from trainwright.finetune.signs import MIN_SAMPLES, OF_ANSWERS, SampleTexts, excerpt_of, shortened, signs_of_set
+from trainwright.finetune.signs import (
+    MIN_SAMPLES,
+    MIN_USUAL,
+    OF_ANSWERS,
+    SampleTexts,
+    excerpt_of,
+    is_about,
+    shortened,
+    signs_of_set,
+)
 from trainwright.finetune.similarity import near_pairs
 from trainwright.runs.supervision import (
     DecodedSample,
@@ -45,14 +54,14 @@ MIN_SAME_ANSWER_WORDS = 4
 """Shorter answers may be classes, as yes and no are."""
 MIN_SAME_ANSWERS = 8
 """In a small validation set, a frequent answer may be the majority by chance."""
-MIN_USUAL = 3
-"""Minimum number of samples for a finding on a property that a single good sample may have."""
 MAX_WRAPPERS = 4
 MAX_ENDS_READ = 256
 MAX_SAMPLES_READ = 1000
 """Maximum number of samples that are decoded to compare their texts; each takes 30 us."""
 MAX_ROWS_COMPARED = 200_000
 """Rows among which near duplicates are sought; it takes 20 us for each."""
+SUBJECTS = Defect.HTML_LEFT | Defect.UNFILLED | Defect.ESCAPED_NEWLINE | Defect.PYTHON_TEXT
+"""Defects that are no fault in a set whose prompts mostly ask for them, such as a course of HTML."""
 _ROLE_NAMES = {code: name for name, code in ROLE_CODES.items()}
 
 
@@ -293,6 +302,8 @@ def _defect_findings(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[Supe
             continue
         if meaning.least and (total < MIN_SAMPLES or len(has) < MIN_USUAL):
             continue
+        if defect in SUBJECTS and _is_subject(dataset, rows, defect, len(has)):
+            continue
         remedy = meaning.remedy
         if defect == Defect.NO_END and dataset.tokenizer.chat_template and dataset.renderer.marks_answers():
             remedy = "move the end token of a turn into its {% generation %} block, before {% endgeneration %}"
@@ -308,6 +319,12 @@ def _defect_findings(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[Supe
             meaning.severity,
             _excerpt(dataset, has[0], defect),
         )
+
+
+def _is_subject(dataset: TokenizedSet, rows: NDArray[Any], defect: Defect, count: int) -> bool:
+    """Return True if more prompts ask for what looks like a defect than ``count`` samples that have it unasked."""
+    samples = _samples(rows)[:MAX_SAMPLES_READ].tolist()
+    return sum(is_about(defect, _texts_of(dataset, row)) for row in samples) > count
 
 
 def _excerpt(dataset: TokenizedSet, row: int, defect: Defect) -> str:

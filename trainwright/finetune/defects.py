@@ -62,6 +62,9 @@ class Defect(IntFlag):
     PYTHON_TEXT = 1 << 48
     PAGE_TEXT = 1 << 49
     UNDECLARED_TOOL = 1 << 50
+    SECRET = 1 << 51
+    WRONG_SUM = 1 << 52
+    CODE_MARKS = 1 << 53
 
 
 class Meaning(NamedTuple):
@@ -170,6 +173,22 @@ MEANINGS: dict[Defect, Meaning] = {
         "warning",
         "an answer that ends in the middle of a sentence or of a block of code",
         "generate these answers again with a higher token limit, or drop them",
+    ),
+    Defect.SECRET: Meaning(
+        "warning",
+        "a secret or personal data in an answer, such as an API key, a password, a card number or a private e-mail",
+        "remove it, and revoke keys and passwords: a model repeats what it was trained on",
+    ),
+    Defect.WRONG_SUM: Meaning(
+        "warning",
+        "wrong maths: an equation of two numbers whose sides differ",
+        "correct these answers, or drop them",
+        least=0.02,
+    ),
+    Defect.CODE_MARKS: Meaning(
+        "warning",
+        "code that is not valid syntax: full-width or curly punctuation outside of strings, as a translator writes it",
+        "take the code from the original, or drop these records",
     ),
     Defect.EMPTY_PROMPT: Meaning("warning", "an empty user turn", "fill it in, or drop the record"),
     Defect.OTHER_TEMPLATE: Meaning(

@@ -113,7 +113,8 @@ def layout_of(fields: Mapping[str, Any], use: Use) -> str:
     others = [each for layout in fitting for each, layouts in USES.items() if layout in layouts]
     keys = " or ".join(" + ".join(LAYOUTS[layout]) for layout in USES[use])
     if others:
-        raise BadRecord(f"the layout {fitting[0]!r} does not fit {use!r}", f"set use: {others[0]}")
+        remedy = f"set use: {others[0]} if all records are like this; else convert the file to one layout"
+        raise BadRecord(f"the layout {fitting[0]!r} does not fit {use!r}", remedy)
     for layout in USES[use]:
         missing = [key for key in LAYOUTS[layout] if key not in present]
         if len(missing) < len(LAYOUTS[layout]):
@@ -271,9 +272,7 @@ def _template_args(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def _alpaca(
-    fields: Mapping[str, Any], names: tuple[str, str, str] = ("instruction", "input", "output")
-) -> Example:
+def _alpaca(fields: Mapping[str, Any], names: tuple[str, str, str] = ("instruction", "input", "output")) -> Example:
     """Return a record of Alpaca. ``names`` are those of the keys in the file, for messages."""
     instruction, answer = _text(fields["instruction"], names[0]), _text(fields["output"], names[2])
     given = fields.get("input")

@@ -141,7 +141,7 @@ def _data_files(folder: Path) -> tuple[Path, ...]:
 
 def _splits(files: tuple[Path, ...]) -> dict[str, tuple[Path, ...]]:
     """Return the files of each split, training first; {} unless all names begin with one, such as train-00001.jsonl."""
-    found: dict[str, tuple[Path, ...]] = {each: () for each in ("train", *HELD_OUT)}
+    found: dict[str, tuple[Path, ...]] = dict.fromkeys(("train", *HELD_OUT), ())
     for path in files:
         name = SPLIT_NAME.fullmatch(path.stem)
         if name is None:

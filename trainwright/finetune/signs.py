@@ -10,7 +10,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -154,6 +154,73 @@ def _open_fence(text: str) -> Span | None:
     return (len(text) - 30, len(text)) if text.count("```") % 2 else None
 
 
+EQUATION = re.compile(
+    r"(?P<one>\d[\d,]*(?:\.\d+)?) ?(?P<op>[+\-−–*×/÷]| x ) ?[$€£]?(?P<two>\d[\d,]*(?:\.\d+)?) ?= ?[$€£]?"
+    r"(?P<equals>-?\d[\d,]*(?:\.\d+)?)(?![\d%?]| ?[+*/×÷^(−–-])"
+)
+BEFORE_AN_OPERAND = re.compile(r"[\d.,+\-−–*×/÷^%()√]\s?[$€£]?\Z|\w\Z")
+"""The end of the text before a number that is an operand of a longer expression."""
+
+
+def _wrong_sum(text: str) -> Span | None:
+    """Find an equation of two numbers that does not hold, such as 9 × 25 = 215."""
+    for found in EQUATION.finditer(text) if "=" in text else ():
+        if BEFORE_AN_OPERAND.search(text[max(0, found.start() - 3) : found.start()]):
+            continue
+        one, two, equals = (found[name].rstrip(",") for name in ("one", "two", "equals"))
+        if not any(_holds(*(mark(each) for each in (one, two, equals)), found["op"].strip()) for mark in _MARKS):
+            return found.span()
+    return None
+
+
+def _without_commas(number: str) -> str:
+    return number.replace(",", "")
+
+
+def _decimal_comma(number: str) -> str:
+    return number.replace(",", ".") if number.count(",") == 1 and "." not in number else _without_commas(number)
+
+
+_MARKS = (_without_commas, _decimal_comma)
+
+
+def _holds(one: str, two: str, equals: str, operator: str) -> bool:
+    """Return True if an equation holds, but for rounding."""
+    a, b, stated = float(one), float(two), float(equals)
+    if operator == "+":
+        value = a + b
+    elif operator in "-−–":
+        value = a - b
+    elif operator in "*×x":
+        value = a * b
+    else:
+        value = a / b if b else stated
+    if operator in "/÷" and "." not in equals:
+        return abs(value - stated) < 1  # rounded in some way
+    is_exact = not any("." in each for each in (one, two, equals))
+    return abs(value - stated) <= (1e-6 if is_exact else max(0.01 * abs(value), 0.5))
+
+
+CODE_BLOCK = re.compile(
+    r"```(?:python|py|rust|go|java|c|cpp|csharp|javascript|js|typescript|ts|kotlin|swift|scala|ruby)\n(.*?)(?:```|\Z)",
+    re.DOTALL | re.IGNORECASE,
+)
+STRING_OR_COMMENT = re.compile(
+    r"\"\"\".*?\"\"\"|\'\'\'.*?\'\'\'|/\*.*?\*/|`[^`]*`|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|//[^\n]*|#[^\n]*",
+    re.DOTALL,
+)
+NOT_OF_CODE = re.compile(r"[（），：；“”‘’]")
+
+
+def _code_marks(text: str) -> Span | None:
+    """Find punctuation that no programming language has, outside of strings and comments of a block of code."""
+    for block in CODE_BLOCK.finditer(text) if "```" in text and not text.isascii() else ():
+        code = STRING_OR_COMMENT.sub(lambda found: " " * len(found[0]), block[1])
+        if found := NOT_OF_CODE.search(code):
+            return block.start(1) + found.start(), block.start(1) + found.end()
+    return None
+
+
 REFUSES = (
     r"(?:can(?:no|['’])?t|can not|(?:am|['’]m|be) (?:un|not )able to|won['’]t|will not|(?:do not|don['’]t) have"
     r"|(?:do not|don['’]t) know|am not (?:able|allowed|programmed)|must decline)"
@@ -199,6 +266,32 @@ SIGNS: tuple[Sign, ...] = (
         ),
         reads="all",
     ),
+    Sign(
+        Defect.SECRET,  # formats of keys, from the documentation of those who issue them
+        "said",
+        _pattern(
+            r"\b(?:sk-(?:\w+-)?[A-Za-z0-9_-]{24,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{40,}|AKIA(?!.{9}EXAMPLE)"
+            r"[A-Z0-9]{16}|AIza[\w-]{35}|xox[abprs]-[\w-]{20,}|glpat-[\w-]{20}|hf_[A-Za-z]{30,}|[sr]k_live_\w{20,})"
+            r"|-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----"
+        ),
+        reads="all",
+    ),
+    Sign(
+        Defect.SECRET,  # a password with letters of both cases and digits; numbers of accounts and cards; private mail
+        "said",
+        _pattern(
+            r"(?i:\bpass(?:word|wd|code)|\bpwd)\s?[:=]\s*(?=\S*[a-z])(?=\S*[A-Z])(?=\S*\d)\S{8,40}"
+            r"|\b[A-Z]{2}\d{2}(?: ?\d{4}){3,6}(?: ?\d{1,3})?\b"
+            r"|\b[3-6]\d{3}(?P<gap>[ -])\d{4}(?P=gap)\d{4}(?P=gap)\d{4}\b"
+            r"|(?<![\w.+-])(?!(?i:your|user|name|example|test|jo?h?n|jane|info|contact|support|some|any|first|me\b))"
+            r"[\w.+-]+@(?:gmail|outlook|hotmail|yahoo|icloud|gmx|web|proton(?:mail)?|aol|qq|163|mail)"
+            r"\.(?:com|net|de|fr|me|ru|co\.uk)\b"
+        ),
+        _about("regex pattern example valid fake dummy invent test fictional random generat strong suggest"),
+        reads="unfenced",
+    ),
+    Sign(Defect.WRONG_SUM, "said", _wrong_sum, _about("binary octal hex modul bits? wrong mistake error incorrect")),
+    Sign(Defect.CODE_MARKS, "said", _code_marks, reads="all"),
     Sign(
         Defect.ESCAPED_NEWLINE,  # a backslash and the letter n, between sentences or list items
         "said",
@@ -314,6 +407,7 @@ def signs_of(parts: Sequence[tuple[str, str]], answers: Sequence[str], *, has_tu
     found = Defect(0)
     is_text = any(role == "text" for role, _ in parts)
     prompt = "\n".join(text for role, text in parts if role in ("system", "developer", "user"))
+    context = "\n".join(text for role, text in parts if role not in ("assistant", "text"))
     everything = [text for _, text in parts]
     read = {(text, reads): prose_of(text, reads) for text in {*everything, *answers} for reads in READS}
     goes_on = not has_turns and _goes_on(prompt, "".join(answers))
@@ -324,11 +418,35 @@ def signs_of(parts: Sequence[tuple[str, str]], answers: Sequence[str], *, has_tu
             continue  # a text may be a whole conversation
         own_marks = sign.defect == Defect.OTHER_TEMPLATE and not has_turns  # a plain prompt may be in a template
         texts = everything if sign.where == "all" and not own_marks else answers
-        if any(sign.find(read[text, sign.reads]) for text in texts) and not (
-            sign.unless and sign.unless.search(prompt)
-        ):
+        spans = [(text, span) for text in texts if (span := sign.find(read[text, sign.reads]))]
+        if sign.defect == Defect.SECRET:  # a text that is extracted or rewritten has it from its prompt or a tool
+            spans = [(text, span) for text, span in spans if text[slice(*span)] not in context]
+        elif sign.defect == Defect.MOJIBAKE:
+            spans = [(text, span) for text, span in spans if text in answers or not _is_repaired(text, answers)]
+        if spans and not (sign.unless and sign.unless.search(prompt)):
             found |= sign.defect
     return found
+
+
+def _is_repaired(text: str, answers: Sequence[str]) -> bool:
+    """Return True if the answers have most words of a prompt that was decoded with the wrong encoding, repaired."""
+    words = [each.strip(".,;:!?()\"'") for each in re.split(r"[ \n\t]+", text) if not each.isascii()]
+    right = [repaired for each in words if (repaired := _decoded_again(each)) != each]
+    said = " ".join(answers)
+    return bool(right) and 2 * sum(each in said for each in right) > len(right)
+
+
+def _decoded_again(word: str) -> str:
+    try:
+        return word.encode("cp1252").decode("utf-8")
+    except UnicodeError:
+        return word
+
+
+def is_about(defect: Defect, text: SampleTexts) -> bool:
+    """Return True if a prompt asks for a subject in which a sign is no fault, and the answer has the sign or code."""
+    signs = [each for each in SIGNS if each.defect == defect and each.unless and each.unless.search(text.prompt)]
+    return any(is_code(text.answer) or each.find(text.answer) is not None for each in signs)
 
 
 def excerpt_of(text: str, defect: Defect, limit: int = 60) -> str:
@@ -347,6 +465,8 @@ def shortened(text: str, limit: int = 60) -> str:
 
 MIN_SAMPLES = 6
 """Minimum number of samples for statistics over a set."""
+MIN_USUAL = 3
+"""Minimum number of samples for a finding on a property that a single good sample may have."""
 
 
 MAX_LABEL_WORDS, MAX_LABEL_CHARS = 3, 30
@@ -710,6 +830,97 @@ def _is_bad(prompt: str, answer: str) -> bool:
     return not answer.strip() or bool(KNOWS_NOTHING.match(answer)) or bool(OF_ANSWERS & found)
 
 
+MAX_BEGUN_FRACTION = 0.9
+"""More texts than this begin with one line because a prompt template has put it there."""
+MIN_SHARED_CHARS, MIN_SHARED_FRACTION, MIN_BOILERPLATE_FRACTION = 12, 0.08, 0.1
+"""Characters of a line, the fraction of the texts that have it, and the fraction of texts that begin or end so."""
+
+
+def _boilerplate(samples: Sequence[SampleTexts]) -> SetSign | None:
+    """Find texts that begin or end with lines of other texts, such as the menu of a web page."""
+    texts = [[line.strip() for line in each.answer.splitlines() if line.strip()] for each in samples]
+    once = [[line for line, count in Counter(lines).items() if count == 1] for lines in texts]  # no refrain
+    counts = Counter(line for lines in once for line in lines if len(line) >= MIN_SHARED_CHARS and " " in line)
+    least = max(MIN_SAMPLES - 1, MIN_SHARED_FRACTION * len(samples))
+    shared = {line for line, count in counts.items() if count >= least}
+    paged = [at for at, each in enumerate(samples) if len(texts[at]) > 1 and not _is_verse_or_list(each.answer)]
+    begun = [at for at in paged if texts[at][0] in shared]
+    is_template = len(begun) > MAX_BEGUN_FRACTION * len(samples)
+    found = [at for at in paged if texts[at][-1] in shared or (texts[at][0] in shared and not is_template)]
+    if len(shared) < 2 or len(found) < MIN_BOILERPLATE_FRACTION * len(samples):
+        return None
+    lines = texts[found[0]]
+    says = "begin or end with the same lines as many others: boilerplate such as the menu or the footer of a web page"
+    remedy = "remove these lines: each of them is trained once for every text that has it"
+    shown = lines[0] if lines[0] in shared else lines[-1]
+    return SetSign("boilerplate", "texts", found, says, remedy, shortened(shown))
+
+
+MAX_FUNCTION_WORD_CHARS, MAX_FUNCTION_WORDS, MIN_WORD_TEXTS = 4, 80, 0.02
+MIN_FUNCTION_WORDS, MAX_ROUNDS, MIN_MARGIN = 4, 3, 0.7
+MIN_PURE, MIN_PURITY, MIN_MARKS_OF_LANGUAGE = 0.9, 0.8, 2
+"""Fraction of texts with one language, fraction of its words that such a text has, and the minimum of their number."""
+MIN_SAME_LANGUAGE, MIN_OTHER_LANGUAGE = 0.6, 0.03
+
+
+def _other_language(samples: Sequence[SampleTexts]) -> SetSign | None:
+    """Find answers in another language than their prompt, if most answers have the language of their prompt.
+
+    The frequent short words of two languages are hardly ever in one text. No list of words is needed.
+    """
+    texts = [_short_words(prose_of(text)) for each in samples for text in each[:2]]
+    counts = Counter(word for words in texts for word in words)
+    least = max(4, MIN_WORD_TEXTS * len(texts))
+    frequent = [word for word, count in counts.most_common(MAX_FUNCTION_WORDS) if count >= least]
+    if len(frequent) < 10:
+        return None
+    sets = {word: {at for at, words in enumerate(texts) if word in words} for word in frequent}
+
+    def affinity(one: str, two: str) -> float:
+        """Return the log of the number of texts with both words / its expectation."""
+        expected = len(sets[one]) * len(sets[two]) / len(texts)
+        return math.log((len(sets[one] & sets[two]) + 0.5) / (expected + 0.5))
+
+    seed = frequent[0]
+    other = min(frequent, key=lambda word: affinity(seed, word) * math.sqrt(len(sets[word])))
+    sides = [{seed}, {other}]
+    for _ in range(MAX_ROUNDS):
+        near = [{word: _mean(affinity(word, each) for each in side - {word}) for word in frequent} for side in sides]
+        sides = [{word for word in frequent if near[at][word] > near[1 - at][word] + MIN_MARGIN} for at in (0, 1)]
+        if any(len(side) < MIN_FUNCTION_WORDS for side in sides):
+            return None
+    marks = [[len(words & side) for side in sides] for words in texts]
+    known = [at for at, each in enumerate(marks) if sum(each) >= MIN_MARKS_OF_LANGUAGE]
+    language = {at: marks[at].index(max(marks[at])) for at in known if max(marks[at]) >= MIN_PURITY * sum(marks[at])}
+    if len(language) < MIN_PURE * len(known):
+        return None
+    both = [at for at in range(len(samples)) if 2 * at in language and 2 * at + 1 in language]
+    found = [at for at in both if language[2 * at] != language[2 * at + 1]]
+    same = [at for at in both if at not in set(found)]
+    if len(same) < MIN_SAME_LANGUAGE * len(both) or len(both) < 0.5 * len(samples):
+        return None
+    asked = [
+        Counter(word for at in each for word in set(samples[at].prompt.casefold().split())) for each in (found, same)
+    ]
+    is_asked = any(n > 0.4 * len(found) and asked[1][word] < 0.1 * len(same) for word, n in asked[0].items())
+    found = [at for at in found if not TRANSLATES.search(samples[at].prompt)]
+    if is_asked or len(found) < MIN_USUAL:
+        return None
+    says = "are in another language than their prompt, and most answers are in the same"
+    excerpt = f"{shortened(samples[found[0]].prompt.strip(), 40)} -> {shortened(samples[found[0]].answer.strip(), 40)}"
+    remedy = "look for a translation that failed or was left out; drop these records, or answer them again"
+    return SetSign("other_language", "answers", found, says, remedy, excerpt)
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = [*values]
+    return sum(found) / max(1, len(found))
+
+
+def _short_words(text: str) -> set[str]:
+    return {word for word in re.findall(r"[^\W\d_]+", text.casefold()) if len(word) <= MAX_FUNCTION_WORD_CHARS}
+
+
 MIN_CONSISTENT, MAX_SWAPPED = 0.85, 0.15
 MIN_PAIRS = 12
 
@@ -758,6 +969,8 @@ SET_SIGNS: tuple[tuple[Callable[[Sequence[SampleTexts]], SetSign | None], frozen
     (_label_in_prompt, frozenset({"chat", "instruct", "completion"})),
     (_answer_in_prompt, frozenset({"chat", "instruct", "completion"})),
     (_other_rows, frozenset({"chat", "instruct", "completion", "preference"})),
+    (_other_language, frozenset({"chat", "instruct", "completion"})),
+    (_boilerplate, frozenset({"text"})),
     (_chosen_is_worse, frozenset({"preference"})),
     (_swapped_pairs, frozenset({"preference"})),
 )
