@@ -168,7 +168,7 @@ def _wrong_sum(text: str) -> Span | None:
         if BEFORE_AN_OPERAND.search(text[max(0, found.start() - 3) : found.start()]):
             continue
         one, two, equals = (found[name].rstrip(",") for name in ("one", "two", "equals"))
-        if not any(_holds(*(mark(each) for each in (one, two, equals)), found["op"].strip()) for mark in _MARKS):
+        if not any(_holds(mark(one), mark(two), mark(equals), found["op"].strip()) for mark in _MARKS):
             return found.span()
     return None
 
