@@ -5,7 +5,7 @@ Shapes: L tokens of a sample, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainwright.checkpoint.cursor import MicroBatch
+from trainwright.checkpoint.shards import is_divided, is_sharded
 from trainwright.data.padding import IGNORE
 from trainwright.data.token_rows import IDS, LABELS, POSITIONS, ROW_LENGTHS
 from trainwright.engine.evaluate import evaluating
@@ -105,9 +105,12 @@ def compare_alone(model: nn.Module, data: object, *, max_tokens: int | None = No
         return _compared(model, batch)
 
 
-def require_isolated(model: nn.Module, micro: MicroBatch) -> Isolation:
-    """Compare samples of the first batch of a run. Raises UsageError if they see each other."""
-    found = compare_alone(model, micro.data, max_tokens=MAX_TOKENS_AT_START)
+def require_isolated(model: nn.Module, data: object) -> Isolation:
+    """Compare samples of the first batch of a run. Raises UsageError if they see each other.
+
+    Ranks that divide the weights must pass the same batch.
+    """
+    found = compare_alone(model, data, max_tokens=MAX_TOKENS_AT_START)
     if found.reason:
         raise UsageError(
             f"samples that share a row are not separated: {found.reason} (largest difference of logits to the sample "
@@ -153,9 +156,11 @@ def _compared(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:
 
 
 def _logits(model: nn.Module, called: TokenBatch) -> Tensor:
-    """Return the logits. Bypasses torch.compile, which would compile for each length."""
-    logits: Tensor = model.forward(**called.inputs).logits
-    return logits
+    """Return the logits. Bypasses torch.compile, which would compile for each length, but no hooks of FSDP."""
+    has_hooks: bool = is_sharded(model)
+    call: Callable[..., Any] = model if has_hooks else model.forward
+    logits: Tensor = call(**called.inputs).logits
+    return logits.full_tensor() if is_divided(logits) else logits
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:

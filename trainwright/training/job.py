@@ -598,7 +598,7 @@ def try_out(
     supervision = audit_parts(made.parts, data.first, left_out) if world.rank == 0 else ()
     if world.size == 1:  # the first batch of one rank says nothing about the others
         require_supervised(supervision)
-    packing = _packing_notes(loaded, made, data.first)
+    packing = _packing_notes(loaded, made, data.first, world)
     notes = (*made.live.plan.notes, *notes_of_data(made.provenance, data.resumed), *packing)
     job = Job(
         loaded,
@@ -631,7 +631,7 @@ def try_out(
     return replace(agreed, plan=replace(agreed.plan, header=header, predicted=predicted))
 
 
-def _packing_notes(loaded: Loaded, made: MadeRun, first: StepBatch) -> Iterator[Note]:
+def _packing_notes(loaded: Loaded, made: MadeRun, first: StepBatch, world: World) -> Iterator[Note]:
     """Yield a note on packed samples. Raises RecipeError if samples of the first batch see each other."""
     packing, degrees = loaded.recipe.data.packing, made.live.plan.degrees
     if packing.by == "none":
@@ -641,10 +641,10 @@ def _packing_notes(loaded: Loaded, made: MadeRun, first: StepBatch) -> Iterator[
             if getattr(degrees, axis) > 1:
                 remedy = f"set data.packing: none, or leave parallel.{axis} out"
                 raise UsageError(f"packed samples cannot be divided by parallel.{axis}", remedy=remedy)
-        if is_sharded(made.live.state.model) or degrees.tensor > 1:
-            yield Note("packing", packing.by, "not compared with samples alone, because ranks divide the weights")
-            return
-        found = require_isolated(made.live.state.model, first.micro[0])
+        is_divided = is_sharded(made.live.state.model) or degrees.tensor > 1
+        data = first.micro[0].data
+        # ranks that divide the weights call the model together, so all of them compare the samples of the first rank
+        found = require_isolated(made.live.state.model, from_first_rank(world, data) if is_divided else data)
     fill = getattr(made.parts.train.dataset, "fill", None)
     rows = "" if fill is None else f", {fill:.0%} of the rows are tokens"
     yield Note("packing", f"{packing.by}{rows}", f"samples do not see each other: {found.lines()[-1]}")

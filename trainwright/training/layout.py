@@ -28,6 +28,7 @@ from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.rank_layout import RankLayout
 from trainwright.engine.stage_passes import PipelineStages, StagedPasses, inputs_of
 from trainwright.engine.synced_norms import LOCAL_STATISTICS, SyncedNorms
+from trainwright.engine.token_batch import ROW_LENGTHS
 from trainwright.errors import OutOfMemoryError, TrainwrightError, UsageError, text_of
 from trainwright.models.gpt import TENSOR_PLAN
 from trainwright.plan.make import Note
@@ -349,7 +350,12 @@ def _shortened(batch: Any, ranks: int) -> Any:
     width = widths.pop() if len(widths) == 1 else 0
     count = min(width, max(CHECKED_POSITIONS, ranks)) // ranks * ranks
     is_of_ids = not any(each.is_floating_point() for each in tree_leaves(batch) if isinstance(each, Tensor))
-    return tree_map_only(Tensor, lambda each: each[:, :count], batch) if count and is_of_ids else batch
+    if not count or not is_of_ids:
+        return batch
+    cut = tree_map_only(Tensor, lambda each: each[:, :count], batch)
+    if isinstance(cut, Mapping) and ROW_LENGTHS in cut:
+        return {**cut, ROW_LENGTHS: [min(each, count) for each in cut[ROW_LENGTHS]]}
+    return cut
 
 
 @contextmanager
