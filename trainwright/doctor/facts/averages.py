@@ -18,6 +18,16 @@ class Move:
 
 
 @dataclass(frozen=True)
+class StaleStatistics:
+    """A normalization of a copy in eval mode. Its running mean has not changed since the copy was found."""
+
+    module: str  # Path of the normalization
+    step: int  # The step after which the copy was called
+    distance: float  # Largest distance from the mean of the trained module, in standard deviations of the latter
+    source: str | None  # Line of the call
+
+
+@dataclass(frozen=True)
 class CopyFacts:
     """A copy of a trained module: tensors of the same shapes that no optimizer holds."""
 
@@ -25,6 +35,7 @@ class CopyFacts:
     of: str  # Path of the trained module
     moves: tuple[Move, ...]  # The steps in which the copy moved
     gap: float  # Distance between copy and weights when the copy was found, relative to the norm of the weights
+    stale: StaleStatistics | None = None  # Statistics of a normalization that stay behind; None without any
 
 
 @dataclass(frozen=True)

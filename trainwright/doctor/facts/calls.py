@@ -48,6 +48,9 @@ class CallsFacts:
     missing_share: float = 0.0  # Their fraction of the trainable elements
     missing_were_trained: bool = False  # They were trained before the watch began
     doubles: int = 0  # Number of updates with gradients that another optimizer had already applied
+    # (optimizer, number of updates) that used gradients left by a loss for which only another optimizer stepped
+    leftovers: tuple[tuple[int, int], ...] = ()
+    leftover_in: tuple[str, ...] = ()  # Names of the first weights of the first such optimizer
     # (step, backward passes before the end of an epoch, all backward passes) for each step during which an epoch ended
     split_windows: tuple[tuple[int, int, int], ...] = ()
     accumulation: int | None = None  # Number of micro-batches that was passed to the watch
@@ -106,6 +109,9 @@ class KeptFacts:
     experiment: ClassVar[str] = "kept"
     taken: int
     changed: tuple[KeptState, ...] = ()
+    from_itself: tuple[int, ...] = ()  # The steps after which a module was loaded from its own live tensors
+    loaded_module: str = ""  # Path of that module, or its class
+    loaded_at: str | None = None  # Line of the load
 
 
 def kinds(step: Watched, *wanted: str) -> list[Event]:

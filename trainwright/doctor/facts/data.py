@@ -151,6 +151,22 @@ class LoadersFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplesFacts:
+    """Samples that were read again, compared with their earlier values."""
+
+    experiment: ClassVar[str] = "samples"
+    came_again: int = 0  # Number of samples, or slices of a tensor, that were read again
+    # Number of changed ones that were compared, if each element became the same function ``a * x + b`` in all, else 0
+    changed: int = 0
+    factor: float = 1.0  # The median of ``a``
+    since_changed: int = 0  # The first step with such a change
+    apart: int = 0  # Samples whose input and target were flipped or turned in different ways
+    together: int = 0  # Samples whose input and target were flipped or turned in the same way, or both left
+    since_apart: int = 0  # The first step with ``apart``
+    source: str | None = None  # Line that reads their loader
+
+
+@dataclass(frozen=True, kw_only=True)
 class TargetsFacts:
     """Targets of losses over classes in sampled steps."""
 

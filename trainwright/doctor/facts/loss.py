@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import ClassVar
 
 from trainwright.doctor.context import Every
@@ -57,7 +59,8 @@ class LossSign:
     """A mistake in the operations between the outputs and the loss."""
 
     # "no_gradient" (a term of the loss has no graph), "not_updated" (a term reaches only weights that no update
-    # changes) or "advantage"
+    # changes), "advantage", or "summed_and_averaged" (``op`` averages over the samples, and another term, at ``line``,
+    # sums over them)
     kind: str
     op: str
     steps: int  # Number of examined steps with the mistake
@@ -98,6 +101,21 @@ class TermsFacts:
     experiment: ClassVar[str] = "terms"
     terms: tuple[TermFacts, ...]
     shared: int
+
+
+MIN_GAIN = 0.02  # Minimum gain over a constant prediction, as a fraction of its loss, if anything was learned
+MAX_ERROR = 0.04  # Maximum standard error of this gain
+
+
+def knows_nothing(call: MeasuredLoss) -> bool:
+    """Returns True if the last predictions were no better than a constant one, or with the targets of other samples."""
+    value, constant, shuffled = (fmean(column) for column in zip(*call.rows))
+    if not math.isfinite(value + constant + shuffled) or constant <= 1e-12:
+        return False
+    gained = [(row[1] - row[0]) / constant for row in call.rows]
+    told = [(row[2] - row[0]) / constant for row in call.rows]
+    error = max(stdev(gained), stdev(told)) / math.sqrt(len(call.rows))
+    return error < MAX_ERROR and max(fmean(gained), fmean(told)) < MIN_GAIN + error
 
 
 CONSEQUENCES_OF_WRONG_ARGUMENTS = (

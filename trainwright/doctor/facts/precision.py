@@ -56,6 +56,7 @@ class MixedPrecisionFacts:
     # updates
     still: float = 0.0
     updates: int = 0  # Updates at the highest learning rate so far
+    is_constant_rate: bool = False  # All sampled updates so far had one learning rate
     kept_elsewhere: bool = False  # The optimizer keeps float32 copies of the weights or uses stochastic rounding
     # First step that computed with weights that autocast had cached before the last update
     stale_since: int | None = None

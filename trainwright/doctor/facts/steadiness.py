@@ -1,4 +1,4 @@
-"""Measurements of the live loop: repeated random states, and data that are changed in place."""
+"""Measurements of the live loop: repeated random states, and steps that write to their input."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class SteadinessFacts:
-    """Random states and data over all steps."""
+    """Random states and inputs over all steps."""
 
     experiment: ClassVar[str] = "steadiness"
     steps: int  # Number of steps
@@ -19,9 +19,3 @@ class SteadinessFacts:
     written: int = 0  # Number of steps that changed the model's input in place
     written_views: int = 0  # Number of these in which the input was a view of a larger tensor
     since_written: int = 0  # The first of them
-    came_again: int = 0  # Number of samples, or slices of a tensor, that were read again
-    changed: int = 0  # Number of these that had become a multiple of their earlier value, up to a constant
-    factor: float = 1.0  # The multiple
-    is_one_factor: bool = False  # The first change had the same factor
-    since_changed: int = 0  # The first step with such a change
-    source: str | None = None  # Line that reads their loader

@@ -9,14 +9,19 @@ from itertools import compress
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.snapshot import LiveObjects, Snapshot
-from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts, Move
+from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts, Move, StaleStatistics
 from trainwright.doctor.measure.tensors import sampled
+from trainwright.recorder.callers import caller
+from trainwright.recorder.calls import Hook
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.plain_tensors import is_dense
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.user_types import Args
 
 SEARCH_STEP = 24  # The step after which copies are searched for, once. The search takes 0.05 s.
 SEARCH_STEP_IF_RESUMED = 8
@@ -70,6 +75,19 @@ class _Copy:
     before: list[tuple[Tensor, Tensor]] | None = None
     moves: list[Move] = field(default_factory=list)
     gap: float = 0.0
+    # for each normalization of the copy: its path, itself, the trained one, and its running mean when it was found
+    norms: list[tuple[str, _NormBase, _NormBase, Tensor]] = field(default_factory=list)
+    stale: StaleStatistics | None = None
+
+    def compare_means(self, step: int) -> None:
+        """Compares the running means of a copy that is called in eval mode with those of the trained module."""
+        for path, norm, trained, first in self.norms:
+            mean, other = norm.running_mean, trained.running_mean
+            if mean is None or other is None or trained.running_var is None or not torch.equal(mean, first):
+                return
+            distance = float(((other - mean).abs() / (trained.running_var + trained.eps).sqrt()).max())
+            if self.stale is None or distance > self.stale.distance:
+                self.stale = StaleStatistics(path, step, distance, caller())
 
     def follow(self, step: int) -> None:
         now = [each for pair in self.weights if (each := pair.sample()) is not None]
@@ -94,6 +112,7 @@ class Averages(Probe):
         self._begun: int | None = None
         self._last = self._step = 0
         self._is_resumed = any(each.state for each in watched.subject.optimizers)
+        self._handles: list[RemovableHandle] = []
 
     def on_closed(self, step: RecordedStep) -> None:
         self._step = step.step
@@ -101,6 +120,9 @@ class Averages(Probe):
             self._begun = step.step
             self._copies = list(_copies_of(self._subject))
             self._sites.follow([each.module for each in self._copies if each.module is not None])
+            for copy in self._copies:
+                if copy.module is not None and copy.norms:
+                    self._handles.append(copy.module.register_forward_pre_hook(self._hook(copy, copy.module)))
         if self._begun is None or step.step > self._begun + FOLLOWED_STEPS:
             return
         for copy in self._copies:
@@ -110,6 +132,19 @@ class Averages(Probe):
         self._last = step.step
         self.urgent = step.step == self._begun + FOLLOWED_STEPS and any(copy.moves for copy in self._copies)
 
+    def _hook(self, copy: _Copy, module: nn.Module) -> Hook:
+        def called(module: nn.Module, args: Args) -> None:
+            if not module.training and copy.moves and (copy.stale is None or copy.stale.step < self._step):
+                known = copy.stale
+                copy.compare_means(self._step)
+                self.urgent = self.urgent or (known is None and copy.stale is not None)
+
+        return Hook(module, called)
+
+    def end(self, error: BaseException | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+
     def facts(self) -> AveragesFacts | None:
         self.urgent = False
         if self._begun is None or self._last == self._begun:
@@ -117,7 +152,7 @@ class Averages(Probe):
         return AveragesFacts(
             self._last - self._begun,
             self._is_resumed,
-            tuple(CopyFacts(copy.kind, copy.of, tuple(copy.moves), copy.gap) for copy in self._copies),
+            tuple(CopyFacts(copy.kind, copy.of, tuple(copy.moves), copy.gap, copy.stale) for copy in self._copies),
         )
 
 
@@ -215,7 +250,20 @@ def _paired(holder: object, kind: str, original: _Original) -> _Copy:
     chosen = sorted({round(n * (len(names) - 1) / (TENSORS_PER_COPY - 1)) for n in range(TENSORS_PER_COPY)})
     pairs = [_Pair(_lookup(holder, n), _live(original.module, names[n])) for n in chosen]
     module = holder if isinstance(holder, nn.Module) else None
-    return _Copy(kind, original.path or type(original.module).__name__, pairs, module)
+    norms = [] if module is None else list(_norms_of(module, original.module))
+    return _Copy(kind, original.path or type(original.module).__name__, pairs, module, norms=norms)
+
+
+def _norms_of(copy: nn.Module, original: nn.Module) -> Iterator[tuple[str, _NormBase, _NormBase, Tensor]]:
+    """Yields the normalizations of a copy with running statistics, and those of the original in the same order."""
+    of_both = zip(_tracking(copy), _tracking(original))
+    for (path, mine), (_, theirs) in of_both:
+        if mine.running_mean is not None and theirs.running_mean is not None:
+            yield path, mine, theirs, mine.running_mean.clone()
+
+
+def _tracking(module: nn.Module) -> list[tuple[str, _NormBase]]:
+    return [(path, m) for path, m in module.named_modules() if isinstance(m, _NormBase) and m.running_mean is not None]
 
 
 def _lookup(holder: object, place: int) -> Callable[[], Tensor | None]:

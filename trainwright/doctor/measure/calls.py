@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.names import named_parameters
 from trainwright.doctor.facts.calls import CallsFacts, GroupFacts, OptimizerFacts, ScaledClip, ScalerFacts
+from trainwright.doctor.measure.leftovers import Leftovers
 from trainwright.doctor.measure.tensors import sampled
 from trainwright.doctor.measure.weights import was_trained
 from trainwright.recorder.gradients import owned_by
@@ -40,6 +41,7 @@ class Calls(Probe):
         self._known = WeakValueDictionary({id(each): each for each in self._optimizers})
         self._stepped_at: dict[int, int] = {}
         self._compared: Counter[tuple[int, int]] = Counter()
+        self._leftovers = Leftovers(self._optimizers)
         self._depth = self._backwards = self._since = self._split = self._doubles = 0
         self._split_windows: list[tuple[int, int, int]] = []
         self._last: RecordedStep | None = None
@@ -51,8 +53,10 @@ class Calls(Probe):
     def on_backward(self, losses: tuple[Tensor, ...], options: dict[str, object]) -> None:
         self._backwards += 1
         self._since += 1
+        self._leftovers.on_backward(losses)
 
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
+        self._leftovers.on_zero_grad(owner)
         if id(owner) in self._watched:
             self._since = self._split = 0
 
@@ -70,6 +74,7 @@ class Calls(Probe):
                     self._doubles += 1
                     break
         self._stepped_at[id(optimizer)] = self._backwards
+        self._leftovers.on_step(optimizer)
 
     def on_stepped(self, optimizer: Optimizer) -> None:
         self._depth = max(0, self._depth - 1)
@@ -98,6 +103,8 @@ class Calls(Probe):
             missing_share=sum(sizes[name] for name in missing) / max(1, sum(sizes.values())),
             missing_were_trained=bool(missing) and set(missing) <= self._were_trained,
             doubles=self._doubles,
+            leftovers=tuple(self._leftovers.found.items()),
+            leftover_in=tuple(self._parts_of(min(self._leftovers.found, default=None))),
             split_windows=tuple(self._split_windows),
             accumulation=self._declared,
             carried=self._carried(self._last) if self._last is not None else (),
@@ -109,6 +116,11 @@ class Calls(Probe):
 
     def _named(self) -> dict[str, Tensor]:
         return dict(named_parameters(self._roots))
+
+    def _parts_of(self, optimizer: int | None) -> list[str]:
+        """Returns the names of the first weights of an optimizer."""
+        held = {id(p) for p in owned_by(self._optimizers[optimizer])} if optimizer is not None else set()
+        return [name for name, p in self._named().items() if id(p) in held][:4]
 
     def _about(self, optimizer: Optimizer) -> OptimizerFacts:
         inside = {id(p) for root in self._roots for p in root.parameters()}

@@ -30,7 +30,7 @@ from trainwright.replay.classified import CHUNKED, classified
 from trainwright.replay.experiments import replay
 from trainwright.replay.inspector import StepInspector, custom_functions_of
 from trainwright.replay.session import ReplaySession
-from trainwright.replay.terms import terms_of
+from trainwright.replay.terms import Term, terms_of
 from trainwright.runs.json_values import Facts, strict
 
 CLASSES = frozenset({"cross_entropy", "nll_loss", CHUNKED})
@@ -204,6 +204,9 @@ BOUNDED_BELOW = CLASSES | BINARY | DISTANCES | {
     "multilabel_soft_margin_loss", SQUARED, "absolute error",
 }  # fmt: skip
 """Losses that have a lower bound and are minimized."""
+REDUCED = CLASSES | BINARY | DISTANCES | {"kl_div"}
+MIN_WEIGHT_OF_SUM = 0.25  # Weight of a sum over samples, relative to that of a mean, from which on it is not balanced
+MIN_SUMMED_ROWS = 8
 SOFTMAXES = frozenset({"softmax", "log_softmax"})
 PAIRED = frozenset({"sub", "rsub", "mul", "add", *DISTANCES})
 DIFFERENCES = frozenset({"sub", "rsub"})
@@ -214,6 +217,9 @@ SUM_FUNCTIONS = frozenset({"add", "radd", "iadd", "sub", "rsub", "isub"})
 WEIGHTING_FUNCTIONS = frozenset({"mul", "rmul", "div", "neg", "mean", "sum", "squeeze", "float", "to"})
 """Functions whose result keeps the name of the term that is their input."""
 Row: TypeAlias = dict[str, Tensor]
+_SlotOf: TypeAlias = Callable[[Tensor], int | None]
+_Reduction: TypeAlias = tuple[str, str, int, str | None]
+"""How a scalar was made: "sum" or "mean", the function, the number of samples, and the line."""
 _FUNCTION_KEY = "trainwright_made"
 """Key in the metadata of the autograd node of a scalar. The value is (called function, line)."""
 
@@ -242,7 +248,7 @@ class LossCalls:
     """
 
     def __init__(
-        self, stack: Sequence[str] = (), slot_of: Callable[[Tensor], int | None] | None = None, *, is_live: bool = False
+        self, stack: Sequence[str] = (), slot_of: _SlotOf | None = None, *, is_live: bool = False
     ) -> None:
         self.stack, self._slot_of, self._is_live = stack, slot_of, is_live
         self._sites: dict[Hashable, _CallSite] = {}
@@ -255,12 +261,14 @@ class LossCalls:
         self.drawn = False
         self.steps = 0
         self._step_mistakes: set[tuple[str, str, str | None]] = set()
+        self._reductions: dict[int, _Reduction] = {}  # by the slots of the scalars
         self._num_calls: dict[Hashable, int] = {}
         self.forget()
 
     def forget(self) -> None:
         """Drops all tensors."""
         self._with_new_dimension: TensorNotes[None] = TensorNotes()
+        self._reduced: TensorNotes[_Reduction] = TensorNotes()
         self._residuals: TensorNotes[tuple[Tensor, Tensor]] = TensorNotes()
         self._probabilities: TensorNotes[str | None] = TensorNotes()
         self._count = itertools.count()
@@ -273,6 +281,18 @@ class LossCalls:
         # origins of tensors that are combined with a tensor that has a graph
         self._combined_with_graph: set[int] = set()
         self._terms_without_graph: list[tuple[tuple[str, str, str | None], frozenset[int]]] = []
+
+    def compare_reductions(self, terms: Sequence[Term]) -> None:
+        """Finds a term that is summed over the samples next to one that is averaged over them, with a similar weight.
+
+        A sum that is divided by the number of samples, or has a small weight, is no mistake.
+        """
+        known = [(term, self._reductions[term.slot]) for term in terms if term.slot in self._reductions]
+        for small, (how, op, rows, _) in known:
+            for large, (other, _, rows_too, line) in known:
+                is_heavy = abs(large.own) >= MIN_WEIGHT_OF_SUM * abs(small.own) and rows >= MIN_SUMMED_ROWS
+                if how == "mean" and other == "sum" and rows == rows_too and is_heavy:
+                    self._step_mistakes.add(("summed_and_averaged", op, line))
 
     def end_backward(self) -> None:
         """Drops all tensors and graphs after a backward pass."""
@@ -287,7 +307,7 @@ class LossCalls:
         for each in self._step_mistakes:
             self._mistakes[each] = self._mistakes.get(each, 0) + 1
         self.steps += 1
-        self._step_mistakes, self._num_calls = set(), {}
+        self._step_mistakes, self._num_calls, self._reductions = set(), {}, {}
 
     # calls
 
@@ -349,8 +369,9 @@ class LossCalls:
             self._record_product(tensors[0], tensors[1], result)
         if self._slot_of is not None and torch.is_grad_enabled():
             self._record_origins(tensors, result)
-        if not result.dim():
+        if not result.dim() and self._slot_of is not None:
             self._record_scalar(plain, tensors, result)
+            self._record_reduction(plain, tensors, kwargs, result, self._slot_of)
 
     def _number_of(self, tensor: Tensor) -> int:
         if tensor not in self._input_numbers:
@@ -396,8 +417,7 @@ class LossCalls:
 
     def _record_scalar(self, plain: str, tensors: list[Tensor], result: Tensor) -> None:
         """Records scalars, which may be terms of the loss, with or without a graph."""
-        if self._slot_of is None:
-            return
+        assert self._slot_of is not None
         if result.grad_fn is not None:
             # a dict with nodes as keys would keep the graph alive
             metadata = cast("dict[str, object]", result.grad_fn.metadata)
@@ -412,6 +432,16 @@ class LossCalls:
             before = [self._without_graph[each] for each in tensors if each in self._without_graph]
             made = before[0] if before and plain in WEIGHTING_FUNCTIONS else None if plain == "detach" else plain
             self._without_graph[result] = made
+
+    def _record_reduction(self, plain: str, tensors: list[Tensor], kwargs: Kwargs, result: Tensor, slot_of: _SlotOf) -> None:
+        """Records that a scalar is the sum or the mean over several samples. Its slot is known when it is used."""
+        for each in tensors:
+            if (made := self._reduced.get(each)) is not None and (slot := slot_of(each)) is not None:
+                self._reductions[slot] = made
+        is_reduced = plain in ("sum", "mean") or plain in REDUCED
+        if is_reduced and result.requires_grad and tensors and tensors[0].dim() > 1:
+            how = plain if plain in ("sum", "mean") else str(kwargs.get("reduction", "mean"))
+            self._reduced[result] = how, plain, len(tensors[0]), self._line()
 
     def _record_broadcast(self, name: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
         """Records two tensors of N samples whose shapes differ, such as (N, 1) and (N,), and broadcast to (N, N)."""
@@ -711,10 +741,12 @@ class LossListener(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         if self._tape.listener is not None:
+            if step.step <= EVERY_STEP_UNTIL:
+                terms = terms_of(step)
+                self._terms = len(terms)
+                self._found.compare_reductions(terms)
             self._found.end_step()
             self._step = step.step
-            if step.step <= EVERY_STEP_UNTIL:
-                self._terms = len(terms_of(step))
             known, self._certain = self._certain, self._found.certain
             self.urgent |= self._certain > known
         self._tape.listener = self._on_function if is_examined(step.step + 1) else None

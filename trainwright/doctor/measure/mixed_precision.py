@@ -28,7 +28,7 @@ INTERVAL_UPDATES = 16
 MAX_SAMPLES = 64
 MAX_WINDOWS = 3  # Number of steps with several micro-batches whose gradient sums are compared
 MAX_STEPS_OF_SUMS = 16  # Last step whose gradient sums are compared
-REPORTED_AT = 6  # The step after which the first findings are reported
+REPORTED_AT = (2, 6)  # The steps after which the first findings are reported
 SMALLEST_FP16 = 2.0**-24  # Smallest positive float16. All float16 numbers are multiples of it.
 MOMENTS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
@@ -122,7 +122,7 @@ class MixedPrecision(Probe):
                 self.end(None)
         self._small_now, self._sums, self._summed, self._micro_batches = None, {}, [], 0
         self._steps = step.step
-        if step.step == REPORTED_AT and (self._halves or self._is_fp16 or self._sentinel is not None):
+        if step.step in REPORTED_AT and (self._halves or self._is_fp16 or self._sentinel is not None):
             self.urgent = True
 
     # updates
@@ -173,6 +173,7 @@ class MixedPrecision(Probe):
         return MixedPrecisionFacts(
             still=statistics.median(at_full_rate) if at_full_rate else 0.0,
             updates=len(at_full_rate),
+            is_constant_rate=len({lr for lr, _ in self._still}) == 1,
             kept_elsewhere=self._kept_elsewhere,
             stale_since=self._stale_since,
             zeros=small[0],

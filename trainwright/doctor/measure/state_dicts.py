@@ -46,6 +46,8 @@ class KeptStates(Probe):
         self._steps = self._num_taken = 0
         self._taken: list[_Taken] = []
         self._changed: list[KeptState] = []
+        self._from_itself: list[int] = []
+        self._loaded_module, self._loaded_at = "", None
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
@@ -72,6 +74,12 @@ class KeptStates(Probe):
 
     def on_loaded(self, module: nn.Module, state: object) -> None:
         self._use(state, "load")
+        if self._steps and len(self._from_itself) < MAX_STATES and _is_from(module, state):
+            names = {id(each): name for root in self._roots for name, each in root.named_modules()}
+            self._loaded_module = names.get(id(module)) or type(module).__name__
+            self._from_itself.append(self._steps)
+            self._loaded_at = self._loaded_at or caller()
+            self.urgent = self.urgent or len(self._from_itself) == 2
 
     def _use(self, value: object, how: str, depth: int = 3) -> None:
         for each in self._taken:
@@ -99,4 +107,19 @@ class KeptStates(Probe):
 
     def facts(self) -> KeptFacts | None:
         self.urgent = False
-        return KeptFacts(self._num_taken, tuple(self._changed[:8])) if self._steps else None
+        if not self._steps:
+            return None
+        return KeptFacts(
+            taken=self._num_taken,
+            changed=tuple(self._changed[:8]),
+            from_itself=tuple(self._from_itself[:8]),
+            loaded_module=self._loaded_module,
+            loaded_at=self._loaded_at,
+        )
+
+
+def _is_from(module: nn.Module, state: object) -> bool:
+    """Returns True if all tensors of ``state`` are those of the module, so that loading it changes nothing."""
+    tensors = list(state.values()) if isinstance(state, Mapping) else []
+    own = {each.data_ptr() for each in (*module.parameters(), *module.buffers()) if each.numel()}
+    return bool(own and tensors) and all(isinstance(t, Tensor) and (t.data_ptr() in own or not t.numel()) for t in tensors[:64])

@@ -1,4 +1,5 @@
 from trainwright.doctor import Results, RunContext, Where, check
+from trainwright.doctor.facts.data import SamplesFacts
 from trainwright.doctor.facts.steadiness import SteadinessFacts
 
 MIN_CHANGES = 4
@@ -11,14 +12,14 @@ CONSEQUENCES = (
 
 
 @check(stage="input", confidence=0.9, explains=CONSEQUENCES)
-def changed_in_place(run: RunContext, facts: SteadinessFacts) -> Results:
+def changed_in_place(run: RunContext, writes: SteadinessFacts) -> Results:
     """The stored training data are changed in place, so a sample has different values when it is read again.
 
     Why it matters: each epoch normalises the samples once more, until they are far from what the model has learned.
 
     How it is detected: some values of the first samples of each batch, and of slices of a larger tensor, are kept. Four
-    of these samples return with the values `a * x + b`, with the same `a`. Or the version counter of an input changes
-    during a step.
+    of these samples return changed, each element by the same `a * x + b` in all of them. Or the version counter of an
+    input changes during a step.
 
     Exceptions: an input that is not a view of a larger tensor is reported only with -v.
 
@@ -29,20 +30,21 @@ def changed_in_place(run: RunContext, facts: SteadinessFacts) -> Results:
 
     Sources: facebookresearch/pycls#21, pytorch/vision#680.
     """
-    if facts.changed >= MIN_CHANGES and facts.is_one_factor:
+    samples = run.latest(SamplesFacts) or SamplesFacts()
+    if samples.changed:
         yield run.finding(
-            symptom=f"stored samples are modified: {facts.changed} of {facts.came_again} that came again had "
-            f"{facts.factor:.3g} times their values",
-            since_step=facts.since_changed,
-            where=Where(source=facts.source),
-            evidence=[("samples that had other values when they came again", facts.changed, 0)],
+            symptom=f"stored samples are modified: each of {samples.changed} that came again had {samples.factor:.3g} "
+            "times its values, up to a constant",
+            since_step=samples.since_changed,
+            where=Where(source=samples.source),
+            evidence=[("samples that had other values when they came again", samples.changed, 0)],
         )
-    elif facts.written >= MIN_CHANGES:
-        is_view = facts.written_views >= MIN_CHANGES
+    elif writes.written >= MIN_CHANGES:
+        is_view = writes.written_views >= MIN_CHANGES
         yield run.finding(
-            symptom=f"in {facts.written} steps the input of the model is written to in place",
+            symptom=f"in {writes.written} steps the input of the model is written to in place",
             severity="warning" if is_view else "info",
             sure=0.6,
-            since_step=facts.since_written,
-            evidence=[("steps that wrote to their input", facts.written, 0)],
+            since_step=writes.since_written,
+            evidence=[("steps that wrote to their input", writes.written, 0)],
         )

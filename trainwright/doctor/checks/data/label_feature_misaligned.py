@@ -1,7 +1,7 @@
 from trainwright.doctor import ExperimentRequest, NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, LabelSignalFacts
 
-MIN_STEPS = 64
+MIN_STEPS = 40
 RECENT_STEPS = 16
 MAX_DEVIATIONS = 2.5  # Standard deviations above chance that are still no information about the labels
 

@@ -2,13 +2,11 @@ import math
 from statistics import fmean, stdev
 
 from trainwright.doctor import Every, NotApplicable, Results, RunContext, check
-from trainwright.doctor.facts.loss import LossFacts, MeasuredLoss, over_most_steps, where_of
+from trainwright.doctor.facts.loss import MIN_GAIN, LossFacts, MeasuredLoss, knows_nothing, over_most_steps, where_of
 from trainwright.doctor.trend import still_falls
 
 MIN_STEPS = 60  # Steps after which something must have been learned
 MIN_ROWS = 4  # Examined steps among the last ones
-MIN_GAIN = 0.02  # Minimum gain over a constant prediction, as a fraction of its loss, if anything was learned
-MAX_ERROR = 0.04  # Maximum standard error of this gain
 MIN_SAMPLES_OF_A_CLASS = 30  # Minimum number of samples of a class that the model must have been trained on
 LEARNING_TIME_RATIO = 8
 """Steps for learning from inputs / steps for learning the target mean. Some models need a ratio of six."""
@@ -43,13 +41,13 @@ def no_better_than_constant(run: RunContext, exams: Every[LossFacts]) -> Results
     if not known:
         yield NotApplicable("no loss function whose targets vary")
         return
-    learned = {(each.op, each.classes) for each in known if not _knows_nothing(each)}
+    learned = {(each.op, each.classes) for each in known if not knows_nothing(each)}
     bad = [each for each in known if (each.op, each.classes) not in learned]
     if bad and (why := _still_learns(run, bad)) is not None:
         yield NotApplicable(f"still learning: {why}")
     elif bad:
         last = bad[0]
-        value, constant, shuffled = _means(last)
+        value, constant, shuffled = (fmean(column) for column in zip(*last.rows))
         yield run.finding(
             symptom=f"after {run.last_step} steps {last.op} is {value:.4g}; the best constant prediction has "
             f"{constant:.4g}, and with shuffled targets it is {shuffled:.4g}",
@@ -63,21 +61,6 @@ def no_better_than_constant(run: RunContext, exams: Every[LossFacts]) -> Results
                 ),
             ],
         )
-
-
-def _means(call: MeasuredLoss) -> tuple[float, float, float]:
-    value, constant, shuffled = (fmean(column) for column in zip(*call.rows))
-    return value, constant, shuffled
-
-
-def _knows_nothing(call: MeasuredLoss) -> bool:
-    value, constant, shuffled = _means(call)
-    if not math.isfinite(value + constant + shuffled) or constant <= 1e-12:
-        return False
-    gained = [(row[1] - row[0]) / constant for row in call.rows]
-    told = [(row[2] - row[0]) / constant for row in call.rows]
-    error = max(stdev(gained), stdev(told)) / math.sqrt(len(call.rows))
-    return error < MAX_ERROR and max(fmean(gained), fmean(told)) < MIN_GAIN + error
 
 
 def _still_learns(run: RunContext, bad: list[MeasuredLoss]) -> str | None:

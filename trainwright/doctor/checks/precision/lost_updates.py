@@ -2,6 +2,7 @@ from trainwright.doctor import RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.precision import MixedPrecisionFacts
 
 MIN_UPDATES = 4
+MIN_UPDATES_AT_ONE_RATE = 2  # Not a warm-up, whose first updates may be lost
 MIN_UNCHANGED_FRACTION = 0.5  # Fraction of weights that half of the updates leave unchanged
 
 
@@ -13,7 +14,8 @@ def lost_updates(run: RunContext, facts: MixedPrecisionFacts) -> Results:
     them, and the loss stalls early.
 
     How it is detected: a sample of the 16-bit weights is compared before and after the update, at a learning rate of at
-    least half of the highest one: half of those with a gradient do not change, in the median of four updates.
+    least half of the highest one: half of those with a gradient do not change, in the median of four updates (of two, if both have the same
+    learning rate).
 
     Exceptions: optimizers that keep float32 copies or rounding errors, or that round stochastically.
 
@@ -26,7 +28,8 @@ def lost_updates(run: RunContext, facts: MixedPrecisionFacts) -> Results:
 
     Sources: torchao #1124, torchtune #2254.
     """
-    if facts.kept_elsewhere or facts.updates < MIN_UPDATES or facts.still < MIN_UNCHANGED_FRACTION:
+    enough = MIN_UPDATES_AT_ONE_RATE if facts.is_constant_rate else MIN_UPDATES
+    if facts.kept_elsewhere or facts.updates < enough or facts.still < MIN_UNCHANGED_FRACTION:
         return
     yield run.finding(
         symptom=f"an update leaves {facts.still:.0%} of the weights that have a gradient unchanged",

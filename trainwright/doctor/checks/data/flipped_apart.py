@@ -1,0 +1,43 @@
+from trainwright.doctor import Results, RunContext, Where, check
+from trainwright.doctor.facts.data import SamplesFacts
+
+MIN_SAMPLES = 3
+
+
+@check(
+    stage="label",
+    confidence=0.95,
+    explains=("data.label_feature_misaligned", "optim.lr_too_low"),
+)
+def flipped_apart(run: RunContext, facts: SamplesFacts) -> Results:
+    """The image and its mask are flipped or turned apart, so a mask does not belong to its image.
+
+    Why it matters: the mask of such a sample marks the wrong pixels. The model learns to blur, and its loss stays high.
+
+    How it is detected: images and masks of 48 samples are kept and compared when the samples come again. Three of them
+    were flipped or turned in another way than their masks. Only where the models take one of two pictures of the same
+    height and width, and the loss takes the other one.
+
+    Exceptions: symmetric images and masks, which do not show how they were turned.
+
+    Usual cause: the image and the target mask are augmented by separate random draws, or only one of them is.
+
+    Looks like: data.label_feature_misaligned, where inputs and labels never belong together.
+
+    Fix: draw once for both:
+
+        both = flip(torch.cat([image, mask]))
+        image, mask = both[:3], both[3:]
+
+    or give both to one call of `torchvision.transforms.v2`, the mask as a `tv_tensors.Mask`.
+
+    Sources: Project-MONAI/MONAI#1102, keras-team/keras-preprocessing#236.
+    """
+    if facts.apart >= MIN_SAMPLES:
+        yield run.finding(
+            symptom=f"{facts.apart} of {facts.apart + facts.together} samples that came again had their image and mask "
+            "flipped or turned in different ways",
+            since_step=facts.since_apart,
+            where=Where(source=facts.source),
+            evidence=[("samples flipped apart", facts.apart, 0), ("samples flipped together", facts.together)],
+        )

@@ -1,0 +1,46 @@
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check
+from trainwright.doctor.facts.averages import AveragesFacts, averages_of
+
+MIN_DISTANCE = 0.5  # Standard deviations of the input of a normalization
+
+
+@check(stage="loop", confidence=0.9, since_step=1)
+def average_without_buffers(run: RunContext, facts: AveragesFacts) -> Results:
+    """A moving average of the weights is evaluated with the running statistics that it began with.
+
+    Why it matters: BatchNorm shifts and scales by statistics of other weights, so the average looks far worse than it
+    is.
+
+    How it is detected: a module follows the weights gradually. It is called in eval mode while the running means of all
+    its normalizations are still those of step 24, half a standard deviation away from those of the trained module.
+
+    Exceptions: an average in train mode, and statistics that are computed again before it is evaluated.
+
+    Usual cause: the average (EMA) takes the parameters and leaves out the buffers of BatchNorm.
+
+    Fix: copy the buffers after each update, or compute them again before an evaluation:
+
+        for mine, theirs in zip(average.buffers(), model.buffers()):
+            mine.copy_(theirs)
+
+        torch.optim.swa_utils.update_bn(loader, average)
+
+    `torch.optim.swa_utils.AveragedModel(model, use_buffers=True)` averages them.
+
+    Sources: CuriousAI/mean-teacher#9, pytorch/ignite#2590.
+    """
+    averages = averages_of(facts)
+    if not averages:
+        yield NotApplicable("no copy of the weights follows them")
+        return
+    for copy in averages:
+        if copy.stale is not None and copy.stale.distance > MIN_DISTANCE:
+            yield run.finding(
+                copy.stale.step,
+                symptom=f"the average of the weights of {copy.of} (a {copy.kind}) is evaluated with running means that "
+                f"are {copy.stale.distance:.2g} standard deviations from those of the trained weights",
+                where=Where(module=copy.stale.module, source=copy.stale.source),
+                evidence=[
+                    ("distance of the running means in deviations", round(copy.stale.distance, 3), f"< {MIN_DISTANCE}")
+                ],
+            )
