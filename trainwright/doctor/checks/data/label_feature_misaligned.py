@@ -38,6 +38,7 @@ def label_feature_misaligned(run: RunContext, facts: BatchFacts) -> Results:
     if not signal.memorized[-1] < 0.9 * signal.memorized[0]:
         return
     yield run.finding(
+        run.last_step,
         symptom=f"the loss after {run.last_step} steps is {recent:.3g}; to know only the frequency of each class gives "
         f"{facts.entropy:.3g}",
         evidence=[
