@@ -26,14 +26,10 @@ class WeightsFacts:
     has_gradient: bool = False  # A tensor had a gradient other than 0
     stands_since: int = 0  # The last step after which anything had changed
     updates_since: int = 0  # Updates since ``stands_since``
-    frozen: int = 0  # Number of tensors in an optimizer that do not require a gradient
-    frozen_moved: tuple[str, ...] = ()  # Names of ``frozen`` tensors that changed
     # Weights whose version counter before the first step shows that they were trained
     worked_on: tuple[str, ...] = ()
     since: int = 0  # Step of the previous examination
     unchanged: tuple[str, ...] = ()  # Tensors that have not changed since ``since``, or have a gradient of zeros
-    lowest_rate: float = 0.0  # The lowest learning rate of an update if it is below 0, else 0
-    lowest_at: int = 0  # Step of that update
     at_0_since: int = 0  # The step since which the learning rates of all groups are 0; 0 if they are not
     rate_before_0: float = 0.0  # The highest learning rate in the step before ``at_0_since``
     highest_rate: float = 0.0  # The highest learning rate

@@ -26,7 +26,6 @@ from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 
 MIN_STEPS = 4  # Steps before which a pass without gradients may belong to every step
-DROPOUT_FUNCTIONS = DROPOUTS | {"dropout_", "dropout1d", "dropout2d", "dropout3d"}
 
 
 class Modes(Probe):
@@ -154,7 +153,7 @@ def depends_on_mode(module: nn.Module) -> bool:
 
 def drop_rate(name: str, args: Args, kwargs: Kwargs) -> float:
     """Returns the rate at which a function drops values although every module is in eval mode; else 0."""
-    if name in DROPOUT_FUNCTIONS:
+    if name in DROPOUTS:
         is_on = argument(args, kwargs, 2, "training", kwargs.get("train", True))
         return float(argument(args, kwargs, 1, "p", 0.5)) if is_on else 0.0
     if name == "scaled_dot_product_attention":

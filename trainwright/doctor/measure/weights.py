@@ -36,20 +36,17 @@ class MovingWeights(Probe):
         self._last: list[int] = []
         self._worked_on: set[int] = set()
         self._moved: set[int] = set()
-        self._frozen_moved: set[int] = set()
-        self._was_frozen: set[int] = set()
         self._ever_in_optimizers: set[int] = set()
         self._with_gradient: set[int] = set()
         self._zeros: set[int] = set()  # matrices that begin as zeros
         self._steps = self._updates = self._stands_since = self._updates_then = 0
-        self._lowest_at = self._looked_at = self._at_0_since = 0
-        self._lowest = self._highest = self._rate = self._rate_before_0 = 0.0
+        self._looked_at = self._at_0_since = 0
+        self._highest = self._rate = self._rate_before_0 = 0.0
 
     def begin(self, site: WatchSite) -> None:
         self._last = self._checksums()
         self._worked_on = {n for n, p in enumerate(self._parameters) if was_trained(p)}
         self._zeros = {n for n, p in enumerate(self._parameters) if p.dim() > 1 and not own_part(p.detach()).any()}
-        self._was_frozen = self._frozen()
         self._in_optimizers()
 
     def on_closed(self, step: RecordedStep) -> None:
@@ -65,24 +62,18 @@ class MovingWeights(Probe):
         elif not self._at_0_since:
             self._at_0_since, self._rate_before_0 = self._steps, self._rate
         self._rate = highest
-        if min(rates) < self._lowest:
-            self._lowest, self._lowest_at = min(rates), self._steps
 
     def facts(self) -> WeightsFacts | None:
         if not self._last:
             return None
         now = self._checksums()
         changed = {n for n, (was, one) in enumerate(zip(self._last, now)) if was != one}
-        frozen, held = self._frozen(), self._in_optimizers()
-        # an optimizer does not change a tensor without a gradient, so something else does
-        with_any = {n for n, p in enumerate(self._parameters) if p.grad is not None}
-        self._frozen_moved |= changed & frozen & self._was_frozen & held & with_any
-        self._last, self._was_frozen = now, frozen
+        trainable, moved = self._in_optimizers() - self._frozen(), self._moved
+        self._last = now
         if changed:
             self._stands_since, self._updates_then = self._steps, self._updates
         self._moved |= changed
         zero_now = self._record_gradients()
-        trainable, moved = held - frozen, self._moved
         with_zeros = {n for n in (zero_now - self._with_gradient) & trainable if self._parameters[n].dim() > 1}
         since, self._looked_at = self._looked_at, self._steps
         return WeightsFacts(
@@ -95,13 +86,9 @@ class MovingWeights(Probe):
             has_gradient=bool(self._with_gradient & trainable),
             stands_since=self._stands_since,
             updates_since=self._updates - self._updates_then,
-            frozen=len(frozen & held),
-            frozen_moved=self._named(self._frozen_moved),
             worked_on=tuple(self._names[n] for n in sorted(self._worked_on)),
             since=since,
             unchanged=self._named(trainable - changed | trainable & zero_now),
-            lowest_rate=self._lowest,
-            lowest_at=self._lowest_at,
             at_0_since=self._at_0_since,
             rate_before_0=self._rate_before_0 if self._at_0_since else 0.0,
             highest_rate=self._highest,

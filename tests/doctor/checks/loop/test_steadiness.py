@@ -65,12 +65,6 @@ def test_a_preview_between_steps(preview: Callable[[], object], draws: bool, fou
     assert ("loop.random_state_repeats" in {each.code for each in watch.findings()}) == found
 
 
-@pytest.mark.parametrize(("rate", "found"), [(-1e-3, 1), (0.0, 0), (1e-3, 0)])
-def test_a_negative_rate(rate: float, found: int) -> None:
-    facts = WeightsFacts(steps=9, updates=9, tensors=4, moved=4, lowest_rate=rate, lowest_at=7)
-    assert len(said(of("schedule.learning_rate_negative"), exam(9, facts))) == found
-
-
 @pytest.mark.parametrize(
     ("steps", "since", "before", "found"),
     [(20, 1, 0.0, 1), (8, 1, 0.0, 0), (100, 70, 0.1, 1), (100, 96, 0.1, 0), (100, 70, 1e-4, 0)],

@@ -15,8 +15,6 @@ def frozen_rows_decay(run: RunContext, facts: ModulesFacts) -> Results:
     Usual cause: the gradients of frozen rows are zeroed, but weight decay (and momentum) of the optimizer still shrinks
     these rows.
 
-    Looks like: optim.frozen_weights_change.
-
     Fix: `weight_decay=0` for this embedding, or copy the frozen rows back after each step.
 
     Sources: huggingface/diffusers#1009, #1176.
