@@ -247,9 +247,7 @@ class LossCalls:
         is_live: True in the training loop, where the line of the user can be read from the Python stack.
     """
 
-    def __init__(
-        self, stack: Sequence[str] = (), slot_of: _SlotOf | None = None, *, is_live: bool = False
-    ) -> None:
+    def __init__(self, stack: Sequence[str] = (), slot_of: _SlotOf | None = None, *, is_live: bool = False) -> None:
         self.stack, self._slot_of, self._is_live = stack, slot_of, is_live
         self._sites: dict[Hashable, _CallSite] = {}
         self._mistakes: dict[tuple[str, str, str | None], int] = {}
@@ -433,7 +431,9 @@ class LossCalls:
             made = before[0] if before and plain in WEIGHTING_FUNCTIONS else None if plain == "detach" else plain
             self._without_graph[result] = made
 
-    def _record_reduction(self, plain: str, tensors: list[Tensor], kwargs: Kwargs, result: Tensor, slot_of: _SlotOf) -> None:
+    def _record_reduction(
+        self, plain: str, tensors: list[Tensor], kwargs: Kwargs, result: Tensor, slot_of: _SlotOf
+    ) -> None:
         """Records that a scalar is the sum or the mean over several samples. Its slot is known when it is used."""
         for each in tensors:
             if (made := self._reduced.get(each)) is not None and (slot := slot_of(each)) is not None:

@@ -34,7 +34,7 @@ Key = tuple[int, ...]
 
 
 class Samples(Probe):
-    """Keeps some values of 256 samples, and 48 pairs of pictures. ``urgent``: data have changed or are flipped apart."""
+    """Keeps values of 256 samples and 48 pairs of pictures. ``urgent``: data have changed or are flipped apart."""
 
     name = SamplesFacts.experiment
 
@@ -78,7 +78,7 @@ class Samples(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
-        if self._apart and self._is_target is None and self._shape is not None:
+        if self._apart and self._is_target is None and self._shape is not None and step.calls:
             self._is_target = _is_target(step, self._shape, self._num_rows)
         self._num_rows = 0
         if not self._is_due(step.step):

@@ -18,6 +18,7 @@ EVERY_STEP_UNTIL = 64
 INTERVAL_STEPS = 8
 MAX_STATES = 4096
 
+
 @dataclass(frozen=True, slots=True)
 class _Begin:
     """The states of the CPU and device generators at the start of a step."""
@@ -102,4 +103,3 @@ class Steadiness(Probe):
             written_views=self._written_views,
             since_written=self._since_written,
         )
-

@@ -143,3 +143,38 @@ def test_an_average_after_a_resume(restored: bool) -> None:
                 mine.lerp_(theirs, 0.01)
 
     assert codes(loop, steps=40, after=follow) == ({} if restored else {"average_not_restored": "warning"})
+
+
+@each_row("own", [True, False])
+def test_a_target_network_that_is_loaded(own: bool) -> None:
+    loop = fresh()
+    target = copy.deepcopy(loop[0])
+    assert codes(loop, steps=6, after=lambda: target.load_state_dict((target if own else loop[0]).state_dict())) == (
+        {"loaded_from_itself": "warning"} if own else {}
+    )
+
+
+@pytest.mark.parametrize("buffers", ["left out", "copied", "computed again"])
+def test_the_statistics_of_an_average(buffers: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.Linear(12, 3))
+    average = copy.deepcopy(model).requires_grad_(False).eval()
+    optimizer = SGD(model.parameters(), lr=1e-2)
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="listen") as watch:
+        for step in range(40):
+            optimizer.zero_grad()
+            F.cross_entropy(model(X + 3), Y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for mine, theirs in zip(average.parameters(), model.parameters()):
+                    mine.lerp_(theirs, 0.1)
+                if buffers == "copied":
+                    for mine, theirs in zip(average.buffers(), model.buffers()):
+                        mine.copy_(theirs)
+                if step == 35:
+                    if buffers == "computed again":
+                        average.train()(X + 3)
+                    average.eval()(X)
+    assert watch.session.failures == []
+    found = [each.where.module for each in watch.findings() if each.code == "optim.average_without_buffers"]
+    assert found == (["1"] if buffers == "left out" else [])

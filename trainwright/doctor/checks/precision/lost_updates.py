@@ -14,8 +14,8 @@ def lost_updates(run: RunContext, facts: MixedPrecisionFacts) -> Results:
     them, and the loss stalls early.
 
     How it is detected: a sample of the 16-bit weights is compared before and after the update, at a learning rate of at
-    least half of the highest one: half of those with a gradient do not change, in the median of four updates (of two, if both have the same
-    learning rate).
+    least half of the highest one: half of those with a gradient do not change, in the median of four updates. Two
+    updates are enough if both have the same learning rate, because the first updates of a warm-up may be lost.
 
     Exceptions: optimizers that keep float32 copies or rounding errors, or that round stochastically.
 
