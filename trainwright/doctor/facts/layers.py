@@ -17,15 +17,6 @@ class ReluFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionFacts:
-    """Scores and weights of an attention."""
-
-    highest: float  # Largest absolute score before the softmax
-    spread: float  # Standard deviation of the scores
-    evenness: float  # Entropy of the weights / its maximum, 0 to 1
-
-
-@dataclass(frozen=True, kw_only=True)
 class RouterFacts:
     """Load of the experts of a router."""
 
@@ -71,7 +62,6 @@ class LayersFacts:
 
     experiment: ClassVar[str] = "layer_outputs"
     relus: dict[str, ReluFacts] = field(default_factory=dict)
-    attention: dict[str, AttentionFacts] = field(default_factory=dict)
     routers: dict[str, RouterFacts] = field(default_factory=dict)
     norms: dict[str, NormFacts] = field(default_factory=dict)
     depth: tuple[LayerGradient, ...] = ()

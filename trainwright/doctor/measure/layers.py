@@ -1,4 +1,4 @@
-"""Examines layers in the live loop: dead activations, gradients by depth, attention, routers, BatchNorm."""
+"""Examines layers in the live loop: dead activations, gradients by depth, masks, routers, BatchNorm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from trainwright.doctor.facts.layers import (
-    AttentionFacts,
     DropoutFacts,
     LayerGradient,
     LayersFacts,
@@ -121,15 +120,8 @@ RELUS = {"relu", "relu_", "threshold", "threshold_", "relu6"}
 MAPS = {"linear", "conv1d", "conv2d", "conv3d"}
 DROPOUTS = frozenset({"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"})
 DROPOUTS |= {"dropout_", "dropout1d", "dropout2d", "dropout3d"}
-_PRODUCTS = {"matmul", "bmm", "__matmul__", "einsum", "baddbmm"}
-_KEEPS = {"dropout", "to", "type_as", "nan_to_num", "clone", "contiguous", "view", "reshape", "expand"} | DROPOUTS
 _CHOICES = {"topk", "max", "argmax", "argsort", "sort", "multinomial"}
 STRONG_DROPOUT = 0.7  # Dropout rates from this value on are suspicious
-MAX_SCORES, MIN_QUERIES = 1 << 18, 16
-"""Scores of fused attention that are computed again, in the first heads, for at least 16 evenly spaced queries of each.
-
-All scores of a batch of 16 sequences of 192 tokens took half the time of the training step.
-"""
 
 
 class _Functions(PausableMode):
@@ -167,7 +159,6 @@ class LayerMeasurement(ModuleProbe):
 
     def _clear(self) -> None:
         self._relus: dict[str, ReluFacts] = {}
-        self._attention: dict[str, AttentionFacts] = {}
         self._routers: dict[str, RouterFacts] = {}
         self._seen: dict[str, NormFacts] = {}
         self._dropout: dict[str, float] = {}
@@ -179,7 +170,6 @@ class LayerMeasurement(ModuleProbe):
 
     def _drop_pass(self) -> None:
         """Drops the tensors of one pass."""
-        self._scores: TensorNotes[tuple[str, Tensor, Tensor]] = TensorNotes()
         self._gates: TensorNotes[None] = TensorNotes()
         # for outputs of linear maps: the expected spread of each unit
         self._expected: TensorNotes[Tensor] = TensorNotes()
@@ -235,7 +225,6 @@ class LayerMeasurement(ModuleProbe):
         }
         self._facts = LayersFacts(
             relus=self._relus,
-            attention=self._attention,
             routers=self._routers,
             norms=norms,
             depth=self._depth,
@@ -279,13 +268,6 @@ class LayerMeasurement(ModuleProbe):
             self._record_dropout(args, kwargs)
         elif name == "softmax" and args[0].dim() >= 2 and isinstance(result, Tensor):
             self._gates[result] = None
-            self._scores[result] = self.stack[-1], args[0].detach(), result.detach()
-        elif name == "scaled_dot_product_attention":
-            self._record_fused(args, kwargs)
-        if name in _PRODUCTS:
-            self._record_product(args)
-        elif name in _KEEPS and args and args[0] in self._scores and isinstance(result, Tensor):
-            self._scores[result] = self._scores[args[0]]
         if name in _CHOICES and args and isinstance(args[0], Tensor):
             self._record_choice(name, args[0], result)
 
@@ -321,47 +303,6 @@ class LayerMeasurement(ModuleProbe):
         p = argument(args, kwargs, 1, "p", 0.5)
         if argument(args, kwargs, 2, "training", True) and isinstance(p, float) and p >= STRONG_DROPOUT:
             self._dropout[self.stack[-1]] = max(p, self._dropout.get(self.stack[-1], 0.0))
-
-    # attention: a softmax whose result is multiplied by values
-
-    def _record_product(self, args: Args) -> None:
-        for weights in [each for each in tensors_of(args, 2) if each in self._scores]:
-            path, scores, spread = self._scores[weights]
-            if scores.dim() >= 3 and scores.shape[-1] > 1:
-                self._record_attention(path, scores.float(), spread.float())
-
-    def _record_attention(self, path: str, scores: Tensor, weights: Tensor) -> None:
-        allowed_scores = scores.isfinite() & (scores.abs() < 1e4)
-        unmasked = scores[allowed_scores]
-        if not unmasked.numel():
-            return
-        entropy = -(weights * weights.clamp(min=1e-30).log()).sum(-1)
-        allowed = (weights > 0).sum(-1).clamp(min=1).float()
-        some = allowed > 1
-        even = entropy[some] / allowed[some].log() if bool(some.any()) else torch.ones_like(entropy)
-        facts = AttentionFacts(
-            highest=float(unmasked.abs().max()),
-            spread=float(unmasked.std()),
-            evenness=float(even.mean()),
-        )
-        known = self._attention.get(path)
-        if known is None or facts.highest > known.highest:
-            self._attention[path] = facts
-
-    def _record_fused(self, args: Args, kwargs: Kwargs) -> None:
-        q, k = (t.detach().flatten(0, -3) for t in args[:2])
-        if q.shape[0] != k.shape[0]:
-            return  # grouped heads
-        scale = kwargs.get("scale") or q.shape[-1] ** -0.5
-        num_keys = max(1, k.shape[-2])
-        num_heads = max(1, min(len(q), MAX_SCORES // (MIN_QUERIES * num_keys)))
-        num_queries = max(MIN_QUERIES, MAX_SCORES // (num_heads * num_keys))
-        queries = torch.arange(0, q.shape[-2], max(1, q.shape[-2] // num_queries), device=q.device)
-        scores = q[:num_heads, queries].float() @ k[:num_heads].float().transpose(-1, -2) * scale
-        if kwargs.get("is_causal", False):
-            is_later = torch.arange(k.shape[-2], device=k.device) > queries[:, None]
-            scores = scores.masked_fill(is_later, -torch.inf)
-        self._record_attention(self.stack[-1], scores, scores.softmax(-1))
 
     # routers: a softmax whose largest values choose experts and weight their outputs
 

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.doctor.checks import calls
 from tests.doctor.checks.loops import made_of, requested
 from trainwright.doctor.check import Check
 from trainwright.doctor.discovery import check_of
 from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts, Move
 from trainwright.doctor.facts.function import Deviation, FunctionFacts
 from trainwright.doctor.facts.layers import (
-    AttentionFacts,
     DropoutFacts,
     FirstLossFacts,
     LayerGradient,
@@ -122,27 +120,6 @@ def test_statistics_that_are_moved_twice(updates: int, momentum: float, found: b
 def test_routers(course: Sequence[float], found: bool) -> None:
     looks = [LayersFacts(routers={"r": RouterFacts(experts=8, effective=each, most=0.5)}) for each in course]
     assert fires("model.router_collapse", *enumerate(looks, 1)) == found
-
-
-@pytest.mark.parametrize(
-    ("course", "spread", "evenness", "slope", "expected"),
-    [
-        ((10, 40, 200, 500), 2.0, 0.05, 0.0, ["warning"]),
-        ((2, 10, 40, 60), 0.4, 0.05, 0.0, ["info"]),
-        ((2, 10, 40, 60), 0.4, 0.05, 0.01, ["warning"]),
-        ((10, 40, 200, 500), 2.0, 0.05, -0.01, []),
-        ((10, 40, 200, 500), 2.0, 0.5, 0.0, []),
-        ((2, 4, 8, 12), 2.0, 0.05, 0.0, []),
-    ],
-    ids=["not scaled", "learned", "the loss rises", "the loss falls", "large scores of many keys", "small scores"],
-)
-def test_scores_that_grow(
-    course: Sequence[float], spread: float, evenness: float, slope: float, expected: list[str]
-) -> None:
-    seen = [AttentionFacts(highest=each, spread=spread, evenness=evenness) for each in course]
-    looks = enumerate((LayersFacts(attention={"a": each}) for each in seen), 1)
-    losses = tuple(2.0 + slope * n + 0.02 * (n % 2) for n in range(64))
-    assert calls.fires("model.attention_logit_growth", *looks, made=calls.steps(losses=losses)) == expected
 
 
 def test_strong_dropout() -> None:

@@ -7,7 +7,7 @@ from trainwright.doctor.facts.layers import FirstLossFacts
 @check(
     stage="forward",
     confidence=0.9,
-    explains=("model.attention_logit_growth", "optim.lr_too_high", "gradient.exploding"),
+    explains=("optim.lr_too_high", "gradient.exploding"),
 )
 def init_too_large(run: RunContext, exams: Every[FirstLossFacts]) -> Results:
     """Initial weights are far too large: the first loss is many times that of chance.
