@@ -12,7 +12,6 @@ from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
     RandomSampler,
-    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -133,10 +132,6 @@ class EpochSources:
             if each.epochs and each.empty == each.epochs
         ]
 
-    @property
-    def num_epochs(self) -> int:
-        return sum(each.epochs for each in self._by_id.values())
-
 
 class EpochHistory:
     """Samples used in training and in evaluation, and epochs that repeated an order."""
@@ -147,9 +142,9 @@ class EpochHistory:
         self._trained: dict[int, set[int]] = {}
         self._last: dict[int, Epoch] = {}
 
-    def add(self, epoch: Epoch, step: int, *, whole: bool) -> None:
+    def add(self, epoch: Epoch, *, whole: bool) -> None:
         """Adds a finished epoch (``whole``), or the begin of an unfinished one."""
-        self.compare(epoch, step, whole=whole)
+        self.compare(epoch, whole=whole)
         if epoch.role == "training":
             self._trained.setdefault(epoch.source.base, set()).update(epoch.ids)
             if whole:
@@ -164,16 +159,15 @@ class EpochHistory:
         """Returns True if an earlier epoch trained on the same data."""
         return epoch.source.base in self._last
 
-    def compare(self, epoch: Epoch, step: int, *, whole: bool) -> None:
+    def compare(self, epoch: Epoch, *, whole: bool) -> None:
         """Records how many batches equal those of the previous epoch on the same data, in the same order."""
         before = self._last.get(epoch.source.base)
         if before is None or epoch.role != "training" or not epoch.marks:
             return
         length = min(len(epoch.marks), len(before.marks))
         equal = next((n for n in range(length) if epoch.marks[n] != before.marks[n]), length)
-        facts: Facts = {"batches": length, "equal": equal, "first": list(epoch.first), "epoch": epoch.source.epochs}
-        facts |= {"samples": epoch.samples, "ascending": epoch.ascending, **_order_of(epoch.loader)}
-        facts |= {"step": step, "whole": whole}
+        facts: Facts = {"batches": length, "equal": equal, "samples": epoch.samples, "ascending": epoch.ascending}
+        facts |= {"whole": whole, **_order_of(epoch.loader)}
         self.repeats = [*[each for each in self.repeats if each["whole"]][-7:], facts]
 
     def overlaps(self) -> list[Facts]:
@@ -182,11 +176,10 @@ class EpochHistory:
         trained_by = {each.source.number for each in self._last.values()}
         for number, (source, ids) in self.evaluated.items():
             trained = self._trained.get(source.base, set())
-            shared = sorted(ids & trained)
+            shared = len(ids & trained) * source.stride
             rows.append(
-                {"loader": number, "samples": len(ids) * source.stride, "shared": len(shared) * source.stride}
-                | {"trained": len(trained) * source.stride, "same_loader": number in trained_by}
-                | {"ids": shared[:256]}
+                {"samples": len(ids) * source.stride, "shared": shared, "trained": len(trained) * source.stride}
+                | {"same_loader": number in trained_by}
             )
         return rows
 
@@ -209,7 +202,6 @@ def _order_of(loader: Loader) -> Facts:
         "sampler": type(sampler).__name__,
         "random": isinstance(sampler, _AT_RANDOM) or distributed,
         "distributed": distributed,
-        "sequential": isinstance(sampler, SequentialSampler),
     }
 
 

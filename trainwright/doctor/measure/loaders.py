@@ -94,7 +94,7 @@ class Loaders(Probe):
     def on_epoch(self, loader: Loader, iterator: object) -> None:
         over, self._epoch = self._epoch, None
         if over is not None and over.batches:
-            self._history.add(over, self._steps, whole=True)
+            self._history.add(over, whole=True)
         source = self._sources.of(loader)
         source.epochs += 1
         source.empty += 1
@@ -148,7 +148,7 @@ class Loaders(Probe):
         """Returns the names of findings that are urgent when they become true."""
         now, history = self._epoch, self._history
         if "again" not in self._reported and now is not None and now.batches == 1 and history.follows_another(now):
-            history.compare(now, self._steps, whole=False)
+            history.compare(now, whole=False)
         signs = {
             "again": any(each["equal"] and not each["ascending"] for each in history.repeats),
             "stale": self._stale is not None,
@@ -176,7 +176,7 @@ class Loaders(Probe):
         self._reported |= self._news()
         self.urgent = False
         if self._epoch is not None and self._epoch.batches:
-            self._history.add(self._epoch, self._steps, whole=False)
+            self._history.add(self._epoch, whole=False)
         self._test_workers()
         self._labels.look_everywhere(self._training)
         labels, trained = self._labels.facts(), self._training

@@ -47,7 +47,8 @@ class KeptStates(Probe):
         self._taken: list[_Taken] = []
         self._changed: list[KeptState] = []
         self._from_itself: list[int] = []
-        self._loaded_module, self._loaded_at = "", None
+        self._loaded_module = ""
+        self._loaded_at: str | None = None
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
