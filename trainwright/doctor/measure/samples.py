@@ -44,6 +44,7 @@ class Samples(Probe):
         self._source: str | None = None
         self._known: dict[Key, Tensor] = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []  # values of a changed sample before and now
+        self._factors: list[float] = []  # of samples that became a multiple of themselves, up to a constant
         self._since_changed = self._came_again = 0
         self._pictures: dict[Key, tuple[Tensor, Tensor]] = {}
         self._shape: torch.Size | None = None  # of the pictures in the batches of this step
@@ -97,11 +98,28 @@ class Samples(Probe):
         if before is None or before.shape != now.shape:
             return
         self._came_again += 1
+        if torch.equal(before, now):
+            return
         is_like = not self._pairs or self._pairs[0][0].shape == now.shape
-        if is_like and len(self._pairs) < MAX_PAIRS and not torch.equal(before, now):
+        was = len(self._pairs), len(self._factors)
+        if is_like and len(self._pairs) < MAX_PAIRS:
             self._pairs.append((before, now))
             self._since_changed = self._since_changed or self._steps + 1
-            self.urgent = self.urgent or (len(self._pairs) == MIN_PAIRS and _factor(self._pairs) is not None)
+        # where others are also flipped at random, some are not
+        if len(self._factors) < MIN_PAIRS and (factor := _fitted(before[:, None], now[:, None])) is not None:
+            self._factors.append(factor)
+        self.urgent = self.urgent or (
+            MIN_PAIRS in (len(self._pairs), len(self._factors))
+            and was != (len(self._pairs), len(self._factors))
+            and self._change() is not None
+        )
+
+    def _change(self) -> float | None:
+        """Returns the factor of the changed samples; None unless one change explains them."""
+        factors = sorted(self._factors)
+        if len(factors) >= MIN_PAIRS and factors[-1] - factors[0] <= MIN_CHANGE * abs(factors[0]):
+            return factors[0]
+        return _factor(self._pairs)
 
     # pictures
 
@@ -130,12 +148,12 @@ class Samples(Probe):
 
     def facts(self) -> SamplesFacts | None:
         self.urgent = False
-        factor = _factor(self._pairs)
+        factor = self._change()
         if not self._came_again and not self._apart and not self._together:
             return None
         return SamplesFacts(
             came_again=self._came_again,
-            changed=0 if factor is None else len(self._pairs),
+            changed=0 if factor is None else max(len(self._pairs), len(self._factors)),
             factor=factor or 1.0,
             since_changed=self._since_changed,
             apart=self._apart if self._is_target else 0,
@@ -150,17 +168,24 @@ def _factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
 
     ``a`` and ``b`` may differ between elements, as for columns that are normalized by their own mean and deviation.
     """
-    if len(pairs) < MIN_PAIRS:
+    if len(pairs) < MIN_PAIRS or pairs[0][0].numel() < MIN_PAIRS:
         return None
     before, now = (torch.stack([pair[n] for pair in pairs]) for n in (0, 1))
+    return _fitted(before, now)
+
+
+def _fitted(before: Tensor, now: Tensor) -> float | None:
+    """Returns the median factor of the columns, each fitted over the rows; None without a fit or a change."""
+    if len(before) < MIN_PAIRS:
+        return None
     x, y = before - before.mean(0), now - now.mean(0)
     spread = x.norm(dim=0)
     varies = spread > 1e-6 * before.abs().amax()
-    if int(varies.sum()) < MIN_PAIRS:
+    if int(varies.sum()) < min(MIN_PAIRS, len(varies)):
         return None
     x, y, spread = x[:, varies], y[:, varies], spread[varies]
     a = (x * y).sum(0) / spread.square()
-    shift = (now - before).mean(0)[varies].abs() / (spread / len(pairs) ** 0.5)
+    shift = (now - before).mean(0)[varies].abs() / (spread / len(before) ** 0.5)
     is_fit = float((y - a * x).norm()) <= MAX_FIT_ERROR * float(y.norm()) and float(a.abs().min()) > 0
     is_off = float((a - 1).abs().median()) > MIN_CHANGE or float(shift.median()) > MIN_CHANGE
     return float(a.median()) if is_fit and is_off else None

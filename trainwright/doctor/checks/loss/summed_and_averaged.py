@@ -6,7 +6,7 @@ MIN_SEEN = 3  # Steps with such a loss
 MIN_ROWS = 4  # Examined steps among the last ones
 
 
-@check(stage="loss", confidence=0.9, since_step=1, explains=("loss.no_better_than_constant", "loss.term_dominates"))
+@check(stage="loss", confidence=0.9, since_step=1, explains=("loss.no_better_than_constant",))
 def summed_and_averaged(run: RunContext, exams: Every[LossFacts]) -> Results:
     """One term of the loss is summed over the samples and another one is averaged, which is not learned.
 

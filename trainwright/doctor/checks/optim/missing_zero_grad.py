@@ -8,7 +8,12 @@ from trainwright.runs.records import Watched
     stage="backward",
     severity="critical",
     confidence=0.95,
-    explains=("optim.lr_too_high", "gradient.exploding", "gradient.clip_always_active"),
+    explains=(
+        "gradient.left_by_other_loss",
+        "optim.lr_too_high",
+        "gradient.exploding",
+        "gradient.clip_always_active",
+    ),
 )
 def missing_zero_grad(run: RunContext, latest: CallsFacts, exams: Every[CallsFacts]) -> Results:
     """Gradients are never cleared, so each update also contains the gradients of all steps before it.
