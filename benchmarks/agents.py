@@ -96,7 +96,7 @@ def solve(case: Case, seed: int) -> tuple[tuple[bool, ...], str]:
         found = anyio.run(answers, Path(folder), case.file.parent)
     for finding, evidence in found:
         alarm = Alarm(finding["code"], finding["severity"], finding["step"], finding["what"], finding["cause"])
-        lines = _LINE.findall(f"{finding.get('line', '')} {finding.get('near', '')}")
+        lines = _LINE.findall(f"{finding.get('line', '')} {finding.get('shown_at', '')}")
         cause = is_named(case.diagnosis, alarm)
         is_right = any(right_lines(case, lines))
         names = {kind: re.search(rf"\\b{kind} ([^, ]+)", finding.get("where", "")) for kind in ("module", "op")}

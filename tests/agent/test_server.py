@@ -425,7 +425,7 @@ def test_an_agent_finds_a_fault_and_tries_its_remedy(tmp_path: Path, monkeypatch
             run = (await ask("list_runs"))["runs"][0]["run"]
             first = (await ask("diagnose_run", run=run))["findings"][0]
             assert first["code"] == "data.nonfinite_input" and "samples 300" in first["where"]
-            assert first["near"] == "the forward call at train.py:20" and first["line"] == "train.py:16"  # the loader
+            assert first["shown_at"] == "train.py:20" and first["line"] == "train.py:16"  # the loader
             assert any("> 20" in line for line in (await ask("finding_evidence", run=run, code=first["code"]))["lines"])
             replayed = await ask("replay_step", run=run, model="train.py:make")
             assert replayed["outcome"].startswith("the same bits")

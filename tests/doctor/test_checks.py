@@ -132,7 +132,7 @@ def test_a_finding_points_at_the_line_of_its_call() -> None:
     lines = {}
     for kind in ("backward", "step", "clip"):
         [found] = diagnose(
-            RunContext(steps), [Check("test.slow", slow, "loop", "warning", 0.9, points_at=kind)]
+            RunContext(steps), [Check("test.slow", slow, "loop", "warning", 0.9, points_at=(kind,))]
         ).findings
         lines[kind] = found.found.where.source
     assert lines == {"backward": "train.py:7", "step": None, "clip": None}

@@ -1,4 +1,4 @@
-"""The line of a finding that names none: where its object is made or called, if that is one line."""
+"""The lines of a finding: where its object is made or called, if that is one line, and the call that shows it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Net(nn.Module):
         self.embed = nn.Linear(4, 4)  # made embed
         self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
         self.twice = nn.Linear(4, 4)
+        self.plain = [nn.Linear(4, 4)]  # made plain
 
     def forward(self, x: Tensor) -> Tensor:  # forward
         x = self.embed(x)  # call embed
@@ -37,7 +38,7 @@ class Data(Dataset[Tensor]):
 
 
 def program() -> SourcePlaces:
-    model = nn.Sequential(Net(), nn.Linear(4, 2))
+    model = nn.Sequential(Net(), nn.Linear(4, 2))  # sequential
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)  # optimizer
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # schedule
     loader = DataLoader(Data())  # loader
@@ -67,17 +68,18 @@ def found(code: str, stage: str, **where: object) -> Found:
         (found("data.unnormalised_input", "input"), "# item"),
         (found("model.dead_relu", "forward", module="0.body.1"), "# call body"),
         (found("gradient.vanishing", "backward", module="0.embed.weight"), "# call embed"),
-        (found("model.init_too_large", "forward", module="0.embed"), "# made embed"),
+        (found("model.excess_dropout", "forward", module="0.embed"), "# made embed"),
         (found("model.softmax_over_samples", "forward", module="0", op="softmax"), "# op"),
+        (found("optim.params_not_registered", "update", module="0.plain"), "# made plain"),
         (found("model.dead_relu", "forward", module="0.twice"), "self.twice = "),
-        (found("model.dead_relu", "forward", module="1"), None),
+        (found("model.dead_relu", "forward", module="1"), "# sequential"),
         (found("gradient.spike", "backward"), None),
         (found("optim.lr_too_low", "update", rank=1), None),
     ],
     ids=lambda value: value.code if isinstance(value, Found) else None,
 )
 def test_the_line_of_what_a_finding_concerns(finding: Found, mark: str | None) -> None:
-    line = program().line_of(finding)
+    line, _ = program().place_of(finding)
     if mark is None:
         assert line is None
         return
@@ -94,10 +96,8 @@ def test_two_of_a_kind_have_no_line() -> None:
         torch.optim.SGD(models[0].parameters())
         torch.optim.SGD(models[1].parameters())
 
-    assert (
-        SourcePlaces(models, optimizers, code=lambda: loop.__code__).line_of(found("optim.lr_too_low", "update"))
-        is None
-    )
+    places = SourcePlaces(models, optimizers, code=lambda: loop.__code__)
+    assert places.place_of(found("optim.lr_too_low", "update")) == (None, None)
 
 
 def test_an_object_that_raises_has_no_line() -> None:
@@ -106,7 +106,7 @@ def test_an_object_that_raises_has_no_line() -> None:
         def dataset(self) -> object:
             raise LookupError
 
-    assert SourcePlaces([], [], loaders=[Bad()]).line_of(found("data.constant_input", "input")) is None
+    assert SourcePlaces([], [], loaders=[Bad()]).place_of(found("data.constant_input", "input")) == (None, None)
 
 
 def test_a_schedule_and_an_attribute_are_found_in_the_loop() -> None:
@@ -122,5 +122,42 @@ def test_a_schedule_and_an_attribute_are_found_in_the_loop() -> None:
     )
     lines = Path(__file__).read_text().splitlines()
     for finding, mark in ((found("schedule.plateau_mode", "loop"), "# plateau"), (typo, "# typo")):
-        line = places.line_of(finding)
+        line, _ = places.place_of(finding)
         assert line is not None and mark in lines[int(line.partition(":")[2]) - 1]
+
+
+def setup(model: nn.Module, data: Dataset[Tensor], state: dict[str, Tensor]) -> object:
+    torch.manual_seed(0)  # seed
+    model.load_state_dict(state, strict=False)  # load
+    parts = (
+        torch.utils.data.Subset(data, range(6)),  # split
+        torch.utils.data.Subset(data, range(6, 8)),
+    )
+    for each in model.modules():
+        if isinstance(each, nn.Embedding):
+            nn.init.normal_(each.weight)
+        if isinstance(each, nn.Linear):
+            nn.init.normal_(each.weight, std=3.0)  # initialization
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("finding", "mark"),
+    [
+        (found("loop.random_state_repeats", "loop"), "# seed"),
+        (found("checkpoint.weights_not_loaded", "input"), "# load"),
+        (found("data.train_val_overlap", "input", source="evaluate.py:3"), "# split"),
+        (found("model.init_too_large", "forward", module="0"), "# initialization"),
+    ],
+    ids=lambda value: value.code if isinstance(value, Found) else None,
+)
+def test_the_line_of_a_call_before_the_loop(finding: Found, mark: str) -> None:
+    places = SourcePlaces([nn.Sequential(nn.Linear(1, 1))], [], code=lambda: setup.__code__)
+    line, shown_at = places.place_of(finding, [("forward", "train.py:9"), ("step", "train.py:10")])
+    assert line is not None and mark in Path(__file__).read_text().splitlines()[int(line.partition(":")[2]) - 1]
+    assert shown_at == (finding.where.source or ("train.py:10" if finding.stage == "loop" else "train.py:9"))
+
+
+def test_a_finding_without_an_object_is_where_the_step_shows_it() -> None:
+    calls = [("forward", "train.py:9"), ("backward", "train.py:10")]
+    assert SourcePlaces([], []).place_of(found("gradient.spike", "backward"), calls) == ("train.py:10", None)

@@ -46,7 +46,7 @@ class FindingLine(AnswerPart):
     since_step: int | None = None
     where: str = ""
     line: str = ""
-    near: str = ""
+    shown_at: str = ""
     what: str = ""
     seen: list[str] = []
     cause: str = ""
@@ -70,6 +70,8 @@ class SourceLines(Answer):
     file: str = ""
     lines: list[str] = []
     calls: list[str] = []
+    shown_file: str = ""
+    shown_lines: list[str] = []
     why: str = ""
 
 

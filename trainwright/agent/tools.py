@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from trainwright.agent.untrusted import MAX_KEY_CHARS, cleaned
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.finding import Calls
 from trainwright.doctor.pages import page
 from trainwright.errors import UsageError
 from trainwright.report.diagnosis import diagnosis_of
-from trainwright.report.evidence import calls_of, environment_of, evidence_of, finding_in, line_of_stage, lines_named
+from trainwright.report.evidence import environment_of, evidence_of, finding_in, lines_named
 from trainwright.report.examination import can_be_trained_again
 from trainwright.report.findings import place, value_in_words
 from trainwright.report.pages.compare import Difference, RunComparison
@@ -103,8 +105,8 @@ class RunTools:
             "state": report.state,
             "step": report.step,
             "verdict": report.verdict.sentence,
-            "findings": [_finding_values(each, records) for each in findings],
-            "calls": _calls(calls_of(records, findings[0])) if findings else [],
+            "findings": [_finding_values(each) for each in findings],
+            "calls": _calls(RunContext(records).calls_at(findings[0].step)) if findings else [],
             "not_examined": [*experiments, *(why for why, _ in report.examination.blind)],
             "replay": _replayable_steps(folder),
         }
@@ -115,7 +117,7 @@ class RunTools:
         folder = self.folder(run)
         pack = evidence_of(folder, code or None, code_root=self.code)
         return {
-            "finding": _finding_values(pack.found, self._records(folder)),
+            "finding": _finding_values(pack.found),
             "expected_and_seen": [
                 [
                     each.measure,
@@ -133,19 +135,28 @@ class RunTools:
         }
 
     def source_lines(self, run: str, code: str = "", line: str = "") -> dict[str, object]:
-        """The source lines that a finding names (default: the first finding), or those around line, such as
-        train.py:44."""
+        """The source lines that cause a finding (default: the first finding) and those at which it shows, or those
+        around line, such as train.py:44."""
         folder = self.folder(run)
         records = self._records(folder)
-        calls: Sequence[tuple[str, str]] = ()
+        calls: Calls = ()
         lines = [line]
         if not line:
             found = finding_in(diagnosis_of(folder), code or None)
-            calls = calls_of(records, found)
+            calls = RunContext(records).calls_at(found.step)
             lines = lines_named(found, calls)
-        excerpt = excerpt_of(lines, self.code, began_s=records[0].time_s if records else None)
-        why = "" if excerpt else "the run names no line of a Python file for this finding"
-        return {**_excerpt(excerpt), "calls": _calls(calls), "why": why}
+        began_s = records[0].time_s if records else None
+        excerpt = excerpt_of(lines, self.code, began_s=began_s)
+        others = [each for each in lines[1:] if excerpt is None or not excerpt.shows(each)]
+        shown = excerpt_of(others, self.code, began_s=began_s)
+        why = "" if excerpt else "the step made no recorded call from a Python file of the user"
+        return {
+            **_excerpt(excerpt),
+            "calls": _calls(calls),
+            "shown_file": shown.file if shown else "",
+            "shown_lines": shown.numbered() if shown else [],
+            "why": why,
+        }
 
     def get_series(
         self, run: str, metric: str = "", points: int = 40, first_step: int = 0, last_step: int = 2**53
@@ -256,20 +267,19 @@ class RunTools:
         return read_newest(folder.log, kinds or (Watched, Examined)).records
 
 
-def _calls(calls: Sequence[tuple[str, str]]) -> list[str]:
+def _calls(calls: Calls) -> list[str]:
     return list(dict.fromkeys(f"{kind} {line}" for kind, line in calls))
 
 
-def _finding_values(found: Found, records: Sequence[Record]) -> dict[str, object]:
-    likely = line_of_stage(found, calls_of(records, found))
+def _finding_values(found: Found) -> dict[str, object]:
     return {
         "code": found.code,
         "severity": found.severity,
         "step": found.step,
         "since_step": found.since_step,
         "where": place(found.where).strip(),
-        "line": found.where.source,
-        "near": f"the {likely[1]} call at {likely[0]}" if likely and likely[0] != found.where.source else "",
+        "line": found.where.source or "",
+        "shown_at": found.where.shown_at or "",
         "what": found.symptom,
         "seen": [
             f"{each.measure}: {value_in_words(each.seen)}"

@@ -44,7 +44,9 @@ class Check:
     # Codes of checks, or topics such as ``loss.*``, whose findings follow from a finding of this check
     explains: tuple[str, ...] = ()
     names_cause: bool = True  # False for a symptom: any cause that is at least as severe explains it
-    points_at: str | None = None  # The kind of call whose line in the user's source its findings show by default
+    # What its findings point at in the user's source, the best first: a kind of recorded call, such as ``backward``, or
+    # an object: optimizer, scheduler, dataset, split, seed, load, attribute, initialization, construction (of a module)
+    points_at: tuple[str, ...] = ()
     since_step: int | None = None  # The first step that shows the fault, if that is always the same
 
     def results(self, run: RunContext) -> Results:
@@ -93,7 +95,7 @@ def check(
     confidence: float = 0.9,
     explains: tuple[str, ...] = (),
     names_cause: bool = True,
-    points_at: str | None = None,
+    points_at: str | tuple[str, ...] = (),
     since_step: int | None = None,
 ) -> Callable[[Judge], Check]:
     """Decorator that makes a Check of a function. The file has the name of the function."""
@@ -102,6 +104,7 @@ def check(
         *_, topic, name = judge.__module__.split(".")
         assert name == judge.__name__, judge.__module__
         code = f"{topic}.{name}"
-        return Check(code, judge, stage, severity, confidence, explains, names_cause, points_at, since_step)
+        places = (points_at,) if isinstance(points_at, str) else points_at
+        return Check(code, judge, stage, severity, confidence, explains, names_cause, places, since_step)
 
     return decorated

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, TypeVar, Unpack
 
-from trainwright.doctor.finding import Details, Finding, make_finding
+from trainwright.doctor.finding import Calls, Details, Finding, make_finding
 from trainwright.runs.findings import Severity
 from trainwright.runs.records import Examined, Record, Watched, Where, construct
 
@@ -82,11 +82,11 @@ class RunContext:
         """Returns True if the measurement was made or attempted."""
         return kind.experiment in self._outcomes
 
-    def calls_at(self, step: int) -> Sequence[Sequence[str]]:
+    def calls_at(self, step: int) -> Calls:
         """Returns the recorded calls of a step in order, with their lines in the user's source.
 
-        Example: ``[["zero_grad", "train.py:40"], ["backward", "train.py:44"]]``. The kinds are those of the step's
-        events. Torch functions outside of the models come last, as ``["op:cross_entropy", "train.py:43"]``. Lines are
+        Example: ``(("zero_grad", "train.py:40"), ("backward", "train.py:44"))``. The kinds are those of the step's
+        events. Torch functions outside of the models come last, as ``("op:cross_entropy", "train.py:43")``. Lines are
         recorded only in steps whose lines differ from the previous step. A loop without a finished step has its lines
         in the outcome ``unfinished``.
         """
@@ -94,7 +94,7 @@ class RunContext:
         before = [lines for at, lines in recorded if at <= step]
         unfinished = [each.values.get("lines") for each in self._outcomes.get("unfinished", [])[-1:]]
         nearest = [*before[-1:], *(lines for _, lines in recorded[:1]), *unfinished]
-        return next((lines for lines in nearest if lines), ())
+        return tuple((str(kind), str(line)) for kind, line in next((lines for lines in nearest if lines), ()))
 
     def line_of(self, kind: str, step: int) -> str | None:
         """Returns the line that makes the calls of a kind, such as
@@ -133,9 +133,9 @@ class RunContext:
         details.setdefault("names_cause", check.names_cause)
         details.setdefault("since_step", check.since_step)
         where = details.get("where", Where())
-        call = check.points_at or (f"op:{where.op}" if where.op and where.module is None else None)
-        if call and where.source is None:
-            details["where"] = replace(where, source=self.line_of(call, step))
+        calls = check.points_at or ((f"op:{where.op}",) if where.op and where.module is None else ())
+        if calls and where.source is None:
+            details["where"] = replace(where, source=self.line_of(calls[0], step))
         details["explains"] = (*check.explains, *details.get("explains", ()))
         return make_finding(
             check.code,

@@ -17,6 +17,8 @@ from trainwright.runs.records import Where
 FAILED_CODE = "doctor.failed"
 TOPICS_OF_LEARNING = ("data", "gradient", "loss", "model", "optim", "precision", "schedule")
 
+TOPICS_OUTSIDE_OF_MODEL = ("data", "optim", "schedule")
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -97,10 +99,18 @@ def _folded(findings: Iterable[Finding]) -> list[Finding]:
         taken = [each for each in left if cause in left and each is not cause and _explains(cause, each)]
         if taken:
             consequences = (*cause.found.consequences, *(f"{each.found.code}: {each.found.symptom}" for each in taken))
-            where = next((e.found.where for e in (cause, *taken) if e.found.where != Where()), Where())
+            where = cause.found.where if cause.found.where != Where() else _place_of_first(cause, taken)
             whole = replace(cause, found=replace(cause.found, consequences=consequences, where=where))
             left = [whole if each is cause else each for each in left if each not in taken]
     return left
+
+
+def _place_of_first(cause: Finding, consequences: Sequence[Finding]) -> Where:
+    """Returns the place of the first consequence that has one. A cause outside of the model only shows there."""
+    where = next((each.found.where for each in consequences if each.found.where != Where()), Where())
+    if cause.found.code.partition(".")[0] not in TOPICS_OUTSIDE_OF_MODEL:
+        return where
+    return Where(rank=where.rank, sample_ids=where.sample_ids, shown_at=where.source)
 
 
 def _explains(cause: Finding, other: Finding) -> bool:

@@ -14,6 +14,9 @@ from trainwright.runs.records import Evidence, Found, Where
 Measured: TypeAlias = tuple[str, JsonValue] | tuple[str, JsonValue, JsonValue]
 """A line of evidence: description, measured value, and expected value (left out if there is none)."""
 
+Calls: TypeAlias = Sequence[tuple[str, str]]
+"""Recorded calls of a step with their lines, such as ``("backward", "train.py:44")``."""
+
 
 @dataclass(frozen=True)
 class RemedyTrial:
@@ -87,6 +90,29 @@ def make_finding(
 
 def _evidence(row: Measured) -> Evidence:
     return Evidence(measure=row[0], seen=row[1], expected=row[2] if len(row) == 3 else None)
+
+
+CALLS_OF_STAGES = {
+    "input": ("forward",),
+    "label": ("op:", "forward"),
+    "forward": ("forward",),
+    "loss": ("op:", "backward"),
+    "backward": ("backward",),
+    "clip": ("clip", "step"),
+    "update": ("step",),
+    "buffers": ("forward",),
+    "loop": ("step", "backward", "forward"),
+}
+"""Kinds of calls by stage of a finding, the most likely first. ``op:`` is the prefix of torch functions in the loss."""
+
+
+def line_of_stage(found: Found, calls: Calls) -> str | None:
+    """Returns the line of the call that belongs to the stage of a finding; None if it was not recorded."""
+    for kind in CALLS_OF_STAGES.get(found.stage, ()):
+        lines = [line for name, line in calls if name == kind or (kind.endswith(":") and name.startswith(kind))]
+        if lines:
+            return lines[-1]
+    return None
 
 
 def in_words(module: str | None) -> str:

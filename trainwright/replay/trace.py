@@ -194,7 +194,8 @@ class Tracing(TorchDispatchMode):
         if not isinstance(func, OpOverload) or func.namespace in _IGNORED_NAMESPACES:
             return func(*args, **kwargs)
         traits, node = _traits(func), _current_node()
-        source, is_python = _caller()
+        frame = sys._getframe(1)
+        source, is_python = replayed_line(frame), frame.f_code.co_name != _ENGINE  # else the autograd engine called
         is_forward = node is None or (is_python and torch.is_grad_enabled())  # the latter is activation checkpointing
         if node is None or is_forward:
             self._number(args, traits, source)
@@ -310,15 +311,13 @@ def _tensors(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(each, f"{name}[{index}]")
 
 
-def _caller() -> tuple[str | None, bool]:
-    """Returns the innermost line of the user's code, and True if Python and not the autograd engine called the op."""
-    frame: FrameType | None = sys._getframe(2)
-    is_python = frame is not None and frame.f_code.co_name != _ENGINE
+def replayed_line(frame: FrameType | None) -> str | None:
+    """Returns the innermost line of the user's code that a replay runs, from ``frame`` outwards; None without one."""
     while frame is not None and frame.f_code.co_name != _ENGINE:
         name = frame.f_globals.get("__name__", "")
         if name == _REPLAY and frame.f_code.co_name != "__torch_function__":  # outer frames belong to the caller
-            break
+            return None
         if name.startswith("trainwright.models") or name.split(".")[0] not in _SKIPPED_PACKAGES:
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}", is_python
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
-    return None, is_python
+    return None

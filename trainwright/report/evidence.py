@@ -15,6 +15,7 @@ import numpy as np
 
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.discovery import check_of
+from trainwright.doctor.finding import Calls, line_of_stage
 from trainwright.errors import UsageError, suggest
 from trainwright.report.diagnosis import Report, diagnosis_of
 from trainwright.report.findings import place, value_in_words
@@ -25,7 +26,7 @@ from trainwright.runs.folder import RunFolder
 from trainwright.runs.json_values import JsonValue
 from trainwright.runs.printing import visible
 from trainwright.runs.reader import read_newest
-from trainwright.runs.records import Evaluated, Examined, Found, Record, Replayed, Started, Watched
+from trainwright.runs.records import Evaluated, Examined, Found, Replayed, Started, Watched
 from trainwright.runs.secrets import masked_code
 from trainwright.runs.storage import write_atomically
 from trainwright.version import __version__
@@ -205,7 +206,7 @@ def evidence_of(folder: RunFolder, code: str | None = None, *, code_root: Path |
     found = finding_in(report, code)
     records = read_newest(folder.log, (Watched, Examined, Replayed)).records
     view = RunView.read(folder.path)
-    calls = calls_of(records, found)
+    calls = tuple(RunContext(records).calls_at(found.step))
     check = check_of(found.code)
     began_s = next((each.time_s for each in records if isinstance(each, Started)), None)
     replays = [each for each in records if isinstance(each, Replayed)]
@@ -250,40 +251,11 @@ def finding_in(report: Report, code: str | None) -> Found:
     raise UsageError(f"{report.run} has no finding {code!r}", remedy=suggest(code, [each.code for each in findings]))
 
 
-def calls_of(records: Sequence[Record], found: Found) -> tuple[tuple[str, str], ...]:
-    """Return the recorded calls of the step of a finding as (kind, line)."""
-    return tuple((str(kind), str(line)) for kind, line in RunContext(records).calls_at(found.step))
-
-
-def lines_named(found: Found, calls: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the source lines for a finding: the line that it names, and the call of its stage. If it names none, the
-    call is the most likely line, and the other calls of the step follow.
-    """
-    first = line_of_stage(found, calls)
-    if found.where.source:
-        return [found.where.source, *([first[0]] if first else [])]
-    return [*([first[0]] if first else []), *(line for _, line in calls)]
-
-
-CALLS_OF_STAGES = {
-    "input": ("forward",),
-    "label": ("op:", "forward"),
-    "forward": ("forward",),
-    "loss": ("op:", "backward"),
-    "backward": ("backward",),
-    "clip": ("clip", "step"),
-    "update": ("step",),
-}
-"""Kinds of calls by stage of a finding, the most likely first. ``op:`` is the prefix of torch functions in the loss."""
-
-
-def line_of_stage(found: Found, calls: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
-    """Return (line, kind) of the call that belongs to the stage of a finding; None if it was not recorded."""
-    for kind in CALLS_OF_STAGES.get(found.stage, ()):
-        lines = [line for name, line in calls if name == kind or (kind.endswith(":") and name.startswith(kind))]
-        if lines:
-            return lines[-1], kind.rstrip(":")
-    return None
+def lines_named(found: Found, calls: Calls) -> list[str]:
+    """Return the source lines for a finding: the cause, and where it shows. Without them, the calls of its step."""
+    named = [line for line in (found.where.source, found.where.shown_at) if line]
+    nearest = line_of_stage(found, calls)
+    return named or [*([nearest] if nearest else []), *(line for _, line in calls)]
 
 
 def points_around(view: RunView, found: Found) -> Iterator[CurvePoint]:

@@ -43,6 +43,10 @@ class Excerpt:
     marked: tuple[int, ...] = ()
     note: str = ""
 
+    def shows(self, source: str) -> bool:
+        """Return True if a line such as ``train.py:44`` is marked."""
+        return source in {f"{Path(self.file).name}:{number}" for number in self.marked}
+
     def numbered(self) -> list[str]:
         """Return the lines with their numbers; ``>`` marks those that the run names."""
         numbers = range(self.first_line, self.first_line + len(self.lines))

@@ -208,7 +208,11 @@ class Unexamined(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """The place of a finding; None: unknown, or does not apply. ``source`` is a line: ``file.py:42``."""
+    """The place of a finding; None: unknown, or does not apply.
+
+    ``source`` is the line that causes it, such as ``file.py:42``, as far as it is known; ``shown_at`` is another line
+    at which it shows.
+    """
 
     module: str | None = None
     op: str | None = None
@@ -217,6 +221,7 @@ class Where:
     rank: int | None = None
     sample_ids: tuple[int, ...] = ()
     source: str | None = None
+    shown_at: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from trainwright.doctor.check import Check, CheckState
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import Diagnosis, diagnose
+from trainwright.doctor.finding import Calls
 from trainwright.errors import text_of
 from trainwright.recorder.hooks import Listener, muted
 from trainwright.recorder.numbers import Numbers, as_record
@@ -24,6 +25,7 @@ from trainwright.runs.json_values import Facts
 from trainwright.runs.reader import without_half_of_the_steps
 from trainwright.runs.records import Found, Record
 from trainwright.watching.experiments import ExperimentRunner
+from trainwright.watching.places import Lines
 
 EVERY_STEP, EVERY_EIGHTH = 64, 1024
 """Ordinary steps become records: each up to the first number, every eighth up to the second, then every 64th."""
@@ -40,7 +42,7 @@ class FindingsLog:
     """Records every step, examines a step on request, and collects the findings.
 
     ``write`` is called with every record that is kept. ``known`` are the records of an earlier process. ``checks`` are
-    the checks to run; None: all of them. ``line_of`` returns the line for a finding that names none.
+    the checks to run; None: all of them. ``place_of`` returns the line that causes a finding, and one that shows it.
     """
 
     def __init__(
@@ -51,9 +53,9 @@ class FindingsLog:
         *,
         known: Iterable[Record] = (),
         checks: Sequence[Check] | None = None,
-        line_of: Callable[[Found], str | None] = lambda _found: None,
+        place_of: Callable[[Found, Calls], Lines] = lambda found, _calls: (found.where.source, None),
     ) -> None:
-        self._checks, self._line_of = checks, line_of
+        self._checks, self._place_of = checks, place_of
         self._runner, self._probes, self._write = runner, probes, write
         self._records = list(known)
         self._unrecorded: deque[tuple[RecordedStep, Numbers]] = deque()
@@ -139,8 +141,12 @@ class FindingsLog:
         now = []
         for each in diagnosis.findings:
             known, found = self._findings.get(each.found.code), each.found
-            source = found.where.source or (known.where.source if known else self._line_of(found))
-            found = dataclasses.replace(found, where=dataclasses.replace(found.where, source=source))
+            if known is None or known.where.source is None:
+                source, shown_at = self._place_of(found, RunContext(self._records).calls_at(found.step))
+            else:
+                source, shown_at = known.where.source, known.where.shown_at
+            where = dataclasses.replace(found.where, source=source, shown_at=shown_at)
+            found = dataclasses.replace(found, where=where)
             at = step
             if known is None:
                 at, found = found.step, dataclasses.replace(found, time_s=time.time())

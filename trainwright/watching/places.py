@@ -1,77 +1,132 @@
-"""Finds the source line for a finding that has none: where the affected object is made or called.
+"""Finds the source line of a finding: where the affected object is made or called, or the recorded call nearest to it.
 
-The user's source is parsed only for findings without a line. A line is returned only if exactly one is possible.
+A check says what its findings point at (``Check.points_at``). The user's source is parsed only for findings without a
+line. A line of an object is returned only if exactly one is possible.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import sys
+import sysconfig
 import textwrap
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
+from typing import TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+from trainwright.doctor.discovery import check_of
+from trainwright.doctor.finding import Calls, line_of_stage
 from trainwright.runs.records import Found
 
-_NOT_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
-_MADE = ("model.init_", "model.pretrained", "model.excess_dropout", "optim.params_")
-"""Findings about how a module was made. All other findings on a module are about how it is used."""
-_SCHEDULES, _OPTIMIZERS = ("schedule.",), ("optim.", "precision.eps_underflow", "precision.lost_updates")
+Lines: TypeAlias = tuple[str | None, str | None]
+"""The line that causes a finding, and another line that shows it; None if it is unknown."""
+
+MAX_FILES = 400
+MAX_LINES_OF_ONE_PLACE = 3
+"""Lines that are no further apart, such as two parts of a split, are one place."""
+_NOT_USERS = (
+    f"{Path(torch.__file__).parent}/",
+    f"{Path(__file__).parents[1]}/",
+    *{f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")},
+)
 _SCHEDULER_NAMES = frozenset(torch.optim.lr_scheduler.__all__)
-_INPUTS = ("input", "label")
+_OBJECTS_OF_TOPICS = {"optim": "optimizer", "schedule": "scheduler", "data": "dataset", "model": "model"}
+"""What a finding without a module or an operation points at if its check says nothing else."""
+_RATES = frozenset({"lr", "learning_rate"})
+_SPLITS = frozenset({"random_split", "train_test_split", "Subset", "KFold", "StratifiedKFold"})
+_SEEDS = frozenset({"manual_seed", "manual_seed_all", "seed_everything", "set_seed", "seed"})
+_INITIALIZERS = frozenset(name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_"))
+_METHODS_THAT_INITIALIZE = frozenset({"normal_", "uniform_", "fill_", "zero_", "copy_", "mul_"})
 
 
 class SourceFile:
     """The syntax tree of a class, a function or a file, with the line numbers of its file."""
 
     def __init__(self, name: str, text: str, first_line: int = 1) -> None:
-        self.name, self._first_line = Path(name).name, first_line
+        self.name, self.text, self._first_line = Path(name).name, text, first_line
+
+    @cached_property
+    def tree(self) -> ast.AST:
+        """The syntax tree. It is empty for a line of a notebook, or a file that has changed since."""
         try:
-            self.tree: ast.AST = ast.parse(textwrap.dedent(text))
-        except SyntaxError:  # a line of a notebook, or a file that has changed since
-            self.tree = ast.Module(body=[], type_ignores=[])
+            return ast.parse(textwrap.dedent(self.text))
+        except SyntaxError:
+            return ast.Module(body=[], type_ignores=[])
 
     @classmethod
-    def of(cls, thing: type | CodeType) -> SourceFile | None:
-        """Return the source of a class or function of the user; None for library code or without a file."""
+    def of(cls, thing: type | CodeType | ModuleType) -> SourceFile | None:
+        """Return the source of a class, function or module of the user; None for library code or without a file."""
         try:
             name = inspect.getsourcefile(thing) or ""
+            if not _is_users(name):
+                return None
+            if isinstance(thing, ModuleType):
+                return cls(name, Path(name).read_text(encoding="utf-8"))
             lines, first = inspect.getsourcelines(thing)
-        except (TypeError, OSError):
-            return None
-        if name.startswith(_NOT_USERS) or "site-packages" in name:
+        except (TypeError, OSError, ValueError):
             return None
         return cls(name, "".join(lines), max(1, first))
 
-    def line(self, nodes: Iterator[ast.expr | ast.stmt]) -> str | None:
-        """Return the line of the nodes, such as ``train.py:44``; None unless there is exactly one."""
-        lines = {node.lineno for node in nodes}
-        return f"{self.name}:{lines.pop() + self._first_line - 1}" if len(lines) == 1 else None
+    def lines(self, nodes: Iterator[ast.AST]) -> list[int]:
+        """Return the line numbers of the nodes in the file, sorted."""
+        return sorted({getattr(node, "lineno", 1) + self._first_line - 1 for node in nodes})
 
-    def sets(self, names: Set[str]) -> Iterator[ast.expr]:
+    def line(self, nodes: Iterator[ast.AST]) -> str | None:
+        """Return the line of the nodes, such as ``train.py:44``; None unless there is exactly one."""
+        lines = self.lines(nodes)
+        return f"{self.name}:{lines[0]}" if len(lines) == 1 else None
+
+    def sets(self, names: Set[str]) -> Iterator[ast.AST]:
         """Yield assignments to attributes with these names, of any object."""
         every = (node for node in ast.walk(self.tree) if isinstance(node, ast.Attribute))
         return (node for node in every if isinstance(node.ctx, ast.Store) and node.attr in names)
 
-    def calls(self, names: Set[str]) -> Iterator[ast.expr]:
+    def calls(self, names: Set[str]) -> Iterator[ast.Call]:
         """Yield calls of functions with these names, such as ``torch.optim.AdamW(...)`` for ``AdamW``."""
-        return (node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and _last(node.func) in names)
+        return (node for node in self._every_call() if _last(node.func) in names)
 
-    def assigned(self, name: str) -> Iterator[ast.stmt]:
+    def passes(self, names: Set[str]) -> Iterator[ast.Call]:
+        """Yield calls with a keyword argument of one of these names, such as ``AdamW(params, lr=0.1)`` for ``lr``."""
+        return (node for node in self._every_call() if any(each.arg in names for each in node.keywords))
+
+    def assigned(self, name: str) -> Iterator[ast.AST]:
         """Yield assignments to ``self.name``."""
-        for node in ast.walk(self.tree):
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            yield from (node for target in targets if _is_own(target) and _last(target) == name)  # type: ignore[misc]
+        return (node for node in self.sets({name}) if _is_own(node))
 
-    def function(self, name: str) -> Iterator[ast.stmt]:
+    def function(self, name: str) -> Iterator[ast.AST]:
         """Yield the functions with this name."""
         return (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+
+    def initializes(self, kind: str) -> Iterator[ast.AST]:
+        """Yield the calls that initialize weights; of several only those under a test that names the class ``kind``."""
+        calls = [node for node in self._every_call() if _initializes_weight(node)]
+        tests = [node for node in ast.walk(self.tree) if isinstance(node, ast.If) and kind in ast.unparse(node.test)]
+        chosen = {id(each) for test in tests for statement in test.body for each in ast.walk(statement)}
+        under = [node for node in calls if id(node) in chosen]
+        yield from under or calls
+
+    def sequential(self, made: nn.Sequential) -> Iterator[tuple[ast.expr, ...]]:
+        """Yield the arguments of calls of ``nn.Sequential`` that may have made this one."""
+        kinds = [type(each).__name__ for each in made]
+        for node in self.calls({"Sequential"}):
+            names = [_last(arg.func) if isinstance(arg, ast.Call) else "" for arg in node.args]
+            if len(names) == len(kinds) and all(name in ("", kind) for name, kind in zip(names, kinds)):
+                yield tuple(node.args)
+
+    def _every_call(self) -> Iterator[ast.Call]:
+        return (node for node in ast.walk(self.tree) if isinstance(node, ast.Call))
+
+
+def _is_users(name: str) -> bool:
+    return name.endswith(".py") and not name.startswith(_NOT_USERS) and "site-packages" not in name
 
 
 def _last(node: ast.AST) -> str:
@@ -82,8 +137,22 @@ def _is_own(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
+def _initializes_weight(node: ast.Call) -> bool:
+    """Return True for ``nn.init.normal_(m.weight)`` and ``m.weight.data.normal_()``."""
+    name = _last(node.func)
+    if name in _INITIALIZERS and node.args:
+        return "weight" in ast.unparse(node.args[0])
+    return name in _METHODS_THAT_INITIALIZE and "weight" in ast.unparse(node.func)
+
+
+Nodes: TypeAlias = Callable[[SourceFile], Iterator[ast.AST]]
+
+
 class SourcePlaces:
-    """The source of a loop and of its objects. ``code`` returns the function that contains the loop."""
+    """The source of a program and of its objects.
+
+    ``code`` returns the function that contains the loop, ``values`` the values of its variables.
+    """
 
     def __init__(
         self,
@@ -92,91 +161,190 @@ class SourcePlaces:
         schedulers: Sequence[object] = (),
         loaders: Sequence[object] = (),
         code: Callable[[], CodeType | None] = lambda: None,
+        values: Callable[[], Sequence[object]] = list,
     ) -> None:
         self._roots, self._optimizers, self._schedulers, self._loaders = roots, optimizers, schedulers, loaders
-        self._code = code
+        self._code, self._values = code, values
 
-    def line_of(self, found: Found) -> str | None:
-        """Return the line of the object that a finding concerns; None if it is unknown or ambiguous."""
+    def place_of(self, found: Found, calls: Calls = ()) -> Lines:
+        """Return the lines of a finding.
+
+        The line that the check has recorded is the one that shows the finding if the check points at an object.
+        """
+        caused = None
         with suppress(Exception):  # objects of the user may raise anything when they are read
-            return self._line_of(found)
-        return None
+            caused = self._line_of_object(found)
+        shown = found.where.source or found.where.shown_at or line_of_stage(found, calls)
+        source = caused or shown
+        return source, shown if shown != source else None
 
-    def _line_of(self, found: Found) -> str | None:
-        where, code = found.where, found.code
-        if where.rank is not None:
+    def _line_of_object(self, found: Found) -> str | None:
+        """Return the line of the object that a finding concerns; None if it is unknown, ambiguous, or of a rank."""
+        check, where = check_of(found.code), found.where
+        points_at = check.points_at if check is not None else ()
+        if where.rank is not None or (where.source and not points_at):
             return None
-        if code.startswith(_SCHEDULES):
-            return self._line_that_makes(self._schedulers, _SCHEDULER_NAMES)
-        if code == "loop.attribute_without_effect":
-            attributes = {str(each.seen) for each in found.evidence}
-            return self._in_loop(lambda source: source.sets(attributes))
-        if where.module:
-            return self._line_of_module(where.module, where.op, is_made=code.startswith(_MADE))
-        if code.startswith(_OPTIMIZERS):
-            return self._line_that_makes(self._optimizers)
-        if code.startswith("data.") and found.stage in _INPUTS:
-            return self._line_of_dataset()
-        if code.startswith("model.") and len(self._roots) == 1:
-            return self._in_class(self._roots[0], lambda source: source.function("forward"))
-        return None
+        lines: dict[str, Callable[[], str | None]] = {
+            "optimizer": self._line_of_optimizer,
+            "scheduler": self._line_of_scheduler,
+            "dataset": self._line_of_dataset,
+            "split": lambda: self._line_that_calls(_SPLITS, MAX_LINES_OF_ONE_PLACE),
+            "seed": lambda: self._line_that_calls(_SEEDS, MAX_LINES_OF_ONE_PLACE),
+            "load": self._line_of_load,
+            "attribute": lambda: self._line_that_sets({str(each.seen) for each in found.evidence}),
+            "initialization": lambda: self._line_of_initialization(where.module or ""),
+            "construction": lambda: self._line_of_module(where.module or "", None, is_made=True),
+            "model": self._line_of_model,
+        }
+        chosen = [lines[each] for each in points_at if each in lines]
+        if line := next((line for each in chosen if (line := each()) is not None), None):
+            return line
+        if where.source:
+            return None
+        if where.module is not None:
+            return self._line_of_module(where.module, where.op, is_made=False)
+        if where.op is not None:
+            return self._line_of_op(where.op)
+        by_topic = _OBJECTS_OF_TOPICS.get(found.code.partition(".")[0])
+        return lines[by_topic]() if by_topic is not None and not chosen else None
 
     @cached_property
-    def _loop(self) -> tuple[SourceFile, ...]:
-        """The function that contains the loop, then its file."""
+    def _program(self) -> tuple[tuple[SourceFile, ...], ...]:
+        """The function that contains the loop, then its file, then all files of the program."""
         code = self._code()
         function = SourceFile.of(code) if code is not None else None
+        modules = [each for each in list(sys.modules.values()) if _is_users(getattr(each, "__file__", None) or "")]
+        files = [file for each in modules if (file := SourceFile.of(each)) is not None][:MAX_FILES]
         if code is None or function is None:
-            return ()
-        try:
-            return function, SourceFile(code.co_filename, Path(code.co_filename).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return (function,)
+            return (tuple(files),)
+        own: list[SourceFile] = []
+        with suppress(OSError, ValueError):
+            own = [SourceFile(code.co_filename, Path(code.co_filename).read_text(encoding="utf-8"))]
+        others = [each for each in files if not own or each.text != own[0].text]
+        return (function,), tuple(own), (*own, *others)
 
-    def _in_loop(self, nodes: Callable[[SourceFile], Iterator[ast.expr]]) -> str | None:
-        return next((line for source in self._loop if (line := source.line(nodes(source)))), None)
+    def _in_program(self, words: Set[str], nodes: Nodes, span: int = 0) -> str | None:
+        """Return the line of the nodes, in the smallest part of the program that has exactly one.
+
+        Files without any of the ``words`` are not parsed. If all lines are within ``span`` lines, they are one place.
+        """
+        for part in self._program:
+            named = (source for source in part if any(word in source.text for word in words))
+            lines = [(source.name, lines) for source in named if (lines := source.lines(nodes(source)))]
+            if len(lines) == 1 and lines[0][1][-1] - lines[0][1][0] <= span:
+                return f"{lines[0][0]}:{lines[0][1][0]}"
+        return None
 
     def _line_that_makes(self, objects: Sequence[object], kinds: frozenset[str] = frozenset()) -> str | None:
         """Return the line that makes the objects or, if none are known, an object of these ``kinds``."""
         names = {type(each).__name__ for each in objects} or kinds
         is_one = len(names) == 1 or not objects
-        return self._in_loop(lambda source: source.calls(names)) if is_one else None
+        return self._line_that_calls(names) if is_one else None
+
+    def _line_that_calls(self, names: Set[str], span: int = 0) -> str | None:
+        return self._in_program(names, lambda source: source.calls(names), span)
+
+    def _line_that_sets(self, names: Set[str]) -> str | None:
+        return self._in_program(names, lambda source: source.sets(names))
+
+    def _line_of_optimizer(self) -> str | None:
+        """Return the line that makes the optimizer; if a library makes it, the only one that passes a learning rate."""
+        names = {type(each).__name__ for each in self._optimizers}
+        is_users = any(name in source.text for source in self._program[-1] for name in names)
+        if is_users:
+            return self._line_that_makes(self._optimizers)
+        return self._in_program(_RATES, lambda source: source.passes(_RATES))
+
+    def _line_of_scheduler(self) -> str | None:
+        """Return the line that makes the schedule, else that of the optimizer, which has the only learning rate."""
+        return self._line_that_makes(self._schedulers, _SCHEDULER_NAMES) or self._line_of_optimizer()
+
+    def _line_of_model(self) -> str | None:
+        """Return the method ``forward`` of the only model."""
+        return (
+            self._in_class(self._roots[0], lambda source: source.function("forward")) if len(self._roots) == 1 else None
+        )
+
+    def _line_of_load(self) -> str | None:
+        """Return the line that loads a state of the model; of several, the one that is not strict."""
+        names = {"load_state_dict"}
+        not_strict = self._in_program(names, lambda source: (each for each in source.calls(names) if each.keywords))
+        return not_strict or self._line_that_calls(names) or self._line_that_calls({"from_pretrained"})
 
     def _line_of_dataset(self) -> str | None:
-        """Return the ``__getitem__`` of the user's dataset, else the line that makes the loader."""
-        datasets = [getattr(each, "dataset", None) for each in self._loaders[:1]]
+        """Return the method of the user's dataset that reads a sample, else the line that makes the dataset or its
+        loader.
+        """
+        loaders = [*self._loaders, *(each for each in self._values() if isinstance(each, DataLoader))][:1]
+        datasets = [inner for each in loaders for inner in _datasets_of(each)]
         for each in datasets:
-            if line := self._in_class(each, lambda source: source.function("__getitem__")):
-                return line
-        return self._line_that_makes(self._loaders[:1])
+            for name in ("__getitem__", "__iter__"):
+                if line := self._in_class(each, partial(SourceFile.function, name=name)):
+                    return line
+        made = (self._line_that_makes([each]) for each in (*datasets, *loaders))
+        return next((line for line in made if line), None)
+
+    def _line_of_op(self, op: str) -> str | None:
+        """Return the line that calls an operation in the class of a model, or else in the program."""
+        classes = (self._in_class(root, lambda source: source.calls({op})) for root in self._roots)
+        return next((line for line in classes if line), None) or self._line_that_calls({op})
+
+    def _line_of_initialization(self, path: str) -> str | None:
+        """Return the line that initializes the weights of a module."""
+        kinds = {type(dict(root.named_modules()).get(path)).__name__ for root in self._roots}
+        kind = kinds.pop() if len(kinds) == 1 else ""
+        words = _INITIALIZERS | _METHODS_THAT_INITIALIZE
+        return self._in_program(words, lambda source: source.initializes(kind), MAX_LINES_OF_ONE_PLACE)
 
     def _line_of_module(self, path: str, op: str | None, *, is_made: bool) -> str | None:
         """Return the line that makes a module, or calls it or its ``op``, in the innermost user class around it."""
         for root in self._roots:
-            parts = path.split(".")
-            if path and path not in dict(root.named_modules()):
-                parts = parts[:-1]  # a parameter
-            for depth in range(len(parts), -1, -1):
-                owner = root.get_submodule(".".join(parts[:depth]))
+            parts, modules = path.split("."), dict(root.named_modules())
+            known = next(depth for depth in range(len(parts), -1, -1) if ".".join(parts[:depth]) in modules)
+            for depth in range(known, -1, -1):
+                owner = modules[".".join(parts[:depth])]
                 name = next((part for part in parts[depth : depth + 1]), "")
                 wanted = _op_or_call(name, op if depth == len(parts) else None)
                 made = self._in_class(owner, partial(SourceFile.assigned, name=name)) if name else None
                 used = self._in_class(owner, wanted) if wanted is not None else None
                 if line := (made or used) if is_made else (used or made):
                     return line
+            if known and (line := self._line_in_sequential(modules, parts[:known])):
+                return line
         return None
 
-    def _in_class(
-        self, thing: object, nodes: Callable[[SourceFile], Iterator[ast.expr] | Iterator[ast.stmt]]
-    ) -> str | None:
-        source = None if thing is None else SourceFile.of(type(thing))
-        return None if source is None else source.line(nodes(source))
+    def _line_in_sequential(self, modules: dict[str, nn.Module], parts: Sequence[str]) -> str | None:
+        """Return the line of a child in the call of ``nn.Sequential`` that makes its parent."""
+        parent, index = modules[".".join(parts[:-1])], parts[-1]
+        if not isinstance(parent, nn.Sequential) or index not in parent._modules:
+            return None
+        number = list(parent._modules).index(index)
+        return self._in_program({"Sequential"}, lambda source: (args[number] for args in source.sequential(parent)))
+
+    def _in_class(self, thing: object, nodes: Nodes) -> str | None:
+        """Return the line in the class of an object, else in the nearest base class of the user that has one."""
+        for kind in type(thing).__mro__[:-1]:
+            source = SourceFile.of(kind)
+            if source is not None and (line := source.line(nodes(source))):
+                return line
+        return None
 
 
-def _op_or_call(name: str, op: str | None) -> Callable[[SourceFile], Iterator[ast.expr]] | None:
+def _datasets_of(loader: object) -> Iterator[object]:
+    """Yield the dataset of a loader, and those that it wraps, from the innermost."""
+    wrapped, depth = getattr(loader, "dataset", None), 0
+    found: list[object] = []
+    while wrapped is not None and depth < 8:
+        found.append(wrapped)
+        several = getattr(wrapped, "datasets", None)
+        wrapped, depth = several[0] if several else getattr(wrapped, "dataset", None), depth + 1
+    return reversed(found)
+
+
+def _op_or_call(name: str, op: str | None) -> Nodes | None:
     """Return a function that finds the calls of an operation, or of ``self.name``, in a class."""
     if op is not None:
         return lambda source: source.calls({op})
     if not name:
         return None
-    return lambda source: (node for node in source.calls({name}) if _is_own(getattr(node, "func", node)))
+    return lambda source: (node for node in source.calls({name}) if _is_own(node.func))

@@ -152,8 +152,10 @@ class WatchSession:
         self._on_closed = methods_of(self._probes, "on_closed", Probe)
         self._on_read = methods_of(self._probes, "on_read", Probe)
         self._light = LightSteps(self.recording, is_off=self.budget.is_lifted or options.is_engine)
-        places = SourcePlaces(roots, optimizers, objects.schedulers, objects.loaders, objects.code)
-        self.findings_log = FindingsLog(self.runner, self._probes, write, checks=options.checks, line_of=places.line_of)
+        places = SourcePlaces(roots, optimizers, objects.schedulers, objects.loaders, objects.code, objects.values)
+        self.findings_log = FindingsLog(
+            self.runner, self._probes, write, checks=options.checks, place_of=places.place_of
+        )
         self._incidents = Incidents(options.bundles, self.runner, write)
         self._site = WatchSite(options.bundles.parent if options.bundles else None, write, say)
         self._schedule = ExaminationSchedule(first_step, self.budget)

@@ -273,6 +273,8 @@ class TokenLoss:
     sees: float | None = None
     given: float | None = None  # The same change at ``start``
     start: int = 0  # The first changed position
+    module: str | None = None  # Path of the first module that depends on later tokens; None if unknown
+    line: str | None = None  # Line in it that calls the first such function; None if unknown
     ends: TextEnds | None = None  # The token that ends texts
 
 

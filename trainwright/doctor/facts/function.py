@@ -13,6 +13,7 @@ class Deviation:
     amount: float  # The change
     limit: float  # The largest change that rounding explains
     module: str | None = None  # Path of the first module whose output changed with unchanged input; None if unknown
+    line: str | None = None  # Line in it that calls the first function whose result changed; None if unknown
 
     @property
     def is_real(self) -> bool:

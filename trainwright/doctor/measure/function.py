@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from trainwright.replay.functions import InputHandler, change_leaves, function_n
 from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import UNCHANGED, Intervention
 from trainwright.replay.session import ReplaySession
+from trainwright.replay.trace import replayed_line
 
 NOISE_MULTIPLE = 16
 """Multiple of the step's numerical noise that still counts as rounding. Layers in sequence each add some."""
@@ -87,14 +89,18 @@ class EvalPasses:
         return Deviation(max_distance(self.base, changed, compare), self.limit)
 
     def located(self, deviation: Deviation, change: Intervention, compare: Compare | None = None) -> Deviation:
-        """Adds the first module that differs, found by two more passes, to a deviation above the limit."""
+        """Adds the first module and the line that differ, found by four more passes, to a deviation above the limit."""
         if not deviation.is_real:
             return deviation
-        traces = CallTrace(self.session), CallTrace(self.session)
+        module = self._first_difference(change, compare or distance)
+        line = None if module is None else self._first_difference(change, compare or distance, within=module)
+        return replace(deviation, module=module, line=line)
+
+    def _first_difference(self, change: Intervention, compare: Compare, within: str | None = None) -> str | None:
+        traces = CallTrace(self.session, within), CallTrace(self.session, within)
         for trace, each in zip(traces, (UNCHANGED, change)):
-            self.run(replace(each, model=trace.following))
-        module = traces[0].first_difference(traces[1], compare or distance, self.limit)
-        return replace(deviation, module=module)
+            self.run(replace(each, model=trace.following, ops=trace.call))
+        return traces[0].first_difference(traces[1], compare, self.limit)
 
 
 def numbers_of(value: object) -> list[Tensor]:
@@ -152,11 +158,13 @@ class CallTrace:
     """Records inputs and outputs of all modules in call order. ``following`` is for ``Intervention.model``.
 
     Each tensor is kept with the module that is responsible if it is the first to differ: for an output the module
-    itself, for an input the enclosing module.
+    itself, for an input the enclosing module. With ``within``, the results of the torch functions that this module
+    calls itself are recorded instead, each with its line. ``call`` is for ``Intervention.ops``.
     """
 
     session: ReplaySession
-    seen: list[tuple[str, list[Tensor]]] = field(default_factory=list)
+    within: str | None = None
+    seen: list[tuple[str | None, list[Tensor]]] = field(default_factory=list)
     _elements: int = 0
 
     def __post_init__(self) -> None:
@@ -167,18 +175,27 @@ class CallTrace:
 
     def _enter(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         around = self._stack.paths[-2] if len(self._stack.paths) > 1 else path
-        self._keep(around, [args, kwargs])
+        if self.within is None:
+            self._keep(around, [args, kwargs])
 
     def _leave(self, path: str, module: nn.Module, output: object) -> None:
-        self._keep(path, output)
+        if self.within is None:
+            self._keep(path, output)
 
-    def _keep(self, path: str, value: object) -> None:
+    def call(self, function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        """Calls the function, and records its result if the module itself calls it."""
+        result = function(*args, **kwargs)
+        if self.within is not None and self._stack.innermost == self.within:
+            self._keep(replayed_line(sys._getframe(1)), result)
+        return result
+
+    def _keep(self, path: str | None, value: object) -> None:
         tensors = [t.detach() for t in tensors_of(value, 3) if t.is_floating_point()]
         self._elements += sum(t.numel() for t in tensors)
         self.seen.append((path, [t.clone() for t in tensors] if self._elements < MAX_ELEMENTS else []))
 
     def first_difference(self, other: CallTrace, compare: Compare, limit: float) -> str | None:
-        """Returns the path of the responsible module; None if the traces do not have the same calls."""
+        """Returns the responsible module, or the line; None if the traces do not have the same calls."""
         for (path, mine), (theirs_path, theirs) in zip(self.seen, other.seen):
             if path != theirs_path or len(mine) != len(theirs):
                 return None

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.facts.data import TextEnds, TokenLoss, TokensFacts
+from trainwright.doctor.facts.function import Deviation
+from trainwright.doctor.measure.function import EvalPasses, at_rows
 from trainwright.recorder.program import mapped
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.classified import Classified, classified
 from trainwright.replay.experiments import replay
 from trainwright.replay.functions import InputHandler, change_leaves
 from trainwright.replay.inspector import StepInspector
+from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 
 OFFSETS = (-1, 0, 1, 2, 3)
@@ -123,8 +126,19 @@ def examine_tokens(session: ReplaySession) -> TokensFacts:
             if fraction < 0.5:
                 continue
             sees, given, start = _sees(session, placed, which)
-            ends = _ends(session, placed)
-            found.append(TokenLoss(offset=offset, fraction=fraction, sees=sees, given=given, start=start, ends=ends))
+            leak = _leak(session, ids, start) if offset == 1 and sees else None
+            found.append(
+                TokenLoss(
+                    offset=offset,
+                    fraction=fraction,
+                    sees=sees,
+                    given=given,
+                    start=start,
+                    module=leak.module if leak is not None else None,
+                    line=leak.line if leak is not None else None,
+                    ends=_ends(session, placed),
+                )
+            )
     return TokensFacts(losses=tuple(found))
 
 
@@ -150,6 +164,13 @@ def _sees(session: ReplaySession, placed: Placed, which: int) -> tuple[float | N
     with session.live():
         sees, given = (_change(was[which], now[which], rows) for rows in (nearest, own))
     return sees, given, start
+
+
+def _leak(session: ReplaySession, ids: Tensor, start: int) -> Deviation:
+    """Returns where values at positions before ``start`` first depend on later tokens."""
+    passes, change = EvalPasses(session), Intervention(inputs=_changed_from(ids, start))
+    early = at_rows(lambda size: torch.arange(size) < start, ids.shape[1], dim=1)
+    return passes.located(passes.deviation(passes.run(change), early), change, early)
 
 
 def _change(was: Classified, now: Classified, rows: Tensor) -> float | None:

@@ -4,7 +4,7 @@ from trainwright.doctor.facts.averages import AveragesFacts, averages_of
 MIN_RELATIVE_DISTANCE = 0.5  # Relative to the norm of the weights. Independent random weights are about 1.4 apart.
 
 
-@check(stage="loop", confidence=0.85, since_step=1)
+@check(points_at="load", stage="loop", confidence=0.85, since_step=1)
 def average_not_restored(run: RunContext, facts: AveragesFacts) -> Results:
     """After a resume the moving average starts far from the weights.
 

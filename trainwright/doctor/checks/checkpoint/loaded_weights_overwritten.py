@@ -2,7 +2,7 @@ from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.checkpoint import ResumeFacts
 
 
-@check(stage="loop", severity="critical", confidence=0.97)
+@check(points_at="load", stage="loop", severity="critical", confidence=0.97)
 def loaded_weights_overwritten(run: RunContext, facts: ResumeFacts) -> Results:
     """Weights were loaded and then overwritten before the first step, so training starts from scratch.
 

@@ -2,7 +2,7 @@ from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.checkpoint import ResumeFacts
 
 
-@check(stage="input", confidence=0.95)
+@check(points_at="load", stage="input", confidence=0.95)
 def weights_not_loaded(run: RunContext, facts: ResumeFacts) -> Results:
     """Weights of the model are not in the state that is loaded, and `strict=False` hides it.
 

@@ -8,7 +8,7 @@ MIN_SHARED_ROWS = 4
 CHANCE_MULTIPLE = 4.0  # Multiple of the number of rows that are equal by chance
 
 
-@check(stage="input", confidence=0.9)
+@check(points_at="split", stage="input", confidence=0.9)
 def train_val_overlap(run: RunContext) -> Results:
     """Samples of the validation set are also trained on.
 

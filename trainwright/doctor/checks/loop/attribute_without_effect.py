@@ -2,7 +2,7 @@ from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.calls import AttributesFacts
 
 
-@check(stage="loop", confidence=0.9, since_step=1)
+@check(points_at="attribute", stage="loop", confidence=0.9, since_step=1)
 def attribute_without_effect(run: RunContext, facts: AttributesFacts) -> Results:
     """An attribute is set that nothing reads: weights are not frozen, or the learning rate does not change.
 

@@ -4,7 +4,7 @@ from trainwright.doctor.facts.steadiness import SteadinessFacts
 MIN_REPEATS = 4
 
 
-@check(stage="loop", confidence=0.9)
+@check(points_at="seed", stage="loop", confidence=0.9)
 def random_state_repeats(run: RunContext, facts: SteadinessFacts) -> Results:
     """Steps begin with the random state of earlier steps, so noise and dropout masks repeat.
 

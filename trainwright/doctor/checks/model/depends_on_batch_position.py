@@ -29,6 +29,6 @@ def depends_on_batch_position(run: RunContext, facts: FunctionFacts) -> Results:
         yield run.finding(
             symptom="the output for a sample changes when only its position in the batch changes, first in "
             f"{in_words(found.module)}",
-            where=Where(module=found.module),
+            where=Where(module=found.module, source=found.line),
             evidence=[("change of the outputs, in standard deviations", found.amount, f"<= {found.limit:.2g}")],
         )

@@ -2,7 +2,7 @@ from trainwright.doctor import Every, ExperimentRequest, Results, RunContext, Wh
 from trainwright.doctor.facts.layers import DropoutFacts, LayersFacts
 
 
-@check(stage="forward", confidence=0.85)
+@check(points_at="construction", stage="forward", confidence=0.85)
 def excess_dropout(run: RunContext, exams: Every[LayersFacts]) -> Results:
     """Dropout removes so much that the model underfits.
 

@@ -1,4 +1,4 @@
-from trainwright.doctor import Every, ExperimentRequest, NotApplicable, Results, RunContext, check
+from trainwright.doctor import Every, ExperimentRequest, NotApplicable, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import BatchFacts, TokensFacts
 
 MIN_SCORE_CHANGE = 1e-3  # Change of a score, in standard deviations of the scores, that exceeds rounding
@@ -38,6 +38,7 @@ def future_leak(run: RunContext, batch: BatchFacts, every: Every[BatchFacts]) ->
                 step,
                 symptom=f"earlier scores change by {loss.sees:.2g} standard deviations when only tokens from place "
                 f"{loss.start} on are replaced",
+                where=Where(module=loss.module, source=loss.line),
                 evidence=[
                     ("change of earlier scores, in deviations", loss.sees, 0.0),
                     ("targets that are the next token", loss.fraction, 1.0),

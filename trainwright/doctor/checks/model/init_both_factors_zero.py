@@ -4,7 +4,9 @@ from trainwright.doctor import Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.weights import WeightsFacts
 
 
-@check(stage="forward", severity="critical", confidence=0.95, since_step=1)
+@check(
+    points_at=("initialization", "construction"), stage="forward", severity="critical", confidence=0.95, since_step=1
+)
 def init_both_factors_zero(run: RunContext, facts: WeightsFacts) -> Results:
     """Both factors of a product, such as those of a LoRA adapter, start at zero, so neither gets a gradient.
 

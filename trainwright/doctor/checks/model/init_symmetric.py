@@ -3,6 +3,7 @@ from trainwright.doctor.facts.layers import SymmetryFacts
 
 
 @check(
+    points_at=("initialization", "construction"),
     stage="forward",
     severity="critical",
     confidence=0.95,

@@ -5,6 +5,7 @@ from trainwright.doctor.facts.layers import FirstLossFacts
 
 
 @check(
+    points_at=("initialization", "construction"),
     stage="forward",
     confidence=0.9,
     explains=("optim.lr_too_high", "gradient.exploding"),

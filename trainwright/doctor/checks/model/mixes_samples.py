@@ -40,6 +40,6 @@ def mixes_samples(run: RunContext, facts: FunctionFacts) -> Results:
     yield run.finding(
         symptom=f"with one sample of a batch replaced, others change their outputs, first in {in_words(found.module)}",
         severity="info" if found.amount < MIN_DEVIATION else "warning",
-        where=Where(module=found.module),
+        where=Where(module=found.module, source=found.line),
         evidence=[("change of the others' outputs, in standard deviations", found.amount, f"<= {found.limit:.2g}")],
     )

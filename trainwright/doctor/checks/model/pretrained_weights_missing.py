@@ -2,7 +2,7 @@ from trainwright.doctor import Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.weights import PretrainedFacts
 
 
-@check(stage="forward", severity="critical", confidence=0.95, since_step=1)
+@check(points_at=("load", "construction"), stage="forward", severity="critical", confidence=0.95, since_step=1)
 def pretrained_weights_missing(run: RunContext, facts: PretrainedFacts) -> Results:
     """Layers that should be pretrained start at random.
 

@@ -2,7 +2,7 @@ from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check, l
 from trainwright.doctor.facts.calls import CallsFacts
 
 
-@check(stage="update", confidence=0.95, explains=("optim.lr_too_low",))
+@check(points_at=("optimizer", "construction"), stage="update", confidence=0.95, explains=("optim.lr_too_low",))
 def params_missing(run: RunContext, facts: CallsFacts) -> Results:
     """Parameters get gradients, and no optimizer holds them.
 

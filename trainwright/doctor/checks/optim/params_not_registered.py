@@ -2,7 +2,7 @@ from trainwright.doctor import Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.wiring import WiringFacts
 
 
-@check(stage="update", severity="critical", confidence=0.95)
+@check(points_at="construction", stage="update", severity="critical", confidence=0.95)
 def params_not_registered(run: RunContext, facts: WiringFacts) -> Results:
     """A layer is used, but `parameters()` does not contain it.
 

@@ -2,7 +2,7 @@ from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.ranks import RanksFacts, in_ranks
 
 
-@check(stage="forward", confidence=0.85)
+@check(points_at="seed", stage="forward", confidence=0.85)
 def same_random_numbers(run: RunContext, facts: RanksFacts) -> Results:
     """The ranks draw the same random numbers for different samples, so dropout and noise average out less.
 
