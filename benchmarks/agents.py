@@ -7,7 +7,8 @@ Each fault of ``zoo/reports/open`` (or each named one) is trained under ``tw.wat
 
 cause      its code and cause match the patterns of a correct diagnosis
 line       a source line that it states (its own, or the call of its stage) is a correct line
-place      the same, or the module or operation that it names is correct
+near       a source line that it states is at most 3 lines from a correct line
+place      a correct line, or the module or operation that it names is correct
 excerpt    ``finding_evidence`` shows a correct line
 
 ``--unseen`` takes ten faults that were not used to develop the lines of findings. The first measurement, on 2026-11-30,
@@ -47,7 +48,8 @@ UNSEEN = (
     *("plateau_of_accuracy_in_min_mode", "sorted_classes", "stays_in_eval", "vae_reduction"),
     "zero_grad_per_micro_batch",
 )
-ASPECTS = ("cause", "line", "place", "excerpt")
+ASPECTS = ("cause", "line", "near", "place", "excerpt")
+LINES_NEAR = 3
 TIME_LIMIT_S = 120
 _LINE = re.compile(r"[\w.-]+\.py:\d+")
 
@@ -75,13 +77,14 @@ async def answers(runs: Path, code: Path) -> list[tuple[Mapping[str, Any], Mappi
     return found
 
 
-def right_lines(case: Case, lines: Sequence[str]) -> Iterator[str]:
-    """Yield each ``file.py:7`` of ``lines`` whose source line is correct for the fault."""
+def right_lines(case: Case, lines: Sequence[str], near: int = 0) -> Iterator[str]:
+    """Yield each ``file.py:7`` of ``lines`` whose source line, or one at most ``near`` lines from it, is correct."""
     patterns = [place.line for place in case.where if place.line]
     for each in lines:
         name, _, number = each.rpartition(":")
-        text = linecache.getline(str(case.file), int(number)) if name == case.file.name else ""
-        if any(re.search(pattern, text) for pattern in patterns):
+        numbers = range(int(number) - near, int(number) + near + 1) if name == case.file.name else ()
+        texts = [linecache.getline(str(case.file), number) for number in numbers]
+        if any(re.search(pattern, text) for pattern in patterns for text in texts):
             yield each
 
 
@@ -110,7 +113,8 @@ def solve(case: Case, seed: int) -> tuple[tuple[bool, ...], str]:
             f"{each} {linecache.getline(str(case.file), int(each.split(':')[1])).strip()}" for each in lines
         )
         if cause or finding is found[-1][0]:
-            right = (cause, cause and is_right, cause and is_placed, cause and excerpt)
+            is_near = any(right_lines(case, lines, LINES_NEAR))
+            right = (cause, cause and is_right, cause and is_near, cause and is_placed, cause and excerpt)
             return right, f"{finding['code']}: {text or 'no line'}"
     return (False,) * len(ASPECTS), "nothing found"
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import trainwright as tw
 from tests.doctor.checks.data.loops import exam, requested, said
 from trainwright.doctor.checks.loss.eos_ignored import eos_ignored
 from trainwright.doctor.checks.loss.no_shift import no_shift
@@ -54,6 +57,27 @@ def test_targets_that_are_not_the_next_token(record: Examined, severities: list[
 )
 def test_scores_that_see_later_tokens(record: Examined, severities: list[str]) -> None:
     assert said(future_leak, BATCH, record) == severities
+
+
+class Block(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        summed = h.cumsum(1) / 8
+        return h + summed.flip(1)  # leak
+
+
+def test_a_leak_is_traced_to_its_line() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(30, 16), Block(), nn.Linear(16, 30))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    with tw.watch(model, optimizer, out=None, quiet=True, checks=["model.future_leak"]) as watch:
+        for _ in range(8):
+            ids = torch.randint(30, (8, 17))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+            optimizer.step()
+    (found,) = watch.findings()
+    assert found.where.module == "1" and found.where.source is not None
+    assert "# leak" in linecache.getline(__file__, int(found.where.source.rpartition(":")[2]))
 
 
 def test_tokens_are_examined_where_there_are_some() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable
 
 import pytest
@@ -239,15 +240,17 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("code", "faulty", "healthy"),
+    ("code", "faulty", "healthy", "line"),
     [
-        ("model.depends_on_batch_position", lambda: Numbered(0), lambda: Numbered(1)),
-        ("model.mixes_samples", lambda: Recurrent(batch_first=False), lambda: Recurrent()),
-        ("model.mixes_samples", lambda: Recurrent(merges_by_view=True), lambda: Recurrent()),
-        ("model.mixes_samples", lambda: Recurrent(softmax=0), lambda: Recurrent(softmax=1)),
+        ("model.depends_on_batch_position", lambda: Numbered(0), lambda: Numbered(1), "+ positions"),
+        ("model.mixes_samples", lambda: Recurrent(batch_first=False), lambda: Recurrent(), "self.rnn("),
+        ("model.mixes_samples", lambda: Recurrent(merges_by_view=True), lambda: Recurrent(), "states.view"),
+        ("model.mixes_samples", lambda: Recurrent(softmax=0), lambda: Recurrent(softmax=1), "log_softmax"),
     ],
 )
-def test_samples_of_a_loader(code: str, faulty: Callable[[], nn.Module], healthy: Callable[[], nn.Module]) -> None:
+def test_samples_of_a_loader(
+    code: str, faulty: Callable[[], nn.Module], healthy: Callable[[], nn.Module], line: str
+) -> None:
     for make, expected in ((faulty, True), (healthy, False)):
         torch.manual_seed(0)
         model = make()
@@ -260,6 +263,8 @@ def test_samples_of_a_loader(code: str, faulty: Callable[[], nn.Module], healthy
                 nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
         assert (code in alarms(watch)) == expected, alarms(watch)
+        source = next((each.where.source or "" for each in watch.findings() if each.code == code), "")
+        assert not expected or line in linecache.getline(__file__, int(source.rpartition(":")[2]))
 
 
 class TimeMajor(Recurrent):

@@ -2,7 +2,7 @@ from trainwright.doctor import Every, ExperimentRequest, NotApplicable, Results,
 from trainwright.doctor.facts.data import BatchFacts, PaddingFacts
 
 
-@check(stage="label")
+@check(points_at="op:cross_entropy", stage="label")
 def pad_in_loss(run: RunContext, exams: Every[BatchFacts]) -> Results:
     """Padding is counted as a target of the loss.
 

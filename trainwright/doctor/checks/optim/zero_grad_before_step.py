@@ -4,6 +4,7 @@ from trainwright.runs.records import Watched
 
 
 @check(
+    points_at="zero_grad",
     stage="update",
     severity="critical",
     confidence=0.98,
