@@ -7,8 +7,8 @@ it in that setting only. All runs train in one process, in alternating blocks. A
 ``auto`` divided by that of the fastest other value in the same round: at 1.03 ``auto`` is 3 % slower, below 1 it is the
 fastest. The value that ``auto`` chose is not measured again.
 
-    precision   fp32, bf16 (auto chooses bf16 only if it is 1.3 times as fast, because it changes the numbers. So up to
-                1.3 is intended)
+    precision   fp32, bf16 (on a CPU, auto chooses bf16 if one thread does forward and backward pass in it at least 3 %
+                faster)
     update      the implementation of the optimizer: fused, foreach, and one tensor at a time
     chunked     the loss of a language model: true, false
     threads     every power of two up to the number of cores

@@ -760,8 +760,8 @@ class Recipe(Section):
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"] | None = Field(
         default=None,
         description="Arithmetic of forward and backward. null: float32, with TF32 only if torch is set to use it; "
-        "fp32: float32 without TF32; auto: bf16 or fp16 if it pays (on a CPU: 1.3 times as fast), else fp32; fp8, "
-        "mxfp8: bf16, and linear layers in 8 bits.",
+        "fp32: float32 without TF32; auto: the fastest, bf16 or fp16 on a GPU, measured on a CPU; fp8, mxfp8: bf16, "
+        "and linear layers in 8 bits.",
         examples=["auto"],
     )
     fp8: Fp8 | None = Field(
