@@ -107,10 +107,18 @@ class Browser:
     def until(self, expression: str) -> float:
         """Waits until the expression is true. Returns for how long."""
         begin_s = time.monotonic()
-        while not self.value(expression):
+        while not self._is_true(expression):
             assert time.monotonic() - begin_s < WAIT_S, f"never: {expression}"
             time.sleep(0.02)
         return time.monotonic() - begin_s
+
+    def _is_true(self, expression: str) -> bool:
+        try:
+            return bool(self.value(expression))
+        except AssertionError as error:
+            if "navigated" not in str(error):  # a form that was sent loads its page again
+                raise
+            return False
 
     def picture(self, path: Path, *, whole: bool = False) -> None:
         """Writes a PNG of what is seen, or of the whole page."""

@@ -26,7 +26,7 @@ from trainwright.doctor.measure.nonfinite import NonfiniteListener
 from trainwright.doctor.measure.pretrained import PretrainedProbe
 from trainwright.doctor.measure.ranks.probe import make_ranks_probe
 from trainwright.doctor.measure.rows import InputRows
-from trainwright.doctor.measure.samples import Samples
+from trainwright.doctor.measure.samples import StoredSamples
 from trainwright.doctor.measure.schedule import Schedules
 from trainwright.doctor.measure.state_dicts import KeptStates
 from trainwright.doctor.measure.steadiness import Steadiness
@@ -62,7 +62,7 @@ LIVE_LOOP_LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Loaders,
     InputRows,
     Moments,
-    Samples,
+    StoredSamples,
     Scaler,
     Steadiness,
 )

@@ -526,13 +526,9 @@ class LossCalls:
         site.fixed["ignored_class"] = call.ignore_index
         length = _length_of_sequences(args[0] if args else kwargs["input"], target)
         if length > 2:
-            rows = target.reshape(-1, length)
-            left_out = rows == call.ignore_index
-            carry = (~left_out).long()
-            carries_later = (carry.flip(1).cumsum(1).flip(1) - carry) > 0
-            carries_before = (carry.cumsum(1) - carry) > 0
-            inside = (left_out & carries_later & carries_before).any(1)
-            site.fixed["ignored_inside"] = float(inside.double().mean())
+            left_out = target.reshape(-1, length) == call.ignore_index
+            layouts = [left_out, left_out.T] if len(left_out) > 2 else [left_out]  # (B, T) or (T, B)
+            site.fixed["ignored_inside"] = min(map(_fraction_inside, layouts))
 
     def _measure(self, site: _CallSite, loss: ComparedLoss, x: Tensor, target: Tensor) -> None:
         """Measures values of which several steps are needed. Synchronizes with the device only in the first step."""
@@ -647,6 +643,14 @@ class LossCalls:
             if key[0] != "not_updated" or key[1:] not in self._trained_terms
         )
         return tuple(LossSign(kind, op, count, line) for (kind, op, line), count in signs)
+
+
+def _fraction_inside(left_out: Tensor) -> float:
+    """Returns the fraction of the rows in which an ignored target has others before and after it."""
+    carry = (~left_out).long()
+    carries_later = (carry.flip(1).cumsum(1).flip(1) - carry) > 0
+    carries_before = (carry.cumsum(1) - carry) > 0
+    return float((left_out & carries_later & carries_before).any(1).double().mean())
 
 
 def _length_of_sequences(x: Tensor, target: Tensor) -> int:

@@ -33,7 +33,7 @@ Key = tuple[int, ...]
 """A sample of a dataset (identity, position), or a slice of a larger tensor (identity, position, size)."""
 
 
-class Samples(Probe):
+class StoredSamples(Probe):
     """Keeps values of 256 samples and 48 pairs of pictures. ``urgent``: data have changed or are flipped apart."""
 
     name = SamplesFacts.experiment

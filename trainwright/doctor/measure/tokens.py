@@ -20,6 +20,7 @@ from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 
 OFFSETS = (-1, 0, 1, 2, 3)
+MIN_MEMORY = 1e-6  # Change of a score, in standard deviations of the scores, that shows a dependence
 MIN_EQUAL_FRACTION = 0.95  # Minimum fraction of targets that must equal the input token at an offset
 
 
@@ -163,7 +164,20 @@ def _sees(session: ReplaySession, placed: Placed, which: int) -> tuple[float | N
     own = at[: placed.loss.max_rows]
     with session.live():
         sees, given = (_change(was[which], now[which], rows) for rows in (nearest, own))
-    return sees, given, start
+    if placed.offset()[0] == 1 or _depends_on_earlier(session, placed, which, start, was[which], own):
+        return sees, given, start
+    return None, given, start  # the second dimension may be the batch
+
+
+def _depends_on_earlier(
+    session: ReplaySession, placed: Placed, which: int, start: int, was: Classified, own: Tensor
+) -> bool:
+    """Returns True if predictions at ``start`` change with the tokens before it."""
+    now = _losses_in_eval(session, _changed(placed.ids, slice(None, start)))
+    if len(now) <= which or now[which].marks.shape != was.marks.shape:
+        return False
+    with session.live():
+        return (_change(was, now[which], own) or 0.0) > MIN_MEMORY
 
 
 def _leak(session: ReplaySession, ids: Tensor, start: int) -> Deviation:
@@ -184,9 +198,13 @@ def _change(was: Classified, now: Classified, rows: Tensor) -> float | None:
 
 def _changed_from(ids: Tensor, start: int) -> InputHandler:
     """Returns a handler that replaces the tokens from position ``start`` on."""
+    return _changed(ids, slice(start, None))
+
+
+def _changed(ids: Tensor, columns: slice) -> InputHandler:
     low, high = int(ids.min()), int(ids.max())
     other = ids.clone()
-    other[:, start:] = low + (ids[:, start:] - low + 1 + (high - low) // 2) % (high - low + 1)
+    other[:, columns] = low + (ids[:, columns] - low + 1 + (high - low) // 2) % (high - low + 1)
 
     return change_leaves(lambda leaf: other if leaf is ids else leaf)
 
