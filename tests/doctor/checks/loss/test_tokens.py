@@ -80,6 +80,41 @@ def test_a_leak_is_traced_to_its_line() -> None:
     assert "# leak" in linecache.getline(__file__, int(found.where.source.rpartition(":")[2]))
 
 
+class ReadsAll(nn.Module):
+    """Predicts each token of ``ids`` (T, B) from those before it, or of (B, T) from those up to it."""
+
+    def __init__(self, *, batch_first: bool) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.embed, self.rnn, self.head = (
+            nn.Embedding(30, 16),
+            nn.GRU(16, 16, batch_first=batch_first),
+            nn.Linear(16, 30),
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.batch_first:
+            out: Tensor = self.head(self.rnn(self.embed(ids))[0])
+            return out
+        scores = self.head(self.rnn(self.embed(ids[:-1]))[0])
+        return torch.cat([torch.zeros_like(scores[:1]), scores])
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_the_first_dimension_may_be_time(batch_first: bool) -> None:
+    torch.manual_seed(0)
+    model = ReadsAll(batch_first=batch_first)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    with tw.watch(model, optimizer, out=None, quiet=True, checks=["loss.no_shift", "model.future_leak"]) as watch:
+        for _ in range(8):
+            ids = torch.randint(30, (17, 8))
+            optimizer.zero_grad()
+            scores, targets = (model(ids), ids) if batch_first else (model(ids)[1:], ids[1:])
+            nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten()).backward()
+            optimizer.step()
+    assert [found.code for found in watch.findings()] == (["loss.no_shift"] if batch_first else [])
+
+
 def test_tokens_are_examined_where_there_are_some() -> None:
     assert requested(future_leak, BATCH) == ["tokens"]
     assert not requested(future_leak, TABLE)
