@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_kills_lose_nothing() -> None:
-    """Of 8 kills at least 5 wait for a save after the first, so that a resume follows; the rest come at any instant."""
+    """At least 5 of the 8 kills come after a save, so the run is resumed at least 5 times."""
     options = ["--kills", "8", "--steps", "20", "--jobs", "1", "--fork", "--in-save", "0.8", "--step-ms", "8"]
     done = forked.run("from benchmarks.kill_campaign import main; main()", *options)
     assert done.returncode == 0, done.stderr

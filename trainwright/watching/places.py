@@ -39,7 +39,7 @@ _NOT_USERS = (
 )
 _SCHEDULER_NAMES = frozenset(torch.optim.lr_scheduler.__all__)
 _OBJECTS_OF_TOPICS = {"optim": "optimizer", "schedule": "scheduler", "data": "dataset", "model": "model"}
-"""What a finding without a module or an operation points at if its check says nothing else."""
+"""Default of ``points_at`` for a finding without a module and without an operation."""
 _RATES = frozenset({"lr", "learning_rate"})
 _SPLITS = frozenset({"random_split", "train_test_split", "Subset", "KFold", "StratifiedKFold"})
 _SEEDS = frozenset({"manual_seed", "manual_seed_all", "seed_everything", "set_seed", "seed"})

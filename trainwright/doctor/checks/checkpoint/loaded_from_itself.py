@@ -14,7 +14,7 @@ def loaded_from_itself(run: RunContext, facts: KeptFacts) -> Results:
     How it is detected: `load_state_dict()` is called twice after the first step, at different steps, with the live
     tensors of the same module.
 
-    Usual cause: the target network is loaded with its own weights in place of those of the online network.
+    Usual cause: `target.load_state_dict(target.state_dict())` instead of the state of the online network.
 
     Looks like: checkpoint.kept_state_changes, where a state was kept without a copy and restored later.
 
