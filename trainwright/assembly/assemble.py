@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainwright.assembly.adapters import add_adapters
-from trainwright.assembly.checkpointing import checkpointing_as_requested
+from trainwright.assembly.checkpointing import checkpointing_as_requested, find_blocks
 from trainwright.assembly.linear_layers import convert_linear_layers, note_of
 from trainwright.assembly.retain_grad import retain_grad_problems
 from trainwright.checkpoint.average import Ema, NoAverage, Swa, WeightAverage
@@ -233,7 +233,9 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
     if not model.training:  # if the model is in training mode, parts in evaluation mode (frozen BatchNorm) stay so
         model.train()
     if recipe.model.compile:
-        compile_in_place(model)
+        with at_recipe(loaded.source, "model.compile"):
+            for module in [model] if recipe.model.compile is True else find_blocks(model):
+                compile_in_place(module)
     return replace(parts, model=model, notes=tuple(notes), prepared=True)
 
 

@@ -268,7 +268,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     uniform_lists = [blocks for blocks in lists if len({type(block) for block in blocks}) == 1]
     if not uniform_lists:
         raise UsageError(
-            "activation checkpointing per block: the model has no list of equal blocks",
+            "a setting is per block, and the model has no list of equal blocks",
             remedy="give the model an attribute `blocks` (nn.ModuleList or nn.Sequential)",
         )
     return max(uniform_lists, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))

@@ -133,7 +133,7 @@ def _of_all(recipe: Recipe, axis: str) -> Iterator[Problem]:
     """Yield settings that do not work with any axis along which ranks share their samples."""
     model = recipe.model
     if model.compile:
-        yield _unsupported("model.compile", "true", axis, "leave it out")
+        yield _unsupported("model.compile", str(model.compile).lower(), axis, "leave it out")
     if model.lora is not None:
         yield _unsupported("model.lora", f"rank {model.lora.rank}", axis, "use parallel.replicate or parallel.shard")
     if model.activation_checkpointing not in ("none", "block"):

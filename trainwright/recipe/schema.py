@@ -390,7 +390,12 @@ class Model(Part):
         "cheap operators (selective), as the plan chooses (auto), or so that a step peaks below a size (12GiB).",
         examples=["block"],
     )
-    compile: bool = Field(default=False, description="Compile the model with torch.compile.")
+    compile: bool | Literal["blocks"] = Field(
+        default=False,
+        description="Compile with torch.compile: the full model (true), or its repeated blocks (blocks). Equal blocks "
+        "are compiled once, so a deep model starts sooner.",
+        examples=["blocks"],
+    )
     ema: float | None = Field(
         default=None, gt=0, lt=1, description="Decay of an exponential moving average.", examples=[0.999]
     )

@@ -221,7 +221,8 @@ class _Header:
             shown = "CUDA graphs" if recipe.graphs is True else "CUDA graphs if the host takes the time of a step"
             yield self._setting("graphs", shown, "graphs")
         if model.compile:
-            yield self._setting("compile", "torch.compile", "model.compile")
+            shown = "torch.compile" if model.compile is True else "torch.compile, the blocks"
+            yield self._setting("compile", shown, "model.compile")
         if recipe.loss.chunked is True:
             yield self._setting("loss", "computed in chunks", "loss.chunked")
         if (recomputed := self._recomputed()) != "none":

@@ -193,6 +193,9 @@ class _Examination:
         if ask.activation_checkpointing in ("block", "selective"):
             with self._at("model.activation_checkpointing"):
                 find_blocks(model)
+        if ask.compile == "blocks":
+            with self._at("model.compile"):
+                find_blocks(model)
         self.problems.found += retain_grad_problems(model, self.recipe)
         rules = [GroupRule(**group.model_dump()) for group in self.recipe.optimizer.groups]
         self.problems.found += unmatched_rules(model, rules)

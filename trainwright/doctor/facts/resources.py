@@ -53,6 +53,26 @@ class MemoryFacts:
     objects: int = 0  # Number of Python objects in lists and dicts of the dataset
 
 
+@dataclass(frozen=True)
+class CompiledFunction:
+    """A function that torch.compile compiled again after the first steps."""
+
+    name: str
+    source: str  # file.py:line of its definition
+    times: int  # How often it was compiled again
+    seconds: float  # The time that this took
+    reasons: tuple[str, ...]  # The guards that failed, as torch reports them, newest last
+    gave_up: bool  # It reached torch's limit, so that new inputs run uncompiled
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilationFacts:
+    """Functions that were compiled again after the first steps, the most frequent first."""
+
+    experiment: ClassVar[str] = "compilations"
+    again: tuple[CompiledFunction, ...] = ()
+
+
 MIN_RISING_READINGS = 4
 """Number of consecutive readings that must rise. A pool that fills up, or noise, does not do that."""
 

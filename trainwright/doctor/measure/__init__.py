@@ -12,6 +12,7 @@ from trainwright.doctor.measure.accumulation import accumulation
 from trainwright.doctor.measure.attributes import Attributes
 from trainwright.doctor.measure.averages import Averages
 from trainwright.doctor.measure.calls import Calls, Scaler
+from trainwright.doctor.measure.compilations import Compilations
 from trainwright.doctor.measure.evaluations import Evaluations
 from trainwright.doctor.measure.first_step import first_loss_rescaled, symmetry
 from trainwright.doctor.measure.function import function
@@ -48,6 +49,7 @@ LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Targets,
     Schedules,
     PretrainedProbe,
+    Compilations,
 )
 """Each creates a listener for a loop; None if there is nothing to observe."""
 LIVE_LOOP_LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (

@@ -102,3 +102,36 @@ def test_python_objects_of_a_dataset() -> None:
     assert _python_objects(Texts([{"text": "a", "id": 1}] * 1000)) == 3000
     assert _python_objects(Texts(Texts({n: n for n in range(500)}))) == 500
     assert _python_objects(Texts(np.zeros(1000))) == 0
+
+
+class Counting(nn.Module):
+    """A model whose calls are counted in an attribute, which torch.compile takes for a constant."""
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__()
+        self.layers, self.counts, self.calls = mlp(), counts, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counts:
+            self.calls += 1
+        out: Tensor = self.layers(x * (1 + 1e-6 * self.calls))
+        return out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_model_that_is_compiled_again(counts: bool) -> None:
+    torch._dynamo.reset()
+    model = Counting(counts=counts)
+    model.compile(backend="aot_eager")
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        size = 16 if counts else 15 + int(x[0, 0] > 0)  # lengths that vary are compiled once more, for any size
+        return F.cross_entropy(model(x[:size]), y[:size])
+
+    found = [each for each in watched(model, loss=loss).findings() if each.code == "resources.recompiles"]
+    assert bool(found) == counts
+    if counts:
+        assert "given up" in found[0].symptom and found[0].where.source is not None
+        assert "self.calls" in str(found[0].evidence)
