@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import warnings
@@ -170,3 +171,16 @@ def test_a_compiled_step_of_an_optimizer(recwarn: pytest.WarningsRecorder) -> No
     package = str(Path(tw.__file__).parent)
     assert [each for each in recwarn if package in str(each.message) or each.filename.startswith(package)] == []
     assert watch.step == 10 and [found.code for found in watch.findings()] == []
+
+
+@pytest.mark.slow
+def test_the_dry_run_of_a_compiled_model_runs_it_uncompiled(tmp_path: Path) -> None:
+    """Compilation writes files, which a dry run must not do."""
+    torch._dynamo.reset()
+    model = Small()
+    options = {"folder": str(tmp_path), "log.sinks": []}
+    result = tw.fit(
+        in_place(model, "aot_eager"), (X, Y), nn.CrossEntropyLoss(), until="2steps", settings=options, quiet=True
+    )
+    plan = json.loads((result.run / "plan.json").read_text())
+    assert plan["initial_loss"] is not None, plan

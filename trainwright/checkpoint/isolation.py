@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
 
 from trainwright.checkpoint.effects import NotIsolated as NotIsolated
 from trainwright.checkpoint.effects import no_effects
@@ -33,3 +36,12 @@ def isolated(state: ReachableState) -> Iterator[None]:
             lost = state.put_back()
     if prevented or lost:
         raise NotIsolated(prevented[0] if prevented else f"{lost[0]} has changed and cannot be put back")
+
+
+def not_compiled() -> AbstractContextManager[object]:
+    """Context in which compiled code runs uncompiled.
+
+    Compilation writes files, and would include the hooks and modes of a dry run or a replay.
+    """
+    is_used = "torch._dynamo" in sys.modules  # else nothing is compiled, and the import takes a second
+    return torch.compiler.set_stance("force_eager") if is_used else nullcontext()

@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage, nn
 from trainwright.checkpoint.batch_cut import cut_micro
 from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
-from trainwright.checkpoint.isolation import isolated
+from trainwright.checkpoint.isolation import isolated, not_compiled
 from trainwright.checkpoint.reach import ReachableState, hooks_of_tensors, hooks_of_the_process
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.checkpoint.scaler import NoScaler
@@ -100,7 +100,7 @@ def _state_restored(state: TrainState, *used: object) -> Iterator[None]:
     used = (state.model, state.loss, *optimizers, *used)
     roots = [(type(root).__name__, root) for root in used if root is not None]
     hooks = [*hooks_of_the_process(), *hooks_of_tensors(parameters)]
-    with preserved_rng(), isolated(ReachableState([*roots, *hooks], known)):
+    with preserved_rng(), isolated(ReachableState([*roots, *hooks], known)), not_compiled():
         try:
             yield
         finally:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from trainwright.checkpoint.isolation import NotIsolated, isolated
+from trainwright.checkpoint.isolation import NotIsolated, isolated, not_compiled
 from trainwright.checkpoint.reach import ReachableState
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.checkpoint.snapshot import LiveObjects, Snapshot, copied
@@ -105,12 +104,6 @@ def with_autograd() -> Iterator[None]:
     """Context with autograd, even if the loop is inside no_grad or inference_mode."""
     with torch.inference_mode(mode=False), torch.enable_grad():
         yield
-
-
-def not_compiled() -> AbstractContextManager[object]:
-    """Context in which compiled code runs uncompiled: otherwise each hook and mode of a replay would be compiled in."""
-    is_used = "torch._dynamo" in sys.modules  # else nothing is compiled, and the import takes a second
-    return torch.compiler.set_stance("force_eager") if is_used else nullcontext()
 
 
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]

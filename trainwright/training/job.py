@@ -705,6 +705,9 @@ PLAIN_MEAN_NOTE = (
 )
 
 
+UNCOMPILED_NOTE = "its times are upper bounds, without the time to compile"
+
+
 class OpenedData(NamedTuple):
     """The training data after their first batch was read.
 
@@ -790,6 +793,7 @@ def _with_first_batch(job: Job, facts: RunFacts, first: StepBatch, asked: str | 
     together = job.world if job.divides_weights else SOLO
     seen = try_batch(job.state, one, job.parts.loss, job.precision_of, facts, asked, together)
     notes = [Note("loss", "weighted by batch size", PLAIN_MEAN_NOTE)] if seen.mean else []
+    notes += [Note("dry run", "uncompiled", UNCOMPILED_NOTE)] if job.recipe.model.compile else []
     notes.extend(memory_note(job.recipe.optimizer.use, seen.optimizer_bytes))
     degrees, share = job.plan.degrees, tensor_share(job.parts.model, job.plan.degrees)
     average_bytes, buffer_bytes = _average_and_buffers_bytes(job.state)
