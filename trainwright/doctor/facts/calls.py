@@ -38,7 +38,7 @@ class ScaledClip:
     scale: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class CallsFacts:
     """The calls so far."""
 
@@ -61,7 +61,7 @@ class CallsFacts:
     steps_seen: int = 0  # Number of optimizers that stepped before the first step
 
 
-@dataclass(frozen=True)
+@dataclass
 class ScalerFacts:
     """Calls of gradient scalers."""
 
@@ -102,12 +102,12 @@ class KeptState:
     source: str | None  # Line of the call of ``state_dict()``
 
 
-@dataclass(frozen=True)
+@dataclass
 class KeptFacts:
     """Results of ``state_dict()``: the number returned, and those whose tensors have changed since."""
 
     experiment: ClassVar[str] = "kept"
-    taken: int
+    taken: int = 0
     changed: tuple[KeptState, ...] = ()
     from_itself: tuple[int, ...] = ()  # The steps after which a module was loaded from its own live tensors
     loaded_module: str = ""  # Path of that module, or its class

@@ -25,12 +25,12 @@ class EvaluatedRows:
         return self.is_one_set and 0.05 * self.distinct < self.shared < 0.95 * self.distinct
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RowsFacts:
     """The rows of the inputs of training, identified by their content. Steps after the 128th are sampled."""
 
     experiment: ClassVar[str] = "rows"
-    steps: int  # Steps so far
+    steps: int = 0  # Steps so far
     distinct: int = 0  # Number of different rows so far
     new_lately: float = 1.0  # Fraction of rows in the last steps that had not been read before
     batch: int = 0  # Rows in one call
@@ -98,7 +98,7 @@ class DrawnSamples:
     sampler: str  # Class of the sampler
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LoaderRestarts:
     """Iterators that were made of one loader with worker processes."""
 
@@ -150,13 +150,15 @@ class LoadersFacts:
     ascending: bool = False  # Training reads the dataset in its order
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SamplesFacts:
-    """Samples that were read again, compared with their earlier values."""
+    """Samples that were read again, compared with their earlier values, and inputs that a step wrote to."""
 
     experiment: ClassVar[str] = "samples"
-    came_again: int = 0  # Number of samples, or slices of a tensor, that were read again
-    # Number of changed ones that were compared, if each element became the same function ``a * x + b`` in all, else 0
+    written: int = 0  # Number of steps that changed the model's input in place
+    written_views: int = 0  # Number of these in which the input was a view of a larger tensor
+    since_written: int = 0  # The first of them
+    # Number of samples that changed, if each element became the same function ``a * x + b`` in all of them, else 0
     changed: int = 0
     factor: float = 1.0  # The median of ``a``
     since_changed: int = 0  # The first step with such a change

@@ -20,19 +20,19 @@ class EvalModule:
     source: str | None = None  # Line that put it into eval mode
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModesFacts:
     """Modes of all modules."""
 
     experiment: ClassVar[str] = "modes"
-    steps: int  # Steps so far
-    depends: int  # Number of modules whose forward pass differs between the modes
-    norms: int  # Number of normalizations with running statistics among them
-    roots_in_eval: tuple[bool, ...]  # For each watched model, True if it trains in eval mode
-    eval: tuple[EvalModule, ...]  # Modules that train in eval mode
-    evaluated_in_train: tuple[int, ...]  # Steps after which the model was evaluated in train mode, at most 16
-    evaluated_in_eval: tuple[int, ...]  # Steps after which the model was evaluated in eval mode, at most 16
-    num_evaluated_in_train: int  # Number of evaluations in train mode
+    steps: int = 0  # Steps so far
+    depends: int = 0  # Number of modules whose forward pass differs between the modes
+    norms: int = 0  # Number of normalizations with running statistics among them
+    roots_in_eval: tuple[bool, ...] = ()  # For each watched model, True if it trains in eval mode
+    eval: tuple[EvalModule, ...] = ()  # Modules that train in eval mode
+    evaluated_in_train: tuple[int, ...] = ()  # Steps after which the model was evaluated in train mode, at most 16
+    evaluated_in_eval: tuple[int, ...] = ()  # Steps after which the model was evaluated in eval mode, at most 16
+    num_evaluated_in_train: int = 0  # Number of evaluations in train mode
     source: str | None = None  # Line of the first of them
 
 

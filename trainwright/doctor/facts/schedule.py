@@ -39,13 +39,13 @@ class PlateauMetric:
     lr: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class SchedulerFacts:
     """A scheduler of a watched optimizer, or one that is stepped although its optimizer never is."""
 
-    parts: tuple[PartFacts, ...]  # The scheduler itself, then the schedulers inside it
-    since: int  # Step of its first call
-    calls: int  # Number of calls
+    parts: tuple[PartFacts, ...] = ()  # The scheduler itself, then the schedulers inside it
+    since: int = 0  # Step of its first call
+    calls: int = 0  # Number of calls
     windows: tuple[Window, ...] = ()  # The last 8 intervals between updates, without the first one
     metrics: tuple[PlateauMetric, ...] = ()  # Metrics passed to it
     repeated: int = 0  # Calls without an update since the previous call
@@ -60,17 +60,17 @@ class SchedulerFacts:
         return self.parts[0].kind
 
 
-@dataclass(frozen=True)
+@dataclass
 class LearningRateFacts:
     """The highest learning rate of all groups in each step."""
 
     experiment: ClassVar[str] = "schedule"
-    steps: int  # Steps so far
-    epochs: int  # Passes over the loader
-    length: int | None  # Batches of the loader; None if unknown
-    lrs: tuple[tuple[float, ...], ...]  # (step, learning rate) of the last 64 changes
-    peak: float  # Highest learning rate so far
-    zero_steps: int  # Number of steps with a learning rate of 0
-    exhausted: int | None  # The step since which the learning rate has been below a thousandth of its peak
-    base: float  # The highest ``initial_lr``; 0 without a scheduler
-    schedulers: tuple[SchedulerFacts, ...]
+    steps: int = 0  # Steps so far
+    epochs: int = 0  # Passes over the loader
+    length: int | None = None  # Batches of the loader; None if unknown
+    lrs: tuple[tuple[float, ...], ...] = ()  # (step, learning rate) of the last 64 changes
+    peak: float = 0.0  # Highest learning rate so far
+    zero_steps: int = 0  # Number of steps with a learning rate of 0
+    exhausted: int | None = None  # The step since which the learning rate has been below a thousandth of its peak
+    base: float = 0.0  # The highest ``initial_lr``; 0 without a scheduler
+    schedulers: tuple[SchedulerFacts, ...] = ()

@@ -12,13 +12,13 @@ from trainwright.doctor.facts.wiring import WiringFacts
 MAX_NAMES = 32  # Maximum number of names in each list
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class WeightsFacts:
     """The weights at an examination, compared with the initial ones and with those at the previous examination."""
 
     experiment: ClassVar[str] = "weights"
-    steps: int  # Steps so far
-    updates: int  # Updates at a learning rate above 0
+    steps: int = 0  # Steps so far
+    updates: int = 0  # Updates at a learning rate above 0
     tensors: int = 0  # Number of trainable tensors in optimizers whose learning rate was above 0
     moved: int = 0  # Number of these tensors that have changed
     zero_gradients: tuple[str, ...] = ()  # Matrices of ``tensors`` whose gradient was all zeros at every examination

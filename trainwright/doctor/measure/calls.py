@@ -36,14 +36,14 @@ class Calls(Probe):
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots, self._optimizers = watched.subject.roots, watched.subject.optimizers
-        self._parameters, self._declared = watched.subject.parameters, watched.accumulation
+        self._parameters = watched.subject.parameters
+        self._found = CallsFacts(accumulation=watched.accumulation)
         self._watched = {id(each) for each in (*self._roots, *self._optimizers)}
         self._known = WeakValueDictionary({id(each): each for each in self._optimizers})
         self._stepped_at: dict[int, int] = {}
         self._compared: Counter[tuple[int, int]] = Counter()
         self._leftovers = Leftovers(self._optimizers)
-        self._depth = self._backwards = self._since = self._split = self._doubles = 0
-        self._split_windows: list[tuple[int, int, int]] = []
+        self._depth = self._since = self._split = 0
         self._last: RecordedStep | None = None
         self._at_first = [_sample(p) for p in self._parameters[:MAX_WEIGHTS_SAMPLED]]
         self._seen: dict[int, Tensor] = {}
@@ -51,7 +51,7 @@ class Calls(Probe):
         self._were_trained = {name for name, p in self._named().items() if was_trained(p)}
 
     def on_backward(self, losses: tuple[Tensor, ...], options: dict[str, object]) -> None:
-        self._backwards += 1
+        self._found.backwards += 1
         self._since += 1
         self._leftovers.on_backward(losses)
 
@@ -68,12 +68,10 @@ class Calls(Probe):
         self._known.setdefault(id(optimizer), optimizer)
         if self._depth > 1:  # the optimizer wraps another one
             return
-        if self._backwards:
-            for key, step in self._stepped_at.items():
-                if step == self._backwards and key != id(optimizer) and self._shares(optimizer, key):
-                    self._doubles += 1
-                    break
-        self._stepped_at[id(optimizer)] = self._backwards
+        now = self._found.backwards
+        same = (key for key, at in self._stepped_at.items() if at == now > 0 and key != id(optimizer))
+        self._found.doubles += any(self._shares(optimizer, key) for key in same)
+        self._stepped_at[id(optimizer)] = now
         self._leftovers.on_step(optimizer)
 
     def on_stepped(self, optimizer: Optimizer) -> None:
@@ -90,29 +88,24 @@ class Calls(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         if self._split:
-            self._split_windows = [*self._split_windows[-31:], (step.step, self._split, self._since)]
+            self._found.split_windows = (*self._found.split_windows[-31:], (step.step, self._split, self._since))
         self._last = step
         self._since = self._split = self._depth = 0
 
     def facts(self) -> CallsFacts:
-        missing = self._find_missing()
+        found, missing = self._found, self._find_missing()
         sizes = {name: p.numel() for name, p in self._named().items() if p.requires_grad}
-        return CallsFacts(
-            optimizers=tuple(self._about(optimizer) for optimizer in self._optimizers),
-            missing=tuple(missing),
-            missing_share=sum(sizes[name] for name in missing) / max(1, sum(sizes.values())),
-            missing_were_trained=bool(missing) and set(missing) <= self._were_trained,
-            doubles=self._doubles,
-            leftovers=tuple(self._leftovers.found.items()),
-            leftover_in=tuple(self._parts_of(min(self._leftovers.found, default=None))),
-            split_windows=tuple(self._split_windows),
-            accumulation=self._declared,
-            carried=self._carried(self._last) if self._last is not None else (),
-            backwards=self._backwards,
-            moved=self._last is None
-            and not all(map(torch.equal, map(_sample, self._parameters[:MAX_WEIGHTS_SAMPLED]), self._at_first)),
-            steps_seen=len(self._stepped_at),
-        )
+        found.optimizers = tuple(map(self._about, self._optimizers))
+        found.missing = tuple(missing)
+        found.missing_share = sum(sizes[name] for name in missing) / max(1, sum(sizes.values()))
+        found.missing_were_trained = bool(missing) and set(missing) <= self._were_trained
+        found.leftovers = tuple(self._leftovers.found.items())
+        found.leftover_in = tuple(self._parts_of(min(self._leftovers.found, default=None)))
+        found.carried = self._carried(self._last) if self._last is not None else ()
+        now = map(_sample, self._parameters[:MAX_WEIGHTS_SAMPLED])
+        found.moved = self._last is None and not all(map(torch.equal, now, self._at_first))
+        found.steps_seen = len(self._stepped_at)
+        return found
 
     def _named(self) -> dict[str, Tensor]:
         return dict(named_parameters(self._roots))
@@ -173,8 +166,7 @@ class Scaler(Probe):
         self._is_raw = False
         self._optimizers = watched.subject.optimizers
         self._clip: tuple[float, Tensor | None, Tensor] | None = None  # threshold, norm and scale
-        self._counts: Counter[str] = Counter()
-        self._since = 0
+        self._found, self._is_updated = ScalerFacts(), False
 
     def on_scaled(self, scaler: object, loss: object, scaled: object) -> None:
         if isinstance(scaler, GradScaler) and scaled is not loss:
@@ -182,7 +174,7 @@ class Scaler(Probe):
 
     def on_unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         self._unscaled.add(id(optimizer))
-        self._counts["other"] += self._scaled_by is not None and scaler is not self._scaled_by
+        self._found.other += self._scaled_by is not None and scaler is not self._scaled_by
 
     def on_clip(
         self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
@@ -192,7 +184,7 @@ class Scaler(Probe):
         holders = (each for each in self._optimizers if any(p is parameters[0] for p in owned_by(each)))
         scale = self._scaled_by._scale
         if scale is not None and id(next(holders, None)) not in {*self._unscaled, id(None)}:
-            self._counts["clips"] += 1
+            self._found.scaled_clips += 1
             self._clip = (at, None if norm is None else norm.detach(), scale.detach().clone())
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
@@ -200,32 +192,26 @@ class Scaler(Probe):
         self._is_raw |= is_raw and getattr(optimizer, "grad_scale", None) is None
 
     def on_scaler_step(self, scaler: GradScaler, optimizer: Optimizer, stepped: bool) -> None:
-        self._counts["steps"] += scaler.is_enabled()
+        self._found.steps += scaler.is_enabled()
         self._unscaled.discard(id(optimizer))
 
     def on_scaler_update(self, scaler: GradScaler) -> None:
-        self._counts["updates"] += 1
-        self._scaled_by = None
+        self._is_updated, self._scaled_by = True, None
 
     def on_closed(self, step: RecordedStep) -> None:
         if self._is_raw and "edited" not in step.values and "vetoed" not in step.values:
-            self._counts["raw"] += 1
-            self._since = self._since or step.step
+            self._found.scaled_updates += 1
+            self._found.since = self._found.since or step.step
         self._is_raw = False
-        if "updates" not in self._counts:
+        if not self._is_updated:
             self._scaled_by = None
         self._unscaled.clear()
 
     def facts(self) -> ScalerFacts:
-        counts, clip = self._counts, self._clip
-        return ScalerFacts(
-            scaled_updates=counts["raw"],
-            since=self._since,
-            steps=counts["steps"],
-            other=counts["other"],
-            scaled_clips=counts["clips"],
-            scaled_clip=clip and ScaledClip(clip[0], None if clip[1] is None else float(clip[1]), float(clip[2])),
-        )
+        if (clip := self._clip) is not None:
+            at, norm, scale = clip
+            self._found.scaled_clip = ScaledClip(at, None if norm is None else float(norm), float(scale))
+        return self._found
 
 
 def _largest(gradient: Tensor) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,13 +27,13 @@ from trainwright.recorder.labels import LabelCounts
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Kwargs, Loader
+from trainwright.runs.records import construct
 
 MIN_RESTARTS = 8  # Number of iterators of a loader with workers after which restarts are reported at once
 CLOSE_UNTIL_STEP, CLOSE_BATCHES = 256, 2
 """Urgent findings are looked for after each step until this one, later after the first batches of an epoch."""
 MIN_DRAWS_PER_SAMPLE = 32  # Mean draws per drawn sample after which the others would have been drawn, too
 PLAIN_TYPES = (bool, int, float, str)
-T = TypeVar("T")
 
 
 @dataclass
@@ -183,9 +182,9 @@ class Loaders(Probe):
         reads = None if trained is None else self._reads.get(trained.loader)
         return LoadersFacts(
             source=None if reads is None else reads.source,
-            empty=tuple(_make(EmptyLoader, each) for each in self._sources.empty()),
-            repeats=tuple(_make(EpochRepeat, each) for each in self._history.repeats[-4:]),
-            overlaps=tuple(_make(LoaderOverlap, each) for each in self._history.overlaps()),
+            empty=tuple(EmptyLoader(**each) for each in self._sources.empty()),
+            repeats=tuple(construct(EpochRepeat, each) for each in self._history.repeats[-4:]),
+            overlaps=tuple(LoaderOverlap(**each) for each in self._history.overlaps()),
             drawn=tuple(_drawn(loader, each) for loader, each in self._reads.items() if each.drawn()[0]),
             restarts=tuple(self._restarts()),
             stale=self._stale,
@@ -197,16 +196,8 @@ class Loaders(Probe):
 
     def _restarts(self) -> Iterator[LoaderRestarts]:
         for loader, each in self._reads.items():
-            if loader.num_workers and each.iterators > 1:
-                length = length_of(loader)
-                yield LoaderRestarts(
-                    workers=loader.num_workers, iterators=each.iterators, batches=each.batches, length=length
-                )
-
-
-def _make(kind: type[T], values: Kwargs) -> T:
-    """Returns a dataclass made of those values that are among its fields."""
-    return kind(**{key: value for key, value in values.items() if key in kind.__annotations__})
+            if (workers := loader.num_workers) and each.iterators > 1:
+                yield LoaderRestarts(workers, each.iterators, each.batches, length_of(loader))
 
 
 def _attributes(dataset: object) -> dict[str, object]:

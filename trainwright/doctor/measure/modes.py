@@ -26,6 +26,7 @@ from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 
 MIN_STEPS = 4  # Steps before which a pass without gradients may belong to every step
+MAX_EVALUATIONS = 16  # Maximum number of steps with an evaluation that are kept
 
 
 class Modes(Probe):
@@ -44,10 +45,12 @@ class Modes(Probe):
             named.setdefault(id(module), name)
         self._names = list(named.values())
         self._depends = [n for n, module in enumerate(self._modules) if depends_on_mode(module)]
+        norms = sum(isinstance(self._modules[n], _NormBase) for n in self._depends)
+        self._found = ModesFacts(depends=len(self._depends), norms=norms)
         self._same: tuple[bool, ...] | None = None  # the modes of the last step; the same object while they are equal
         self._was_training: set[int] = set()
         self._eval: dict[int, int] = {}  # modules in eval mode during training, and the step since which they are
-        self._steps = self._closed = 0
+        self._steps = 0
         # the iterator whose batches are trained on; not its id, because the next iterator may have the same id
         self._training_iterator: weakref.ref[object] | None = None
         # the iterator that yielded a batch since the last step, and when it did
@@ -55,9 +58,6 @@ class Modes(Probe):
         self._fetched_s = 0.0
         self._lines: dict[int, str | None] = {}
         self._passes: set[tuple[Site, bool]] = set()  # passes without gradients since the last step, and their mode
-        self._evaluated: dict[bool, list[int]] = {True: [], False: []}
-        self._num_in_train = 0
-        self._source: str | None = None  # line of the first evaluation in train mode
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
         self._fetched, self._fetched_s = weakref.ref(iterator), time.time()
@@ -75,7 +75,8 @@ class Modes(Probe):
             self._passes.add((self._sites.current, in_train))
 
     def on_closed(self, step: RecordedStep) -> None:
-        self._steps, self._closed = step.step, self._closed + 1
+        self._steps = step.step
+        self._found.steps += 1
         if self._fetched_s <= step.ended_s:  # later batches belong to the next step
             self._fetched = None
         if self._passes:
@@ -92,31 +93,22 @@ class Modes(Probe):
 
     def _record_evaluation(self) -> None:
         """Records evaluations since the last step on other batches than the training batches."""
-        modes = {in_train for site, in_train in self._passes if site in self._sites}
-        if True in modes and self._source is None:
-            self._source = next(source_of(site) for site, on in self._passes if on and site in self._sites)
+        modes, found = {mode: site for site, mode in self._passes if site in self._sites}, self._found
         self._passes = set()
-        for in_train in modes:
-            steps = self._evaluated[in_train]
-            self.urgent |= in_train and not steps and self._steps > MIN_STEPS
-            steps.append(self._steps)
-            del steps[16:]
-        self._num_in_train += True in modes
+        if True in modes:
+            self.urgent |= not found.num_evaluated_in_train and self._steps > MIN_STEPS
+            found.source = found.source or source_of(modes[True])
+            found.num_evaluated_in_train += 1
+            found.evaluated_in_train = (*found.evaluated_in_train, self._steps)[:MAX_EVALUATIONS]
+        if False in modes:
+            found.evaluated_in_eval = (*found.evaluated_in_eval, self._steps)[:MAX_EVALUATIONS]
 
     def facts(self) -> ModesFacts:
         self.urgent = False
         in_eval = {id(self._modules[n]) for n in self._eval}
-        return ModesFacts(
-            steps=self._closed,
-            depends=len(self._depends),
-            norms=sum(isinstance(self._modules[n], _NormBase) for n in self._depends),
-            roots_in_eval=tuple(id(root) in in_eval for root in self._roots),
-            eval=tuple(self._about(n) for n in sorted(self._eval)[:256]),
-            evaluated_in_train=tuple(self._evaluated[True]),
-            evaluated_in_eval=tuple(self._evaluated[False]),
-            num_evaluated_in_train=self._num_in_train,
-            source=self._source,
-        )
+        self._found.roots_in_eval = tuple(id(root) in in_eval for root in self._roots)
+        self._found.eval = tuple(self._about(n) for n in sorted(self._eval)[:256])
+        return self._found
 
     def _about(self, n: int) -> EvalModule:
         module, name = self._modules[n], self._names[n]

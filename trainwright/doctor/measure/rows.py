@@ -102,10 +102,9 @@ class _Source:
 
 @dataclass
 class _Read:
-    """Digests of the rows of one call.
+    """Digests of the rows of one call, of batch ``place`` of the source.
 
-    ``place`` is the batch of the source. ``part`` is the number of backward passes of the step before it, and the
-    model.
+    ``part``: the number of backward passes of the step before it, and the model.
     """
 
     call: int
@@ -124,27 +123,22 @@ class InputRows(Probe):
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._sites = watched.sites
+        whole = max((length_of(getattr(each, "dataset", None)) or 0 for each in watched.loaders), default=0)
+        self._found = RowsFacts(whole=whole)
         self._mode: bool | None = None  # mode of the first model that was trained
-        self._steps = self._calls = self._in_step = self._backwards = 0
+        self._calls = self._in_step = self._backwards = self._one_of = 0
         self._waiting: list[_Read] = []
         self._seen: set[int] = set()
-        self._batch = self._one_of = 0
-        self._whole = max((length_of(getattr(each, "dataset", None)) or 0 for each in watched.loaders), default=0)
         self._new: deque[float] = deque(maxlen=8)
-        self._is_continuous: bool | None = None
         # for each backward pass: models with the keys of their rows
         self._of_step: dict[int, list[tuple[int, int]]] = {}
-        self._step, self._last, self._varies = 0, 0, False
+        self._step = self._last = self._now = 0
+        self._varies = False
         self._last_rows: set[int] = set()
-        self._longest = self._longest_to = self._before = self._now = 0
-        self._micro = self._micro_steps = 0
         self._at: dict[int, int] = {}
         self._period = self._recurred = 0
-        # the longest recurrence: its length, its period, and whether its batches are held
-        self._recurrence = (0, 0, False)
-        self._fetched_at = 0  # number of training calls when the newest batch was fetched
-        self._fetches = 0
-        self._groups = self._equal_groups = self._before_group = 0
+        self._fetches = self._fetched_at = 0  # the latter in training calls, when the newest batch was fetched
+        self._before_group = 0
         self._group: list[int] = []
         self._iterators: weakref.WeakKeyDictionary[object, _Source] = weakref.WeakKeyDictionary()
         self._num_iterators = 0
@@ -152,7 +146,6 @@ class InputRows(Probe):
         self._is_fresh = False  # the newest batch was not passed to a model yet
         self._passes: list[tuple[Site, Hashable, Tensor | None]] = []  # passes since the last step
         self._times: Counter[Site] = Counter()
-        self._evaluated: EvaluatedRows | None = None
         self._told = False
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
@@ -187,7 +180,7 @@ class InputRows(Probe):
             return  # an evaluation without no_grad
         self._calls += 1
         self._in_step += 1
-        number = self._steps + 1
+        number = self._found.steps + 1
         if (number <= EVERY_STEP_UNTIL or number % INTERVAL_STEPS < 2) and self._in_step <= MAX_CALLS_PER_STEP:
             self._read_call(tensors_of((args, kwargs), 3), number, id(root))
         self._is_fresh = False
@@ -202,10 +195,10 @@ class InputRows(Probe):
         digests = row_digests(tensors)
         if digests is None:
             return
-        if self._is_continuous is None:
-            self._is_continuous = is_continuous(tensors)
+        if not self._waiting and not self._at:
+            self._found.is_continuous = is_continuous(tensors)
         source = self._newest if self._is_fresh else None
-        self._whole = max(self._whole, source.length if source else _rows_of_base(tensors))
+        self._found.whole = max(self._found.whole, source.length if source else _rows_of_base(tensors))
         place = source.fetched if source is not None else 0
         self._waiting.append(_Read(self._calls, step, (self._backwards, model), digests, source, place))
 
@@ -222,9 +215,8 @@ class InputRows(Probe):
         self._is_fresh = False
 
     def on_closed(self, step: RecordedStep) -> None:
-        self._steps, self._in_step, self._backwards = step.step, 0, 0
-        if self._passes:
-            self._end_passes()
+        self._found.steps, self._in_step, self._backwards = step.step, 0, 0
+        self._end_passes()
         if len(self._waiting) >= STEPS_PER_COMPARISON and not self._waiting[0].digests.is_cuda:
             self._take_waiting()
 
@@ -240,11 +232,12 @@ class InputRows(Probe):
             self._varies |= len(set(rows)) > 1 or len(rows) == 1
             self._compare_before(each.call, key)
             self._compare_workers(each, key)
-            self._batch, self._last_rows = len(rows), set(rows)
+            self._found.batch, self._last_rows = len(rows), set(rows)
             self._new.append(len(fresh) / max(1, len(set(rows))))
             if len(self._seen) < MAX_ROWS:
                 self._seen |= fresh
-        repeats = self._longest >= SAME - 1 or self._equal_groups >= 4 or self._recurrence[0] >= SAME
+        found = self._found
+        repeats = found.same >= SAME - 1 or found.equal_groups >= 4 or found.recurred >= SAME
         self.urgent, self._told = repeats and not self._told, self._told or repeats
 
     def _values(self, digests: Tensor) -> list[int]:
@@ -254,16 +247,16 @@ class InputRows(Probe):
 
     def _end_step(self, step: int) -> None:
         """Compares the rows of a step with those of the previous step, and its micro-batches with each other."""
-        parts, self._of_step = [*self._of_step.values()], {}
+        parts, self._of_step, found = [*self._of_step.values()], {}, self._found
         if len(parts) > 1 and all(each == parts[0] for each in parts):
-            self._micro, self._micro_steps = max(self._micro, len(parts)), self._micro_steps + 1
+            found.micro, found.micro_steps = max(found.micro, len(parts)), found.micro_steps + 1
         key = hash(tuple(key for part in parts for _, key in part))
         if parts and key == self._last and self._varies:
             self._now += 1
         elif parts:
-            self._before, self._now = max(self._before, self._now), 0
-        if self._now > self._longest:
-            self._longest, self._longest_to = self._now, self._step
+            found.same_before, self._now = max(found.same_before, self._now), 0
+        if self._now > found.same:
+            found.same, found.same_to = self._now, self._step
         self._last, self._step, self._varies = key if parts else self._last, step, False
 
     def _compare_before(self, call: int, key: int) -> None:
@@ -273,10 +266,11 @@ class InputRows(Probe):
             self._recurred += 1
         else:
             self._period, self._recurred = lag, int(lag > 0)
-        source, unfetched = self._newest, self._calls - self._fetched_at
+        source, unfetched, found = self._newest, self._calls - self._fetched_at, self._found
         is_kept = source is not None and source.shuffles and unfetched >= self._recurred
         is_kept = is_kept and 2 * self._fetches >= self._period
-        self._recurrence = max(self._recurrence, (self._recurred, self._period, is_kept))
+        longest = max((found.recurred, found.period, found.is_kept), (self._recurred, self._period, is_kept))
+        found.recurred, found.period, found.is_kept = longest
         if key in self._at or len(self._at) < MAX_BATCHES:
             self._at[key] = call
 
@@ -289,12 +283,14 @@ class InputRows(Probe):
             self._group = []
         self._group.append(key)
         if len(self._group) == source.workers and self._group[0] != self._before_group:
-            self._groups += 1
-            self._equal_groups += len(set(self._group)) == 1
+            self._found.groups += 1
+            self._found.equal_groups += len(set(self._group)) == 1
             self._before_group = self._group[0]
 
     def _end_passes(self) -> None:
         """Ends the passes since the last step. They are an evaluation if their outputs were compared with targets."""
+        if not self._passes:
+            return
         passes, self._passes = [each for each in self._passes if each[0] in self._sites], []
         parts: dict[tuple[Site, Hashable], list[list[int]]] = defaultdict(list)
         self._take_waiting()
@@ -305,9 +301,9 @@ class InputRows(Probe):
             return
         every = {row for calls in parts.values() for call in calls for row in call}
         if self._last_rows and self._last_rows < every:
-            self._whole = max(self._whole, len(every))
+            self._found.whole = max(self._found.whole, len(every))
         seen = [self._overlap(calls, site, source is not None) for (site, source), calls in parts.items()]
-        self._evaluated = max(seen, key=lambda each: (each.is_partial, each.shared))
+        self._found.evaluated = max(seen, key=lambda each: (each.is_partial, each.shared))
 
     def _overlap(self, calls: Sequence[list[int]], site: Site, has_source: bool) -> EvaluatedRows:
         """Returns the rows of a pass over one loader or tensor. Without one, several sets may have been evaluated in
@@ -326,36 +322,18 @@ class InputRows(Probe):
         )
 
     def end(self, error: BaseException | None) -> None:
-        if self._passes:
-            self._end_passes()
+        self._end_passes()
 
     def facts(self) -> RowsFacts | None:
         self._take_waiting()
         self.urgent = False
         if not self._new:
             return None
-        source, (recurred, period, is_kept) = self._newest, self._recurrence
-        return RowsFacts(
-            steps=self._steps,
-            distinct=len(self._seen),
-            new_lately=sum(self._new) / len(self._new),
-            batch=self._batch,
-            same=self._longest,
-            same_to=self._longest_to,
-            same_before=self._before,
-            whole=self._whole,
-            micro=self._micro,
-            micro_steps=self._micro_steps,
-            is_continuous=bool(self._is_continuous),
-            period=period,
-            recurred=recurred,
-            is_kept=is_kept,
-            workers=source.workers if source else 0,
-            groups=self._groups,
-            equal_groups=self._equal_groups,
-            source=source.line if source else None,
-            evaluated=self._evaluated,
-        )
+        found = self._found
+        found.distinct, found.new_lately = len(self._seen), sum(self._new) / len(self._new)
+        if self._newest is not None:
+            found.workers, found.source = self._newest.workers, self._newest.line
+        return found
 
 
 def _loader_of(iterator: Any) -> SimpleNamespace:

@@ -1,9 +1,10 @@
-"""Compares samples with themselves when an epoch reads them again: changed in place, or flipped apart."""
+"""Finds data that are changed: written to in a step, or changed or flipped apart when an epoch reads them again."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -40,17 +41,15 @@ class StoredSamples(Probe):
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._steps = 0
+        self._found = SamplesFacts()
         self._lines: weakref.WeakKeyDictionary[object, tuple[int, str | None]] = weakref.WeakKeyDictionary()
-        self._source: str | None = None
         self._known: dict[Key, Tensor] = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []  # values of a changed sample before and now
         self._factors: list[float] = []  # of samples that became a multiple of themselves, up to a constant
-        self._since_changed = self._came_again = 0
         self._pictures: dict[Key, tuple[Tensor, Tensor]] = {}
         self._shape: torch.Size | None = None  # of the pictures in the batches of this step
         self._num_rows = 0
         self._is_target: bool | None = None
-        self._apart = self._together = self._since_apart = 0
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
         self._lines[iterator] = id(getattr(loader, "dataset", None)), caller()
@@ -59,7 +58,7 @@ class StoredSamples(Probe):
         if iterator not in self._lines or not isinstance(ids, list) or not torch.is_grad_enabled():
             return
         dataset, line = self._lines[iterator]
-        self._source = self._source or line
+        self._found.source = self._found.source or line
         leaves = [each for each in leaves_of(batch) if each.dim() > 1 and len(each) == len(ids) and not each.is_cuda]
         keys = [(at, (dataset, sample)) for at, sample in enumerate(ids) if type(sample) is int]
         x = next((each for each in leaves if each.is_floating_point()), None)
@@ -78,13 +77,17 @@ class StoredSamples(Probe):
         return step <= EVERY_STEP_UNTIL or step % INTERVAL_STEPS == 0
 
     def on_closed(self, step: RecordedStep) -> None:
-        self._steps = step.step
-        if self._apart and self._is_target is None and self._shape is not None and step.calls:
+        self._steps, found = step.step, self._found
+        if found.apart and self._is_target is None and self._shape is not None and step.calls:
             self._is_target = _is_target(step, self._shape, self._num_rows)
         self._num_rows = 0
         if not self._is_due(step.step):
             return
         given = [each for call in step.calls for each in constants_of((call.args, call.kwargs))]
+        if written := [each for each in given if not each.is_unchanged]:
+            found.written += 1
+            found.written_views += any(each.tensor._base is not None for each in written)
+            found.since_written = found.since_written or step.step
         for tensor, whole in ((each.tensor, each.tensor._base) for each in given[:4] if each.is_unchanged):
             if whole is not None and tensor.device.type == "cpu" and tensor.numel() < whole.numel():
                 self._compare((id(whole), int(tensor.storage_offset()), tensor.numel()), tensor)
@@ -97,14 +100,13 @@ class StoredSamples(Probe):
             self._known[key] = now
         if before is None or before.shape != now.shape:
             return
-        self._came_again += 1
         if torch.equal(before, now):
             return
         is_like = not self._pairs or self._pairs[0][0].shape == now.shape
         was = len(self._pairs), len(self._factors)
         if is_like and len(self._pairs) < MAX_PAIRS:
             self._pairs.append((before, now))
-            self._since_changed = self._since_changed or self._steps + 1
+            self._found.since_changed = self._found.since_changed or self._steps + 1
         # where others are also flipped at random, some are not
         if len(self._factors) < MIN_PAIRS and (factor := _fitted(before[:, None], now[:, None])) is not None:
             self._factors.append(factor)
@@ -139,28 +141,20 @@ class StoredSamples(Probe):
                 if len(self._pictures) < MAX_PICTURES:
                     self._pictures[key] = x.clone(), y.clone()
             elif known[0].shape == x.shape and known[1].shape == y.shape and self._is_due(self._steps + 1):
-                flips = _flip(known[0], x), _flip(known[1], y)
-                if None not in flips:
-                    is_apart = flips[0] != flips[1]
-                    self._apart, self._together = self._apart + is_apart, self._together + (not is_apart)
-                    self._since_apart = self._since_apart or is_apart * (self._steps + 1)
-                    self.urgent = self.urgent or (is_apart and self._apart == MIN_PAIRS)
+                flips, found = (_flip(known[0], x), _flip(known[1], y)), self._found
+                if None not in flips and flips[0] == flips[1]:
+                    found.together += 1
+                elif None not in flips:
+                    found.apart += 1
+                    found.since_apart = found.since_apart or self._steps + 1
+                    self.urgent = self.urgent or found.apart == MIN_PAIRS
 
-    def facts(self) -> SamplesFacts | None:
+    def facts(self) -> SamplesFacts:
         self.urgent = False
         factor = self._change()
-        if not self._came_again and not self._apart and not self._together:
-            return None
-        return SamplesFacts(
-            came_again=self._came_again,
-            changed=0 if factor is None else max(len(self._pairs), len(self._factors)),
-            factor=factor or 1.0,
-            since_changed=self._since_changed,
-            apart=self._apart if self._is_target else 0,
-            together=self._together,
-            since_apart=self._since_apart,
-            source=self._source,
-        )
+        changed = 0 if factor is None else max(len(self._pairs), len(self._factors))
+        apart = self._found.apart if self._is_target else 0
+        return replace(self._found, changed=changed, factor=factor or 1.0, apart=apart)
 
 
 def _factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:

@@ -27,25 +27,24 @@ class _Scheduler:
     """Calls of one scheduler. A window is the time between two updates."""
 
     def __init__(self, scheduler: object, optimizer: Optimizer, since: int) -> None:
-        self.scheduler, self.optimizer, self.since = scheduler, optimizer, since
-        self.calls = self.in_window = self.in_a_row = self.longest = self.since_call = 0
-        self.repeated = self.advanced = self.once = 0
-        self.windows: deque[Window] = deque(maxlen=8)
-        self.metrics: deque[PlateauMetric] = deque(maxlen=MAX_CHANGES)
+        self.scheduler, self.optimizer = scheduler, optimizer
+        self.found = SchedulerFacts(since=since)
+        self.in_window = self.in_a_row = self.longest = self.since_call = 0
         self._is_first = True
 
     def stepped(self) -> None:
-        if self.calls:
-            self.repeated += self.since_call == 0
-            self.advanced += self.since_call > 0
-            self.once += self.since_call == 1
-        self.calls, self.since_call = self.calls + 1, 0
+        if self.found.calls:
+            self.found.repeated += self.since_call == 0
+            self.found.advanced += self.since_call > 0
+            self.found.advanced_once += self.since_call == 1
+        self.found.calls, self.since_call = self.found.calls + 1, 0
         self.in_window, self.in_a_row = self.in_window + 1, self.in_a_row + 1
         self.longest = max(self.longest, self.in_a_row)
 
     def close(self, backwards: int) -> None:
         if not self._is_first:
-            self.windows.append(Window(self.in_window, backwards, self.longest))
+            window = Window(self.in_window, backwards, self.longest)
+            self.found.windows = (*self.found.windows[-7:], window)
         self._is_first = False
         self.in_window = self.in_a_row = self.longest = 0
 
@@ -61,13 +60,10 @@ class Schedules(Probe):
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._optimizers, self._roots = watched.subject.optimizers, watched.subject.roots
+        self._found = LearningRateFacts()
         self._stepped: set[int] = set()
         self._has_rates = any("lr" in group for o in self._optimizers for group in o.param_groups)
-        self._steps = self._backwards = self._epochs = self._zero_steps = 0
-        self._length: int | None = None
-        self._exhausted: int | None = None
-        self._changes: deque[tuple[float, float]] = deque(maxlen=MAX_CHANGES)
-        self._peak = 0.0
+        self._backwards = 0
         self._losses: deque[Tensor] = deque(maxlen=512)
         self._was_urgent: set[str] = set()
         self._schedulers: dict[int, _Scheduler] = {}
@@ -79,13 +75,14 @@ class Schedules(Probe):
         known = self._schedulers.get(id(scheduler))
         optimizer = same_optimizer(getattr(scheduler, "optimizer", None))
         if known is None and isinstance(optimizer, Optimizer):
-            known = self._schedulers[id(scheduler)] = _Scheduler(scheduler, optimizer, self._steps)
+            known = self._schedulers[id(scheduler)] = _Scheduler(scheduler, optimizer, self._found.steps)
         return known
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
-        if self._length is None or length_of(loader) == self._length:
-            self._epochs += 1
-            self._length = self._length or length_of(loader)
+        found = self._found
+        if found.length is None or length_of(loader) == found.length:
+            found.epochs += 1
+            found.length = found.length or length_of(loader)
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         self._backwards += 1
@@ -104,7 +101,8 @@ class Schedules(Probe):
             losses = [float(each) for each in self._losses]
             self._losses.clear()
             mean = sum(losses) / len(losses) if losses else math.nan
-            known.metrics.append(PlateauMetric(value, mean, max(_rates(known.optimizer), default=0.0)))
+            seen = PlateauMetric(value, mean, max(_rates(known.optimizer), default=0.0))
+            known.found.metrics = (*known.found.metrics, seen)[-MAX_CHANGES:]
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
         self._stepped.add(id(optimizer))
@@ -112,7 +110,7 @@ class Schedules(Probe):
             each.since_call += each.optimizer is optimizer
 
     def on_closed(self, step: RecordedStep) -> None:
-        self._steps += 1
+        self._found.steps += 1
         for each in self._schedulers.values():
             each.close(self._backwards)
         self._backwards = 0
@@ -120,63 +118,41 @@ class Schedules(Probe):
             self._losses.append(step.losses[0])
         if self._has_rates:
             lr = max([r for o in self._optimizers for r in _rates(o)], default=0.0)
-            self._zero_steps += lr == 0.0
-            if not self._changes or lr != self._changes[-1][1]:
+            self._found.zero_steps += lr == 0.0
+            if not self._found.lrs or lr != self._found.lrs[-1][1]:
                 self._changed(lr)
 
     def _changed(self, lr: float) -> None:
-        before = self._changes[-1][1] if self._changes else None
-        if lr > self._peak:
-            self._peak = lr
-        if lr >= 1e-3 * self._peak:
-            self._exhausted = None
-        elif self._exhausted is None:
-            self._exhausted = self._steps
-        self._changes.append((self._steps, lr))
+        found = self._found
+        before = found.lrs[-1][1] if found.lrs else None
+        found.peak = max(found.peak, lr)
+        if lr >= 1e-3 * found.peak:
+            found.exhausted = None
+        elif found.exhausted is None:
+            found.exhausted = found.steps
+        found.lrs = (*found.lrs, (found.steps, lr))[-MAX_CHANGES:]
         if before is not None:
             why = "fell" if lr < before else "climbs" if any(map(_is_past_its_end, self._schedulers.values())) else ""
             self.urgent |= bool(why) and why not in self._was_urgent  # the first change of a schedule shows its fault
             self._was_urgent.add(why)
 
     def facts(self) -> LearningRateFacts:
-        self.urgent = False
+        self.urgent, found = False, self._found
         bases = [float(g.get("initial_lr", 0.0)) for o in self._optimizers for g in o.param_groups]
-        return LearningRateFacts(
-            steps=self._steps,
-            epochs=self._epochs,
-            length=self._length,
-            lrs=tuple(self._changes),
-            peak=self._peak,
-            zero_steps=self._zero_steps,
-            exhausted=self._exhausted,
-            base=max(bases, default=0.0),
-            schedulers=tuple(
-                found for each in self._schedulers.values() if (found := self._facts_of(each)) is not None
-            ),
-        )
+        found.base = max(bases, default=0.0)
+        found.schedulers = tuple(each.found for each in self._schedulers.values() if self._is_seen(each))
+        return found
 
-    def _facts_of(self, each: _Scheduler) -> SchedulerFacts | None:
-        """Returns the facts of a scheduler; None if its optimizer is not watched, unless that one never steps."""
-        trained = {id(p) for root in self._roots for p in root.parameters()}
-        shares = any(id(p) in trained for p in owned_by(each.optimizer))
-        is_late = self._steps >= (2 if shares else MIN_STEPS_BEFORE_STRAY) and each.calls >= 2
+    def _is_seen(self, each: _Scheduler) -> bool:
+        """Returns True if the optimizer of a scheduler is watched, or never steps."""
+        trained, found = {id(p) for root in self._roots for p in root.parameters()}, each.found
+        found.parts = tuple(map(_part, _parts(each.scheduler)))
+        found.shares = any(id(p) in trained for p in owned_by(each.optimizer))
+        is_late = self._found.steps >= (2 if found.shares else MIN_STEPS_BEFORE_STRAY) and found.calls >= 2
         stepped = [o for o in self._optimizers if id(o) in self._stepped]
-        is_stray = is_late and not any(share_groups(each.optimizer, o) for o in stepped)  # it may be a wrapper of one
-        is_stray = is_stray and id(each.optimizer) not in self._stepped
-        if not is_stray and not any(share_groups(each.optimizer, o) for o in self._optimizers):
-            return None
-        return SchedulerFacts(
-            parts=tuple(_part(part) for part in _parts(each.scheduler)),
-            since=each.since,
-            calls=each.calls,
-            windows=tuple(each.windows),
-            metrics=tuple(each.metrics),
-            repeated=each.repeated,
-            advanced=each.advanced,
-            advanced_once=each.once,
-            is_stray=is_stray,
-            shares=shares,
-        )
+        found.is_stray = is_late and not any(share_groups(each.optimizer, o) for o in stepped)  # or a wrapper of one
+        found.is_stray = found.is_stray and id(each.optimizer) not in self._stepped
+        return found.is_stray or any(share_groups(each.optimizer, o) for o in self._optimizers)
 
 
 def _rates(optimizer: Optimizer) -> list[float]:

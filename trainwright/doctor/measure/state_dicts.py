@@ -14,6 +14,7 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 
 MAX_STATES = 64
+MAX_LOADS = 8  # Number of loads, and of changed states, that are kept
 TENSORS_COMPARED = 4  # Number of tensors that are compared. An update changes all of them.
 MIN_AGE_STEPS = 20
 """Minimum age in steps of the only state that is held to the end. A newer one may be a leftover variable."""
@@ -42,13 +43,9 @@ class KeptStates(Probe):
     hears_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._roots = watched.subject.roots
-        self._steps = self._num_taken = 0
+        self._roots, self._steps = watched.subject.roots, 0
         self._taken: list[_Taken] = []
-        self._changed: list[KeptState] = []
-        self._from_itself: list[int] = []
-        self._loaded_module = ""
-        self._loaded_at: str | None = None
+        self._found = KeptFacts()
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
@@ -61,7 +58,7 @@ class KeptStates(Probe):
             :TENSORS_COMPARED
         ]
         if held:
-            self._num_taken += 1
+            self._found.taken += 1
             self._taken = [each for each in self._taken if each.state() is not None][-MAX_STATES:]
             versions = sum(each._version for each in held)
             self._taken.append(_Taken(weakref.ref(state), held, versions, self._steps, caller()))
@@ -75,12 +72,13 @@ class KeptStates(Probe):
 
     def on_loaded(self, module: nn.Module, state: object) -> None:
         self._use(state, "load")
-        if self._steps and len(self._from_itself) < MAX_STATES and _is_from(module, state):
+        found = self._found
+        if self._steps and len(found.from_itself) < MAX_LOADS and _is_from(module, state):
             names = {id(each): name for root in self._roots for name, each in root.named_modules()}
-            self._loaded_module = names.get(id(module)) or type(module).__name__
-            self._from_itself.append(self._steps)
-            self._loaded_at = self._loaded_at or caller()
-            self.urgent = self.urgent or len(self._from_itself) == 2
+            found.loaded_module = names.get(id(module)) or type(module).__name__
+            found.from_itself = (*found.from_itself, self._steps)
+            found.loaded_at = found.loaded_at or caller()
+            self.urgent = self.urgent or len(found.from_itself) == 2
 
     def _use(self, value: object, how: str, depth: int = 3) -> None:
         for each in self._taken:
@@ -94,7 +92,8 @@ class KeptStates(Probe):
 
     def _record_use(self, taken: _Taken, how: str) -> None:
         if taken.has_changed and not taken.is_done:
-            self._changed.append(KeptState(taken.step, self._steps, how, taken.source))
+            kept = KeptState(taken.step, self._steps, how, taken.source)
+            self._found.changed = (*self._found.changed, kept)[:MAX_LOADS]
             self.urgent = True
 
     def end(self, error: BaseException | None) -> None:
@@ -108,15 +107,7 @@ class KeptStates(Probe):
 
     def facts(self) -> KeptFacts | None:
         self.urgent = False
-        if not self._steps:
-            return None
-        return KeptFacts(
-            taken=self._num_taken,
-            changed=tuple(self._changed[:8]),
-            from_itself=tuple(self._from_itself[:8]),
-            loaded_module=self._loaded_module,
-            loaded_at=self._loaded_at,
-        )
+        return self._found if self._steps else None
 
 
 def _is_from(module: nn.Module, state: object) -> bool:

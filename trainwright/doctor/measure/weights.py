@@ -34,33 +34,33 @@ class MovingWeights(Probe):
         ]
         self._names = [names.get(id(p), "a parameter outside of the model") for p in self._parameters]
         self._last: list[int] = []
-        self._worked_on: set[int] = set()
         self._moved: set[int] = set()
         self._ever_in_optimizers: set[int] = set()
         self._with_gradient: set[int] = set()
         self._zeros: set[int] = set()  # matrices that begin as zeros
-        self._steps = self._updates = self._stands_since = self._updates_then = 0
-        self._looked_at = self._at_0_since = 0
-        self._highest = self._rate = self._rate_before_0 = 0.0
+        self._found = WeightsFacts()
+        self._updates_then = self._looked_at = 0
+        self._rate = 0.0
 
     def begin(self, site: WatchSite) -> None:
         self._last = self._checksums()
-        self._worked_on = {n for n, p in enumerate(self._parameters) if was_trained(p)}
+        self._found.worked_on = tuple(name for name, p in zip(self._names, self._parameters) if was_trained(p))
         self._zeros = {n for n, p in enumerate(self._parameters) if p.dim() > 1 and not own_part(p.detach()).any()}
         self._in_optimizers()
 
     def on_closed(self, step: RecordedStep) -> None:
-        self._steps = step.step
+        found = self._found
+        found.steps = step.step
         rates = [_rate(group) for each in step.program if type(each) is OptimizerStep for group in each.groups]
         if not rates or "vetoed" in step.values:  # a scaler may have skipped the update
             return
         highest = max(rates)
-        self._updates += highest > 0.0
-        self._highest = max(self._highest, highest)
+        found.updates += highest > 0.0
+        found.highest_rate = max(found.highest_rate, highest)
         if highest != 0.0:
-            self._at_0_since = 0
-        elif not self._at_0_since:
-            self._at_0_since, self._rate_before_0 = self._steps, self._rate
+            found.at_0_since, found.rate_before_0 = 0, 0.0
+        elif not found.at_0_since:
+            found.at_0_since, found.rate_before_0 = step.step, self._rate
         self._rate = highest
 
     def facts(self) -> WeightsFacts | None:
@@ -69,30 +69,20 @@ class MovingWeights(Probe):
         now = self._checksums()
         changed = {n for n, (was, one) in enumerate(zip(self._last, now)) if was != one}
         trainable, moved = self._in_optimizers() - self._frozen(), self._moved
-        self._last = now
+        self._last, found = now, self._found
         if changed:
-            self._stands_since, self._updates_then = self._steps, self._updates
-        self._moved |= changed
+            found.stands_since, self._updates_then = found.steps, found.updates
+        moved |= changed
         zero_now = self._record_gradients()
         with_zeros = {n for n in (zero_now - self._with_gradient) & trainable if self._parameters[n].dim() > 1}
-        since, self._looked_at = self._looked_at, self._steps
-        return WeightsFacts(
-            steps=self._steps,
-            updates=self._updates,
-            tensors=len(trainable),
-            moved=len(trainable & moved),
-            zero_gradients=self._named(with_zeros),
-            zero_weights=self._named((self._zeros & trainable) - moved),
-            has_gradient=bool(self._with_gradient & trainable),
-            stands_since=self._stands_since,
-            updates_since=self._updates - self._updates_then,
-            worked_on=tuple(self._names[n] for n in sorted(self._worked_on)),
-            since=since,
-            unchanged=self._named(trainable - changed | trainable & zero_now),
-            at_0_since=self._at_0_since,
-            rate_before_0=self._rate_before_0 if self._at_0_since else 0.0,
-            highest_rate=self._highest,
-        )
+        found.since, self._looked_at = self._looked_at, found.steps
+        found.tensors, found.moved = len(trainable), len(trainable & moved)
+        found.zero_gradients = self._named(with_zeros)
+        found.zero_weights = self._named((self._zeros & trainable) - moved)
+        found.has_gradient = bool(self._with_gradient & trainable)
+        found.updates_since = found.updates - self._updates_then
+        found.unchanged = self._named(trainable - changed | trainable & zero_now)
+        return found
 
     def _record_gradients(self) -> set[int]:
         """Returns the tensors whose gradient is all zeros. A tensor that never had another gradient only decays."""

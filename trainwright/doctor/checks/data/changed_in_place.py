@@ -1,18 +1,12 @@
 from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.data import SamplesFacts
-from trainwright.doctor.facts.steadiness import SteadinessFacts
 
 MIN_CHANGES = 4
-CONSEQUENCES = (
-    "precision.overflow",
-    "gradient.spike",
-    "gradient.exploding",
-    "optim.lr_too_high",
-)
+CONSEQUENCES = ("precision.overflow", "gradient.spike", "gradient.exploding", "optim.lr_too_high")
 
 
 @check(stage="input", confidence=0.9, explains=CONSEQUENCES)
-def changed_in_place(run: RunContext, writes: SteadinessFacts) -> Results:
+def changed_in_place(run: RunContext, facts: SamplesFacts) -> Results:
     """The stored training data are changed in place, so a sample has different values when it is read again.
 
     Why it matters: each epoch normalises the samples once more, until they are far from what the model has learned.
@@ -30,21 +24,20 @@ def changed_in_place(run: RunContext, writes: SteadinessFacts) -> Results:
 
     Sources: facebookresearch/pycls#21, pytorch/vision#680.
     """
-    samples = run.latest(SamplesFacts) or SamplesFacts()
-    if samples.changed:
+    if facts.changed:
         yield run.finding(
-            symptom=f"stored samples are modified: each of {samples.changed} that came again had {samples.factor:.3g} "
+            symptom=f"stored samples are modified: each of {facts.changed} that came again had {facts.factor:.3g} "
             "times its values, up to a constant",
-            since_step=samples.since_changed,
-            where=Where(source=samples.source),
-            evidence=[("samples that had other values when they came again", samples.changed, 0)],
+            since_step=facts.since_changed,
+            where=Where(source=facts.source),
+            evidence=[("samples that had other values when they came again", facts.changed, 0)],
         )
-    elif writes.written >= MIN_CHANGES:
-        is_view = writes.written_views >= MIN_CHANGES
+    elif facts.written >= MIN_CHANGES:
+        is_view = facts.written_views >= MIN_CHANGES
         yield run.finding(
-            symptom=f"in {writes.written} steps the input of the model is written to in place",
+            symptom=f"in {facts.written} steps the input of the model is written to in place",
             severity="warning" if is_view else "info",
             sure=0.6,
-            since_step=writes.since_written,
-            evidence=[("steps that wrote to their input", writes.written, 0)],
+            since_step=facts.since_written,
+            evidence=[("steps that wrote to their input", facts.written, 0)],
         )
