@@ -11,9 +11,8 @@ from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.doctor.facts.ranks import RanksFacts
-from trainwright.doctor.measure.ranks.alarm import findings_of, raise_alarm, record_of
 from trainwright.doctor.measure.ranks.engine import EngineRows
-from trainwright.doctor.measure.ranks.exchange import Exchange, Meeting, Site
+from trainwright.doctor.measure.ranks.exchange import Exchange, Meeting, Site, findings_of, raise_alarm, record_of
 from trainwright.doctor.measure.ranks.replica import Replica, folded_names
 from trainwright.engine.step import StepResult
 from trainwright.engine.witness import StepWitness

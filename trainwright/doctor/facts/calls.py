@@ -127,3 +127,44 @@ def has_closure(step: Watched) -> bool:
 def optimizers_of(steps: Sequence[Watched]) -> list[int]:
     """Returns the numbers of the optimizers that step."""
     return sorted({v["optimizer"] for each in steps for k, v in each.events if k == "step" and isinstance(v, dict)})
+
+
+@dataclass(kw_only=True)
+class SteadinessFacts:
+    """Random states at the starts of all steps."""
+
+    experiment: ClassVar[str] = "steadiness"
+    draws: bool = False  # Random numbers are drawn during a step
+    repeats: int = 0  # Number of steps that began in the random state of an earlier step
+    since_repeat: int = 0  # The first of them
+    repeated_step: int = 0  # The earlier step with the same state
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadFacts:
+    """A call of ``load_state_dict`` on a model."""
+
+    step: int  # Number of updates before the call
+    tensors: int  # Number of tensors of the model
+    missing: tuple[str, ...] = ()  # Names that the model has and the state lacks
+    unexpected: tuple[str, ...] = ()  # Names that the state has and the model lacks
+    # The prefix that, added to or removed from the unexpected names, makes them the missing ones
+    prefix: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverwrittenFacts:
+    """Weights that were loaded before the first forward call."""
+
+    weights: int  # Number of loaded weights
+    gone: int  # Number of weights that have other values at the first forward call
+    fraction: float  # Fraction of the loaded elements in these weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeFacts:
+    """Loads of the models."""
+
+    experiment: ClassVar[str] = "resume"
+    loads: tuple[LoadFacts, ...] = ()
+    overwritten: OverwrittenFacts | None = None

@@ -50,3 +50,12 @@ class DropsFacts:
 
     experiment: ClassVar[str] = "in_eval_mode"
     drops: tuple[Drop, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationFacts:
+    """One evaluation."""
+
+    experiment: ClassVar[str] = "evaluation"
+    after: int  # The last step before it
+    rows: int  # Number of rows

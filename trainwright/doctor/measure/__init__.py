@@ -18,18 +18,16 @@ from trainwright.doctor.measure.first_step import first_loss_rescaled, symmetry
 from trainwright.doctor.measure.function import function
 from trainwright.doctor.measure.layers import LayerMeasurement, dropout_gap
 from trainwright.doctor.measure.loaders import Loaders
-from trainwright.doctor.measure.loading import Moments, ResumeProbe
+from trainwright.doctor.measure.loading import KeptStates, Moments, PretrainedProbe, ResumeProbe
 from trainwright.doctor.measure.memory import Growth, Memory
 from trainwright.doctor.measure.mixed_precision import MixedPrecision
 from trainwright.doctor.measure.modes import Modes, in_eval_mode
 from trainwright.doctor.measure.modules import Modules
 from trainwright.doctor.measure.nonfinite import NonfiniteListener
-from trainwright.doctor.measure.pretrained import PretrainedProbe
 from trainwright.doctor.measure.ranks.probe import make_ranks_probe
 from trainwright.doctor.measure.rows import InputRows
 from trainwright.doctor.measure.samples import StoredSamples
 from trainwright.doctor.measure.schedule import Schedules
-from trainwright.doctor.measure.state_dicts import KeptStates
 from trainwright.doctor.measure.steadiness import Steadiness
 from trainwright.doctor.measure.targets import Targets
 from trainwright.doctor.measure.updates import again, batch_steps, update

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from trainwright.doctor.facts.gradient import AccumulationFacts
+from trainwright.doctor.facts.loss import AccumulationFacts
 from trainwright.recorder.program import Backward, Call, Instruction, Operation, OptimizerStep, ZeroGrad, constants_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.classified import classified

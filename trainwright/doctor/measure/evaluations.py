@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainwright.doctor.facts.evaluation import EvaluationFacts
+from trainwright.doctor.facts.modes import EvaluationFacts
 from trainwright.recorder.comparisons import ComparedOutputs, Site
 from trainwright.recorder.copies import is_a_copy
 from trainwright.recorder.hooks import listening_to_calls

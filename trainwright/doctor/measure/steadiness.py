@@ -7,7 +7,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from trainwright.doctor.facts.steadiness import SteadinessFacts
+from trainwright.doctor.facts.calls import SteadinessFacts
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.doctor.checks.loops import made_of
 from trainwright.doctor.discovery import check_of
-from trainwright.doctor.facts.checkpoint import OverwrittenFacts, ResumeFacts
+from trainwright.doctor.facts.calls import OverwrittenFacts, ResumeFacts
 
 
 @pytest.mark.parametrize(("fraction", "found"), [(1.0, True), (0.1, False)])

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.evaluation import EvaluationFacts
+from trainwright.doctor.facts.modes import EvaluationFacts
 from trainwright.recorder.comparisons import loss_functions
 
 X = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests.rows import each_row
-from trainwright.doctor.measure.leftovers import Leftovers
+from trainwright.doctor.measure.calls import Leftovers
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
 Parts = tuple[nn.Module, nn.Module]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.doctor.checks.calls import CARRIED, HEALTHY, B, F, S, Z, fires, steps
 from trainwright.doctor.facts.calls import CallsFacts, GroupFacts, OptimizerFacts, ScaledClip, ScalerFacts
-from trainwright.doctor.facts.gradient import AccumulationFacts
+from trainwright.doctor.facts.loss import AccumulationFacts
 from trainwright.doctor.facts.updates import BatchStepsFacts, LoadedMomentsFacts, UpdateFacts
 
 

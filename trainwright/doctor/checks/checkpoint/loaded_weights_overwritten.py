@@ -1,5 +1,5 @@
 from trainwright.doctor import Results, RunContext, check
-from trainwright.doctor.facts.checkpoint import ResumeFacts
+from trainwright.doctor.facts.calls import ResumeFacts
 
 
 @check(points_at="load", stage="loop", severity="critical", confidence=0.97)

@@ -1,6 +1,6 @@
 from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.calls import has_closure, optimizers_of
-from trainwright.doctor.facts.gradient import AccumulationFacts
+from trainwright.doctor.facts.loss import AccumulationFacts
 from trainwright.runs.records import Watched
 
 

@@ -1,5 +1,5 @@
 from trainwright.doctor import Every, NotApplicable, Results, RunContext, check
-from trainwright.doctor.facts.gradient import AccumulationFacts
+from trainwright.doctor.facts.loss import AccumulationFacts
 
 
 @check(

@@ -1,7 +1,7 @@
 from statistics import variance
 
 from trainwright.doctor import Every, Results, RunContext, check
-from trainwright.doctor.facts.gradient import AccumulationFacts
+from trainwright.doctor.facts.loss import AccumulationFacts
 
 MIN_COUNT_RATIO = 1.5  # Largest count / smallest count
 MIN_RELATIVE_ERROR = 0.25  # Relative distance of a micro-batch's weight from its fraction of the targets

@@ -1,5 +1,5 @@
 from trainwright.doctor import NotApplicable, Results, RunContext, check
-from trainwright.doctor.facts.steadiness import SteadinessFacts
+from trainwright.doctor.facts.calls import SteadinessFacts
 
 MIN_REPEATS = 4
 

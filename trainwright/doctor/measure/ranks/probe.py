@@ -9,26 +9,35 @@ import statistics
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.checksums import Checksums, no_checksums, start_checksums
 from trainwright.doctor.facts.ranks import FOLDS, ExchangeFacts, NonfiniteFacts, RanksFacts, RankStep
-from trainwright.doctor.measure.ranks.alarm import findings_of, raise_alarm
-from trainwright.doctor.measure.ranks.exchange import Exchange, Site
-from trainwright.doctor.measure.ranks.reduction import SumWatch, is_divided_again
+from trainwright.doctor.measure.ranks.exchange import Exchange, Site, findings_of, raise_alarm
 from trainwright.doctor.measure.ranks.replica import INTERVAL_STEPS, KnownSums, Replica, RowSums, is_due
-from trainwright.doctor.measure.ranks.traits import traits_of
 from trainwright.errors import text_of
 from trainwright.recorder.callers import caller
 from trainwright.recorder.numbers import Numbers
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
-from trainwright.recorder.program import RecordedStep, constants_of, tensors_of
+from trainwright.recorder.program import (
+    Backward,
+    Call,
+    ClipGradients,
+    Instruction,
+    Multiply,
+    Operation,
+    RecordedStep,
+    Slot,
+    alive,
+    constants_of,
+    tensors_of,
+)
 from trainwright.recorder.ranks import has_others, num_collectives, own_part
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.runs.json_values import Facts, strict
@@ -314,3 +323,116 @@ def _many_drawn(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
     # position in the 624 numbers of mt19937
     then, now = (int(each[0][16:24].view(torch.int64)) for each in (before, after))
     return on_gpu or (now - then) % 624 >= MIN_DRAWS
+
+
+MEANS = frozenset(
+    {"mean", "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"}
+    | {"binary_cross_entropy", "binary_cross_entropy_with_logits", "gaussian_nll_loss", "poisson_nll_loss"}
+)
+DIVISIONS = frozenset({"div", "__truediv__", "true_divide", "div_"})
+
+
+class SumWatch:
+    """Tracks the gradients of one step through an ``all_reduce`` call of the loop.
+
+    They are undivided if each was reduced as backward left it, with a sum, and was used unchanged.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self.made()
+
+    def made(self) -> None:
+        """Records the gradients after a backward pass."""
+        self.as_made: Checksums = start_checksums([p.grad for p in self._parameters])
+        self._reduced: dict[int, tuple[Checksums, Checksums]] = {}  # before and after the reduction
+        self._used: bool | None = None
+
+    def before(self, tensor: Tensor, operation: object) -> None:
+        """Called before ``tensor`` is reduced."""
+        if operation == distributed.ReduceOp.SUM and (index := self._index_of(tensor)) is not None:
+            self._reduced[index] = (start_checksums([tensor]), no_checksums)
+
+    def after(self, tensor: Tensor) -> None:
+        """Called after ``tensor`` was reduced."""
+        if (index := self._index_of(tensor)) is not None and index in self._reduced:
+            self._reduced[index] = (self._reduced[index][0], start_checksums([tensor]))
+
+    def used(self) -> None:
+        """Called before the gradients are clipped, unscaled, or used for the update. The first call counts."""
+        if self._used is None and self._reduced:
+            now = start_checksums([p.grad for p in self._parameters])()
+            self._used = all(after() == [now[index]] for index, (_, after) in self._reduced.items())
+
+    def _index_of(self, tensor: Tensor) -> int | None:
+        address = tensor.data_ptr()
+        grads = ((n, p.grad) for n, p in enumerate(self._parameters))
+        return next((n for n, grad in grads if grad is not None and grad.data_ptr() == address), None)
+
+    def are_undivided(self, step: RecordedStep, num_ranks: int) -> bool:
+        """Returns True if the sums of this step were of mean losses and were not divided. Drops the step."""
+        reduced, used, made = self._reduced, self._used, self.as_made
+        self._reduced, self._used, self.as_made = {}, None, no_checksums
+        if not reduced or not used:
+            return False
+        sums, divisor = made(), divisor_of_mean(step)
+        went_in = all(before() == [sums[index]] for index, (before, _) in reduced.items())
+        return went_in and divisor is not None and divisor % num_ranks != 0
+
+
+def is_divided_again(step: RecordedStep, num_ranks: int, micro_batches: int) -> bool:
+    """Returns True if the loss is a mean that was divided by the number of ranks besides that of micro-batches.
+
+    Half a squared error is not counted as a division by two ranks.
+    """
+    divisor = divisor_of_mean(step)
+    is_half = divisor == 2 and any(isinstance(each, Operation) and each.name == "mse_loss" for each in step.program)
+    return divisor == num_ranks * max(1, micro_batches) and not is_half
+
+
+def divisor_of_mean(step: RecordedStep) -> float | None:
+    """Returns the divisor of a loss after its mean over the batch of one rank; None without one."""
+    made_by = {number: each for each in step.program if isinstance(each, Operation) for number in each.outputs}
+    last = next((each for each in reversed(step.program) if isinstance(each, Backward)), None)
+    slot, divisor = last.slot if last else None, 1.0
+    while slot is not None and (operation := made_by.get(slot)) is not None:
+        if operation.name in MEANS:
+            return divisor if operation.kwargs.get("reduction", "mean") == "mean" else None
+        first, *others = operation.args
+        if operation.name not in DIVISIONS or not others or not isinstance(others[0], int | float):
+            return None
+        divisor, slot = divisor * others[0], first.number if isinstance(first, Slot) else None
+    return None
+
+
+_MAX_LENGTH = 160
+
+
+def traits_of(step: RecordedStep) -> dict[str, str]:
+    """Returns by name: module modes, precision, loss, and operations on gradients; {} without a recording."""
+    program = alive(step.program)
+    calls = [each for each in program if isinstance(each, Call)]
+    if not calls:
+        return {}
+    modes, wanted = calls[0].training, calls[0].wanted
+    losses = [each.name for each in program if isinstance(each, Operation) and each.with_grad]
+    return {
+        "modes": f"{sum(modes)} of {len(modes)} modules in training mode",
+        "trained weights": f"{sum(wanted)} of {len(wanted)}",
+        "precision": " and ".join(dict.fromkeys(_precision(call) for call in calls)),
+        "loss": " ".join(losses)[:_MAX_LENGTH],
+        "changes of the gradients": ", ".join(_changes(program))[:_MAX_LENGTH] or "none",
+    }
+
+
+def _precision(call: Call) -> str:
+    is_on, dtype, _ = call.autocast
+    return f"autocast to {dtype}" if is_on else "no autocast"
+
+
+def _changes(program: list[Instruction]) -> Iterator[str]:
+    for each in program:
+        if isinstance(each, ClipGradients):
+            yield f"clipped by {each.by} at {each.at:.3g}"
+        elif isinstance(each, Multiply):
+            yield "multiplied"
