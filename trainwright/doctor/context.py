@@ -97,9 +97,7 @@ class RunContext:
         return tuple((str(kind), str(line)) for kind, line in next((lines for lines in nearest if lines), ()))
 
     def line_of(self, kind: str, step: int) -> str | None:
-        """Returns the line that makes the calls of a kind, such as
-        ``train.py:44``; None unless exactly one is known.
-        """
+        """Returns the line of the calls of a kind, such as ``train.py:44``; None unless exactly one is known."""
         lines = {line for each, line in self.calls_at(step) if each == kind}
         return lines.pop() if len(lines) == 1 else None
 

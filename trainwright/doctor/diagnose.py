@@ -49,9 +49,7 @@ def diagnose(run: RunContext, checks: Sequence[Check] | None = None) -> Diagnosi
 
 
 def _results(check: Check, run: RunContext) -> list[Result]:
-    """Returns the results of a check. An exception in it becomes an info finding,
-    because it must not end a training.
-    """
+    """Returns the results of a check. An exception in it becomes an info finding: it must not end a training."""
     try:
         return list(_run_check(check, run))
     except Exception as error:
@@ -114,9 +112,7 @@ def _place_of_first(cause: Finding, consequences: Sequence[Finding]) -> Where:
 
 
 def _explains(cause: Finding, other: Finding) -> bool:
-    """Returns True if the cause lists the code of the other finding, or both are about learning and the other one is a
-    symptom that is no more severe.
-    """
+    """Returns True if the cause lists the other code, or the other is a symptom of learning, and no more severe."""
     one, two = cause.found, other.found
     is_symptom = one.names_cause and not two.names_cause and one.severity != "info" and rank(one) < rank(two)
     are_of_learning = all(each.code.partition(".")[0] in TOPICS_OF_LEARNING for each in (one, two))

@@ -39,9 +39,7 @@ Traced = tuple[int, TraceFacts, FirstNonfinite]
 
 
 def traces(run: RunContext) -> list[Traced]:
-    """Returns the first non-finite value of each traced step, except for weights
-    that an earlier step made non-finite.
-    """
+    """Returns the first non-finite value of each traced step, unless an earlier step has made it."""
     found: list[Traced] = []
     for step, trace in run.every(TraceFacts):
         first = trace.first
@@ -98,9 +96,7 @@ def traced_at(run: RunContext, step: int) -> TraceFacts | str | None:
 
 
 def skipped_by_scaler(run: RunContext, step: int) -> bool:
-    """Returns True if the loss was finite and the gradient scaler skipped the update, as it does while it
-    searches for its scale.
-    """
+    """Returns True if the loss was finite and a gradient scaler, which searches for its scale, skipped the update."""
     seen = next((each for each in run.steps if each.step == step), None)
     return seen is not None and math.isfinite(seen.loss) and any(kind == "scaler_skipped" for kind, _ in seen.events)
 
@@ -131,9 +127,7 @@ def where_of(trace: TraceFacts, first: FirstNonfinite, ids: list[int]) -> Where:
 
 
 def trial_of(trace: TraceFacts, first: FirstNonfinite, mechanism: Mechanism) -> RemedyTrial | None:
-    """Returns the trial of the remedy: at the operation; else in float32 if that
-    is finite; else without the samples.
-    """
+    """Returns the trial: at the operation; else in float32 if that is finite; else without the samples."""
     if mechanism.guard is not None:
         return RemedyTrial(mechanism.guard, {"op": first.op} if mechanism.guard == "guarded" else {})
     return RemedyTrial("in_fp32") if trace.fp32_finite else without_samples(trace, first)

@@ -27,14 +27,14 @@ class StaleStatistics:
     source: str | None  # Line of the call
 
 
-@dataclass(frozen=True)
+@dataclass
 class CopyFacts:
     """A copy of a trained module: tensors of the same shapes that no optimizer holds."""
 
     kind: str  # Class of the object that holds the copy
     of: str  # Path of the trained module
-    moves: tuple[Move, ...]  # The steps in which the copy moved
-    gap: float  # Distance between copy and weights when the copy was found, relative to the norm of the weights
+    moves: tuple[Move, ...] = ()  # The steps in which the copy moved
+    gap: float = 0.0  # Distance between copy and weights when the copy was found, relative to the norm of the weights
     stale: StaleStatistics | None = None  # Statistics of a normalization that stay behind; None without any
 
 

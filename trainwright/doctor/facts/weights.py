@@ -63,9 +63,7 @@ class PretrainedFacts:
 
 
 def is_left_as_it_is(run: RunContext, names: Sequence[str]) -> bool:
-    """Returns True if weights without a gradient are probably meant to stay unchanged: they are pretrained, or outside
-    of the path from the loss to the trained weights.
-    """
+    """Returns True if weights without a gradient were trained before, or are outside of the path to the loss."""
     wiring, weights = run.latest(WiringFacts), run.latest(WeightsFacts)
     cuts = wiring.cuts if wiring is not None else ()
     beside = {name for each in cuts if each.aside for name in each.behind}

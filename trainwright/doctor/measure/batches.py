@@ -20,7 +20,8 @@ from trainwright.doctor.facts.data import (
     PaddingFacts,
     StandardizedFacts,
 )
-from trainwright.doctor.measure.tokens import place, tensor_leaves
+from trainwright.doctor.measure.tensors import padding_of
+from trainwright.doctor.measure.tokens import place
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.classified import Classified, classified
@@ -74,7 +75,7 @@ def _offsets(session: ReplaySession, ids: Tensor) -> tuple[int, ...]:
             losses.append(loss)
         return function(*args, **kwargs)
 
-    outputs = tensor_leaves(session.run(Intervention(ops=collect), upto="forward").outputs)
+    outputs = tensors_of(session.run(Intervention(ops=collect), upto="forward").outputs)
     placed = [found for each in losses if (found := place(each, ids, outputs)) is not None]
     return tuple(offset for each in placed if (offset := each.offset()[0]) is not None)
 
@@ -90,10 +91,7 @@ def _with_targets(facts: BatchFacts, session: ReplaySession, x: Tensor, target: 
 
 
 def _is_seen(session: ReplaySession, column: int) -> bool:
-    """Returns True if the prediction for the first target depends on the column.
-
-    In an autoregressive density model it does not.
-    """
+    """Returns True if the first prediction depends on the column. In an autoregressive density model it does not."""
     was = _prediction(session, UNCHANGED)
     now = _prediction(session, Intervention(inputs=on_column(column, lambda values: values.roll(1))))
     return was is None or now is None or not torch.equal(was, now)
@@ -168,9 +166,7 @@ def _each_once(columns: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _separates(means: Tensor, spread: Tensor) -> Tensor:
-    """Returns a mask of columns whose class means, of shape (classes, columns), differ by more than they vary within
-    classes.
-    """
+    """Returns a mask of columns whose class means (classes, columns) differ by more than they vary within classes."""
     gaps = means.sort(0).values.diff(dim=0).amin(0)
     return gaps > 4 * spread + 1e-9 * means.abs().amax(0)
 
@@ -191,17 +187,17 @@ def _smallest(fraction: Tensor, at_most: float) -> list[int]:
 
 
 def padding(ids: Tensor) -> PaddedIds | None:
-    """Returns the padding id: it fills many rows at their end or start, to different lengths, and is rare elsewhere."""
-    for side in ("end", "start"):
-        rows = ids if side == "end" else ids.flip(1)
-        value = rows[:, -1].mode().values
-        lengths = (rows.flip(1) == value).cumprod(1).sum(1)
-        filled = lengths >= MIN_PADDING
-        inside = int((rows == value).sum()) - int(lengths.sum())
-        if filled.double().mean() >= 0.2 and inside <= 0.02 * rows.numel() and len(torch.unique(lengths[filled])) > 1:
-            fraction = float(lengths.sum()) / rows.numel()
-            return PaddedIds(id=int(value), fraction=fraction)
-    return None
+    """Returns the padding id: it fills many rows, to different lengths, and is rare elsewhere."""
+    if (found := padding_of(ids)) is None:
+        return None
+    filler, is_pad = found
+    lengths = is_pad.sum(1)
+    inside = int((ids == filler).sum()) - int(lengths.sum())
+    filled = lengths[lengths >= MIN_PADDING]
+    is_rare = inside <= 0.02 * ids.numel()
+    if not is_rare or len(filled) < 0.2 * len(ids) or len(torch.unique(filled)) < 2:
+        return None
+    return PaddedIds(id=filler, fraction=float(is_pad.double().mean()))
 
 
 @replay(PaddingFacts, when="requested")
@@ -303,9 +299,7 @@ def _signal(x: Tensor, y: Tensor, classes: int) -> float:
 
 
 def _correlation(learner: str, kernel: Tensor, truth: Tensor, fold: Tensor) -> float:
-    """Returns the pooled correlation of held-out scores with ``truth``, times the square root of the number of
-    samples.
-    """
+    """Returns the pooled correlation of held-out scores with ``truth``, times the root of the number of samples."""
     scores = torch.zeros_like(truth)
     for held_out in range(4):
         seen, new = fold != held_out, fold == held_out

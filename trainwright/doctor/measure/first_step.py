@@ -95,10 +95,7 @@ def first_loss_rescaled(session: ReplaySession) -> FirstLossFacts:
 
 
 def _gains(session: ReplaySession) -> dict[str, float]:
-    """Returns, for each weight matrix, its standard deviation times the square root of its fan-in.
-
-    It is about 1 where signals keep their scale.
-    """
+    """Returns the standard deviation of each weight matrix times the root of its fan-in, which is usually about 1."""
     names = {id(p): n for n, p in session.parameters.items()}
     gains = {}
     for module in session.modules.values():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainwright.doctor.facts.function import Deviation, FunctionFacts
+from trainwright.doctor.measure.tensors import padding_of
 from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import Operation, constants_of, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
@@ -71,9 +72,7 @@ class EvalPasses:
         yield
 
     def confirmed(self, measure: Callable[[EvalPasses], Deviation | None]) -> Deviation | None:
-        """Returns the result of ``measure``; reduced if the deviation is small and shrinks in float64, because it is
-        rounding.
-        """
+        """Returns the result of ``measure``, reduced if it is small and shrinks in float64: then it is rounding."""
         found = measure(self)
         if found is None or not found.is_real or found.amount > MAX_CONFIRMED_RATIO * found.limit:
             return found
@@ -241,9 +240,7 @@ def is_batch(session: ReplaySession) -> bool:
 
 
 def are_one_set(session: ReplaySession) -> bool:
-    """Returns True if a module gets all samples as one set, (1, samples, ...): attention between samples is
-    intended.
-    """
+    """Returns True if a module gets all samples as one set (1, samples, ...): it relates them on purpose."""
     modules, size, found = ModuleStack(session.modules), session.size, False
 
     def enter(path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -339,7 +336,6 @@ def _rolled(leaf: object, size: int) -> object:
 
 
 COMPARISONS = frozenset({"eq", "ne", "gt", "lt", "not_equal"})
-MIN_LENGTH = 4  # Minimum length of a sequence
 
 
 def padding(passes: EvalPasses) -> tuple[Deviation | None, str]:
@@ -363,23 +359,11 @@ def padding(passes: EvalPasses) -> tuple[Deviation | None, str]:
 
 
 def _padded_row(ids: Tensor) -> tuple[int, int, int] | None:
-    """Returns the row with the most padding, its length without padding, and the padding value; None without padding.
-
-    Floating-point inputs are padded with zeros, token ids with the id that most rows end in.
-    """
-    if (
-        ids.dtype == torch.bool
-        or ids.dim() < 2
-        or ids.shape[1] < MIN_LENGTH
-        or ids.is_floating_point() != (ids.dim() > 2)
-    ):
+    """Returns the row with the most padding at its end, its length without it, and the padding value."""
+    if (found := padding_of(ids)) is None or not bool(found[1][:, -1].any()):
         return None
-    filler = 0 if ids.is_floating_point() else int(ids[:, -1].mode().values)
-    is_filler = (ids == filler).flatten(2).all(2) if ids.dim() > 2 else ids == filler
-    runs = is_filler.flip(1).cumprod(1).sum(1)
+    filler, runs = found[0], found[1].sum(1)
     kept = int(ids.shape[1]) - runs
-    if int((runs >= 2).sum()) < 2 or int(runs.min()) == int(runs.max()):
-        return None
     row = int(torch.where(kept >= 2, runs, 0).argmax())
     return (row, int(kept[row]), filler) if int(runs[row]) >= 2 and int(kept[row]) >= 2 else None
 

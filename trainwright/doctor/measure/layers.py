@@ -23,6 +23,7 @@ from trainwright.doctor.facts.layers import (
     WrongAxes,
 )
 from trainwright.doctor.measure.module_probe import ModuleProbe
+from trainwright.doctor.measure.tensors import padding_of
 from trainwright.recorder.callers import caller
 from trainwright.recorder.listener import inside
 from trainwright.recorder.pausable import PausableMode, without_modes
@@ -50,8 +51,9 @@ class Axes:
         self._padding: Tensor | None = None
 
     def begin(self, args: Args, kwargs: Kwargs) -> None:
-        inputs = [each for each in plain(tensors_of((args, kwargs), 3)) if each.dim() > 1]
-        self._padding = next((pad for each in inputs if (pad := padding_of(each)) is not None), None)
+        inputs = [each for each in plain(tensors_of((args, kwargs), 3)) if not each.is_floating_point()]
+        found = next((found for each in inputs if (found := padding_of(each)) is not None), None)
+        self._padding = None if found is None or found[1].all(1).any() else found[1]
 
     def note(self, path: str, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
         if name in ("view", "reshape") and isinstance(result, Tensor) and is_reordered(args[0].shape, result.shape):
@@ -86,18 +88,6 @@ def is_reordered(old: Sequence[int], new: Sequence[int]) -> bool:
             moved = sorted({size for size, now in zip(one, other) if size != now})
             return all(b - a > 1 for a, b in pairwise(moved))
     return False
-
-
-def padding_of(ids: Tensor) -> Tensor | None:
-    """Returns the padding positions of token ids: at one end and of several lengths; None without padding."""
-    if ids.dim() != 2 or ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex() or ids.shape[1] < 4:
-        return None
-    for end in (ids.flip(1), ids):
-        is_filler = (end == end[:, 0].mode().values).long().cumprod(1).bool()
-        lengths = is_filler.sum(1)
-        if int((lengths >= 2).sum()) >= 2 and int(lengths.min()) < int(lengths.max()) < ids.shape[1]:
-            return is_filler.flip(1) if end is not ids else is_filler
-    return None
 
 
 def hidden_keys(name: str, args: Args, kwargs: Kwargs) -> Tensor | None:

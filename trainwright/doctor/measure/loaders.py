@@ -65,10 +65,7 @@ class _Reads:
 
 
 class Loaders(Probe):
-    """Observes loaders.
-
-    ``urgent``: training samples were evaluated, an order repeated, or workers hold stale copies.
-    """
+    """``urgent``: training samples were evaluated, an order repeated, or workers hold stale copies."""
 
     name = LoadersFacts.experiment
     hears_every_step = True

@@ -178,10 +178,7 @@ def _sample_rows(x: Tensor) -> Tensor:
 
 
 def room_within(loss: ComparedLoss, low: float, high: float) -> float:
-    """Returns the largest possible reduction of the loss by predictions within these bounds, as a fraction.
-
-    The reference is the loss of equal predictions for all classes.
-    """
+    """Returns the largest gain of predictions within these bounds over equal ones, as a fraction of their loss."""
     if loss.name in BINARY:
         best = loss.value((low + (min(high, 30.0) - low) * loss.target).to(loss.x), loss.target)
     else:

@@ -189,10 +189,7 @@ def _sampled(tensor: Tensor) -> Tensor:
 
 
 def _smallness(grads: Sequence[Tensor]) -> Tensor:
-    """Returns the fraction of gradients that are 0, and the root mean square of the others in steps of float16.
-
-    The second is infinite without such gradients.
-    """
+    """Returns the fraction of gradients that are 0, and the root mean square in steps of float16; inf without any."""
     in_steps = [_sampled(grad).float().abs() / SMALLEST_FP16 for grad in grads]
     is_fp16 = torch.stack([(each == each.round()).all() for each in in_steps]).float()
     zeros = torch.stack([(each == 0).float().mean() for each in in_steps])

@@ -30,10 +30,7 @@ MAX_EVALUATIONS = 16  # Maximum number of steps with an evaluation that are kept
 
 
 class Modes(Probe):
-    """Observes modes.
-
-    ``urgent``: a module has left train mode, or the model was evaluated in train mode.
-    """
+    """``urgent``: a module has left train mode, or the model was evaluated in train mode."""
 
     name = ModesFacts.experiment
     hears_every_step = True

@@ -266,9 +266,7 @@ def _empty(session: ReplaySession, call: int, rows: Sequence[int]) -> float | No
 
 
 def _breaking_rows(session: ReplaySession, bad: Bad) -> tuple[int, ...] | None:
-    """Returns the rows that make the step non-finite alone, confirmed by replays; None if there are too many or a
-    replay fails.
-    """
+    """Returns the rows that make the step non-finite alone; None if there are too many or a replay fails."""
     size = session.size
     if not size:
         return None

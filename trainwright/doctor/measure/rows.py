@@ -43,10 +43,7 @@ def row_digests(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _counts_up(tensor: Tensor) -> Tensor:
-    """Returns True if it numbers rows or groups of rows from 0 on: such positions are not part of a row's content.
-
-    The result is a 0-d tensor, so that the host does not wait for the device.
-    """
+    """Returns True (0-d) if it numbers rows, or groups of rows, from 0 on: that is not part of their content."""
     if tensor.dim() > 1 or tensor.is_floating_point() or tensor.dtype == torch.bool:
         return torch.zeros((), dtype=torch.bool, device=tensor.device)
     return (tensor[0] == 0) & (tensor[1:] >= tensor[:-1]).all()
@@ -306,9 +303,7 @@ class InputRows(Probe):
         self._found.evaluated = max(seen, key=lambda each: (each.is_partial, each.shared))
 
     def _overlap(self, calls: Sequence[list[int]], site: Site, has_source: bool) -> EvaluatedRows:
-        """Returns the rows of a pass over one loader or tensor. Without one, several sets may have been evaluated in
-        turn.
-        """
+        """Returns the rows of a pass over one loader or tensor; without one, several sets may be evaluated in turn."""
         rows = [row for call in calls for row in call]
         fractions = [sum(row in self._seen for row in call) / max(1, len(call)) for call in calls]
         mixed = sum(0.1 < each < 0.9 for each in fractions)

@@ -158,10 +158,7 @@ class StoredSamples(Probe):
 
 
 def _factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
-    """Returns the median factor if each element became the same function ``a * x + b`` in all samples; else None.
-
-    ``a`` and ``b`` may differ between elements, as for columns that are normalized by their own mean and deviation.
-    """
+    """Returns the median ``a`` if each element became its own ``a * x + b`` in all samples; else None."""
     if len(pairs) < MIN_PAIRS or pairs[0][0].numel() < MIN_PAIRS:
         return None
     before, now = (torch.stack([pair[n] for pair in pairs]) for n in (0, 1))

@@ -50,10 +50,7 @@ class _Scheduler:
 
 
 class Schedules(Probe):
-    """Observes all schedulers, also those that the watch was not given.
-
-    ``urgent``: the learning rate fell, or a cosine began to climb.
-    """
+    """Observes all schedulers, also those not given. ``urgent``: the rate fell, or a cosine began to climb."""
 
     name = LearningRateFacts.experiment
     hears_every_step = True

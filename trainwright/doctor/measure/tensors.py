@@ -1,22 +1,21 @@
-"""Helpers for measurements: sample the elements of a tensor, and traverse its autograd graph."""
+"""Helpers for measurements: samples and padding of tensors, and their autograd graph."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from trainwright.recorder.ranks import own_part
 
 MAX_NODES = 20_000  # Maximum number of visited graph nodes
+MIN_LENGTH = 4  # Minimum length of padded rows
 
 
 def sampled(tensor: Tensor, most: int) -> Tensor:
-    """Returns a copy of at most ``most`` evenly spaced elements of a tensor.
-
-    Of a DTensor only the local part is sampled, because slicing it would communicate.
-    """
+    """Returns a copy of at most ``most`` evenly spaced elements; of a DTensor, of its local part."""
     flat = own_part(tensor.detach()).flatten()
     return flat[:: max(1, flat.numel() // most)][:most].clone()
 
@@ -40,3 +39,22 @@ def nodes_behind(roots: Iterable[Node], stops: tuple[str, ...] = ()) -> set[Node
 def leaves_among(nodes: Iterable[Node]) -> set[Tensor]:
     """Returns the leaf tensors of those nodes that accumulate gradients."""
     return {leaf for each in nodes if (leaf := getattr(each, "variable", None)) is not None}
+
+
+def padding_of(x: Tensor) -> tuple[int, Tensor] | None:
+    """Returns the value that pads rows (B, T, ...) at one end, and the positions (B, T) that it fills; else None.
+
+    Padding fills two positions or more in two rows, to several lengths. Token ids are padded with the id that most rows
+    end or begin in, vectors with zeros.
+    """
+    is_vector = x.is_floating_point()
+    if x.dtype == torch.bool or x.is_complex() or x.dim() < 2 or is_vector != (x.dim() > 2) or x.shape[1] < MIN_LENGTH:
+        return None
+    for is_at_end in (True, False):
+        rows = x.flip(1) if is_at_end else x
+        filler = 0 if is_vector else int(rows[:, 0].mode().values)
+        is_filler = ((rows == 0).flatten(2).all(2) if is_vector else rows == filler).long().cumprod(1).bool()
+        lengths = is_filler.sum(1)
+        if int((lengths >= 2).sum()) >= 2 and int(lengths.min()) < int(lengths.max()):
+            return filler, is_filler.flip(1) if is_at_end else is_filler
+    return None

@@ -10,7 +10,8 @@ from torch import Tensor
 from trainwright.doctor.facts.data import TextEnds, TokenLoss, TokensFacts
 from trainwright.doctor.facts.function import Deviation
 from trainwright.doctor.measure.function import EvalPasses, at_rows
-from trainwright.recorder.program import mapped
+from trainwright.doctor.measure.tensors import padding_of
+from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.classified import Classified, classified
 from trainwright.replay.experiments import replay
@@ -98,13 +99,6 @@ def token_inputs(session: ReplaySession) -> list[Tensor]:
     return [x for x in found.values() if x.dim() == 2 and x.shape[1] > 2 and int(x.max() - x.min()) > 1]
 
 
-def tensor_leaves(outputs: object) -> list[Tensor]:
-    """Returns the tensors in nested containers."""
-    tensors: list[Tensor] = []
-    mapped(outputs, lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None)
-    return tensors
-
-
 def _losses_in_eval(session: ReplaySession, inputs: InputHandler | None = None) -> list[Classified]:
     inspector = _Losses(session)
     with session.live():
@@ -116,7 +110,7 @@ def examine_tokens(session: ReplaySession) -> TokensFacts:
     """Examines each token input and cross-entropy: the token that is the target, and leaks of the target."""
     inspector = _Losses(session)
     with session.live():
-        outputs = tensor_leaves(inspector.run("forward").outputs)
+        outputs = tensors_of(inspector.run("forward").outputs)
     found = []
     for ids in token_inputs(session):
         for which, loss in enumerate(inspector.losses):
@@ -144,10 +138,7 @@ def examine_tokens(session: ReplaySession) -> TokensFacts:
 
 
 def _sees(session: ReplaySession, placed: Placed, which: int) -> tuple[float | None, float | None, int]:
-    """Returns the change of predictions before and at a position from which on tokens differ, and the position.
-
-    The position is about three quarters into the row.
-    """
+    """Returns the change of predictions before and at a position from which on tokens differ, and the position."""
     ids, length = placed.ids, placed.ids.shape[1]
     column = placed.at % length
     counts = placed.loss.target >= 0
@@ -216,22 +207,18 @@ def _ends(session: ReplaySession, placed: Placed) -> TextEnds | None:
     at = (placed.at + 1)[(placed.at % length) < length - 1]
     target[at] = placed.loss.target[(placed.at % length) < length - 1]
     wanted = target.view_as(ids)
-    last = ids[:, -1]
-    filler = last.mode().values
-    run = (ids.flip(1) == filler).cumprod(1).sum(1)
-    if int((run >= 2).sum()) < max(2, len(ids) // 5) or int(run.min()) == int(run.max()):
+    filler, trailing = padding_of(ids) or (0, torch.zeros_like(ids, dtype=torch.bool))
+    if not bool(trailing[:, -1].any()) or int((trailing.sum(1) >= 2).sum()) < len(ids) // 5:
         return None
     is_it = ids == filler
-    column = torch.arange(length, device=ids.device)
-    trailing = column >= (length - run)[:, None]
     after_target = torch.cat([torch.zeros_like(is_it[:, :1]), wanted[:, :-1] >= 0], 1)
     within = is_it & ~trailing & after_target
-    first = is_it & (column == (length - run)[:, None]) & after_target
+    first = trailing & (trailing.cumsum(1) == 1) & after_target
     masks = [x for x in session.inputs if x.shape == ids.shape and int(x.max()) == 1]
     attended = max((int((first & (mask != 0)).sum()) for mask in masks if int(mask.min()) == 0), default=0)
     used = is_it & (wanted >= 0)
     return TextEnds(
-        id=int(filler),
+        id=filler,
         within=int(within.sum()),
         attended=attended,
         targets=int(used.sum()),

@@ -91,9 +91,7 @@ def again(session: ReplaySession) -> AgainFacts:
 
 
 def tolerance_of(session: ReplaySession) -> float:
-    """Returns the allowed relative difference: for a compiled model, half of the digits of its coarsest dtype;
-    else 0.
-    """
+    """Returns the allowed relative difference: half of the digits of the dtype for a compiled model; else 0."""
     if not any(map(is_compiled, session.replayer.subject.modules)):
         return 0.0
     computed = {p.dtype for p in session.parameters.values() if p.is_floating_point()}

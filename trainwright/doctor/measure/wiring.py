@@ -158,9 +158,7 @@ class _Wiring(StepInspector):
 
 @replay(WiringFacts, when="first", steps=1.3, value=2.0)
 def structure(session: ReplaySession) -> WiringFacts:
-    """Returns the trained parameters, the parts that the graph reaches, and linear layers without anything between
-    them.
-    """
+    """Returns the trained parameters, the parts that the graph reaches, and linear layers in a row."""
     wiring, held = _Wiring(session), _held_by_modules(session)
     with session.live():
         result = wiring.run()
@@ -199,10 +197,7 @@ def _unregistered(session: ReplaySession, leaves: dict[int, Tensor]) -> dict[str
 
 
 def _held_by_modules(session: ReplaySession) -> set[int]:
-    """Returns the ids of the tensors in attributes of modules before a pass.
-
-    An input that a module stores for a derivative is a new tensor in each pass.
-    """
+    """Returns the ids of the tensors in attributes of modules before a pass, in which an input may be stored."""
     return {id(each) for m in session.modules.values() for value in list(vars(m).values()) for each in _held(value)}
 
 
@@ -259,9 +254,7 @@ class _Checksums(StepInspector):
         return saved
 
     def first_difference(self) -> str | None:
-        """Returns the first module whose output under activation checkpointing differs from that of the forward
-        pass.
-        """
+        """Returns the first module whose output under activation checkpointing differs from the forward pass."""
         for path, sums in self._in_backward:
             before = self._in_forward.get(path, [])
             if before and all(bool(_differ(each, sums)) for each in before):
@@ -293,9 +286,7 @@ MAX_UPDATES = 128  # Maximum number of updates on one batch. The gain from depth
 
 @replay(ActivatedFacts, when="requested", steps=240.0)
 def activation_between(session: ReplaySession) -> ActivatedFacts:
-    """Updates on one batch for half a second: unchanged, and with an activation between each two linear layers that
-    have none.
-    """
+    """Updates on one batch for half a second: unchanged, and with activations between linear layers in a row."""
     wiring = _Wiring(session)
     with session.live():
         wiring.run(upto="forward")

@@ -16,10 +16,7 @@ NUM_UPDATES = 8
 
 
 def logits_instead_of_probabilities(session: ReplaySession) -> str:
-    """Tries the logarithm of the probabilities, which gives nearly the same loss as the logits would.
-
-    Measured by the negative log-likelihood of the target, which is comparable in both cases.
-    """
+    """Tries the logarithm of the probabilities. Both are compared by the negative log-likelihood of the target."""
     losses: dict[bool, list[float]] = {False: [], True: []}
     truth: list[Tensor] = []  # scores for the nll_loss after a log_softmax that received probabilities
 

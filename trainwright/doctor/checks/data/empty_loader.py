@@ -6,8 +6,6 @@ from trainwright.doctor.facts.data import LoadersFacts
 def empty_loader(run: RunContext, facts: LoadersFacts) -> Results:
     """The loader gives no batch, so an epoch has no steps.
 
-    Why it matters: every line of the loop runs, no error is raised, and nothing is trained.
-
     How it is detected: an iterator was created and returned no batch, and the length of the loader is 0. A loader
     without a length must be found empty twice.
 

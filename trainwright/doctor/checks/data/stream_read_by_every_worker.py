@@ -8,8 +8,6 @@ MIN_EQUAL_GROUPS = 4  # Groups of equal batches with different rows. Fewer may b
 def stream_read_by_every_worker(run: RunContext, facts: RowsFacts) -> Results:
     """Every worker yields the whole stream, so each sample comes once per worker in an epoch.
 
-    Why it matters: consecutive batches are equal, and an epoch is as many times as long as there are workers.
-
     How it is detected: the rows from a loader over an IterableDataset with n workers: n consecutive batches are equal,
     and this happens 4 times, each time with other rows.
 

@@ -11,8 +11,6 @@ MIN_RELATIVE_ERROR = 0.25  # Relative distance of a micro-batch's weight from it
 def accumulation_token_weighting(run: RunContext, exams: Every[AccumulationFacts]) -> Results:
     """Micro-batches with unequal numbers of targets have equal weights, so targets of short ones count too much.
 
-    Why it matters: the gradient is not that of the batch, and depends on how the batch was split.
-
     How it is detected: the number of elements over which each micro-batch takes its mean, in a replayed step. These
     numbers differ by half, and by more than masking at random would make them differ.
 

@@ -9,8 +9,6 @@ from trainwright.runs.records import Watched
 def clip_no_effect(run: RunContext) -> Results:
     """Clipping is called, and updates are made with gradients above the threshold.
 
-    Why it matters: clipping seems to limit the effect of a bad batch, and does not.
-
     How it is detected: every clip comes after its gradients were applied or before they exist, or it gets no
     parameters, and the norm at the update is above the threshold.
 

@@ -11,8 +11,6 @@ MIN_RELATIVE_GRADIENT = 300.0
 def exploding(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     """Gradients are far too large before anything is trained.
 
-    Why it matters: a single update moves the weights so far that the loss diverges.
-
     How it is detected: in the first four steps, norm of gradients times norm of weights is more than 300 times
     the loss, or more than 300 where the loss is below 1 (a loss of 0, as of a policy, is no evidence).
 

@@ -20,8 +20,6 @@ MIN_DEPTH_RATIO = 20.0  # Distance of the final loss below 0 / largest absolute 
 def falls_without_bound(run: RunContext) -> Results:
     """The loss falls without bound, faster and faster, far below any value that it had before.
 
-    Why it matters: a loss without a lower bound is minimized by outputs that grow for ever, not by good predictions.
-
     How it is detected: the mean losses of four parts of the run fall, each part by more than the one before, to a
     negative value 20 times as large as any loss of the first eighth.
 

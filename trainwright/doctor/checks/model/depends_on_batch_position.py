@@ -6,8 +6,6 @@ from trainwright.doctor.facts.function import FunctionFacts
 def depends_on_batch_position(run: RunContext, facts: FunctionFacts) -> Results:
     """The output for a sample depends on its position in the batch.
 
-    Why it matters: the model uses, and learns, the arbitrary order of the rows of a batch.
-
     How it is detected: in eval mode the samples of a batch from a loader are moved by one row, and their outputs
     change by more than the measured rounding error.
 

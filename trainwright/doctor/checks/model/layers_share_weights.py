@@ -6,8 +6,6 @@ from trainwright.doctor.facts.modules import ModulesFacts
 def layers_share_weights(run: RunContext, facts: ModulesFacts) -> Results:
     """One module occurs several times in a list of layers, so the layers share their weights.
 
-    Why it matters: the model has a fraction of the parameters that it seems to have.
-
     How it is detected: the identity of the entries of `nn.ModuleList` and `nn.Sequential`, and one of them that gets
     its own output as its input.
 

@@ -10,8 +10,6 @@ MIN_DEVIATION = 0.02
 def mixes_samples(run: RunContext, facts: FunctionFacts) -> Results:
     """The output for one sample depends on other samples of the batch.
 
-    Why it matters: shapes are right and the loss falls, but a prediction depends on what else is in the batch.
-
     How it is detected: in eval mode, one sample is replaced by its neighbour, and the outputs of the others change by
     more than rounding, which is measured.
 

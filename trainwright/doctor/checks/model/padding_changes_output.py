@@ -6,8 +6,6 @@ from trainwright.doctor.facts.function import FunctionFacts
 def padding_changes_output(run: RunContext, facts: FunctionFacts) -> Results:
     """The output for a sequence depends on how much padding follows it.
 
-    Why it matters: the same sequence gets other predictions in another batch.
-
     How it is detected: the padding at the end of a row is cut off in eval mode, and the outputs of the row change by
     more than rounding.
 

@@ -8,8 +8,6 @@ from trainwright.doctor.facts.averages import MAX_UNEXPLAINED, AveragesFacts, Co
 def average_does_not_follow(run: RunContext, facts: AveragesFacts) -> Results:
     """A moving average of the weights is not an average, because its factors are wrong.
 
-    Why it matters: the averaged model is evaluated and saved, and it is not the one that was trained.
-
     How it is detected: copies of the weights (modules, dicts, lists of the same shapes) are followed for 16 steps, and
     each change is fitted by a fraction of the distance to the weights plus a growth factor.
 

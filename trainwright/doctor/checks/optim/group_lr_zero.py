@@ -6,8 +6,6 @@ from trainwright.doctor.facts.calls import CallsFacts
 def group_lr_zero(run: RunContext, exams: Every[CallsFacts]) -> Results:
     """A parameter group has a learning rate of 0 while other groups have one above 0.
 
-    Why it matters: its parameters get gradients and stay as they are. Often that is the new head of a fine-tune.
-
     How it is detected: the rates of all groups at two examinations.
 
     Exceptions: a schedule with a base rate above 0 that may still raise it, until the end of the run.

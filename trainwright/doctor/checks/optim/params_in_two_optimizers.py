@@ -6,9 +6,6 @@ from trainwright.doctor.facts.calls import CallsFacts
 def params_in_two_optimizers(run: RunContext, facts: CallsFacts) -> Results:
     """Two optimizers hold the same parameters, and both step.
 
-    Why it matters: each gradient is applied twice, and the moments of each optimizer do not account for the updates of
-    the other one.
-
     How it is detected: two optimizers, watched or not, step after the same backward pass and share parameters that have
     a gradient.
 

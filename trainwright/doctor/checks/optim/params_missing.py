@@ -6,8 +6,6 @@ from trainwright.doctor.facts.calls import CallsFacts
 def params_missing(run: RunContext, facts: CallsFacts) -> Results:
     """Parameters get gradients, and no optimizer holds them.
 
-    Why it matters: they stay as they were initialized; the rest learns around them.
-
     How it is detected: trainable parameters have a gradient, are in no optimizer (watched or not), and did not change
     between two examinations (target networks and averages do).
 

@@ -11,8 +11,6 @@ from trainwright.doctor.facts.calls import CallsFacts
 def stale_params(run: RunContext, facts: CallsFacts) -> Results:
     """The optimizer holds tensors that are no longer in the model.
 
-    Why it matters: `step()` updates the old tensors, and no weight of the model changes.
-
     How it is detected: tensors of the optimizer are not in the watched models. Parameters of these models get
     gradients, but are in no optimizer and do not change.
 

@@ -10,8 +10,6 @@ MIN_RECENT_UPDATES = 40  # Recent updates that show that all weights have stoppe
 def weights_never_move(run: RunContext, facts: WeightsFacts) -> Results:
     """Weights do not learn, though the optimizer updates them at a learning rate above 0.
 
-    Why it matters: a weight that does not change learns nothing.
-
     How it is detected: checksums of all weights at each examination: none has changed in 4 updates (12 where no weight
     has a gradient), or in the last 40. For single weight matrices: the gradient was exactly 0 at every examination of
     at least 12 updates.

@@ -11,8 +11,6 @@ from trainwright.doctor.facts.precision import MixedPrecisionFacts
 def autocast_stale_cache(run: RunContext, facts: MixedPrecisionFacts) -> Results:
     """One autocast block spans several steps, and its cache still holds the weights of the first.
 
-    Why it matters: the float32 weights change, but the forward pass continues to use the old 16-bit copies.
-
     How it is detected: at an update inside of autocast, a small test weight is cast and then changed; at the
     next update the cache of autocast still returns its old value.
 

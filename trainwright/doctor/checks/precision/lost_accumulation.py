@@ -9,8 +9,6 @@ MIN_ROUNDING_RATIO = 4
 def lost_accumulation(run: RunContext, facts: MixedPrecisionFacts) -> Results:
     """Gradients of many micro-batches are summed in 16 bits, so values that are small compared with the sum are lost.
 
-    Why it matters: the later micro-batches of a step count for less than the first ones.
-
     How it is detected: a sample of the gradients of the first steps is also summed in float32. The error of the sum in
     16 bits is four times that of one rounding.
 

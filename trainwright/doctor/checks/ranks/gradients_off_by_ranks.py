@@ -7,8 +7,6 @@ def gradients_off_by_ranks(run: RunContext, facts: RanksFacts) -> Results:
     """The gradients are too large or too small by a factor of the number of ranks: their sum is not divided by it, or
     twice.
 
-    Why it matters: the learning rate is in effect multiplied or divided by the number of ranks.
-
     How it is detected: the loss is a mean. Its gradients go through `all_reduce` with SUM, and are not changed before
     the update; or the loss is divided by the number of ranks, and DistributedDataParallel takes the mean again.
 

@@ -15,8 +15,6 @@ DECAYED_FRACTION = 0.01  # Below this fraction of the highest learning rate, a d
 def learning_rate_zero(run: RunContext, facts: WeightsFacts) -> Results:
     """The learning rate is 0, so updates change nothing.
 
-    Why it matters: the run goes on, costs time, and learns nothing.
-
     How it is detected: 16 updates at a learning rate of 0 from the first step on; or a rate that falls to 0 from more
     than 1 % of its highest value, and stays there for 8 updates and a fifth of the run.
 

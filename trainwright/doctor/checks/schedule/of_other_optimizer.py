@@ -6,8 +6,6 @@ from trainwright.doctor.facts.schedule import LearningRateFacts
 def of_other_optimizer(run: RunContext, facts: LearningRateFacts) -> Results:
     """A scheduler is stepped, but its optimizer never steps.
 
-    Why it matters: the learning rate of the optimizer that updates the weights never changes.
-
     How it is detected: the optimizer that the scheduler was made with does not step for two steps of the loop (20 if it
     shares no parameters with the watched models).
 

@@ -93,9 +93,7 @@ def _full_steps(part: PartFacts) -> float:
 
 
 def _never_reached(facts: LearningRateFacts, each: SchedulerFacts) -> str:
-    """Returns text on a schedule for the steps of this run (within a tenth) that is stepped once for many; ""
-    otherwise.
-    """
+    """Returns text on a schedule for the steps of this run, within a tenth, that is stepped once for many; else ""."""
     part = each.parts[0]
     length = part.total_steps or part.T_max or part.total_iters or 0
     if not (1 < each.calls <= facts.steps / 4 and 0.9 * facts.steps <= length <= 1.1 * facts.steps + 1):

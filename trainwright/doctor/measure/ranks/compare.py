@@ -40,9 +40,7 @@ STRAGGLER_MIN_S = 0.005  # A straggler takes at least this many seconds more tha
 
 
 class Comparison:
-    """The comparison of the ranks so far. ``names`` are the names of the folded checksums (see
-    ``facts.ranks.FOLDS``).
-    """
+    """The comparison of the ranks so far. ``names`` are the names of the folded checksums."""
 
     def __init__(self, size: int, names: Sequence[str]) -> None:
         self._facts, self._names = RanksFacts(size=size), list(names)

@@ -26,10 +26,7 @@ from trainwright.recorder.numbers import late, lateness
 
 
 class EngineRows:
-    """Makes the rows of this rank's steps and passes them to the exchange. It is a StepWitness.
-
-    ``has_own_samples``: no other rank trains on the samples of this one.
-    """
+    """Makes the rows of this rank. It is a StepWitness. ``has_own_samples``: no other rank trains on its samples."""
 
     def __init__(self, state: TrainState, replica: Replica, exchange: Exchange, *, has_own_samples: bool) -> None:
         self._optimizer, self._replica, self._exchange = state.optimizer, replica, exchange

@@ -259,10 +259,7 @@ MAX_PENDING_ROWS = 64  # Maximum number of rows of a rank on the board, and of s
 
 
 class Gathering:
-    """The ranks that take part, and their reports.
-
-    ``key`` is the prefix of all keys on the board, ``names`` are the names of the checksums.
-    """
+    """The ranks that take part, and their reports. ``key`` is the prefix of all keys on the board."""
 
     def __init__(self, board: Board, key: str, names: Sequence[str]) -> None:
         self._board, self._key = board, key

@@ -78,10 +78,7 @@ def make_ranks_probe(watched: WatchedObjects) -> Probe | None:
 
 
 class RanksProbe(Probe):
-    """Reports this rank's steps to the others, and returns the result of the comparison.
-
-    ``urgent``: the comparison has found something new.
-    """
+    """Reports the steps of this rank. ``urgent``: the comparison has found something new."""
 
     name = RanksFacts.experiment
     hears_every_step = True
@@ -333,10 +330,7 @@ DIVISIONS = frozenset({"div", "__truediv__", "true_divide", "div_"})
 
 
 class SumWatch:
-    """Tracks the gradients of one step through an ``all_reduce`` call of the loop.
-
-    They are undivided if each was reduced as backward left it, with a sum, and was used unchanged.
-    """
+    """Tracks gradients through an ``all_reduce`` of the loop: undivided if they are summed and used unchanged."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
@@ -381,10 +375,7 @@ class SumWatch:
 
 
 def is_divided_again(step: RecordedStep, num_ranks: int, micro_batches: int) -> bool:
-    """Returns True if the loss is a mean that was divided by the number of ranks besides that of micro-batches.
-
-    Half a squared error is not counted as a division by two ranks.
-    """
+    """Returns True if a mean loss is divided by the number of ranks, too. Half a squared error does not count."""
     divisor = divisor_of_mean(step)
     is_half = divisor == 2 and any(isinstance(each, Operation) and each.name == "mse_loss" for each in step.program)
     return divisor == num_ranks * max(1, micro_batches) and not is_half

@@ -121,9 +121,7 @@ class Replica:
         return weights
 
     def buffers(self, *, without_statistics: bool) -> KnownSums:
-        """Returns checksums of the buffers without running statistics, or of those that have not changed since the
-        start.
-        """
+        """Returns checksums of the buffers without running statistics, or of those that never changed."""
         if self.is_split:
             return no_checksums
         read, begin = self._buffers(), self._buffers_at_begin
