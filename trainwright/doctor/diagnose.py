@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from trainwright.doctor.check import Check, CheckState, NotApplicable, Result
@@ -51,7 +51,8 @@ def diagnose(run: RunContext, checks: Sequence[Check] | None = None) -> Diagnosi
 def _results(check: Check, run: RunContext) -> list[Result]:
     """Returns the results of a check. An exception in it becomes an info finding: it must not end a training."""
     try:
-        return list(_run_check(check, run))
+        why = next((why for kind in check.needs if (why := run.not_measured(kind)) is not None), None)
+        return list(check.results(run)) if why is None else [_NotExamined(why)]
     except Exception as error:
         failed = make_finding(
             FAILED_CODE,
@@ -63,15 +64,6 @@ def _results(check: Check, run: RunContext) -> list[Result]:
             sure=1.0,
         )
         return [failed]
-
-
-def _run_check(check: Check, run: RunContext) -> Iterator[Result]:
-    """Yields the results of a check, or the reason why a required measurement is missing."""
-    for kind in check.needs:
-        if (why := run.not_measured(kind)) is not None:
-            yield _NotExamined(why)
-            return
-    yield from check.results(run)
 
 
 class _NotExamined(NotApplicable):

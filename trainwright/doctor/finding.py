@@ -79,17 +79,13 @@ def make_finding(
         cause=cause,
         remedy=remedy,
         sure=sure,
-        evidence=tuple(map(_evidence, details.get("evidence", ()))),
+        evidence=tuple(Evidence(measure=e[0], seen=e[1], expected=(*e, None)[2]) for e in details.get("evidence", ())),
         since_step=details.get("since_step"),
         where=details.get("where", Where()),
         stage=details.get("stage", "loop"),
         names_cause=details.get("names_cause", True),
     )
     return Finding(found, details.get("trial"), tuple(details.get("explains", ())))
-
-
-def _evidence(row: Measured) -> Evidence:
-    return Evidence(measure=row[0], seen=row[1], expected=row[2] if len(row) == 3 else None)
 
 
 CALLS_OF_STAGES = {

@@ -9,7 +9,7 @@ from functools import partial
 
 from trainwright.doctor.check import NotApplicable, Result, check
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.facts.nonfinite import FirstNonfinite, SeenNonfinite, TraceFacts
+from trainwright.doctor.facts.precision import FirstNonfinite, SeenNonfinite, TraceFacts
 from trainwright.doctor.finding import Finding, Measured, RemedyTrial, Stage, in_words
 from trainwright.runs.records import Examined, Where
 

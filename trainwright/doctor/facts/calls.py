@@ -1,4 +1,4 @@
-"""Calls of a training loop in their order, and the parameters of each optimizer. Steps count from 1."""
+"""Calls of a training loop, the parameters of each optimizer, loaded states, random states. Steps count from 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurements of the layers in one replay of a step."""
+"""Measurements of layers and modules, and of the function that the models compute."""
 
 from __future__ import annotations
 
@@ -100,3 +100,81 @@ class FirstLossFacts:
     input_size: float  # Largest root mean square of an input
     large: dict[str, float]  # For each weight that is too large, the factor by which it is divided
     rescaled: float  # The loss with these weights divided
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatedModule:
+    """A module that occurs ``times`` times in the container ``path``. ``is_chained``: each output is the next input."""
+
+    path: str
+    times: int
+    is_chained: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTable:
+    """An embedding in the examined steps."""
+
+    path: str  # Path of the module
+    padding: float = 0.0  # Fraction of the ids that are ``padding_idx``
+    inside: float = 0.0  # Fraction of the padding that is between other tokens
+    used: int = 0  # Number of rows that were used
+    decayed: int = 0  # Number of rows that changed although their gradient was 0 whenever they were used
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSpread:
+    """Difference of the outputs of a model between samples, relative to the size of the outputs."""
+
+    step: int
+    spread: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulesFacts:
+    """All modules in the examined steps."""
+
+    experiment: ClassVar[str] = "modules"
+    looks: int  # Number of examined steps
+    last: int  # The last examined step
+    same_inputs: bool = False  # The inputs were the same in all examined steps
+    # The first module whose outputs are the same for every sample although its inputs are not; None without one
+    constant: str | None = None
+    is_whole: bool = False  # The outputs of the full model are the same for every sample
+    constant_kind: str = ""  # Class of ``constant``
+    spreads: tuple[OutputSpread, ...] = ()  # Spread of vector outputs in steps whose loss uses no data but the inputs
+    # Frozen modules with dropout that are in train mode and were called only without gradients
+    noisy: tuple[str, ...] = ()
+    drifting: tuple[str, ...] = ()  # Frozen modules in train mode whose running statistics are updated
+    repeated: tuple[RepeatedModule, ...] = ()  # Modules that one container holds several times
+    flat: str = ""  # The operation with derivative 0 everywhere that the graph of the loss contains
+    behind_flat: tuple[str, ...] = ()  # Parameters that the loss reaches only through such operations
+    tables: tuple[TokenTable, ...] = ()  # The embeddings
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Change of outputs that should stay the same."""
+
+    amount: float  # The change
+    limit: float  # The largest change that rounding explains
+    module: str | None = None  # Path of the first module whose output changed with unchanged input; None if unknown
+    line: str | None = None  # Line in it that calls the first function whose result changed; None if unknown
+
+    @property
+    def is_real(self) -> bool:
+        return self.amount > self.limit
+
+
+@dataclass(frozen=True)
+class FunctionFacts:
+    """The forward pass of one step in eval mode, replayed with one change at a time."""
+
+    experiment: ClassVar[str] = "function"
+    written: tuple[str, ...] = ()  # Buffers that a forward pass writes to
+    neighbours: Deviation | None = None  # Deviation if other samples of the batch change; None if not measured
+    related: str = ""  # Reason why samples may depend on each other; "" without one
+    is_batch: bool = False  # A loader confirms that the first dimension counts samples
+    place: Deviation | None = None  # Deviation if the samples are in another order; None if not measured
+    padding: Deviation | None = None  # Deviation if a row is given without its padding; None if not measured
+    pad: str = ""  # The declaration that identifies padding

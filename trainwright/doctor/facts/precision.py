@@ -1,4 +1,4 @@
-"""Measurements of the number formats in a step."""
+"""Measurements of the number formats in a step, and of values that are not finite."""
 
 from __future__ import annotations
 
@@ -66,3 +66,78 @@ class MixedPrecisionFacts:
     micro_batches: int = 0  # Number of micro-batches that are summed
     sum_error: float = 0.0  # Relative error of the 16-bit sum over micro-batches, compared with the float32 sum
     sum_rounding: float = 0.0  # Relative error of the float32 sum rounded once to 16 bits
+
+
+@dataclass(frozen=True)
+class ValueRange:
+    """The finite values of a tensor, and how many are not finite or 0."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    min: float
+    max: float
+    nan: int
+    inf: int
+    zeros: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstNonfinite:
+    """The first operation that made a step non-finite, or that read a non-finite value."""
+
+    kind: str  # "op", or the value that was non-finite before: input, target, weight, buffer, gradient, constant, state
+    what: str  # The mechanism (see ``replay/mechanism.py``)
+    name: str | None  # Name of the non-finite value; None for an operation
+    reached: str | None  # The part of the step that the values reached: loss, gradient, weight, buffer or end
+    op: str  # The function that the user called
+    kernel: str  # The ATen operation
+    phase: str  # forward, backward or update
+    module: str | None  # Path of the module
+    source: str | None  # Line in the user's source
+    dtype: str  # Data type of the operation
+    inputs: tuple[ValueRange, ...]  # Ranges of its inputs
+    output: ValueRange  # Range of its output
+    hidden_by: str | None = None  # The function that discarded the values in the forward pass
+    micro_batch: int = 0  # Number of the micro-batch
+    eps: float | None = None  # ``eps`` of the optimizer, for an operation of the update
+    # Samples of the micro-batch that each make the step non-finite alone; None if not measured
+    rows: tuple[int, ...] | None = None
+    ids: tuple[int, ...] = ()  # Their ids, if known
+    empty: float | None = None  # The single value that fills an input of exactly these samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceFacts:
+    """The replay of a step that was not finite."""
+
+    experiment: ClassVar[str] = "trace"
+    micro_batches: int  # Number of micro-batches
+    losses: tuple[float, ...] = ()  # Losses without the loss scale
+    gradients: tuple[str, ...] = ()  # Names of the parameters whose gradient is not finite
+    finite_without_scale: bool = False  # Only the loss scale makes the step overflow
+    first: FirstNonfinite | None = None  # The first operation with a non-finite result
+    fp32_finite: bool = False  # The full step is finite in float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadInput:
+    """An argument of a model with non-finite values, and the ids of the samples that contain them."""
+
+    dtype: str
+    nan: int
+    inf: int
+    ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenNonfinite:
+    """Observations of a live step that was not finite."""
+
+    experiment: ClassVar[str] = "nonfinite"
+    bad: bool = False  # The step itself was not finite. False if only running statistics are not.
+    inputs: tuple[BadInput, ...] = ()  # Arguments of the models with non-finite values
+    gradients: tuple[str, ...] = ()  # Names of parameters whose gradient was not finite, before clipping
+    num_gradients: int = 0  # Number of such parameters
+    num_after_clip: int | None = None  # Number of such parameters after clipping; None without a clip
+    dtype: str | None = None  # Data type of the gradients
+    poisoned: tuple[str, ...] = ()  # Modules whose running statistics are not finite

@@ -17,7 +17,6 @@ from trainwright.doctor.facts.modes import ModesFacts
 from trainwright.doctor.facts.weights import WeightsFacts
 from trainwright.doctor.finding import Measured
 from trainwright.runs.json_values import JsonValue
-from trainwright.runs.records import Watched
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,7 @@ MIN_SPREAD = 0.25  # Maximum relative difference of two runs that seeds and batc
 def traits_of(run: RunContext) -> Traits:
     """Returns the traits of a run."""
     steps = run.steps
+    course = steps[:: max(1, math.ceil(len(steps) / MAX_POINTS))]
     words = Counter(" ".join(EVENT_WORDS[kind] for kind, _ in each.events if kind in EVENT_WORDS) for each in steps)
     updates = [value for each in steps for kind, value in each.events if kind == "step" and isinstance(value, dict)]
     modes, weights, calls = run.latest(ModesFacts), run.latest(WeightsFacts), run.latest(CallsFacts)
@@ -102,12 +102,8 @@ def traits_of(run: RunContext) -> Traits:
         scale=max((each.std for each in batch.inputs if each.std is not None), default=None) if batch else None,
         new_rows=rows.new_lately if rows else None,
         largest_target=targets.largest if targets and targets.targets else None,
-        course=tuple(StepNumbers(each.step, each.loss, each.grad_norm, each.lr) for each in _thinned(steps)),
+        course=tuple(StepNumbers(each.step, each.loss, each.grad_norm, each.lr) for each in course),
     )
-
-
-def _thinned(steps: Sequence[Watched]) -> Sequence[Watched]:
-    return steps[:: max(1, math.ceil(len(steps) / MAX_POINTS))]
 
 
 def differing(rows: Sequence[tuple[str, JsonValue, JsonValue]]) -> list[Measured]:

@@ -1,4 +1,4 @@
-"""Measurements of the weights: which tensors change, learning rates, and gradients of exactly 0."""
+"""Measurements of the weights: which change, learning rates, the effect of an update, and copies."""
 
 from __future__ import annotations
 
@@ -69,3 +69,110 @@ def is_left_as_it_is(run: RunContext, names: Sequence[str]) -> bool:
     beside = {name for each in cuts if each.aside for name in each.behind}
     beside -= {name for each in cuts if not each.aside for name in each.behind}
     return set(names) <= beside or (weights is not None and set(names) <= set(weights.worked_on))
+
+
+@dataclass(frozen=True)
+class UpdateFacts:
+    """One replayed update."""
+
+    experiment: ClassVar[str] = "update"
+    loss: float  # Loss of the batch before the update
+    after: float  # Loss of the batch after the update
+    optimizers: int  # Number of optimizers that step
+    lr: tuple[float, ...]  # Learning rate of each group in each update
+    weight_decay: tuple[float, ...]  # Weight decay of each group in each update
+    decoupled: bool  # Weight decay acts on the weights, as in AdamW
+    grad_norm: float  # Norm of the gradients
+    norm_at_clip: float | None  # Norm of the gradients before clipping; None without a clip
+    weight_norm: float  # Norm of the weights with a gradient
+    ratio: float  # Norm of the update / ``weight_norm``
+    input_rms: float | None  # Largest root mean square of an input; None without a floating-point input
+
+
+@dataclass(frozen=True)
+class BatchStepsFacts:
+    """Repeated updates on one batch."""
+
+    experiment: ClassVar[str] = "batch_steps"
+    losses: tuple[float, ...]  # The loss after each update
+    falls_at: float | None  # The first factor of the learning rate at which the loss falls steadily; None without one
+
+
+@dataclass(frozen=True)
+class AgainFacts:
+    """A replay compared with the recorded step and with a second replay."""
+
+    experiment: ClassVar[str] = "again"
+    same_losses: bool  # The replayed losses equal the recorded ones
+    tolerance: float  # Relative difference that is allowed for a compiled model
+    same_twice: bool  # Both replays have equal losses
+    norm_then: float | None  # Norm of the recorded gradients
+    norm_now: float | None  # Norm of the replayed gradients
+    error: str | None  # Error of the replay; None without one
+
+
+@dataclass(frozen=True)
+class LoadedMomentsFacts:
+    """Second moments of an optimizer before its first watched update, compared with the squared gradients there."""
+
+    experiment: ClassVar[str] = "moments"
+    kind: str  # Class of the optimizer
+    names: tuple[str, ...]  # Names of the tensors
+    gaps: tuple[float, ...]  # For each tensor, ``abs(log10(moment / squared gradient))``, largest first
+    matched: float  # Mean of the gaps if moments and gradients of tensors with equal shape are matched by size instead
+
+
+@dataclass(frozen=True)
+class Move:
+    """One step in which a copy of the weights moved: ``copy += share * (weights - copy) + growth * copy``."""
+
+    step: int
+    share: float  # The coefficient of the difference
+    growth: float  # The coefficient of the copy
+    rest: float  # Fraction of the move that both coefficients leave unexplained
+    rest_alone: float  # Fraction of the move that ``share`` alone leaves unexplained
+
+
+@dataclass(frozen=True)
+class StaleStatistics:
+    """A normalization of a copy in eval mode. Its running mean has not changed since the copy was found."""
+
+    module: str  # Path of the normalization
+    step: int  # The step after which the copy was called
+    distance: float  # Largest distance from the mean of the trained module, in standard deviations of the latter
+    source: str | None  # Line of the call
+
+
+@dataclass
+class CopyFacts:
+    """A copy of a trained module: tensors of the same shapes that no optimizer holds."""
+
+    kind: str  # Class of the object that holds the copy
+    of: str  # Path of the trained module
+    moves: tuple[Move, ...] = ()  # The steps in which the copy moved
+    gap: float = 0.0  # Distance between copy and weights when the copy was found, relative to the norm of the weights
+    stale: StaleStatistics | None = None  # Statistics of a normalization that stay behind; None without any
+
+
+@dataclass(frozen=True)
+class AveragesFacts:
+    """Copies of the weights and their movement."""
+
+    experiment: ClassVar[str] = "averages"
+    steps: int  # Steps in which the copies were compared
+    is_resumed: bool  # The optimizer had a state when the watch began
+    copies: tuple[CopyFacts, ...]
+
+
+MAX_UNEXPLAINED = 0.05  # Maximum fraction of a move that may stay unexplained, because a float32 copy is rounded
+MIN_MOVES = 3  # Minimum number of moves. Fewer may be a copy that is made from time to time.
+
+
+def averages_of(facts: AveragesFacts) -> list[CopyFacts]:
+    """Returns the copies that follow the weights gradually instead of copying them."""
+    return [
+        each
+        for each in facts.copies
+        if len(each.moves) >= MIN_MOVES
+        and all(abs(move.share - 1) > 1e-3 or move.rest_alone > MAX_UNEXPLAINED for move in each.moves)
+    ]

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainwright.doctor.measure import batches, formats, loss_calls, loss_terms, nonfinite, tokens
+from trainwright.doctor.measure import batches, nonfinite, tokens
 from trainwright.doctor.measure.accumulation import accumulation
-from trainwright.doctor.measure.attributes import Attributes
+from trainwright.doctor.measure.attributes import Attributes, Steadiness
 from trainwright.doctor.measure.averages import Averages
 from trainwright.doctor.measure.calls import Calls, Scaler
 from trainwright.doctor.measure.compilations import Compilations
 from trainwright.doctor.measure.evaluations import Evaluations
-from trainwright.doctor.measure.first_step import first_loss_rescaled, symmetry
 from trainwright.doctor.measure.function import function
 from trainwright.doctor.measure.layers import LayerMeasurement, dropout_gap
 from trainwright.doctor.measure.loaders import Loaders
 from trainwright.doctor.measure.loading import KeptStates, Moments, PretrainedProbe, ResumeProbe
+from trainwright.doctor.measure.loss_calls import loss_calls, loss_terms
 from trainwright.doctor.measure.memory import Growth, Memory
-from trainwright.doctor.measure.mixed_precision import MixedPrecision
+from trainwright.doctor.measure.mixed_precision import MixedPrecision, formats, loss_in_fp32
 from trainwright.doctor.measure.modes import Modes, in_eval_mode
 from trainwright.doctor.measure.modules import Modules
 from trainwright.doctor.measure.nonfinite import NonfiniteListener
@@ -28,11 +28,10 @@ from trainwright.doctor.measure.ranks.probe import make_ranks_probe
 from trainwright.doctor.measure.rows import InputRows
 from trainwright.doctor.measure.samples import StoredSamples
 from trainwright.doctor.measure.schedule import Schedules
-from trainwright.doctor.measure.steadiness import Steadiness
-from trainwright.doctor.measure.targets import Targets
+from trainwright.doctor.measure.tokens import Targets
 from trainwright.doctor.measure.updates import again, batch_steps, update
 from trainwright.doctor.measure.weights import MovingWeights
-from trainwright.doctor.measure.wiring import activation_between, integrity, structure
+from trainwright.doctor.measure.wiring import activation_between, first_loss_rescaled, integrity, structure, symmetry
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.replay.experiments import Experiment
 
@@ -68,8 +67,8 @@ LIVE_LOOP_LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
 )
 """Listeners that observe the user's loop only. Replayed steps of the engine show them nothing."""
 REPLAYS: tuple[Experiment, ...] = (
-    formats.formats,
-    formats.loss_in_fp32,
+    formats,
+    loss_in_fp32,
     nonfinite.trace,
     accumulation,
     activation_between,
@@ -80,8 +79,8 @@ REPLAYS: tuple[Experiment, ...] = (
     function,
     in_eval_mode,
     integrity,
-    loss_calls.loss_calls,
-    loss_terms.loss_terms,
+    loss_calls,
+    loss_terms,
     structure,
     symmetry,
     batches.batch,

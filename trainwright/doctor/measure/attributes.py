@@ -1,17 +1,20 @@
-"""Finds attributes of parameters, modules and optimizers that nothing reads, such as misspelt names."""
+"""Finds attributes that nothing reads, such as misspelt names, and random states that repeat."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import lru_cache
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.names import named_modules, named_parameters
-from trainwright.doctor.facts.calls import AttributesFacts, IdleAttribute
+from trainwright.doctor.facts.calls import AttributesFacts, IdleAttribute, SteadinessFacts
 from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import RecordedStep
 
 REQUIRES_GRAD = "requires_grad"
 MIN_NAME_SIMILARITY = 0.88
@@ -64,3 +67,54 @@ def _of_optimizer(optimizer: Optimizer) -> Iterator[IdleAttribute]:
         value = vars(optimizer).get(name)
         if isinstance(value, int | float) and any(group.get("lr") != value for group in optimizer.param_groups):
             yield IdleAttribute(type(optimizer).__name__, name, 'param_groups[...]["lr"]', 1)
+
+
+MAX_PENDING_REPEATS = 4  # Number of repeats after which the facts are reported before the next examination
+EVERY_STEP_UNTIL = 64
+"""All steps until this one are examined. Later, every INTERVAL_STEPS-th step is, and as many after a repetition."""
+INTERVAL_STEPS = 8
+MAX_STATES = 4096
+
+
+class Steadiness(Probe):
+    """Observes random states, about 10 us a step until EVERY_STEP_UNTIL. ``urgent``: states repeat."""
+
+    name = SteadinessFacts.experiment
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._found = SteadinessFacts()
+        self._close_until = EVERY_STEP_UNTIL
+        self._before: int | None = None  # state at the start of the previous examined step
+        self._states: dict[int, int] = {}  # the first step that began in each state
+
+    def on_closed(self, step: RecordedStep) -> None:
+        if not step.calls or (step.step > self._close_until and step.step % INTERVAL_STEPS):
+            return
+        begin, on_device = step.calls[0].rng
+        state = _digest(begin, on_device)
+        now = _digest(torch.default_generator.get_state(), None if on_device is None else torch.cuda.get_rng_state())
+        if state != now or self._before not in (None, state):  # else nothing is drawn, and the state stays the same
+            self._record(state, step.step)
+        self._before = state
+
+    def _record(self, state: int, step: int) -> None:
+        """Records the state of a step that has drawn numbers."""
+        found, first = self._found, self._states.setdefault(state, step)
+        found.draws = True
+        if first != step:
+            found.repeats += 1
+            if found.repeats == 1:
+                found.since_repeat, found.repeated_step = step, first
+            self.urgent = self.urgent or found.repeats == MAX_PENDING_REPEATS
+            self._close_until = max(self._close_until, step + INTERVAL_STEPS)
+        elif len(self._states) > MAX_STATES:
+            del self._states[next(iter(self._states))]
+
+    def facts(self) -> SteadinessFacts:
+        self.urgent = False
+        return self._found
+
+
+def _digest(state: Tensor, on_device: Tensor | None) -> int:
+    digest = zlib.crc32(state.numpy().data)
+    return digest if on_device is None else digest << 32 | zlib.crc32(on_device.numpy().data)

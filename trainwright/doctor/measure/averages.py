@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.snapshot import LiveObjects, Snapshot
-from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts, Move, StaleStatistics
+from trainwright.doctor.facts.weights import AveragesFacts, CopyFacts, Move, StaleStatistics
 from trainwright.doctor.measure.tensors import sampled
 from trainwright.recorder.callers import caller
 from trainwright.recorder.calls import Hook
@@ -162,7 +162,7 @@ def _copies_of(subject: LiveObjects) -> Iterator[_Copy]:
     originals: dict[tuple[torch.Size, ...], tuple[str, nn.Module]] = {}
     for path, module in named:
         shapes = tuple(p.shape for p in module.parameters())
-        if any(id(p) in owned for p in module.parameters()) and sum(map(len, shapes)) and len(shapes) > 1:
+        if any(id(p) in owned for p in module.parameters()) and any(shapes) and len(shapes) > 1:
             originals.setdefault(shapes, (path, module))
     found, covered = 0, set(owned)
     holders = [(each, _tensors_of(each)) for each in _holders({len(shapes) for shapes in originals})]
@@ -210,9 +210,8 @@ def _tensors_of(holder: nn.Module | Holder) -> list[Tensor]:
 
 def _norms_of(copy: nn.Module, original: nn.Module) -> Iterator[tuple[str, _NormBase, _NormBase, Tensor]]:
     """Yields the normalizations of a copy with running statistics, and those of the original in the same order."""
-    of_both = zip(_tracking(copy), _tracking(original))
-    for (path, mine), (_, theirs) in of_both:
-        if mine.running_mean is not None and theirs.running_mean is not None:
+    for (path, mine), (_, theirs) in zip(_tracking(copy), _tracking(original)):
+        if mine.running_mean is not None:
             yield path, mine, theirs, mine.running_mean.clone()
 
 

@@ -1,4 +1,4 @@
-"""Measures which optimizer holds which weight, and the order of backward, unscale, clip and step."""
+"""Measures which optimizer holds which weight, the order of calls, and gradients that another loss has left."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainwright.doctor.facts.function import Deviation, FunctionFacts
+from trainwright.doctor.facts.layers import Deviation, FunctionFacts
 from trainwright.doctor.measure.tensors import padding_of
 from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import Operation, constants_of, tensors_of
@@ -321,7 +321,11 @@ def place(passes: EvalPasses) -> Deviation | None:
         return None
     if not all(x.dim() and x.shape[0] == size for x in session.inputs):
         return None
-    change = Intervention(inputs=change_leaves(lambda leaf: _rolled(leaf, size)))
+
+    def rolled(leaf: object) -> object:
+        return leaf.roll(1, 0) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else leaf
+
+    change = Intervention(inputs=change_leaves(rolled))
 
     def moved_back(one: Tensor, other: Tensor) -> float:
         is_by_sample = one.shape == other.shape and one.dim() and one.shape[0] == size and size not in one.shape[1:]
@@ -329,10 +333,6 @@ def place(passes: EvalPasses) -> Deviation | None:
 
     found = Deviation(max_distance(passes.base, passes.run(change), moved_back), passes.limit)
     return passes.located(found, change, moved_back)
-
-
-def _rolled(leaf: object, size: int) -> object:
-    return leaf.roll(1, 0) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else leaf
 
 
 COMPARISONS = frozenset({"eq", "ne", "gt", "lt", "not_equal"})

@@ -22,7 +22,7 @@ from trainwright.doctor.facts.layers import (
     RouterFacts,
     WrongAxes,
 )
-from trainwright.doctor.measure.module_probe import ModuleProbe
+from trainwright.doctor.measure.modules import ModuleProbe
 from trainwright.doctor.measure.tensors import padding_of
 from trainwright.recorder.callers import caller
 from trainwright.recorder.listener import inside
@@ -41,6 +41,7 @@ from trainwright.runs.json_values import Facts, strict
 MAX_MASKED_SCORE = -1e4  # Scores below this value are masked, also in float16
 MIN_PASSES = 2  # Minimum number of passes that show a mistake
 MAX_SITES = 16
+TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 class Axes:
@@ -200,7 +201,7 @@ class LayerMeasurement(ModuleProbe):
         sizes = []
         for path in self._order:
             module = self.modules.get(path)  # None: the root of several models
-            for p in module.parameters(recurse=False) if module is not None and not _is_table(module) else ():
+            for p in module.parameters(recurse=False) if module is not None and not isinstance(module, TABLES) else ():
                 if p.dim() >= 2 and p.grad is not None and not p.grad.is_sparse:
                     sizes.append((path, p.grad.detach().abs().double().pow(2).mean().sqrt()))
                     break
@@ -311,7 +312,7 @@ class LayerMeasurement(ModuleProbe):
         entropy = float(-(load * load.clamp(min=1e-30).log()).sum())
         path = self.stack[-1]
         self._routers.pop(path, None)  # the last choice counts
-        if self._has_experts(num) or _floats_with_graph(result):
+        if self._has_experts(num) or any(t.is_floating_point() and t.requires_grad for t in tensors_of(result, 2)):
             self._routers[path] = RouterFacts(experts=num, effective=math.exp(entropy), most=float(load.max()))
 
     def _has_experts(self, num: int) -> bool:
@@ -324,17 +325,9 @@ class LayerMeasurement(ModuleProbe):
         )
 
 
-def _floats_with_graph(result: object) -> list[Tensor]:
-    return [t for t in tensors_of(result, 2) if t.is_floating_point() and t.requires_grad]
-
-
 def _updates(norms: dict[str, _BatchNorm]) -> dict[str, int]:
     """Returns the number of updates of the running statistics of each BatchNorm."""
     return {path: int(m.num_batches_tracked) for path, m in norms.items() if m.num_batches_tracked is not None}
-
-
-def _is_table(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
 
 def _without_dropout(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:

@@ -1,4 +1,4 @@
-"""Observes loads of states, and the optimizer state before the next update."""
+"""Observes loads of states, results of ``state_dict()``, and the optimizer state before the next update."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.names import named_parameters
 from trainwright.doctor.facts.calls import KeptFacts, KeptState, LoadFacts, OverwrittenFacts, ResumeFacts
-from trainwright.doctor.facts.updates import LoadedMomentsFacts
-from trainwright.doctor.facts.weights import PretrainedFacts
+from trainwright.doctor.facts.weights import LoadedMomentsFacts, PretrainedFacts
 from trainwright.doctor.measure.tensors import sampled
 from trainwright.recorder.callers import caller
 from trainwright.recorder.calls import Hook

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -16,19 +16,20 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.checkpoint.transforms import innermost_transform
-from trainwright.doctor.facts.loss import Broadcast, LossFacts, LossSign, MeasuredLoss
+from trainwright.doctor.facts.loss import Broadcast, LossFacts, LossSign, MeasuredLoss, TermFacts, TermsFacts
 from trainwright.doctor.measure.tensors import leaves_among, nodes_behind
 from trainwright.recorder.callers import caller
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.pausable import without_modes
 from trainwright.recorder.probes import Probe
-from trainwright.recorder.program import RecordedStep
+from trainwright.recorder.program import Backward, Operation, RecordedStep, Slot
 from trainwright.recorder.tape import Tape
 from trainwright.recorder.tensor_notes import TensorNotes
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.classified import CHUNKED, classified
 from trainwright.replay.experiments import replay
 from trainwright.replay.inspector import StepInspector, custom_functions_of
+from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.terms import Term, terms_of
 from trainwright.runs.json_values import Facts, strict
@@ -133,10 +134,9 @@ class ComparedLoss:
 
     def of_shuffled(self) -> Tensor:
         """Returns the loss with the targets of other samples: the mean over two shifts of the targets."""
-        shifts = (len(self.target) // 3 + 1, len(self.target) // 2 + 1)
-        return (
-            self.value(self.x, self.target.roll(shifts[0], 0)) + self.value(self.x, self.target.roll(shifts[1], 0))
-        ) / 2
+        count = len(self.target)
+        one, other = (self.value(self.x, self.target.roll(shift, 0)) for shift in (count // 3 + 1, count // 2 + 1))
+        return (one + other) / 2
 
     def varies(self) -> Tensor:
         """Returns True (a 0-d tensor) if the targets are not all equal."""
@@ -329,9 +329,6 @@ class LossCalls:
     def _line(self) -> str | None:
         return caller() if self._is_live else None
 
-    def _add_mistake(self, kind: str, op: str) -> None:
-        self._step_mistakes.add((kind, op, self._line()))
-
     def _site(self, op: str, **fixed: Any) -> _CallSite | None:
         """Returns the call site, the same object in each step; None if there are too many."""
         line = self._line()
@@ -408,7 +405,7 @@ class LossCalls:
             ):
                 continue
             if node is not None and sum(each is None for each, _ in node.next_functions) == 1:
-                self._add_mistake("advantage", "mul")
+                self._step_mistakes.add(("advantage", "mul", self._line()))
 
     def _record_scalar(self, plain: str, tensors: list[Tensor], result: Tensor) -> None:
         """Records scalars, which may be terms of the loss, with or without a graph."""
@@ -809,3 +806,59 @@ def loss_calls(session: ReplaySession) -> LossFacts:
     reached = sum(gradient is not None for gradient in result.grads.values())
     step, subject = session.recorded_step, session.replayer.subject
     return facts_of(inspector.found, subject, len(terms_of(step)), reached)
+
+
+Grads: TypeAlias = dict[str, Tensor | None]
+MAX_TERMS = 8
+
+
+@replay(TermsFacts, when="requested")
+def loss_terms(session: ReplaySession) -> TermsFacts:
+    """Returns the terms of the loss in float32, so that terms that are small without the loss scale do not vanish."""
+    return terms_facts(session)
+
+
+def terms_facts(session: ReplaySession) -> TermsFacts:
+    """Returns the terms of the loss of the recorded step. Raises NotReplayable unless it is a sum of a few terms."""
+    parts = terms_of(session.recorded_step)
+    if not 2 <= len(parts) <= MAX_TERMS:
+        raise NotReplayable("the loss is not a sum of a few terms")
+    with session.live():
+        grads = [_gradients(session, term) for term in parts]
+    reached = [{n for n, g in each.items() if g is not None and bool((g != 0).any())} for each in grads]
+    common = set.intersection(*reached)
+    facts = [
+        TermFacts(term.name, term.slot, term.weight, term.own, shared=abs(term.weight) * _norm(each, common))
+        for term, each in zip(parts, grads)
+    ]
+    return TermsFacts(tuple(facts), len(common))
+
+
+def _gradients(session: ReplaySession, term: Term) -> Grads:
+    change = Intervention(dtype="fp32")
+    result = session.replayer.run(alone(session.recorded_step, term), change, upto="backward")
+    for parameter in session.replayer.subject.parameters:
+        parameter.grad = None
+    if result.error is not None:
+        raise result.error
+    return result.grads
+
+
+def alone(recorded: RecordedStep, term: Term) -> RecordedStep:
+    """Returns the step up to its first backward pass, with one term as its loss."""
+    end = next(n for n, each in enumerate(recorded.program) if isinstance(each, Backward))
+    backward = recorded.program[end]
+    assert isinstance(backward, Backward)
+    # without ``loss += other``, which adds other terms in place to this one
+    kept = [
+        each
+        for each in recorded.program[:end]
+        if not (isinstance(each, Operation) and each.in_place and each.args[0] == Slot(term.slot))
+    ]
+    program = [*kept, replace(backward, slot=term.slot, scale_at=1.0, gradient=None)]
+    return replace(recorded, program=program, values={k: v for k, v in recorded.values.items() if k != "carried"})
+
+
+def _norm(grads: Grads, names: set[str]) -> float:
+    chosen = [g.double().square().sum() for n, g in grads.items() if g is not None and n in names]
+    return float(torch.stack(chosen).sum().sqrt()) if chosen else 0.0

@@ -27,7 +27,13 @@ MIN_INTERVAL_STEPS = 16
 MAX_READINGS = 64
 UNLIMITED_STEPS = 192  # Until this step all readings are taken. Later they take at most MAX_TIME_FRACTION of the time.
 MAX_TIME_FRACTION = 0.004
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_post_accumulate_grad_hooks",
+)
 
 
 class Growth(Probe):
@@ -47,7 +53,14 @@ class Growth(Probe):
         begin_s = time.perf_counter()
         if step.step > UNLIMITED_STEPS and begin_s < self._next_s:
             return
-        self._held.append(self._reading(step.step))
+        self._held.append(
+            HeldResources(
+                step=step.step,
+                memory_bytes=unfreed_bytes(),
+                device_bytes=torch.cuda.memory_allocated() if any(p.is_cuda for p in self._parameters[:1]) else 0,
+                hooks=sum(map(_hooks_of, self._modules.values())) + sum(map(_hooks_of, self._parameters)),
+            )
+        )
         if len(self._held) > MAX_READINGS:
             self._held, self._every = self._held[1::2], 2 * self._every
         end_s = time.perf_counter()
@@ -59,24 +72,10 @@ class Growth(Probe):
         most = max(self._modules, key=lambda name: _hooks_of(self._modules[name]), default="")
         return GrowthFacts(held=tuple(self._held), most_hooks=most)
 
-    def _reading(self, step: int) -> HeldResources:
-        on_device = any(p.is_cuda for p in self._parameters[:1])
-        return HeldResources(
-            step=step,
-            memory_bytes=unfreed_bytes(),
-            device_bytes=torch.cuda.memory_allocated() if on_device else 0,
-            hooks=sum(map(_hooks_of, self._modules.values())) + sum(map(_hooks_of_tensor, self._parameters)),
-        )
 
-
-def _hooks_of(module: nn.Module) -> int:
-    """Returns the number of hooks on a module, without those of a recorder."""
-    tables = [getattr(module, name, None) for name in _HOOKS]
-    return sum(not getattr(hook, "is_recorders", False) for table in tables if table for hook in table.values())
-
-
-def _hooks_of_tensor(parameter: Tensor) -> int:
-    tables = [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
+def _hooks_of(owner: nn.Module | Tensor) -> int:
+    """Returns the number of hooks on a module or a parameter, without those of a recorder."""
+    tables = [getattr(owner, name, None) for name in _HOOKS]
     return sum(not getattr(hook, "is_recorders", False) for table in tables if table for hook in table.values())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -12,18 +13,21 @@ from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.doctor.facts.modules import ModulesFacts, OutputSpread, RepeatedModule, TokenTable
-from trainwright.doctor.measure.module_probe import ModuleProbe, rows_of
+from trainwright.checkpoint.names import named_modules, named_parameters
+from trainwright.doctor.facts.layers import ModulesFacts, OutputSpread, RepeatedModule, TokenTable
 from trainwright.doctor.measure.tensors import leaves_among, nodes_behind
-from trainwright.recorder.calls import Hook
+from trainwright.recorder.calls import Hook, is_compiled
+from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.listener import has_listeners
 from trainwright.recorder.pausable import without_modes
 from trainwright.recorder.plain_tensors import plain
-from trainwright.recorder.probes import WatchedObjects
+from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import Operation, RecordedStep, constants_of, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
+from trainwright.replay.modules import ModuleStack
 
 FLAT_NODES = ("RoundBackward", "FloorBackward", "CeilBackward", "TruncBackward", "SignBackward")
 """Autograd nodes whose derivative is 0 everywhere."""
@@ -32,6 +36,110 @@ MIN_WIDTH = 8  # Minimum size of vectors whose spread is measured
 MAX_RELATIVE_ROUNDING = 1e-4  # Relative to the largest output. A normalization over one value leaves rounding of 1e-5.
 MAX_IDS = 4096  # Maximum number of token ids that are read per call
 NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm)
+
+
+EARLY_STEPS = frozenset({1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64})
+"""Examined steps. Later, the step after every INTERVAL_STEPS-th one is examined, until FREQUENT_UNTIL_STEP."""
+INTERVAL_STEPS = 32
+FREQUENT_UNTIL_STEP = 512
+LATER_INTERVAL_STEPS = 128
+"""Interval of examined steps after FREQUENT_UNTIL_STEP. An examination takes about 10 us for each module."""
+MAX_PASSES = 128  # Maximum number of examined passes per step. More passes through the same model add no information.
+
+
+class ModuleProbe(Probe):
+    """Keeps hooks on all modules during the training passes of examined steps.
+
+    A compiled model is not hooked, because it would be compiled again. A sharded model is not hooked, because each rank
+    has only a part. ``is_hooked``: the current or last pass is examined.
+    """
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self.watched, roots = watched, watched.subject.roots
+        self.modules = dict(named_modules(roots))
+        self.names = {id(p): name for name, p in named_parameters(roots)}
+        self.owned = {id(p) for optimizer in watched.subject.optimizers for p in owned_by(optimizer)}
+        kinds = {type(each).__name__ for each in self.modules.values()}
+        is_divided = any(map(is_traceable_wrapper_subclass, watched.subject.parameters))
+        with_wrappers = (module for root in roots for module in root.modules())
+        self._is_off = is_divided or "FullyShardedDataParallel" in kinds or any(map(is_compiled, with_wrappers))
+        self.looks, self.is_looking, self.step = 0, not self._is_off, 0
+        self._steps_before: int | None = None  # when the watch began
+        self._open, self._is_following = ExitStack(), False
+        self._passes, self.is_hooked = 0, False
+        self._stack = ModuleStack({p: m for p, m in self.modules.items() if not isinstance(m, torch.jit.ScriptModule)})
+        self.stack = self._stack.paths
+
+    def begin(self, site: WatchSite) -> None:
+        """Called before the first step."""
+
+    def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """A module is called in an examined step."""
+
+    def left(self, path: str, module: nn.Module, output: object) -> None:
+        """The call has ended. ``output`` is None if it raised."""
+
+    def ended(self, step: RecordedStep) -> None:
+        """An examined step has ended."""
+
+    def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        if self._is_following:
+            self._stop_following()
+        self.is_hooked = self.is_looking and torch.is_grad_enabled() and self._passes < MAX_PASSES
+        if self.is_hooked:
+            self._passes += 1
+            self._is_following = True
+            self._open.enter_context(self._stack.following(self._enter, self._leave, but=root))
+
+    def on_output(self, root: nn.Module, output: object) -> None:
+        if self._is_following:
+            self._stop_following()
+
+    def _stop_following(self) -> None:
+        self._is_following = False
+        self._open.close()
+
+    def _enter(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        if self.failed is None:
+            try:
+                with without_modes():
+                    self.entered(path, module, args, kwargs)
+            except Exception as error:
+                self.fail(error)
+
+    def _leave(self, path: str, module: nn.Module, output: object) -> None:
+        if self.failed is None:
+            try:
+                with without_modes():
+                    self.left(path, module, output)
+            except Exception as error:
+                self.fail(error)
+
+    def on_closed(self, step: RecordedStep) -> None:
+        self._steps_before = step.step - 1 if self._steps_before is None else self._steps_before
+        taken = step.step - self._steps_before
+        self._passes = 0
+        if self.is_looking:
+            self._stop_following()
+            self.looks += 1
+            self.step = step.step
+            self.ended(step)
+        every = INTERVAL_STEPS if taken <= FREQUENT_UNTIL_STEP else LATER_INTERVAL_STEPS
+        is_due = taken + 1 in EARLY_STEPS or (taken >= 64 and step.step % every == 0)
+        self.is_looking = not self._is_off and is_due
+
+    def end(self, error: BaseException | None) -> None:
+        self._stop_following()
+
+    def fail(self, error: Exception) -> None:
+        super().fail(error)
+        self._open.close()  # it is not called again
+
+
+def rows_of(tensor: Tensor, most: int = 8) -> Tensor:
+    """Returns the first rows, each flattened to one dimension."""
+    rows = tensor.detach()[:most]
+    return rows.reshape(len(rows), -1)
 
 
 @dataclass
@@ -133,15 +241,12 @@ class Modules(ModuleProbe):
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         if self.is_looking and self.looks < 2:
-            self._read_graph([t.grad_fn for t in losses if t.grad_fn is not None])
-
-    def _read_graph(self, nodes: list[Node]) -> None:
-        """Finds parameters that the loss reaches only through nodes with derivative 0."""
-        near = nodes_behind(nodes, FLAT_NODES)
-        if flat := [each for each in near if type(each).__name__.startswith(FLAT_NODES)]:
-            self._flat = type(flat[0]).__name__.partition("Backward")[0].lower()
-            behind = leaves_among(nodes_behind(flat)) - leaves_among(near)
-            self._behind = {self.names[id(p)] for p in behind if id(p) in self.names}
+            # parameters that the loss reaches only through nodes with derivative 0
+            near = nodes_behind([t.grad_fn for t in losses if t.grad_fn is not None], FLAT_NODES)
+            if flat := [each for each in near if type(each).__name__.startswith(FLAT_NODES)]:
+                self._flat = type(flat[0]).__name__.partition("Backward")[0].lower()
+                behind = leaves_among(nodes_behind(flat)) - leaves_among(near)
+                self._behind = {self.names[id(p)] for p in behind if id(p) in self.names}
 
     def _record_ids(self, table: _Table, ids: Tensor) -> None:
         table.ids = torch.unique(ids.flatten()[:MAX_IDS])
@@ -158,25 +263,17 @@ class Modules(ModuleProbe):
             torch.stack([is_pad.new_ones(ids.shape).sum(), is_pad.sum(), (is_pad & later & earlier).sum()])
         )
 
-    def on_gradients(self) -> None:
-        if self.is_looking and self._tables:
-            self._record_computed_rows()
-
     @torch.no_grad()
-    def _record_computed_rows(self) -> None:
+    def on_gradients(self) -> None:
         """Records the rows with a gradient right after the backward pass, before the loop can set one to zero."""
-        for table in self._tables.values():
+        for table in self._tables.values() if self.is_looking else ():
             gradient = table.module.weight.grad
             if table.ids is not None and gradient is not None and not gradient.is_sparse:
                 table.computed |= set(table.ids[gradient[table.ids].abs().amax(1) > 0].tolist())
 
-    def on_step(self, optimizer: Optimizer, args: Args) -> None:
-        if self.is_looking and self._tables:
-            self._record_table_gradients()
-
     @torch.no_grad()
-    def _record_table_gradients(self) -> None:
-        for table in self._tables.values():
+    def on_step(self, optimizer: Optimizer, args: Args) -> None:
+        for table in self._tables.values() if self.is_looking else ():
             weight = table.module.weight
             if table.ids is None or weight.grad is None or weight.grad.is_sparse or id(weight) not in self.owned:
                 continue
@@ -263,19 +360,16 @@ class Modules(ModuleProbe):
             spreads=tuple(OutputSpread(step=n, spread=float(each)) for n, each in self._spreads),
             noisy=(*self._around_all({*self._noisy} - self._learning), *self._others) if self.looks > 1 else (),
             drifting=self._around_all({*self._drifting}) if self.looks > 1 else (),
-            repeated=tuple(self._repeated()),
+            repeated=tuple(
+                RepeatedModule(path=path, times=n, is_chained=id(m) in self._chained)
+                for path, container in self._lists.items()
+                for m, n in _entries(container).items()
+                if n > 1
+            ),
             flat=self._flat,
             behind_flat=tuple(sorted(self._behind))[:32],
             tables=tuple(_table_facts(path, table) for path, table in self._tables.items()),
         )
-
-    def _repeated(self) -> list[RepeatedModule]:
-        return [
-            RepeatedModule(path=path, times=n, is_chained=id(m) in self._chained)
-            for path, container in self._lists.items()
-            for m, n in _entries(container).items()
-            if n > 1
-        ]
 
     def end(self, error: BaseException | None) -> None:
         super().end(error)

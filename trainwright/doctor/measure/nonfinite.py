@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.checkpoint.names import named_modules, named_parameters, named_roots
-from trainwright.doctor.facts.nonfinite import BadInput, FirstNonfinite, SeenNonfinite, TraceFacts, ValueRange
-from trainwright.doctor.measure.formats import has_half_parameters
+from trainwright.doctor.facts.precision import BadInput, FirstNonfinite, SeenNonfinite, TraceFacts, ValueRange
+from trainwright.doctor.measure.mixed_precision import has_half_parameters
 from trainwright.recorder.numbers import Numbers
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import Backward, Call, Constant, Operation, RecordedStep, constants_of, mapped
@@ -297,14 +297,9 @@ def _breaks(session: ReplaySession, bad: Bad, rows: Sequence[int]) -> bool:
             twice = replace(intervention, rows=[*rows, *rows])
             result = session.replayer.run(session.recorded_step, twice, upto=upto)
         if bad.reached == "buffer":
-            return non_finite_buffers(session) > 0
+            buffers = [module._buffers[name] for module, name in session.replayer.subject.buffers()]
+            return not all(b is None or not b.is_floating_point() or is_finite(b) for b in buffers)
     return not all(map(is_finite, (*result.losses, *(g for g in result.grads.values() if g is not None))))
-
-
-def non_finite_buffers(session: ReplaySession) -> int:
-    """Returns the number of buffers with a non-finite value. Must be called within ``session.live()``."""
-    buffers = [module._buffers[name] for module, name in session.replayer.subject.buffers()]
-    return sum(b is not None and b.is_floating_point() and not bool(b.isfinite().all()) for b in buffers)
 
 
 trace = replay(TraceFacts, when="incident", steps=4.0)(measure_trace)

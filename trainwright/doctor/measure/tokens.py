@@ -1,4 +1,4 @@
-"""Examines token targets: the input token that they equal, and text ends among them."""
+"""Examines targets: their range, the input token that they equal, and text ends among them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainwright.doctor.facts.data import TextEnds, TokenLoss, TokensFacts
-from trainwright.doctor.facts.function import Deviation
+from trainwright.doctor.facts.data import TargetsFacts, TextEnds, TokenLoss, TokensFacts
+from trainwright.doctor.facts.layers import Deviation
 from trainwright.doctor.measure.function import EvalPasses, at_rows
 from trainwright.doctor.measure.tensors import padding_of
-from trainwright.recorder.program import tensors_of
+from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.program import Operation, RecordedStep, constants_of, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs
-from trainwright.replay.classified import Classified, classified
+from trainwright.replay.classified import CLASSIFYING, Classified, classified
 from trainwright.replay.experiments import replay
 from trainwright.replay.functions import InputHandler, change_leaves
 from trainwright.replay.inspector import StepInspector
@@ -227,3 +228,50 @@ def _ends(session: ReplaySession, placed: Placed) -> TextEnds | None:
 
 
 tokens = replay(TokensFacts, when="requested", memory=3.0)(examine_tokens)
+
+
+EVERY_STEP_UNTIL = 64  # All steps until this one are read, then every INTERVAL_STEPS-th
+INTERVAL_STEPS = 16
+BINARY = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
+
+
+class Targets(Probe):
+    """Keeps 0-d tensors, which are read at examinations."""
+
+    name = TargetsFacts.experiment
+
+    def __init__(self, watched: WatchedObjects) -> None:
+        self._targets = 0
+        self._largest: Tensor | None = None
+        self._binary: Tensor | None = None  # minus the lowest target of a binary loss, and the highest target
+
+    def on_closed(self, step: RecordedStep) -> None:
+        if step.step <= EVERY_STEP_UNTIL or step.step % INTERVAL_STEPS == 0:
+            with torch.no_grad():
+                self._observe(step)
+
+    def _observe(self, step: RecordedStep) -> None:
+        for loss in step.program:
+            if not isinstance(loss, Operation) or loss.name not in CLASSIFYING | BINARY:
+                continue
+            given = constants_of((loss.args[1:2] or loss.args, loss.kwargs.get("target")))
+            for target in (c.tensor.detach() for c in given if c.is_unchanged and c.tensor.numel()):
+                if loss.name in BINARY:
+                    ends = torch.stack([-target.min(), target.max()]).double()
+                    self._binary = ends if self._binary is None else torch.maximum(self._binary, ends)
+                elif not target.is_floating_point():
+                    largest = target.max()
+                    self._targets += target.numel()
+                    self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+                return
+
+    def facts(self) -> TargetsFacts | None:
+        if self._largest is None and self._binary is None:
+            return None
+        lowest, highest = (0.0, 1.0) if self._binary is None else self._binary.tolist()
+        return TargetsFacts(
+            targets=self._targets,
+            largest=-1 if self._largest is None else int(self._largest),
+            lowest=-lowest + 0.0,
+            highest=highest,
+        )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.doctor.facts.updates import AgainFacts, BatchStepsFacts, UpdateFacts
+from trainwright.doctor.facts.weights import AgainFacts, BatchStepsFacts, UpdateFacts
 from trainwright.recorder.calls import is_compiled
 from trainwright.recorder.program import OptimizerStep
 from trainwright.replay.experiments import replay

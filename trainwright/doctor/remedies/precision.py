@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from trainwright.doctor.measure.formats import gradient_distance
+from trainwright.doctor.measure.mixed_precision import gradient_distance
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trials import NotTried

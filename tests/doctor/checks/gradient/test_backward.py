@@ -13,7 +13,7 @@ from tests.doctor.checks.data.loops import exam, said
 from tests.doctor.checks.loops import alarms, mlp, watched
 from trainwright.doctor.check import Check
 from trainwright.doctor.discovery import check_of
-from trainwright.doctor.facts.nonfinite import SeenNonfinite
+from trainwright.doctor.facts.precision import SeenNonfinite
 from trainwright.doctor.facts.wiring import SavedFacts
 from trainwright.runs.records import Watched
 

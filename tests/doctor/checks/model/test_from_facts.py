@@ -10,19 +10,20 @@ import pytest
 from tests.doctor.checks.loops import made_of, requested
 from trainwright.doctor.check import Check
 from trainwright.doctor.discovery import check_of
-from trainwright.doctor.facts.averages import AveragesFacts, CopyFacts, Move
-from trainwright.doctor.facts.function import Deviation, FunctionFacts
 from trainwright.doctor.facts.layers import (
+    Deviation,
     DropoutFacts,
     FirstLossFacts,
+    FunctionFacts,
     LayerGradient,
     LayersFacts,
+    ModulesFacts,
     NormFacts,
+    OutputSpread,
     ReluFacts,
     RouterFacts,
 )
-from trainwright.doctor.facts.modules import ModulesFacts, OutputSpread
-from trainwright.doctor.facts.weights import WeightsFacts
+from trainwright.doctor.facts.weights import AveragesFacts, CopyFacts, Move, WeightsFacts
 from trainwright.doctor.facts.wiring import ActivatedFacts, Chain, WiringFacts
 from trainwright.doctor.finding import ExperimentRequest
 

@@ -10,7 +10,7 @@ import pytest
 from tests.doctor.checks.calls import CARRIED, HEALTHY, B, F, S, Z, fires, steps
 from trainwright.doctor.facts.calls import CallsFacts, GroupFacts, OptimizerFacts, ScaledClip, ScalerFacts
 from trainwright.doctor.facts.loss import AccumulationFacts
-from trainwright.doctor.facts.updates import BatchStepsFacts, LoadedMomentsFacts, UpdateFacts
+from trainwright.doctor.facts.weights import BatchStepsFacts, LoadedMomentsFacts, UpdateFacts
 
 
 def clip(at: float = 1.0, norm: float = 5.0, parameters: int = 6) -> tuple[str, dict[str, Any]]:

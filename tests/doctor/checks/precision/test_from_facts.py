@@ -14,8 +14,18 @@ from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.discovery import check_of
 from trainwright.doctor.facts.calls import ScalerFacts
-from trainwright.doctor.facts.nonfinite import BadInput, FirstNonfinite, SeenNonfinite, TraceFacts, ValueRange
-from trainwright.doctor.facts.precision import Aliased, Emptied, FormatFacts, LossInFp32Facts, MixedPrecisionFacts
+from trainwright.doctor.facts.precision import (
+    Aliased,
+    BadInput,
+    Emptied,
+    FirstNonfinite,
+    FormatFacts,
+    LossInFp32Facts,
+    MixedPrecisionFacts,
+    SeenNonfinite,
+    TraceFacts,
+    ValueRange,
+)
 from trainwright.runs.json_values import strict
 from trainwright.runs.records import Examined, Found, Watched
 

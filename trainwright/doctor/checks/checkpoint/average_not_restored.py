@@ -1,5 +1,5 @@
 from trainwright.doctor import NotApplicable, Results, RunContext, check
-from trainwright.doctor.facts.averages import AveragesFacts, averages_of
+from trainwright.doctor.facts.weights import AveragesFacts, averages_of
 
 MIN_RELATIVE_DISTANCE = 0.5  # Relative to the norm of the weights. Independent random weights are about 1.4 apart.
 

@@ -1,4 +1,4 @@
-from trainwright.doctor import Finding, NotApplicable, Results, RunContext, check
+from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.data import SAME, RowsFacts
 
 MIN_EQUAL_MICRO_BATCHES = 3  # Equal micro-batches of a step. Two may be two passes over one batch, as in SAM.
@@ -29,7 +29,12 @@ def batches_repeat(run: RunContext, facts: RowsFacts) -> Results:
         return
     is_stuck = not facts.same_before or facts.same >= 2 * facts.same_before
     if facts.same >= SAME - 1 and is_stuck and facts.whole > facts.batch:
-        yield _same_batch(run, facts)
+        yield run.finding(
+            symptom=f"{facts.same + 1} steps in a row, up to step {facts.same_to}, trained on the same {facts.batch} "
+            f"rows of {facts.whole}",
+            since_step=max(1, facts.same_to - facts.same),
+            evidence=[("rows that were trained on", facts.distinct, facts.whole)],
+        )
     elif facts.micro >= MIN_EQUAL_MICRO_BATCHES and 2 * facts.micro_steps >= min(facts.steps, SAME):
         yield run.finding(
             symptom=f"all {facts.micro} micro-batches of a step are the same rows, in {facts.micro_steps} steps",
@@ -38,13 +43,3 @@ def batches_repeat(run: RunContext, facts: RowsFacts) -> Results:
         )
     elif facts.same >= SAME - 1:
         yield NotApplicable(f"every step has the same {facts.batch} rows, and no larger set is known")
-
-
-def _same_batch(run: RunContext, facts: RowsFacts) -> Finding:
-    count = facts.same + 1
-    return run.finding(
-        symptom=f"{count} steps in a row, up to step {facts.same_to}, trained on the same {facts.batch} rows of "
-        f"{facts.whole}",
-        since_step=max(1, facts.same_to - facts.same),
-        evidence=[("rows that were trained on", facts.distinct, facts.whole)],
-    )

@@ -1,6 +1,6 @@
 from trainwright.doctor import Every, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.calls import kinds
-from trainwright.doctor.facts.updates import UpdateFacts
+from trainwright.doctor.facts.weights import UpdateFacts
 
 MAX_STEP = 4  # The last step in which the weights are still nearly the initial ones
 MIN_RELATIVE_GRADIENT = 300.0

@@ -1,5 +1,5 @@
 from trainwright.doctor import Results, RunContext, Where, check, listed
-from trainwright.doctor.facts.modules import ModulesFacts
+from trainwright.doctor.facts.layers import ModulesFacts
 from trainwright.doctor.facts.weights import WeightsFacts
 
 

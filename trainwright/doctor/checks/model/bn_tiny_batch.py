@@ -1,5 +1,5 @@
 from trainwright.doctor import Every, Results, RunContext, Where, check, in_words
-from trainwright.doctor.facts.layers import LayersFacts, NormFacts
+from trainwright.doctor.facts.layers import LayersFacts
 
 
 @check(stage="forward", confidence=0.85)
@@ -19,7 +19,7 @@ def bn_tiny_batch(run: RunContext, exams: Every[LayersFacts]) -> Results:
     Sources: pytorch/pytorch#19916, #4741.
     """
     looks = exams[-2:]
-    tiny = [{path for path, seen in facts.norms.items() if _is_tiny(seen)} for _, facts in looks]
+    tiny = [{path for path, seen in facts.norms.items() if seen.samples <= 2 or seen.values <= 4} for _, facts in looks]
     if len(looks) == 2 and (both := tiny[0] & tiny[1]):
         path, (step, now) = max(both), looks[-1]
         seen = now.norms[path]
@@ -31,7 +31,3 @@ def bn_tiny_batch(run: RunContext, exams: Every[LayersFacts]) -> Results:
             where=Where(module=path, op="batch_norm"),
             evidence=[("values for each channel", seen.values, "32 or more")],
         )
-
-
-def _is_tiny(seen: NormFacts) -> bool:
-    return seen.samples <= 2 or seen.values <= 4

@@ -1,5 +1,5 @@
 from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, in_words
-from trainwright.doctor.facts.function import FunctionFacts
+from trainwright.doctor.facts.layers import FunctionFacts
 
 
 @check(stage="forward", confidence=0.9, since_step=1)

@@ -1,6 +1,5 @@
 from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, in_words
-from trainwright.doctor.facts.function import FunctionFacts
-from trainwright.doctor.facts.modules import ModulesFacts
+from trainwright.doctor.facts.layers import FunctionFacts, ModulesFacts
 
 MIN_DEVIATION = 0.02
 """In standard deviations of the outputs. A batch statistic that is one feature of many changes them less."""

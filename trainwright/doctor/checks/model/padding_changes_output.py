@@ -1,5 +1,5 @@
 from trainwright.doctor import NotApplicable, Results, RunContext, check
-from trainwright.doctor.facts.function import FunctionFacts
+from trainwright.doctor.facts.layers import FunctionFacts
 
 
 @check(stage="forward", confidence=0.8, since_step=1)

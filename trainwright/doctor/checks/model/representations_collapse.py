@@ -1,5 +1,5 @@
 from trainwright.doctor import NotApplicable, Results, RunContext, check
-from trainwright.doctor.facts.modules import ModulesFacts
+from trainwright.doctor.facts.layers import ModulesFacts
 
 MAX_SPREAD = 0.2  # Spread of outputs over samples / size of the outputs. Noise in the inputs keeps it at about a tenth.
 MIN_FALL_RATIO = 2.5  # Initial spread / current spread

@@ -1,5 +1,5 @@
 from trainwright.doctor import Results, RunContext, Where, check, listed
-from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
+from trainwright.doctor.facts.precision import SeenNonfinite, TraceFacts
 from trainwright.doctor.nonfinite import traced_at
 
 

@@ -1,7 +1,7 @@
 from itertools import pairwise
 
 from trainwright.doctor import NotApplicable, Results, RunContext, check
-from trainwright.doctor.facts.averages import MAX_UNEXPLAINED, AveragesFacts, CopyFacts, averages_of
+from trainwright.doctor.facts.weights import MAX_UNEXPLAINED, AveragesFacts, CopyFacts, averages_of
 
 
 @check(stage="update", confidence=0.9)

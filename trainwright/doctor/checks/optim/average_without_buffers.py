@@ -1,5 +1,5 @@
 from trainwright.doctor import NotApplicable, Results, RunContext, Where, check
-from trainwright.doctor.facts.averages import AveragesFacts, averages_of
+from trainwright.doctor.facts.weights import AveragesFacts, averages_of
 
 MIN_DISTANCE = 0.5  # Standard deviations of the input of a normalization
 

@@ -1,5 +1,5 @@
 from trainwright.doctor import Results, RunContext, Where, check, in_words
-from trainwright.doctor.facts.modules import ModulesFacts
+from trainwright.doctor.facts.layers import ModulesFacts
 
 
 @check(stage="update", confidence=0.85, since_step=1)

@@ -1,7 +1,7 @@
 import math
 
 from trainwright.doctor import Every, ExperimentRequest, NotApplicable, RemedyTrial, Results, RunContext, check
-from trainwright.doctor.facts.updates import BatchStepsFacts, UpdateFacts
+from trainwright.doctor.facts.weights import BatchStepsFacts, UpdateFacts
 
 MIN_LOSS_RISE = 0.5  # Fraction by which an update raises the loss of its own batch
 

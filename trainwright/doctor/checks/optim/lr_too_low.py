@@ -1,6 +1,6 @@
 from trainwright.doctor import Every, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts
-from trainwright.doctor.facts.updates import UpdateFacts
+from trainwright.doctor.facts.weights import UpdateFacts
 
 MAX_UPDATE_RATIO = 2e-6  # Norm of an update / norm of the weights. Useful updates have 1e-4 to 1e-2.
 MIN_STEPS = 8

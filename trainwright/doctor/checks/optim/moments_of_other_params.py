@@ -1,5 +1,5 @@
 from trainwright.doctor import Results, RunContext, check, listed
-from trainwright.doctor.facts.updates import LoadedMomentsFacts
+from trainwright.doctor.facts.weights import LoadedMomentsFacts
 
 MIN_TENSORS = 4
 MIN_LOG10_RATIO = 0.7  # Mean log10 of squared gradient / second moment (a factor of 5)

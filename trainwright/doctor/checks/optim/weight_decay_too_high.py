@@ -1,5 +1,5 @@
 from trainwright.doctor import Every, RemedyTrial, Results, RunContext, check
-from trainwright.doctor.facts.updates import UpdateFacts
+from trainwright.doctor.facts.weights import UpdateFacts
 
 MIN_STEPS = 24
 MIN_DECAY_PER_STEP = 5e-3

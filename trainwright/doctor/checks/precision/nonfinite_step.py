@@ -1,7 +1,7 @@
 import math
 
 from trainwright.doctor import Results, RunContext, Where, check, listed
-from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
+from trainwright.doctor.facts.precision import SeenNonfinite, TraceFacts
 from trainwright.doctor.nonfinite import Mechanism, finding_of, skipped_by_scaler, traced_at, traces
 
 

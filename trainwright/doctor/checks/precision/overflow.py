@@ -1,7 +1,7 @@
 import math
 
 from trainwright.doctor import Results, RunContext
-from trainwright.doctor.facts.nonfinite import SeenNonfinite, TraceFacts
+from trainwright.doctor.facts.precision import SeenNonfinite, TraceFacts
 from trainwright.doctor.nonfinite import Mechanism, skipped_by_scaler, traced_at, traced_by, traced_check
 
 

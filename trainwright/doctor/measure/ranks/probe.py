@@ -1,4 +1,4 @@
-"""Measures the steps of one rank in a user's loop: calls, exchanges, gradients, random numbers."""
+"""Measures the steps of one rank in a user's loop: calls, exchanges, gradients, random numbers, operations."""
 
 from __future__ import annotations
 
