@@ -14,7 +14,7 @@ from trainwright.runs.records import Where
 FOLDS = 64  # Maximum number of checksums per kind that a rank sends. Larger models add up the checksums of neighbours.
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ExchangeFacts:
     """Gradient exchange of one rank in one step."""
 
@@ -50,7 +50,7 @@ class RankStep:
     # The gradients are means over ranks, of losses that were already divided by the number of ranks
     shrunk: bool = False
     without_gradient: tuple[str, ...] = ()  # Parameters without a gradient
-    exchange: ExchangeFacts = ExchangeFacts()  # Gradient exchange
+    exchange: ExchangeFacts = field(default_factory=ExchangeFacts)  # Gradient exchange
     steps: int = 0  # Number of steps that the times cover
     own_s: float = 0.0  # Median time of a step outside of calls that wait for other ranks, in seconds
     step_s: float = 0.0  # Median time of a step, in seconds

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.checksums import Checksums, no_checksums, start_checksums
 from trainwright.doctor.facts.ranks import FOLDS, ExchangeFacts, NonfiniteFacts, RanksFacts, RankStep
 from trainwright.doctor.measure.ranks.exchange import Exchange, Site, findings_of, raise_alarm
-from trainwright.doctor.measure.ranks.replica import INTERVAL_STEPS, KnownSums, Replica, RowSums, is_due
+from trainwright.doctor.measure.ranks.replica import INTERVAL_STEPS, Replica, RowSums, is_due
 from trainwright.errors import text_of
 from trainwright.recorder.callers import caller
 from trainwright.recorder.numbers import Numbers
@@ -52,9 +52,6 @@ class StepSoFar:
     """Observations of the current step. ``joint_s`` is time spent waiting for other ranks."""
 
     calls: int = 0
-    wrapped: int = 0
-    synced: int = 0
-    last_synced: bool = False
     micro_batches: int = 0
     joint_s: float = 0.0
     backward_at_s: float = 0.0
@@ -62,14 +59,11 @@ class StepSoFar:
     divides: bool = False
     begin: list[Tensor] = field(default_factory=list)  # generator states after the batch was read
     draws: bool = False
-    weights: Checksums = no_checksums
-    inputs: Checksums = no_checksums
-    buffers: KnownSums = no_checksums
-    reduced: Checksums = no_checksums
     norm: Tensor | None = None
     factor: float | None = None
-    gradients: list[Checksums] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    exchange: ExchangeFacts = field(default_factory=ExchangeFacts)
+    sums: RowSums = field(default_factory=RowSums)
 
 
 def make_ranks_probe(watched: WatchedObjects) -> Probe | None:
@@ -147,8 +141,8 @@ class RanksProbe(Probe):
             step.divides |= any(each.is_leaf and each.requires_grad for each in tensors)
             step.begin, step.collectives = step.begin or self._generators(), num_collectives()
             if step.calls == 1:
-                step.inputs = start_checksums(tensors)
-                step.buffers = self._replica.buffers(without_statistics=True)
+                step.sums.inputs = start_checksums(tensors)
+                step.sums.buffers = self._replica.buffers(without_statistics=True)
 
     def on_output(self, root: nn.Module, output: object) -> None:
         self._at("between")
@@ -159,13 +153,14 @@ class RanksProbe(Probe):
 
     def on_wrapped_call(self, wrapper: nn.Module, is_synced: bool) -> None:
         if torch.is_grad_enabled():
-            step = self._step
-            step.wrapped, step.synced, step.last_synced = step.wrapped + 1, step.synced + is_synced, is_synced
+            exchange = self._step.exchange
+            exchange.wrapped_calls, exchange.last_synced = exchange.wrapped_calls + 1, is_synced
+            exchange.synced_calls += is_synced
 
     def on_waited(self, seconds: float) -> None:
         self._step.joint_s += seconds
         if self._is_due and self._step.calls <= 1 and torch.is_grad_enabled():
-            self._step.buffers = self._replica.buffers(without_statistics=True)  # DDP has just synchronized them
+            self._step.sums.buffers = self._replica.buffers(without_statistics=True)  # DDP has just synchronized them
 
     def _generators(self) -> list[Tensor]:
         """Returns the states of torch's generators, of the CPU and of the parameters' device."""
@@ -186,7 +181,7 @@ class RanksProbe(Probe):
         self._at("between")
         if self._is_due:
             self._sums.made()
-            self._step.reduced = no_checksums if self._replica.is_split else self._sums.as_made
+            self._step.sums.reduced = no_checksums if self._replica.is_split else self._sums.as_made
             self._step.norm = self._norm()
 
     def on_reduce(self, tensor: Tensor, operation: object) -> None:
@@ -222,12 +217,13 @@ class RanksProbe(Probe):
         weights = self._replica.before_update(is_due=self._is_due)
         if not self._is_due:
             return
-        self._step.weights = weights if self._step.weights is no_checksums else self._step.weights
+        if self._step.sums.weights is no_checksums:
+            self._step.sums.weights = weights
         if (before := self._step.norm) is not None and (now := self._norm()) is not None:
             self._step.factor = float(now / before) if float(before) > 0 else None
         if not self._replica.is_split:
             self._sums.used()
-            self._step.gradients.append(self._replica.gradients(optimizer))
+            self._step.sums.gradients.append(self._replica.gradients(optimizer))
             owned = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
             named = zip(self._replica.names, self._parameters)
             self._step.missing += [name for name, p in named if id(p) in owned and p.grad is None]
@@ -245,9 +241,8 @@ class RanksProbe(Probe):
             return
         self._replica.after_update(step.step, whole_s)
         if is_due(step.step):
-            moments = self._replica.moments()
-            sums = RowSums(so_far.weights, so_far.gradients, so_far.inputs, so_far.buffers, moments, so_far.reduced)
-            self._pending[step.step] = (self._row(step, so_far, self._exchange), sums)
+            so_far.sums.moments = self._replica.moments()
+            self._pending[step.step] = (self._row(step, so_far, self._exchange), so_far.sums)
         facts = self._exchange.facts
         if facts is not None and facts is not self._seen:
             self._seen, found = facts, {each.code for each in findings_of(facts)}
@@ -271,16 +266,12 @@ class RanksProbe(Probe):
             rng=zlib.crc32(states) if is_own else None,
             draws=so_far.draws,
             factor=so_far.factor,
-            divides=so_far.divides and not so_far.wrapped and not self._replica.is_split,
+            divides=so_far.divides and not so_far.exchange.wrapped_calls and not self._replica.is_split,
             program=traits_of(step),
             summed=self._sums.are_undivided(step, size),
-            shrunk=so_far.last_synced and is_divided_again(step, size, so_far.micro_batches),
+            shrunk=so_far.exchange.last_synced and is_divided_again(step, size, so_far.micro_batches),
             without_gradient=tuple(so_far.missing[:FOLDS]),
-            exchange=ExchangeFacts(
-                wrapped_calls=so_far.wrapped,
-                synced_calls=so_far.synced,
-                last_synced=so_far.last_synced,
-            ),
+            exchange=so_far.exchange,
             steps=len(own),
             own_s=statistics.median(own),
             step_s=statistics.median(whole),

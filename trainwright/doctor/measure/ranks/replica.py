@@ -6,8 +6,8 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
@@ -41,14 +41,15 @@ def is_due(step: int) -> bool:
     return step in EARLY_STEPS or step % (INTERVAL_STEPS if step < 512 else LATER_INTERVAL_STEPS) == 0
 
 
-class RowSums(NamedTuple):
+@dataclass
+class RowSums:
     """Functions that read the checksums of a row. Gradients have one for each update of the step."""
 
-    weights: Checksums
-    gradients: Sequence[Checksums]
-    inputs: Checksums
-    buffers: KnownSums
-    moments: KnownSums
+    weights: Checksums = no_checksums
+    gradients: list[Checksums] = field(default_factory=list)
+    inputs: Checksums = no_checksums
+    buffers: KnownSums = no_checksums
+    moments: KnownSums = no_checksums
     reduced: Checksums = no_checksums
 
 
