@@ -18,12 +18,6 @@ def still_falls(run: RunContext) -> bool:
     return slope_in_errors(losses) < MAX_FALLING_SLOPE
 
 
-def rises(run: RunContext) -> bool:
-    """Returns True if the losses rise by more than their noise explains."""
-    losses = [(each.step, each.loss) for each in run.steps if 2 * each.step > run.last_step]
-    return slope_in_errors(losses) > -MAX_FALLING_SLOPE
-
-
 def slope_in_errors(points: Sequence[tuple[float, float]]) -> float:
     """Returns the slope of the regression line, in standard errors; 0 if it cannot be estimated."""
     points = [(x, y) for x, y in points if math.isfinite(y)]

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
-from trainwright.doctor.remedies import TRIALS
-from trainwright.doctor.remedies.optim import NUM_UPDATES, clip_at, compare_losses
+from trainwright.doctor.remedies import NUM_UPDATES, TRIALS, clip_at, compare_losses
 from trainwright.errors import UsageError, require_choice, suggest
 from trainwright.recorder.program import mapped
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction

@@ -21,10 +21,9 @@ from trainwright.doctor.facts.data import (
     StandardizedFacts,
 )
 from trainwright.doctor.measure.tensors import padding_of
-from trainwright.doctor.measure.tokens import place
+from trainwright.doctor.measure.tokens import Losses, place
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
-from trainwright.replay.classified import Classified, classified
 from trainwright.replay.experiments import replay
 from trainwright.replay.functions import argument, function_name
 from trainwright.replay.replayer import UNCHANGED, Intervention, NotReplayable
@@ -68,16 +67,11 @@ def batch(session: ReplaySession) -> BatchFacts:
 
 def _offsets(session: ReplaySession, ids: Tensor) -> tuple[int, ...]:
     """Returns, for each cross-entropy over tokens, the distance in ``ids`` from prediction to target."""
-    losses: list[Classified] = []
-
-    def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-        if (loss := classified(function_name(function), args, kwargs)) is not None:
-            losses.append(loss)
-        return function(*args, **kwargs)
-
-    outputs = tensors_of(session.run(Intervention(ops=collect), upto="forward").outputs)
-    placed = [found for each in losses if (found := place(each, ids, outputs)) is not None]
-    return tuple(offset for each in placed if (offset := each.offset()[0]) is not None)
+    inspector = Losses(session)
+    with session.live():
+        outputs = tensors_of(inspector.run("forward").outputs)
+        placed = [found for each in inspector.losses if (found := place(each, ids, outputs)) is not None]
+        return tuple(offset for each in placed if (offset := each.offset()[0]) is not None)
 
 
 def _with_targets(facts: BatchFacts, session: ReplaySession, x: Tensor, target: Tensor) -> BatchFacts:

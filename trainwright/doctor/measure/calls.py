@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
@@ -28,7 +27,6 @@ MAX_ROUNDING_RATIO = 1e-5
 """Gradients below this fraction of the largest one are rounding errors, as for a bias before a normalization."""
 ELEMENTS_PER_WEIGHT = 16  # Number of elements of each weight that are compared to detect changes
 MAX_WEIGHTS_SAMPLED = 64
-MAX_COMPARISONS = 16  # Maximum number of updates at which two optimizers are searched for shared parameters
 
 
 class Calls(Probe):
@@ -43,7 +41,6 @@ class Calls(Probe):
         self._watched = {id(each) for each in (*self._roots, *self._optimizers)}
         self._known = WeakValueDictionary({id(each): each for each in self._optimizers})
         self._stepped_at: dict[int, int] = {}
-        self._compared: Counter[tuple[int, int]] = Counter()
         self._leftovers = Leftovers(self._optimizers)
         self._depth = self._since = self._split = 0
         self._last: RecordedStep | None = None
@@ -81,11 +78,7 @@ class Calls(Probe):
 
     def _shares(self, optimizer: Optimizer, key: int) -> bool:
         """Returns True if the known optimizer ``key`` holds a parameter of this one that has a gradient."""
-        other, pair = self._known.get(key), (id(optimizer), key)
-        self._compared[pair] += 1
-        if other is None or self._compared[pair] > MAX_COMPARISONS:
-            return False
-        held = {id(p) for p in owned_by(other)}
+        held = {id(p) for p in owned_by(other)} if (other := self._known.get(key)) is not None else set()
         return any(p.grad is not None and id(p) in held for p in owned_by(optimizer))
 
     def on_closed(self, step: RecordedStep) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sized
@@ -25,8 +24,6 @@ from trainwright.recorder.user_types import Kwargs, Loader
 MIN_INTERVAL_STEPS = 16
 """Minimum number of steps between two readings. It doubles when there are more than MAX_READINGS."""
 MAX_READINGS = 64
-UNLIMITED_STEPS = 192  # Until this step all readings are taken. Later they take at most MAX_TIME_FRACTION of the time.
-MAX_TIME_FRACTION = 0.004
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -45,13 +42,10 @@ class Growth(Probe):
         self._modules = dict(named_modules(watched.subject.roots))
         self._parameters = watched.subject.parameters
         self._held: list[HeldResources] = []
-        self._every, self._next_s = MIN_INTERVAL_STEPS, 0.0
+        self._every = MIN_INTERVAL_STEPS
 
     def on_closed(self, step: RecordedStep) -> None:
         if step.step % self._every:
-            return
-        begin_s = time.perf_counter()
-        if step.step > UNLIMITED_STEPS and begin_s < self._next_s:
             return
         self._held.append(
             HeldResources(
@@ -63,8 +57,6 @@ class Growth(Probe):
         )
         if len(self._held) > MAX_READINGS:
             self._held, self._every = self._held[1::2], 2 * self._every
-        end_s = time.perf_counter()
-        self._next_s = end_s + (end_s - begin_s) / MAX_TIME_FRACTION
 
     def facts(self) -> GrowthFacts | None:
         if not self._held:
@@ -96,7 +88,6 @@ class Memory(Probe):
         self._losses: deque[tuple[int, weakref.ref[Tensor], weakref.ref[_Mark]]] = deque(maxlen=MAX_STEPS_TRACKED)
         self._outputs: deque[tuple[int, weakref.ref[Tensor]]] = deque(maxlen=MAX_STEPS_TRACKED)
         self._steps = 0
-        self._rests = False  # every fourth step is enough to see a leak
         self._graphs: list[GraphSize] = []
         self._counted_at = 0
         self._newest = self._newest_before = -1  # last sequence numbers of this step and of the previous one
@@ -111,18 +102,15 @@ class Memory(Probe):
             self._loader, self._iterator, self._private = loader, weakref.ref(iterator), []
 
     def on_output(self, root: nn.Module, output: object) -> None:
-        if not self._rests:
-            for tensor in tensors_of(output)[:4]:
-                if tensor.grad_fn is not None and tensor.numel() > 1:
-                    self._outputs.append((self._steps, weakref.ref(tensor)))
+        for tensor in tensors_of(output)[:4]:
+            if tensor.grad_fn is not None and tensor.numel() > 1:
+                self._outputs.append((self._steps, weakref.ref(tensor)))
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         node = losses[0].grad_fn
         if node is None:
             return
         self._newest = node._sequence_nr()
-        if self._rests:
-            return
         mark, metadata = _Mark(), cast("dict[str, object]", node.metadata)
         metadata["trainwright"] = mark
         self._losses.append((self._steps, weakref.ref(losses[0]), weakref.ref(mark)))
@@ -134,7 +122,6 @@ class Memory(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps, self._newest_before = step.step, self._newest
-        self._rests = step.step > MAX_STEPS_TRACKED and step.step % 4 > 0
 
     def facts(self) -> MemoryFacts:
         workers = getattr(self._iterator(), "_workers", None) or ()

@@ -26,7 +26,7 @@ MIN_MEMORY = 1e-6  # Change of a score, in standard deviations of the scores, th
 MIN_EQUAL_FRACTION = 0.95  # Minimum fraction of targets that must equal the input token at an offset
 
 
-class _Losses(StepInspector):
+class Losses(StepInspector):
     """Collects the cross-entropies of a step."""
 
     def __init__(self, session: ReplaySession) -> None:
@@ -101,7 +101,7 @@ def token_inputs(session: ReplaySession) -> list[Tensor]:
 
 
 def _losses_in_eval(session: ReplaySession, inputs: InputHandler | None = None) -> list[Classified]:
-    inspector = _Losses(session)
+    inspector = Losses(session)
     with session.live():
         inspector.run("forward", mode="eval", inputs=inputs)
     return inspector.losses
@@ -109,7 +109,7 @@ def _losses_in_eval(session: ReplaySession, inputs: InputHandler | None = None) 
 
 def examine_tokens(session: ReplaySession) -> TokensFacts:
     """Examines each token input and cross-entropy: the token that is the target, and leaks of the target."""
-    inspector = _Losses(session)
+    inspector = Losses(session)
     with session.live():
         outputs = tensors_of(inspector.run("forward").outputs)
     found = []

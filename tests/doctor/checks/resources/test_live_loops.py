@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.discovery import check_of
-from trainwright.doctor.measure.memory import MIN_INTERVAL_STEPS, UNLIMITED_STEPS, Growth, _python_objects
+from trainwright.doctor.measure.memory import MAX_READINGS, Growth, _python_objects
 from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.runs.records import Examined
@@ -50,15 +51,13 @@ def test_what_is_kept_of_each_step_grows(kind: str) -> None:
     assert diagnose(RunContext([record]), [check]).findings
 
 
-def test_readings_wait_for_their_fraction_of_the_time() -> None:
+def test_readings_of_a_long_run_are_thinned_out() -> None:
     probe = growth()
-    for step in range(1, 10_001):  # in a moment
+    for step in range(1, 10_001):
         probe.on_closed(RecordedStep(step))
     held = [each["step"] for each in (probe.values() or {})["held"]]
-    assert held[: UNLIMITED_STEPS // MIN_INTERVAL_STEPS] == list(
-        range(MIN_INTERVAL_STEPS, UNLIMITED_STEPS + 1, MIN_INTERVAL_STEPS)
-    )
-    assert len(held) < 2 * UNLIMITED_STEPS // MIN_INTERVAL_STEPS
+    assert MAX_READINGS // 2 <= len(held) <= MAX_READINGS
+    assert held[-1] > 9_000 and len({after - before for before, after in pairwise(held)}) == 1
 
 
 @pytest.mark.slow
