@@ -9,7 +9,6 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from trainwright.checkpoint.names import named_modules, named_parameters
 from trainwright.doctor.facts.calls import AttributesFacts, IdleAttribute, SteadinessFacts
@@ -46,8 +45,11 @@ class Attributes(Probe):
                 if is_set and vars(module)[name] is False and inside and not _is_read(type(module), name):
                     yield IdleAttribute(path, name, f"{REQUIRES_GRAD}_()", inside)
         for optimizer in self._subject.optimizers:
-            if type(optimizer).__module__.startswith("torch.optim"):
-                yield from _of_optimizer(optimizer)
+            given = vars(optimizer) if type(optimizer).__module__.startswith("torch.optim") else {}
+            for name in ("lr", "learning_rate"):
+                is_rate = isinstance(given.get(name), int | float)
+                if is_rate and any(group.get("lr") != given[name] for group in optimizer.param_groups):
+                    yield IdleAttribute(type(optimizer).__name__, name, 'param_groups[...]["lr"]', 1)
 
 
 @lru_cache(maxsize=4096)  # the same few names at each module and each examination
@@ -60,13 +62,6 @@ def _is_read(kind: type, name: str) -> bool:
     bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
     functions = [each for base in bases for each in vars(base).values()]
     return any(name in each.__code__.co_names for each in functions if hasattr(each, "__code__"))
-
-
-def _of_optimizer(optimizer: Optimizer) -> Iterator[IdleAttribute]:
-    for name in ("lr", "learning_rate"):
-        value = vars(optimizer).get(name)
-        if isinstance(value, int | float) and any(group.get("lr") != value for group in optimizer.param_groups):
-            yield IdleAttribute(type(optimizer).__name__, name, 'param_groups[...]["lr"]', 1)
 
 
 MAX_PENDING_REPEATS = 4  # Number of repeats after which the facts are reported before the next examination

@@ -144,7 +144,8 @@ def leaks(x: Tensor, y: Tensor) -> list[LeakingColumn]:
     within = (columns - means[classes]).square().mean(0)
     total = columns.var(0, correction=0)
     fraction = torch.where(total > 0, within / total.clamp(min=1e-300), torch.ones_like(total))
-    fraction[~_separates(means[counts >= 3], within.sqrt())] = 1.0
+    gaps = means[counts >= 3].sort(0).values.diff(dim=0).amin(0)  # class means must differ by more than they vary
+    fraction[gaps <= 4 * within.sqrt() + 1e-9 * means[counts >= 3].abs().amax(0)] = 1.0
     return [LeakingColumn(column=i, within=float(fraction[i]), samples=len(columns)) for i in _smallest(fraction, 1e-4)]
 
 
@@ -157,12 +158,6 @@ def _each_once(columns: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     keys, order = keys.sort()
     kept = order[F.pad(keys.diff() > 1e-12 * keys.abs().amax(), (1, 0), value=True)]
     return columns[kept], y[kept]
-
-
-def _separates(means: Tensor, spread: Tensor) -> Tensor:
-    """Returns a mask of columns whose class means (classes, columns) differ by more than they vary within classes."""
-    gaps = means.sort(0).values.diff(dim=0).amin(0)
-    return gaps > 4 * spread + 1e-9 * means.abs().amax(0)
 
 
 def _copies(columns: Tensor, y: Tensor) -> list[LeakingColumn]:

@@ -95,7 +95,8 @@ class Calls(Probe):
         found.missing_share = sum(sizes[name] for name in missing) / max(1, sum(sizes.values()))
         found.missing_were_trained = bool(missing) and set(missing) <= self._were_trained
         found.leftovers = tuple(self._leftovers.found.items())
-        found.leftover_in = tuple(self._parts_of(min(self._leftovers.found, default=None)))
+        held = {id(p) for n in sorted(self._leftovers.found)[:1] for p in owned_by(self._optimizers[n])}
+        found.leftover_in = tuple([name for name, p in self._named().items() if id(p) in held][:4])
         found.carried = self._carried(self._last) if self._last is not None else ()
         now = map(_sample, self._parameters[:MAX_WEIGHTS_SAMPLED])
         found.moved = self._last is None and not all(map(torch.equal, now, self._at_first))
@@ -104,11 +105,6 @@ class Calls(Probe):
 
     def _named(self) -> dict[str, Tensor]:
         return dict(named_parameters(self._roots))
-
-    def _parts_of(self, optimizer: int | None) -> list[str]:
-        """Returns the names of the first weights of an optimizer."""
-        held = {id(p) for p in owned_by(self._optimizers[optimizer])} if optimizer is not None else set()
-        return [name for name, p in self._named().items() if id(p) in held][:4]
 
     def _about(self, optimizer: Optimizer) -> OptimizerFacts:
         inside = {id(p) for root in self._roots for p in root.parameters()}

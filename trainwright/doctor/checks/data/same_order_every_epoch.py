@@ -1,5 +1,5 @@
 from trainwright.doctor import Results, RunContext, Where, check
-from trainwright.doctor.facts.data import EpochRepeat, LoadersFacts, RowsFacts
+from trainwright.doctor.facts.data import LoadersFacts, RowsFacts
 
 MIN_SAMPLES = 16  # A random order of this many samples repeats by chance once in 16! times
 MIN_PERIOD = 4  # Minimum number of batches after which they recur
@@ -32,7 +32,8 @@ def same_order_every_epoch(run: RunContext) -> Results:
     Sources: pytorch/pytorch#31771, pytorch/pytorch#23900, bytedance/UNO#64.
     """
     loaders, rows = run.latest(LoadersFacts), run.latest(RowsFacts)
-    repeats = [each for each in loaders.repeats if _is_again(each)] if loaders else []
+    seen = [each for each in loaders.repeats if each.samples >= MIN_SAMPLES and not each.ascending] if loaders else []
+    repeats = [each for each in seen if each.equal == each.batches > 0]
     if repeats:
         repeat = repeats[-1]
         cause = (
@@ -59,8 +60,3 @@ def same_order_every_epoch(run: RunContext) -> Results:
             since_step=max(1, rows.steps - rows.recurred),
             evidence=[("batches in a row that came before", rows.recurred, 0), ("period in batches", rows.period)],
         )
-
-
-def _is_again(epoch: EpochRepeat) -> bool:
-    """Returns True if all batches of an epoch so far repeat those of the previous epoch."""
-    return epoch.equal == epoch.batches > 0 and epoch.samples >= MIN_SAMPLES and not epoch.ascending

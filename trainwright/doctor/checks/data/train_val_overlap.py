@@ -1,5 +1,5 @@
 from trainwright.doctor import Finding, NotApplicable, Results, RunContext, Where, check
-from trainwright.doctor.facts.data import EvaluatedRows, LoadersFacts, RowsFacts
+from trainwright.doctor.facts.data import LoadersFacts, RowsFacts
 
 MAX_SHARED_FRACTION = 0.01  # Fraction of samples that may be in both sets
 MAX_NEW_FRACTION = 0.05  # Fraction of new rows in a training that has read all of its data
@@ -39,7 +39,9 @@ def train_val_overlap(run: RunContext) -> Results:
         if rows.new_lately > MAX_NEW_FRACTION:
             yield NotApplicable("training still meets new rows")
             return
-        is_too_many = last.shared >= MIN_SHARED_ROWS and last.shared > _by_chance(last, rows)
+        repeats = last.rows - last.distinct + (not rows.is_continuous)
+        by_chance = CHANCE_MULTIPLE * repeats * last.trained / max(1, last.rows)
+        is_too_many = last.shared >= MIN_SHARED_ROWS and last.shared > by_chance
         if last.is_partial and is_too_many:
             is_meant = last.shared >= 0.95 * last.trained
             yield _found(run, last.shared, last.distinct, "content", is_meant, last.source)
@@ -53,9 +55,3 @@ def _found(run: RunContext, shared: int, samples: int, by: str, is_meant: bool, 
         where=Where(source=source),
         evidence=[("evaluated samples that are trained on", shared, 0)],
     )
-
-
-def _by_chance(last: EvaluatedRows, rows: RowsFacts) -> float:
-    """Returns the rows that are equal by chance, estimated from repeats among the evaluated rows."""
-    repeats = last.rows - last.distinct + (not rows.is_continuous)
-    return CHANCE_MULTIPLE * repeats * last.trained / max(1, last.rows)

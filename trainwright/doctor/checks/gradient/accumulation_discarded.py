@@ -34,11 +34,13 @@ def accumulation_discarded(run: RunContext) -> Results:
     if len(optimizers_of(steps)) != 1:
         return
     examined = {step for step, facts in run.every(AccumulationFacts) if facts.is_plain and facts.discarded}
-    counts = [(each, lost) for each in steps if (lost := _lost(each)) and (each.step in examined or _has_batches(each))]
+    # each backward pass has a batch of its own
+    apart = [e for e in steps if e.step in examined or _num_backward(e) == len(e.values.get("ids") or ())]
+    counts = [(each, lost) for each in apart if (lost := _lost(each))]
     if len(counts) < 2 or 2 * len(counts) < len(steps):
         return
     step, lost = counts[-1]
-    total = sum(kind == "backward" for kind, _ in step.events)
+    total = _num_backward(step)
     yield run.finding(
         step.step,
         symptom=f"of {total} micro-batches only {total - lost} are in the update",
@@ -47,9 +49,8 @@ def accumulation_discarded(run: RunContext) -> Results:
     )
 
 
-def _has_batches(step: Watched) -> bool:
-    """Returns True if the loader yielded as many batches as there are backward passes."""
-    return len(step.values.get("ids") or ()) == sum(kind == "backward" for kind, _ in step.events)
+def _num_backward(step: Watched) -> int:
+    return sum(kind == "backward" for kind, _ in step.events)
 
 
 def _lost(step: Watched) -> int:

@@ -1,5 +1,5 @@
 from trainwright.doctor import Every, Results, RunContext, Where, check
-from trainwright.doctor.facts.data import TokenLoss, TokensFacts
+from trainwright.doctor.facts.data import TokensFacts
 
 MIN_SCORE_CHANGE = 1e-3  # Change of a score, in standard deviations of the scores, that exceeds rounding
 
@@ -30,8 +30,12 @@ def no_shift(run: RunContext, exams: Every[TokensFacts]) -> Results:
     for step, facts in exams:
         if any(each.offset == 1 for each in facts.losses):
             return
-        for loss in filter(_is_wrong, facts.losses):
-            offset = loss.offset or 0
+        for loss in facts.losses:
+            offset, given = loss.offset, loss.given
+            if offset is None or loss.sees is None or loss.sees > MIN_SCORE_CHANGE:
+                continue
+            if offset == 0 and given is not None and given <= MIN_SCORE_CHANGE:
+                continue
             target = {0: "the token it is given", -1: "the token before"}.get(offset, f"the token {offset} places on")
             yield run.finding(
                 step,
@@ -44,9 +48,3 @@ def no_shift(run: RunContext, exams: Every[TokensFacts]) -> Results:
                     ("change of scores when only later tokens change", loss.sees, 0.0),
                 ],
             )
-
-
-def _is_wrong(loss: TokenLoss) -> bool:
-    if loss.offset is None or loss.sees is None or loss.sees > MIN_SCORE_CHANGE:
-        return False
-    return loss.offset != 0 or loss.given is None or loss.given > MIN_SCORE_CHANGE

@@ -30,7 +30,8 @@ def lr_too_high(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     if not every:
         yield NotApplicable("several optimizers, between which no loss has to fall")
         return
-    worse = [(step, facts) for step, facts in every if _raises(facts)][:3]
+    known = [(step, facts, facts.loss + MIN_LOSS_RISE * abs(facts.loss)) for step, facts in every if facts.ratio > 0]
+    worse = [(step, facts) for step, facts, most in known if math.isfinite(most) and not facts.after <= most][:3]
     if not worse:
         return
     yield from [ExperimentRequest(BatchStepsFacts.experiment, step) for step, _ in worse]
@@ -55,11 +56,6 @@ def lr_too_high(run: RunContext, exams: Every[UpdateFacts]) -> Results:
             ],
             trial=RemedyTrial("other_lr", {"factor": on_batch.falls_at}),
         )
-
-
-def _raises(facts: UpdateFacts) -> bool:
-    worse = not math.isfinite(facts.after) or facts.after > facts.loss + MIN_LOSS_RISE * abs(facts.loss)
-    return math.isfinite(facts.loss) and facts.ratio > 0 and worse
 
 
 def _has_recovered(run: RunContext) -> bool:

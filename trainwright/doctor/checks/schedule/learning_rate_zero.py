@@ -1,5 +1,3 @@
-import math
-
 from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.weights import WeightsFacts
 
@@ -32,9 +30,12 @@ def learning_rate_zero(run: RunContext, facts: WeightsFacts) -> Results:
     if not facts.at_0_since:
         return
     count = facts.steps - facts.at_0_since + 1
+    is_cut = facts.rate_before_0 >= UNDECAYED_FRACTION * facts.highest_rate
+    too_many = max(MIN_UPDATES_LATER, MAX_TAIL_FRACTION * facts.steps)  # more than a tail
+    too_many = min(too_many, MAX_UPDATES_WITHOUT_DECAY) if is_cut else too_many
     if count >= MIN_UPDATES_FROM_START and facts.at_0_since == 1:
         symptom = f"the learning rate was 0 in all of {count} updates"
-    elif count >= _too_many(facts) and facts.rate_before_0 > DECAYED_FRACTION * facts.highest_rate:
+    elif count >= too_many and facts.rate_before_0 > DECAYED_FRACTION * facts.highest_rate:
         fell = f"the learning rate fell from {facts.rate_before_0:.3g} to 0 in step {facts.at_0_since}"
         symptom = f"{fell}, and {count} updates changed nothing"
     else:
@@ -43,12 +44,4 @@ def learning_rate_zero(run: RunContext, facts: WeightsFacts) -> Results:
         symptom=symptom,
         since_step=facts.at_0_since,
         evidence=[("learning rate", 0.0, facts.rate_before_0 or "above 0")],
-    )
-
-
-def _too_many(facts: WeightsFacts) -> float:
-    """Returns the number of final updates at a learning rate of 0 that is more than a tail."""
-    is_cut = facts.rate_before_0 >= UNDECAYED_FRACTION * facts.highest_rate
-    return min(
-        max(MIN_UPDATES_LATER, MAX_TAIL_FRACTION * facts.steps), MAX_UPDATES_WITHOUT_DECAY if is_cut else math.inf
     )

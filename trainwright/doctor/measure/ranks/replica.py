@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -126,7 +126,9 @@ class Replica:
         if self.is_split:
             return no_checksums
         read, begin = self._buffers(), self._buffers_at_begin
-        own = [_is_statistic(*place) for place in self._subject.buffers()]
+        statistics = ("running_mean", "running_var", "num_batches_tracked")
+        every = self._subject.buffers()
+        own = [bool(getattr(m, "track_running_stats", False)) and name in statistics for m, name in every]
         if without_statistics:
             return lambda: [None if is_own else now for now, is_own in zip(read(), own)]
         return lambda: [now if now == then else None for now, then in zip(read(), begin)]
@@ -191,12 +193,6 @@ def folded_names(names: Sequence[str]) -> tuple[str, ...]:
 def _runs(values: Sequence[T]) -> list[Sequence[T]]:
     width = max(1, math.ceil(len(values) / FOLDS))
     return [values[at : at + width] for at in range(0, len(values), width)]
-
-
-def _is_statistic(module: nn.Module, name: str) -> bool:
-    """Returns True if a buffer is a running statistic of a normalization."""
-    is_tracked = bool(getattr(module, "track_running_stats", False))
-    return is_tracked and name in ("running_mean", "running_var", "num_batches_tracked")
 
 
 def _numbers_in(group: Mapping[str, object]) -> dict[str, float]:
