@@ -54,8 +54,7 @@ class CallsFacts:
     # (step, backward passes before the end of an epoch, all backward passes) for each step during which an epoch ended
     split_windows: tuple[tuple[int, int, int], ...] = ()
     accumulation: int | None = None  # Number of micro-batches that was passed to the watch
-    # For each optimizer, the norm of the gradients that existed when the last step began
-    carried: tuple[float, ...] = ()
+    carried: tuple[float, ...] = ()  # For each optimizer, the norm of gradients that existed when the last step began
     backwards: int = 0  # Number of backward passes
     moved: bool = False  # True if a weight changed before the first step
     steps_seen: int = 0  # Number of optimizers that stepped before the first step
@@ -148,8 +147,7 @@ class LoadFacts:
     tensors: int  # Number of tensors of the model
     missing: tuple[str, ...] = ()  # Names that the model has and the state lacks
     unexpected: tuple[str, ...] = ()  # Names that the state has and the model lacks
-    # The prefix that, added to or removed from the unexpected names, makes them the missing ones
-    prefix: str | None = None
+    prefix: str | None = None  # Prefix by which the unexpected names and the missing ones differ
 
 
 @dataclass(frozen=True, kw_only=True)

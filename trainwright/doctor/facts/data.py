@@ -43,8 +43,7 @@ class RowsFacts:
     is_continuous: bool = True  # The values are such that two samples are never equal by chance
     period: int = 0  # Each batch equals the one this many batches earlier
     recurred: int = 0  # Number of consecutive batches for which this holds
-    # These batches came from a shuffling loader one by one and are held by the loop, not fetched again
-    is_kept: bool = False
+    is_kept: bool = False  # The batches of a shuffling loader are held by the loop, not fetched again
     workers: int = 0  # Worker processes of a loader over an IterableDataset; 0 without one
     groups: int = 0  # Number of groups of ``workers`` consecutive batches
     equal_groups: int = 0  # Number of groups in which all batches are equal
@@ -127,9 +126,7 @@ class WorkerDraws:
     random: bool  # The two reads by one worker differ
     equal_workers: bool  # Both workers read equal samples
     equal_epochs: bool  # Both epochs read equal samples
-    # The samples stay equal if each worker seeds its generators from ``torch.initial_seed()``; None if this was not
-    # measured
-    with_seeds: bool | None = None
+    with_seeds: bool | None = None  # They stay equal with ``torch.initial_seed()``; None: not measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +155,7 @@ class SamplesFacts:
     written: int = 0  # Number of steps that changed the model's input in place
     written_views: int = 0  # Number of these in which the input was a view of a larger tensor
     since_written: int = 0  # The first of them
-    # Number of samples that changed, if each element became the same function ``a * x + b`` in all of them, else 0
-    changed: int = 0
+    changed: int = 0  # Number of samples that changed, if all by one ``a * x + b`` for each element, else 0
     factor: float = 1.0  # The median of ``a``
     since_changed: int = 0  # The first step with such a change
     apart: int = 0  # Samples whose input and target were flipped or turned in different ways
@@ -219,8 +215,7 @@ class BatchFacts:
     entropy: float | None = None  # Entropy of the labels in nats; None for targets that are not classes
     leaks: tuple[LeakingColumn, ...] = ()  # Input columns that reveal the label
     padding: PaddedIds | None = None  # The id that pads rows
-    # For each cross-entropy over tokens, the distance in the input from a prediction to its target
-    offsets: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()  # For each cross-entropy over tokens, the distance from prediction to target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,8 +253,7 @@ class TextEnds:
 
     id: int  # The token id
     within: int  # Number of times that it follows a target and precedes other tokens
-    # Number of rows in which it follows a target as the first padding token and the attention mask keeps it
-    attended: int
+    attended: int  # Rows in which it follows a target as the first padding, and the attention mask keeps it
     targets: int  # Number of times that it is a target
     rows: int  # Rows of the batch
 
@@ -270,9 +264,7 @@ class TokenLoss:
 
     offset: int | None  # Each target is the input token this many positions later; None if no offset fits
     fraction: float  # Fraction of the targets for which this holds
-    # Change of the scores before ``start`` when only tokens from ``start`` on change, in standard deviations; None if
-    # unknown
-    sees: float | None = None
+    sees: float | None = None  # Change of scores before ``start`` when only later tokens change, in deviations
     given: float | None = None  # The same change at ``start``
     start: int = 0  # The first changed position
     module: str | None = None  # Path of the first module that depends on later tokens; None if unknown

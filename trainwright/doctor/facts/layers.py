@@ -48,9 +48,7 @@ class LayerGradient:
 class WrongAxes:
     """Calls at one place that treat axes wrongly."""
 
-    # "reordered": a view permutes equal sizes where a transpose was meant. "inverted": an attention mask hides all keys
-    # but the padding.
-    kind: str
+    kind: str  # "reordered": a view in place of a transpose. "inverted": a mask hides all but the padding
     module: str
     line: str | None
     shapes: tuple[tuple[int, ...], ...]
@@ -138,13 +136,11 @@ class ModulesFacts:
     looks: int  # Number of examined steps
     last: int  # The last examined step
     same_inputs: bool = False  # The inputs were the same in all examined steps
-    # The first module whose outputs are the same for every sample although its inputs are not; None without one
-    constant: str | None = None
+    constant: str | None = None  # The first module with equal outputs for unequal samples; None without one
     is_whole: bool = False  # The outputs of the full model are the same for every sample
     constant_kind: str = ""  # Class of ``constant``
     spreads: tuple[OutputSpread, ...] = ()  # Spread of vector outputs in steps whose loss uses no data but the inputs
-    # Frozen modules with dropout that are in train mode and were called only without gradients
-    noisy: tuple[str, ...] = ()
+    noisy: tuple[str, ...] = ()  # Frozen modules with dropout in train mode, called only without gradients
     drifting: tuple[str, ...] = ()  # Frozen modules in train mode whose running statistics are updated
     repeated: tuple[RepeatedModule, ...] = ()  # Modules that one container holds several times
     flat: str = ""  # The operation with derivative 0 everywhere that the graph of the loss contains

@@ -28,13 +28,10 @@ class MeasuredLoss:
     above_0: float = 0.0  # Fraction of the input above 0
     off_sum: float = 0.0  # For nll_loss and ctc_loss, the median over rows of ``abs(exp(input).sum() - 1)``
     bound: str = ""  # Function with bounded values that made the input; "" without one
-    # Improvement over equal scores that the best input within these bounds reaches, as a fraction of the loss of equal
-    # scores; 1 without bounds
-    room: float = 1.0
+    room: float = 1.0  # Gain of the best input within these bounds over equal scores, as a fraction; 1 without bounds
     outside: float = 0.0  # Fraction of the targets beyond these bounds
     wants: int = 0  # 1 if a smaller value makes the total loss smaller in every step, -1 if a larger one does, else 0
-    # Mean loss of the first and of the last steps, at most 8 each
-    values: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+    values: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())  # Mean loss of the first 8 and last 8 steps
     # For at most 8 of the last steps: loss, loss of the best constant prediction, loss with shuffled targets
     rows: tuple[tuple[float, float, float], ...] = ()
     ignored: float = 0.0  # Fraction of the targets that ignore_index leaves out
@@ -58,10 +55,7 @@ class Broadcast:
 class LossSign:
     """A mistake in the operations between the outputs and the loss."""
 
-    # "no_gradient" (a term of the loss has no graph), "not_updated" (a term reaches only weights that no update
-    # changes), "advantage", or "summed_and_averaged" (``op`` averages over the samples, and another term, at ``line``,
-    # sums over them)
-    kind: str
+    kind: str  # "no_gradient", "not_updated", "advantage", or "summed_and_averaged" (``op`` averages, ``line`` sums)
     op: str
     steps: int  # Number of examined steps with the mistake
     line: str | None = None  # Its source line
@@ -153,11 +147,8 @@ class AccumulationFacts:
 
     experiment: ClassVar[str] = "accumulation"
     backwards: int  # Number of backward passes
-    # Each pass has a batch of its own and uses the same functions, and the loop does not touch gradients between the
-    # passes
-    is_plain: bool = False
-    # For each micro-batch, the derivative of the backward root with respect to the mean loss
-    weights: tuple[float | None, ...] = ()
+    is_plain: bool = False  # Each pass has a batch of its own and the same functions, and gradients are left alone
+    weights: tuple[float | None, ...] = ()  # For each micro-batch, the derivative with respect to its mean loss
     counts: tuple[float | None, ...] = ()  # For each micro-batch, the number of elements in this mean
     discarded: int = 0  # Backward passes whose gradients are dropped before the update
     norm_then: float | None = None  # Norm of the gradients at the recorded update

@@ -52,17 +52,13 @@ class MixedPrecisionFacts:
     """Observations of 16-bit weights, loss scales and autocast."""
 
     experiment: ClassVar[str] = "mixed_precision"
-    # Fraction of sampled 16-bit weights with a gradient that an update left unchanged; the median of ``updates``
-    # updates
-    still: float = 0.0
+    still: float = 0.0  # Median fraction of 16-bit weights with a gradient that an update leaves unchanged
     updates: int = 0  # Updates at the highest learning rate so far
     is_constant_rate: bool = False  # All sampled updates so far had one learning rate
     kept_elsewhere: bool = False  # The optimizer keeps float32 copies of the weights or uses stochastic rounding
-    # First step that computed with weights that autocast had cached before the last update
-    stale_since: int | None = None
+    stale_since: int | None = None  # First step that used weights that autocast had cached before the last update
     zeros: float = 0.0  # Fraction of gradients that are 0, for a loss in float16 without a loss scale
-    # Root mean square of these gradients in units of 6e-8, the smallest float16; median of several steps
-    rms_in_steps: float = math.inf
+    rms_in_steps: float = math.inf  # Their root mean square in units of 6e-8, the smallest float16
     micro_batches: int = 0  # Number of micro-batches that are summed
     sum_error: float = 0.0  # Relative error of the 16-bit sum over micro-batches, compared with the float32 sum
     sum_rounding: float = 0.0  # Relative error of the float32 sum rounded once to 16 bits
@@ -100,8 +96,7 @@ class FirstNonfinite:
     hidden_by: str | None = None  # The function that discarded the values in the forward pass
     micro_batch: int = 0  # Number of the micro-batch
     eps: float | None = None  # ``eps`` of the optimizer, for an operation of the update
-    # Samples of the micro-batch that each make the step non-finite alone; None if not measured
-    rows: tuple[int, ...] | None = None
+    rows: tuple[int, ...] | None = None  # Samples that each make the step non-finite alone; None: not measured
     ids: tuple[int, ...] = ()  # Their ids, if known
     empty: float | None = None  # The single value that fills an input of exactly these samples
 

@@ -47,8 +47,7 @@ class RankStep:
     rng: int | None = None  # Checksum of the generator states after the batch was read
     draws: bool = False  # The step drew numbers from these generators
     summed: bool = False  # The gradients are sums over ranks, of mean losses, and were not divided
-    # The gradients are means over ranks, of losses that were already divided by the number of ranks
-    shrunk: bool = False
+    shrunk: bool = False  # The gradients are means of losses that were divided by the number of ranks, too
     without_gradient: tuple[str, ...] = ()  # Parameters without a gradient
     exchange: ExchangeFacts = field(default_factory=ExchangeFacts)  # Gradient exchange
     steps: int = 0  # Number of steps that the times cover
@@ -164,8 +163,7 @@ class RanksFacts:
     compared: int = 0  # Number of compared steps
     disagreements: tuple[Disagreement, ...] = ()  # Quantities that differ and must not
     coincidences: tuple[Coincidence, ...] = ()  # Quantities that are equal and should not be
-    # Gradient exchange in the first step in which gradients differed, on the rank that exchanged least
-    exchange: ExchangeFacts | None = None
+    exchange: ExchangeFacts | None = None  # That of the rank that exchanged least, when gradients first differed
     is_wrapped: bool = False  # DistributedDataParallel wraps the model
     programs: tuple[ProgramDifference, ...] = ()  # Operations that differ
     are_reduced: bool = False  # Gradients were also compared as the backward passes left them

@@ -26,8 +26,7 @@ class WeightsFacts:
     has_gradient: bool = False  # A tensor had a gradient other than 0
     stands_since: int = 0  # The last step after which anything had changed
     updates_since: int = 0  # Updates since ``stands_since``
-    # Weights whose version counter before the first step shows that they were trained
-    worked_on: tuple[str, ...] = ()
+    worked_on: tuple[str, ...] = ()  # Weights that were trained before, as their version counters show
     since: int = 0  # Step of the previous examination
     unchanged: tuple[str, ...] = ()  # Tensors that have not changed since ``since``, or have a gradient of zeros
     at_0_since: int = 0  # The step since which the learning rates of all groups are 0; 0 if they are not

@@ -56,7 +56,5 @@ class SavedFacts:
 
     experiment: ClassVar[str] = "integrity"
     modified: tuple[str, ...] = ()  # Modules whose saved tensors had changed before the backward pass
-    # The first module whose recomputed outputs under activation checkpointing differ from those of the forward pass;
-    # None without one
-    differs: str | None = None
+    differs: str | None = None  # The first module whose recomputed outputs differ from those of the forward pass
     kind: str = ""  # Class of that module
