@@ -26,7 +26,7 @@ from trainwright.doctor.measure.modules import ModuleProbe
 from trainwright.doctor.measure.tensors import padding_of
 from trainwright.recorder.callers import caller
 from trainwright.recorder.listener import inside
-from trainwright.recorder.pausable import PausableMode, without_modes
+from trainwright.recorder.pausable import PausableMode
 from trainwright.recorder.plain_tensors import is_plain, plain
 from trainwright.recorder.probes import WatchedObjects
 from trainwright.recorder.program import RecordedStep, tensors_of
@@ -142,7 +142,7 @@ class LayerMeasurement(ModuleProbe):
 
     def __init__(self, watched: WatchedObjects) -> None:
         super().__init__(watched)
-        self._functions = _Functions(self._on_function)
+        self._functions = _Functions(self.guarded(self._record_function))
         self._norms = {path: m for path, m in self.modules.items() if isinstance(m, _BatchNorm)}
         self._facts: LayersFacts | None = None
         self._axes = Axes()
@@ -237,16 +237,9 @@ class LayerMeasurement(ModuleProbe):
         self._functions.stop()
         super().fail(error)
 
-    def _on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
-        if self.failed is None and self.stack:
-            try:
-                with without_modes(), torch.no_grad():
-                    self._record_function(name, args, kwargs, result)
-            except Exception as error:
-                self.fail(error)
-
+    @torch.no_grad()
     def _record_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
-        if not all(map(is_plain, tensors_of((args, kwargs, result), 3))):
+        if not self.stack or not all(map(is_plain, tensors_of((args, kwargs, result), 3))):
             return
         self._axes.note(self.stack[-1], name, args, kwargs, result)
         if name in MAPS and len(tensors := tensors_of([args, kwargs], 3)) > 1:

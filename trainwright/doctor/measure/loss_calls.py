@@ -827,11 +827,14 @@ def terms_facts(session: ReplaySession) -> TermsFacts:
         grads = [_gradients(session, term) for term in parts]
     reached = [{n for n, g in each.items() if g is not None and bool((g != 0).any())} for each in grads]
     common = set.intersection(*reached)
-    facts = [
-        TermFacts(term.name, term.slot, term.weight, term.own, shared=abs(term.weight) * _norm(each, common))
-        for term, each in zip(parts, grads)
+    norms = [
+        math.sqrt(sum(float(g.double().square().sum()) for n in common if (g := of_term[n]) is not None))
+        for of_term in grads
     ]
-    return TermsFacts(tuple(facts), len(common))
+    pairs = zip(parts, norms)
+    return TermsFacts(
+        tuple(TermFacts(t.name, t.slot, t.weight, t.own, abs(t.weight) * norm) for t, norm in pairs), len(common)
+    )
 
 
 def _gradients(session: ReplaySession, term: Term) -> Grads:
@@ -857,8 +860,3 @@ def alone(recorded: RecordedStep, term: Term) -> RecordedStep:
     ]
     program = [*kept, replace(backward, slot=term.slot, scale_at=1.0, gradient=None)]
     return replace(recorded, program=program, values={k: v for k, v in recorded.values.items() if k != "carried"})
-
-
-def _norm(grads: Grads, names: set[str]) -> float:
-    chosen = [g.double().square().sum() for n, g in grads.items() if g is not None and n in names]
-    return float(torch.stack(chosen).sum().sqrt()) if chosen else 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -89,7 +90,9 @@ class ModuleProbe(Probe):
         if self.is_hooked:
             self._passes += 1
             self._is_following = True
-            self._open.enter_context(self._stack.following(self._enter, self._leave, but=root))
+            self._open.enter_context(
+                self._stack.following(self.guarded(self.entered), self.guarded(self.left), but=root)
+            )
 
     def on_output(self, root: nn.Module, output: object) -> None:
         if self._is_following:
@@ -99,21 +102,18 @@ class ModuleProbe(Probe):
         self._is_following = False
         self._open.close()
 
-    def _enter(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        if self.failed is None:
-            try:
-                with without_modes():
-                    self.entered(path, module, args, kwargs)
-            except Exception as error:
-                self.fail(error)
+    def guarded(self, call: Callable[..., None]) -> Callable[..., None]:
+        """Returns a function that calls ``call`` outside of all modes. The probe stops if that raises."""
 
-    def _leave(self, path: str, module: nn.Module, output: object) -> None:
-        if self.failed is None:
-            try:
-                with without_modes():
-                    self.left(path, module, output)
-            except Exception as error:
-                self.fail(error)
+        def called(*args: object) -> None:
+            if self.failed is None:
+                try:
+                    with without_modes():
+                        call(*args)
+                except Exception as error:
+                    self.fail(error)
+
+        return called
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps_before = step.step - 1 if self._steps_before is None else self._steps_before

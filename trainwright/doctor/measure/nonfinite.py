@@ -159,7 +159,10 @@ def measure_trace(session: ReplaySession) -> TraceFacts:
     bad = tracing.first_bad
     first = None if bad is None else _first(session, tracing, bad)
     fp32 = None
-    if bad is not None and bad.kind == "op" and bad.op.phase != "update" and _uses_half(session):
+    is_half = has_half_parameters(session) or any(
+        each.autocast[0] for each in session.recorded_step.program if isinstance(each, Call | Operation)
+    )
+    if bad is not None and bad.kind == "op" and bad.op.phase != "update" and is_half:
         fp32 = session.run(Intervention(dtype="fp32", loss_scale=1 / scale))
     return TraceFacts(
         micro_batches=micro_batches,
@@ -185,12 +188,6 @@ def all_finite(result: ReplayResult) -> bool:
     """Returns True if the losses and the gradients are finite."""
     grads = [g for g in result.grads.values() if g is not None]
     return result.error is None and all(map(is_finite, (*result.losses, *grads)))
-
-
-def _uses_half(session: ReplaySession) -> bool:
-    program = session.recorded_step.program
-    autocast = any(each.autocast[0] for each in program if isinstance(each, Call | Operation))
-    return autocast or has_half_parameters(session)
 
 
 def _first(session: ReplaySession, tracing: Tracing, bad: Bad) -> FirstNonfinite:

@@ -68,7 +68,8 @@ class MovingWeights(Probe):
             return None
         now = self._checksums()
         changed = {n for n, (was, one) in enumerate(zip(self._last, now)) if was != one}
-        trainable, moved = self._in_optimizers() - self._frozen(), self._moved
+        trainable = {n for n in self._in_optimizers() if self._parameters[n].requires_grad}
+        moved = self._moved
         self._last, found = now, self._found
         if changed:
             found.stands_since, self._updates_then = found.steps, found.updates
@@ -101,9 +102,6 @@ class MovingWeights(Probe):
         held = {id(p) for group in groups for p in group["params"]}
         self._ever_in_optimizers |= {n for n, p in enumerate(self._parameters) if id(p) in held}
         return self._ever_in_optimizers
-
-    def _frozen(self) -> set[int]:
-        return {n for n, p in enumerate(self._parameters) if not p.requires_grad}
 
     def _checksums(self) -> list[int]:
         return start_checksums([own_part(p.detach()) for p in self._parameters])()

@@ -163,7 +163,9 @@ class _Wiring(StepInspector):
 @replay(WiringFacts, when="first", steps=1.3, value=2.0)
 def structure(session: ReplaySession) -> WiringFacts:
     """Returns the trained parameters, the parts that the graph reaches, and linear layers in a row."""
-    wiring, held = _Wiring(session), _held_by_modules(session)
+    wiring = _Wiring(session)
+    # before the pass, in which a module may store an input for a derivative
+    held = {id(each) for m in session.modules.values() for value in list(vars(m).values()) for each in _held(value)}
     with session.live():
         result = wiring.run()
         owned = {id(p) for o in session.optimizers for g in o.param_groups for p in g["params"]}
@@ -198,11 +200,6 @@ def _unregistered(session: ReplaySession, leaves: dict[int, Tensor]) -> dict[str
                 if strange.pop(id(leaf), None) is not None:
                     found[f"{'.'.join(p for p in (path, name) if p)}#{len(found)}"] = leaf
     return found
-
-
-def _held_by_modules(session: ReplaySession) -> set[int]:
-    """Returns the ids of the tensors in attributes of modules before a pass, in which an input may be stored."""
-    return {id(each) for m in session.modules.values() for value in list(vars(m).values()) for each in _held(value)}
 
 
 def _held(value: object, depth: int = 4) -> Iterator[Tensor]:
