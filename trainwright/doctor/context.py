@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Measurement(Protocol):
-    """A frozen dataclass of ``doctor/facts``. ``experiment`` is the name of its records in the log."""
+    """A dataclass of ``doctor/facts``. ``experiment`` is the name of its records in the log."""
 
     experiment: ClassVar[str]
 

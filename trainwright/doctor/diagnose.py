@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trainwright.doctor.check import Check, CheckState, NotApplicable, Result
-from trainwright.doctor.context import RunContext
+from trainwright.doctor.check import Check, CheckState, NotApplicable, Result, Results
+from trainwright.doctor.context import RunContext, by_experiment
 from trainwright.doctor.discovery import all_checks
 from trainwright.doctor.finding import ExperimentRequest, Finding, make_finding
-from trainwright.doctor.user_checks import user_check_results
 from trainwright.errors import text_of
 from trainwright.runs.findings import rank
-from trainwright.runs.records import Where
+from trainwright.runs.records import Examined, Where, construct
 
 FAILED_CODE = "doctor.failed"
 TOPICS_OF_LEARNING = ("data", "gradient", "loss", "model", "optim", "precision", "schedule")
@@ -118,3 +117,43 @@ def explains(codes: Sequence[str], code: str) -> bool:
 
 def _rank(finding: Finding) -> tuple[int, bool, float, int]:
     return rank(finding.found)
+
+
+USER_CHECK_PREFIX = "own."  # Prefix of the codes of user-defined checks, which are also the names of their experiments
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserCheckFacts:
+    """One call of a user-defined check. ``statement`` is its docstring; ``broken`` is the problem it found, or None."""
+
+    statement: str
+    broken: str | None
+
+
+def user_check_results(run: RunContext) -> Iterator[tuple[str, list[Result]]]:
+    """Yields the code and the results of each user-defined check in this run."""
+    for code, outcomes in sorted(by_experiment(run.records).items()):
+        if code.startswith(USER_CHECK_PREFIX):
+            yield code, list(_user_results(code, outcomes))
+
+
+def _user_results(code: str, outcomes: list[Examined]) -> Results:
+    seen = [(each.step, construct(UserCheckFacts, each.values)) for each in outcomes if "blind" not in each.values]
+    broken = [(step, facts) for step, facts in seen if facts.broken is not None]
+    if not seen:
+        yield NotApplicable(str(outcomes[-1].values["blind"]))
+    if not broken:
+        return
+    since, _ = broken[0]
+    step, facts = broken[-1]
+    yield make_finding(
+        code,
+        "warning",
+        step,
+        symptom=str(facts.broken),
+        cause=f"expected: {facts.statement}" if facts.statement else "one of your checks found it",
+        remedy="see your function that is passed in checks=[...]",
+        sure=0.9,
+        since_step=since,
+        evidence=[("replayed steps in which the check failed", len(broken), 0), ("replayed steps", len(seen))],
+    )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from trainwright.doctor.diagnose import FAILED_CODE
+from trainwright.doctor.diagnose import FAILED_CODE, USER_CHECK_PREFIX
 from trainwright.doctor.discovery import all_checks, check_of
 from trainwright.doctor.docstring import Page, parse_page
-from trainwright.doctor.user_checks import USER_CHECK_PREFIX
 from trainwright.errors import UsageError, suggest
 
 _FAILED_PAGE = parse_page(

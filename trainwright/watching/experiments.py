@@ -15,10 +15,10 @@ from torch import Tensor
 
 from trainwright.checkpoint.names import named_parameters
 from trainwright.checkpoint.snapshot import LiveObjects
+from trainwright.doctor.diagnose import USER_CHECK_PREFIX, UserCheckFacts
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 from trainwright.doctor.measure import REPLAYS
 from trainwright.doctor.remedies import TRIALS
-from trainwright.doctor.user_checks import USER_CHECK_PREFIX, UserCheckFacts
 from trainwright.errors import text_of
 from trainwright.recorder.program import Backward, Constant, RecordedStep, mapped
 from trainwright.recorder.ranks import own_part
