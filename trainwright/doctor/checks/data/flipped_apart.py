@@ -1,4 +1,4 @@
-from trainwright.doctor import Results, RunContext, Where, check
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import SamplesFacts
 
 MIN_SAMPLES = 3
@@ -41,3 +41,5 @@ def flipped_apart(run: RunContext, facts: SamplesFacts) -> Results:
             where=Where(source=facts.source),
             evidence=[("samples flipped apart", facts.apart, 0), ("samples flipped together", facts.together)],
         )
+    elif not facts.together:
+        yield NotApplicable("no sample with an image and a mask came again")
