@@ -185,9 +185,10 @@ def _holders(lengths: set[int]) -> Iterator[nn.Module | Holder]:
     there: list[Any] = [each for each in gc.get_objects() if type(each) in wanted]
     ours = {id(each.parameters) for each in there if type(each) is Snapshot}
     for each in there:
-        is_whole = type(each) is list and id(each) not in ours
-        is_whole = is_whole or (type(each) is dict and not all(isinstance(t, nn.Parameter) for t in each.values()))
-        if not isinstance(each, nn.Module) and not (is_whole and len(each) in lengths):
+        kind = type(each)
+        if kind is Snapshot or (kind in (dict, list) and len(each) not in lengths) or id(each) in ours:
+            continue
+        if kind is dict and all(isinstance(t, nn.Parameter) for t in each.values()):
             continue
         if len(tensors := _tensors_of(each)) in lengths and all(map(_is_value, tensors)):
             yield each
