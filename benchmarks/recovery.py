@@ -1,6 +1,6 @@
 """Measures the time from a fault to the next completed step, by phase, and compares the run with one without faults.
 
-    python -m benchmarks.recovery [--kills 20] [--ranks 2,4] [--faults rank,agent,link]
+    python -m benchmarks.recovery [--kills 20] [--ranks 2,4] [--faults rank,agent,link] [--times FILE]
 
 A small model trains as users start it: `trainwright train RECIPE -- --nproc-per-node N`, saving after each step.
 
@@ -14,6 +14,8 @@ Phases: detect, until the last old rank has ended; rendezvous, until all new ran
 started again (imports, connections, plan, checkpoint); first_step, until the next step is in the log. After each
 fault all committed checkpoints must verify and have the bits of an undisturbed run. At the end of a run its log must
 have the same losses and samples, each step once. `problems` counts the differences, and must be 0.
+
+With --times, each recovery is appended to a file. A later call with that file counts them, and adds the rest.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,6 +172,31 @@ class Log:
         return len(self.steps()) >= number
 
 
+class History:
+    """Recoveries and problems by case, of this call and of earlier calls with the same file."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.times: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
+        self.loads: defaultdict[str, list[float]] = defaultdict(list)
+        self.problems: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for line in path.read_text().splitlines() if path and path.exists() else ():
+            self._read(json.loads(line))
+
+    def add(self, case: str, **what: dict[str, float] | dict[str, int]) -> None:
+        entry = {"case": case, "load": os.getloadavg()[0], **what}
+        self._read(entry)
+        if self._path:
+            with self._path.open("a") as file:
+                print(json.dumps(entry), file=file)
+
+    def _read(self, entry: dict[str, Any]) -> None:
+        if "times" in entry:
+            self.times[entry["case"]].append(entry["times"])
+            self.loads[entry["case"]].append(entry["load"])
+        self.problems[entry["case"]].update(entry.get("problems", {}))
+
+
 @dataclass
 class Session:
     """Faults of one kind with one number of ranks, in as many runs as are needed."""
@@ -176,9 +204,16 @@ class Session:
     fault: str
     place: TorchrunPlace
     reference: Reference
-    times: list[dict[str, float]] = field(default_factory=list)
-    problems: dict[str, int] = field(default_factory=dict)
+    history: History
     runs: int = 0
+
+    @property
+    def times(self) -> list[dict[str, float]]:
+        return self.history.times[self.case]
+
+    @property
+    def case(self) -> str:
+        return f"{self.fault}_{self.place.ranks}"
 
     def conduct(self, faults: int) -> None:
         while len(self.times) < faults:
@@ -200,7 +235,7 @@ class Session:
             wait_for(partial(log.has_steps, random.randint(*STEPS_BETWEEN)), launched)
             if log.steps()[-1]["step"] > last - 2 * STEPS_BETWEEN[1]:
                 break
-            self.times.append(self._strike(launched, run, log))
+            self.history.add(self.case, times=self._strike(launched, run, log))
         code = launched.wait()
         if code:
             raise SystemExit(f"the run ended with {code}:\n{launched.said()}")
@@ -223,8 +258,8 @@ class Session:
         return {name: end - begin for name, begin, end in zip(PHASES, at, at[1:], strict=False)}
 
     def _count(self, found: dict[str, int]) -> None:
-        for name, number in found.items():
-            self.problems[name] = self.problems.get(name, 0) + number
+        if found:
+            self.history.add(self.case, problems=found)
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -241,17 +276,17 @@ def wait_for(condition: Callable[[], bool], launched: Launched) -> None:
         time.sleep(POLL_S)
 
 
-def show(session: Session, ranks: int) -> None:
-    case = f"{session.fault}_{ranks}"
-    against = f"{len(session.times)} faults in {session.runs} runs on {os.cpu_count()} cores"
-    totals = [sum(each.values()) for each in session.times]
-    figure("recovery", f"{case}_total", totals, unit="s", against=against)
+def show(session: Session) -> None:
+    case, times, loads = session.case, session.times, session.history.loads[session.case]
+    against = f"{len(times)} faults on {os.cpu_count()} cores"
+    figure("recovery", f"{case}_total", [sum(each.values()) for each in times], unit="s", against=against)
     for phase in PHASES:
-        figure("recovery", f"{case}_{phase}", [each[phase] for each in session.times], unit="s", against="absolute")
-    load = f"absolute; load {os.getloadavg()[0]:.0f}"
-    figure("recovery", f"{case}_problems", [sum(session.problems.values())], unit="count", against=load)
-    if session.problems:
-        print(f"{case}: {session.problems}", file=sys.stderr)
+        figure("recovery", f"{case}_{phase}", [each[phase] for each in times], unit="s", against="absolute")
+    figure("recovery", f"{case}_load", loads, unit="processes", against="absolute; running on the machine")
+    problems = session.history.problems[case]
+    figure("recovery", f"{case}_problems", [problems.total()], unit="count", against="absolute")
+    if problems:
+        print(f"{case}: {dict(problems)}", file=sys.stderr)
 
 
 def in_namespace() -> bool:
@@ -265,16 +300,19 @@ def in_namespace() -> bool:
 
 
 def main() -> None:
-    options = arguments(__doc__, kills=(20, 1), ranks=("2,4", "2"), faults=("rank,agent,link", "rank"), seed=(0, 0))
+    options = arguments(
+        __doc__, kills=(20, 1), ranks=("2,4", "2"), faults=("rank,agent,link", "rank"), seed=(0, 0), times=("", "")
+    )
     faults = options.faults.split(",")
     if "link" in faults and INSIDE not in os.environ and not in_namespace():
         print("network namespaces are not allowed here: the fault link is skipped", file=sys.stderr)
         faults.remove("link")
-    random.seed(options.seed)
+    history = History(Path(options.times) if options.times else None)
+    random.seed(options.seed + sum(map(len, history.times.values())))
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a restarted torchrun would compile all modules again
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # shows what was measured
     about("recovery")
-    problems = 0
     steps = min(160, 30 + options.kills * 2 * STEPS_BETWEEN[1])
     for ranks in map(int, options.ranks.split(",")):
         folder, reference = Path(tempfile.mkdtemp(prefix="recovery-")).resolve(), None
@@ -282,17 +320,16 @@ def main() -> None:
             place = TorchrunPlace(folder / fault, ranks=ranks, nodes=1 if fault == "rank" else 2)
             place.make(steps=steps, workers=0, step_ms=STEP_MS, keep=KEEP)
             reference = reference or train_undisturbed(place, steps)
-            session = Session(fault, place, reference)
+            session = Session(fault, place, reference, history)
             try:
                 session.conduct(options.kills)
             finally:
-                show(session, ranks)
-                problems += sum(session.problems.values())
-        if problems:
+                show(session)
+        if any(history.problems.values()):
             print(f"kept: {folder}", file=sys.stderr)
         else:
             shutil.rmtree(folder)
-    sys.exit(problems > 0)
+    sys.exit(any(history.problems.values()))
 
 
 if __name__ == "__main__":

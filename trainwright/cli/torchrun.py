@@ -10,7 +10,6 @@ cannot are killed after 10 minutes.
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing
 import os
@@ -31,8 +30,6 @@ EXIT_CODES = "TRAINWRIGHT_EXIT_CODES"
 """
 CAN_FORK = sys.platform == "linux"
 """True if a process may be forked after its imports. System libraries of macOS do not support it."""
-PRELOADED = ["torch._dynamo", "trainwright.training.run"]
-"""Imports of a rank that trains. The first optimizer of a process imports torch._dynamo."""
 ORPHAN_GRACE_S = 600.0
 """Seconds in which ranks save and stop after torchrun was killed. A rank that still waits for another is then killed.
 """
@@ -59,7 +56,7 @@ def main() -> None:
         os.environ[EXIT_CODES] = folder
         if CAN_FORK:  # the server imports at the same time as this process
             os.environ.setdefault("PYTHONUNBUFFERED", "1")
-            forkserver.set_forkserver_preload(PRELOADED)
+            forkserver.set_forkserver_preload(["trainwright.cli.rank_imports"])
             forkserver.ensure_running()
         with importing_torch():
             from torch.distributed import run
@@ -83,7 +80,6 @@ def run_rank(*command: str) -> None:
     import trainwright
     from trainwright.cli import main as run_command
 
-    gc.freeze()  # otherwise collections scan the imported objects, and copy their memory
     os.setsid()  # as torchrun does for new processes: a rank gets Ctrl-C once, from torchrun
     threading.Thread(target=_stop_after_parent, daemon=True).start()
     sys.argv = [str(Path(trainwright.__file__).with_name("__main__.py")), *command]
