@@ -282,7 +282,7 @@ def show(session: Session) -> None:
     figure("recovery", f"{case}_total", [sum(each.values()) for each in times], unit="s", against=against)
     for phase in PHASES:
         figure("recovery", f"{case}_{phase}", [each[phase] for each in times], unit="s", against="absolute")
-    figure("recovery", f"{case}_load", loads, unit="processes", against="absolute; running on the machine")
+    figure("recovery", f"{case}_machine_load", loads, unit="processes", against="absolute; running on the machine")
     problems = session.history.problems[case]
     figure("recovery", f"{case}_problems", [problems.total()], unit="count", against="absolute")
     if problems:
