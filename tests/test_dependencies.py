@@ -124,6 +124,7 @@ def test_optional_packages_are_those_of_the_extras() -> None:
         ("PIL", 'pip install "pillow>='),
         ("transformers", 'pip install "transformers>='),
         ("liger_kernel.transformers", 'pip install "liger-kernel>='),
+        ("ray.train", 'pip install "ray[train]>='),
         ("cv2", "pip install opencv-python"),
         ("torchmetrics.classification", 'pip install "torchmetrics>='),
         ("timm.models", "pip install timm"),

@@ -35,7 +35,7 @@ explain export graph init ladder launch lr-range mcp mup-check plan predict prof
 serve sweep train verify version
 """
 VERIFY = "checkpoint packing parallel plain resume"
-LAUNCH = "kubernetes skypilot slurm"
+LAUNCH = "kubernetes ray skypilot slurm"
 
 
 def python(code: str) -> str:

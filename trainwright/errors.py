@@ -51,6 +51,7 @@ OPTIONAL = (
     "fsspec>=2025.3",
     "mcp>=2.3",
     "apprise>=1.9",
+    "ray[train]>=2.51",
 )
 """The packages of the extras in pyproject.toml, with their required versions."""
 _DISTRIBUTIONS = {
@@ -291,7 +292,7 @@ def install_remedy(module: str) -> str:
     """
     name = _DISTRIBUTIONS.get(module) or _DISTRIBUTIONS.get(module.partition(".")[0]) or module.partition(".")[0]
     for requirement in OPTIONAL:
-        package = requirement.partition(">=")[0]
+        package = requirement.partition(">=")[0].partition("[")[0]
         if _plain(package) == _plain(name):
             return f'pip install "{requirement}"'
     return f"pip install {name}"

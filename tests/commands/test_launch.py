@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,19 @@ class Killed(Slow):
         if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
             log = Path("runs/run/log.jsonl")
             if log.exists() and log.read_bytes().count(b'"kind":"step"') in range(5, 9):
+                os.kill(os.getpid(), 9)
+        return super().__getitem__(index)
+"""
+KILLED_BY_RAY = """
+import os
+from pathlib import Path
+
+class Killed(Slow):
+    def __getitem__(self, index):
+        log, killed = Path("runs/run/log.jsonl"), Path("killed")
+        if os.environ["RANK"] == "1" and not killed.exists() and log.exists():
+            if log.read_bytes().count(b'"kind":"step"') in range(5, 9):
+                killed.touch()
                 os.kill(os.getpid(), 9)
         return super().__getitem__(index)
 """
@@ -313,3 +327,37 @@ def test_a_task_of_skypilot(project: Path) -> None:
     )
     done = CliRunner().invoke(app, ["launch", "skypilot", str(recipe), *words])
     assert done.exit_code == 2 and "give for example --gpu H100" in done.stderr
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_program_for_ray_survives_a_kill(project: Path) -> None:
+    """Ray Train starts all workers again when one was killed; the run ends with the bits of one without a kill."""
+    pytest.importorskip("ray")
+    undisturbed = train(project, "undisturbed")
+    assert [each.wait() for each in undisturbed] == [0, 0], undisturbed[0].stderr
+    with (project / "slow.py").open("a") as module:
+        module.write(KILLED_BY_RAY)
+    words = [str(project / "recipe.yaml"), "--ranks", "2", "--folder", str(project / "runs")]
+    program = project / "train_ray.py"
+    launched("ray", *words, "--set", "data.train=slow:Killed", "--output", str(program))
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    subprocess.run([sys.executable, str(program)], cwd=project, env=environment, check=True, timeout=200)
+    begun = [each["step"] for each in records(project, "started")]
+    assert len(begun) == 2 and begun[0] == 0 < begun[1] < 10
+    assert [path.name for path in (project / "runs").iterdir()] == ["run"]
+    launch = json.loads((project / "runs/run/provenance.json").read_text())["launch"]
+    assert launch["job"].startswith("ray:ray_train_run")
+    mine, theirs = (project / name / "run/checkpoints/step-00000040" for name in ("runs", "undisturbed"))
+    assert (mine / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+
+
+def test_a_program_for_ray_names_recipe_settings_and_backends(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    words = ["recipe.yaml", "--ranks", "2x8", "--set", "device=auto"]
+    program = launched("ray", *words, "--folder", "/shared/runs")
+    compile(program, "train_ray.py", "exec")
+    assert "RECIPE = 'recipe.yaml'\nSETTINGS = ['device=auto', 'folder=/shared/runs']" in program
+    assert "backend='cpu:gloo,cuda:nccl'" in program and "num_workers=16, use_gpu=True" in program
+    done = CliRunner().invoke(app, ["launch", "ray", *words, "--folder", "runs"])
+    assert done.exit_code == 2 and "give for example --folder /runs" in done.stderr

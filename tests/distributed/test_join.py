@@ -74,3 +74,17 @@ def test_a_node_that_comes_back_meets_the_others(tmp_path: Path) -> None:
     ranks = [{"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RESTART_COUNT": str(1 - int(rank))} for rank in "01"]
     started = [Forked(code, cwd=tmp_path, env={**shared, **rank}) for rank in ranks]
     assert [(each.wait(60), each.stdout.strip()) for each in started] == [(0, "0 2")] * 2, started[0].stderr
+
+
+@pytest.mark.process
+def test_a_group_without_a_backend_for_the_cpu_is_an_error(tmp_path: Path) -> None:
+    """As that of Ray Train on GPUs, which by default has NCCL only."""
+    code = (
+        "from torch import distributed\n"
+        "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
+        "from trainwright.distributed import ALONE, joined\n"
+        "distributed.init_process_group('cuda:fake', store=FakeStore(), rank=0, world_size=2)\n"
+        "with joined(ALONE, 1.0):\n    print('joined')"
+    )
+    started = Forked(code, cwd=tmp_path)
+    assert started.wait(60) == 1 and "no backend for tensors of the CPU: cuda:fake" in started.stderr

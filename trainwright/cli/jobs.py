@@ -110,6 +110,23 @@ def launch_skypilot(
     _print(job.written(output), as_json)
 
 
+@verb("ray", of=launch_app)
+def launch_ray(
+    recipe: RecipePath,
+    ranks: Ranks,
+    folder: Annotated[str, typer.Option(help="The folder for the runs: an absolute path that all machines can write.")],
+    output: Output = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Write a program that trains with Ray Train, on a Ray cluster that exists."""
+    from trainwright.commands.launch import Shape, ray_job
+    from trainwright.recipe import load
+
+    loaded = load(recipe, overrides=settings or [])
+    _print(ray_job(loaded, Shape.parse(ranks), folder=folder, settings=settings or []).written(output), as_json)
+
+
 def _print(job: JobFile, as_json: bool) -> None:
     """Print a job file including secrets of its command line, because it is piped into a scheduler."""
     print(json.dumps(job.to_json()) if as_json else "\n".join(job.lines()))

@@ -1,8 +1,8 @@
-"""``launch slurm``, ``kubernetes`` and ``skypilot``: writes job files for schedulers.
+"""``launch slurm``, ``kubernetes``, ``skypilot`` and ``ray``: writes job files for schedulers.
 
-All job files start one torchrun per machine, with the rendezvous on the first machine. With a stack (``cu130``),
-``trainwright env`` first checks each machine. Slurm and Kubernetes send a signal before they end a job, so that the run
-saves. They restart the job if the ranks exit with 75 (stopped and saved).
+All job files but that for Ray start one torchrun per machine, with the rendezvous on the first machine. With a stack
+(``cu130``), ``trainwright env`` first checks each machine. Slurm and Kubernetes send a signal before they end a job, so
+that the run saves. They restart the job if the ranks exit with 75 (stopped and saved).
 """
 
 from __future__ import annotations
@@ -361,6 +361,70 @@ def skypilot_job(
     }
     head = f"# {task['name']}: made by `trainwright launch skypilot`. One torchrun a node.\n"
     return JobFile(head + write_all([task]), "sky jobs launch")
+
+
+def ray_job(loaded: Loaded, shape: Shape, *, folder: str, settings: Sequence[str] = ()) -> JobFile:
+    """Return a program that trains the recipe with Ray Train, on the Ray cluster in which it is run.
+
+    Args:
+        loaded: The recipe.
+        shape: Machines, and ranks of each. Ray places their product of workers where it has resources.
+        folder: The folder for runs: an absolute path that all machines can write.
+        settings: Overrides of the recipe.
+
+    Raises:
+        RecipeError: The layout of the recipe does not suit the ranks.
+        UsageError: The folder is not an absolute path.
+    """
+    _require_launchable(loaded, shape, MIN_GRACE_S)
+    if not Path(folder).is_absolute():
+        rule = "workers of Ray have other working folders"
+        raise UsageError(f"--folder {folder} is not an absolute path: {rule}", remedy="give for example --folder /runs")
+    recipe, on_gpu = Path(loaded.source.name).absolute(), loaded.recipe.device != "cpu"
+    return JobFile(
+        _RAY.format(
+            name=loaded.recipe.name,
+            recipe=str(recipe.relative_to(Path.cwd()) if recipe.is_relative_to(Path.cwd()) else recipe),
+            settings=[*settings, f"folder={folder}"],
+            backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            ranks=shape.nodes * shape.each,
+            on_gpu=on_gpu,
+            max_failures=MAX_RESTARTS,
+        ),
+        "ray job submit --working-dir . -- python",
+    )
+
+
+_RAY = """\
+# {name}: made by `trainwright launch ray`. Each worker of Ray Train is a rank.
+import os
+import sys
+
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+RECIPE = {recipe!r}
+SETTINGS = {settings!r}
+
+
+def train_rank(config: dict[str, str]) -> None:
+    # The workers are in one process group. After a failure Ray starts all of them again, and they resume the run.
+    import trainwright as tw
+
+    os.chdir(config["project"])  # Ray starts each worker in another folder
+    sys.path.insert(0, config["project"])
+    tw.train(tw.load(RECIPE, overrides=SETTINGS))
+
+
+if __name__ == "__main__":
+    TorchTrainer(
+        train_rank,
+        train_loop_config={{"project": os.getcwd()}},
+        torch_config=TorchConfig(backend={backend!r}),
+        scaling_config=ScalingConfig(num_workers={ranks}, use_gpu={on_gpu}),
+        run_config=RunConfig(failure_config=FailureConfig(max_failures={max_failures})),
+    ).fit()
+"""
 
 
 def _stack_check(stack: str | None, loaded: Loaded, shape: Shape) -> list[str]:

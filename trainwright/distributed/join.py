@@ -1,12 +1,13 @@
-"""Joins the other processes of a run, as torchrun describes them in the environment."""
+"""Joins the other processes of a run, as torchrun or Ray Train describes them in the environment."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,14 +23,15 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch of this process by torchrun.
+    """Launch of this process by torchrun or Ray Train.
 
     Attributes:
         rank: Number of this process.
         size: Number of processes.
         local_rank: Number of this process on its machine.
         attempt: Number of restarts.
-        job: Id of the launch, the same for all attempts; if it has none, the host and process of torchrun.
+        job: Id of the launch, the same for all attempts: that of torchrun, the name of the run of Ray Train, or the
+            host and process of torchrun.
         address: Address of the store.
         port: Port of the store.
         agent_has_store: True if torchrun hosts the store.
@@ -55,7 +57,8 @@ class Launch:
         """
         missing = [name for name in _NAMES if name not in environ]
         is_one = environ.get("WORLD_SIZE", "1") == "1"
-        if "LOCAL_RANK" in missing or (is_one and (missing or "TORCHELASTIC_RUN_ID" not in environ)):
+        job = environ.get("TORCHELASTIC_RUN_ID") or _run_of_ray()
+        if "LOCAL_RANK" in missing or (is_one and (missing or not job)):
             return cls()  # a job of Slurm or MPI with one task also sets WORLD_SIZE
         numbers = {name: environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
         wrong = [f"{name}={value}" for name, value in numbers.items() if not value.isdecimal()]
@@ -64,7 +67,6 @@ class Launch:
                 f"the environment has several ranks, but {', '.join([*missing, *wrong])} is missing or no number",
                 remedy="start it with torchrun: trainwright train RECIPE -- --nproc-per-node 2",
             )
-        job = environ.get("TORCHELASTIC_RUN_ID", "")
         return cls(
             rank=int(environ["RANK"]),
             size=int(environ["WORLD_SIZE"]),
@@ -76,6 +78,17 @@ class Launch:
             agent_has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             call=next(_CALLS),
         )
+
+
+def _run_of_ray() -> str:
+    """Return ``ray:`` and the name of the Ray Train run of this worker, which a restart keeps; "" outside of Ray."""
+    if "ray.train" in sys.modules:
+        from ray import train
+
+        with suppress(RuntimeError):  # of a process that is no worker
+            name = train.get_context().get_experiment_name()
+            return f"ray:{name}" if name else ""
+    return ""
 
 
 ALONE = Launch()
@@ -92,7 +105,7 @@ def joined(launch: Launch, timeout_s: float, *, on_gpu: bool = False) -> Iterato
 
     Raises:
         RankError: The other ranks do not join.
-        UsageError: There are fewer GPUs than ranks on this machine.
+        UsageError: There are fewer GPUs than ranks on this machine, or the group of the caller has no CPU backend.
     """
     on_gpu = on_gpu and torch.cuda.is_available()
     if on_gpu and launch.local_rank >= (count := torch.cuda.device_count()):
@@ -101,7 +114,11 @@ def joined(launch: Launch, timeout_s: float, *, on_gpu: bool = False) -> Iterato
             remedy="start as many processes as there are GPUs (--nproc-per-node gpu), or set device: cpu",
         )
     if distributed.is_available() and distributed.is_initialized():
-        yield Ranks() if distributed.get_world_size() > 1 else SOLO
+        if distributed.get_world_size() > 1:
+            _require_cpu_backend()
+            yield Ranks()
+        else:
+            yield SOLO
         return
     if launch.size == 1:
         yield SOLO
@@ -117,6 +134,16 @@ def joined(launch: Launch, timeout_s: float, *, on_gpu: bool = False) -> Iterato
         raise
     finally:
         distributed.destroy_process_group()
+
+
+def _require_cpu_backend() -> None:
+    backends = distributed.get_backend_config()
+    if "cpu:" not in backends:
+        raise UsageError(
+            f"the process group has no backend for tensors of the CPU: {backends}",
+            remedy='initialize it with backend="cpu:gloo,cuda:nccl"; with Ray Train: TorchTrainer(..., '
+            'torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl"))',
+        )
 
 
 def _open(launch: Launch, timeout: timedelta, backend: str) -> None:
