@@ -8,6 +8,8 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
+from threading import enumerate as threads
 from typing import Any
 
 import fsspec
@@ -33,6 +35,8 @@ class Faulty(LocalFileSystem):
     chance = 0.0
     chosen = random.Random(0)
     faults = 0
+    answers = Event()
+    answers.set()
 
     def _strike(self) -> str:
         if self.chosen.random() >= self.chance:
@@ -41,6 +45,7 @@ class Faulty(LocalFileSystem):
         return self.chosen.choice(["before", "torn", "after"])
 
     def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
+        self.answers.wait()
         fault = self._strike()
         if fault == "before":
             raise ConnectionError("refused")
@@ -69,6 +74,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(remote, "RETRY_AFTER_S", (0.0, 0.0))
     yield
     Faulty.chance = 0.0
+    Faulty.answers.set()
 
 
 def folder_of_run(tmp_path: Path) -> RunFolder:
@@ -133,6 +139,23 @@ def test_the_best_checkpoint_is_kept_and_fetched(tmp_path: Path) -> None:
     _, url = copied(folder, str(tmp_path / "disk"), [10, 15], keep=1)
     fetched = RunFolder(fetch_run(url, tmp_path / "other", print))
     assert sorted(path.name for path in fetched.checkpoints.glob("step-*")) == [name_of(5), name_of(15)]
+
+
+def test_storage_that_hangs_does_not_keep_a_run_from_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "COPY_LIMIT_S", 0.2)
+    folder = folder_of_run(tmp_path)
+    copies = CheckpointCopies(folder, f"faulty://{tmp_path}/bucket", run=RUN, retention=Retention())
+    Faulty.answers.clear()
+    copies.take(saved(folder, 5))
+    (message,) = copies.close()
+    assert message.startswith(f"step 5 is saved, but not copied to {copies.place.url} within ")
+    assert "checkpoint.copy_to=null" in message
+    uploads = [thread for thread in threads() if thread.name == "upload"]
+    assert len(uploads) == 1 and uploads[0].daemon, "Python waits for other threads at its end"
+    Faulty.answers.set()
+    uploads[0].join()
+    monkeypatch.undo()
+    assert copied(folder, f"faulty://{tmp_path}/bucket", [10])[0][0].startswith("copied step 10")
 
 
 def test_a_checkpoint_may_be_deleted_while_it_is_copied(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock
+from threading import Lock, Thread
 from typing import TYPE_CHECKING
 
 from trainwright.checkpoint.manifest import NAME as MANIFEST
@@ -38,6 +38,11 @@ RUN_FILES = ("recipe.yaml", "run-id", "plan.json", "provenance.json", "model.jso
 LOG = "log.jsonl"
 RETRY_AFTER_S = (1.0, 5.0)
 """Seconds before each further attempt to copy a checkpoint."""
+COPY_LIMIT_S = 300.0
+MIN_COPY_BYTES_PER_S = 2**18
+"""A copy fails after ``COPY_LIMIT_S`` and the time that its bytes take at this speed, so that storage that hangs cannot
+keep a run from ending. Slower storage would need more than an hour for each GB.
+"""
 MAX_SMALL_FILE_BYTES = 2**28
 
 
@@ -114,8 +119,9 @@ def _storage_error(doing: str, error: Exception) -> StorageError:
 class CheckpointCopies:
     """Copies each committed checkpoint of a run to a storage in a separate thread.
 
-    Training waits only for the last copy, at its end. While a copy is in progress, only the newest of the later
-    checkpoints waits for the next copy. A failed copy is reported, and the next checkpoint is copied as usual.
+    Training waits only for the last copy, at its end, and not longer than a copy may take. While a copy is in progress,
+    only the newest of the later checkpoints waits for the next copy. A failed copy is reported, and the next checkpoint
+    is copied as usual.
 
     Args:
         folder: The run folder.
@@ -176,6 +182,20 @@ class CheckpointCopies:
         if linked is None:  # an earlier call copied it
             return
         step = int(json.loads((linked / MANIFEST).read_text("utf-8"))["step"])
+        num_bytes = sum(path.stat().st_size for path in [*linked.iterdir(), self._folder.log] if path.exists())
+        limit_s = COPY_LIMIT_S + num_bytes / MIN_COPY_BYTES_PER_S
+        # A daemon: nothing can end a call of a storage library that hangs, and the process must be able to end.
+        copying = Thread(target=self._copy_and_prune, args=(linked, step), name="upload", daemon=True)
+        copying.start()
+        copying.join(limit_s)
+        if copying.is_alive():
+            self._messages.put(
+                f"step {step} is saved, but not copied to {self.place.url} within {limit_s:.0f} s (check the network; "
+                f"--set checkpoint.copy_to=null trains without copies)"
+            )
+        remove(linked)
+
+    def _copy_and_prune(self, linked: Path, step: int) -> None:
         try:
             self._copy_with_retries(linked, step)
         except Exception as error:  # of any storage library
@@ -184,8 +204,6 @@ class CheckpointCopies:
         else:
             with suppress(Exception):  # of any storage library: the next copy tries again
                 self._prune(self.place / CHECKPOINTS, step)
-        finally:
-            remove(linked)
 
     def _copy_with_retries(self, linked: Path, step: int) -> None:
         for pause_s in (*RETRY_AFTER_S, None):
