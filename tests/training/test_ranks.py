@@ -102,16 +102,39 @@ def project(tmp_path: Path) -> Path:
     return make_project(tmp_path)
 
 
+TOKENS = """
+class Tokens(Slow):
+    def __getitem__(self, index):
+        time.sleep(0.005)
+        ids = torch.arange(index, index + 9) ** 2 % 11
+        return ids[:-1], ids[1:]
+"""
+GPT = "{use: gpt, args: {vocab_size: 11, block_size: 8, layers: 2, heads: 2, d_model: 16, tied: false, dropout: 0.3}}"
+
+
 @pytest.mark.examined
-def test_a_killed_rank_ends_all_and_the_next_attempt_goes_on(project: Path) -> None:
-    assert [each.wait() for each in train(project, "undisturbed")] == [0, 0]
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(["parallel.replicate=2"], id="replicate"),
+        pytest.param(["parallel.shard=2"], id="shard"),
+        pytest.param(
+            ["parallel.pipeline=2", f"model={GPT}", "data.train=slow:Tokens", "loss=language_model"], id="pipeline"
+        ),
+    ],
+)
+def test_a_killed_rank_ends_all_and_the_next_attempt_goes_on(project: Path, settings: list[str]) -> None:
+    with (project / "slow.py").open("a") as module:
+        module.write(TOKENS)
+    settings = [word for each in settings for word in ("--set", each)]
+    assert [each.wait() for each in train(project, "undisturbed", 0, *settings)] == [0, 0]
     log = project / "killed/run/log.jsonl"
-    started = train(project, "killed", attempt=0)
+    started = train(project, "killed", 0, *settings)
     wait_for_steps(log, 7, started)
     os.kill(started[0].pid, signal.SIGKILL)
     assert started[0].wait() == -signal.SIGKILL
     assert started[1].wait() == 1 and "another rank has ended" in started[1].stderr
-    last = train(project, "killed", 1, "--json", "--set", "log.doctor=true")
+    last = train(project, "killed", 1, *settings, "--json", "--set", "log.doctor=true")
     assert [each.wait() for each in last] == [0, 0]
     assert "resumed from" in last[0].stderr and last[1].stdout == ""
     assert "the ranks were compared in" in last[0].stderr
