@@ -1,6 +1,6 @@
 """Several processes against one: ``tw.fit`` at its defaults, the same batch, one thread each.
 
-    python -m benchmarks.scaling [--rounds 3] [--ranks 2] [--link yes] [--quick]
+    python -m benchmarks.scaling [--rounds 3] [--ranks 2] [--link yes|idle] [--quick]
 
 A round trains a small GPT in one process and on the ranks, in alternating order. ``speed_up`` is the median step time
 of one process divided by that of the ranks, and ``efficiency`` is the speed-up divided by the number of ranks.
@@ -8,8 +8,10 @@ of one process divided by that of the ranks, and ``efficiency`` is the speed-up 
 
 ``--link yes`` measures only how much of the communication the backward pass hides. It runs in a network namespace whose
 link (`tc`, token bucket) needs as much time for the gradients as the backward pass. Steps that sum gradients during the
-pass alternate with steps that sum them after it. ``hidden`` is the difference of their medians divided by the time of
-the sum alone.
+pass alternate with steps that sum them after it. ``hidden`` is the median difference of two consecutive steps, divided
+by the time of the sum alone. With ``--link idle`` each linear layer sleeps before its backward pass, in proportion to
+its weights, as if a device computed. Neither the pass nor the link needs the processor then, so other programs on it
+hardly change the figure.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ from trainwright.engine.losses import language_model
 from trainwright.engine.overlap import OverlappedSum
 from trainwright.models.gpt import gpt
 
-steps, batch, times, reads = int(sys.argv[1]), 8, ([], []), [0]
+steps, batch, times, reads, idle_s = int(sys.argv[1]), 8, ([], []), [0], float(sys.argv[2])
 
 def alternate(self):  # every rank reads it once in each step
     reads[0] += 1
@@ -88,6 +90,10 @@ def median_s(act, count):
 with joined(Launch.read(os.environ), 300.0) as world:
     torch.manual_seed(0)
     model = gpt(vocab_size=256, block_size=64, layers=4, heads=4, d_model=128, tied=False)
+    layers = [each for each in model.modules() if isinstance(each, torch.nn.Linear)] if idle_s else []
+    for each in layers:
+        pause_s = idle_s * each.weight.numel() / sum(layer.weight.numel() for layer in layers)
+        each.register_full_backward_pre_hook(lambda *_, pause_s=pause_s: time.sleep(pause_s))
     ids = torch.randint(256, (8 * batch, 65))
     data = (ids[:, :-1], ids[:, 1:])
     half = tuple(each[: batch // world.size] for each in data)
@@ -106,12 +112,16 @@ with joined(Launch.read(os.environ), 300.0) as world:
     sum_s = statistics.median([sum_s, median_s(lambda: world.sum_(grads), 8)])
     if world.rank == 0:
         after_s, during_s = (statistics.median(each[2:]) for each in times)
-        print(json.dumps({"backward_s": backward_s, "sum_s": sum_s, "after_s": after_s, "during_s": during_s}))
+        gain_s = statistics.median([after - during for after, during in list(zip(*times))[2:]])
+        seen = {"backward_s": backward_s, "sum_s": sum_s, "after_s": after_s, "during_s": during_s, "gain_s": gain_s}
+        print(json.dumps(seen))
 """
 INSIDE = "SCALING_IN_NAMESPACE"
+IDLE_S = 0.3
+"""Time that the layers sleep in a backward pass with ``--link idle``."""
 
 
-def measured(ranks: int, steps: int, quick: bool, program: str = PROGRAM) -> dict[str, float]:
+def measured(ranks: int, steps: int, quick: bool, program: str = PROGRAM, idle_s: float = 0.0) -> dict[str, float]:
     """Return the figures that the first of ``ranks`` processes prints."""
     with socket.socket() as free, tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         free.bind(("127.0.0.1", 0))
@@ -122,7 +132,7 @@ def measured(ranks: int, steps: int, quick: bool, program: str = PROGRAM) -> dic
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         started = [
             Started(
-                ["-W", "ignore", "-c", program, str(steps)],
+                ["-W", "ignore", "-c", program, str(steps), str(idle_s)],
                 cwd=Path(folder),
                 env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 forks=quick,
@@ -134,7 +144,7 @@ def measured(ranks: int, steps: int, quick: bool, program: str = PROGRAM) -> dic
     return seen
 
 
-def measure_link(ranks: int, steps: int, rounds: int) -> None:
+def measure_link(ranks: int, steps: int, rounds: int, *, is_idle: bool) -> None:
     """Print how much of the communication is hidden. Starts this program again in a network namespace."""
     if INSIDE not in os.environ:
         again = [sys.executable, "-m", "benchmarks.scaling", *sys.argv[1:]]
@@ -143,11 +153,11 @@ def measure_link(ranks: int, steps: int, rounds: int) -> None:
     about("scaling")
     found = []
     for _ in range(rounds):
-        found.append(measured(ranks, steps, False, THROUGH_LINK))
+        found.append(measured(ranks, steps, False, THROUGH_LINK, IDLE_S if is_idle else 0.0))
         subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], check=True)
-    hidden = [(each["after_s"] - each["during_s"]) / each["sum_s"] for each in found]
+    hidden = [each["gain_s"] / each["sum_s"] for each in found]
     against = "the sum of the gradients alone"
-    figure("scaling", f"hidden_{ranks}", hidden, unit="fraction", against=against)
+    figure("scaling", f"hidden_{ranks}{'_idle' if is_idle else ''}", hidden, unit="fraction", against=against)
     figure(
         "scaling",
         "link",
@@ -162,8 +172,8 @@ def measure_link(ranks: int, steps: int, rounds: int) -> None:
 def main() -> None:
     options = arguments(__doc__, rounds=(3.0, 1.0), ranks=(2.0, 2.0), steps=(120.0, 12.0), link=("no", "no"))
     ranks, steps = int(options.ranks), int(options.steps)
-    if options.link == "yes":
-        measure_link(ranks, steps, int(options.rounds))
+    if options.link != "no":
+        measure_link(ranks, steps, int(options.rounds), is_idle=options.link == "idle")
         return
     about("scaling")
     alone: list[dict[str, float]] = []
