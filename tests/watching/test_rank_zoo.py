@@ -15,13 +15,14 @@ from zoo.ranks_host import RANK_ENTRIES, score
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_FR_BUFFER_SIZE": "100"}
 PROGRAM = "import json, sys; from zoo import ranks_host; ranks_host.main(json.loads(sys.argv[1]))"
 
 
 def told(folder: Path, names: list[str], **more: Any) -> list[list[dict[str, Any]]]:
     """What both ranks print of each program, of two processes that run them all."""
     ask = {"names": names, "seeds": [0], "folder": str(folder), "port": free_port(), **more}
-    ranks = [Forked(PROGRAM, json.dumps({**ask, "rank": rank}), env={"OMP_NUM_THREADS": "1"}) for rank in (0, 1)]
+    ranks = [Forked(PROGRAM, json.dumps({**ask, "rank": rank}), env=ENVIRONMENT) for rank in (0, 1)]
     for rank in ranks:
         assert rank.wait(240) == 0, rank.stderr[-2000:]
     return [list(pair) for pair in zip(*([json.loads(line) for line in r.stdout.splitlines()] for r in ranks))]
@@ -46,6 +47,9 @@ def test_a_rank_that_hangs_leaves_its_stack(tmp_path: Path) -> None:
     log = [json.loads(line) for line in (tmp_path / "X18-0-0/log.jsonl").read_text().splitlines()]
     severities = [each["severity"] for each in log if each["kind"] == "found" and each["code"] == "ranks.stalled"]
     assert severities == ["warning", "critical"] and second["error"]
+    statuses = [one for each in log if each.get("experiment") == "ranks" for one in each["values"]["statuses"]]
+    started = {one["collective"] for one in statuses if one["stalled"]}
+    assert started == {"all_reduce of Float [1002]"}, "the gradients, in one bucket of DistributedDataParallel"
 
 
 def test_watched_ranks_reach_their_end_on_a_busy_machine(tmp_path: Path) -> None:

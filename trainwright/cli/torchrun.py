@@ -54,6 +54,7 @@ def main() -> None:
     """Run torchrun in this process."""
     with tempfile.TemporaryDirectory(prefix="trainwright-ranks-") as folder:
         os.environ[EXIT_CODES] = folder
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the last collectives of a rank that hangs
         if CAN_FORK:  # the server imports at the same time as this process
             os.environ.setdefault("PYTHONUNBUFFERED", "1")
             forkserver.set_forkserver_preload(["trainwright.cli.rank_imports"])

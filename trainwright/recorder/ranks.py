@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -21,6 +23,20 @@ def num_collectives() -> int:
         return 0
     groups = distributed.distributed_c10d._world.pg_map  # torch has no public list of its groups
     return sum(group._get_sequence_number_for_group() for group in groups)  # type: ignore[attr-defined]
+
+
+def last_collective() -> str:
+    """Returns the last collective that this process has started, such as "all_reduce of Float [3]".
+
+    Returns "" if torch's flight recorder is off (``TORCH_FR_BUFFER_SIZE``).
+    """
+    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
+    entries = json.loads(dump()).get("entries", []) if dump is not None and has_others() else []
+    if not entries:
+        return ""
+    last = max(entries, key=lambda entry: entry["record_id"])
+    tensors = [f"{dtype} {sizes}" for dtype, sizes in zip(last["input_dtypes"], last["input_sizes"])]
+    return f"{last['profiling_name'].rpartition(':')[2]} of {', '.join(tensors[:4])}"
 
 
 def what_is_shared(roots: Iterable[nn.Module], parameters: Iterable[Tensor]) -> str | None:

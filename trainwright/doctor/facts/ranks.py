@@ -88,6 +88,7 @@ class RankStatus:
     ended: str = ""  # "" while the watch is active, "finished", or the error that ended it
     unused: tuple[str, ...] = ()  # Parameters that DistributedDataParallel found without a gradient
     where: str = ""  # Line at which its thread was when it was found to be stalled
+    collective: str = ""  # The last one that it had started then, if torch's flight recorder is on
     nonfinite: NonfiniteFacts | None = None  # Its first step that was not finite
     changes: tuple[WeightsChange, ...] = ()  # Weights that changed between updates
     silent_s: float = 0.0  # Time since its last message, in seconds
