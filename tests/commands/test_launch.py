@@ -50,7 +50,7 @@ from pathlib import Path
 class Killed(Slow):
     def __getitem__(self, index):
         log, killed = Path("runs/run/log.jsonl"), Path("killed")
-        if os.environ["RANK"] == "1" and not killed.exists() and log.exists():
+        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1 and not killed.exists() and log.exists():
             if log.read_bytes().count(b'"kind":"step"') in range(5, 9):
                 killed.touch()
                 os.kill(os.getpid(), 9)
@@ -331,14 +331,15 @@ def test_a_task_of_skypilot(project: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_program_for_ray_survives_a_kill(project: Path) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_program_for_ray_survives_a_kill(project: Path, count: int) -> None:
     """Ray Train starts all workers again when one was killed; the run ends with the bits of one without a kill."""
     pytest.importorskip("ray")
-    undisturbed = train(project, "undisturbed")
-    assert [each.wait() for each in undisturbed] == [0, 0], undisturbed[0].stderr
+    undisturbed = train(project, "undisturbed", count=count)
+    assert [each.wait() for each in undisturbed] == [0] * count, undisturbed[0].stderr
     with (project / "slow.py").open("a") as module:
         module.write(KILLED_BY_RAY)
-    words = [str(project / "recipe.yaml"), "--ranks", "2", "--folder", str(project / "runs")]
+    words = [str(project / "recipe.yaml"), "--ranks", str(count), "--folder", str(project / "runs")]
     program = project / "train_ray.py"
     launched("ray", *words, "--set", "data.train=slow:Killed", "--output", str(program))
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
