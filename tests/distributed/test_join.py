@@ -88,3 +88,25 @@ def test_a_group_without_a_backend_for_the_cpu_is_an_error(tmp_path: Path) -> No
     )
     started = Forked(code, cwd=tmp_path)
     assert started.wait(60) == 1 and "no backend for tensors of the CPU: cuda:fake" in started.stderr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("lost", [0, 1], ids=["host of the store", "other"])
+def test_a_rank_that_hangs_after_another_was_lost_ends(tmp_path: Path, lost: int) -> None:
+    """gloo sometimes misses a connection that is reset in the middle of a message."""
+    code = (
+        "import os, time\n"
+        "from trainwright.distributed import Launch, group, join\n"
+        "from trainwright.errors import RankError\n"
+        "join.HUNG_AFTER_S = 0.5\n"
+        "with join.joined(Launch.read(os.environ), 60.0) as world:\n"
+        "    world.least(0)\n"
+        f"    if world.rank == {lost}:\n        raise RankError('lost', remedy='resume')\n"
+        "    with group.raising_rank_error('wait'):\n        time.sleep(60)\n"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    started = [Forked(code, cwd=tmp_path, env={**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    assert [each.wait(40) for each in started] == [1, 1]
+    assert "waits for another rank, which has ended or lost the connection" in started[1 - lost].stderr

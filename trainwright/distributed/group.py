@@ -217,6 +217,8 @@ class _Exchanged(threading.local):
 
 
 _exchanged = _Exchanged()
+_begun_s: dict[int, float] = {}
+"""Time at which the current exchange of each thread began."""
 
 
 def exchanged_s() -> float:
@@ -224,15 +226,23 @@ def exchanged_s() -> float:
     return _exchanged.seconds
 
 
+def waiting_s() -> float:
+    """Return the longest time for which a thread of this process has been in an exchange."""
+    now_s = time.perf_counter()
+    return max((now_s - begin_s for begin_s in [*_begun_s.values()]), default=0.0)
+
+
 @contextmanager
 def raising_rank_error(what: str) -> Iterator[None]:
     """Context of an exchange. Raises RankError if it fails, and adds its time to ``exchanged_s``."""
-    begin_s = time.perf_counter()
+    begin_s = _begun_s[threading.get_ident()] = time.perf_counter()
     try:
         yield
         _exchanged.seconds += time.perf_counter() - begin_s
     except RuntimeError as error:  # gloo: connection closed by peer, timed out; NCCL: its DistBackendError
         raise lost_rank(what, error) from error
+    finally:
+        _begun_s.pop(threading.get_ident(), None)
 
 
 def lost_rank(what: str, error: RuntimeError) -> RankError:

@@ -10,14 +10,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Event, Thread
 
 import torch
 from torch import distributed
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from trainwright.distributed.group import SOLO, Ranks, World, is_of_exchange, lost_rank
+from trainwright.distributed.group import SOLO, Ranks, World, is_of_exchange, lost_rank, waiting_s
+from trainwright.distributed.threads import small_stacks
 from trainwright.errors import RankError, UsageError, text_of
 
+HUNG_AFTER_S = 5.0
+"""Time in an exchange after which a rank ends if another rank has reported that an exchange failed."""
+LOST = "lost"
+"""The key of that report in the store."""
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -125,15 +131,50 @@ def joined(launch: Launch, timeout_s: float, *, on_gpu: bool = False) -> Iterato
         return
     if on_gpu:
         torch.cuda.set_device(launch.local_rank)
-    _open(launch, timedelta(seconds=timeout_s), "cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    store = _open(launch, timedelta(seconds=timeout_s), "cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    over = Event()
+    with small_stacks():
+        Thread(target=_end_if_hung, args=(store, over, launch), name="hung", daemon=True).start()
     try:
         yield Ranks()
     except RuntimeError as error:
         if is_of_exchange(error):
+            _report_lost(store)
             raise lost_rank("exchange weights or gradients", error) from error
         raise
+    except RankError:
+        _report_lost(store)
+        raise
     finally:
+        over.set()
         distributed.destroy_process_group()
+
+
+def _report_lost(store: Store) -> None:
+    with suppress(RuntimeError):  # the rank that hosts the store may be the lost one
+        store.set(LOST, "")
+
+
+def _end_if_hung(store: Store, over: Event, launch: Launch) -> None:
+    """End this process if an exchange does not return after another rank was lost.
+
+    If a connection is reset in the middle of a message, gloo may wait until the timeout. Then no exception can be
+    raised here, and torchrun kills the process only after 30 s.
+    """
+    while not over.wait(HUNG_AFTER_S / 5):
+        if waiting_s() < HUNG_AFTER_S:
+            continue
+        try:
+            is_lost = store.check([LOST])
+        except RuntimeError:  # the store has gone with rank 0, unless torchrun hosts it
+            is_lost = not launch.agent_has_store
+        if is_lost and not over.is_set():
+            sys.stderr.write(
+                f"error: rank {launch.rank} waits for another rank, which has ended or lost the connection\n"
+                "  remedy: the output of the other rank says why; then resume the run\n"
+            )
+            sys.stderr.flush()
+            os._exit(1)
 
 
 def _require_cpu_backend() -> None:
@@ -146,7 +187,7 @@ def _require_cpu_backend() -> None:
         )
 
 
-def _open(launch: Launch, timeout: timedelta, backend: str) -> None:
+def _open(launch: Launch, timeout: timedelta, backend: str) -> Store:
     """Initialize the group with a separate store for this call: torchrun's may still contain addresses of earlier ones.
 
     A store that torchrun does not host is new at each attempt. The agent of a node that was restarted does not know the
@@ -156,6 +197,7 @@ def _open(launch: Launch, timeout: timedelta, backend: str) -> None:
         attempt = launch.attempt if launch.agent_has_store else 0
         own = PrefixStore(f"trainwright/{attempt}/{launch.call}", _store(launch, timeout))
         distributed.init_process_group(backend, store=own, rank=launch.rank, world_size=launch.size, timeout=timeout)
+        return own
     except (RuntimeError, ValueError) as error:
         raise RankError(
             f"rank {launch.rank} could not connect to the other {launch.size - 1} at {launch.address}:{launch.port}: "
