@@ -21,7 +21,7 @@ from trainwright.distributed.threads import small_stacks
 from trainwright.errors import RankError, UsageError, text_of
 
 HUNG_AFTER_S = 5.0
-"""Time in an exchange after which a rank ends if another rank has reported that an exchange failed."""
+"""Time in an exchange after which a rank ends if another rank has reported that it failed."""
 LOST = "lost"
 """The key of that report in the store."""
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -137,22 +137,15 @@ def joined(launch: Launch, timeout_s: float, *, on_gpu: bool = False) -> Iterato
         Thread(target=_end_if_hung, args=(store, over, launch), name="hung", daemon=True).start()
     try:
         yield Ranks()
-    except RuntimeError as error:
-        if is_of_exchange(error):
-            _report_lost(store)
+    except BaseException as error:
+        with suppress(RuntimeError):  # the rank that hosts the store may be the lost one
+            store.set(LOST, "")
+        if isinstance(error, RuntimeError) and is_of_exchange(error):
             raise lost_rank("exchange weights or gradients", error) from error
-        raise
-    except RankError:
-        _report_lost(store)
         raise
     finally:
         over.set()
         distributed.destroy_process_group()
-
-
-def _report_lost(store: Store) -> None:
-    with suppress(RuntimeError):  # the rank that hosts the store may be the lost one
-        store.set(LOST, "")
 
 
 def _end_if_hung(store: Store, over: Event, launch: Launch) -> None:
