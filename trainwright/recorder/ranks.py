@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 from torch import Tensor, distributed, nn
@@ -31,12 +32,13 @@ def last_collective() -> str:
     Returns "" if torch's flight recorder is off (``TORCH_FR_BUFFER_SIZE``).
     """
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
-    entries = json.loads(dump()).get("entries", []) if dump is not None and has_others() else []
-    if not entries:
-        return ""
-    last = max(entries, key=lambda entry: entry["record_id"])
-    tensors = [f"{dtype} {sizes}" for dtype, sizes in zip(last["input_dtypes"], last["input_sizes"])]
-    return f"{last['profiling_name'].rpartition(':')[2]} of {', '.join(tensors[:4])}"
+    with suppress(RuntimeError, ValueError, KeyError):  # the format is private to torch
+        entries = json.loads(dump()).get("entries", []) if dump is not None and has_others() else []
+        if entries:
+            last = max(entries, key=lambda entry: entry["record_id"])
+            tensors = [f"{dtype} {sizes}" for dtype, sizes in zip(last["input_dtypes"], last["input_sizes"])]
+            return f"{last['profiling_name'].rpartition(':')[2]} of {', '.join(tensors[:4])}"
+    return ""
 
 
 def what_is_shared(roots: Iterable[nn.Module], parameters: Iterable[Tensor]) -> str | None:
