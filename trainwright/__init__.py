@@ -66,7 +66,7 @@ _HOME = {
     "watch": "trainwright.watching.watch",
 }
 
-__all__ = ["__version__", *_HOME]
+__all__ = ["__version__", *_HOME]  # noqa: PLE0604  keys of a dict are strings
 
 if TYPE_CHECKING:
     from trainwright.checkpoint.average import Ema as Ema

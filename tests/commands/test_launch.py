@@ -115,7 +115,7 @@ def test_a_slurm_job_survives_a_kill_and_saves_before_its_end_is_queued_again_an
     words += ["--set", "data.train=slow:Killed"]
     printed = launched("slurm", *words, "--output", str(project / "job.sbatch"))
     assert f"sbatch {project / 'job.sbatch'}" in printed
-    assert subprocess.run(["bash", "-n", str(project / "job.sbatch")]).returncode == 0
+    assert subprocess.run(["bash", "-n", str(project / "job.sbatch")], check=False).returncode == 0
     job = submit(project)
     end_s = time.monotonic() + 200
     while len(records(project, "started")) < 2 or records(project, "step")[-1]["step"] < 10:
@@ -282,7 +282,7 @@ def test_a_slurm_job_in_an_image_first_compares_the_node_with_the_stack(project:
     recipe = str(project / "recipe.yaml")
     words = ["--ranks", "2x8", "--set", "device=auto", "--image", "registry#run:1-cu130", "--stack", "cu130"]
     script = launched("slurm", recipe, *words)
-    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
     check, train = (line for line in script.splitlines() if line.startswith("srun"))
     container = f"""--container-image='registry#run:1-cu130' --container-mounts="$PWD:$PWD",{project}:{project}"""
     assert container in check and container in train
@@ -319,7 +319,7 @@ def test_a_task_of_skypilot(project: Path) -> None:
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "H100:8")
     assert task["resources"]["image_id"] == "docker:registry/run:1"
     assert task["file_mounts"] == {"/recipe/recipe.yaml": str(recipe)} and task["volumes"] == {"/runs": "runs"}
-    assert subprocess.run(["bash", "-n"], input=task["run"], text=True).returncode == 0
+    assert subprocess.run(["bash", "-n"], input=task["run"], text=True, check=False).returncode == 0
     lines = task["run"].splitlines()
     assert lines[:2] == ["set -e", "trainwright env --stack cu130 --gpus 8"]
     assert lines[3].startswith(

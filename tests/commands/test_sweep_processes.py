@@ -179,5 +179,5 @@ def test_without_optuna_the_remedy_is_its_package(recipe: Path) -> None:
         "import trainwright as tw\n"
         f"tw.sweep({str(recipe)!r}, {{'seed': [1]}}, folder={str(recipe.parent)!r}, name='without')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert 'pip install "optuna>=5.0"' in done.stderr

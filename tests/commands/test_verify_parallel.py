@@ -80,7 +80,7 @@ def test_what_rounding_explains_follows_from_dtype_and_sums() -> None:
         one, other = reduce(torch.add, values), reduce(torch.add, values.flip(0))  # term after term
         bound = rounding(Sums(terms, 1), "fp32")
         farthest = float(((one - other).abs() / one).max())
-        assert 0 < farthest < bound and bound < 1 / terms
+        assert 0 < farthest < bound < 1 / terms
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
     assert Sums.of(net, 16) == Sums(8 + 16 + 16, 2)
     assert rounding(Sums(40, 2), "bf16") > 2**-8 > rounding(Sums(40, 2), "fp32")

@@ -36,7 +36,7 @@ class Again(nn.Module):
 
 def build(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Also called in the other process, by ``built_*`` in a file that the test writes."""
-    name = kind.split("-")[0]
+    name = kind.split("-", maxsplit=1)[0]
     model: nn.Module
     if name == "lstm":
         model = Lstm()

@@ -267,7 +267,11 @@ def test_facts_of_this_environment_are_true() -> None:
 
 def run(code: str, **variables: str) -> str:
     answer = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, env={**os.environ, **variables}
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+        check=False,
     )
     assert answer.returncode == 0, answer.stderr
     return answer.stdout

@@ -192,7 +192,7 @@ def test_a_folder_without_permission() -> None:
     with tempfile.TemporaryDirectory() as folder:  # not tmp_path: that one is closed to nobody further up
         Path(folder).chmod(0o555)
         log = str(Path(folder) / "log.jsonl")
-        said = subprocess.run([sys.executable, "-c", code, log], capture_output=True, text=True)
+        said = subprocess.run([sys.executable, "-c", code, log], capture_output=True, text=True, check=False)
     assert "permission denied" in said.stdout, said.stderr
 
 

@@ -190,7 +190,7 @@ def test_memory_that_runs_out_on_one_rank_ends_all(tmp_path: Path) -> None:
     assert [each.returncode for each in done] == [1, 1]
     assert "another rank has ended" in done[0].stderr
     assert "ranks that divide the weights cannot begin a step again, so the run ends" in done[1].stderr
-    newest = sorted((tmp_path / "runs/run/checkpoints").glob("step-*"))[-1]
+    newest = max((tmp_path / "runs/run/checkpoints").glob("step-*"))
     verify(newest)
     trained = [record["step"] for record in steps_of(tmp_path, "runs/run") if record["kind"] == "step"]
     assert int(newest.name.removeprefix("step-")) == trained[-1]

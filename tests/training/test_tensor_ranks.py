@@ -88,7 +88,7 @@ def trained(count: int, folder: Path, runs: dict[str, dict[str, Any]]) -> None:
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    newest = sorted(folder.glob("run/checkpoints/step-*"))[-1]
+    newest = max(folder.glob("run/checkpoints/step-*"))
     return ranks.tensors_in(newest)
 
 

@@ -29,7 +29,8 @@ class Experiments:
 
     def plan_recipe(self, recipe: str, settings: list[str] | None = None) -> dict[str, object]:
         """Predict memory and time of a recipe (a YAML file in the code folder, or a built-in name). Runs the code of
-        the recipe. settings: PATH=VALUE."""
+        the recipe. settings: PATH=VALUE.
+        """
         output = self._run("plan", self._own(recipe), *self._set_arguments(settings))
         return {
             "outcome": _plan_in_words(output),
@@ -38,7 +39,8 @@ class Experiments:
 
     def check_recipe(self, recipe: str, settings: list[str] | None = None) -> dict[str, object]:
         """Check a recipe, or MODULE:FUNCTION that returns (model, data, loss, optimizer), for mistakes before a run.
-        Runs its code for a few steps."""
+        Runs its code for a few steps.
+        """
         output = self._run("check", self._own(recipe), *self._set_arguments(settings))
         verdicts = output.get("verdicts", [])
         bad = [each for each in verdicts if each.get("word") != "ok"]
@@ -51,7 +53,8 @@ class Experiments:
 
     def replay_step(self, run: str, step: int = 0, model: str = "") -> dict[str, object]:
         """Replay a recorded step bit for bit and examine it. step 0: the step of the first finding. model:
-        FILE.py:FUNCTION that builds the model; required for a watched loop."""
+        FILE.py:FUNCTION that builds the model; required for a watched loop.
+        """
         output = self._replay(run, step, model)
         findings = [f"{each['code']} (step {each['step']}): {each['symptom']}" for each in output.get("findings", [])]
         tried = [
@@ -64,7 +67,8 @@ class Experiments:
 
     def run_experiment(self, run: str, change: str, step: int = 0, model: str = "") -> dict[str, object]:
         """Replay a recorded step with one change and compare: lr=FACTOR, fp32, fp64, eval, train, without=ID,ID
-        (samples), clip=NORM, op=NAME (that torch function in float64). step, model: as in replay_step."""
+        (samples), clip=NORM, op=NAME (that torch function in float64). step, model: as in replay_step.
+        """
         if change.startswith("remedy"):
             raise UsageError("run_experiment cannot try the remedy of a finding", remedy="call try_remedy")
         output = self._replay(run, step, model, "--try", change)

@@ -94,7 +94,8 @@ class RunTools:
 
     def diagnose_run(self, run: str) -> dict[str, object]:
         """State, verdict and findings of a run, the first cause first: what is wrong, the code line, the cause, the
-        remedy."""
+        remedy.
+        """
         folder = self.folder(run)
         report = diagnosis_of(folder)
         records = self._records(folder)
@@ -113,7 +114,8 @@ class RunTools:
 
     def finding_evidence(self, run: str, code: str = "") -> dict[str, object]:
         """Evidence for one finding: expected and seen values, recorded steps around it, source lines, and what was
-        tried. code: as in diagnose_run; default: the first finding."""
+        tried. code: as in diagnose_run; default: the first finding.
+        """
         folder = self.folder(run)
         pack = evidence_of(folder, code or None, code_root=self.code)
         return {
@@ -136,7 +138,8 @@ class RunTools:
 
     def source_lines(self, run: str, code: str = "", line: str = "") -> dict[str, object]:
         """The source lines that cause a finding (default: the first finding) and those at which it shows, or those
-        around line, such as train.py:44."""
+        around line, such as train.py:44.
+        """
         folder = self.folder(run)
         records = self._records(folder)
         calls: Calls = ()
@@ -162,7 +165,8 @@ class RunTools:
         self, run: str, metric: str = "", points: int = 40, first_step: int = 0, last_step: int = 2**53
     ) -> dict[str, object]:
         """A metric over steps as [step, value]. Downsampling keeps minima and maxima. Without metric: the names of all
-        metrics."""
+        metrics.
+        """
         view = RunView.read(self.folder(run).path)
         series = dict(_metric_series(view))
         if metric not in series:
@@ -178,7 +182,8 @@ class RunTools:
 
     def layer_statistics(self, run: str, step: int = 0, top: int = 12) -> dict[str, object]:
         """Statistics by layer at the newest recorded step, or at the one nearest to step. Layers whose gradient norm
-        differs most from the median come first."""
+        differs most from the median come first.
+        """
         records = self._records(self.folder(run), Layers, OutputGrads)
         layers = [each for each in records if isinstance(each, Layers)]
         if not layers or not any(each.grad_norm for each in layers):
@@ -202,7 +207,8 @@ class RunTools:
 
     def measurements(self, run: str, experiment: str = "", step: int = 0) -> dict[str, object]:
         """Measurements of the doctor: the values of one experiment at its newest step, or at the one nearest to step.
-        Without experiment: the names, with their first and last step."""
+        Without experiment: the names, with their first and last step.
+        """
         records = [each for each in self._records(self.folder(run)) if isinstance(each, Examined)]
         matching = [each for each in records if each.experiment == experiment]
         if not matching:
@@ -224,7 +230,8 @@ class RunTools:
 
     def compare_runs(self, runs: list[str]) -> dict[str, object]:
         """Compare two or more runs: differences of recipe, plan and provenance, the first step whose results differ,
-        and the outcomes."""
+        and the outcomes.
+        """
         if len(runs) < 2:
             raise UsageError("compare_runs needs two runs or more", remedy="use names from list_runs")
         comparison = RunComparison.of([RunView.read(self.folder(run).path) for run in runs])

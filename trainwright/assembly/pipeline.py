@@ -28,6 +28,7 @@ def stage_blocks(blocks: int, stages: int) -> list[list[int]]:
 
 
 def stages_per_rank(schedule: PipelineSchedule) -> int:
+    """Return the number of stages that each rank computes."""
     return 2 if schedule == "interleaved" else 1
 
 

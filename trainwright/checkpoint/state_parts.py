@@ -266,6 +266,8 @@ class DictsOnceEmpty(StatePart):
 
 
 class Sequenced(StatePart):
+    """The elements of a list or deque, in order."""
+
     def __init__(self, owner: list[Any] | deque[Any]) -> None:
         kind: Any = list if isinstance(owner, list) else deque  # methods of a subclass are not called
         self.owner = owner
@@ -287,6 +289,8 @@ class Sequenced(StatePart):
 
 
 class Elements(StatePart):
+    """The elements of a set."""
+
     def __init__(self, owner: set[Any]) -> None:
         self.owner = owner
         self.saved = set.copy(owner)

@@ -126,7 +126,7 @@ def _print_version(asked: bool) -> None:
 
 
 @app.callback()
-def options(
+def options(  # noqa: D103  typer would print its docstring as help
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,

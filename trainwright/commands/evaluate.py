@@ -131,6 +131,7 @@ class EvaluationReport:
 
 
 def evaluate_run(run: Path, data: str, *, which: str, batch: int | None, average: bool) -> EvaluationReport:
+    """Evaluate the checkpoint ``which`` of a run on ``data``, with the loss and the metrics of its recipe."""
     chosen = chosen_model(run, None, which, average=average)
     batches, loss = batches_of(chosen, data, batch), loss_of(chosen, None)
     found = evaluate_batches(chosen.model, loss, batches, metrics=_metrics_of(chosen, loss))

@@ -130,7 +130,7 @@ def check_widths(build: BuildOf, widths: Sequence[int], *, steps: int, say: Call
         found = _measure_sizes(build(width), steps)
         say(f"width {width}: {steps} steps, {len(found)} layers")
         if sizes and sizes.keys() != found.keys():
-            different = sorted(sizes.keys() ^ found.keys())[0]
+            different = min(sizes.keys() ^ found.keys())
             raise UsageError(
                 f"the models of widths {widths[0]} and {width} have different layers, such as {different}",
                 remedy="use the width only for layer sizes, not for the number or names of layers",

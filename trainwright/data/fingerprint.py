@@ -44,11 +44,15 @@ class Fingerprint:
 
 
 class Digest(Protocol):
+    """A hash of ``hashlib``."""
+
     def update(self, data: bytes, /) -> None: ...
     def hexdigest(self) -> str: ...
 
 
 class Items(Protocol):
+    """A dataset with a length."""
+
     def __len__(self) -> int: ...
     def __getitem__(self, position: int, /) -> object: ...
 

@@ -32,6 +32,8 @@ _OPEN_ONE_REMEDY = "open one by hand with dataset[0]"
 
 
 class Indexed(Protocol):
+    """A dataset that is read by position."""
+
     def __getitem__(self, position: int, /) -> object: ...
 
 

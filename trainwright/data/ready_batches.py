@@ -125,6 +125,7 @@ class ReadyBatches:
 
 
 def iter_is_itself(source: object) -> bool:
+    """Return True if ``source`` can be read once only."""
     return isinstance(source, Iterator)
 
 

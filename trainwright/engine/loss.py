@@ -461,6 +461,7 @@ def combine_divided(outputs: Sequence[Loss], divisor: int) -> Accumulated:
 
 
 def with_zero_weight(output: Loss) -> Loss:
+    """Return a loss that adds nothing to the sums of a step, and whose graph is that of ``output``."""
     metrics = {name: value * 0.0 for name, value in output.metrics.items()}
     return Loss(output.total * 0.0, output.weight * 0.0, metrics)
 

@@ -328,7 +328,7 @@ def _texts(value: object) -> Iterator[str]:
 
 def _is_in(text: str, whole: str) -> bool:
     """Return True if the end of ``text`` is in ``whole``, as it is or as JSON; the thinking in it may be left out."""
-    end = text.split("</think>")[-1].strip()[-200:]
+    end = text.rsplit("</think>", maxsplit=1)[-1].strip()[-200:]
     return any(each in whole for each in (end, json.dumps(end)[1:-1], json.dumps(end, ensure_ascii=False)[1:-1]))
 
 

@@ -376,6 +376,7 @@ def padded(samples: Sequence[Mapping[str, Tensor]], pad_id: int) -> dict[str, Te
 
 
 def pad_id_of(tokenizer: Tokenizer) -> int:
+    """Return the id of padding; without one, that of the end of a text, or 0."""
     found = tokenizer.pad_token_id
     found = tokenizer.eos_token_id if found is None else found
     return 0 if found is None else int(found)
@@ -408,6 +409,7 @@ def _side(rows: NDArray[Any], split: Split, fraction: float) -> NDArray[np.int64
 
 
 def with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
+    """Set the chat template of ``tokenizer`` if there is one."""
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer

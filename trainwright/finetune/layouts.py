@@ -344,7 +344,7 @@ def _shared(good: list[Message], bad: list[Message]) -> list[Message]:
 
 
 def _shared_turns(chosen: str, rejected: str) -> str:
-    """Return the common prefix of two texts up to its last turn marker, such as ``\\n\\nAssistant:``."""
+    r"""Return the common prefix of two texts up to its last turn marker, such as ``\n\nAssistant:``."""
     limit = next((at for at, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
     common = chosen[: min(len(chosen), len(rejected)) if limit is None else limit]
     marks = [each.end() for each in re.finditer(r"\n\n(?:Assistant|Human):", common)]

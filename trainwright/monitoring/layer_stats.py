@@ -291,6 +291,7 @@ def tensor_in(output: object) -> Tensor | None:
 
 
 def short(value: float) -> float:
+    """Round to four significant digits."""
     return float(f"{value:.4g}")
 
 

@@ -556,7 +556,7 @@ def _can_differ(path: str) -> bool:
 
 
 def _is_in(path: str, section: str) -> bool:
-    return section == "all" or path == section or path.startswith(f"{section}.")
+    return section in ("all", path) or path.startswith(f"{section}.")
 
 
 def _brief(text: str | None) -> str:

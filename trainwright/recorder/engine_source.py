@@ -72,7 +72,7 @@ class EngineLoader:
     def __len__(self) -> int:
         if self.batch_size is None or (size := length_of(self.dataset)) is None:
             raise TypeError("the number of batches is not known")
-        return -(-size // self.batch_size)
+        return (size + self.batch_size - 1) // self.batch_size
 
 
 class _Pass:

@@ -279,6 +279,7 @@ def parameters_of(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -
 
 
 def have_gradients(parameters: Sequence[Tensor]) -> bool:
+    """Return True if any parameter has a gradient."""
     for parameter in parameters:  # noqa: SIM110  it is asked in every step, and any() takes twice the time
         if parameter.grad is not None:
             return True

@@ -25,7 +25,7 @@ class Experiment:
     """An experiment on a recorded step.
 
     Attributes:
-        when: At every examination (\"checkup\"), at the first one, at an incident, or on request of a check.
+        when: At every examination ("checkup"), at the first one, at an incident, or on request of a check.
         memory: Maximum memory, as a multiple of the prediction of ``ReplayMemory`` for the step.
         steps: Approximate duration in training steps.
         value: Experiments with a larger ``value / steps`` run first.

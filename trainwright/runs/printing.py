@@ -22,7 +22,7 @@ def readable(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with control characters escaped: ``\\x1b[2J`` is shown instead of clearing the screen."""
+    r"""Return ``text`` with control characters escaped: ``\x1b[2J`` is shown instead of clearing the screen."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], readable(text))
 
 

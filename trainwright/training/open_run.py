@@ -507,6 +507,7 @@ class _ByMetric(NamedTuple):
 
 
 def every(interval: Interval, since: TrainState) -> Every:
+    """Return the boundaries of an interval of the recipe, from ``since`` on."""
     return Every(steps=interval.steps, seconds=interval.seconds, fraction=interval.fraction, since=since)
 
 

@@ -134,7 +134,7 @@ def in_new_python(part: TrialPart, output: Path, environment: Mapping[str, str])
     command = [sys.executable, "-m", "trainwright.commands.verify.trial", json.dumps(asdict(part))]
     with output.open("w") as file:  # no pipe: workers that outlive a kill would hold it open
         return subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**os.environ, **environment}
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**os.environ, **environment}, check=False
         ).returncode
 
 

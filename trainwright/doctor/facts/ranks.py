@@ -27,7 +27,8 @@ class ExchangeFacts:
 class RankStep:
     """One step of one rank. Step 0 is the state at the start.
 
-    Checksums are over bits, in the order of the model; None for tensors that may differ between ranks."""
+    Checksums are over bits, in the order of the model; None for tensors that may differ between ranks.
+    """
 
     rank: int
     step: int

@@ -298,7 +298,7 @@ class LayerMeasurement(ModuleProbe):
         if gates not in self._gates and not self._has_experts(num):
             return
         chosen = indices[0]
-        chosen = chosen if name != "argsort" and name != "sort" else chosen[..., :1]
+        chosen = chosen if name not in {"argsort", "sort"} else chosen[..., :1]
         if int(chosen.max()) >= num:
             return
         load = torch.bincount(chosen.flatten(), minlength=num).float() / chosen.numel()

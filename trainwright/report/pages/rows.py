@@ -38,10 +38,12 @@ Rows: TypeAlias = NDArray[np.float64]
 
 
 def column(rows: Rows, name: str) -> NDArray[np.float64]:
+    """Return the values of the column ``name`` of `COLUMNS`."""
     return rows[:, COLUMNS.index(name)]
 
 
 def no_rows() -> Rows:
+    """Return an empty table."""
     return np.empty((0, len(COLUMNS)))
 
 
