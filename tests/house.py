@@ -62,7 +62,7 @@ def shown(path: Path) -> str:
 
 
 def functions(path: Path) -> list[Function]:
-    return [*nodes(path, ast.FunctionDef, ast.AsyncFunctionDef)]
+    return [*nodes(path, ast.FunctionDef), *nodes(path, ast.AsyncFunctionDef)]
 
 
 def imports(path: Path, *, at_module: bool = False) -> set[str]:
@@ -116,7 +116,7 @@ def own_names(path: Path) -> dict[str, str]:
         for alias in node.names:
             if alias.name.split(".")[0] == "trainwright":
                 found[alias.asname or "trainwright"] = alias.name
-    for node in nodes(path, ast.ImportFrom):
-        if (node.module or "").split(".")[0] == "trainwright":
-            found.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    for each in nodes(path, ast.ImportFrom):
+        if (each.module or "").split(".")[0] == "trainwright":
+            found.update({alias.asname or alias.name: f"{each.module}.{alias.name}" for alias in each.names})
     return found

@@ -72,7 +72,7 @@ def _refuse_imports(refused: tuple[str, ...]) -> None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return imported(name, namespace, *rest, **options)
 
-    builtins.__import__ = checked
+    builtins.__import__ = checked  # type: ignore[assignment]
 
 
 def _caller() -> str:
@@ -92,7 +92,7 @@ def _caller() -> str:
         ):
             return name
         frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    return ""  # type: ignore[unreachable]
 
 
 def _open_files() -> set[str]:

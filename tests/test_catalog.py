@@ -230,7 +230,8 @@ def test_every_short_name_of_another_package_stands_for_an_optimizer() -> None:
     for name, row in OPTIMIZER_ALIASES.items():
         assert row.name == name and name not in OPTIMIZERS
         assert row.factory.startswith(f"{package.__name__}:")
-        assert issubclass(import_factory(row.factory), Optimizer)
+        made = import_factory(row.factory)
+        assert isinstance(made, type) and issubclass(made, Optimizer)
         assert from_mapping({**SMALL, "optimizer": name}).recipe.optimizer.use == row.factory
 
 
@@ -275,7 +276,9 @@ def kept_values(optimizer: Optimizer) -> dict[str, Tensor]:
     }
 
 
-CASES = [(row.name, args) for row in OPTIMIZERS.values() for args in ({}, *({name: True} for name in row.adds_state))]
+CASES: list[tuple[str, dict[str, float]]] = [
+    (row.name, dict(args)) for row in OPTIMIZERS.values() for args in ({}, *({name: True} for name in row.adds_state))
+]
 CASES += [
     (row.name, {row.needs_for_state: at}) for row in OPTIMIZERS.values() for at in (0.0, 0.9) if row.needs_for_state
 ]

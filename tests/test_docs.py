@@ -99,7 +99,7 @@ def test_every_block_of_yaml_is_part_of_a_recipe() -> None:
     assert (len(found) > 12, len(of_devices)) == (True, 1)
     for page, text in found:
         if text not in of_devices:
-            assert from_mapping({**ANY_RECIPE, **read(text, page.name).value}), page.name
+            assert from_mapping({**ANY_RECIPE, **read(text, page.name).value}), page.name  # type: ignore[dict-item]
 
 
 def commands(text: str) -> Iterator[list[str]]:

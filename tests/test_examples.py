@@ -82,7 +82,7 @@ def by_loop(example: ModuleType) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize("example", SHAPES, indirect=True)
 def test_a_shape_that_is_killed_and_resumed_gives_the_bits_of_a_loop_by_hand(example: ModuleType) -> None:
-    owns_its_loop = "tw.steps" in Path(example.__file__).read_text()
+    owns_its_loop = "tw.steps" in Path(str(example.__file__)).read_text()
     trained = (by_loop if owns_its_loop else by_fit)(example)
     assert_same_bits(bits(trained), bits(getattr(by_hand, example.__name__)(example, STEPS)))
 

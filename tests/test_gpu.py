@@ -88,7 +88,7 @@ def test_the_same_bits_as_a_loop_written_by_hand(device: str, precision: str) ->
         for micro in batch.micro:
             with how.autocast():
                 loss = nn.functional.cross_entropy(plain(micro.data[0]), micro.data[1]) / 2
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()
     assert_same(weights(plain), weights(ours))
@@ -138,7 +138,7 @@ def test_a_watched_loop_trains_to_the_same_bits(device: str) -> None:
             for _, batch in zip(range(12), batches(device)):
                 x, y = batch.micro[0].data
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+                nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
 
         if watched:

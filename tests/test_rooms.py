@@ -144,13 +144,13 @@ def test_the_table_finds_a_breach(tmp_path: Path) -> None:
         file = tmp_path / "doctor" / "ranks" / f"{name}.py"
         file.write_text("from trainwright.recorder import hooks\n")
         assert (breach(file, tmp_path) is not None) == found
-    for name, line, found in (
+    for name, line, breached in (
         ("remedy", "from trainwright.watching import watch", "watching"),
         ("facts", "from trainwright.doctor.ranks.measure import replica", "doctor/measure"),
     ):
         file = tmp_path / "doctor" / "ranks" / f"{name}.py"
         file.write_text(f"{line}\n")
-        assert f"imports ['{found}']" in (breach(file, tmp_path) or "")
+        assert f"imports ['{breached}']" in (breach(file, tmp_path) or "")
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:

@@ -146,7 +146,7 @@ def nan_in_running_stats(watch: Watch, seed: int) -> Mapping[str, Any]:
 def dropout_of_nine_tenths(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     net = mlp()
-    model = nn.Sequential(*net[:4], nn.Dropout(0.9), net[4])
+    model = nn.Sequential(*net[:4], nn.Dropout(0.9), net[4])  # type: ignore[misc]
     train(watch, model, loader(*table(seed), seed), lr=1e-2, epochs=6)
 
 

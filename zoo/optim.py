@@ -19,9 +19,9 @@ def lr_too_high(watch: Watch, seed: int) -> None:
     if seed % 3 == 0:
         optimizer = torch.optim.AdamW(model.parameters(), lr=3.0)
     elif seed % 3 == 1:
-        optimizer = torch.optim.SGD(model.parameters(), lr=30.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=30.0)  # type: ignore[assignment]
     else:  # the slow way: it learns for some steps before it is lost
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)  # type: ignore[assignment]
     batches = loader(*table(seed), seed)
     train(watch, model, optimizer, batches, epochs=4)
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.algorithms import Join
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -169,7 +169,7 @@ def each_rank_makes_its_own_weights(watch: Watch, seed: int, rank: int) -> None:
             F.cross_entropy(model(x), y).backward()
             for p in model.parameters():
                 distributed.all_reduce(p.grad)
-                p.grad /= RANKS
+                p.grad /= RANKS  # type: ignore[assignment]
             optimizer.step()
 
 
@@ -261,7 +261,7 @@ def mean_by_hand(watch: Watch, seed: int, rank: int) -> None:
             for p in model.parameters():
                 distributed.all_reduce(p.grad)
                 if seed % 2 == 0:
-                    p.grad /= RANKS
+                    p.grad /= RANKS  # type: ignore[assignment]
             optimizer.step()
 
 
@@ -301,7 +301,7 @@ def sharded(watch: Watch, seed: int, rank: int) -> None:
     """FSDP: each rank holds a part of every parameter."""
     torch.manual_seed(seed)
     model = net(0.1)
-    fully_shard(model, mesh=distributed.init_device_mesh("cpu", (RANKS,)))
+    fully_shard(model, mesh=distributed.init_device_mesh("cpu", (RANKS,)))  # type: ignore[attr-defined]
     torch.manual_seed(1000 * seed + rank)
     optimizer, data = adam(model), batches(seed, rank)
     train(watch, model, optimizer, data)

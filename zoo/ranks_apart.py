@@ -138,7 +138,7 @@ def the_head_is_replaced_after_wrapping(watch: Watch, seed: int, rank: int) -> N
 def each_rank_clips_by_the_norm_of_its_part(watch: Watch, seed: int, rank: int) -> None:
     torch.manual_seed(seed)
     model = net()
-    fully_shard(model, mesh=distributed.init_device_mesh("cpu", (RANKS,)))
+    fully_shard(model, mesh=distributed.init_device_mesh("cpu", (RANKS,)))  # type: ignore[attr-defined]
     optimizer, data = adam(model), batches(seed, rank)
     with watch(model, optimizer, loader=data):
         for _, x, y in data:
@@ -217,7 +217,7 @@ def shards_clipped_together(watch: Watch, seed: int, rank: int) -> None:
     """FSDP, with the norm of all parts."""
     torch.manual_seed(seed)
     model = net()
-    fully_shard(model, mesh=distributed.init_device_mesh("cpu", (RANKS,)))
+    fully_shard(model, mesh=distributed.init_device_mesh("cpu", (RANKS,)))  # type: ignore[attr-defined]
     optimizer, data = adam(model), batches(seed, rank)
     with watch(model, optimizer, loader=data):
         for _, x, y in data:
@@ -229,7 +229,7 @@ def layers_are_divided(watch: Watch, seed: int, rank: int) -> None:
     """Tensor parallelism: both ranks have the same samples, and draw the same numbers."""
     torch.manual_seed(seed)
     model = net(0.1)
-    mesh = distributed.init_device_mesh("cpu", (RANKS,))
+    mesh = distributed.init_device_mesh("cpu", (RANKS,))  # type: ignore[attr-defined]
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "4": RowwiseParallel()})
     optimizer, data = adam(model), batches(seed, rank, own=False)
     with watch(model, optimizer, loader=data):
@@ -271,7 +271,7 @@ class DividedMlp(nn.Module):
     def __init__(self, seed: int, rank: int, *, replicas: bool) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.first, self.last = (nn.Linear(20, 20), nn.Linear(10, 10)) if replicas else (nn.Identity(), nn.Identity())
+        self.first, self.last = (nn.Linear(20, 20), nn.Linear(10, 10)) if replicas else (nn.Identity(), nn.Identity())  # type: ignore[var-annotated]
         self.norm = nn.LayerNorm(20) if replicas else nn.Identity()
         torch.manual_seed(100 * seed + rank)
         self.up, self.down = nn.Linear(20, 64 // RANKS, bias=replicas), nn.Linear(64 // RANKS, 10, bias=False)
@@ -291,7 +291,7 @@ def trained(watch: Watch, model: nn.Module, seed: int, rank: int, *, own: bool, 
             F.cross_entropy(model(x), y).backward()
             for p in model.parameters() if by_hand else ():
                 distributed.all_reduce(p.grad)
-                p.grad /= RANKS
+                p.grad /= RANKS  # type: ignore[assignment]
             optimizer.step()
 
 
@@ -393,7 +393,7 @@ def each_rank_updates_its_part(watch: Watch, seed: int, rank: int) -> None:
             F.cross_entropy(model(x), y).backward()
             for number, p in enumerate(parameters):
                 distributed.reduce(p.grad, number % RANKS)
-                p.grad /= RANKS
+                p.grad /= RANKS  # type: ignore[assignment]
             optimizer.step()
             for number, p in enumerate(parameters):
                 distributed.broadcast(p.detach(), number % RANKS)

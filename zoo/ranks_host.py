@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.utils.data import DataLoader, DistributedSampler
 

@@ -17,7 +17,7 @@ import trainwright as tw
 from trainwright.adapters import WatchChoices
 from trainwright.errors import MissingExtra, import_optional
 from trainwright.runs.folder import RunFolder
-from trainwright.runs.records import Found
+from trainwright.runs.records import Examined, Found
 
 pl = pytest.importorskip("lightning.pytorch")
 accelerate = pytest.importorskip("accelerate")
@@ -187,7 +187,7 @@ def test_every_step_is_replayed_to_the_same_bits(tmp_path: Path) -> None:
     trainer_of("", other, tmp_path, gradient_accumulation_steps=2, max_grad_norm=0.5).train()
     for watch in (callback.watch, other.watch):
         assert watch is not None and watch.step == STEPS
-        again = [r.values for r in watch.records if getattr(r, "experiment", "") == "again"]
+        again = [r.values for r in watch.records if isinstance(r, Examined) and r.experiment == "again"]
         assert again and all(values.get("same_losses") and values["same_twice"] for values in again)
 
 
@@ -239,7 +239,7 @@ def test_an_exception_ends_the_watch(tmp_path: Path) -> None:
     assert (hf.Trainer._run_epoch if hasattr(hf.Trainer, "_run_epoch") else hf.Trainer.training_step) is before
     for watch in (callback.watch, other.watch):
         assert watch is not None
-        unfinished = [r.values for r in watch.records if getattr(r, "experiment", "") == "unfinished"]
+        unfinished = [r.values for r in watch.records if isinstance(r, Examined) and r.experiment == "unfinished"]
         assert unfinished[-1]["error"] == "ValueError: mine"
 
 

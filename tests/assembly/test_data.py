@@ -50,7 +50,8 @@ def noise() -> Tensor:
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, size: int = SIZE) -> None:
-        self.size, self.epochs = size, []
+        self.size = size
+        self.epochs: list[int] = []
 
     def __len__(self) -> int:
         return self.size

@@ -182,7 +182,7 @@ def test_weights_that_are_changed_outside_reach_the_host(change: Callable[[nn.Mo
 def test_what_is_not_changed_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[Tensor] = []
     fetch = room._Host.fetch_weight
-    monkeypatch.setattr(room._Host, "fetch_weight", lambda host, p: (copied.append(p), fetch(host, p)))
+    monkeypatch.setattr(room._Host, "fetch_weight", lambda host, p: (copied.append(p), fetch(host, p)))  # type: ignore[func-returns-value]
     state = trained(state_of("adamw", offload=True), range(3))
     assert copied == []
     with torch.no_grad():

@@ -170,7 +170,7 @@ def test_what_may_look_at_training_is_read_one_by_one() -> None:
         data.taken += 1
     assert seen == [0, 1, 2]
     ways: list[dict[str, Any]] = [{}, {"collate_fn": lambda batch: batch}, {"sampler": [1, 0]}, {"num_workers": 1}]
-    loaders = [DataLoader([X, X], batch_size=None, **how) for how in ways]
+    loaders = [DataLoader([X, X], batch_size=None, **how) for how in ways]  # type: ignore[var-annotated]
     assert [ReadyBatches(each).are_in_memory for each in loaders] == [True, False, False, False]
 
 

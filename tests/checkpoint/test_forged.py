@@ -34,7 +34,7 @@ def fresh() -> TrainState:
     return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=4)
 
 
-PAPERS = {"recipe": {}, "plan": {}, "provenance": {}}
+PAPERS: dict[str, dict[str, object]] = {"recipe": {}, "plan": {}, "provenance": {}}
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "rest.safetensors", "state.json"])

@@ -73,7 +73,7 @@ def trained(state: TrainState, steps: int) -> None:
         state.optimizer.zero_grad()
         state.model(torch.full((2, 3, 5, 5), 1.0 + number)).square().sum().backward()
         state.optimizer.step()
-        state.ema.update()
+        state.ema.update()  # type: ignore[call-arg]
         state.step += 1
 
 
@@ -115,7 +115,7 @@ class WithMaster(SGD):
                 state["master"] -= 1e-4 * p.grad.float()
                 state["count"] += 1
                 p.data.copy_(state["master"])
-        self.state["own"] = {"calls": self.state.get("own", {}).get("calls", 0) + 1}
+        self.state["own"] = {"calls": self.state.get("own", {}).get("calls", 0) + 1}  # type: ignore[call-overload]
 
 
 def test_state_keeps_its_own_type_beside_weights_of_bf16(tmp_path: Path) -> None:
@@ -194,8 +194,8 @@ class Counting(nn.Linear):
 
 def test_state_of_the_loss_and_hidden_buffers_come_back(tmp_path: Path) -> None:
     model, loss = Counting(), Centred()
-    model.seen += 5
-    loss.centre += 3
+    model.seen += 5  # type: ignore[assignment]
+    loss.centre += 3  # type: ignore[assignment]
     state = TrainState(model, SGD(model.parameters(), lr=0.1), loss=loss)
     path, _ = save_checkpoint(state, tmp_path)
     fresh, centred = Counting(), Centred()
@@ -215,7 +215,7 @@ class Centring(nn.Module):
         self.register_buffer("mean", torch.zeros(3))
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * output.detach().mean(0)
+        self.mean = 0.9 * self.mean + 0.1 * output.detach().mean(0)  # type: ignore[has-type]
         return nn.functional.cross_entropy(output - self.mean, target)
 
 

@@ -32,8 +32,8 @@ def test_several_models_are_numbered() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch._dynamo, when it is imported
 def test_what_wraps_a_module_is_not_in_its_path() -> None:
     inner = net()
-    inner[0] = torch.compile(inner[0])
-    by_path = dict(named_modules([torch.compile(inner)]))
+    inner[0] = torch.compile(inner[0])  # type: ignore[assignment]
+    by_path = dict(named_modules([torch.compile(inner)]))  # type: ignore[list-item]
     assert list(by_path) == ["", "0", "1"]
     assert by_path[""] is inner and isinstance(by_path["0"], nn.Linear), "not the wrapper"
     assert [path for path, _ in named_parameters([inner])] == ["0.weight", "0.bias"]

@@ -87,7 +87,7 @@ def write_rng(rng: Any) -> None:
 
 def module() -> nn.Module:
     made = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    made.log = {"a": ([1], np.zeros(3))}
+    made.log = {"a": ([1], np.zeros(3))}  # type: ignore[assignment]
     return made
 
 
@@ -138,19 +138,19 @@ CASES: dict[str, tuple[Any, Callable[[Any], object], Callable[[Any], object]]] =
     "bound method": (random.Random(0).random, lambda f: f(), lambda f: f.__self__.getstate()),
     "object": (
         Record(),
-        lambda r: (setattr(r, "value", 2), setattr(r.inner[0], "value", 3)),
+        lambda r: (setattr(r, "value", 2), setattr(r.inner[0], "value", 3)),  # type: ignore[func-returns-value]
         lambda r: (r.value, r.inner[0].value),
     ),
     "namespace": (types.SimpleNamespace(a=1), lambda n: vars(n).update(b=2), repr),
     "thread local": (threading.local(), lambda n: setattr(n, "a", 1), lambda n: vars(n).copy()),
     "class": (
         Classy,
-        lambda c: (setattr(c, "value", 2), c.log.append(1), setattr(c, "new", 1)),
+        lambda c: (setattr(c, "value", 2), c.log.append(1), setattr(c, "new", 1)),  # type: ignore[func-returns-value]
         lambda c: (c.value, c.log, hasattr(c, "new")),
     ),
     "object of a class": (
         Classy(),
-        lambda c: (setattr(type(c), "value", 2), c.log.append(1)),
+        lambda c: (setattr(type(c), "value", 2), c.log.append(1)),  # type: ignore[func-returns-value]
         lambda c: (c.value, c.log),
     ),
     "closure": (COUNT, called, lambda f: STATE()),

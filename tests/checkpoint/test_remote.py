@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
@@ -28,7 +29,7 @@ from trainwright.runs.folder import RunFolder, write_identity
 RUN = "0123456789abcdef"
 
 
-class Faulty(LocalFileSystem):
+class Faulty(LocalFileSystem):  # type: ignore[misc]
     """A local file system of which each call may fail before, in the middle of, or after its work."""
 
     protocol = "faulty"
@@ -172,7 +173,7 @@ def test_a_checkpoint_may_be_deleted_while_it_is_copied(tmp_path: Path) -> None:
 def test_only_the_newest_waits_while_a_copy_is_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of_run(tmp_path)
     copies = CheckpointCopies(folder, str(tmp_path / "disk"), run=RUN, retention=Retention(5))
-    copy, begun, go_on = copies._copy, remote.Lock(), remote.Lock()
+    copy, begun, go_on = copies._copy, threading.Lock(), threading.Lock()
     begun.acquire(), go_on.acquire()
 
     def slow(linked: Path, step: int) -> None:

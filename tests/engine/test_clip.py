@@ -85,14 +85,14 @@ def test_agc_is_equation_3_unit_by_unit() -> None:
             made[2].grad[1] = 0.0  # type: ignore[index]
     make_clip("agc", at)(mine, get_total_norm(grads(mine)))
     clipped = unclipped = 0
-    for made, parameter in zip(mine, reference, strict=True):
+    for made, parameter in zip(mine, reference, strict=True):  # type: ignore[assignment]
         units = range(len(parameter)) if parameter.dim() > 1 else [...]
         for unit in units:
             weight, grad = parameter.detach()[unit], parameter.grad[unit]  # type: ignore[index]
             ceiling = at * max(math.sqrt(float((weight.double() ** 2).sum())), 1e-3)
             norm = math.sqrt(float((grad.double() ** 2).sum()))
             expected = grad * (ceiling / norm) if norm > ceiling else grad
-            torch.testing.assert_close(made.grad[unit], expected)  # type: ignore[index]
+            torch.testing.assert_close(made.grad[unit], expected)  # type: ignore[attr-defined]
             clipped, unclipped = clipped + (norm > ceiling), unclipped + (norm <= ceiling)
     assert clipped
     assert unclipped

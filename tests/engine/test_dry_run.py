@@ -126,7 +126,7 @@ class Changing(nn.Module):
         self.log["a"][1][:] += 1
         hidden: Tensor = self.inner(x) + torch.rand(3, generator=self.generator) + np.random.rand()
         self.means[0].data.add_(hidden.detach().mean(0))
-        self.count = self.count + 1
+        self.count = self.count + 1  # type: ignore[has-type]
         print("forward", self.calls)
         return hidden
 

@@ -106,7 +106,7 @@ def test_the_advantages_are_those_of_a_loop(cut: float) -> None:
         for step in reversed(range(steps)):
             following = after[episode] * played.truncated[episode] if step == steps - 1 else values[step + 1, episode]
             error = rewards[step, episode] + 0.9 * following - values[step, episode]
-            expected = error + 0.9 * 0.8 * expected
+            expected = error + 0.9 * 0.8 * expected  # type: ignore[assignment]
             torch.testing.assert_close(found[step, episode], torch.as_tensor(expected))
         assert not found[steps:, episode].any()
 

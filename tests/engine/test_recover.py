@@ -47,7 +47,7 @@ class Small(nn.Module):
         self.register_buffer("seen", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen += len(x)
+        self.seen.add_(len(x))
         out: Tensor = self.net(x)
         if len(x) > self.room and self.at == "forward":
             torch.empty(TOO_MUCH, dtype=torch.uint8)

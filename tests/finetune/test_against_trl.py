@@ -37,7 +37,9 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
-def trl_losses(kind: str, model: nn.Module, rows: list[dict[str, Any]], batch: int, accumulation: int, **config: Any):
+def trl_losses(
+    kind: str, model: nn.Module, rows: list[dict[str, Any]], batch: int, accumulation: int, **config: Any
+) -> Any:
     """Trains with a trainer of TRL in the order of the data; returns the loss of each step."""
     import trl
     from datasets import Dataset
@@ -45,7 +47,7 @@ def trl_losses(kind: str, model: nn.Module, rows: list[dict[str, Any]], batch: i
 
     micro: list[float] = []
 
-    class InOrder(getattr(trl, f"{kind}Trainer")):
+    class InOrder(getattr(trl, f"{kind}Trainer")):  # type: ignore[misc]
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
             return SequentialSampler(self.train_dataset)
 
@@ -79,7 +81,9 @@ def trl_losses(kind: str, model: nn.Module, rows: list[dict[str, Any]], batch: i
     return [sum(micro[at : at + accumulation]) for at in range(0, len(micro), accumulation)]
 
 
-def our_losses(model: nn.Module, data: list[dict[str, Tensor]], loss: str, batch: int, accumulation: int, **more: Any):
+def our_losses(
+    model: nn.Module, data: list[dict[str, Tensor]], loss: str, batch: int, accumulation: int, **more: Any
+) -> Any:
     losses: list[float] = []
     settings = {"data.shuffle": False, "optimizer.weight_decay": 0.0, "log.doctor": False, **more}
     tw.fit(

@@ -98,7 +98,7 @@ def test_the_loss_of_trl(loss_type: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         draw = torch.Generator().manual_seed(5)
         for each in model.parameters():
             each += 0.05 * torch.randn(each.shape, generator=draw)
-    args = trl.GRPOConfig(
+    args = trl.GRPOConfig(  # type: ignore[attr-defined]
         output_dir="out",
         report_to="none",
         use_cpu=True,
@@ -114,7 +114,7 @@ def test_the_loss_of_trl(loss_type: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     data = Dataset.from_list([{"prompt": "a"}] * 4)
     plain = copy.deepcopy(model)
-    trainer = trl.GRPOTrainer(model, constant, args, data, processing_class=make_tokenizer())
+    trainer = trl.GRPOTrainer(model, constant, args, data, processing_class=make_tokenizer())  # type: ignore[attr-defined]
     given, inputs = rollout()
     trainer.beta, trainer.current_gradient_accumulation_steps = 0.1, 1
     loss = grpo(beta=0.1, loss_type=loss_type, temperature=0.8, clip_high=0.3)

@@ -103,7 +103,7 @@ def killed_after(number: int, path: Path, cache: Path) -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
             replace(file, content)
 
-        store._replace = counted
+        store._replace = counted  # type: ignore[assignment]
         try:
             Chat(path, tokenizer=make_tokenizer(), cache=cache)
         finally:
@@ -121,7 +121,7 @@ def test_a_kill_loses_at_most_one_shard_and_no_bit(tmp_path: Path, monkeypatch: 
 
     def counted(self: Any, records: Any) -> Any:
         made.append(len(records))
-        return encode(self, records)
+        return encode(self, records)  # type: ignore[call-arg]
 
     monkeypatch.setattr(store._Shard, "encode", counted)
     Chat(path, tokenizer=tokenizer, cache=tmp_path / "killed")
@@ -175,7 +175,7 @@ def test_two_processes_tokenize_once(tmp_path: Path) -> None:
                 time.sleep(0.2)
                 return build(*args)
 
-            store._build = slow
+            store._build = slow  # type: ignore[assignment]
             Chat(path, tokenizer=tokenizer, cache=tmp_path / "cache")
         finally:
             os._exit(0)

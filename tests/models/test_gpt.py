@@ -69,9 +69,9 @@ def test_logits_equal_those_of_transformers() -> None:
         theirs.transformer.wpe.weight.copy_(ours.positions.weight)
         for block, other in zip(ours.blocks, theirs.transformer.h, strict=True):
             attention, mlp = block.attention, block.mlp
-            fused = torch.cat([attention.query.weight, attention.key.weight, attention.value.weight])
+            fused = torch.cat([attention.query.weight, attention.key.weight, attention.value.weight])  # type: ignore[list-item]
             other.attn.c_attn.weight.copy_(fused.T)
-            other.attn.c_attn.bias.copy_(torch.cat([attention.query.bias, attention.key.bias, attention.value.bias]))
+            other.attn.c_attn.bias.copy_(torch.cat([attention.query.bias, attention.key.bias, attention.value.bias]))  # type: ignore[list-item]
             pairs = [(attention.output, other.attn.c_proj), (mlp.up, other.mlp.c_fc), (mlp.down, other.mlp.c_proj)]
             for linear, conv in pairs:
                 conv.weight.copy_(linear.weight.T)

@@ -176,7 +176,7 @@ def test_adapters_of_other_layers_are_merged_as_peft_does(kind: str) -> None:
     import peft
 
     model = their_gpt() if kind == "conv1d" else their_llama()
-    switches: dict[str, Any] = {
+    switches: dict[str, Any] = {  # type: ignore[assignment]
         "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
         "conv1d": {"target_modules": ["c_proj"], "fan_in_fan_out": True},  # c_proj of the attention is square
         "whole module": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},

@@ -296,7 +296,7 @@ def test_functions_by_name_come_back_as_they_are() -> None:
         assert serialization.function_of(name) is known[name]
     for name in ("torch.Tensor.T.__get__", "torch.functional.einsum", "torch.Tensor.mean"):
         assert callable(serialization.function_of(name))
-    for name in (
+    for other in (
         "torch.hub.load",
         "torch.Tensor.map_",
         "torch.Tensor.__setstate__",
@@ -305,7 +305,7 @@ def test_functions_by_name_come_back_as_they_are() -> None:
         3,
     ):
         with pytest.raises(ValueError):
-            serialization.function_of(name)
+            serialization.function_of(other)  # type: ignore[arg-type]
 
 
 class Opaque:

@@ -13,7 +13,8 @@ from torch import nn
 import trainwright as tw
 from trainwright.doctor.finding import ExperimentRequest
 from trainwright.doctor.measure import REPLAYS
-from trainwright.replay.replayer import UNCHANGED, Intervention, RecordedStep, Replayer, ReplayResult, Upto
+from trainwright.recorder.program import RecordedStep
+from trainwright.replay.replayer import UNCHANGED, Intervention, Replayer, ReplayResult, Upto
 from trainwright.watching.experiments import ExperimentRunner
 
 EXPERIMENTS = {each.name: each for each in REPLAYS}

@@ -156,7 +156,7 @@ class CountingInAList(Counting):
     def forward(self, x: Tensor) -> Tensor:
         mean, calls = self.same["kept"]
         self.kept[1] = calls + 1
-        return self.layer(x - mean.lerp_(x.mean(0), 0.1) / (calls + 1))
+        return self.layer(x - mean.lerp_(x.mean(0), 0.1) / (calls + 1))  # type: ignore[attr-defined]
 
 
 class CountingInADict(Counting):

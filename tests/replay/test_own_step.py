@@ -36,7 +36,7 @@ class Players(nn.Module):
 
 
 def turns(state: tw.TrainState, batch: tw.StepBatch) -> Tensor:
-    players, (generator, critic) = state.model, state.optimizer.parts
+    players, (generator, critic) = state.model, state.optimizer.parts  # type: ignore[attr-defined]
     fake = players.generator(torch.randn(len(batch.data), 3))
     critic.zero_grad()
     loss = players.critic(fake.detach()).mean() - players.critic(batch.data).mean()

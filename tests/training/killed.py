@@ -38,7 +38,7 @@ MARK = "<!-- made by tests/training/killed.py -->\n"
 
 
 @dataclass
-class Records:
+class Records(tw.Observer):
     """Appends what each step was trained on; kills its own process after a step."""
 
     file: Path
@@ -53,6 +53,8 @@ class Records:
             file.write(json.dumps([result.step, digest.hexdigest(), targets, result.batch.ids.tolist()]) + "\n")
         if result.step == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,13 @@ def dictionary_of_hugging_face() -> Any:
 
 
 def stateful_loader(workers: int) -> Any:
-    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-not-found]
 
     return StatefulDataLoader(Rows(), batch_size=BATCH, shuffle=True, num_workers=workers)
 
 
 def web_loader() -> Any:
-    import webdataset
+    import webdataset  # type: ignore[import-not-found]
 
     file = Path(tempfile.mkdtemp()) / "rows.tar"
     with tarfile.open(file, "w") as tar:
@@ -53,14 +53,14 @@ def web_loader() -> Any:
 
 
 def grain_iterable() -> Any:
-    import grain
+    import grain  # type: ignore[import-not-found]
 
     rows = grain.MapDataset.range(SIZE).shuffle(seed=3).map(lambda i: {"x": X[i].numpy(), "y": Y[i].numpy()})
     return rows.batch(BATCH).to_iter_dataset()
 
 
 def frame_of_pandas() -> Any:
-    from pandas import DataFrame
+    from pandas import DataFrame  # type: ignore[import-untyped]
 
     import trainwright as tw
 

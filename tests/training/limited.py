@@ -67,7 +67,7 @@ class Hungry(nn.Module):
         if self.kind == "python":
             x_BD = x_BD * (random.random() + float(np.random.rand()))
         with torch.no_grad():
-            self.table += 1
+            self.table.add_(1)
         if self.heavy is not None:
             return self.last(self.first(x_BD)) + self.heavy(x_BD[:1]).mean()  # type: ignore[no-any-return]
         if self.vector is not None:
@@ -205,7 +205,7 @@ def main(ask: dict[str, Any]) -> dict[str, Any]:
     heard = Listening(ask.get("limit_after"), ask.get("limit_mib", 0), ask.get("wider", 1))
     world: World = SOLO
     if ask.get("ranks"):
-        store = distributed.FileStore(ask["meet"], ask["ranks"])
+        store = distributed.FileStore(ask["meet"], ask["ranks"])  # type: ignore[attr-defined]
         distributed.init_process_group("gloo", store=store, rank=ask["rank"], world_size=ask["ranks"])
         world = Ranks()
     if ask.get("limit_mib") and not heard.limit_after:

@@ -363,7 +363,7 @@ def other() -> Any:
         ),
         (lambda m: {"optimizer": SGD(m.parameters(), 0.1), "settings": {"optimizer": "adamw"}}, "optimizer was passed"),
         (lambda m: {"optimizer": SGD, "settings": {"optimizer.use": "adamw"}}, "optimizer was passed"),
-        (lambda m: {"optimizer": partial(SGD, momentums=0.9)}, "refuses its arguments"),
+        (lambda m: {"optimizer": partial(SGD, momentums=0.9)}, "refuses its arguments"),  # type: ignore[call-arg]
         (lambda m: {"optimizer": lambda lr: 7}, "missing|refuses|optimizer is a"),
         (lambda m: {"schedule": StepLR(SGD(m.parameters(), 0.1), 3)}, "over another optimizer"),
         (lambda m: {"schedule": StepLR}, "StepLR cannot be made.*(.|\n)*functools.partial"),

@@ -236,7 +236,7 @@ def test_a_rehearsal_leaves_no_trace_in_a_buffer_that_is_put_anew() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.training:
-                self.mu = 0.9 * self.mu + 0.1 * x.mean(0)
+                self.mu = 0.9 * self.mu + 0.1 * x.mean(0)  # type: ignore[has-type]
             return self.fc(x)  # type: ignore[no-any-return]
 
     model, (x, y) = Mean(), data(64)

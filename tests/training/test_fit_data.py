@@ -26,7 +26,7 @@ ROWS = TensorDataset(X, Y)
 QUICK = {"log.doctor": False, "precision": "fp32"}
 
 
-class Seen:
+class Seen(tw.Observer):
     """Records the batches of the steps."""
 
     def __init__(self) -> None:
@@ -34,6 +34,8 @@ class Seen:
 
     def observe(self, result: tw.StepResult, state: tw.TrainState) -> None:
         self.results.append(result)
+
+    def close(self) -> None: ...
 
     @property
     def ids(self) -> list[int]:

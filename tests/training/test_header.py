@@ -43,7 +43,7 @@ def header_of(run: Path) -> Header:
 def fitted(given: object = None, **settings: Any) -> Header:
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
     made = {key: value(model) if value is _sgd else value for key, value in settings.items()}
-    more = {"log.doctor": False, **made.pop("settings", {})}
+    more = {"log.doctor": False, **made.pop("settings", {})}  # type: ignore[dict-item]
     samples = data() if given is None else given
     return header_of(tw.fit(model, samples, nn.CrossEntropyLoss(), steps=2, quiet=True, settings=more, **made).run)
 

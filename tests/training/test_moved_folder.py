@@ -41,7 +41,7 @@ def fit(root: Path, acts: dict[int, Callable[[], object]]) -> tw.Result:
     )
 
 
-def steps(folder: Path) -> list[int | None]:
+def steps(folder: Path) -> list[int]:
     return sorted(step_of(path) or 0 for path in checkpoints(folder / "checkpoints"))
 
 
@@ -120,7 +120,7 @@ def test_two_runs_that_share_a_disk_keep_their_checkpoints(tmp_path: Path) -> No
             name=name,
             quiet=True,
             settings={**settings, "checkpoint.keep": 1, "checkpoint.best": None},
-            observers=[lambda result, state: link(name)() if result.step == 1 else None],
+            observers=[lambda result, state: link(name)() if result.step == 1 else None],  # type: ignore[list-item,return-value]
         )
 
     assert run("a", 5).exit_code == 0 and run("b", 7).exit_code == 0

@@ -257,7 +257,7 @@ def test_so_it_is_with_batches_that_are_made_elsewhere() -> None:
         def __iter__(self) -> Iterator[Any]:
             return iter([batches[int(at)] for at in torch.randperm(len(batches))])
 
-    for make in (lambda: DataLoader(batches, batch_size=None, shuffle=True), Shuffled):  # type: ignore[arg-type]
+    for make in (lambda: DataLoader(batches, batch_size=None, shuffle=True), Shuffled):  # type: ignore[arg-type,var-annotated]
         found = []
         for run in (fitted, five_lines):
             torch.manual_seed(1)

@@ -131,7 +131,7 @@ def test_what_may_be_both_or_is_neither_is_said_before_the_first_step(name: str,
 def test_the_remedies_can_be_followed(tmp_path: Path) -> None:
     items, settings = numbers(*EQUAL), {"folder": str(tmp_path), "log.doctor": False}
     assert tw.fit(net(1), lambda: items, nn.MSELoss(), epochs=1, quiet=True, settings=settings).step == 4
-    loader = DataLoader(items, batch_size=2)  # type: ignore[arg-type]
+    loader = DataLoader(items, batch_size=2)  # type: ignore[arg-type,var-annotated]
     assert tw.fit(net(1), loader, nn.MSELoss(), epochs=1, quiet=True, settings=settings).step == 2
 
 

@@ -74,7 +74,7 @@ def test_a_step_is_foretold_with_its_data_and_again_after_fifty(
 
     monkeypatch.chdir(tmp_path)
     settings, loss, model = {"log.doctor": False}, nn.CrossEntropyLoss(), nn.Linear(4, 3)
-    result = tw.fit(model, Slow(), loss, until="1000steps", batch=8, settings=settings, observers=[Last()])
+    result = tw.fit(model, Slow(), loss, until="1000steps", batch=8, settings=settings, observers=[Last()])  # type: ignore[list-item]
     plan = json.loads(RunFolder.open(result.run).plan.read_text())
     assert plan["step_s"] > 8e-3, "each of 8 samples takes a millisecond and more to read"
     assert plan["seconds"]["training"] == pytest.approx(1000 * plan["step_s"])

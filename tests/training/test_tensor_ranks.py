@@ -144,7 +144,7 @@ def test_two_ranks_divide_layers_stages_and_sequences(tmp_path: Path) -> None:
         "own": own,
         "half": half,
     }
-    trained(1, tmp_path, {**alone, "begun": {"until": "3steps"}, "begun-too": {"until": "3steps"}})
+    trained(1, tmp_path, {**alone, "begun": {"until": "3steps"}, "begun-too": {"until": "3steps"}})  # type: ignore[dict-item]
     divided = {
         **TWO,
         "modern-context": {"parallel.context": 2, "model": MODERN},

@@ -110,7 +110,7 @@ def noisy(hidden: Tensor, noise: Any) -> Tensor:
 def torch_generator_of_a_module(folder: Path) -> Program:
     class Own(Net):
         def between(self, hidden: Tensor) -> Tensor:
-            return hidden * (torch.rand(hidden.shape, generator=self.generator) > 0.1)
+            return hidden * (torch.rand(hidden.shape, generator=self.generator) > 0.1)  # type: ignore[call-overload]
 
     return program(Own(generator=torch.Generator().manual_seed(1)))
 
@@ -122,7 +122,7 @@ def generator_of_an_optimizer(folder: Path) -> Program:
             super().__init__(*args, **kwargs)
             self.generator = torch.Generator().manual_seed(1)
 
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             super().step()
             with torch.no_grad():
                 for group in self.param_groups:
@@ -191,7 +191,7 @@ def generator_function(folder: Path) -> Program:
 
     class Own(Net):
         def between(self, hidden: Tensor) -> Tensor:
-            return hidden * next(self.schedule)
+            return hidden * next(self.schedule)  # type: ignore[call-overload]
 
     return program(Own(schedule=schedule()))
 
@@ -211,7 +211,7 @@ def iterator_of_an_object(folder: Path) -> Program:
 
     class Own(Net):
         def between(self, hidden: Tensor) -> Tensor:
-            return hidden * next(self.source)
+            return hidden * next(self.source)  # type: ignore[call-overload]
 
     return program(Own(source=Source()))
 
@@ -274,7 +274,7 @@ def nonlocal_names(folder: Path) -> Program:
         calls += 1
         return plain(x) / calls
 
-    model.last.forward = counted  # type: ignore[method-assign]
+    model.last.forward = counted  # type: ignore[method-assign,assignment]
     return program(model, state=lambda: calls)
 
 
@@ -302,7 +302,7 @@ def object_that_is_replaced(folder: Path) -> Program:
 
     class Own(Net):
         def between(self, hidden: Tensor) -> Tensor:
-            self.frozen = dataclasses.replace(self.frozen, calls=self.frozen.calls + 1)
+            self.frozen = dataclasses.replace(self.frozen, calls=self.frozen.calls + 1)  # type: ignore[has-type]
             return hidden / self.frozen.calls
 
     return program(Own(frozen=State()))
@@ -697,7 +697,7 @@ def optimizer_with_state_of_its_own(folder: Path) -> Program:
             self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             self.calls += 1
             super().step()
             self.log["norms"].append(float(self.param_groups[0]["params"][0].norm()))
@@ -716,7 +716,7 @@ def optimizer_with_state_of_its_own(folder: Path) -> Program:
 def lists_in_the_state_of_an_optimizer(folder: Path) -> Program:
     class Remembering(torch.optim.SGD):
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             super().step()
             for group in self.param_groups:
                 group.setdefault("log", {}).setdefault("steps", []).append(1)

@@ -49,8 +49,8 @@ def content(value: Any, depth: int = 8) -> Any:
         return content({**value.state_dict(), **_plain_attributes(value)}, depth - 1)
     if isinstance(value, int | float | str | bytes | bool | None):
         return value
-    if type(value).__repr__ is object.__repr__:
-        return content(getattr(value, "__dict__", None), depth - 1)
+    if type(value).__repr__ is object.__repr__:  # type: ignore[comparison-overlap]
+        return content(getattr(value, "__dict__", None), depth - 1)  # type: ignore[unreachable]
     return re.sub("0x[0-9a-f]+", "", repr(value))
 
 

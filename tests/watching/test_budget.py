@@ -22,7 +22,6 @@ from trainwright.replay.experiments import Experiment
 from trainwright.replay.session import ReplaySession
 from trainwright.runs.json_values import Facts
 from trainwright.runs.records import Examined, Unexamined
-from trainwright.watching import budget as budgets
 from trainwright.watching.budget import END_S, EVIDENCE_S, FREE_S, ExaminationBudget
 from trainwright.watching.experiments import ExperimentRunner
 
@@ -84,7 +83,7 @@ def test_however_short_a_run_is_it_may_spend_a_little_and_each_examination_half_
 def test_the_end_takes_at_most_five_hundredths_of_the_run_and_three_seconds(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budgets.time, "perf_counter", clock)  # the thread has the processor for itself
+    monkeypatch.setattr(time, "perf_counter", clock)  # the thread has the processor for itself
     budget = trained(ExaminationBudget(CPU, clock=clock), clock, *[1.0] * 50)
     spend(budget, clock, 1.5)
     assert budget.left_at_end_s == pytest.approx(0.05 * 50 - 1.5)
@@ -94,13 +93,13 @@ def test_the_end_takes_at_most_five_hundredths_of_the_run_and_three_seconds(
 
 def test_the_seconds_at_the_end_are_of_the_wall(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that has a quarter of a processor gets a quarter of them."""
-    monkeypatch.setattr(budgets.time, "perf_counter", lambda: 4 * clock())
+    monkeypatch.setattr(time, "perf_counter", lambda: 4 * clock())
     budget = trained(ExaminationBudget(CPU, clock=clock), clock, *[1.0] * 1000)
     assert budget.left_at_end_s == pytest.approx(END_S / 4)
 
 
 def test_what_is_told_of_a_run_is_wall_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets.time, "perf_counter", lambda: 4 * clock())
+    monkeypatch.setattr(time, "perf_counter", lambda: 4 * clock())
     budget = trained(ExaminationBudget(CPU, clock=clock), clock, *[1.0] * 10)
     spend(budget, clock, 0.5)
     assert (budget.examined_wall_s, budget.trained_wall_s) == (2.0, 40.0)
@@ -168,8 +167,8 @@ class Slow(nn.Module):
 
 @pytest.fixture
 def slow(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
-    monkeypatch.setattr(budgets.time, "thread_time", clock)
-    monkeypatch.setattr(budgets.time, "perf_counter", clock)
+    monkeypatch.setattr(time, "thread_time", clock)
+    monkeypatch.setattr(time, "perf_counter", clock)
     torch.manual_seed(0)
     yield Slow()
 
@@ -237,7 +236,8 @@ def test_where_everything_found_time_nothing_is_left() -> None:
 
 @pytest.mark.parametrize("examine", ["budget", "all"])
 def test_an_examination_of_more_than_a_second_is_announced(slow: Slow, examine: Any) -> None:
-    optimizer, said = torch.optim.SGD(slow.parameters(), 0.1), []
+    optimizer = torch.optim.SGD(slow.parameters(), 0.1)
+    said: list[str] = []
     with tw.watch(slow, optimizer, out=None, quiet=True, examine=examine) as watch:
         watch.session.runner._say = said.append
         steps(slow, optimizer, 1 if examine == "all" else 100)

@@ -13,6 +13,7 @@ from torch import nn
 import trainwright as tw
 from trainwright.runs.reader import read
 from trainwright.runs.records import Watched
+from trainwright.watching.watch import Watch
 
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -27,7 +28,7 @@ def line_of(text: str) -> str:
     return f"{Path(__file__).name}:{first + offset}"
 
 
-def watched(folder: Path) -> tw.watch:
+def watched(folder: Path) -> Watch:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

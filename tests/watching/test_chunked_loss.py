@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import trainwright as tw
 from trainwright.commands.replay import rerun
 from trainwright.engine import chunked
-from trainwright.engine.losses import Loss, hf_causal_lm, language_model
+from trainwright.engine.loss import Loss
+from trainwright.engine.losses import hf_causal_lm, language_model
 from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
 from trainwright.replay.bundle import keep

@@ -177,11 +177,9 @@ def test_a_thread_with_another_model_is_no_part_of_a_deferred_step() -> None:
             optimizer.step()
             losses.append(float(loss.detach()))
 
-    run, losses, stopped = (
-        Run(make=lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))),
-        [],
-        threading.Event(),
-    )
+    run = Run(make=lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
+    losses: list[float] = []
+    stopped = threading.Event()
     thread = threading.Thread(target=train, args=(losses, stopped, 1))
     thread.start()
     try:
@@ -256,7 +254,7 @@ def test_the_operation_of_a_step_that_raised_is_known(run: Run) -> None:
 @pytest.mark.slow
 def test_an_interrupted_step_leaves_the_thread_with_its_events() -> None:
     def interrupted(model: nn.Module, both: tuple[Tensor, Tensor]) -> Tensor:
-        if len(run.losses) == STEP - 1:
+        if len(run.losses) == STEP - 1:  # type: ignore[attr-defined]
             raise KeyboardInterrupt
         return by_hand(model, both)
 

@@ -19,9 +19,10 @@ from trainwright.recorder.veto import ALWAYS
 from trainwright.runs.reader import read
 from trainwright.runs.records import Skipped
 from trainwright.watching.session import NonFiniteStep
+from trainwright.watching.watch import Watch
 
 
-def train(steps: int, out: Path, *, bad: dict[int, float], **how: object) -> tuple[nn.Module, list[Tensor], tw.watch]:
+def train(steps: int, out: Path, *, bad: dict[int, float], **how: object) -> tuple[nn.Module, list[Tensor], Watch]:
     """``bad``: factor on the loss, by step. Returns the model, the first weight after each step, the watch."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
@@ -103,7 +104,7 @@ def test_what_a_clip_has_left_is_taken_for_the_norm_only_where_it_was_found_so(h
             nn.utils.clip_grad_norm_(clipped, 0.05, norm_type=math.inf if how == "by another norm" else 2.0)
             if step == ALWAYS + 9 and how == "written after clipping":
                 model.weight.grad[0, 0] = math.nan
-            norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))
+            norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))  # type: ignore[misc]
             optimizer.step()
     assert torch.equal(model.weight, before) == (how == "written after clipping")
     recorded = [step.grad_norm for step in watch.session.ring.steps]
@@ -120,7 +121,7 @@ def test_observe_lets_it_through(tmp_path: Path) -> None:
     assert weights[3].isnan().all()
 
 
-def spikes_found(watch: tw.watch) -> list[tuple[str, str, int]]:
+def spikes_found(watch: Watch) -> list[tuple[str, str, int]]:
     return [(found.code, found.severity, found.step) for found in watch.findings() if found.code == "gradient.spike"]
 
 
@@ -198,7 +199,7 @@ def test_what_was_left_out_is_left_out_again(tmp_path: Path) -> None:
     x, y = torch.randn(256, 4), torch.randint(3, (256,))
     x[160:168] *= 1e4
 
-    def run(out: str, **how: object) -> tuple[list[Tensor], tw.watch]:
+    def run(out: str, **how: object) -> tuple[list[Tensor], Watch]:
         torch.manual_seed(0)
         model, weights = nn.Linear(4, 3), []
         optimizer = torch.optim.SGD(model.parameters(), 0.01)

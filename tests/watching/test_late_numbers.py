@@ -15,9 +15,10 @@ from trainwright.doctor.measure.memory import Memory
 from trainwright.recorder.veto import Veto
 from trainwright.runs.records import Watched
 from trainwright.watching import session
+from trainwright.watching.watch import Watch
 
 
-def train(steps: int, bad: dict[int, float], **how: object) -> tuple[list[Tensor], tw.watch]:
+def train(steps: int, bad: dict[int, float], **how: object) -> tuple[list[Tensor], Watch]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
@@ -42,7 +43,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Veto, "_takes_it_on_device", lambda self, norm, optimizer: True)
 
 
-def told(watch: tw.watch) -> list[tuple[int, float, float]]:
+def told(watch: Watch) -> list[tuple[int, float, float]]:
     return [(r.step, r.loss, r.grad_norm) for r in watch.records if isinstance(r, Watched)]
 
 

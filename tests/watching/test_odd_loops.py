@@ -499,7 +499,8 @@ def test_what_a_forward_pass_keeps_is_not_kept_twice() -> None:
     class Keeping(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body, self.calls, self.seen, self.by_size = nn.Linear(6, 3), 0, [0.0], {}
+            self.body, self.calls, self.seen = nn.Linear(6, 3), 0, [0.0]
+            self.by_size: dict[int, int] = {}
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1

@@ -97,7 +97,7 @@ def test_layers_of_optimizers_that_take_turns(tmp_path: Path) -> None:
             norms.append([])
             for model, optimizer, width in zip(models, optimizers, (X.shape[1], models[1].in_features), strict=True):
                 model(torch.ones(3, width)).square().mean().backward()
-                norms[-1].append(float(nn.utils.get_total_norm([p.grad for p in model.parameters()])))
+                norms[-1].append(float(nn.utils.get_total_norm([p.grad for p in model.parameters()])))  # type: ignore[misc]
                 optimizer.step()
                 optimizer.zero_grad()
     assert watch.session.failures == []

@@ -49,18 +49,18 @@ class Forwarding(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.inner.step(closure)
 
 
 class _Mixin:
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.of.step(closure)  # type: ignore[attr-defined]
 
 
 def of_a_class_that_is_made(optimizer: Optimizer) -> Optimizer:
     """As those of Lightning and Fabric: a subclass of the optimizer's class, with its attributes."""
-    wrapper = object.__new__(type("Made", (_Mixin, type(optimizer)), {}))
+    wrapper = object.__new__(type("Made", (_Mixin, type(optimizer)), {}))  # type: ignore[var-annotated]
     wrapper.__dict__ = {**vars(optimizer), "of": optimizer}
     return wrapper  # type: ignore[no-any-return]
 

@@ -132,7 +132,7 @@ def outcome(ask: dict[str, Any], program: str, seed: int, is_watched: bool) -> d
 
 def main(ask: dict[str, Any]) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    store = distributed.FileStore(ask["meet"], RANKS)
+    store = distributed.FileStore(ask["meet"], RANKS)  # type: ignore[attr-defined]
     limit = timedelta(seconds=40)
     distributed.init_process_group("gloo", store=store, rank=ask["rank"], world_size=RANKS, timeout=limit)
     every = [(program, seed) for program in ask["programs"] for seed in ask["seeds"]]

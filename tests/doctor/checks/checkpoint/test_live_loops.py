@@ -71,7 +71,7 @@ def test_all_is_loaded(before: bool, run: tuple[type[Optimizer], list[dict[str, 
 
     def load() -> None:
         for each, state in zip(loop, states):
-            each.load_state_dict(state)
+            each.load_state_dict(state)  # type: ignore[attr-defined]
 
     if before:
         load()
@@ -169,7 +169,7 @@ def test_the_statistics_of_an_average(buffers: str) -> None:
                 for mine, theirs in zip(average.parameters(), model.parameters()):
                     mine.lerp_(theirs, 0.1)
                 if buffers == "copied":
-                    for mine, theirs in zip(average.buffers(), model.buffers()):
+                    for mine, theirs in zip(average.buffers(), model.buffers()):  # type: ignore[assignment]
                         mine.copy_(theirs)
                 if step == 35:
                     if buffers == "computed again":

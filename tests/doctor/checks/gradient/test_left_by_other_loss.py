@@ -63,10 +63,10 @@ def test_updates_with_leftovers(losses: Callable[[Parts], object], clears: str, 
     for _ in range(3 if clears == "never" else 2):
         clear(0)
         first, second = losses(parts)  # type: ignore[misc]
-        update(0, first)
+        update(0, first)  # type: ignore[has-type]
         if clears == "before":
             clear(1)
-        update(1, second())
+        update(1, second())  # type: ignore[has-type]
         if clears == "after":
             clear(1)
     assert leftovers.found.get(1, 0) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -153,7 +154,8 @@ def test_moments_of_other_parameters(turned: bool, expected: bool) -> None:
 
 @pytest.mark.parametrize(("copies", "expected"), [(False, True), (True, False)])
 def test_a_kept_state_is_a_copy(copies: bool, expected: bool) -> None:
-    model, kept = mlp(), []
+    model = mlp()
+    kept: list[Any] = []
 
     def keep() -> None:
         if not kept:

@@ -234,7 +234,7 @@ def status(rank: int, **values: object) -> RankStatus:
 )
 def test_where_the_ranks_are(statuses: dict[str, RankStatus], expected: tuple[str, int] | None) -> None:
     found = findings(compared(lambda each: each, **statuses))
-    assert ([(each.code, each.where.rank) for each in found[:1]] or [None]) == [expected]
+    assert ([(each.code, each.where.rank) for each in found[:1]] or [None]) == [expected]  # type: ignore[list-item]
 
 
 def test_what_one_rank_writes_to_its_weights() -> None:
