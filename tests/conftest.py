@@ -129,11 +129,11 @@ def doctor_of_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.fixture(scope="module")
 def forked_trials() -> Iterator[None]:
     """Fork the processes of trials from one that has imported torch, which takes longer than a small trial."""
-    from tests.forked import ForkedTrial
+    from tests.forked import ForkedCommand
     from trainwright.trials import trial
 
     with pytest.MonkeyPatch.context() as patch:
-        names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired, "Popen": ForkedTrial}
+        names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired, "Popen": ForkedCommand}
         patch.setattr(trial, "subprocess", SimpleNamespace(**names))
         yield
 

@@ -106,8 +106,8 @@ class Forked:
         shutil.rmtree(self._printed, ignore_errors=True)
 
 
-class ForkedTrial(Forked):
-    """Replaces ``subprocess.Popen`` where `TrialProcess` calls it. Descriptors are not inherited."""
+class ForkedCommand(Forked):
+    """Replaces ``subprocess.Popen`` where the package starts a command as a process. Descriptors are not inherited."""
 
     def __init__(
         self,
@@ -117,13 +117,17 @@ class ForkedTrial(Forked):
         stdout: IO[bytes],
         stderr: IO[bytes],
         start_new_session: bool,
-        pass_fds: Iterable[int],
         env: Mapping[str, str],
+        pass_fds: Iterable[int] = (),
+        cwd: Path | None = None,
     ) -> None:
         paths = "import os, sys; sys.path[:0] = os.environ['PYTHONPATH'].split(os.pathsep)\n"
         code = paths + re.sub(r"end_with\(\d+\)", "end_with(os.getppid())", command[2])
-        outputs = [Path(stdout.name), Path(stderr.name)]
-        super().__init__(code, *command[3:], env=env, group=start_new_session, outputs=outputs)
+        outputs = [  # a file without a name stays open until the command has ended
+            Path(each.name if isinstance(each.name, str) else f"/proc/{os.getpid()}/fd/{each.fileno()}")
+            for each in (stdout, stderr)
+        ]
+        super().__init__(code, *command[3:], cwd=cwd, env=env, group=start_new_session, outputs=outputs)
 
 
 AT_THE_END: list[Callable[[], object]] = []

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
 
@@ -29,6 +30,7 @@ from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp.shared.exceptions import MCPError
 from mcp.types import TextContent, TextResourceContents
 
+from tests.forked import ForkedCommand
 from tests.report_pages.runs import add, ended, evaluated, found, make_run, started, step
 from trainwright.agent import process
 from trainwright.agent.experiments import Experiments
@@ -322,8 +324,16 @@ def make():
 """
 
 
+@pytest.fixture
+def forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes of commands from one that has imported torch."""
+    monkeypatch.setattr(process, "subprocess", SimpleNamespace(DEVNULL=subprocess.DEVNULL, Popen=ForkedCommand))
+    monkeypatch.setattr(process, "POLL_S", 0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.process
+@pytest.mark.usefixtures("forked_commands")
 def test_a_check_names_what_is_not_ok_and_a_plan_if_it_fits(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
 
@@ -411,34 +421,47 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.process
+@pytest.mark.usefixtures("forked_commands")
 def test_an_agent_finds_a_fault_and_tries_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over stdio, as agents start it: list, diagnose, evidence, replay, remedy, in a few small answers."""
+    """List, diagnose, evidence, replay, remedy, in a few small answers."""
     (tmp_path / "train.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
     runpy.run_path("train.py", run_name="__main__")
-    words = ["-m", "trainwright", "mcp", "runs", "--allow-replay"]
-    environ = {"PYTHONPATH": str(Path(__file__).parents[2])}
 
-    async def main() -> Session:
-        async with Client(StdioServerParameters(command=sys.executable, args=words, env=environ)) as client:
-            ask = Session(client)
-            run = (await ask("list_runs"))["runs"][0]["run"]
-            first = (await ask("diagnose_run", run=run))["findings"][0]
-            assert first["code"] == "data.nonfinite_input" and "samples 300" in first["where"]
-            assert first["shown_at"] == "train.py:20" and first["line"] == "train.py:16"  # the loader
-            assert any("> 20" in line for line in (await ask("finding_evidence", run=run, code=first["code"]))["lines"])
-            replayed = await ask("replay_step", run=run, model="train.py:make")
-            assert replayed["outcome"].startswith("the same bits")
-            remedy = await ask("try_remedy", run=run, code=first["code"], model="train.py:make")
-            assert "without sample 300: loss 0." in remedy["outcome"] and "unchanged: not finite" in remedy["outcome"]
-            changed = await ask("run_experiment", run=run, change="without=300", model="train.py:make")
-            assert "updates on this batch" in changed["outcome"]
-            assert "op=NAME" in await ask.refused("run_experiment", run=run, change="op=", model="train.py:make")
-            return ask
+    async def act(ask: Session) -> Session:
+        run = (await ask("list_runs"))["runs"][0]["run"]
+        first = (await ask("diagnose_run", run=run))["findings"][0]
+        assert first["code"] == "data.nonfinite_input" and "samples 300" in first["where"]
+        assert first["shown_at"] == "train.py:20" and first["line"] == "train.py:16"  # the loader
+        assert any("> 20" in line for line in (await ask("finding_evidence", run=run, code=first["code"]))["lines"])
+        replayed = await ask("replay_step", run=run, model="train.py:make")
+        assert replayed["outcome"].startswith("the same bits")
+        remedy = await ask("try_remedy", run=run, code=first["code"], model="train.py:make")
+        assert "without sample 300: loss 0." in remedy["outcome"] and "unchanged: not finite" in remedy["outcome"]
+        changed = await ask("run_experiment", run=run, change="without=300", model="train.py:make")
+        assert "updates on this batch" in changed["outcome"]
+        assert "op=NAME" in await ask.refused("run_experiment", run=run, change="op=", model="train.py:make")
+        return ask
 
-    ask = anyio.run(main)
+    ask = asked(tmp_path / "runs", act, code=tmp_path, allow_replay=True)
     print(f"{ask.calls} calls, {ask.tokens} tokens")
     assert ask.calls < 10 and ask.tokens < 6000
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_command_serves_over_stdio(runs: Path) -> None:
+    """As agents start it, with a command in a new Python: the error of a recipe that does not exist."""
+    words = ["-m", "trainwright", "mcp", str(runs)]
+    environ = {"PYTHONPATH": str(Path(__file__).parents[2])}
+
+    async def main() -> None:
+        async with Client(StdioServerParameters(command=sys.executable, args=words, env=environ)) as client:
+            ask = Session(client)
+            assert len((await ask("list_runs"))["runs"]) == 2
+            assert "no such file" in (await ask.refused("plan_recipe", recipe="none.yaml")).lower()
+
+    anyio.run(main)
 
 
 def status_of(port: int, headers: Mapping[str, str]) -> int:
