@@ -52,7 +52,7 @@ data:
 batch: {{size: 8, micro: 4}}
 optimizer: {{use: adamw, lr: 1e-3, weight_decay: 0.1, decay_norms_and_biases: false, clip: {{by: norm, at: 1.0}}}}
 schedule: {{use: cosine, warmup: 0.1run}}
-evaluation: {{every: 10steps}}
+evaluation: {{every: 10steps, batches: 2}}  # all, also where a slow machine has time for fewer
 checkpoint: {{every: 1steps, at_least_every: null, keep: {keep}}}
 parallel: {parallel}
 log: {{every: 1steps, doctor: false}}

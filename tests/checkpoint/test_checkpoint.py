@@ -268,18 +268,24 @@ def save_for_ever(first):
         path, _ = save_checkpoint(state, folder)
         prune(folder, path, Retention(2))
 
+def drafts():
+    return {path.name for path in folder.iterdir() if path.name.startswith(".")}
+
 seen, left = [], 0
 first = 2
-for _ in range(10):
+for number in range(10):
+    before = drafts()
     child = os.fork()
     if child == 0:
         save_for_ever(first)
     while not checkpoints(folder):
         time.sleep(0.001)
     time.sleep(rng.uniform(0.0, 0.08))
+    while number % 2 and not drafts() - before:  # a save has begun
+        time.sleep(0.0005)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    left += any(path.name.startswith(".") for path in folder.iterdir())
+    left += bool(drafts())
     path, broken = newest_valid(folder)
     state = fresh()
     load_checkpoint(state, path)

@@ -464,9 +464,10 @@ def test_trackio_has_the_run_beside_the_runs(tmp_path: Path) -> None:
 WANDB_RUN = """
 import sys
 from pathlib import Path
-from trainwright.monitoring.sinks import sink_factories
-from trainwright.monitoring.sinks import open_sinks
-(sink,) = open_sinks(sink_factories(["wandb"]), Path(sys.argv[1]), {"lr": 0.1, "model": {"size": "tiny"}}, sys.exit)
+from trainwright.monitoring import sinks
+sinks.CLOSING_S = 200.0  # on a busy machine its service takes long to start
+config = {"lr": 0.1, "model": {"size": "tiny"}}
+(sink,) = sinks.open_sinks(sinks.sink_factories(["wandb"]), Path(sys.argv[1]), config, sys.exit)
 sink.scalars(1, {"loss": 2.5, "grad_norm": float("inf")})
 sink.text(1, "sample", "<i>once</i>")
 sink.scalars(2, {"loss": 1.5})

@@ -12,7 +12,7 @@ from torch import nn
 
 import trainwright as tw
 from trainwright.doctor.finding import ExperimentRequest
-from trainwright.doctor.measure import REPLAYS
+from trainwright.doctor.measure import REPLAYS, wiring
 from trainwright.recorder.program import RecordedStep
 from trainwright.replay.replayer import UNCHANGED, Intervention, Replayer, ReplayResult, Upto
 from trainwright.watching.experiments import ExperimentRunner
@@ -43,6 +43,7 @@ def test_an_experiment_takes_about_as_long_as_it_says(monkeypatch: pytest.Monkey
         return facts
 
     monkeypatch.setattr(Replayer, "run", counted)
+    monkeypatch.setattr(wiring, "MIN_UPDATES", wiring.MAX_UPDATES)  # else on a slow machine there are fewer
     monkeypatch.setattr(ExperimentRunner, "_measured", noted)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
