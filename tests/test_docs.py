@@ -35,6 +35,8 @@ OWN_TESTS = {"migrate.md"}
 WITHOUT_DOCTOR = {"faster-run.md", "sweep.md", "generate-text.md", "fine-tune.md", "grpo.md"}
 """Pages that train several times, and about something else."""
 READMES = sorted(ROOT.glob("README*.md"))
+TRANSLATED = [page for page in READMES if page.name != "README.md"]
+"""Their blocks are those of README.md, as the last test says."""
 PAGES = [page for page in (*READMES, *sorted((ROOT / "docs").rglob("*.md"))) if page.name not in OWN_TESTS]
 
 
@@ -68,7 +70,9 @@ def blocks(page: Path) -> list[tuple[int, str, str]]:
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page) and page not in TRANSLATED], ids=lambda page: page.name
+)
 def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TRAINWRIGHT_EXAMINE")  # as for a reader; to examine all steps takes longer than the runs
@@ -128,7 +132,7 @@ def figures(page: Path) -> list[list[str]]:
     return [sorted(found) for row in rows if (found := re.findall(r"\d+(?:\.\d+)?", row))]
 
 
-@pytest.mark.parametrize("page", [page for page in READMES if page.name != "README.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", TRANSLATED, ids=lambda page: page.name)
 def test_a_translated_readme_has_the_code_and_the_figures_of_the_original(page: Path) -> None:
     original = ROOT / "README.md"
     assert figures(page) == figures(original) != []

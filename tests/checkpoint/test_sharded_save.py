@@ -136,7 +136,10 @@ while True:
     path, broken = newest_valid(folder, require_whole)
     newest = int(path.name[5:])
     assert newest in (good, step) and not broken, (newest, good, step, broken)
-    assert loads_as(newest, 1) == [0]
+    loaded = state_at(-1, 1)
+    load_checkpoint(loaded, path, verified=True)
+    held = [*loaded.model.parameters(), *(own["exp_avg"] for own in loaded.optimizer.state.values())]
+    assert loaded.step == newest and all(bool((each == newest).all()) for each in held)
     good = newest
     if codes[victim] == 0:
         break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,6 +124,12 @@ HEALTHY: dict[str, dict[str, Any]] = {
     },
     "augmented by workers": {**train("Augmented"), "data.workers": 1},
 }
+
+
+@pytest.fixture(autouse=True)
+def _outside_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The provenance of each job has the state of the repository, which git takes a tenth of a second to find."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.slow
