@@ -459,7 +459,7 @@ def test_the_command_serves_over_stdio(runs: Path) -> None:
         async with Client(StdioServerParameters(command=sys.executable, args=words, env=environ)) as client:
             ask = Session(client)
             assert len((await ask("list_runs"))["runs"]) == 2
-            assert "no such file" in (await ask.refused("plan_recipe", recipe="none.yaml")).lower()
+            assert "none.yaml: recipe: does not exist" in await ask.refused("plan_recipe", recipe="none.yaml")
 
     anyio.run(main)
 
