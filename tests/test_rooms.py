@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"runs", "distributed"},
     "optim": {"recipe", "plan", "distributed", "checkpoint"},
     "data": {"recipe", "plan", "checkpoint"},
-    "engine": {"checkpoint", "distributed", "optim"},
+    "engine": {"runs", "checkpoint", "distributed", "optim"},
     "finetune": {"recipe", "runs", "distributed", "checkpoint", "data", "engine", "models"},
     "assembly": {"recipe", "plan", "distributed", "checkpoint", "models", "data", "optim", "finetune"},
     "plan/trace": {

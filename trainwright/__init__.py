@@ -13,6 +13,8 @@ _HOME = {
     "Cursor": "trainwright.checkpoint.cursor",
     "EarlyStopping": "trainwright.monitoring.early_stopping",
     "Ema": "trainwright.checkpoint.average",
+    "Histogram": "trainwright.runs.media",
+    "Image": "trainwright.runs.media",
     "Loading": "trainwright.data.loading",
     "Loss": "trainwright.engine.loss",
     "LossScaler": "trainwright.checkpoint.scaler",
@@ -120,6 +122,8 @@ if TYPE_CHECKING:
     from trainwright.recipe import Recipe as Recipe
     from trainwright.recipe.load import load as load
     from trainwright.replay.session import ReplaySession as ReplaySession
+    from trainwright.runs.media import Histogram as Histogram
+    from trainwright.runs.media import Image as Image
     from trainwright.training.fit import fit as fit
     from trainwright.training.result import Result as Result
     from trainwright.training.run import train as train

@@ -65,7 +65,14 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     sink.scalars(1, {"loss": 2.0, "val/accuracy": 0.25})
     sink.scalars(2, {"loss": math.inf})
     sink.text(2, "sample", "# not a title\n<b>")
+    sink.media(2, "drawn", tw.Image(torch.tensor([[[0.0, 1.0]]])))
+    sink.media(2, "weights", tw.Histogram(torch.tensor([0.0, 0.0, 1.0]), bins=2))
     sink.close(0)
+    (drawn,) = read_events(tmp_path).Images("drawn")
+    assert (drawn.step, drawn.width, drawn.height) == (2, 2, 1) and drawn.encoded_image_string[:4] == b"\x89PNG"
+    (weights,) = read_events(tmp_path).Histograms("weights")
+    value = weights.histogram_value
+    assert (value.bucket_limit[-2:], value.bucket, value.num, value.max) == ([0.5, 1.0], [2.0, 1.0], 3.0, 1.0)
     assert scalars_of(tmp_path, "loss") == [(1, 2.0), (2, math.inf)]
     assert scalars_of(tmp_path, "val/accuracy") == [(1, 0.25)]
     (text,) = read_events(tmp_path).Tensors("sample/text_summary")
@@ -122,6 +129,9 @@ class Broken:
         raise ConnectionError("server\n gone")
 
     def text(self, step: int, name: str, text: str) -> None:
+        self.calls += 1
+
+    def media(self, step: int, name: str, value: object) -> None:
         self.calls += 1
 
     def close(self, exit_code: int) -> None:
@@ -350,6 +360,8 @@ sys.addaudithook(refuse)
 """
 """Nothing but the loopback can be reached, and whoever tries is named."""
 WRITE = """
+import torch
+import trainwright as tw
 from pathlib import Path
 from trainwright.monitoring.sinks import sink_factories
 from trainwright.monitoring.sinks import open_sinks
@@ -363,6 +375,8 @@ for from_step, loss in ((0, 2.5), (2, 1.5)):
     (sink,) = open_sinks(sink_factories([sys.argv[1]]), folder, config, warn, from_step=from_step)
     sink.scalars(from_step + 1, {"train/loss": loss, "grad_norm": float("inf")})
     sink.text(from_step + 1, "sample", "<i>once</i>")
+    sink.media(from_step + 1, "validation/drawn", tw.Image(torch.rand(1, 2, 3)))
+    sink.media(from_step + 1, "weights (all)", tw.Histogram(torch.rand(10), bins=4))
     sink.scalars(from_step + 2, {"train/loss": loss - 0.5})
     sink.close(1 if not from_step else 0)
 """
@@ -407,6 +421,10 @@ def check_mlflow(client: Any) -> None:
     assert [(each.step, each.value) for each in history] == [(1, 2.5), (2, 2.0), (3, 1.5), (4, 1.0)]
     texts = [each.path for each in client.list_artifacts(run.info.run_id, "sample")]
     assert texts == ["sample/step-00000001.txt", "sample/step-00000003.txt"]
+    images = [each.path for each in client.list_artifacts(run.info.run_id, "images")]
+    assert len(images) == 2 * 2 and all("drawn" in each for each in images), "an image and its thumbnail, of two steps"
+    histograms = [each.path for each in client.list_artifacts(run.info.run_id, "weights _all_")]
+    assert histograms == ["weights _all_/step-00000001.json", "weights _all_/step-00000003.json"]
 
 
 @pytest.mark.process
@@ -446,7 +464,9 @@ from trackio.sqlite_storage import SQLiteStorage
 (run,) = SQLiteStorage.get_runs("trainwright")
 logs = SQLiteStorage.get_logs("trainwright", run)
 config = SQLiteStorage.get_run_config("trainwright", run)
-print(json.dumps([run, config["lr"], [[each["step"], each["train/loss"]] for each in logs if "train/loss" in each]]))
+losses = [[each["step"], each["train/loss"]] for each in logs if "train/loss" in each]
+kinds = [each[name]["_type"] for each in logs for name in ("validation/drawn", "weights (all)") if name in each]
+print(json.dumps([run, config["lr"], losses, kinds]))
 """
 
 
@@ -457,12 +477,16 @@ def test_trackio_has_the_run_beside_the_runs(tmp_path: Path) -> None:
     write_to("trackio", tmp_path / "mine")
     env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")}
     read = subprocess.run([sys.executable, "-c", READ_TRACKIO], env=env, capture_output=True, text=True, check=True)
-    assert json.loads(read.stdout.splitlines()[-1]) == ["mine", 0.1, [[1, 2.5], [2, 2.0], [3, 1.5], [4, 1.0]]]
+    run, lr, losses, kinds = json.loads(read.stdout.splitlines()[-1])
+    assert (run, lr, losses) == ("mine", 0.1, [[1, 2.5], [2, 2.0], [3, 1.5], [4, 1.0]])
+    assert kinds == ["trackio.image", "trackio.histogram"] * 2
 
 
 # In a process of its own: wandb leaves a service and exit hooks behind.
 WANDB_RUN = """
 import sys
+import torch
+import trainwright as tw
 from pathlib import Path
 from trainwright.monitoring import sinks
 sinks.CLOSING_S = 200.0  # on a busy machine its service takes long to start
@@ -470,6 +494,8 @@ config = {"lr": 0.1, "model": {"size": "tiny"}}
 (sink,) = sinks.open_sinks(sinks.sink_factories(["wandb"]), Path(sys.argv[1]), config, sys.exit)
 sink.scalars(1, {"loss": 2.5, "grad_norm": float("inf")})
 sink.text(1, "sample", "<i>once</i>")
+sink.media(1, "drawn", tw.Image(torch.rand(1, 2, 3)))
+sink.media(1, "weights", tw.Histogram(torch.rand(10), bins=4))
 sink.scalars(2, {"loss": 1.5})
 sink.close(0)
 """
@@ -495,6 +521,9 @@ def test_wandb_writes_an_offline_run_into_the_run_folder(tmp_path: Path) -> None
     assert history_of(run) == [{"loss": 2.5, "_step": 1}, {"loss": 1.5, "_step": 2}]
     (html,) = offline.glob("files/media/html/*.html")
     assert "&lt;i&gt;once&lt;/i&gt;" in html.read_text()
+    (drawn,) = offline.glob("files/media/images/drawn_*.png")
+    assert drawn.read_bytes()[:4] == b"\x89PNG"
+    assert b"histogram" in run.read_bytes()
 
 
 def history_of(run: Path) -> list[dict[str, Any]]:

@@ -36,6 +36,9 @@ class Kept:
     def text(self, step: int, name: str, text: str) -> None:
         raise AssertionError("telemetry has no texts")
 
+    def media(self, step: int, name: str, value: object) -> None:
+        raise AssertionError("telemetry has no images")
+
     def close(self, exit_code: int) -> None:
         raise AssertionError("whoever opened the sink closes it")
 

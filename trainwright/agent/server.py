@@ -22,11 +22,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from trainwright.agent import answers
 from trainwright.agent.experiments import Experiments
 from trainwright.agent.process import ProcessLimits
-from trainwright.agent.tools import RunTools
-from trainwright.agent.untrusted import DEFAULT_BUDGET_TOKENS, NOTE, answer, as_text, refusal
+from trainwright.agent.tools import MAX_FILE_BYTES, RunTools
+from trainwright.agent.untrusted import DEFAULT_BUDGET_TOKENS, NOTE, answer, as_text, cleaned, refusal
 from trainwright.doctor.pages import page
 from trainwright.errors import UsageError
 from trainwright.report.server.serve import open_listener
+from trainwright.runs.media import IMAGE
 from trainwright.version import __version__
 
 if TYPE_CHECKING:
@@ -139,6 +140,26 @@ def _add_resources(server: MCPServer[Any], tools: RunTools) -> None:
         """The end of a text file of a run folder, such as recipe.yaml, plan.json or log.jsonl."""
         try:
             return f"{NOTE}\n\n{tools.read_file(run, file)}"
+        except Exception as error:
+            raise ResourceError(refusal(error)) from None
+
+    @server.resource("trainwright://runs/{run}/media/{name}/{step}", name="run_media", mime_type="text/plain")
+    def run_text(run: str, name: str, step: int) -> str:
+        """A text or a histogram that the run logged at a step. An image is the resource run_image."""
+        try:
+            file = tools.read_media(run, name, step)
+            return f"{NOTE}\n\n{cleaned(file.text, MAX_FILE_BYTES)}"
+        except Exception as error:
+            raise ResourceError(refusal(error)) from None
+
+    @server.resource("trainwright://runs/{run}/images/{name}/{step}", name="run_image", mime_type="image/png")
+    def run_image(run: str, name: str, step: int) -> bytes:
+        """An image that the run logged at a step."""
+        try:
+            file = tools.read_media(run, name, step)
+            if file.type != IMAGE:
+                raise UsageError("it is no image", remedy="read the resource run_media")
+            return file.content
         except Exception as error:
             raise ResourceError(refusal(error)) from None
 

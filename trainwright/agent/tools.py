@@ -27,9 +27,10 @@ from trainwright.report.runs import list_runs
 from trainwright.report.source_lines import Excerpt, excerpt_of
 from trainwright.runs.files import UnreadableFile, read_end_of_text, read_json
 from trainwright.runs.folder import RunFolder
+from trainwright.runs.media import FOLDER, SUFFIXES, MediaFile, read_media
 from trainwright.runs.printing import readable
 from trainwright.runs.reader import read_newest
-from trainwright.runs.records import Examined, Found, Layers, OutputGrads, Record, Watched
+from trainwright.runs.records import Examined, Found, Layers, Media, OutputGrads, Record, Watched
 
 MAX_POINTS = 400
 FILE_KINDS = (".json", ".jsonl", ".md", ".txt", ".yaml")
@@ -85,6 +86,7 @@ class RunTools:
                 "step": row.step,
                 "loss": row.loss,
                 "val_loss": row.val_loss,
+                **({"media": list(row.media)} if row.media else {}),
                 "began": datetime.fromtimestamp(min(max(row.began_s, 0.0), 4e9), UTC).isoformat(timespec="minutes"),
             }
             for row in rows
@@ -267,6 +269,13 @@ class RunTools:
         if file not in known:
             raise UsageError(f"the run has no file {file[:80]!r}", remedy=f"it has: {', '.join(sorted(known)[:20])}")
         return cleaned(read_end_of_text(folder.path / file, MAX_FILE_BYTES), MAX_FILE_BYTES)
+
+    def read_media(self, run: str, name: str, step: int) -> MediaFile:
+        """Return an image, text or histogram that the run logged, checked. ``name`` is a folder in ``media``."""
+        folder = self.folder(run)
+        found = [f"{FOLDER}/{name}/step-{step:08d}.{suffix}" for suffix in SUFFIXES.values()]
+        there = next((each for each in found if os.path.lexists(folder.path / each)), found[0])
+        return read_media(folder.path, Media(time_s=0.0, step=step, name=name, file=there))
 
     def _records(self, folder: RunFolder, *kinds: type[Record]) -> tuple[Record, ...]:
         if not os.path.lexists(folder.log):

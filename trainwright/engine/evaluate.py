@@ -26,6 +26,7 @@ from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.user_log import LoggedMeans, collecting
 from trainwright.errors import OutOfMemoryError, UsageError, suggest
+from trainwright.runs.media import Loggable
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,6 +39,7 @@ class EvaluationResult:
         metrics: Means over ``weight``, or values of whole-pass metrics, by name.
         seconds: Wall time.
         batches: Number of batches if they are a fixed part of the validation set; 0 for the whole set.
+        shown: Images, texts and histograms of ``tw.log`` by name, the first of each.
     """
 
     loss: float
@@ -45,6 +47,7 @@ class EvaluationResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     batches: int = 0
+    shown: Mapping[str, Loggable] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
         return ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items()) + f" over {self.weight:,.6g}"
@@ -107,7 +110,7 @@ def evaluate(
     """
     loss_fn = as_loss_fn(loss)
     keeper = metrics.keeper
-    logged = LoggedMeans()
+    logged = LoggedMeans(shows_first=True)
     if metrics:
         loss_fn = keeper.around(loss_fn)
         metrics.reset()
@@ -127,7 +130,8 @@ def evaluate(
     means |= logged.pop(world)
     if metrics and counted:
         means |= metrics.compute(world)
-    return EvaluationResult(means.pop(_LOSS), counted, means, time.perf_counter() - begin_s)
+    seconds = time.perf_counter() - begin_s
+    return EvaluationResult(means.pop(_LOSS), counted, means, seconds, shown=logged.pop_shown())
 
 
 class _Sums(NamedTuple):

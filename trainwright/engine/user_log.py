@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainwright.distributed.group import SOLO, World
 from trainwright.errors import UsageError
+from trainwright.runs.media import Loggable
 
 
 def widest(value: Tensor) -> Tensor:
@@ -28,6 +29,8 @@ class Collector(Protocol):
     weight: float
 
     def add(self, figures: Mapping[str, float | Tensor]) -> None: ...
+
+    def show(self, name: str, value: Loggable) -> None: ...
 
 
 _collector: ContextVar[Collector | None] = ContextVar("collector of tw.log", default=None)
@@ -50,50 +53,60 @@ def count_for(samples: float) -> None:
         collector.weight = samples
 
 
-def log(**figures: float | Tensor) -> None:
-    """Log figures from inside a step, a loss or an observer of ``tw.fit``.
+def log(**figures: float | Tensor | Loggable) -> None:
+    """Log figures, images, texts and histograms from inside a step, a loss or an observer of ``tw.fit``.
 
-    The log gets the mean since its last record, and the page draws it; the validation gets the mean over its samples.
-    A call in a loss counts by the samples of its batch, any other call once. For an exact mean over tokens or pixels
-    return ``tw.Loss(total, weight, metrics)`` instead. A tensor stays on its device until a record is due. Outside of a
-    run this does nothing, so a loss that calls it can be used anywhere. A loop under ``tw.watch`` has ``watch.log``.
+    The log gets the mean of a number since its last record, and the page draws it; the validation gets the mean over
+    its samples. A call in a loss counts by the samples of its batch, any other call once. For an exact mean over tokens
+    or pixels return ``tw.Loss(total, weight, metrics)`` instead. Of images, texts and histograms each record has the
+    newest of a name, and a validation the first. A tensor stays on its device until a record is due. Outside of a run
+    this does nothing, so a loss that calls it can be used anywhere. A loop under ``tw.watch`` has ``watch.log``.
 
     Observers run after the record of a step is written: their figures are in the next record.
 
     Args:
-        **figures: Numbers, or tensors of one element, by name.
+        **figures: Numbers, tensors of one element, ``tw.Image``, ``tw.Histogram`` or strings, by name.
 
     Raises:
-        UsageError: For a value that is no number, and for a name that the log uses itself, such as ``loss``.
+        UsageError: For a value that is none of these, and for a name that the log uses itself, such as ``loss``.
 
     Example:
         >>> def loss(model, batch):
         ...     output, kl = model(batch[0])
-        ...     tw.log(kl=kl)
+        ...     tw.log(kl=kl, reconstruction=tw.Image(output[0]))
         ...     return torch.nn.functional.mse_loss(output, batch[0]) + kl
     """
     collector = _collector.get()
     if collector is None:
         return
+    numbers: dict[str, float | Tensor] = {}
     for name, value in figures.items():
         if name in RESERVED:
             raise UsageError(f"tw.log: the log has {name!r} already", remedy=f"choose another name, such as my_{name}")
+        if isinstance(value, Loggable):
+            collector.show(name, value)
+            continue
         is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
         if not is_number:
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
             what = f"tw.log: {name} is a {type(value).__name__}{shape}"
-            raise UsageError(what, remedy="give a number, or a tensor of one element: value.mean()")
-    collector.add(figures)
+            remedy = "give a number, a tensor of one element (value.mean()), tw.Image(value) or tw.Histogram(value)"
+            raise UsageError(what, remedy=remedy)
+        numbers[name] = value
+    collector.add(numbers)
 
 
 class LoggedMeans:
-    """The means of figures by name. Tensors stay on their device until ``pop`` is called.
+    """The means of figures by name, and one image, text or histogram of each name.
 
-    ``weight`` applies to figures that are added from now on.
+    Tensors stay on their device until ``pop`` is called. ``weight`` applies to figures that are added from now on.
+    ``shows_first``: of the images of a name the first is kept, and not the newest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shows_first: bool = False) -> None:
         self.weight = 1.0
+        self.shown: dict[str, Loggable] = {}
+        self._shows_first = shows_first
         self._sums: dict[str, tuple[Tensor | float, float]] = {}
 
     def add(self, figures: Mapping[str, float | Tensor]) -> None:
@@ -104,6 +117,15 @@ class LoggedMeans:
                 value = widest(value.detach().reshape(()))
             total, weight = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = total + value * self.weight, weight + self.weight
+
+    def show(self, name: str, value: Loggable) -> None:
+        if not (self._shows_first and name in self.shown):
+            self.shown[name] = value
+
+    def pop_shown(self) -> dict[str, Loggable]:
+        """Return the images, texts and histograms of this rank and clear them."""
+        shown, self.shown = self.shown, {}
+        return shown
 
     def pop(self, world: World = SOLO) -> dict[str, float]:
         """Return the means over all ranks and clear them. Waits for the device."""

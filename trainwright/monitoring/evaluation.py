@@ -116,4 +116,5 @@ def _combined(sets: Mapping[str, EvaluationResult]) -> EvaluationResult:
     if len(sets) == 1:
         return first
     figures = {f"{name}.{key}": value for name, seen in sets.items() for key, value in seen.figures.items()}
-    return replace(first, metrics=figures, seconds=sum(seen.seconds for seen in sets.values()))
+    shown = {f"{name}/{key}": value for name, seen in sets.items() for key, value in seen.shown.items()}
+    return replace(first, metrics=figures, seconds=sum(seen.seconds for seen in sets.values()), shown=shown)

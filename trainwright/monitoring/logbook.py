@@ -20,6 +20,7 @@ from trainwright.distributed.memory import allocator_retries, held_bytes, reserv
 from trainwright.errors import OutOfMemoryError, StorageError, TrainwrightError, text_of
 from trainwright.monitoring.cadence import Every
 from trainwright.monitoring.journal import Journal
+from trainwright.monitoring.media import MediaWriter
 from trainwright.monitoring.nvml import Gpus
 from trainwright.monitoring.sinks import Sink, SinkFactory, close_sinks, open_sinks
 from trainwright.monitoring.step_log import StepLog
@@ -136,7 +137,12 @@ class Logbook:
         self.journal = Journal(LogWriter(folder.log), warn)
         self.sinks = open_sinks(sinks, folder.path, masked(config), warn=warn, from_step=state.step)
         self.recorder = StepLog(
-            self.journal, self.sinks, every, already_skipped=state.ledger.total, by_the_clock=by_the_clock
+            self.journal,
+            self.sinks,
+            every,
+            already_skipped=state.ledger.total,
+            by_the_clock=by_the_clock,
+            media=MediaWriter(folder.path, self.journal.write, self.sinks, warn),
         )
         self.telemetry = TelemetryReader(self.journal, self.sinks, folder=folder.path, gpu_indices=gpu_indices)
         self.ended: Ended | None = None

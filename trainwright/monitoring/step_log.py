@@ -25,8 +25,10 @@ from trainwright.engine.user_log import LoggedMeans, collecting
 from trainwright.errors import OomReport
 from trainwright.monitoring.cadence import Every
 from trainwright.monitoring.journal import Journal
+from trainwright.monitoring.media import MediaWriter
 from trainwright.monitoring.sinks import Sink
 from trainwright.runs import records
+from trainwright.runs.media import Loggable
 
 STEPS_PER_SUM = 16
 """Steps that are summed in one call. Summing each step alone takes several times as long, due to cache misses."""
@@ -52,8 +54,10 @@ class StepLog:
         already_skipped: int = 0,
         by_the_clock: bool = False,
         wall_clock: Callable[[], float] = time.time,
+        media: MediaWriter | None = None,
     ) -> None:
         self._journal = journal
+        self._media = media
         self._sinks = sinks
         self._every = every
         self._wall_clock = wall_clock
@@ -69,6 +73,8 @@ class StepLog:
         self.last_evaluated: records.Evaluated | None = None
         self.window: Callable[[], Mapping[str, float]] = dict
         """Returns further measurements over the steps since the last record."""
+        self.shown: Callable[[], Mapping[str, Loggable]] = dict
+        """Returns the images, texts and histograms since the last record."""
         self._start_window()
 
     def _start_window(self) -> None:
@@ -158,7 +164,12 @@ class StepLog:
             values = {"loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr, **record.probed}
             values |= {"step_s": record.step_s, "wait_s": record.wait_s, "skipped": float(record.skipped)}
             self._to_sinks(result.step, {f"train/{name}": value for name, value in values.items()})
+        self._write_shown()
         self._start_window()
+
+    def _write_shown(self) -> None:
+        if self._media is not None and (shown := self.shown()):
+            self._media.write(self.step, shown)
 
     def _memory_bytes(self, result: StepResult) -> int:
         """Return the peak of the GPU, or the host memory of this process, which costs a system call and is read once a
@@ -207,6 +218,8 @@ class StepLog:
         self._journal.write(self.last_evaluated)
         values = {"val/loss": seen.loss} | {f"val/{name}": value for name, value in seen.metrics.items()}
         self._to_sinks(step, values)
+        if self._media is not None:
+            self._media.write(step, {f"validation/{name}": value for name, value in seen.shown.items()})
 
     def saved(self, step: int, path: str, num_bytes: int, seconds: float, blocked_s: float) -> None:
         """Write one Saved record. ``path`` is relative to the run folder."""
@@ -228,6 +241,8 @@ class StepLog:
         if self._unrecorded is not None:
             with suppress(RuntimeError):  # a GPU has failed, and its exception is already being raised
                 self._record(*self._unrecorded)
+        with suppress(RuntimeError):
+            self._write_shown()  # observers may have logged after the last record
 
 
 def _halved(scale: float | None) -> float | None:
@@ -278,6 +293,10 @@ class LogWindow:
         """Return means and metrics over the steps since the last call; with several ranks, up to the last due step."""
         joined, self._joined = self._joined, {}
         return self._taken() if self._every is None else joined
+
+    def shown(self) -> Mapping[str, Loggable]:
+        """Return the images, texts and histograms of this rank since the last call."""
+        return self._logged.pop_shown()
 
     def _taken(self) -> dict[str, float]:
         values = self._logged.pop(self._world)

@@ -14,6 +14,7 @@ from trainwright.report.verdict import evaluations_in, verdict_of
 from trainwright.runs.files import reason_of
 from trainwright.runs.folder import RunFolder, runs_in
 from trainwright.runs.json_values import strict
+from trainwright.runs.media import media_in
 from trainwright.runs.printing import figure, in_columns
 from trainwright.runs.reader import read_begin_s, read_end, state_of
 from trainwright.runs.records import Ended, RunVerdict, Step, Watched
@@ -32,6 +33,8 @@ class RunRow:
     val_loss: float | None
     tags: tuple[str, ...] = ()
     note: str = ""
+    media: tuple[str, ...] = ()
+    """The folders of the images, texts and histograms that the user logged."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ def _row(folder: RunFolder) -> RunRow:
         max((record.step for record in records if isinstance(record, Step | Watched | Ended)), default=0),
         steps[-1].loss if steps else None,
         evaluated[-1].loss if evaluated else None,
+        media=media_in(folder.path),
     )
 
 

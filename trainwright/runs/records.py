@@ -182,6 +182,19 @@ class Logged(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Media(Record):
+    """An image, a text or a histogram that the user logged under ``name``.
+
+    ``file`` is relative to the run folder; ``runs/media.py`` reads it.
+    """
+
+    step: int
+    name: str
+    file: str
+    caption: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Examined(Record):
     """The outcome of an experiment on the replay of ``step``, or of a probe of the watched program."""
 

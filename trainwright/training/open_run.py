@@ -311,7 +311,7 @@ def _instrumented(job: Job, doctor: EngineSession | RanksObserver | None, logboo
     every_record = every(job.plan.cadence.log_every, job.state) if job.mesh.sums.size > 1 else None
     window = LogWindow(job.built.train_metrics, job.mesh.sums, every_record)
     if logbook is not None:
-        logbook.recorder.window = window.values
+        logbook.recorder.window, logbook.recorder.shown = window.values, window.shown
     layers = tuple(layer_observers(job, logbook))
     witness, probes = doctor.witness if doctor else SILENT, [each.probe for each in layers]
     return _Instrumented(

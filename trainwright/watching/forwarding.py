@@ -36,7 +36,7 @@ class ForwardingProbe(Probe):
         self._alerts: Alerts | None = None
         if names or alerts is not None:
             self._read({**ANY_RECIPE, "log": {"sinks": names}, "alerts": alerts})
-        self._sinks: Sequence[Sink] = ()
+        self.sinks: Sequence[Sink] = ()
         self._layers: tuple[str, ...] = ()
         self._note: Callable[[int], None] = lambda step: None
 
@@ -74,7 +74,7 @@ class ForwardingProbe(Probe):
         with alerting(self._alerts, folder, say, watched=True) as watching:
             for each in watching:
                 self._note = each.note
-            opened = self._sinks = open_sinks(self._factories, folder.path, config, say)
+            opened = self.sinks = open_sinks(self._factories, folder.path, config, say)
             try:
                 yield
             finally:
@@ -86,9 +86,9 @@ class ForwardingProbe(Probe):
 
     def record(self, record: Record) -> None:
         """Forwards a record of the log."""
-        if self._sinks and isinstance(record, Watched | Logged | Layers):
+        if self.sinks and isinstance(record, Watched | Logged | Layers):
             values = self._scalars(record)
-            for sink in self._sinks:
+            for sink in self.sinks:
                 sink.scalars(record.step, values)
 
     def _scalars(self, record: Watched | Logged | Layers) -> Mapping[str, float]:

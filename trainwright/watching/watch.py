@@ -23,6 +23,7 @@ from trainwright.doctor.discovery import DEFAULT, choose_checks
 from trainwright.engine.spikes import OnSpike, require_policy
 from trainwright.errors import StorageError, UsageError, require_choice, text_of
 from trainwright.monitoring.journal import Journal
+from trainwright.monitoring.media import MediaWriter
 from trainwright.monitoring.module_tree import model_facts
 from trainwright.monitoring.terminal import Console
 from trainwright.recorder.comparisons import EvaluationSites
@@ -39,6 +40,7 @@ from trainwright.runs import records
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.language import translated
 from trainwright.runs.lock import RunLock
+from trainwright.runs.media import Loggable
 from trainwright.runs.printing import printable
 from trainwright.runs.reader import read
 from trainwright.runs.records import Found, Record
@@ -76,6 +78,7 @@ class Watch:
         self._config = {"model": type(roots[0]).__name__, "optimizer": type(optimizers[0]).__name__}
         self._open = ExitStack()
         self._log: Journal | None = None
+        self._media: MediaWriter | None = None
         self._source = CallerSource()
         self._roots, self._optimizers, self._objects, self._options = roots, optimizers, objects, options
         self._has_begun = self._listens_to_children = False
@@ -129,6 +132,7 @@ class Watch:
             with suppress(StorageError):  # without a lock, a running loop cannot be distinguished from a killed one
                 self._open.callback(RunLock.acquire(self.folder.path).release, True)
             self._log = self._open.enter_context(closing(Journal(LogWriter(self.folder.log), self._say)))
+            self._media = MediaWriter(self.folder.path, self._write, self._forwarding.sinks, self._say)
         self._write(records.Started(time_s=time.time(), step=0, version=__version__, pid=os.getpid()))
         self._begin()
         for optimizer in () if self._has_begun else self._optimizers:
@@ -202,21 +206,27 @@ class Watch:
             self._say(f"no verdict: {type(failure).__name__}: {text_of(failure)[:200]}")
             return None
 
-    def log(self, step: int | None = None, **figures: float | Tensor) -> None:
-        """Records metrics of the loop and shows them on the page: ``watch.log(val_loss=loss, val_accuracy=accuracy)``.
+    def log(self, step: int | None = None, **figures: float | Tensor | Loggable) -> None:
+        """Records metrics, images, texts and histograms of the loop and shows them on the page.
+
+        ``watch.log(val_loss=loss, samples=tw.Image(images), answer=text, logits=tw.Histogram(logits))``. Without a run
+        folder, images, texts and histograms are not kept.
 
         Reading a tensor on a GPU waits for the device.
 
         Args:
             step: Number of optimizer steps. Default: the steps observed so far.
-            **figures: Numbers, or tensors of one element.
+            **figures: Numbers, tensors of one element, ``tw.Image``, ``tw.Histogram`` or strings.
 
         Raises:
-            UsageError: A value is not a number.
+            UsageError: A value is none of these.
         """
-        numbers = {name: _figure(name, value) for name, value in figures.items()}
+        shown = {name: value for name, value in figures.items() if isinstance(value, Loggable)}
+        numbers = {name: _figure(name, value) for name, value in figures.items() if name not in shown}
         at = self.step if step is None else step
-        if self._has_begun:
+        if self._has_begun and shown and self._media is not None:
+            self._media.write(at, shown)
+        if self._has_begun and numbers:
             self.session.findings_log.remember(records.Logged(time_s=time.time(), step=at, figures=numbers))
 
     @property
@@ -397,13 +407,12 @@ def watch(
 
 
 def _figure(name: str, value: object) -> float:
-    if isinstance(value, str):
-        raise UsageError(f"log: {name} is a text", remedy="give a number, or a tensor of one element")
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError) as error:
         what = f"log: {name} is a {type(value).__name__}"
-        raise UsageError(what, remedy="give a number, or a tensor of one element") from error
+        remedy = "give a number, a tensor of one element, tw.Image(value) or tw.Histogram(value)"
+        raise UsageError(what, remedy=remedy) from error
 
 
 T = TypeVar("T")

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from trainwright.errors import MissingExtra, TrainwrightError
 from trainwright.recipe import SINKS
+from trainwright.runs.media import Histogram, Image
 
 MAX_QUEUED_CALLS = 10_000
 CLOSING_S = 30.0
@@ -25,6 +26,8 @@ class Sink(Protocol):
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def text(self, step: int, name: str, text: str) -> None: ...
+
+    def media(self, step: int, name: str, value: Image | Histogram) -> None: ...
 
     def close(self, exit_code: int) -> None:
         """Flush pending values. ``exit_code`` is that of the run."""
@@ -69,6 +72,9 @@ class QueuedSink:
 
     def text(self, step: int, name: str, text: str) -> None:
         self._put(lambda: self._sink.text(step, name, text))
+
+    def media(self, step: int, name: str, value: Image | Histogram) -> None:
+        self._put(lambda: self._sink.media(step, name, value))
 
     def close(self, exit_code: int) -> None:
         """Wait until everything is written, or for ``CLOSING_S``."""

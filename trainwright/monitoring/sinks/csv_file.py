@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainwright.runs.files import lines_of, open_file
+from trainwright.runs.media import Histogram, Image
 from trainwright.runs.storage import draft_of
 
 NAME = "metrics.csv"
@@ -36,6 +37,9 @@ class CsvFile:
 
     def text(self, step: int, name: str, text: str) -> None:
         """Do nothing: log.jsonl and samples/ have the texts."""
+
+    def media(self, step: int, name: str, value: Image | Histogram) -> None:
+        """Do nothing: the folder media has the files."""
 
     def close(self, _exit_code: int) -> None:
         self._file.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from trainwright.errors import import_optional
 from trainwright.runs.files import UnreadableFile, read_json
+from trainwright.runs.media import Histogram, Image, encode, flat_grey
 
 METRICS_PER_CALL = 500
 """Metrics that are sent together. MLflow accepts at most 1000 in a call."""
@@ -85,6 +87,13 @@ class MLflow:
 
     def text(self, step: int, name: str, text: str) -> None:
         self._client.log_text(self._run_id, text, f"{name}/step-{step:08d}.txt")
+
+    def media(self, step: int, name: str, value: Image | Histogram) -> None:
+        key = re.sub(r"[^A-Za-z0-9_./ -]", "_", name)  # MLflow refuses other characters
+        if isinstance(value, Image):
+            self._client.log_image(self._run_id, flat_grey(value.pixels), key=key, step=step)
+        else:
+            self._client.log_text(self._run_id, encode(value).decode(), f"{key}/step-{step:08d}.json")
 
     def close(self, exit_code: int) -> None:
         self._send()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.errors import UsageError, import_optional
+from trainwright.runs.media import Histogram, Image
 
 if TYPE_CHECKING:
     from prometheus_client import Gauge
@@ -54,6 +55,9 @@ class OpenMetrics:
         return self._gauges[safe]
 
     def text(self, step: int, name: str, text: str) -> None:
+        """Do nothing: a metric is a number."""
+
+    def media(self, step: int, name: str, value: Image | Histogram) -> None:
         """Do nothing: a metric is a number."""
 
     def close(self, _exit_code: int) -> None:

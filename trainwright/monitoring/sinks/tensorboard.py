@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainwright.errors import MissingExtra
+from trainwright.runs.media import Histogram, Image
 
 
 class TensorBoard:
@@ -33,6 +34,23 @@ class TensorBoard:
 
     def text(self, step: int, name: str, text: str) -> None:
         self._writer.add_text(name, _verbatim(text), step)
+
+    def media(self, step: int, name: str, value: Image | Histogram) -> None:
+        if isinstance(value, Image):
+            self._writer.add_image(name, value.pixels, step, dataformats="HWC")
+            return
+        middles, edges, counts = (value.edges[1:] + value.edges[:-1]) / 2, value.edges, value.counts
+        self._writer.add_histogram_raw(
+            name,
+            min=float(edges[0]),
+            max=float(edges[-1]),
+            num=int(counts.sum()),
+            sum=float(middles @ counts),
+            sum_squares=float(middles**2 @ counts),
+            bucket_limits=edges[1:].tolist(),
+            bucket_counts=counts.tolist(),
+            global_step=step,
+        )
 
     def close(self, _exit_code: int) -> None:
         self._writer.close()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainwright.errors import import_optional
+from trainwright.runs.media import Histogram, Image, flat_grey
 
 
 class Trackio:
@@ -38,6 +39,13 @@ class Trackio:
 
     def text(self, step: int, name: str, text: str) -> None:
         self._run.log({name: self._trackio.Markdown(f"```\n{text}\n```")}, step=step)
+
+    def media(self, step: int, name: str, value: Image | Histogram) -> None:
+        if isinstance(value, Image):
+            shown = self._trackio.Image(flat_grey(value.pixels), caption=value.caption or None)
+        else:
+            shown = self._trackio.Histogram(np_histogram=(value.counts, value.edges))
+        self._run.log({name: shown}, step=step)
 
     def close(self, _exit_code: int) -> None:
         self._run.finish()

@@ -5,12 +5,15 @@ With the defaults here nothing leaves the machine, not even a name look-up (chec
 
 from __future__ import annotations
 
+import base64
 import html
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from trainwright.errors import import_optional
+from trainwright.runs.media import Histogram, Image, encode, flat_grey
 
 
 class WeightsAndBiases:
@@ -49,6 +52,16 @@ class WeightsAndBiases:
 
     def text(self, step: int, name: str, text: str) -> None:
         self._run.log({name: self._wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step=step)
+
+    def media(self, step: int, name: str, value: Image | Histogram) -> None:
+        if isinstance(value, Histogram):
+            shown = self._wandb.Histogram(np_histogram=(value.counts, value.edges))
+        elif find_spec("PIL") is not None:
+            shown = self._wandb.Image(flat_grey(value.pixels), caption=value.caption or None)
+        else:  # wandb draws images with pillow, and does not require it
+            png = base64.b64encode(encode(value)).decode()
+            shown = self._wandb.Html(f'<img src="data:image/png;base64,{png}"><p>{html.escape(value.caption)}</p>')
+        self._run.log({name: shown}, step=step)
 
     def close(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from trainwright.report.pages.layers import LayerMaps, OutputGradMaps
 from trainwright.report.pages.means import SpanMeans
+from trainwright.report.pages.media import LoggedMedia
 from trainwright.report.pages.readings import MachineReading, Readings
 from trainwright.report.pages.rows import COLUMNS, Rows, as_json, by_step, column, no_rows, thin_rows
 from trainwright.runs.files import MAX_LINE_BYTES, UnreadableFile, is_too_long, open_file
@@ -29,6 +30,7 @@ from trainwright.runs.records import (
     Evaluated,
     Found,
     Logged,
+    Media,
     NotSaved,
     OutOfMemory,
     Quarantined,
@@ -78,7 +80,7 @@ _TIME_COLUMNS = tuple(COLUMNS.index(name) for name in ("step_s", "wait_s"))
 """In a run of the Trainwright engine these come from the step records, as means over all steps; records of examined
 steps are timed differently.
 """
-_KINDS = b"|".join(kind.__name__.lower().encode() for kind in (*KEPT_RECORDS, Telemetry, Found, Withdrawn))
+_KINDS = b"|".join(kind.__name__.lower().encode() for kind in (*KEPT_RECORDS, Media, Telemetry, Found, Withdrawn))
 _KEPT_LINE = re.compile(rb'\n(\{"kind":"(?:%b)"[^\n]*)' % _KINDS)
 _LAYERS = re.compile(rb'\n(\{"kind":"layers"[^\n]*)')
 _OUTPUT_GRADS = re.compile(rb'\n(\{"kind":"outputgrads"[^\n]*)')
@@ -97,7 +99,8 @@ class IncrementalLog:
     last record of each process that wrote, in Unix time; ``newest_process`` is the newest start or end of one.
 
     ``means`` are over all steps, ``readings`` are those of the machine, ``layers`` the statistics by layer,
-    ``output_grads`` the gradients of outputs by module, ``figures`` the metrics and the user's logged values.
+    ``output_grads`` the gradients of outputs by module, ``figures`` the metrics and the user's logged values,
+    ``media`` the user's images, texts and histograms.
     ``findings`` are those of the newest process, each in its latest wording. ``is_examined``: the doctor recorded
     steps, or found something. ``unreadable`` is the reason why the log cannot be read, or "".
     """
@@ -119,6 +122,7 @@ class IncrementalLog:
         self.readings = Readings()
         self.layers = LayerMaps()
         self.figures = Figures()
+        self.media = LoggedMedia()
         self.output_grads = OutputGradMaps()
         self._is_ours = False
         self._offset = 0
@@ -290,6 +294,8 @@ class IncrementalLog:
             self._sessions.append((begin_s, max(end_s, record.time_s)))
         if isinstance(record, Telemetry):
             self.readings.take(record)
+        elif isinstance(record, Media):
+            self.media.take(record)
         elif isinstance(record, KEPT_RECORDS):
             if isinstance(record, Evaluated | Logged):
                 self.figures.take(record)
@@ -300,6 +306,7 @@ class IncrementalLog:
         self.means.go_back_to(step, self._rows)
         self.readings.go_back_to(step)
         self.figures.go_back_to(step)
+        self.media.go_back_to(step)
         self.layers.go_back_to(step)
         self.output_grads.go_back_to(step)
         evaluations = self._notes[Evaluated]

@@ -36,7 +36,7 @@ from trainwright.version import __version__
 
 PARTS = ("head", "findings", "records")
 """The parts of a run's page that change while it runs; each has its own template and element."""
-SCRIPTS = ("uplot", "charts", "page")
+SCRIPTS = ("uplot", "charts", "media", "page")
 STYLES = ("uplot", "page")
 """Names of the static files that are embedded in every page."""
 COLUMNS = ("run", "", "state", "verdict", "changed", "step", "left", "loss", "validation")
@@ -60,6 +60,7 @@ def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool
                 **curves_of(view, buckets),
                 "readings": readings_of(view),
                 "layers": view.log.heat_maps if len(views) == 1 else [],
+                "media": view.log.media.to_json(None if live else view.folder.path),
                 "id": name,
             }
             for view, name in zip_longest(views, names)
@@ -80,7 +81,7 @@ def _words(to: str) -> dict[str, str]:
     if to == "en":
         return {}
     folder = files("trainwright.report.pages").joinpath("static")
-    scripts = "".join(folder.joinpath(f"{name}.js").read_text(encoding="utf-8") for name in ("charts", "page"))
+    scripts = "".join(folder.joinpath(f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS[1:])
     texts = {each: translated(each) for each in re.findall(r'"([A-Za-z %.]{3,60})"', scripts)}
     return {text: words for text, words in texts.items() if words != text}
 
@@ -134,10 +135,10 @@ def parts_of(view: RunView, index: int) -> dict[str, str]:
 
 def content_policy(*, live: bool) -> str:
     """Return the content security policy of a page: it may run only the embedded Trainwright script."""
-    connect = "'self'" if live else "'none'"
+    connect, images = ("'self'", "'self' data:") if live else ("'none'", "data:")
     hashes = {name: f"'sha256-{_sha256(text)}'" for name, text in _assets().items()}
     return (
-        f"default-src 'none'; script-src {hashes['script']}; style-src {hashes['style']}; img-src data:; "
+        f"default-src 'none'; script-src {hashes['script']}; style-src {hashes['style']}; img-src {images}; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
 

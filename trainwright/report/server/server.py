@@ -2,6 +2,7 @@
 
     /            all runs                       /runs-data  /runs-events   the rows of that page
     /view?run=   one run, or several            /data       /events        updates of them
+    /media       an image, a text or a histogram that the user logged
     /marks       a POST changes tags, notes, panels or columns (``report.marks``); runs are only read
 
 Every address is relative, so it works behind ``ssh -L`` and a proxy under any path. A request names one of the
@@ -45,8 +46,11 @@ from trainwright.report.pages.render import (
     unreadable_part,
 )
 from trainwright.report.pages.view import RunView
-from trainwright.runs.files import reason_of
+from trainwright.runs.files import UnreadableFile, reason_of
 from trainwright.runs.json_values import JsonValue
+from trainwright.runs.media import HISTOGRAM, IMAGE, read_media
+from trainwright.runs.records import Media
+from trainwright.runs.secrets import masked
 from trainwright.runs.shapes import FileShape
 
 T = TypeVar("T")
@@ -87,6 +91,7 @@ class PageState:
     rows: int = 0
     complete: bool = False
     readings: int = -1
+    media: int = -1
     layers: int = 0
     layers_s: float = -math.inf
     parts: dict[str, str] = field(default_factory=dict)
@@ -110,6 +115,7 @@ class PageServer:
             Route("/view", self._view),
             Route("/data", self._data),
             Route("/events", self._events),
+            Route("/media", self._media),
             Route("/runs-data", self._runs_data),
             Route("/runs-events", self._runs_events),
             Route("/marks", self._change_marks, methods=["POST"]),
@@ -135,6 +141,18 @@ class PageServer:
         names, seen = _parse_query(request.query_params)
         message = await self._read(lambda: self.news(names, seen))
         return JSONResponse(message) if message else _not_found(names)
+
+    async def _media(self, request: Request) -> Response:
+        return await self._read(lambda: self._media_of(request.query_params))
+
+    def _media_of(self, query: QueryParams) -> Response:
+        run, name, type_, step = (query.get(each, "") for each in ("run", "name", "type", "step"))
+        view = self._views([run], 0.0).get(run)
+        is_step = re.fullmatch("[0-9]{1,15}", step)
+        record = view.log.media.find(name, type_, int(step)) if view is not None and is_step else None
+        if view is None or record is None:
+            return PlainTextResponse("there is no such image or text", 404)
+        return _content(view, record)
 
     async def _events(self, request: Request) -> Response:
         names, seen = _parse_query(request.query_params)
@@ -247,6 +265,17 @@ class PageServer:
         return {"runs": runs, "parts": parts} if wrote or parts else {}
 
 
+def _content(view: RunView, record: Media) -> Response:
+    """Return the content of a file; its type is that of the checked content, and nothing in it is executed."""
+    try:
+        file = read_media(view.folder.path, record)
+    except UnreadableFile as error:
+        return PlainTextResponse(error.reason, 422)
+    if file.type == IMAGE:
+        return Response(file.content, media_type="image/png")
+    return JSONResponse(file.histogram) if file.type == HISTOGRAM else PlainTextResponse(str(masked(file.text)))
+
+
 def _curves(view: RunView, known: PageState) -> dict[str, JsonValue]:
     """Return the new rows, or all rows, thinned, if the page has none or the new ones are many."""
     log = view.log
@@ -259,7 +288,10 @@ def _curves(view: RunView, known: PageState) -> dict[str, JsonValue]:
     known.complete = log.is_complete
     readings = readings_of(view) if whole or known.readings != log.readings.count else None
     known.readings = log.readings.count
-    return {**curves, "whole": whole, "readings": readings, "layers": _layers(view, known, whole=whole)}
+    media = log.media.to_json() if whole or known.media != log.media.count else None
+    known.media = log.media.count
+    layers = _layers(view, known, whole=whole)
+    return {**curves, "whole": whole, "readings": readings, "layers": layers, "media": media}
 
 
 def _layers(view: RunView, known: PageState, *, whole: bool) -> JsonValue:

@@ -624,5 +624,5 @@ const Charts = (function () {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
     draw();
   }
-  return { data, draw, begin, names, t };
+  return { data, draw, begin, names, short, t };
 })();

@@ -25,8 +25,9 @@
       if (fresh.read > run.read) redraw = append(run, fresh) || redraw;
       if (fresh.readings || fresh.layers || fresh.pins.length !== run.pins.length || (fresh.evaluations.step || []).length !== (run.evaluations.step || []).length || pointsOf(fresh) !== pointsOf(run)) redraw = true;
       const { pins, evaluations, figures, planned_bytes, references, means } = fresh;
-      Object.assign(run, { read: Math.max(run.read, fresh.read), pins, evaluations, figures, planned_bytes, references, means, readings: fresh.readings || run.readings, layers: fresh.layers || run.layers });
+      Object.assign(run, { read: Math.max(run.read, fresh.read), pins, evaluations, figures, planned_bytes, references, means, readings: fresh.readings || run.readings, layers: fresh.layers || run.layers, media: fresh.media || run.media });
     });
+    if ((message.runs || []).some((fresh) => fresh.media)) Media.draw();
     for (const [id, html] of Object.entries(message.parts || {})) replace(id, html);
     if (message.rows !== undefined) showRuns(message.rows);
     if (redraw) Charts.draw();
@@ -252,6 +253,7 @@
     addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((each) => (each.open = true)));
     keepMarks();
     Charts.begin();
+    Media.draw();
   } else {
     listRuns();
     arrange();
