@@ -16,6 +16,7 @@ from trainwright.report.pages.overview import Overview, RunShelf
 from trainwright.report.pages.render import overview_page, runs_page
 from trainwright.report.pages.view import RunView
 from trainwright.runs.files import UnreadableFile
+from trainwright.runs.folder import RunFolder, ensure_identity
 
 
 @pytest.fixture
@@ -52,6 +53,24 @@ def test_what_is_no_tag_is_refused(run: Path, tag: str) -> None:
     with pytest.raises(UsageError, match="cannot be kept"):
         mark_run(run, tags=["good", tag])
     assert marks_of(run).tags == [] and not (run.parent / NAME).exists()
+
+
+def test_a_renamed_run_keeps_its_marks_and_a_new_one_of_its_name_gets_none(run: Path) -> None:
+    ensure_identity(RunFolder(run))
+    mark_run(run, tags=["good"])
+    renamed = run.rename(run.parent / "renamed")
+    again = make_run(run.parent, "run", [step(1)]).path
+    assert (marks_of(renamed).tags, marks_of(again).tags) == (["good"], [])
+    assert RunView.read(renamed).marks.tags == ["good"] and RunView.read(again).marks.tags == []
+
+
+def test_marks_that_an_older_version_kept_by_name_are_moved_at_the_next_change(run: Path) -> None:
+    mark_run(run, tags=["good"], note="old")
+    identity = ensure_identity(RunFolder(run))
+    assert marks_of(run).tags == ["good"]
+    mark_run(run, tags=["better"])
+    assert read_marks(run.parent).runs.keys() == {identity}
+    assert (marks_of(run).tags, marks_of(run).note) == (["better"], "old")
 
 
 def test_marks_that_cannot_be_read_are_not_replaced(run: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 from collections.abc import Sequence
@@ -89,14 +90,13 @@ def test_the_server_sends_each_file_as_what_it_is(run: RunFolder) -> None:
         for answer in (text, counts):
             assert answer.headers["x-content-type-options"] == "nosniff"
             assert "default-src 'none'" in answer.headers["content-security-policy"]
-        import http.client
-
         link = http.client.HTTPConnection("127.0.0.1", site.port, timeout=60)
         link.request("GET", "/media?run=run&name=drawn&type=image&step=20", headers=site.cookie)
         image = link.getresponse()
         assert image.headers["content-type"] == "image/png" and image.read()[:4] == b"\x89PNG"
         link.request("GET", "/media?run=run&name=drawn&type=image&step=20")
         assert link.getresponse().status == 403, "not without the token"
+        link.close()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Annotated
 from pydantic import Field, StringConstraints, ValidationError
 
 from trainwright.errors import UsageError
+from trainwright.runs.folder import RunFolder, identity_of
 from trainwright.runs.shapes import FileShape, read_as
 from trainwright.runs.storage import write_atomically
 
@@ -46,11 +47,23 @@ Panels = Annotated[list[Panel], Field(max_length=40)]
 
 
 class Marks(FileShape):
-    """The content of marks.json. ``columns`` are further columns of the list of runs: metrics, recipe or plan keys."""
+    """The content of marks.json. ``columns`` are further columns of the list of runs: metrics, recipe or plan keys.
+
+    ``runs`` has the marks of a run under its identity, which a renamed folder keeps, and those of a run without one
+    under the name of its folder.
+    """
 
     runs: dict[str, RunMarks] = Field(default_factory=dict)
     panels: Panels = Field(default_factory=list)
     columns: ColumnNames = Field(default_factory=list)
+
+    def of(self, run: Path) -> RunMarks:
+        """Return the marks of a run folder. Older versions kept all of them under the name of the folder."""
+        return self.runs.get(_key_of(run)) or self.runs.get(run.name) or RunMarks()
+
+
+def _key_of(run: Path) -> str:
+    return identity_of(RunFolder(run)) or run.name
 
 
 def read_marks(folder: Path) -> Marks:
@@ -71,7 +84,7 @@ def _read(path: Path, _version: tuple[int, int, int]) -> Marks:
 def marks_of(run: Path) -> RunMarks:
     """Return the marks of a run folder. Raises UnreadableFile if those of its folder cannot be read."""
     path = run.resolve()
-    return read_marks(path.parent).runs.get(path.name, RunMarks())
+    return read_marks(path.parent).of(path)
 
 
 def write_marks(folder: Path, marks: Marks) -> None:
@@ -97,4 +110,5 @@ def mark_run(run: Path, *, tags: Sequence[str] | None = None, note: str | None =
     except ValidationError:
         remedy = "at most 20 tags of 80 characters without commas, and a note of at most 2,000 characters"
         raise UsageError("these tags or this note cannot be kept", remedy=remedy) from None
-    write_marks(path.parent, marks.model_copy(update={"runs": {**marks.runs, path.name: after}}))
+    others = {key: each for key, each in marks.runs.items() if key != path.name}
+    write_marks(path.parent, marks.model_copy(update={"runs": {**others, _key_of(path): after}}))

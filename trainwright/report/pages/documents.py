@@ -152,7 +152,7 @@ class RunDocuments:
     @property
     def marks(self) -> RunMarks:
         """The user's tags of this run, and the note."""
-        return self.all_marks.runs.get(self.folder.path.resolve().name, RunMarks())
+        return self.all_marks.of(self.folder.path.resolve())
 
     @property
     def modules(self) -> list[dict[str, Any]]:
