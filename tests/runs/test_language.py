@@ -95,7 +95,7 @@ def test_a_diagnosis_in_chinese(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     run = make_run(tmp_path, "run", [started(), *map(step, range(1, 31)), found("optim.lr_too_high", 20), ended(30)])
     chinese = CliRunner().invoke(app, ["diagnose", str(run.path), "--lang", "zh"]).output
     assert "1. 警告：optim.lr_too_high" in chinese or "1. 严重：optim.lr_too_high" in chinese
-    assert "结论：" in chinese and "原因：" in chinese and "改法：" in chinese
+    assert "结论：" in chinese and "原因：" in chinese and "建议：" in chinese
     as_json = [
         CliRunner().invoke(app, ["--lang", lang, "diagnose", str(run.path), "--json"]).output for lang in ("en", "zh")
     ]
@@ -120,6 +120,6 @@ def test_the_page_of_a_check_begins_with_a_chinese_summary(monkeypatch: pytest.M
     said = CliRunner().invoke(app, ["explain", "optim.missing_zero_grad", "--lang", "zh"]).output
     assert (
         said.startswith("梯度从未清零")
-        and "改法：每次更新调用一次 `optimizer.zero_grad()`" in said
+        and "建议：每次更新调用一次 `optimizer.zero_grad()`" in said
         and "## optim." in said
     )

@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from trainwright.report.failure import describe
-from trainwright.runs.language import LANGUAGES, VARIABLE, translated
+from trainwright.runs.language import LANGUAGES, VARIABLE, language, translated
 from trainwright.runs.printing import printable
 from trainwright.runs.secrets import masked
 from trainwright.version import __version__
@@ -60,6 +60,19 @@ class Verbs(TyperGroup):
                 args = args[:index] + args[index + (1 if equals else 2) :]
                 break
         return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self.help = _translated_help(self.help)
+        super().format_help(ctx, formatter)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command, with its help in the language of the output."""
+        command = super().get_command(ctx, cmd_name)
+        if command is not None and language() != "en":
+            command.help = _translated_help(command.help)
+            for each in command.params:
+                each.help = _translated_help(getattr(each, "help", None))
+        return command
 
     def invoke(self, ctx: Any) -> object:  # typer keeps the class of its context private
         try:
@@ -111,6 +124,11 @@ Allowed = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object last, on stdout.")]
+
+
+def _translated_help(text: str | None) -> str | None:
+    """Return a help text with each paragraph translated."""
+    return text and "\n\n".join(translated(" ".join(each.split())) for each in text.split("\n\n"))
 
 
 def _language_of(value: str) -> str:

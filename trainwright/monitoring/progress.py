@@ -105,7 +105,7 @@ class ProgressLine:
 
     def text(self, width: int | None = None) -> str:
         """Return the line, of at most ``width`` cells. The last parts that do not fit are left out."""
-        parts = self.parts
+        parts = [*map(translated, self.parts)]
         while width is not None and len(parts) > 1 and cell_len(GAP.join(parts)) > width:
             parts.pop()
         return GAP.join(parts)

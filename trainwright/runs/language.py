@@ -2,8 +2,9 @@
 
 A catalogue maps English lines to translated lines. ``{name}`` matches any text, which is copied. The text that
 ``{text...}`` matches is translated separately, and so is each part between semicolons of ``{texts...}``. ``{s}`` is an
-English ending, possibly empty. ``{code}`` is the code of a check, and the names in ``COUNTS`` match integers. Lines
-without an entry stay English. Logs, ``--json`` and answers to agents are always English.
+English ending, possibly empty. ``{code}`` is the code of a check, ``{figure}`` matches one number, and the names in
+``COUNTS`` match integers. Lines without an entry stay English. Logs, ``--json`` and answers to agents are always
+English.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ VARIABLE = "TRAINWRIGHT_LANG"
 _LOCALE_VARIABLES = (VARIABLE, "LC_ALL", "LC_MESSAGES", "LANG")
 LANGUAGES = ("en", "zh")
 PLACEHOLDER = re.compile(r"\{([a-z]\w*)\}")
+FIGURE = "figure"
+"""The name of a placeholder for one number, with an exponent or a percent sign if it has one, or ``nan``."""
 COUNTS = ("n", "m", "step", "since", "steps", "planned", "all", "every")
 MAX_LINE_CHARS = 4000
 """Longer lines stay English: they contain text of a run, and matching takes time."""
@@ -87,6 +90,10 @@ class Catalogue:
 
 def _pattern(key: str) -> re.Pattern[str]:
     parts = PLACEHOLDER.split(key)  # literal, name, literal, ...
-    kinds = dict.fromkeys(COUNTS, "[0-9,]+") | {"s": "[a-z]*", "code": r"[a-z_]+[.]\w+"}
+    kinds = dict.fromkeys(COUNTS, "[0-9,]+") | {
+        "s": "[a-z]*",
+        FIGURE: r"[-+.,0-9]+(?:e[-+]?[0-9]+)?%?|-?(?:nan|inf)",
+        "code": r"[a-z_]+[.]\w+",
+    }
     names = [f"(?P<{name}>{kinds.get(name, '.+?')})" for name in parts[1::2]]
     return re.compile("".join(f"{re.escape(literal)}{name}" for literal, name in zip(parts[::2], [*names, ""])))
