@@ -15,6 +15,7 @@ import trainwright
 from tests.report_pages.runs import ended, found, make_run, started, step
 from trainwright.cli.app import app
 from trainwright.doctor.discovery import all_checks
+from trainwright.monitoring.progress import ProgressLine
 from trainwright.report.pages.report import write_report
 from trainwright.runs.language import PLACEHOLDER, VARIABLE, Catalogue, catalogue, language
 
@@ -123,3 +124,50 @@ def test_the_page_of_a_check_begins_with_a_chinese_summary(monkeypatch: pytest.M
         and "建议：每次更新调用一次 `optimizer.zero_grad()`" in said
         and "## optim." in said
     )
+
+
+LINES_OF_COMMANDS = {
+    "step      6   validation loss 2.256   accuracy 0.1": "第      6 步   验证损失 2.256   accuracy 0.1",
+    "  a: finished (no finding) at step 60 after 7.2 s, loss 1.5, validation 1.6 (best 1.4)": (
+        "  a：已结束（没有发现问题），第 60 步，历时 7.2 s，损失 1.5，验证损失 1.6（最低 1.4）"
+    ),
+    "    validation loss 1.6 reached at step 54, after 6.3 s": "    验证损失在第 54 步达到 1.6，历时 6.3 s",
+    "waits for data 14%": "等数据 14%",
+    "loss nan": "损失 nan",
+    "loss of the second kind": "loss of the second kind",
+}
+
+
+@pytest.mark.parametrize("line", LINES_OF_COMMANDS)
+def test_lines_of_commands(line: str) -> None:
+    assert catalogue("zh").line(line) == LINES_OF_COMMANDS[line]
+
+
+def test_the_progress_line_is_chinese(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ProgressLine(
+        fraction=0.43,
+        step=860,
+        loss=2.912,
+        lr=0.00025,
+        memory_bytes=2**31,
+        samples_s=1234.0,
+        memory_of="GPU",
+        findings="1 warning",
+        skipped=2,
+        left_s=130.0,
+    )
+    english = line.text()
+    monkeypatch.setenv(VARIABLE, "zh")
+    assert line.text().split("  ")[:4] == [" 43%", "第 860 步", "损失 2.912", "学习率 0.00025"]
+    assert "1 条警告  跳过 2 步  剩余 2m10s  显存 2.00 GiB  1,234 样本/秒" in line.text()
+    monkeypatch.setenv(VARIABLE, "en")
+    assert line.text() == english
+
+
+def test_help_is_chinese_for_each_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = CliRunner().invoke(app, ["--lang", "zh", "--help"]).output
+    commands = said.partition("Commands:")[2].strip().split("\n")
+    assert len(commands) > 25 and [line for line in commands if not HAN.search(line)] == []
+    monkeypatch.setenv(VARIABLE, "zh")
+    said = CliRunner().invoke(app, ["train", "--help"]).output
+    assert "按配置文件训练" in said and "退出码" in said and "覆盖配置中的一个值" in said
