@@ -8,14 +8,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import trainwright as tw
 from tests.report_pages.browser import CHROMIUM, Browser, browser_in
-from tests.report_pages.runs import BEGAN_S, ended, evaluated, found, make_run, started, step
+from tests.report_pages.runs import BEGAN_S, add, ended, evaluated, found, make_run, started, step
 from tests.report_pages.serving import site_of
+from trainwright.monitoring.media import MediaWriter
 from trainwright.report.marks import marks_of
 from trainwright.report.pages.report import write_report
 from trainwright.runs.lock import RunLock
+from trainwright.runs.media import Loggable
 from trainwright.runs.records import Logged, to_json
 
 pytestmark = [
@@ -392,3 +396,47 @@ def test_figures_are_drawn(browser: Browser, tmp_path: Path, is_watched: bool) -
     browser.open(f"file://{write_report([folder.path]).path}")
     assert browser.value("document.querySelector('#metrics-section h2').checkVisibility()")
     assert browser.value(f"({INK})('f1')") > 0.5
+
+
+def test_logged_images_text_and_histograms_follow_the_slider(browser: Browser, tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "run", [started(), *(step(number) for number in range(1, 31))])
+    evil = "<img src=x onerror=alert(1)>"
+
+    def log_at(number: int) -> None:
+        values: dict[str, Loggable] = {
+            "drawn": tw.Image(np.full((2, 3), number / 100), caption=f"caption {number}"),
+            evil: f"{evil} {number}",
+            "counted": tw.Histogram(np.arange(number + 1.0), bins=4),
+        }
+        MediaWriter(folder.path, lambda record: add(folder, [record]), [], pytest.fail).write(number, values)
+
+    for number in (10, 20):
+        log_at(number)
+    text = "document.querySelector('.logged.text pre').textContent"
+    image = "document.querySelector('.logged.image img')"
+    sliders = "document.querySelectorAll('.logged input')"
+    first = f"{sliders}.forEach((each) => {{ each.value = 0; each.dispatchEvent(new Event('input')); }})"
+    with site_of(tmp_path) as site:
+        browser.open(site.url)
+        live = f"http://127.0.0.1:{site.port}/view?run=run"
+        for address in (live, f"file://{write_report([folder.path]).path}"):
+            browser.open(address)
+            browser.until("document.querySelectorAll('.logged pre, .logged img, .logged svg').length === 3")
+            browser.until(f"{image}.naturalWidth === 3")
+            assert browser.value(text) == f"{evil} 20"
+            bars = browser.value("document.querySelector('.logged .bars svg').ariaLabel")
+            assert bars.startswith("histogram of 21 values")
+            browser.value(first)
+            browser.until(f"{text} === {json.dumps(f'{evil} 10')}")
+            browser.until(f"{image}.alt === 'drawn, caption 10'")
+            assert browser.value("document.querySelectorAll('img[src=x]').length") == 0
+        browser.open(live)
+        browser.until(f"{text} === {json.dumps(f'{evil} 20')}")
+        log_at(30)
+        browser.until(f"{text} === {json.dumps(f'{evil} 30')}")
+        browser.value(first)
+        browser.until(f"{text} === {json.dumps(f'{evil} 10')}")
+        log_at(40)
+        browser.until("document.querySelector('.logged input').max === '3'")
+        assert browser.value(text) == f"{evil} 10", "the slider stays where the user put it"
+        browser.open("about:blank")

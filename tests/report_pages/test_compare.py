@@ -14,6 +14,7 @@ from tests.report_pages.runs import ended, evaluated, found, make_run, started, 
 from trainwright.cli import app
 from trainwright.report.pages import log as log_module
 from trainwright.report.pages.compare import RunComparison
+from trainwright.report.pages.render import runs_page
 from trainwright.report.pages.view import RunView
 from trainwright.runs.records import Record
 
@@ -113,3 +114,21 @@ def test_the_verb(tmp_path: Path) -> None:
     printed = CliRunner().invoke(app, ["compare", *paths]).output
     assert printed.index("optimizer.lr") < printed.index("outcomes")
     assert CliRunner().invoke(app, ["compare", paths[0]]).exit_code == 2
+
+
+def test_three_runs_or_more_have_parallel_coordinates_of_what_differs(tmp_path: Path) -> None:
+    def run(number: int, loss: float) -> Path:
+        settings = {"optimizer.lr": 10.0**-number, "optimizer.use": "sgd" if number == 3 else "adamw", "seed": number}
+        return make_run(tmp_path, f"r{number}", records(loss), settings=settings).path
+
+    paths = [run(1, 0.9), run(2, 0.5), run(3, 0.7)]
+    assert compared(*paths[:2]).parallel == ""
+    drawn = compared(*paths).parallel
+    assert drawn.count("<polyline") == 3
+    for name in ("optimizer.lr", "optimizer.use", "sgd", "adamw", "best validation loss"):
+        assert f">{name}<" in drawn, name
+    assert "seed" not in drawn
+    page = runs_page([RunView.read(path) for path in paths])
+    assert 'alt="Parallel coordinates' in page
+    unmeasured = make_run(tmp_path, "none", [started()], settings={"optimizer.lr": 5.0}).path
+    assert compared(*paths, unmeasured).parallel == ""

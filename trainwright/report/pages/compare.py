@@ -12,10 +12,14 @@ import numpy as np
 from trainwright.plan.explain import human_seconds
 from trainwright.report.pages.rows import column, seconds
 from trainwright.report.pages.view import RunView, flat, number
+from trainwright.report.parallel import Coordinate, parallel_coordinates_svg
 from trainwright.runs.json_values import JsonValue, strict
 
 SEED_KEYS = {"seed", "name", "folder"}
 """Keys in which runs of one recipe may differ. Such runs are summarized together, with their spread."""
+MIN_RUNS_FOR_COORDINATES = 3
+MAX_COORDINATES = 8
+"""The number of settings, and axes, of parallel coordinates."""
 MEASURED_KEYS = ("notes", "header", "step_s", "wait_s", "initial_loss", "expected_loss", "seconds", "ends_in_s")
 """Plan keys that each start measures again, and the header, which repeats the recipe as text."""
 SMOOTHING_ROWS = 15
@@ -97,6 +101,18 @@ class RunComparison:
             tuple(_parting(views[0], view) for view in views[1:]),
         )
 
+    @property
+    def parallel(self) -> str:
+        """Parallel coordinates of three or more runs as SVG: their settings that differ, and the loss; "" otherwise."""
+        losses = [each.loss if each.best is None else each.best for each in self.outcomes]
+        values = [math.nan if each is None else each for each in losses]
+        varied = [each for each in self.recipe or () if each.path not in SEED_KEYS][:MAX_COORDINATES]
+        if len(self.names) < MIN_RUNS_FOR_COORDINATES or not varied or not all(map(math.isfinite, values)):
+            return ""
+        metric = "loss" if any(each.best is None for each in self.outcomes) else "best validation loss"
+        axes = [_coordinate(each) for each in varied]
+        return parallel_coordinates_svg(axes, values, metric=metric, is_smaller_better=True)
+
     def lines(self) -> list[str]:
         """Return the text output."""
         sections = (("recipe", self.recipe), ("plan", self.plan), ("provenance", self.provenance))
@@ -129,6 +145,17 @@ class RunComparison:
     def to_json(self) -> Mapping[str, JsonValue]:
         """Return the output of ``--json``."""
         return {name: strict(value) for name, value in vars(self).items()}
+
+
+def _coordinate(row: Difference) -> Coordinate:
+    """Return the axis of a setting: numbers, on a log scale if they span a factor of 20 or more, or else names."""
+    try:
+        numbers = [float(value) for value in row.values]
+    except ValueError:
+        return Coordinate(row.path, row.values, sorted(set(row.values)))
+    if not all(map(math.isfinite, numbers)):
+        return Coordinate(row.path, row.values, sorted(set(row.values)))
+    return Coordinate(row.path, numbers, is_log=min(numbers) > 0 and max(numbers) >= 20 * min(numbers))
 
 
 def _parting(first: RunView, other: RunView) -> str:

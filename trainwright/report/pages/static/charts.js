@@ -122,6 +122,7 @@ const Charts = (function () {
     return RAMP[i].map((v, c) => v + (at - i) * (RAMP[i + 1][c] - v));
   };
   const [NOT_FINITE, NOT_THERE, STEPS] = [65535, 65534, 65533];
+  const LEAST_COLUMN = 14; /* pixels of a column of a map that has few */
   function heatsOf(run) {
     return (run.layers || []).flatMap(({ layers, steps, maps }) => maps.map((map) => {
       const raw = Uint8Array.from(atob(map.codes), (each) => each.charCodeAt(0)), codes = new Uint16Array(raw.buffer);
@@ -151,9 +152,12 @@ const Charts = (function () {
     ctx.clip();
     ctx.imageSmoothingEnabled = false;
     const edges = xs.map((x, i) => u.valToPos(i ? (x + xs[i - 1]) / 2 : x, "x", true)).concat([u.valToPos(xs[xs.length - 1], "x", true)]);
-    for (let i = 0; i < xs.length; i++)
+    const least = LEAST_COLUMN * devicePixelRatio; /* of a short run, which has few columns; of others, it is less than they have */
+    for (let i = 0; i < xs.length; i++) {
+      const wide = Math.max(xs.length < 8 ? least : 1, edges[i + 1] - edges[i] + 0.5), from = Math.min(edges[i], left + width - wide);
       if (edges[i + 1] >= left && edges[i] <= left + width)
-        ctx.drawImage(u.heat.bitmap, i, 0, 1, u.heat.layers.length, edges[i], top, Math.max(1, edges[i + 1] - edges[i] + 0.5), height);
+        ctx.drawImage(u.heat.bitmap, i, 0, 1, u.heat.layers.length, from, top, wide, height);
+    }
     ctx.restore();
   }
   function readHeat(u) {
@@ -194,7 +198,8 @@ const Charts = (function () {
   }
   function tellSmoothing() {
     const longest = Math.max(...data.runs.map((run) => ((run.columns.step || []).at(-1) || 0) - ((run.columns.step || [])[0] || 0)));
-    byId("smooth-steps").textContent = smoothing() ? short(Math.max(1, Math.round(smoothing() * longest))) + " " + t("steps") : t("off");
+    const window = Math.max(1, Math.round(smoothing() * longest));
+    byId("smooth-steps").textContent = smoothing() && window > 1 ? short(window) + " " + t("steps") : t("off");
   }
 
   const WHOLE = Array.from({ length: 16 }, (_, i) => [1, 2, 5].map((each) => each * 10 ** i)).flat();
