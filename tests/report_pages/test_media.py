@@ -148,7 +148,8 @@ def test_a_report_is_bounded(run: RunFolder, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_hostile_texts_are_inert(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "runs", "run", [started(), step(1), ended(1)])
-    log_to(folder, (1,), **{EVIL: EVIL, "drawn": tw.Image(np.zeros((2, 2)), caption=EVIL)})
+    values: dict[str, Loggable] = {EVIL: EVIL, "drawn": tw.Image(np.zeros((2, 2)), caption=EVIL)}
+    log_to(folder, (1,), **values)
     page = write_report([folder.path]).path.read_text()
     assert "<script>alert" not in page and "<img src=x" not in page
     texts = [each for each in data_in(page)["runs"][0]["media"] if each["type"] == "text"]

@@ -165,6 +165,7 @@ def test_the_progress_line_is_chinese(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_is_chinese_for_each_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "en")  # restored afterwards: --lang sets it
     said = CliRunner().invoke(app, ["--lang", "zh", "--help"]).output
     commands = said.partition("Commands:")[2].strip().split("\n")
     assert len(commands) > 25 and [line for line in commands if not HAN.search(line)] == []

@@ -71,10 +71,7 @@ def test_a_logged_tensor_may_change_afterwards() -> None:
 
 
 def test_a_figure_of_matplotlib_keeps_its_canvas() -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure as MplFigure
-
-    figure = MplFigure(figsize=(2, 1), dpi=50)
+    figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(2, 1), dpi=50)
     figure.add_subplot().plot([1, 2])
     canvas = figure.canvas
     assert tw.Image(figure).pixels.shape == (50, 100, 4)

@@ -71,7 +71,7 @@ class Verbs(TyperGroup):
         if command is not None and language() != "en":
             command.help = _translated_help(command.help)
             for each in command.params:
-                each.help = _translated_help(getattr(each, "help", None))
+                vars(each)["help"] = _translated_help(vars(each).get("help"))
         return command
 
     def invoke(self, ctx: Any) -> object:  # typer keeps the class of its context private

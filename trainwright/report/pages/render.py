@@ -25,6 +25,7 @@ from trainwright.report.findings import place, value_in_words
 from trainwright.report.graph import human_count
 from trainwright.report.pages.compare import RunComparison
 from trainwright.report.pages.curves import BUCKETS, curves_of, readings_of
+from trainwright.report.pages.layers import MAPS, OUTPUT_GRAD_NORM
 from trainwright.report.pages.means import SpanMeans
 from trainwright.report.pages.overview import Overview
 from trainwright.report.pages.view import RunView, flat, memory_parts, number
@@ -44,6 +45,8 @@ MORE_COLUMNS = ("findings", "duration", "learning rate")
 """The columns of the list of runs, those of the user between them; the curve has no title."""
 MAX_NAMES, MAX_RUNS_WITH_NAMES = 500, 20
 """Metrics and keys that are offered as further columns, and the newest runs whose names they are."""
+MORE_WORDS = ("train", "uniform guess")
+"""Texts of charts that come from runs."""
 MIN_BUCKETS = 60
 DAY_S = 24 * 3600.0
 
@@ -82,7 +85,8 @@ def _words(to: str) -> dict[str, str]:
         return {}
     folder = files("trainwright.report.pages").joinpath("static")
     scripts = "".join(folder.joinpath(f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS[1:])
-    texts = {each: translated(each) for each in re.findall(r'"([A-Za-z %.]{3,60})"', scripts)}
+    known = [*re.findall(r'"([A-Za-z %.]{3,60})"', scripts), *MAPS.values(), *OUTPUT_GRAD_NORM.values(), *MORE_WORDS]
+    texts = {each: translated(each) for each in known}
     return {text: words for text, words in texts.items() if words != text}
 
 

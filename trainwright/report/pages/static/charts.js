@@ -480,7 +480,7 @@ const Charts = (function () {
       ctx.moveTo(left, y);
       ctx.lineTo(left + width, y);
       ctx.stroke();
-      ctx.fillText(name + " " + short(value), left + width - 4 * size, y - 4 * size < top + 11 * size ? y + 12 * size : y - 4 * size);
+      ctx.fillText(t(name) + " " + short(value), left + width - 4 * size, y - 4 * size < top + 11 * size ? y + 12 * size : y - 4 * size);
     }
     ctx.restore();
   }
