@@ -24,7 +24,7 @@ CODE = re.compile(r"`[^`]+`|\b[a-z]+(?:_[a-z]+)+\b|\b\w+\(\)")
 FIGURE = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?")
 WORD = re.compile(r"\w+")
 HAN = re.compile("[\u4e00-\u9fff]")
-ROOMS = ("cli", "doctor", "plan", "report", "training", "watching", "monitoring")
+ROOMS = ("cli", "commands", "doctor", "plan", "report", "training", "watching", "monitoring")
 
 
 @cache
