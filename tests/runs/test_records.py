@@ -18,6 +18,7 @@ from trainwright.runs.records import (
     Found,
     Layers,
     Logged,
+    Media,
     NotCaptured,
     NotSaved,
     OutOfMemory,
@@ -118,6 +119,7 @@ EXAMPLES: list[Record] = [
     Examined(time_s=8.6, step=3, experiment="again", values={"norm_now": math.inf, "deep": [{"a": None}]}),
     Unexamined(time_s=8.7, step=3, experiments=("again",), examined_s=0.2, trained_s=4.0, bundle="step-00000003"),
     Logged(time_s=9.0, step=3, figures={"val_loss": 0.5, "accuracy": math.nan}),
+    Media(time_s=9.0, step=3, name="val/drawn", file="media/val_drawn-1/step-00000003.png", caption="<b>"),
     Telemetry(time_s=9.0, step=3, values={"host/process_memory_bytes": 1e9}),
     Unknown(time_s=1.0, kind="dreamt", fields={"of": ["sheep", {"n": 1}], "loss": "NaN"}),
 ]
