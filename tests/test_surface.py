@@ -23,7 +23,8 @@ from tests.house import Function, modules, tree
 
 NAMES = """
 ChainedOptimizer Cursor
-EarlyStopping Ema Histogram Image Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe ReplaySession
+EarlyStopping Ema Histogram Image Loading Loss LossScaler MicroBatch Observer Outcome Precision Probe Recipe
+ReplaySession
 Result StepBatch StepBatches StepResult Stop TrainState TrainwrightError __version__ bad_cases check
 compare_optimizers evaluate files fit for_seconds for_steps init ladder load load_checkpoint log lr_range
 make_clip make_optimizer make_own_step make_schedule make_step mix mup_check pad plan predict profile replay

@@ -17,7 +17,7 @@ import trainwright as tw
 from tests.rows import each_row
 from trainwright.errors import UsageError
 from trainwright.runs.files import UnreadableFile
-from trainwright.runs.media import MAX_PIXELS, MAX_TEXT_CHARS, Loggable, encode, file_of, read_media, type_of
+from trainwright.runs.media import MAX_PIXELS, MAX_TEXT_CHARS, Loggable, encode, file_of, read_media, shortened, type_of
 from trainwright.runs.records import Media
 
 RAMP = np.array([[0.0, 0.5, 1.0], [1.0, 0.0, 0.25]])
@@ -181,7 +181,7 @@ def test_no_link_is_followed(link: str, tmp_path: Path) -> None:
 
 
 def test_a_long_text_is_cut_and_says_so() -> None:
-    text = encode("x" * (MAX_TEXT_CHARS + 7)).decode()
+    text = shortened("x" * (MAX_TEXT_CHARS + 7))
     assert text.endswith(f"\n... ({MAX_TEXT_CHARS + 7:,} characters)") and len(text) < MAX_TEXT_CHARS + 40
 
 

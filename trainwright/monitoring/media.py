@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainwright.errors import StorageError
 from trainwright.monitoring.sinks import Sink
-from trainwright.runs.media import FOLDER, MAX_PIXELS, MAX_TEXT_CHARS, Image, Loggable, encode, file_of, type_of
+from trainwright.runs.media import FOLDER, MAX_PIXELS, Image, Loggable, encode, file_of, shortened, type_of
 from trainwright.runs.printing import printable
 from trainwright.runs.records import Media, Record
 from trainwright.runs.secrets import masked
@@ -54,7 +54,7 @@ class MediaWriter:
         if not problem and (self._calls[name] - 1) % 2 ** (self._files[name] // MAX_FILES_PER_NAME):
             problem = f"{printable(name)}: after {MAX_FILES_PER_NAME:,} values only every second is kept, later fewer"
         if isinstance(value, str):
-            value = str(masked(value))
+            value = str(masked(shortened(value)))
         if not problem:
             problem = self._store(file, content := encode(value))
         if problem:
@@ -66,7 +66,7 @@ class MediaWriter:
         self._write(Media(time_s=time.time(), step=step, name=name, file=file, caption=str(masked(caption))))
         for sink in self._sinks:
             if isinstance(value, str):
-                sink.text(step, name, value[:MAX_TEXT_CHARS])
+                sink.text(step, name, value)
             else:
                 sink.media(step, name, value)
 

@@ -194,8 +194,12 @@ def encode(value: Loggable) -> bytes:
             "not_finite": value.num_not_finite,
         }
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
-    cut = value if len(value) <= MAX_TEXT_CHARS else f"{value[:MAX_TEXT_CHARS]}\n... ({len(value):,} characters)"
-    return cut.encode("utf-8", "replace")
+    return value.encode("utf-8", "replace")
+
+
+def shortened(text: str) -> str:
+    """Return a text of at most MAX_TEXT_CHARS and a line that states its length if it was longer."""
+    return text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]}\n... ({len(text):,} characters)"
 
 
 class MediaFile(NamedTuple):
