@@ -230,7 +230,7 @@ def test_log_from_a_step_of_the_users_own() -> None:
     ("figures", "said"),
     [
         ({"loss": 1.0}, "the log has 'loss' already"),
-        ({"x": "1"}, "x is a str"),
+        ({"x": [1.0]}, "x is a list"),
         ({"x": torch.ones(2)}, r"shape \(2,\)"),
     ],
 )
