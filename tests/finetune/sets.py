@@ -1,10 +1,11 @@
-"""Data sets as people write them: 48 with a fault from public complaints, and 22 good ones.
+"""Data sets as people write them: broken ones, with a fault from public complaints, and good ones.
 
 Each broken set says what its report must contain, and the place of the record at fault.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -232,6 +233,25 @@ WITHOUT_SYSTEM = CHATML.replace(
 TWO_BEGINS = "<s><s>" + CHATML
 TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look a word up.", "parameters": {}}}
 LONG = " ".join(question(at) for at in range(60))
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:1e08337133092e7b10fd10d0\nsize 886\n"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.replace(
+    "{{ m['content'] }}", "{{ m['content'] }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
+)
+
+
+def tool_calls(arguments: Callable[[int], Mapping[str, object]], third: Mapping[str, object] | None = None) -> bytes:
+    """Conversations that call the tool ``find``, whose schema has two required arguments; the third with ``third``."""
+    schema = {**SCHEMA, "required": ["city", "days"]}
+    tool = {"type": "function", "function": {"name": "find", "description": "Find it.", "parameters": schema}}
+    return lines(
+        [
+            {"messages": [user(at), called(dict(third if third and at == 2 else arguments(at)))], "tools": [tool]}
+            for at in range(8)
+        ]
+    )
+
 
 BROKEN: tuple[SetCase, ...] = (
     # what cannot be read
@@ -938,9 +958,246 @@ BROKEN: tuple[SetCase, ...] = (
         "in their own prompt",
         "data.jsonl:1",
     ),
+    # formats and texts of strangers' files
+    SetCase("pointer-of-git-lfs", "chat", POINTER, "a pointer of Git LFS", "data.jsonl:1"),
+    SetCase("compressed", "chat", gzip.compress(lines([chat(0)])), "compressed (gzip)", "data.jsonl:1"),
+    SetCase(
+        "record-over-several-lines",
+        "instruct",
+        "\n".join(json.dumps(alpaca(at), indent=2) for at in range(4)).encode(),
+        "spread over several lines",
+        "data.jsonl:1",
+    ),
+    SetCase(
+        "two-records-in-a-line",
+        "chat",
+        lines([chat(0), chat(1), chat(2)])[:-1] + lines([chat(3)]),
+        "two records in one line",
+    ),
+    SetCase(
+        "key-twice",
+        "instruct",
+        lines([alpaca(0), alpaca(1)]) + b'{"instruction": "Name a bird.", "output": "Heron.", "output": "Stork."}\n',
+        "the key 'output' has two values",
+    ),
+    SetCase(
+        "half-of-an-emoji",
+        "instruct",
+        lines([alpaca(0), alpaca(1)]) + b'{"instruction": "Name a bird.", "output": "A heron \\ud83d"}\n',
+        "half of a character",
+    ),
+    SetCase(
+        "table-without-header",
+        "completion",
+        "\n".join(f"{question(at)},{answer(at).replace(',', ';')}" for at in range(4)).encode(),
+        "look like data",
+        "data.csv:2",
+        "data.csv",
+    ),
+    SetCase(
+        "header-twice",
+        "completion",
+        b"prompt,completion\nname a bird,heron\nprompt,completion\nname a fish,carp\n",
+        "the header again",
+        "data.csv:3",
+        "data.csv",
+    ),
+    SetCase(
+        "loss-switched-off-everywhere",
+        "chat",
+        lines([{"messages": [user(at), {**said(at), "weight": 0}]} for at in range(4)]),
+        "every answer is switched off",
+        "data.jsonl:1",
+    ),
+    SetCase(
+        "switch-as-text",
+        "chat",
+        lines(with_one(chat, {"messages": [user(2), {**said(2), "train": "false"}]})),
+        "messages[1].train is the text 'false'",
+    ),
+    SetCase(
+        "rejected-answers",
+        "completion",
+        lines([{**completion(at), "label": at != 2} for at in range(8)]),
+        "the record marks as bad",
+    ),
+    SetCase(
+        "scores-equal",
+        "preference",
+        lines([{**pair(at), "score_chosen": 8.0, "score_rejected": 8.0 if at == 2 else 3.0} for at in range(8)]),
+        "equal scores",
+    ),
+    SetCase(
+        "chosen-is-cut-off",
+        "preference",
+        preferred(lambda at, a: a[:22] if at == 2 else a, lambda at, a: a if at == 2 else unsure(at, a)),
+        "middle of a sentence",
+    ),
+    *(
+        SetCase(
+            name,
+            "chat",
+            tool_calls(lambda at: {"city": "Bern", "days": at}, wrong),
+            "do not fit its schema",
+            tokenizer={"template": WITH_TOOLS},
+        )
+        for name, wrong in (
+            ("required-argument-missing", {"city": "Bern"}),
+            ("argument-of-another-type", {"city": "Bern", "days": "two"}),
+        )
+    ),
+    SetCase(
+        "latex-read-as-escapes",
+        "instruct",
+        facts(lambda at, a: f"{a} So $\x0crac{{1}}{{2}}$.", only=2),
+        "LaTeX command",
+    ),
+    SetCase(
+        "colours-of-a-terminal",
+        "instruct",
+        facts(lambda at, a: f"\x1b[32m{a}\x1b[0m."),
+        "control characters",
+        "data.jsonl:1",
+    ),
+    SetCase(
+        "invisible-answer", "chat", lines(with_one(chat, {"messages": [user(2), said(2, "\u200b")]})), "empty answer"
+    ),
+    SetCase("text-of-an-object", "instruct", facts(lambda at, a: "[object Object]", only=2), "a JavaScript object"),
+    SetCase("formula-that-failed", "instruct", facts(lambda at, a: "#NAME?", only=2), "a failed formula"),
+    SetCase("answer-to-do", "instruct", facts(lambda at, a: "TODO: ask Ann.", only=2), "placeholder"),
+    SetCase(
+        "code-without-indentation",
+        "instruct",
+        asked(("Add two.", "```python\ndef add(a):\nreturn a + 2\n```")),
+        "lost its indentation",
+        "data.jsonl:1",
+    ),
+    SetCase(
+        "another-assistant",
+        "instruct",
+        facts(lambda at, a: "As you know, I was trained by OpenAI.", only=2),
+        "says it is ChatGPT",
+    ),
+    SetCase(
+        "role-name-in-answers",
+        "chat",
+        lines(with_one(chat, {"messages": [user(2), said(2, "Assistant: Yes.")]})),
+        "two templates",
+    ),
+    SetCase(
+        "picture-as-text",
+        "instruct",
+        lines(with_one(alpaca, {**alpaca(2), "instruction": "<image>\nWhat is this?"})),
+        "a placeholder of a picture",
+    ),
+    SetCase(
+        "input-missing",
+        "instruct",
+        lines(
+            [
+                {"instruction": "Summarize this.", "input": "" if at == 2 else question(at), "output": answer(at)}
+                for at in range(8)
+            ]
+        ),
+        "only the first line of other prompts",
+    ),
+    SetCase(
+        "conversation-written-once-for-each-answer",
+        "chat",
+        lines(
+            [
+                {"messages": turns[:end]}
+                for at in range(4)
+                for turns in [[*chat(at)["messages"], *chat(at + 9)["messages"]]]
+                for end in (2, 4)
+            ]
+        ),
+        "the beginning of another conversation",
+        "data.jsonl:1",
+    ),
+    SetCase(
+        "history-in-a-user-turn",
+        "chat",
+        lines(
+            with_one(
+                chat,
+                {
+                    "messages": [
+                        user(2),
+                        said(2),
+                        {"role": "user", "content": f"{question(2)}\n{answer(2)}\n{question(5)}"},
+                        said(5),
+                    ]
+                },
+            )
+        ),
+        "contains the turns before it",
+    ),
+    SetCase(
+        "nothing-after-the-thinking",
+        "chat",
+        lines(with_one(chat, {"messages": [user(2), said(2, "<think>I recall it.</think>\n")]})),
+        "nothing after the thinking",
+    ),
+    SetCase(
+        "row-swapped",
+        "instruct",
+        lines(
+            [
+                {"instruction": a, "output": q} if at == 2 else {"instruction": q, "output": a}
+                for at, (q, a) in enumerate(FACTS)
+            ]
+        ),
+        "they may be swapped",
+    ),
 )
 
 GOOD: tuple[SetCase, ...] = (
+    SetCase("math", "instruct", asked(("Half?", r"It is $\frac{1}{2}$, so $\beta < \theta$.\tThat is all."))),
+    SetCase(
+        "python-of-one-line-bodies",
+        "instruct",
+        asked(
+            ("A loop", "```python\nfor x in y: print(x)\nwhile True:\n    pass\n```"),
+            ("A match", "```python\n    if done:\n        break\n```\nIt ends. Note that else: print(1) works, too."),
+            ("A dict", "```python\ntable = {\n    'if': 1,\n}\nlambda x:\\\n    x\n```"),
+        ),
+    ),
+    SetCase(
+        "answers-of-yes-and-no",
+        "instruct",
+        lines([{**alpaca(at), "output": "yes" if at % 3 else "no", "label": at % 3 > 0} for at in range(12)]),
+    ),
+    SetCase(
+        "about-assistants", "instruct", asked(("Who made ChatGPT?", "It was made by OpenAI, and I am not ChatGPT."))
+    ),
+    SetCase(
+        "tools",
+        "chat",
+        tool_calls(lambda at: {"city": "Bern", "days": at, "unit": None}),
+        tokenizer={"template": WITH_TOOLS},
+    ),
+    SetCase("longer-rejected", "preference", preferred(right, lambda at, a: f"{a} And so on, for {at} more pages.")),
+    SetCase(
+        "last-answers-of-conversations",
+        "chat",
+        lines(
+            [
+                {"messages": turns[:end]}
+                for at in range(4)
+                for turns in [[*chat(at)["messages"], *chat(at + 9)["messages"]]]
+                for end in (2, 4)
+            ]
+        ),
+        options={"train_on": "last"},
+    ),
+    SetCase(
+        "thinking",
+        "chat",
+        lines(
+            [{"messages": [user(at), said(at, f"<think>\nIt is {at}.\n</think>\n\n{answer(at)}")]} for at in range(8)]
+        ),
+    ),
     SetCase("question-and-answer-keys", "instruct", bilingual(lambda at: "fr")),
     SetCase("one-language-of-prompts-and-one-of-answers", "instruct", bilingual(lambda at: "en")),
     SetCase("right-sums", "instruct", asked(*SUMS, ("Average?", "(3 + 4) / 2 = 3.5, and 2 + 3 * 4 = 14."))),

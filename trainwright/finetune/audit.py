@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,6 +55,8 @@ MIN_SAME_ANSWER_WORDS = 4
 """Shorter answers may be classes, as yes and no are."""
 MIN_SAME_ANSWERS = 8
 """In a small validation set, a frequent answer may be the majority by chance."""
+MIN_BEGINNINGS_FRACTION = 0.1
+"""Fraction of conversations that begin another one. Short ones, such as a greeting, may do so by chance."""
 MAX_WRAPPERS = 4
 MAX_ENDS_READ = 256
 MAX_SAMPLES_READ = 1000
@@ -143,7 +146,7 @@ def audit_set(
     """
     rows, numbers = dataset.rows(), dataset.row_numbers()
     findings = [*_defect_findings(dataset, rows), *_duplicates(dataset, rows), *_same_answers(dataset, rows)]
-    findings += _signs_of_set(dataset, rows)
+    findings += [*_signs_of_set(dataset, rows), *_beginnings(dataset, rows)]
     if train is not None:
         findings += _leaks(dataset, rows, train)
     kept = np.flatnonzero(rows["kept"] == 1)
@@ -386,6 +389,24 @@ def _signs_of_set(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[Supervi
     for sign in signs_of_set(texts, dataset.use):
         has = samples[sign.samples]
         yield _finding(dataset, has, len(samples), sign.unit, sign.name, sign.says, sign.remedy, excerpt=sign.excerpt)
+
+
+def _beginnings(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[SupervisionFinding]:
+    """Yield a finding on conversations that are the beginning of others: one was written once for each answer."""
+    if dataset.use != "chat" or dataset.train_on != "assistant":
+        return
+    samples = _samples(rows)[:MAX_SAMPLES_READ]
+    texts = [dataset.tokens_of_row(int(dataset.row_numbers()[row]))["id"].tobytes() for row in samples]
+    ordered = sorted(range(len(texts)), key=texts.__getitem__)  # a beginning comes right before what continues it
+    has = sorted(
+        int(samples[at])
+        for at, after in pairwise(ordered)
+        if texts[after].startswith(texts[at]) and texts[at] != texts[after]
+    )
+    if len(has) >= max(MIN_USUAL, MIN_BEGINNINGS_FRACTION * len(samples)):
+        says = "are the beginning of another conversation: their answers are trained again there"
+        remedy = "keep the longest of each conversation, or set train_on: last"
+        yield _finding(dataset, has, len(samples), "conversations", "beginnings", says, remedy)
 
 
 def _leaks(dataset: TokenizedSet, rows: NDArray[Any], train: TokenizedSet) -> Iterator[SupervisionFinding]:

@@ -177,6 +177,9 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         elif have(Defect.REWRITTEN_TURN):
             why = "the chat template rewrites every answer, since a turn follows it"
             remedy = "end conversations with an answer, or use a template with {% generation %}"
+        elif (defects & int(Defect.SWITCHED_OFF)).all():
+            why = "every answer is switched off, by weight: 0 or train: false in its message"
+            remedy = "remove that key from the answers to train, or set it to 1"
         elif self.use == "chat" and self.renderer.marks_answers():
             why = "{% generation %} in the chat template encloses no assistant text"
             remedy = "put it around the content and the end of each assistant turn, or remove it from the template"

@@ -65,6 +65,15 @@ class Defect(IntFlag):
     SECRET = 1 << 51
     WRONG_SUM = 1 << 52
     CODE_MARKS = 1 << 53
+    REJECTED_ANSWER = 1 << 54
+    SWITCHED_OFF = 1 << 55
+    AGAINST_SCHEMA = 1 << 56
+    TIED_SCORES = 1 << 57
+    LATEX_LOST = 1 << 58
+    CONTROL_CHARACTERS = 1 << 59
+    LOST_INDENT = 1 << 60
+    OTHER_ASSISTANT = 1 << 61
+    MEDIA = 1 << 62
 
 
 class Meaning(NamedTuple):
@@ -117,8 +126,8 @@ MEANINGS: dict[Defect, Meaning] = {
     ),
     Defect.PYTHON_TEXT: Meaning(
         "warning",
-        "the repr of a Python list or object as the answer",
-        "write the value inside it, or JSON with json.dumps",
+        "the text of a Python list, a JavaScript object or a failed formula of a spreadsheet as the answer",
+        "write the value itself, or JSON with json.dumps",
     ),
     Defect.PAGE_TEXT: Meaning(
         "warning",
@@ -132,8 +141,8 @@ MEANINGS: dict[Defect, Meaning] = {
     ),
     Defect.OPEN_THINKING: Meaning(
         "warning",
-        "an answer with <think> and no </think> after it",
-        "close the thinking, or drop these records: they were probably cut off",
+        "an answer with <think> and no </think> after it, or nothing after the thinking",
+        "generate these answers again, or drop them: they were probably cut off",
     ),
     Defect.BROKEN_ARGUMENTS: Meaning(
         "warning",
@@ -149,6 +158,11 @@ MEANINGS: dict[Defect, Meaning] = {
         "warning",
         "a call of a tool that the record does not declare",
         "correct the name in the call, or add the tool to `tools`",
+    ),
+    Defect.AGAINST_SCHEMA: Meaning(
+        "warning",
+        "a call of a tool whose arguments do not fit its schema: a required one is missing, or one has another type",
+        "correct the call or the schema, or drop these records",
     ),
     Defect.CONTINUED_DIALOGUE: Meaning(
         "warning",
@@ -190,6 +204,34 @@ MEANINGS: dict[Defect, Meaning] = {
         "code that is not valid syntax: full-width or curly punctuation outside of strings, as a translator writes it",
         "take the code from the original, or drop these records",
     ),
+    Defect.LOST_INDENT: Meaning(
+        "warning",
+        "Python code that lost its indentation",
+        "take the code from the original: a program stripped each line",
+    ),
+    Defect.LATEX_LOST: Meaning(
+        "warning",
+        r"a control character instead of the first letters of a LaTeX command: \f of \frac, \b of \beta, \t of \theta",
+        "write a backslash twice in JSON, as json.dumps does, and make the file again",
+    ),
+    Defect.CONTROL_CHARACTERS: Meaning(
+        "warning", "control characters in the text, such as the colours of a terminal", "remove them from the text"
+    ),
+    Defect.OTHER_ASSISTANT: Meaning(
+        "warning",
+        "an answer that says it is ChatGPT or another assistant",
+        "write the name of your model, or drop these records: a model repeats who it is",
+    ),
+    Defect.MEDIA: Meaning(
+        "warning",
+        "a placeholder of a picture or a sound, such as <image>, which the model does not get",
+        "drop these records, or write what is on the picture",
+    ),
+    Defect.REJECTED_ANSWER: Meaning(
+        "warning",
+        "an answer that the record marks as bad, such as label: false, and that would be trained",
+        "drop these records, or make pairs of good and bad answers: use: preference",
+    ),
     Defect.EMPTY_PROMPT: Meaning("warning", "an empty user turn", "fill it in, or drop the record"),
     Defect.OTHER_TEMPLATE: Meaning(
         "warning",
@@ -226,7 +268,11 @@ MEANINGS: dict[Defect, Meaning] = {
     Defect.SAME_ROLE: Meaning(
         "warning", "two turns of one role in a row", "join them into one turn, or look for a turn that is missing"
     ),
-    Defect.REPEATED_TURN: Meaning("warning", "the same turn twice in a row", "remove the repeated turn"),
+    Defect.REPEATED_TURN: Meaning(
+        "warning",
+        "the same turn twice in a row, or a user turn that contains the turns before it",
+        "remove the repeated text: the template writes the earlier turns",
+    ),
     Defect.LATE_SYSTEM: Meaning(
         "warning", "a system message after the first turn", "move it to the front, or make it a user turn"
     ),
@@ -304,6 +350,9 @@ MEANINGS: dict[Defect, Meaning] = {
     ),
     Defect.SCORES_SWAPPED: Meaning(
         "warning", "a chosen answer with a lower score than the rejected one", "swap them, or drop the record"
+    ),
+    Defect.TIED_SCORES: Meaning(
+        "warning", "equal scores of the chosen and the rejected answer", "drop these pairs: they hold no preference"
     ),
     Defect.PLAIN_TEXT: Meaning(
         "note",

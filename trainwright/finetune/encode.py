@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from trainwright.finetune.chat import CONTROL_WORD, ChatRenderer, Rendered
 from trainwright.finetune.defects import Defect
-from trainwright.finetune.layouts import ROLES, Example, text_of_message
+from trainwright.finetune.layouts import NO_LOSS, ROLES, Example, text_of_message
 from trainwright.finetune.signs import prose_of, signs_of
 
 if TYPE_CHECKING:
@@ -191,6 +191,16 @@ def _content_defects(example: Example) -> Defect:
         found |= Defect.PLACEHOLDER
     found |= _answer_defects(answers) | _call_defects(example)
     found |= signs_of(parts, answers, has_turns=bool(example.messages))
+    if example.is_rejected:
+        found |= Defect.REJECTED_ANSWER
+    said = [each for each in example.messages if each["role"] == "assistant"]
+    if said and all(each.get(NO_LOSS) for each in said):
+        found |= Defect.SWITCHED_OFF
+    for earlier in zip(parts, parts[1:], parts[2:], strict=False):
+        is_next_question = (earlier[1][0], earlier[2][0]) == ("assistant", "user")
+        is_inside = all(len(text.split()) >= MIN_REPEATED_WORDS and text in earlier[2][1] for _, text in earlier[:2])
+        if is_next_question and is_inside:
+            found |= Defect.REPEATED_TURN
     if any(role == "user" and not text.strip() for role, text in parts):
         found |= Defect.EMPTY_PROMPT
     roles = [role for role, _ in parts]
@@ -212,34 +222,76 @@ def _answer_defects(answers: Sequence[str]) -> Defect:
     found = Defect(0)
     if not answers:
         found |= Defect.NO_ANSWER
-    if any(not each.strip() for each in answers):
+    if any(map(_is_blank, answers)):
         found |= Defect.EMPTY_ANSWER
-    if any(each.rfind("<think>") > each.rfind("</think>") for each in answers):
+    thinking = [each.rpartition("</think>") for each in answers if "<think>" in each]
+    if any("<think>" in after or _is_blank(after) for _, _, after in thinking):
         found |= Defect.OPEN_THINKING
     return found
 
 
+def _is_blank(text: str) -> bool:
+    """Return True for a text without a visible character; zero-width ones are not visible."""
+    return not any(each.isprintable() and not each.isspace() for each in text)
+
+
 def _call_defects(example: Example) -> Defect:
     found, ids = Defect(0), set[object]()
-    declared = {each.get("function", each).get("name") for each in example.tools or () if isinstance(each, dict)}
+    schemas = [each.get("function", each) for each in example.tools or ()]
+    declared = {each.get("name"): each.get("parameters") for each in schemas}
     for message in example.messages:
         for call in message.get("tool_calls") or ():
             ids.add(call.get("id"))
-            if declared and call.get("function", call).get("name") not in declared:
+            function = call.get("function", call)
+            arguments = _arguments(function.get("arguments"))
+            if declared and function.get("name") not in declared:
                 found |= Defect.UNDECLARED_TOOL
-            if not _is_object(call.get("function", call).get("arguments")):
+            if arguments is None:
                 found |= Defect.BROKEN_ARGUMENTS
+            elif not _fits(arguments, declared.get(function.get("name"))):
+                found |= Defect.AGAINST_SCHEMA
         answered = message.get("tool_call_id")
         if message["role"] == "tool" and answered is not None and None not in ids and answered not in ids:
             found |= Defect.UNKNOWN_CALL
     return found
 
 
-def _is_object(arguments: object) -> bool:
-    """Return False for text that is not a JSON object."""
-    if not isinstance(arguments, str):
-        return True
+def _arguments(arguments: object) -> Mapping[str, Any] | None:
+    """Return the arguments of a call; None for text that is not a JSON object."""
     try:
-        return isinstance(json.loads(arguments), dict)
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments or {}
     except ValueError:
-        return False
+        return None
+    return found if isinstance(found, Mapping) else None
+
+
+JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list, tuple),
+    "object": (Mapping,),
+}
+
+
+def _fits(arguments: Mapping[str, Any], schema: object) -> bool:
+    """Return False if a required argument is missing, or one has another type than the JSON schema says.
+
+    Values of null are no arguments: columnar files fill absent ones with them.
+    """
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(schema, Mapping) or not isinstance(properties, Mapping):
+        return True
+    required = schema.get("required") or ()
+    given = {name: value for name, value in arguments.items() if value is not None}
+    return all(name in arguments for name in required) and all(
+        _has_type(value, properties[name].get("type"))
+        for name, value in given.items()
+        if isinstance(properties.get(name), Mapping)
+    )
+
+
+def _has_type(value: object, name: object) -> bool:
+    kinds = JSON_TYPES.get(name) if isinstance(name, str) else None
+    return kinds is None or (isinstance(value, kinds) and (name == "boolean" or not isinstance(value, bool)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias
 
@@ -48,6 +48,11 @@ LOSS_KEYS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
 """Keys of a message that turn the loss of its answer on or off (0 or false)."""
 NO_LOSS = "no_loss"
 """The key of a message whose answer carries no loss. It is removed before the message is rendered."""
+MAX_KEY_CHARS = 50
+"""Characters of the name of a column. A longer one is the first row of a table without a header."""
+REJECTING_KEYS = ("label", "accepted", "correct", "is_correct", "desirable")
+"""Keys of a record that mark its answer as a bad one with the value false, as data of KTO do."""
+MAX_LABEL_WORDS = 3
 ALPACA_WITH_INPUT = "{instruction}\n\n{input}"
 
 
@@ -70,6 +75,7 @@ class Example:
         prompt: Plain prompt.
         completion: Plain completion; the full text if ``prompt`` is None.
         template_args: Values for the chat template from the record.
+        is_rejected: True if the record marks its answer as a bad one.
     """
 
     messages: tuple[Message, ...] = ()
@@ -78,6 +84,7 @@ class Example:
     prompt: str | None = None
     completion: str = ""
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    is_rejected: bool = False
 
     def content(self) -> list[tuple[str, str]]:
         """Return (role, text) of every part, for comparing examples."""
@@ -124,15 +131,18 @@ def layout_of(fields: Mapping[str, Any], use: Use) -> str:
         if near := get_close_matches(key, [*map(str, fields)], n=1):
             raise BadRecord(f"no key {key!r}, it has {near[0]!r}", f"rename it, or set columns: {{{key}: {near[0]}}}")
     shown = ", ".join(sorted(map(str, fields))) or "none"
+    if any(len(str(key)) > MAX_KEY_CHARS for key in fields):
+        raise BadRecord(f"its keys ({shown}) look like data", "write the names of the columns above the first row")
     raise BadRecord(f"its keys ({shown}) are of no known layout", f"rename them to {keys}, or set columns")
 
 
 def example_of(fields: Mapping[str, Any], use: Use, roles: Mapping[str, str]) -> tuple[str, Example | Pair]:
     """Return the layout of a record and its example. Raises BadRecord."""
     layout = layout_of(fields, use)
+    found: Example | Pair
     match layout:
         case "messages":
-            found: Example | Pair = _conversation(fields, fields["messages"], "messages", roles)
+            found = _conversation(fields, fields["messages"], "messages", roles)
         case "sharegpt":
             found = _conversation(fields, fields["conversations"], "conversations", {**SHAREGPT_ROLES, **roles})
         case "alpaca":
@@ -149,6 +159,9 @@ def example_of(fields: Mapping[str, Any], use: Use, roles: Mapping[str, str]) ->
             found = Example(completion=_text(fields["text"], "text"))
         case _:
             found = _pair(fields, roles)
+    if isinstance(found, Example) and any(fields.get(key) is False for key in REJECTING_KEYS):
+        is_label = len(found.content()[-1][1].split()) <= MAX_LABEL_WORDS  # yes or no, which the key repeats
+        found = replace(found, is_rejected=not is_label)
     return layout, found
 
 
@@ -189,6 +202,11 @@ def _message(value: object, name: str, roles: Mapping[str, str]) -> Message:
     if "role" not in plain:
         raise BadRecord(f"{name} has no role, its keys are {', '.join(map(str, value))}", "give role and content")
     role = _role(plain["role"], name, roles)
+    for key in LOSS_KEYS:
+        if str(plain.get(key)).lower() in ("true", "false", "0", "1") and isinstance(plain[key], str):
+            raise BadRecord(
+                f"{name}.{key} is the text {plain[key]!r}", "write it without quotes, as a number or a bool"
+            )
     switches = {key: plain.pop(key) for key in LOSS_KEYS if isinstance(plain.get(key), bool | int | float)}
     if any(not each for each in switches.values()):
         plain[NO_LOSS] = True

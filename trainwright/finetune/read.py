@@ -20,6 +20,9 @@ HELD_OUT = ("validation", "valid", "val", "dev", "eval", "test")
 """Names of files that hold a split for evaluation; the first of a folder is the validation set."""
 SPLIT_NAME = re.compile(rf"(train|{'|'.join(HELD_OUT)})(?:[-_.\d].*)?", re.IGNORECASE)
 HTML = re.compile(r"<!doctype\s+html|<html\b|<head\b", re.IGNORECASE)
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"(\xb5/\xfd": "zstd"}
+"""Compression formats by the first bytes of a file."""
 SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json")
 """A folder with one of these files was written by ``save_to_disk`` of the package datasets."""
 
@@ -216,7 +219,7 @@ def _of_entry(fields: Mapping[str, Any], entry: Mapping[str, Any]) -> Mapping[st
 def _of_files(files: tuple[Path, ...]) -> RecordSource:
     digest = hashlib.sha256()
     for path in files:
-        _require_no_html(path)
+        _require_data(path)
         digest.update(f"{path.name} {path.stat().st_size}:".encode())
         with path.open("rb") as file:
             while block := file.read(2**20):
@@ -228,10 +231,14 @@ def _of_files(files: tuple[Path, ...]) -> RecordSource:
     return RecordSource(tuple(path.name for path in files), digest.hexdigest(), units.pop(), files)
 
 
-def _require_no_html(path: Path) -> None:
-    """Raise UsageError for a web page, which a failed download stores instead of the data."""
+def _require_data(path: Path) -> None:
+    """Raise UsageError for a web page or a Git LFS pointer, stored instead of the data, and for compressed files."""
     with path.open("rb") as file:
         head = file.read(4096)
+    if head.startswith(LFS_POINTER):
+        raise UsageError(f"{path}:1: it is a pointer of Git LFS, not the data", remedy="run git lfs pull there")
+    if packed := next((name for begin, name in COMPRESSED.items() if head.startswith(begin)), None):
+        raise UsageError(f"{path}:1: the file is compressed ({packed})", remedy=f"decompress it with {packed} first")
     text = head.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n")
     if HTML.match(text):
         title = re.search(r"<title>\s*([^<]*)", text, re.IGNORECASE)
@@ -304,14 +311,43 @@ def _jsonl(number: int, path: Path) -> Iterator[FileRecord]:
     for line, text, problem in _lines(path):
         if text is None:
             yield FileRecord(number, line, {}, problem, encoding)
+        elif text.strip() in ("{", "["):
+            problem, remedy = "a record is spread over several lines", f"write each on one line: jq -c . {path.name}"
+            yield FileRecord(number, line, {}, problem, remedy)
+            return
         elif text.strip():
             yield _parsed(number, line, text)
 
 
+class _Twice(ValueError):
+    """A key with two values in one object."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of a JSON decoder. Raises _Twice if it has to drop the value of a key."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found and found[key] != value:
+            raise _Twice(f"the key {key!r} has two values in one object")
+        found[key] = value
+    return found
+
+
 def _parsed(number: int, line: int, text: str) -> FileRecord:
     try:
-        value = json.loads(text)
-    except ValueError as error:
+        value = json.loads(text, object_pairs_hook=_object)
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+    except _Twice as error:
+        return FileRecord(number, line, {}, str(error), "keep one of them: all but the last would be lost")
+    except UnicodeEncodeError as error:
+        problem = f"half of a character, {error.object[error.start]!a}"
+        return FileRecord(
+            number, line, {}, problem, "the text was cut inside an emoji: remove the half, or cut it again"
+        )
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and text[error.pos :].startswith("{"):
+            return FileRecord(number, line, {}, "two records in one line", "put a line end between } and {")
         quoted = text.lstrip().startswith("{'")
         remedy = "write it with json.dumps, not str(): JSON has double quotes" if quoted else "write it with json.dumps"
         if not text.endswith("\n") and not text.rstrip().endswith("}"):
@@ -408,7 +444,9 @@ def _csv(number: int, path: Path) -> Iterator[FileRecord]:
         names = next(rows, [])
         begin = rows.line_num + 1
         for row in rows:
-            if row and len(row) != len(names):
+            if row and row == names:
+                yield FileRecord(number, begin, {}, "the header again", "remove this line, left from joining files")
+            elif row and len(row) != len(names):
                 problem = f"{len(row)} fields, the header has {len(names)}"
                 yield FileRecord(number, begin, {}, problem, "quote fields that contain commas or line ends")
             elif row:

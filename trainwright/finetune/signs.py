@@ -221,6 +221,22 @@ def _code_marks(text: str) -> Span | None:
     return None
 
 
+PYTHON_BLOCK = re.compile(r"```(?:python|py)\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+UNINDENTED_BODY = re.compile(
+    r"^(?P<margin>[ \t]*)(?:def|class|for|while|if|elif|else|try|except|with)\b[^\n]*:[ \t]*(?:#[^\n]*)?\n(?:[ \t]*\n)*"
+    r"(?P<at>(?!(?P=margin)[ \t])[ \t]*[\w@][^\n]*)",
+    re.MULTILINE,
+)
+
+
+def _lost_indent(text: str) -> Span | None:
+    """Find the body of a Python block that is not indented."""
+    for block in PYTHON_BLOCK.finditer(text) if "```" in text else ():
+        if found := UNINDENTED_BODY.search(block[1]):
+            return block.start(1) + found.start("at"), block.start(1) + found.end("at")
+    return None
+
+
 REFUSES = (
     r"(?:can(?:no|['’])?t|can not|(?:am|['’]m|be) (?:un|not )able to|won['’]t|will not|(?:do not|don['’]t) have"
     r"|(?:do not|don['’]t) know|am not (?:able|allowed|programmed)|must decline)"
@@ -241,10 +257,44 @@ SIGNS: tuple[Sign, ...] = (
     Sign(
         Defect.MOJIBAKE,  # UTF-8 read as Latin-1 or Windows-1252, replacement characters, zero bytes
         "all",
-        _pattern("[\\x00-\\x08\ufffd]|Ã[\u0080-\u00bf]|â€[\u0080-\u00ff™œž˜¦“”\u009d]|Â[\u00a0-\u00bf]|Ã[©¨¤¶¼±³­¡ ]"),
+        _pattern("[\\x00-\\x07\ufffd]|Ã[\u0080-\u00bf]|â€[\u0080-\u00ff™œž˜¦“”\u009d]|Â[\u00a0-\u00bf]|Ã[©¨¤¶¼±³­¡ ]"),
         _about("encod decod mojibake garbled charset"),
         reads="all",
     ),
+    Sign(
+        Defect.LATEX_LOST,  # JSON escapes are made of the letters after a backslash
+        "all",
+        _pattern(
+            "\x0c(?:rac|orall|box)|\x08(?:eta|egin|ar|oldsymbol|inom|oxed|ig)|\t(?:imes|heta|ext[{bi]|frac|riangle)"
+            "|\r(?:ight|angle|ho)\\b"
+        ),
+        reads="all",
+    ),
+    Sign(
+        Defect.CONTROL_CHARACTERS,
+        "all",
+        _pattern(r"\x1b\[[\d;]*[A-Za-z]|[\x0e-\x1a\x1c-\x1f]"),
+        _about("terminal ansi colou?r escap control bash shell"),
+        reads="all",
+    ),
+    Sign(
+        Defect.OTHER_ASSISTANT,
+        "said",
+        _pattern(
+            r"\bI(?:['’]m| am) (?:ChatGPT|GPT-[345]|Claude(?! [A-Z])|Gemini|Bard|DeepSeek|Qwen|Copilot)\b"
+            r"|\bI(?:['’]m| am| was)\b[^.?!\n]{0,80}\b(?:trained|developed|created|made|built) by "
+            r"(?:OpenAI|Anthropic|Google|Meta|DeepSeek|Alibaba|Mistral|Microsoft)\b"
+        ),
+        _about("ChatGPT OpenAI Claude Anthropic Gemini Bard DeepSeek Qwen Copilot role-?play pretend story dialog"),
+    ),
+    Sign(
+        Defect.MEDIA,
+        "all",
+        _pattern(r"(?m)^<(?:image|video|audio)>\s*$|<\|(?:image|image_pad|vision_start|audio)\|>"),
+        _about("html xml tags? token template"),
+        reads="unfenced",
+    ),
+    Sign(Defect.LOST_INDENT, "said", _lost_indent, reads="all"),
     Sign(
         Defect.SERVER_ERROR,  # the beginning of a page that a server sends instead of an answer
         "said",
@@ -319,8 +369,12 @@ SIGNS: tuple[Sign, ...] = (
     Sign(
         Defect.PYTHON_TEXT,
         "said",
-        _pattern(r"\A\s*[\[{(]\s*(?:'[^']*'|None|True|False)\s*[:,\]})]", needs="[{("),
-        _about("python code list array dict json function tupl java program"),
+        _pattern(
+            r"\A\s*[\[{(]\s*(?:'[^']*'|None|True|False)\s*[:,\]})]|\[object Object\]|<[\w.]+ object at 0x\w+>"
+            r"|\A\s*#(?:NAME\?|REF!|VALUE!|DIV/0!|N/A|NULL!|NUM!)\s*\Z",
+            needs="[{(<#",
+        ),
+        _about("python code list array dict json function tupl java program excel spreadsheet formula"),
         reads="all",
     ),
     Sign(
@@ -338,6 +392,7 @@ SIGNS: tuple[Sign, ...] = (
         _pattern(
             r"^### (?:Instruction|Response|Input|Human|Assistant|User):|\[/?INST\]|<</?SYS>>|<\|im_(?:start|end)\|>"
             r"|<\|eot_id\|>|<\|start_header_id\|>|<(?:start|end)_of_turn>|<\|(?:user|assistant|system)\|>|^ASSISTANT: "
+            r"|\A(?:Assistant|Bot): "
             r"|(?:</s>|<\|endoftext\|>|<eos>|<pad>|<unk>|\[SEP\]|\[CLS\])(?=\s*\S)",
             re.MULTILINE,
             needs=(
@@ -347,6 +402,8 @@ SIGNS: tuple[Sign, ...] = (
                 "<|",
                 "_of_turn>",
                 "ASSISTANT: ",
+                "Assistant: ",
+                "Bot: ",
                 "s>",
                 "<pad>",
                 "<unk>",
@@ -371,13 +428,13 @@ SIGNS: tuple[Sign, ...] = (
         _pattern(
             r"[\[<](?i:insert|placeholder|todo|fill in)\b[^\]>\n]{0,60}[\]>]|\{\{ ?[A-Za-z_][\w .-]{0,40}\}\}"
             r"|(?<![\w\\$_^}{])\{[a-z_][a-z0-9_]{2,30}\}(?![\w}])|\$\{[A-Za-z_]\w+\}|%\(\w+\)s"
-            r"|\A\s*(?:TODO|TBD|FIXME|XXX+|\.{3}|…)\W*\Z|(?i:lorem ipsum dolor)",
+            r"|\A\s*(?:TODO|TBD|FIXME|XXX+|\.{3}|…)(?:\W*\Z|: )|(?i:lorem ipsum dolor)",
             needs=(*"{[<%…", "...", "TODO", "TBD", "FIXME", "XXX", "orem ipsum"),
         ),
         _about(
             r"templat placeholder f-?strings? jinja mustache handlebars python java code variable latex format react\b "
             "html css curly brac interpolat string function json yaml shell bash regex locali translat i18n math "
-            "equation syntax"
+            "equation syntax to-?do"
         ),
     ),
     Sign(Defect.LOOP, "said", _loop, _about("repeat times copies echo loop chant song lyric")),
@@ -552,13 +609,22 @@ def _contradictions(samples: Sequence[SampleTexts]) -> SetSign | None:
     return SetSign("contradictions", "samples", found, what, remedy, excerpt + shortened(before))
 
 
+MIN_ASKED = 0.8
+"""Fraction of prompts that are questions, from which a row the other way round is reported."""
+
+
 def _columns_swapped(samples: Sequence[SampleTexts]) -> SetSign | None:
-    """Find answers that are questions in a set whose prompts are not."""
+    """Find answers that are questions in a set whose prompts are not, or single rows with both swapped."""
     found = [at for at, each in enumerate(samples) if each.answer.rstrip()[-1:] in QUESTION_MARKS]
-    asked = sum(each.prompt.rstrip()[-1:] in QUESTION_MARKS or bool(ASKS.search(each.prompt)) for each in samples)
-    if len(found) < 0.6 * len(samples) or asked > 0.1 * len(samples):
-        return None
+    asks = [each.prompt.rstrip()[-1:] in QUESTION_MARKS or bool(ASKS.search(each.prompt)) for each in samples]
     says = "are questions, but hardly any prompt is: prompts and answers may be swapped"
+    if sum(asks) >= MIN_ASKED * len(samples):
+        found = [at for at in found if not asks[at] and len(samples[at].prompt) > len(samples[at].answer)]
+        says = "are questions, and their prompts are not, unlike nearly all others: they may be swapped"
+        if not found or len(found) > (1 - MIN_ASKED) * len(samples):
+            return None
+    elif len(found) < 0.6 * len(samples) or sum(asks) > 0.1 * len(samples):
+        return None
     remedy = "swap the columns, or the roles"
     return SetSign("swapped_columns", "answers", found, says, remedy, shortened(samples[found[0]].answer))
 
@@ -672,6 +738,17 @@ def _one_prompt(samples: Sequence[SampleTexts]) -> SetSign | None:
     remedy = "check which column is read as the prompt: this prompt does not determine the answer"
     says = "have the same prompt but different answers"
     return SetSign("one_prompt", "samples", found, says, remedy, shortened(prompt))
+
+
+def _missing_input(samples: Sequence[SampleTexts]) -> SetSign | None:
+    """Find prompts that are only the first line of many other prompts: the text below it is missing."""
+    begun = Counter(each.prompt.strip().split("\n")[0].strip() for each in samples if "\n" in each.prompt.strip())
+    found = [at for at, each in enumerate(samples) if begun[each.prompt.strip()] >= MIN_USUAL]
+    if not found or len(found) > sum(begun[samples[at].prompt.strip()] for at in found[:1]):
+        return None
+    says = "have only the first line of other prompts: the text that it is about is missing"
+    remedy = "fill in the input, or drop these records: a model learns to invent it"
+    return SetSign("missing_input", "prompts", found, says, remedy, shortened(samples[found[0]].prompt.strip()))
 
 
 def _cut_at_one_length(samples: Sequence[SampleTexts]) -> SetSign | None:
@@ -960,6 +1037,7 @@ SET_SIGNS: tuple[tuple[Callable[[Sequence[SampleTexts]], SetSign | None], frozen
     (_cut_at_one_length, frozenset({"chat", "instruct", "completion", "preference"})),
     (_columns_swapped, frozenset({"chat", "instruct", "completion"})),
     (_broken_json, frozenset({"chat", "instruct", "completion"})),
+    (_missing_input, frozenset({"chat", "instruct", "completion"})),
     (_one_prompt, frozenset({"chat", "instruct", "completion"})),
     (_unended, frozenset({"chat", "instruct", "completion", "preference"})),
     (_contradictions, frozenset({"chat", "instruct", "completion", "preference"})),

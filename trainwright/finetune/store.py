@@ -35,7 +35,7 @@ from trainwright.finetune.tokenizer import tokenizer_digest
 from trainwright.runs.printing import printable
 from trainwright.runs.system_calls import try_lock
 
-FORMAT = 8
+FORMAT = 9
 """Version of the files. Increase it if the same records give other tokens, defects or files."""
 SHARD_RECORDS = 1000
 MAX_PROBLEMS_SHOWN = 8
@@ -47,6 +47,8 @@ POSITION = re.compile(r"\[\d+\]|(?:line|column|char|byte) \d+")
 MIN_SHOWN_S = 2.0
 """Progress is shown if tokenization takes longer."""
 LOCK_POLL_S = 0.1
+MIN_CUT_WORDS = 3
+"""Minimum words of a chosen answer that may be the rejected one, cut off."""
 SOURCE_KEY, MAX_SOURCES, OTHER_SOURCES = "source", 32, "other sources"
 """The key of a record that names its source, and the maximum number of names. Further names share one source."""
 TOKEN = np.dtype([("id", "<i4"), ("turn", "<u2"), ("role", "u1"), ("supervised", "u1")])
@@ -371,8 +373,15 @@ def _examples(item: Example | Pair) -> tuple[Example, ...]:
 
 
 def _pair_defects(pair: Pair) -> Defect:
-    is_swapped = pair.scores is not None and pair.scores[0] < pair.scores[1]
-    return Defect.SCORES_SWAPPED if is_swapped else Defect(0)
+    found = Defect(0)
+    if pair.scores is not None and pair.scores[0] <= pair.scores[1]:
+        found |= Defect.TIED_SCORES if pair.scores[0] == pair.scores[1] else Defect.SCORES_SWAPPED
+    chosen, rejected = (each.content()[-1][1].strip() for each in (pair.chosen, pair.rejected))
+    cut = len(chosen)
+    is_begin = rejected.startswith(chosen) and len(chosen.split()) >= MIN_CUT_WORDS
+    if is_begin and chosen[-1].isalnum() and rejected[cut : cut + 1].isalnum():  # within a word
+        found |= Defect.MID_SENTENCE
+    return found
 
 
 def _tokens_file(folder: Path, number: int) -> Path:
