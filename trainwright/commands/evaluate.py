@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from trainwright.checkpoint.cursor import MicroBatch
 from trainwright.commands.chosen_model import ChosenModel, batches_of, chosen_model, loss_of
 from trainwright.engine.evaluate import EvaluationResult, evaluating
 from trainwright.engine.evaluate import evaluate as evaluate_batches
@@ -63,7 +64,15 @@ def evaluate(
     found = _metrics_of(chosen, loss) if metrics is None else resolve_metrics(metrics, loss)
     found.to(chosen.device)
     batches = batches_of(chosen, data, batch)
-    return evaluate_batches(chosen.model, loss, batches, metrics=found)
+    return _evaluated(chosen, loss, batches, found)
+
+
+def _evaluated(
+    chosen: ChosenModel, loss: Callable[..., Loss | Tensor], batches: Iterable[MicroBatch], metrics: MetricSet
+) -> EvaluationResult:
+    seen = evaluate_batches(chosen.model, loss, batches, metrics=metrics)
+    with evaluating(chosen.model):
+        return replace(seen, metrics={**seen.metrics, **metrics.measure(chosen.model)})
 
 
 def _metrics_of(chosen: ChosenModel, loss: Callable[..., Loss | Tensor]) -> MetricSet:
@@ -134,7 +143,7 @@ def evaluate_run(run: Path, data: str, *, which: str, batch: int | None, average
     """Evaluate the checkpoint ``which`` of a run on ``data``, with the loss and the metrics of its recipe."""
     chosen = chosen_model(run, None, which, average=average)
     batches, loss = batches_of(chosen, data, batch), loss_of(chosen, None)
-    found = evaluate_batches(chosen.model, loss, batches, metrics=_metrics_of(chosen, loss))
+    found = _evaluated(chosen, loss, batches, _metrics_of(chosen, loss))
     return EvaluationReport(run, chosen.step, found)
 
 

@@ -57,6 +57,13 @@ class LossMetric(Metric, Protocol):
     def take_loss(self, loss: Loss) -> object: ...
 
 
+@runtime_checkable
+class ModelMetric(Protocol):
+    """A metric of the model, measured once in each evaluation, without the validation set."""
+
+    def measure(self, model: nn.Module, /) -> Mapping[str, float]: ...
+
+
 class ForwardOutputs(NamedTuple):
     """Outputs, targets and loss of one forward pass, detached."""
 
@@ -135,8 +142,9 @@ class Gathered:
 class MetricSet:
     """Metrics by name that are updated with the same passes."""
 
-    def __init__(self, metrics: Mapping[str, Metric]) -> None:
-        self._metrics = dict(metrics)
+    def __init__(self, metrics: Mapping[str, Metric | ModelMetric]) -> None:
+        self._metrics = {name: each for name, each in metrics.items() if isinstance(each, Metric)}
+        self._of_model = {name: each for name, each in metrics.items() if not isinstance(each, Metric)}
 
     def __bool__(self) -> bool:
         return bool(self._metrics)
@@ -204,6 +212,14 @@ class MetricSet:
         self.reset()
         return values
 
+    def measure(self, model: nn.Module, world: World = SOLO) -> dict[str, float]:
+        """Return the values of the metrics of the model, measured on the first rank. Every rank must call it."""
+        found: dict[str, float] = {}
+        if world.rank == 0:
+            for name, metric in self._of_model.items():
+                found.update(_numbers(name, metric.measure(model)))
+        return world.collect(found)[0] if self._of_model else {}
+
     def reset(self) -> None:
         for metric in self._metrics.values():
             metric.reset()
@@ -219,12 +235,12 @@ def metric_set(metric: Mapping[str, object]) -> MetricSet:
     return MetricSet({name: _metric(name, each) for name, each in metric.items()})
 
 
-def _metric(name: object, metric: object) -> Metric:
+def _metric(name: object, metric: object) -> Metric | ModelMetric:
     if not isinstance(name, str) or not name or name == "loss":
         raise UsageError(f"a metric is named {name!r}", remedy="give it a name of its own, such as 'f1'")
     if isinstance(metric, type):
         raise UsageError(f"the metric {name!r} is the class {metric.__name__}", remedy=f"write {metric.__name__}(...)")
-    if isinstance(metric, Metric):
+    if isinstance(metric, Metric | ModelMetric):
         return metric
     if not callable(metric):
         raise UsageError(f"the metric {name!r} is a {type(metric).__name__}", remedy=_FORMS)

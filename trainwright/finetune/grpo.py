@@ -29,6 +29,7 @@ from trainwright.engine.user_log import log
 from trainwright.errors import UsageError, require_choice, text_of
 from trainwright.finetune.prompts import RECORD
 from trainwright.finetune.tokenizer import load_tokenizer
+from trainwright.finetune.vllm import VllmServer
 from trainwright.models.generate import evaluation_mode
 from trainwright.models.pretrained import hub_model_of, pretrained_of, require_transformers
 
@@ -83,6 +84,8 @@ class GRPO(nn.Module):
         loss_type: ``dapo`` gives all tokens the same weight, ``grpo`` all completions. ``dr_grpo`` divides the sum over
             the tokens by (number of completions * ``max_new_tokens``).
         tokenizer: Decodes completions; null: that in the folder of the model.
+        vllm: Address of a vLLM server that generates the completions; null: the model generates them. Needs adapters.
+        vllm_folder: A folder that the server can read, for the adapters; null: a temporary one.
 
     Raises UsageError for a value that cannot be used.
     """
@@ -103,8 +106,11 @@ class GRPO(nn.Module):
         scale_rewards: bool = True,
         loss_type: LossType = "dapo",
         tokenizer: str | Path | Tokenizer | None = None,
+        vllm: str | None = None,
+        vllm_folder: str | Path | None = None,
     ) -> None:
         super().__init__()
+        self.server = None if vllm is None else VllmServer(vllm, vllm_folder)
         require_choice("loss_type", loss_type, get_args(LossType))
         for wrong, rule, remedy in (
             (completions < 2, f"completions={completions} leaves none to compare with", "try completions: 8"),
@@ -256,6 +262,17 @@ class GRPO(nn.Module):
             what = "ranks divide its weights" if is_sharded(model) else "it has no generate()"
             remedy = "use a transformers model that fits on each rank (parallel: {replicate: -1})"
             raise UsageError(f"grpo cannot generate with a {type(model).__name__}: {what}", remedy=remedy)
+        if self.server is not None:
+            found = self.server.complete(
+                model,
+                [ids[seen > 0].tolist() for ids, seen in zip(ids_RT, mask_RT, strict=True)][:: self.completions],
+                count=self.completions,
+                max_tokens=self.max_new_tokens,
+                temperature=self.temperature,
+                end_ids=end_ids,
+            )
+            rows = [torch.tensor(each, dtype=ids_RT.dtype, device=ids_RT.device) for each in found]
+            return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=end_ids[0])
         order_RT = mask_RT.argsort(dim=1, stable=True)  # padding to the left
         pad = tokenizer.pad_token_id
         settings = require_transformers("grpo").GenerationConfig(

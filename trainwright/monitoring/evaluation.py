@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -12,7 +13,7 @@ from trainwright.checkpoint.cursor import MicroBatch
 from trainwright.checkpoint.optimizer_modes import averaged_weights
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import SOLO, World
-from trainwright.engine.evaluate import EvaluationResult, evaluate
+from trainwright.engine.evaluate import EvaluationResult, evaluate, evaluating
 from trainwright.engine.loss import Loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet
 from trainwright.engine.precision import Precision
@@ -98,13 +99,18 @@ class PeriodicEvaluation:
             share_buffers(state, self._world)
         with averaged_weights(state.optimizer):
             each_seen = {name: self._evaluated(state.model, batches, self._metrics) for name, batches in sets.items()}
+            begin_s = time.perf_counter()
+            with evaluating(state.model):
+                of_model = self._metrics.measure(state.model, self._world)
+            measure_s = time.perf_counter() - begin_s
         seen, first = _combined(each_seen), next(iter(sets.values()))
         if state.ema.is_complete:
             with state.ema.swapped():
                 average = self._evaluated(state.model, first, NO_METRICS)
             metrics = {**seen.metrics, f"{state.ema.kind}_loss": average.loss}
             seen = replace(seen, metrics=metrics, seconds=seen.seconds + average.seconds)
-        return replace(seen, batches=count)
+        metrics = {**seen.metrics, **of_model}
+        return replace(seen, metrics=metrics, seconds=seen.seconds + measure_s, batches=count)
 
     def _evaluated(self, model: nn.Module, batches: Iterable[MicroBatch], metrics: MetricSet) -> EvaluationResult:
         return evaluate(model, self._loss, batches, precision=self._precision, world=self._world, metrics=metrics)

@@ -170,6 +170,7 @@ METRICS = _by_name(
     Row("calibration_error", "trainwright.engine.named_metrics:calibration_error", "Expected calibration error."),
     Row("iou", "trainwright.engine.named_metrics:iou", "Intersection over union, macro average."),
     Row("perplexity", "trainwright.engine.named_metrics:perplexity", "exp of the mean cross-entropy."),
+    Row("lm_eval", "trainwright.finetune.lm_eval:LmEval", "Tasks of lm-eval on a model of transformers."),
     Row("mae", "trainwright.engine.named_metrics:mae", "Mean absolute error."),
     Row("mse", "trainwright.engine.named_metrics:mse", "Mean squared error."),
     Row("rmse", "trainwright.engine.named_metrics:rmse", "Root of the mean squared error."),
