@@ -53,8 +53,8 @@ class VllmServer:
 
         The seed of the server is drawn from torch's random generator. Raises UsageError if the server fails.
         """
-        name = self._load_adapters(model)
         seed = int(torch.randint(2**31, (), device="cpu"))
+        name = self._load_adapters(model)
         body = {
             "model": name,
             "prompt": [*map(list, prompts)],
