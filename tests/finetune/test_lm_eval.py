@@ -22,6 +22,7 @@ from tests.finetune.tokenizers import make_tokenizer
 from trainwright.errors import MissingExtra, UsageError
 from trainwright.finetune.lm_eval import LmEval
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of lm_eval and transformers
 TASK = """
 task: colours
 dataset_path: json
