@@ -5,13 +5,12 @@
 A Llama of 0.4 million parameters is trained on 256 samples whose lengths are skewed: the median is 39 tokens, the
 longest 192. Every block of a round trains it for the same number of steps with the same AdamW; the next round begins
 with another block. The plain loop pads each batch and calls ``model(**batch).loss``, as the documentation of
-``transformers`` does. ``tw.fit`` has everything at its default: the doctor, the log and checkpoints. Times are those
-after the first steps.
+``transformers`` does; in the same process, one of its steps follows each step of ``tw.fit``, so that other work on the
+machine disturbs both equally. ``tw.fit`` has everything at its default: the doctor, the log and checkpoints. Times are
+those after the first steps.
 
-``fit``           a step of ``tw.fit`` with padded batches, as a ratio to the plain loop
-``fit_cpu``       the same in CPU time of the training thread, which other work on the machine disturbs less
-``fit_median``    the same in wall time of the median step, which leaves out saves and examinations
-``fit_cpu_median``  the same in CPU time of the median step; the first 64 steps are all recorded, so give more steps
+``fit``           a step of ``tw.fit`` with padded batches, as a ratio to the plain loop, in CPU time of the process
+``fit_median``    the same for the median step, which leaves out saves and examinations
 ``padding_free``  samples in a second with ``data.packing: padding_free``, as a ratio to padded batches in ``tw.fit``
 ``bfd``           the same with rows of 256 tokens, packed by best fit; each with ``_cpu``, too
 ``padding``       fraction of the tokens of padded batches that are padding
@@ -24,7 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from itertools import cycle, islice, pairwise
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -66,30 +65,44 @@ class Clock:
     def observe(self, result: object, state: object) -> None:
         self.times_s.append((time.perf_counter(), time.thread_time()))
 
-    def step_s(self) -> tuple[float, float, float, float]:
-        """Return the mean wall time and CPU time of the steps after the first, and the median of both."""
+    def step_s(self) -> tuple[float, float]:
+        """Return the mean wall time and CPU time of the steps after the first."""
         counted = self.times_s[min(FIRST, len(self.times_s) // 2) :]
         wall, cpu = (each[-1] - each[0] for each in zip(*counted, strict=True))
-        median, cpu_median = (
-            statistics.median(later[at] - earlier[at] for earlier, later in pairwise(counted)) for at in (0, 1)
-        )
-        return wall / (len(counted) - 1), cpu / (len(counted) - 1), median, cpu_median
+        return wall / (len(counted) - 1), cpu / (len(counted) - 1)
 
 
-def plain(samples: Samples, steps: int, clock: Clock) -> None:
-    model, collate = make_model(), TokenRows()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
-    torch.manual_seed(1)
-    loader: Any = torch.utils.data.DataLoader(samples, BATCH, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
-    for batch in islice((batch for each in cycle([loader]) for batch in each), steps):
-        optimizer.zero_grad()
-        model(**batch).loss.backward()
-        optimizer.step()
-        clock.observe(None, None)
+class PlainLoop:
+    """An observer that takes one step of a plain loop after each step of a run, with the CPU time of both."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.model = make_model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=0.0, fused=True)
+        loader: Any = torch.utils.data.DataLoader(samples, BATCH, shuffle=True, collate_fn=TokenRows())  # type: ignore[arg-type]
+        self.batches = (batch for each in cycle([loader]) for batch in each)
+        self.of_run_s: list[float] = []
+        self.own_s: list[float] = []
+        self.end_s = 0.0
+
+    def observe(self, result: object, state: object) -> None:
+        begin_s = time.process_time()
+        self.of_run_s.append(begin_s - self.end_s)
+        self.optimizer.zero_grad()
+        self.model(**next(self.batches)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.end_s = time.process_time()
+        self.own_s.append(self.end_s - begin_s)
+
+    def ratios(self) -> tuple[float, float]:
+        """Return the ratio of all steps after the first, and that of the medians."""
+        begin = min(FIRST, len(self.own_s) // 2)
+        run, own = self.of_run_s[begin:], self.own_s[begin:]
+        return sum(run) / sum(own), statistics.median(run) / statistics.median(own)
 
 
-def by_fit(packing: object, rows_per_step: int = BATCH) -> Callable[[Samples, int, Clock], None]:
-    def run(samples: Samples, steps: int, clock: Clock) -> None:
+def by_fit(packing: object, rows_per_step: int = BATCH) -> Callable[[Samples, int, Clock | PlainLoop], None]:
+    def run(samples: Samples, steps: int, clock: Clock | PlainLoop) -> None:
         tw.fit(
             make_model(),
             samples,
@@ -127,12 +140,12 @@ def main() -> None:
     samples_per_row = len(samples) / len(packed)
     rows = max(1, round(BATCH / samples_per_row))
     blocks = {
-        "plain": plain,
         "padded": by_fit("none"),
         "padding_free": by_fit("padding_free"),
         "bfd": by_fit({"by": "bfd", "max_length": ROW_TOKENS}, rows),
     }
     seen: dict[str, list[Clock]] = {name: [] for name in blocks}
+    beside: list[PlainLoop] = []
     with tempfile.TemporaryDirectory(prefix="finetune-") as folder:
         os.chdir(folder)
         for number in range(options.rounds):
@@ -141,15 +154,17 @@ def main() -> None:
                 clock = Clock()
                 blocks[name](samples, options.steps, clock)
                 seen[name].append(clock)
+            beside.append(PlainLoop(samples))
+            by_fit("none")(samples, options.steps, beside[-1])
         os.chdir("/")
-    samples_per_step = {"plain": BATCH, "padded": BATCH, "padding_free": BATCH, "bfd": rows * samples_per_row}
-    for at, kind in enumerate(("", "_cpu", "_median", "_cpu_median")):
+    for name, values in zip(("fit", "fit_median"), zip(*(each.ratios() for each in beside), strict=True), strict=True):
+        figure("finetune", name, list(values), unit="ratio", against="plain loop")
+    samples_per_step = {"padded": BATCH, "padding_free": BATCH, "bfd": rows * samples_per_row}
+    for at, kind in enumerate(("", "_cpu")):
         sample_s = {
             name: [clock.step_s()[at] / samples_per_step[name] for clock in clocks] for name, clocks in seen.items()
         }
-        cost = ratios(sample_s["padded"], sample_s["plain"])
-        figure("finetune", f"fit{kind}", cost, unit="ratio", against="plain loop")
-        for name in ("padding_free", "bfd") if kind in ("", "_cpu") else ():
+        for name in ("padding_free", "bfd"):
             gain = ratios(sample_s["padded"], sample_s[name])
             figure("finetune", f"{name}{kind}", gain, unit="ratio", against="padded batches")
     figure("finetune", "padding", [padding(samples)], unit="share", against="all tokens")

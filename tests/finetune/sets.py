@@ -1144,7 +1144,7 @@ BROKEN: tuple[SetCase, ...] = (
         "instruct",
         lines(
             [
-                {"instruction": a, "output": q} if at == 2 else {"instruction": q, "output": a}
+                {"instruction": a, "output": q} if at in (2, 7) else {"instruction": q, "output": a}
                 for at, (q, a) in enumerate(FACTS)
             ]
         ),
@@ -1153,6 +1153,29 @@ BROKEN: tuple[SetCase, ...] = (
 )
 
 GOOD: tuple[SetCase, ...] = (
+    SetCase(
+        "reasons-of-a-label",
+        "completion",
+        lines([{**completion(at), "completion": f" No, since {answer(at)}", "label": False} for at in range(8)]),
+    ),
+    SetCase(
+        "statements-answered-with-questions",
+        "instruct",
+        asked(
+            ("I have felt sad for days and do not know why it began.", "What happened that day?"),
+            ("My dog ran away this morning and nobody has seen it.", "Where did you look?"),
+        ),
+    ),
+    SetCase(
+        "python-with-a-docstring",
+        "instruct",
+        asked(
+            (
+                "Add two.",
+                '```python\ndef add(a):\n    """Add two.\n\n    if it helps:\n    two\n    """\n    return a + 2\n```',
+            )
+        ),
+    ),
     SetCase("math", "instruct", asked(("Half?", r"It is $\frac{1}{2}$, so $\beta < \theta$.\tThat is all."))),
     SetCase(
         "python-of-one-line-bodies",
@@ -1174,7 +1197,7 @@ GOOD: tuple[SetCase, ...] = (
     SetCase(
         "tools",
         "chat",
-        tool_calls(lambda at: {"city": "Bern", "days": at, "unit": None}),
+        tool_calls(lambda at: {"city": "Bern", "days": float(at), "unit": None}),
         tokenizer={"template": WITH_TOOLS},
     ),
     SetCase("longer-rejected", "preference", preferred(right, lambda at, a: f"{a} And so on, for {at} more pages.")),

@@ -6,6 +6,7 @@ Shapes: T tokens of a sequence.
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -232,13 +233,13 @@ def _answer_defects(answers: Sequence[str]) -> Defect:
 
 def _is_blank(text: str) -> bool:
     """Return True for a text without a visible character; zero-width ones are not visible."""
-    return not any(each.isprintable() and not each.isspace() for each in text)
+    return all(each.isspace() or unicodedata.category(each) in ("Cc", "Cf") for each in text)
 
 
 def _call_defects(example: Example) -> Defect:
     found, ids = Defect(0), set[object]()
     schemas = [each.get("function", each) for each in example.tools or ()]
-    declared = {each.get("name"): each.get("parameters") for each in schemas}
+    declared = {each.get("name"): each.get("parameters") for each in schemas if isinstance(each, Mapping)}
     for message in example.messages:
         for call in message.get("tool_calls") or ():
             ids.add(call.get("id"))
@@ -283,9 +284,9 @@ def _fits(arguments: Mapping[str, Any], schema: object) -> bool:
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     if not isinstance(schema, Mapping) or not isinstance(properties, Mapping):
         return True
-    required = schema.get("required") or ()
+    required = schema.get("required")
     given = {name: value for name, value in arguments.items() if value is not None}
-    return all(name in arguments for name in required) and all(
+    return all(name in arguments for name in (required if isinstance(required, list) else ())) and all(
         _has_type(value, properties[name].get("type"))
         for name, value in given.items()
         if isinstance(properties.get(name), Mapping)
@@ -294,4 +295,6 @@ def _fits(arguments: Mapping[str, Any], schema: object) -> bool:
 
 def _has_type(value: object, name: object) -> bool:
     kinds = JSON_TYPES.get(name) if isinstance(name, str) else None
-    return kinds is None or (isinstance(value, kinds) and (name == "boolean" or not isinstance(value, bool)))
+    if kinds is None or isinstance(value, bool):
+        return kinds is None or name == "boolean"
+    return isinstance(value, kinds) or (name == "integer" and isinstance(value, float) and value.is_integer())

@@ -51,8 +51,9 @@ NO_LOSS = "no_loss"
 MAX_KEY_CHARS = 50
 """Characters of the name of a column. A longer one is the first row of a table without a header."""
 REJECTING_KEYS = ("label", "accepted", "correct", "is_correct", "desirable")
-"""Keys of a record that mark its answer as a bad one with the value false, as data of KTO do."""
+"""Keys of a record that mark its answer as a bad one with the value false, as data of KTO do with the first."""
 MAX_LABEL_WORDS = 3
+NEGATION = re.compile(r"\W*(?:no|not|false|incorrect|wrong|untrue)\b", re.IGNORECASE)
 ALPACA_WITH_INPUT = "{instruction}\n\n{input}"
 
 
@@ -159,8 +160,10 @@ def example_of(fields: Mapping[str, Any], use: Use, roles: Mapping[str, str]) ->
             found = Example(completion=_text(fields["text"], "text"))
         case _:
             found = _pair(fields, roles)
-    if isinstance(found, Example) and any(fields.get(key) is False for key in REJECTING_KEYS):
-        is_label = len(found.content()[-1][1].split()) <= MAX_LABEL_WORDS  # yes or no, which the key repeats
+    keys = REJECTING_KEYS if layout == "prompt and completion" else REJECTING_KEYS[1:]
+    if isinstance(found, Example) and any(fields.get(key) is False for key in keys):
+        answer = found.content()[-1][1]  # a short one, or "No, ...", may be what the key says
+        is_label = len(answer.split()) <= MAX_LABEL_WORDS or NEGATION.match(answer)
         found = replace(found, is_rejected=not is_label)
     return layout, found
 

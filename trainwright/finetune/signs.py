@@ -232,7 +232,8 @@ UNINDENTED_BODY = re.compile(
 def _lost_indent(text: str) -> Span | None:
     """Find the body of a Python block that is not indented."""
     for block in PYTHON_BLOCK.finditer(text) if "```" in text else ():
-        if found := UNINDENTED_BODY.search(block[1]):
+        code = STRING_OR_COMMENT.sub(lambda found: " " * len(found[0]), block[1])
+        if found := UNINDENTED_BODY.search(code):
             return block.start(1) + found.start("at"), block.start(1) + found.end("at")
     return None
 
@@ -609,6 +610,8 @@ def _contradictions(samples: Sequence[SampleTexts]) -> SetSign | None:
     return SetSign("contradictions", "samples", found, what, remedy, excerpt + shortened(before))
 
 
+FIRST_PERSON = re.compile(r"\b(?:I|my|me|we|our)\b")
+"""Words of a statement that may be answered with a question."""
 MIN_ASKED = 0.8
 """Fraction of prompts that are questions, from which a row the other way round is reported."""
 
@@ -619,9 +622,15 @@ def _columns_swapped(samples: Sequence[SampleTexts]) -> SetSign | None:
     asks = [each.prompt.rstrip()[-1:] in QUESTION_MARKS or bool(ASKS.search(each.prompt)) for each in samples]
     says = "are questions, but hardly any prompt is: prompts and answers may be swapped"
     if sum(asks) >= MIN_ASKED * len(samples):
-        found = [at for at in found if not asks[at] and len(samples[at].prompt) > len(samples[at].answer)]
+        found = [
+            at
+            for at in found
+            if not asks[at]
+            and len(samples[at].prompt) > len(samples[at].answer)
+            and not FIRST_PERSON.search(samples[at].prompt)
+        ]
         says = "are questions, and their prompts are not, unlike nearly all others: they may be swapped"
-        if not found or len(found) > (1 - MIN_ASKED) * len(samples):
+        if not 2 <= len(found) <= (1 - MIN_ASKED) * len(samples):
             return None
     elif len(found) < 0.6 * len(samples) or sum(asks) > 0.1 * len(samples):
         return None
@@ -740,10 +749,20 @@ def _one_prompt(samples: Sequence[SampleTexts]) -> SetSign | None:
     return SetSign("one_prompt", "samples", found, says, remedy, shortened(prompt))
 
 
+REFERS = re.compile(
+    r"[:：]\Z|\b(?:following|below|this|above|given|texts?|passage|article|sentences?|paragraph)\b", re.I
+)
+"""Prompts that are about a text."""
+
+
 def _missing_input(samples: Sequence[SampleTexts]) -> SetSign | None:
     """Find prompts that are only the first line of many other prompts: the text below it is missing."""
     begun = Counter(each.prompt.strip().split("\n")[0].strip() for each in samples if "\n" in each.prompt.strip())
-    found = [at for at, each in enumerate(samples) if begun[each.prompt.strip()] >= MIN_USUAL]
+    found = [
+        at
+        for at, each in enumerate(samples)
+        if begun[each.prompt.strip()] >= MIN_USUAL and REFERS.search(each.prompt.strip())
+    ]
     if not found or len(found) > sum(begun[samples[at].prompt.strip()] for at in found[:1]):
         return None
     says = "have only the first line of other prompts: the text that it is about is missing"
