@@ -9,8 +9,8 @@ with another block. The plain loop pads each batch and calls ``model(**batch).lo
 machine disturbs both equally. ``tw.fit`` has everything at its default: the doctor, the log and checkpoints. Times are
 those after the first steps.
 
-``fit``           a step of ``tw.fit`` with padded batches, as a ratio to the plain loop, in CPU time of the process
-``fit_median``    the same for the median step, which leaves out saves and examinations
+``in_turn``       a step of ``tw.fit`` with padded batches, as a ratio to the plain loop, in CPU time of the process
+``in_turn_median``  the same for the median step, which leaves out saves and examinations
 ``padding_free``  samples in a second with ``data.packing: padding_free``, as a ratio to padded batches in ``tw.fit``
 ``bfd``           the same with rows of 256 tokens, packed by best fit; each with ``_cpu``, too
 ``padding``       fraction of the tokens of padded batches that are padding
@@ -89,7 +89,6 @@ class PlainLoop:
         self.of_run_s.append(begin_s - self.end_s)
         self.optimizer.zero_grad()
         self.model(**next(self.batches)).loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.end_s = time.process_time()
         self.own_s.append(self.end_s - begin_s)
@@ -157,7 +156,9 @@ def main() -> None:
             beside.append(PlainLoop(samples))
             by_fit("none")(samples, options.steps, beside[-1])
         os.chdir("/")
-    for name, values in zip(("fit", "fit_median"), zip(*(each.ratios() for each in beside), strict=True), strict=True):
+    for name, values in zip(
+        ("in_turn", "in_turn_median"), zip(*(each.ratios() for each in beside), strict=True), strict=True
+    ):
         figure("finetune", name, list(values), unit="ratio", against="plain loop")
     samples_per_step = {"padded": BATCH, "padding_free": BATCH, "bfd": rows * samples_per_row}
     for at, kind in enumerate(("", "_cpu")):
