@@ -256,6 +256,7 @@ class TextEnds:
     attended: int  # Rows in which it follows a target as the first padding, and the attention mask keeps it
     targets: int  # Number of times that it is a target
     rows: int  # Rows of the batch
+    is_end: bool = False  # The configuration of the model names it as the end of texts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,9 @@ class LayerGradient:
 class WrongAxes:
     """Calls at one place that treat axes wrongly."""
 
-    kind: str  # "reordered": a view in place of a transpose. "inverted": a mask hides all but the padding
+    # "reordered": a view in place of a transpose. "inverted": a mask hides all but the padding. "uniform_noise": see
+    # measure/loop_signs.py
+    kind: str
     module: str
     line: str | None
     shapes: tuple[tuple[int, ...], ...]

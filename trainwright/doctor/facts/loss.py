@@ -55,10 +55,13 @@ class Broadcast:
 class LossSign:
     """A mistake in the operations between the outputs and the loss."""
 
-    kind: str  # "no_gradient", "not_updated", "advantage", or "summed_and_averaged" (``op`` averages, ``line`` sums)
+    # "no_gradient", "not_updated", "advantage", "summed_and_averaged" (``op`` averages, ``line`` sums), or one of
+    # measure/loop_signs.py
+    kind: str
     op: str
     steps: int  # Number of examined steps with the mistake
     line: str | None = None  # Its source line
+    value: float = 0.0  # The ratio of two terms
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,18 @@ def knows_nothing(call: MeasuredLoss) -> bool:
     told = [(row[2] - row[0]) / constant for row in call.rows]
     error = max(stdev(gained), stdev(told)) / math.sqrt(len(call.rows))
     return error < MAX_ERROR and max(fmean(gained), fmean(told)) < MIN_GAIN + error
+
+
+def explains_little(call: MeasuredLoss) -> bool:
+    """Returns True if the last predictions reduced the loss of a constant one by less than a tenth."""
+    value, constant, _ = (fmean(column) for column in zip(*call.rows))
+    return math.isfinite(value + constant) and constant > 1e-12 and value > 0.9 * constant
+
+
+def sign_of(exams: Every[LossFacts], kind: str) -> LossSign | None:
+    """Returns the newest sign of a kind; None if the newest measurement of the loop has none."""
+    facts = over_most_steps(exams) if exams else LossFacts()
+    return next((each for each in facts.signs if each.kind == kind), None)
 
 
 CONSEQUENCES_OF_WRONG_ARGUMENTS = (

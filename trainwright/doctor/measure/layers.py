@@ -22,6 +22,7 @@ from trainwright.doctor.facts.layers import (
     RouterFacts,
     WrongAxes,
 )
+from trainwright.doctor.measure.loop_signs import UniformNoise
 from trainwright.doctor.measure.modules import ModuleProbe
 from trainwright.doctor.measure.tensors import padding_of
 from trainwright.recorder.callers import caller
@@ -50,13 +51,17 @@ class Axes:
     def __init__(self) -> None:
         self._found: Counter[tuple[str, str, str | None, tuple[tuple[int, ...], ...]]] = Counter()
         self._padding: Tensor | None = None
+        self._noise = UniformNoise()
 
     def begin(self, args: Args, kwargs: Kwargs) -> None:
         inputs = [each for each in plain(tensors_of((args, kwargs), 3)) if not each.is_floating_point()]
         found = next((found for each in inputs if (found := padding_of(each)) is not None), None)
         self._padding = None if found is None or found[1].all(1).any() else found[1]
+        self._noise.forget()
 
     def note(self, path: str, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
+        if self._noise.note(name, args, result):
+            self._add("uniform_noise", path)
         if name in ("view", "reshape") and isinstance(result, Tensor) and is_reordered(args[0].shape, result.shape):
             self._add("reordered", path, tuple(args[0].shape), tuple(result.shape))
         if self._padding is not None and (hidden := hidden_keys(name, args, kwargs)) is not None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.checkpoint.transforms import innermost_transform
 from trainwright.doctor.facts.loss import Broadcast, LossFacts, LossSign, MeasuredLoss, TermFacts, TermsFacts
+from trainwright.doctor.measure.loop_signs import LoopSigns
 from trainwright.doctor.measure.tensors import leaves_among, nodes_behind
 from trainwright.recorder.callers import caller
 from trainwright.recorder.gradients import owned_by
@@ -258,10 +259,13 @@ class LossCalls:
         self._step_mistakes: set[tuple[str, str, str | None]] = set()
         self._reductions: dict[int, _Reduction] = {}  # by the slots of the scalars
         self._num_calls: dict[Hashable, int] = {}
+        self.loop_signs = LoopSigns() if is_live else None
         self.forget()
 
     def forget(self) -> None:
         """Drops all tensors."""
+        if self.loop_signs is not None:
+            self.loop_signs.forget()
         self._with_new_dimension: TensorNotes[None] = TensorNotes()
         self._reduced: TensorNotes[_Reduction] = TensorNotes()
         self._residuals: TensorNotes[tuple[Tensor, Tensor]] = TensorNotes()
@@ -314,6 +318,8 @@ class LossCalls:
     def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object, function: Any = None) -> None:
         """Records a call of a torch function."""
         self.drawn |= name in RANDOM_FUNCTIONS
+        if self.loop_signs is not None:
+            self.loop_signs.on_function(name, args, kwargs, result)
         if not isinstance(result, Tensor) or not args:
             return
         plain = name.strip("_")
@@ -636,7 +642,8 @@ class LossCalls:
             for key, count in self._mistakes.items()
             if key[0] != "not_updated" or key[1:] not in self._trained_terms
         )
-        return tuple(LossSign(kind, op, count, line) for (kind, op, line), count in signs)
+        others = self.loop_signs.found() if self.loop_signs is not None else ()
+        return (*(LossSign(kind, op, count, line) for (kind, op, line), count in signs), *others)
 
 
 def _fraction_inside(left_out: Tensor) -> float:
@@ -743,6 +750,8 @@ class LossListener(Probe):
                 terms = terms_of(step)
                 self._terms = len(terms)
                 self._found.compare_reductions(terms)
+            assert self._found.loop_signs is not None
+            self._found.loop_signs.end_step(step)
             self._found.end_step()
             self._step = step.step
             known, self._certain = self._certain, self._found.certain

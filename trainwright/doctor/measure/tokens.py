@@ -95,9 +95,10 @@ def _find_rows(known: Tensor, rows: Tensor) -> Tensor | None:
 
 
 def token_inputs(session: ReplaySession) -> list[Tensor]:
-    """Returns the inputs that look like token ids: integers of shape (B, T) with T > 2."""
+    """Returns the inputs that look like token ids: integers of shape (B, T) with T > 2, none negative as in labels."""
     found = {id(x): x for x in session.inputs if not x.is_floating_point() and x.dtype != torch.bool}
-    return [x for x in found.values() if x.dim() == 2 and x.shape[1] > 2 and int(x.max() - x.min()) > 1]
+    tables = (x for x in found.values() if x.dim() == 2 and x.shape[1] > 2)
+    return [x for x in tables if int(x.min()) >= 0 and int(x.max() - x.min()) > 1]
 
 
 def _losses_in_eval(session: ReplaySession, inputs: InputHandler | None = None) -> list[Classified]:
@@ -224,7 +225,15 @@ def _ends(session: ReplaySession, placed: Placed) -> TextEnds | None:
         attended=attended,
         targets=int(used.sum()),
         rows=len(ids),
+        is_end=int(filler) in _ends_of_text(session),
     )
+
+
+def _ends_of_text(session: ReplaySession) -> set[int]:
+    """Returns the ids that end a text, as the configurations of the models name them."""
+    configs = (getattr(root, "config", None) for root in session.replayer.subject.roots)
+    named = [getattr(config, "eos_token_id", None) for config in configs]
+    return {n for each in named for n in (each if isinstance(each, list) else [each]) if isinstance(n, int)}
 
 
 tokens = replay(TokensFacts, when="requested", memory=3.0)(examine_tokens)

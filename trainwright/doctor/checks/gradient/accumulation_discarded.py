@@ -33,9 +33,9 @@ def accumulation_discarded(run: RunContext) -> Results:
     steps = [each for each in run.steps if not has_closure(each) and not each.values.get("used_by_hand")]
     if len(optimizers_of(steps)) != 1:
         return
-    examined = {step for step, facts in run.every(AccumulationFacts) if facts.is_plain and facts.discarded}
+    examined = any(facts.is_plain and facts.discarded for _, facts in run.every(AccumulationFacts))
     # each backward pass has a batch of its own
-    apart = [e for e in steps if e.step in examined or _num_backward(e) == len(e.values.get("ids") or ())]
+    apart = [e for e in steps if examined or _num_backward(e) == len(e.values.get("ids") or ())]
     counts = [(each, lost) for each in apart if (lost := _lost(each))]
     if len(counts) < 2 or 2 * len(counts) < len(steps):
         return

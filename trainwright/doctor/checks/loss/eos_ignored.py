@@ -8,8 +8,8 @@ def eos_ignored(run: RunContext, exams: Every[TokensFacts]) -> Results:
 
     Why it matters: the model never learns to stop. The loss shows nothing; generation runs to the length limit.
 
-    How it is detected: the padding id also occurs between targets, or the attention mask counts its first occurrence as
-    text. It is never a target.
+    How it is detected: the padding id also occurs between targets, the attention mask counts its first occurrence as
+    text, or the model's configuration names it as `eos_token_id`. It is never a target.
 
     Exceptions: padding that occurs only at the end; prompts that are not trained on.
 
@@ -29,12 +29,19 @@ def eos_ignored(run: RunContext, exams: Every[TokensFacts]) -> Results:
                 continue
             if ends.targets:
                 return
-            if found is None and loss.offset == 1 and max(ends.within, ends.attended) >= max(2, ends.rows // 8):
-                how = "between targets" if ends.within >= ends.attended else "where the attention mask counts it"
+            seen = max(ends.within, ends.attended)
+            if found is None and loss.offset == 1 and (seen >= max(2, ends.rows // 8) or ends.is_end):
+                how = (
+                    "only as padding"
+                    if not seen
+                    else "between targets"
+                    if ends.within >= ends.attended
+                    else "where the attention mask counts it"
+                )
                 found = run.finding(
                     step,
                     symptom=f"token {ends.id} ends texts and is never a target: it occurs "
-                    f"{max(ends.within, ends.attended)} times {how}",
+                    + (f"{seen} times {how}" if seen else how),
                     where=Where(op="cross_entropy"),
                     evidence=[("ends among the targets", 0, "> 0")],
                 )

@@ -1,0 +1,401 @@
+"""Simple signs in small loops: faulty programs are found, and their healthy twins are not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import trainwright as tw
+from tests.doctor.checks.loops import alarms
+
+pytestmark = pytest.mark.slow
+Watch = Callable[..., Any]
+
+
+def mlp(width: int, outputs: int, hidden: int = 16) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
+
+
+def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def q_learning(watch: Watch, faulty: bool, *, target_first: bool = False, flags: str = "float") -> None:
+    online, target = mlp(4, 2), mlp(4, 2)
+    optimizer = torch.optim.Adam(online.parameters(), 1e-3)
+    with watch(online, optimizer):
+        for _ in range(24):
+            state, following = torch.randn(32, 4), torch.randn(32, 4)
+            action, reward = torch.randint(0, 2, (32,)), torch.randint(0, 2, (32,)).float() - 0.1
+            ends = torch.rand(32) < 0.2
+            ends[:2], reward[:2] = True, 0.9
+            done = ends.float() if flags == "float" else ends
+            value = None if target_first else online(state).gather(1, action[:, None]).squeeze(1)
+            with torch.no_grad():
+                best = target(following).max(1).values
+                wanted = reward + 0.9 * (best if faulty else torch.where(ends, 0.0, best))
+            value = online(state).gather(1, action[:, None]).squeeze(1) if value is None else value
+            update(optimizer, F.smooth_l1_loss(value, wanted))
+            assert done.shape == ends.shape
+
+
+def q_learning_of_bools(watch: Watch, faulty: bool) -> None:
+    q_learning(watch, faulty, target_first=True, flags="bool")
+
+
+def q_learning_that_cuts_off(watch: Watch, faulty: bool) -> None:
+    """Nothing has ended: episodes are only cut off, and rightly bootstrapped."""
+    online = mlp(4, 2)
+    optimizer = torch.optim.Adam(online.parameters(), 1e-3)
+    with watch(online, optimizer):
+        for _ in range(24):
+            state, action, reward = torch.randn(32, 4), torch.randint(0, 2, (32, 1)), torch.rand(32)
+            terminated, truncated = torch.zeros(32, dtype=torch.bool), torch.rand(32) < 0.2
+            value = online(state).gather(1, action).squeeze(1)
+            with torch.no_grad():
+                wanted = reward + 0.9 * online(state + 1).max(1).values
+            update(optimizer, F.mse_loss(value, wanted))
+            assert terminated.shape == truncated.shape
+
+
+def policy(watch: Watch, faulty: bool, *, epochs: int = 4) -> None:
+    model = mlp(4, 3)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    with watch(model, optimizer):
+        for _ in range(24 // epochs):
+            states, actions, gains = torch.randn(64, 4), torch.randint(0, 3, (64, 1)), torch.randn(64)
+            with torch.no_grad():
+                stored = model(states).log_softmax(-1).gather(1, actions)[:, 0]
+            for _ in range(epochs):
+                new = model(states).log_softmax(-1).gather(1, actions)[:, 0]
+                ratio = torch.exp(new - (new.detach() if faulty else stored))
+                update(optimizer, -torch.min(ratio * gains, ratio.clamp(0.8, 1.2) * gains).mean())
+
+
+def policy_of_one_update(watch: Watch, faulty: bool) -> None:
+    policy(watch, True, epochs=1)
+
+
+class Autoencoder(nn.Module):
+    def __init__(self, noise: Callable[[Tensor], Tensor] = torch.randn_like) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.noise = nn.Linear(64, 8), mlp(4, 64), noise
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, log_variance = self.encoder(x).chunk(2, 1)
+        deviation = (0.5 * log_variance).exp()
+        return self.decoder(mean + self.noise(deviation) * deviation), mean, log_variance
+
+
+def variational(watch: Watch, averaged: bool, noise: Callable[[Tensor], Tensor] = torch.randn_like) -> None:
+    model = Autoencoder(noise)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    basis = torch.randn(4, 64)
+    with watch(model, optimizer):
+        for _ in range(100):
+            x = torch.randn(64, 4) @ basis
+            output, mean, log_variance = model(x)
+            error = F.mse_loss(output, x) if averaged else F.mse_loss(output, x, reduction="sum") / len(x)
+            divergence = (-0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum(1)).mean()
+            update(optimizer, error / 10 + divergence if averaged else error + divergence)
+
+
+def sampled_uniformly(watch: Watch, faulty: bool) -> None:
+    variational(watch, False, torch.rand_like if faulty else torch.randn_like)
+
+
+def diffusion(watch: Watch, faulty: bool, *, by_hand: bool = False) -> None:
+    model = mlp(64, 64)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with watch(model, optimizer):
+        for _ in range(24):
+            x, share = torch.randn(32, 64), torch.rand(32, 1)
+            noise = torch.rand_like(x) if faulty else torch.randn_like(x)
+            output = model(share.sqrt() * x + (1 - share).sqrt() * noise)
+            update(optimizer, ((output - noise) ** 2).mean() if by_hand else F.mse_loss(output, noise))
+
+
+def diffusion_by_hand(watch: Watch, faulty: bool) -> None:
+    diffusion(watch, faulty, by_hand=True)
+
+
+def uniform_data(watch: Watch, faulty: bool) -> None:
+    """The data themselves are uniform, and noise is added to them."""
+    model = mlp(64, 64)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with watch(model, optimizer):
+        for _ in range(24):
+            x = torch.rand(32, 64)
+            update(optimizer, F.mse_loss(model(x + 0.1 * torch.randn_like(x)), x))
+
+
+def contrastive(watch: Watch, faulty: bool, *, together: bool = True) -> None:
+    model = mlp(16, 8)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with watch(model, optimizer):
+        for _ in range(24):
+            x = torch.randn(16, 16)
+            first = x + 0.1 * torch.randn_like(x)
+            second = first.clone() if faulty else x + 0.1 * torch.randn_like(x)
+            if together:
+                z = F.normalize(model(torch.cat([first, second])), dim=1)
+                scores = (z @ z.T).masked_fill(torch.eye(32, dtype=torch.bool), -9.0)
+                loss = F.cross_entropy(scores, torch.arange(32).roll(16))
+            else:
+                loss = F.cross_entropy(model(first) @ model(second).T, torch.arange(16))
+            update(optimizer, loss)
+
+
+def contrastive_by_two_calls(watch: Watch, faulty: bool) -> None:
+    contrastive(watch, faulty, together=False)
+
+
+def boxes(watch: Watch, faulty: bool, *, unbound: bool = False) -> None:
+    model = mlp(8, 4)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+
+    def area(b: Tensor) -> Tensor:
+        if unbound:
+            x1, y1, x2, y2 = b.unbind(-1)
+            return (x2 - x1) * (y2 - y1)
+        return (b[:, 2] - b[:, 0]) * (b[:, 3] - b[:, 1])
+
+    with watch(model, optimizer):
+        for _ in range(24):
+            centre, size = torch.rand(32, 2) / 2 + 0.25, torch.rand(32, 2) / 5
+            wanted = torch.cat([centre, size] if faulty else [centre - size / 2, centre + size / 2], 1)
+            output = model(torch.randn(32, 8)).sigmoid()
+            update(optimizer, (area(output) - area(wanted)).abs().mean() + F.l1_loss(output, wanted))
+
+
+def boxes_unbound(watch: Watch, faulty: bool) -> None:
+    boxes(watch, faulty, unbound=True)
+
+
+def normalised(watch: Watch, momentum: float, *, rows: int = 16) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=momentum), nn.ReLU(), nn.Linear(16, 2))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with watch(model, optimizer):
+        for _ in range(24):
+            x = torch.randn(rows, 8) + 1
+            update(optimizer, F.cross_entropy(model(x), (x[:, 0] > 1).long()))
+
+
+def tensorflow_momentum(watch: Watch, faulty: bool) -> None:
+    normalised(watch, 0.99 if faulty else 0.01)
+
+
+def no_momentum(watch: Watch, faulty: bool) -> None:
+    normalised(watch, 0.0 if faulty else 0.1)
+
+
+def adapted(watch: Watch, faulty: bool, *, vocabulary: bool = False) -> None:
+    body, head = nn.Linear(16, 16), nn.Linear(16, 5)
+    table = nn.Embedding(5 if vocabulary else 64, 16)
+    model = nn.Sequential(table, body, nn.ReLU(), head)
+    for each in (table, head) if faulty else (table,):
+        each.requires_grad_(False)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)
+    with watch(model, optimizer):
+        for _ in range(24):
+            ids = torch.randint(0, 5, (32,))
+            update(optimizer, F.cross_entropy(model(ids), ids))
+
+
+def adapted_after_training(watch: Watch, faulty: bool) -> None:
+    """The output layer was trained before it was frozen."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    before = torch.optim.Adam(model.parameters(), 1e-2)
+    x = torch.randn(64, 8)
+    y = x[:, :3].argmax(1)
+    for _ in range(30):
+        update(before, F.cross_entropy(model(x), y))
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.Adam(model[0].parameters(), 1e-3)
+    with watch(model, optimizer):
+        for _ in range(24):
+            update(optimizer, F.cross_entropy(model(x), y))
+
+
+def language_model(watch: Watch, faulty: bool) -> None:
+    adapted(watch, True, vocabulary=True)
+
+
+def averaged_module(watch: Watch, faulty: bool) -> None:
+    model = mlp(8, 2)
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    x = torch.randn(64, 8)
+    y = (x[:, 0] > 0).long()
+    with watch(model, optimizer):
+        for step in range(40):
+            update(optimizer, F.cross_entropy(model(x), y))
+            if not faulty:
+                with torch.no_grad():
+                    for one, other in zip(average.parameters(), model.parameters(), strict=True):
+                        one.lerp_(other, 0.1)
+            if step % 10 == 9:
+                with torch.no_grad():
+                    float((average(x).argmax(1) == y).float().mean())
+
+
+class Shadow:
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.values = model, [p.detach().clone() for p in model.parameters()]
+
+    def swap(self) -> None:
+        with torch.no_grad():
+            for p, value in zip(self.model.parameters(), self.values, strict=True):
+                kept = p.clone()
+                p.copy_(value)
+                value.copy_(kept)
+
+    def update(self) -> None:
+        for p, value in zip(self.model.parameters(), self.values, strict=True):
+            value.lerp_(p.detach(), 0.1)
+
+
+def averaged_values(watch: Watch, faulty: bool) -> None:
+    model = mlp(8, 2)
+    shadow = Shadow(model)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    x = torch.randn(64, 8)
+    y = (x[:, 0] > 0).long()
+    with watch(model, optimizer):
+        for step in range(40):
+            update(optimizer, F.cross_entropy(model(x), y))
+            if not faulty:
+                shadow.update()
+            if step % 10 == 9:
+                shadow.swap()
+                with torch.no_grad():
+                    float((model(x).argmax(1) == y).float().mean())
+                shadow.swap()
+
+
+def teacher(watch: Watch, faulty: bool) -> None:
+    """A copy that never moves, because it is a teacher of every step."""
+    model = mlp(8, 2)
+    fixed = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    with watch(model, optimizer):
+        for _ in range(40):
+            x = torch.randn(64, 8)
+            with torch.no_grad():
+                wanted = fixed(x).softmax(1)
+            update(optimizer, F.cross_entropy(model(x), (x[:, 0] > 0).long()) + F.mse_loss(model(x).softmax(1), wanted))
+
+
+def in_bfloat16(watch: Watch, faulty: bool) -> None:
+    """The findings of the first steps still hold when only some of the steps are observed."""
+    dtype = torch.bfloat16 if faulty else torch.float32
+    model = mlp(8, 2).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-5)
+    with watch(model, optimizer):
+        for _ in range(100):
+            x = torch.randn(16, 8)
+            update(optimizer, F.cross_entropy(model(x.to(dtype)).float(), (x[:, 0] > 0).long()))
+
+
+def accumulated(watch: Watch, faulty: bool) -> None:
+    """Micro-batches that no loader has yielded."""
+    model = mlp(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, optimizer):
+        for micro in range(48):
+            x = torch.randn(16, 8)
+            if faulty or micro % 4 == 0:
+                optimizer.zero_grad()
+            (F.cross_entropy(model(x), (x[:, 0] > 0).long()) / 4).backward()
+            if micro % 4 == 3:
+                optimizer.step()
+
+
+class TokenModel(nn.Module):
+    """A language model that computes its loss, with the configuration of a library."""
+
+    def __init__(self, end: int) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(eos_token_id=end)
+        self.table, self.out = nn.Embedding(30, 16), nn.Linear(16, 30)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.out(self.table(ids).tanh())
+        return F.cross_entropy(scores[:, :-1].reshape(-1, 30), labels[:, 1:].reshape(-1)), scores
+
+
+def padded_with_the_end(watch: Watch, faulty: bool) -> None:
+    end, padding = 1, 1 if faulty else 0
+    model = TokenModel(end)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with watch(model, optimizer):
+        for _ in range(16):
+            ids = torch.full((16, 20), padding)
+            for row, length in enumerate(torch.randint(6, 17, (16,)).tolist()):
+                ids[row, :length], ids[row, length] = torch.randint(2, 30, (length,)), end
+            update(optimizer, model(ids, ids.masked_fill(ids == padding, -100))[0])
+
+
+REPLAYED = ("gradient.accumulation_discarded", "loss.eos_ignored")
+FAULTS = {
+    "gradient.accumulation_discarded": (accumulated,),
+    "loss.eos_ignored": (padded_with_the_end,),
+    "precision.lost_updates": (in_bfloat16,),
+    "loss.terminal_states_bootstrapped": (q_learning, q_learning_of_bools),
+    "loss.ratio_always_one": (policy,),
+    "loss.posterior_collapse": (variational,),
+    "model.uniform_noise": (sampled_uniformly, diffusion, diffusion_by_hand),
+    "data.views_equal": (contrastive, contrastive_by_two_calls),
+    "loss.box_ends_before_start": (boxes, boxes_unbound),
+    "model.batchnorm_momentum": (tensorflow_momentum, no_momentum),
+    "model.new_head_frozen": (adapted,),
+    "evaluation.weights_from_before_training": (averaged_module, averaged_values),
+}
+HEALTHY = {
+    "loss.terminal_states_bootstrapped": (q_learning_that_cuts_off,),
+    "loss.ratio_always_one": (policy_of_one_update,),
+    "model.uniform_noise": (uniform_data,),
+    "model.new_head_frozen": (adapted_after_training, language_model),
+    "evaluation.weights_from_before_training": (teacher,),
+}
+
+
+def found(program: Callable[[Watch, bool], None], faulty: bool, *, replays: bool = False) -> list[str]:
+    torch.manual_seed(0)
+    watches: list[tw.Watch] = []
+
+    def watch(model: nn.Module, optimizer: torch.optim.Optimizer) -> tw.Watch:
+        examine = "all" if replays else "listen"
+        watches.append(tw.watch(model, optimizer, out=None, quiet=True, examine=examine))
+        return watches[-1]
+
+    program(watch, faulty)
+    assert watches[0].session.failures == []
+    return alarms(watches[0])
+
+
+@pytest.mark.parametrize(
+    ("code", "program"),
+    [pytest.param(code, each, id=f"{code}-{each.__name__}") for code, all_ in FAULTS.items() for each in all_],
+)
+def test_the_fault_is_found_and_its_twin_is_not(code: str, program: Callable[[Watch, bool], None]) -> None:
+    replays = code in REPLAYED
+    assert code in found(program, True, replays=replays)
+    assert code not in found(program, False, replays=replays)
+
+
+@pytest.mark.parametrize(
+    ("code", "program"),
+    [pytest.param(code, each, id=f"{code}-{each.__name__}") for code, all_ in HEALTHY.items() for each in all_],
+)
+def test_a_similar_program_is_healthy(code: str, program: Callable[[Watch, bool], None]) -> None:
+    assert code not in found(program, False)

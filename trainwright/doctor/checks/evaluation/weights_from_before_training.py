@@ -1,0 +1,37 @@
+from trainwright.doctor import Results, RunContext, Where, check
+from trainwright.doctor.facts.unmoved import UnmovedFacts
+
+MIN_STEPS = 20
+MIN_EVALUATIONS = 2
+
+
+@check(stage="loop", confidence=0.85)
+def weights_from_before_training(run: RunContext, facts: UnmovedFacts) -> Results:
+    """What is evaluated has the weights from before the training, although the trained weights have moved.
+
+    Why it matters: the metrics, and what is chosen by them, say nothing about the trained model.
+
+    How it is detected: a copy of the model among the variables of the loop, or the model itself in passes without
+    gradients, has the weights of the beginning in at least two evaluations, the last one after 20 steps.
+
+    Exceptions: copies that are called in every fourth step or more often, such as teachers and target networks.
+
+    Usual cause: a moving average whose `update` is never called, or that is evaluated before its first update; a model
+    for evaluation that never gets the trained weights.
+
+    Looks like: optim.average_does_not_follow, where the average moves in a wrong way.
+
+    Fix: call `ema.update(model)` after each `optimizer.step()`.
+
+    Sources: huggingface/pytorch-image-models#1831, lucidrains/DALLE2-pytorch#131.
+    """
+    for each in facts.evaluations:
+        if len(each.steps) < MIN_EVALUATIONS or each.steps[-1] < MIN_STEPS:
+            continue
+        what = f"a copy of the model ({each.kind})" if each.is_copy else f"the model ({each.kind})"
+        yield run.finding(
+            symptom=f"{what} was evaluated {len(each.steps)} times with the weights from before the training",
+            since_step=max(1, each.steps[0]),
+            where=Where(source=each.source),
+            evidence=[("evaluated after steps", list(each.steps))],
+        )

@@ -1,0 +1,54 @@
+"""Measurements of weights that stay as they were initialised: evaluated copies, new heads, running statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class UnmovedEvaluation:
+    """Evaluations with weights from before the training."""
+
+    kind: str  # Class of the evaluated module
+    is_copy: bool  # The module is a copy of the trained one; else the trained one held its first weights
+    steps: tuple[int, ...]  # The steps after which it was evaluated, at most the first 8
+    source: str | None  # Line of the first of these calls
+
+
+@dataclass(frozen=True)
+class UnmovedFacts:
+    """Evaluations with weights that did not move since the watch began, while the trained weights did."""
+
+    experiment: ClassVar[str] = "unmoved"
+    steps: int  # Steps so far
+    evaluations: tuple[UnmovedEvaluation, ...] = ()
+
+
+@dataclass(frozen=True)
+class HeadFacts:
+    """The last linear layer of a model, if it is frozen and has freshly initialised weights."""
+
+    experiment: ClassVar[str] = "head"
+    module: str = ""  # Path of the layer; "" without one
+    outputs: int = 0  # Number of its outputs
+    trained: int = 0  # Number of parameters of the model that an optimizer trains
+
+
+@dataclass(frozen=True)
+class RunningStatistics:
+    """A BatchNorm in train mode whose momentum is 0 or near 1."""
+
+    module: str  # Path of the layer
+    momentum: float
+    is_initial: bool  # The running mean is 0 and the running variance is 1
+    jump: float  # Median change of the running mean between two examinations, in standard deviations
+
+
+@dataclass(frozen=True)
+class StatisticsFacts:
+    """The BatchNorms with an unusual momentum."""
+
+    experiment: ClassVar[str] = "statistics"
+    steps: int
+    norms: tuple[RunningStatistics, ...]

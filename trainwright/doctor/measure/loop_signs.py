@@ -1,0 +1,398 @@
+"""Simple signs of wrong values in the functions between a model and its loss, and of uniform noise in a model."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from trainwright.doctor.facts.loss import LossSign
+from trainwright.recorder.callers import caller, calling_frame, is_users
+from trainwright.recorder.program import Constant, Operation, RecordedStep, Slot, constants_of
+from trainwright.recorder.tensor_notes import TensorNotes
+from trainwright.recorder.user_types import Args, Kwargs
+from trainwright.replay.terms import Term, terms_of
+
+DISTANCES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
+RECONSTRUCTIONS = DISTANCES | {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
+PRODUCTS = frozenset({"matmul", "rmatmul", "mm", "einsum", "cosine_similarity", "cdist"})
+KEEPING = frozenset({"squeeze", "unsqueeze", "view", "reshape", "detach", "float", "flatten"})
+"""Functions whose result has the values of their input."""
+STEPS_OF_PROGRAM = 8  # The first steps, whose program is read
+MIN_STEPS = 4  # Steps that must all show a sign
+MIN_UNIFORM = 512  # Elements of a target whose distribution is tested
+MAX_UNIFORM = 8192
+MIN_FEATURES = 32  # Elements of a sample from which on a mean over them is far smaller than their sum
+LEARNED_DEVIATIONS = ("ExpBackward0", "SoftplusBackward0", "SqrtBackward0")
+"""Autograd nodes that make a standard deviation."""
+_VIEWS = ("View", "Squeeze", "Unsqueeze", "Reshape", "Select", "Slice", "Clone", "Alias", "UnsafeView", "Expand")
+MAX_FRAMES = 3
+Key = tuple[str, str, str | None]
+"""The kind of a sign, the function, and the line."""
+
+
+def _made_by(tensor: Tensor, *names: str) -> bool:
+    """Returns True if a node of one of these names made a tensor, apart from views."""
+    node: Node | None = tensor.grad_fn
+    for _ in range(6):
+        if node is None or type(node).__name__.startswith(names):
+            return node is not None
+        if not type(node).__name__.startswith(_VIEWS) or not node.next_functions:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+class UniformNoise:
+    """Follows uniform random numbers that are used where normal ones are meant: see ``note``."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self._uniform: TensorNotes[None] = TensorNotes()
+        self._scaled: TensorNotes[bool] = TensorNotes()  # True: with a standard deviation that the model computes
+        self._is_mixed = False
+
+    def note(self, name: str, args: Args, result: object) -> bool:
+        """Returns True if uniform noise is used as a sample of a normal distribution.
+
+        Either it is multiplied by a standard deviation and added to a mean, both of which the model computes, or it is
+        mixed into the data, and a prediction is compared with it.
+        """
+        plain = name.strip("_")
+        if not isinstance(result, Tensor):
+            return False
+        if plain in ("rand", "rand_like") and result.dim() > 1:
+            self._uniform[result] = None
+        tensors = [each for each in args[:2] if isinstance(each, Tensor)]
+        if len(tensors) < 2 or not (self._uniform or self._scaled):
+            return False
+        for noise, other in (tensors, tensors[::-1]):
+            if plain in ("mul", "rmul") and noise in self._uniform:
+                is_learned = other.requires_grad and other.shape == noise.shape and _made_by(other, *LEARNED_DEVIATIONS)
+                if is_learned or not other.requires_grad:
+                    self._scaled[result] = is_learned
+            elif plain in ("add", "radd") and (is_learned := self._scaled.get(noise)) is not None:
+                if is_learned and other.requires_grad:
+                    return True
+                self._is_mixed |= not is_learned and other.shape == noise.shape
+            elif plain in DISTANCES | {"sub", "rsub"} and noise in self._uniform and noise not in self._scaled:
+                return self._is_mixed and other.requires_grad and other.shape == noise.shape
+        return False
+
+
+class LoopSigns:
+    """Collects signs. Values stay on their device until ``found``."""
+
+    def __init__(self) -> None:
+        self._shown: dict[Key, list[Tensor]] = {}
+        self._values: dict[Key, float] = {}
+        self._noise = UniformNoise()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops all tensors."""
+        self._noise.forget()
+        self._bases: TensorNotes[int] = TensorNotes()  # boxes with their number
+        self._count = itertools.count()
+        self._columns: TensorNotes[tuple[int, object]] = TensorNotes()  # number of the boxes, and their column
+        self._widths: dict[int, Tensor] = {}
+        self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        # sums without a graph: their operands and their line
+        self._sums: TensorNotes[tuple[Tensor, Tensor, str | None]] = TensorNotes()
+
+    def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
+        plain = name.strip("_")
+        if not args:
+            return
+        with torch.no_grad():
+            if self._noise.note(name, args, result):
+                self._show("uniform_noise", plain, torch.ones((), dtype=torch.bool))
+            if plain == "exp" and isinstance(result, Tensor) and result.requires_grad:
+                self._note_ratio(args[0], result)
+            elif plain in ("getitem", "unbind", "chunk", "split"):
+                self._note_columns(plain, args, kwargs, result)
+            elif plain in ("sub", "rsub") and len(args) > 1:
+                self._note_width(args[0], args[1], result)
+            elif plain in PRODUCTS:
+                self._note_product(plain, args)
+            if plain in ("add", "radd") and isinstance(result, Tensor) and not result.requires_grad:
+                tensors = [each for each in args if isinstance(each, Tensor) and each.numel() == result.numel()]
+                if len(tensors) == 2 and result.numel() > 1:
+                    self._sums[result] = tensors[0], tensors[1], caller()
+            elif plain in KEEPING and isinstance(result, Tensor) and (parts := self._sums.get(args[0])) is not None:
+                self._sums[result] = parts
+            if plain in DISTANCES and len(args) > 1:
+                self._note_terminal(plain, args[0], args[1])
+
+    def _show(self, kind: str, op: str, is_shown: Tensor, line: str | None = None) -> None:
+        self._shown.setdefault((kind, op, line or caller()), []).append(is_shown)
+
+    def _note_ratio(self, exponent: object, result: Tensor) -> None:
+        """Records if a ratio of probabilities, ``exp(new - old)``, is 1 everywhere."""
+        if isinstance(exponent, Tensor) and result.numel() >= 8 and _made_by(exponent, "SubBackward", "RsubBackward"):
+            self._show("ratio_is_one", "exp", ((result.detach() - 1).abs() < 1e-5).all())
+
+    # boxes of two corners each
+
+    def _note_columns(self, plain: str, args: Args, kwargs: Kwargs, result: object) -> None:
+        boxes = args[0]
+        if not isinstance(boxes, Tensor) or boxes.requires_grad or boxes.dim() < 2 or boxes.shape[-1] != 4:
+            return
+        if boxes not in self._bases:
+            self._bases[boxes] = next(self._count)
+        number = self._bases[boxes]
+        if plain == "getitem" and isinstance(result, Tensor):
+            last = args[1][-1] if isinstance(args[1], tuple) and args[1] else None
+            column: object = (
+                (last.start or 0, last.stop or 4) if isinstance(last, slice) and last.step is None else last
+            )
+            if isinstance(column, int | tuple):
+                self._columns[result] = number, column % 4 if isinstance(column, int) else column
+        elif isinstance(result, tuple | list) and len(result) in (2, 4) and boxes.shape[-1] != result[0].shape[-1:]:
+            if plain == "unbind" and len(result) == 4:
+                for place, each in enumerate(result):
+                    self._columns[each] = number, place
+            elif plain != "unbind" and result[0].shape[-1] in (1, 2):
+                size = result[0].shape[-1]
+                for place, each in enumerate(result):
+                    self._columns[each] = number, (size * place, size * place + size) if size == 2 else place
+
+    def _note_width(self, a: object, b: object, result: object) -> None:
+        """Records if a box of the targets ends before it begins."""
+        one, other = self._columns.get(a), self._columns.get(b)
+        if one is None or other is None or one[0] != other[0] or not isinstance(result, Tensor) or not result.numel():
+            return
+        columns, is_negative = (one[1], other[1]), (result < 0).double().mean()
+        if columns == ((2, 4), (0, 2)):
+            self._show("box_ends_before", "sub", is_negative > 0.05)
+        elif columns in ((2, 0), (3, 1)):
+            known = self._widths.setdefault(one[0], is_negative)
+            if known is not is_negative:
+                self._show("box_ends_before", "sub", torch.maximum(known, is_negative) > 0.05)
+
+    # views of contrastive learning
+
+    def _note_product(self, plain: str, args: Args) -> None:
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        tensors = tensors or [each for each in args[-1] if isinstance(each, Tensor)]  # torch.einsum(equation, [a, b])
+        if len(tensors) != 2 or not any(each.requires_grad for each in tensors):
+            return
+        a, b = (each.detach().squeeze() for each in tensors)
+        if a.dim() != 2 or b.dim() != 2 or len(a) < 4 or a.shape[1] < 2:
+            return
+        is_matrix_product = plain in ("matmul", "mm", "rmatmul")
+        if b.T.shape == a.shape and (is_matrix_product or (b.shape != a.shape and plain != "cosine_similarity")):
+            b = b.T
+        if a.shape != b.shape:
+            return
+        if plain == "cosine_similarity" and tensors[0].dim() == 2:
+            self._note_pair(plain, tensors[0], tensors[1])
+        if a.data_ptr() != b.data_ptr():
+            self._show("equal_views", plain, _are_equal(a, b) & _rows_vary(a))
+        elif len(a) % 2 == 0:
+            half = len(a) // 2
+            self._show(
+                "equal_views", plain, (_are_equal(a[:half], a[half:]) | _are_equal(a[::2], a[1::2])) & _rows_vary(a)
+            )
+
+    def _note_pair(self, plain: str, a: Tensor, b: Tensor) -> None:
+        """Records if two terms of a symmetric loss compare the same values."""
+        known, self._pairs[plain] = self._pairs.get(plain), (a, b)
+        if known is None or known[0].shape != a.shape or known[0] is a or known[1] is b or not a.requires_grad:
+            return
+        equal = _are_equal(known[0].detach(), a.detach()) & _are_equal(known[1].detach(), b.detach())
+        self._show("equal_terms", plain, equal & _rows_vary(a.detach()))
+
+    # bootstrapped targets
+
+    def _note_terminal(self, plain: str, x: object, target: object) -> None:
+        """Records if the target of a chosen action's value is no reward alone where the episode has ended."""
+        if not isinstance(x, Tensor) or not isinstance(target, Tensor) or not x.requires_grad or target.requires_grad:
+            return
+        size = target.numel()
+        is_value = target.is_floating_point() and size == target.shape[0] >= 8 and target.device.type == "cpu"
+        parts = self._sums.get(target)
+        if not is_value or not (parts or _made_by(x, "GatherBackward", "IndexBackward")):
+            return
+        flags, floats = _flags_and_floats(size)
+        wanted = target.detach().flatten().double()
+        rewards = [each.detach().flatten().double() for each in parts[:2]] if parts else floats
+        rewards = [each for each in rewards if not torch.equal(each, wanted)]
+        flags = [flag for flag, is_bool in flags if is_bool or not any(torch.equal(flag.double(), r) for r in rewards)]
+        ends = [each for each in flags if each.any()]
+        if not rewards or not ends or len(ends) < len(flags) or max(float(each.double().mean()) for each in ends) > 0.5:
+            return  # an episode that is only cut off is rightly bootstrapped
+        if any(bool((each == wanted)[done].all()) for each in rewards for done in (*ends, torch.stack(ends).any(0))):
+            is_shown = False
+        elif parts or _is_no_function(wanted, rewards, torch.stack(ends).any(0)):
+            is_shown = True
+        else:
+            return
+        self._show("terminal_bootstrapped", plain, torch.tensor(is_shown), parts[2] if parts else None)
+
+    # the program of a step
+
+    def end_step(self, step: RecordedStep) -> None:
+        """Reads the program of one of the first steps."""
+        if step.step > STEPS_OF_PROGRAM:
+            return
+        with torch.no_grad():
+            self._note_noise_target(step)
+        self._note_reductions(step, terms_of(step))
+
+    def _note_noise_target(self, step: RecordedStep) -> None:
+        """Records if a prediction is compared with uniform noise that is part of the model's input."""
+        inputs = [c.tensor for call in step.calls for c in constants_of((call.args, call.kwargs))]
+        for each in step.program:
+            if not isinstance(each, Operation) or each.name.strip("_") not in DISTANCES | {"sub", "rsub"}:
+                continue
+            args = (*each.args, *each.kwargs.values())[:2]
+            target = next((a.tensor for a in args if type(a) is Constant), None)
+            if target is None or not any(type(a) is Slot for a in args) or not _may_be_noise(target):
+                continue
+            mixed = [_is_mixed_in(x, target) for x in inputs if x.is_floating_point() and x.numel() == target.numel()]
+            if mixed:
+                shown = torch.stack(mixed).any() & _is_uniform(target)
+                self._shown.setdefault(("uniform_noise", each.name.strip("_"), None), []).append(shown)
+
+    def _note_reductions(self, step: RecordedStep, terms: list[Term]) -> None:
+        """Records a mean over all elements of a reconstruction beside a term that is summed over its features."""
+        makers = {slot: each for each in step.program if isinstance(each, Operation) for slot in each.outputs}
+        inputs = {c.tensor.data_ptr() for each in step.calls for c in constants_of((each.args, each.kwargs))}
+        sums = [rate for term in terms if (rate := _weight_of_sum(term, makers, step)) is not None]
+        for term in terms:
+            made = makers.get(term.slot)
+            if made is None or made.name not in RECONSTRUCTIONS or made.kwargs.get("reduction", "mean") != "mean":
+                continue
+            targets = [c.tensor for c in constants_of((made.args[1:], made.kwargs)) if c.tensor.dim() > 1]
+            if sums and targets and targets[0].data_ptr() in inputs and term.own:
+                features = targets[0].numel() // len(targets[0])
+                ratio = max(sums) * features / abs(term.own)
+                if features >= MIN_FEATURES:
+                    key = "features_summed_and_averaged", made.name, None
+                    self._shown.setdefault(key, []).append(torch.ones((), dtype=torch.bool))
+                    self._values[key] = ratio
+
+    def found(self) -> Iterator[LossSign]:
+        """Yields the signs that every step has shown. Synchronizes with the device."""
+        for key, shown in self._shown.items():
+            values = torch.stack([each.cpu() for each in shown]).tolist()
+            if len(values) >= MIN_STEPS and all(values[1:]):
+                yield LossSign(key[0], key[1], len(values), key[2], self._values.get(key, 0.0))
+
+
+def _are_equal(a: Tensor, b: Tensor) -> Tensor:
+    return (a - b).abs().amax() <= 1e-6 * a.abs().amax()
+
+
+def _rows_vary(a: Tensor) -> Tensor:
+    return (a - a[:1]).abs().amax() > 1e-3 * a.abs().amax()
+
+
+def _may_be_noise(target: Tensor) -> bool:
+    is_float = target.is_floating_point() and target.dim() > 1 and not target.requires_grad
+    return is_float and len(target) > 3 and target.numel() >= MIN_UNIFORM
+
+
+def _is_uniform(target: Tensor) -> Tensor:
+    """Returns True if the elements are independent and uniform between 0 and 1, as far as their order shows."""
+    flat = target.flatten()[:MAX_UNIFORM].float()
+    ordered, count = flat.sort().values, len(flat)
+    distance = (ordered - torch.arange(1, count + 1, device=flat.device) / count).abs().amax()
+    centred = flat - flat.mean()
+    correlation = (centred[1:] * centred[:-1]).mean() / centred.square().mean().clamp(min=1e-12)
+    is_within = (target >= 0).all() & (target < 1).all()
+    return is_within & (distance < 2 / math.sqrt(count)) & (correlation.abs() < 5 / math.sqrt(count))
+
+
+def _is_mixed_in(x: Tensor, target: Tensor) -> Tensor:
+    """Returns True if samples of the input contain the target, each with another factor."""
+    a, b = (each.detach().reshape(len(target), -1).float() for each in (x, target))
+    a, b = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
+    factors = (a * b).sum(1) / b.square().sum(1).clamp(min=1e-12)
+    return (factors.mean() > 0.05) & (factors.std() > 0.05)
+
+
+def _weight_of_sum(term: Term, makers: Mapping[int, Operation], step: RecordedStep) -> float | None:
+    """Returns the weight of a term, for each sample, that is a sum over features; None if it is no such sum."""
+    made = makers.get(term.slot)
+    rows = next((len(c.tensor) for each in step.calls for c in constants_of(each.args) if c.tensor.dim() > 1), 0)
+    if made is None or made.name not in ("sum", "mean") or not rows:
+        return None
+    if made.name == "sum":
+        is_all = len(made.args) == 1 and not made.kwargs.get("dim")
+        return abs(term.own) * rows if is_all else None
+    for _ in range(4):  # the mean over samples of a sum over features
+        slot = next((each.number for each in made.args if type(each) is Slot), None)
+        made = makers.get(slot) if slot is not None else None
+        if made is None or made.name not in ("sum", "mul", "rmul", "neg", "div"):
+            return None
+        if made.name == "sum":
+            return abs(term.own)
+    return None
+
+
+def _is_no_function(target: Tensor, rewards: list[Tensor], done: Tensor) -> bool:
+    """Returns True if, where an episode has ended, equal rewards have different targets, for all that may be rewards.
+
+    The target may be a function of the reward, such as a multiple of it.
+    """
+    found = []
+    for each in rewards:
+        order = each[done].sort(stable=True)
+        is_same, targets = order.values[1:] == order.values[:-1], target[done][order.indices]
+        if bool(is_same.any()):
+            found.append(bool(((targets[1:] - targets[:-1]).abs()[is_same] > 1e-6).any()))
+    return bool(found) and all(found)
+
+
+def _flags_and_floats(size: int) -> tuple[list[tuple[Tensor, bool]], list[Tensor]]:
+    """Returns the variables of the user's functions with ``size`` elements: those that are only true or false, or only
+    0 and 1, as bools with whether they were bools; and the floating numbers.
+    """
+    flags, floats = [], []
+    frame, frames = calling_frame(), 0
+    while frame is not None and frames < MAX_FRAMES:
+        if is_users(frame):
+            frames += 1
+            for value in _leaves(frame.f_locals.values()):
+                if (known := _as_flags(value, size)) is not None:
+                    flags.append((known, getattr(value, "dtype", torch.bool) in (torch.bool, "bool")))
+                if isinstance(value, Tensor) and value.numel() == size and value.is_floating_point():
+                    floats.append(value.detach().flatten().double())
+        frame = frame.f_back
+    return flags, floats
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    for value in list(values):
+        if isinstance(value, Mapping):
+            yield from list(value.values())
+        else:
+            yield value
+            if hasattr(value, "_fields"):  # a named tuple
+                yield from value
+
+
+def _as_flags(value: Any, size: int) -> Tensor | None:
+    """Returns the flags of a variable, flattened; None if it holds other values, or only ones."""
+    if isinstance(value, tuple | list):
+        if len(value) != size or not all(isinstance(each, bool) or type(each).__name__ == "bool_" for each in value):
+            return None
+        return torch.tensor([bool(each) for each in value])
+    if type(value).__module__ == "numpy" and getattr(value, "size", 0) == size and value.dtype.kind in "bf":
+        value = torch.as_tensor(value)
+    if not isinstance(value, Tensor) or value.numel() != size or value.requires_grad or value.device.type != "cpu":
+        return None
+    if value.dtype != torch.bool and not value.is_floating_point():
+        return None
+    flat = value.detach().flatten()
+    is_flag = value.dtype == torch.bool or bool(((flat == 0) | (flat == 1)).all())
+    return flat.bool() if is_flag and not bool(flat.bool().all()) else None
