@@ -345,11 +345,48 @@ def padded_with_the_end(watch: Watch, faulty: bool) -> None:
             update(optimizer, model(ids, ids.masked_fill(ids == padding, -100))[0])
 
 
+def attached(watch: Watch, faulty: bool) -> None:
+    online = mlp(4, 2)
+    optimizer = torch.optim.Adam(online.parameters(), 1e-3)
+    with watch(online, optimizer):
+        for _ in range(24):
+            state, action, reward = torch.randn(32, 4), torch.randint(0, 2, (32, 1)), torch.rand(32)
+            wanted = reward + 0.9 * online(state + 1).max(1).values
+            update(
+                optimizer, F.mse_loss(online(state).gather(1, action).squeeze(1), wanted if faulty else wanted.detach())
+            )
+
+
+class Pooled(nn.Module):
+    """Pools a sequence with attention weights over ``dim``."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner, self.score, self.out, self.dim = nn.Linear(8, 16), nn.Linear(16, 1), nn.Linear(16, 2), dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x).tanh()
+        return self.out((self.score(hidden).softmax(self.dim) * hidden).sum(1))
+
+
+def attention(watch: Watch, faulty: bool, *, length: int | None = None) -> None:
+    model = Pooled(-1 if faulty else 1)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with watch(model, optimizer):
+        for step in range(24):
+            x = torch.randn(16, length or 1 + step % 5, 8)
+            for half in x.chunk(2):
+                loss = F.cross_entropy(model(half), (half[:, 0, 0] > 0).long())
+            update(optimizer, loss + F.cross_entropy(model(x), (x[:, 0, 0] > 0).long()))
+
+
 REPLAYED = ("gradient.accumulation_discarded", "loss.eos_ignored")
 FAULTS = {
     "gradient.accumulation_discarded": (accumulated,),
     "loss.eos_ignored": (padded_with_the_end,),
     "precision.lost_updates": (in_bfloat16,),
+    "loss.bootstrapped_target_attached": (attached,),
+    "model.softmax_over_one_value": (attention,),
     "loss.terminal_states_bootstrapped": (q_learning, q_learning_of_bools),
     "loss.ratio_always_one": (policy,),
     "loss.posterior_collapse": (variational,),

@@ -49,7 +49,7 @@ class WrongAxes:
     """Calls at one place that treat axes wrongly."""
 
     # "reordered": a view in place of a transpose. "inverted": a mask hides all but the padding. "uniform_noise": see
-    # measure/loop_signs.py
+    # measure/loop_signs.py. "one_value": a softmax over an axis of size 1
     kind: str
     module: str
     line: str | None

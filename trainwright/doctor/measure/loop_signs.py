@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from trainwright.doctor.facts.loss import LossSign
+from trainwright.doctor.measure.tensors import leaves_among, nodes_behind
 from trainwright.recorder.callers import caller, calling_frame, is_users
 from trainwright.recorder.program import Constant, Operation, RecordedStep, Slot, constants_of
 from trainwright.recorder.tensor_notes import TensorNotes
@@ -45,6 +46,26 @@ def _made_by(tensor: Tensor, *names: str) -> bool:
         if not type(node).__name__.startswith(_VIEWS) or not node.next_functions:
             return False
         node = node.next_functions[0][0]
+    return False
+
+
+def _is_bootstrapped(target: Tensor) -> bool:
+    """Returns True if autograd leads through a tensor that is the sum of a constant and a multiple of the largest, or
+    of a chosen, output.
+    """
+    node = target.grad_fn
+    if node is None or not type(node).__name__.startswith("Add"):
+        return False
+    following = [each for each, _ in node.next_functions if each is not None]
+    for _ in range(6):
+        if len(following) != 1:
+            return False
+        name = type(following[0]).__name__
+        if name.startswith(("MaxBackward", "AmaxBackward", "GatherBackward")):
+            return True
+        if not name.startswith(("Mul", *_VIEWS)):
+            return False
+        following = [each for each, _ in following[0].next_functions if each is not None]
     return False
 
 
@@ -130,6 +151,7 @@ class LoopSigns:
                 self._sums[result] = parts
             if plain in DISTANCES and len(args) > 1:
                 self._note_terminal(plain, args[0], args[1])
+                self._note_attached(plain, args[0], args[1])
 
     def _show(self, kind: str, op: str, is_shown: Tensor, line: str | None = None) -> None:
         self._shown.setdefault((kind, op, line or caller()), []).append(is_shown)
@@ -236,6 +258,16 @@ class LoopSigns:
         else:
             return
         self._show("terminal_bootstrapped", plain, torch.tensor(is_shown), parts[2] if parts else None)
+
+    def _note_attached(self, plain: str, x: object, target: object) -> None:
+        """Records if the loss of a chosen action's value also moves its target, reward + factor * next value."""
+        if not isinstance(x, Tensor) or not isinstance(target, Tensor) or x.shape != target.shape or not x.dim():
+            return
+        is_attached = _made_by(x, "GatherBackward", "IndexBackward") and _is_bootstrapped(target)
+        if is_attached:  # a target network of its own is not trained by it
+            one, other = (leaves_among(nodes_behind([each.grad_fn])) for each in (x, target) if each.grad_fn)
+            is_attached = bool(one & other)
+        self._show("target_attached", plain, torch.tensor(is_attached))
 
     # the program of a step
 

@@ -13,7 +13,9 @@ def left_by_other_loss(run: RunContext, facts: CallsFacts) -> Results:
 
     How it is detected: the graphs of the first backward passes. A loss trains one part through the weights of a second
     one, and only the first part steps. The second part's gradients are not cleared before its own loss, which does not
-    reach the first part, adds to them, and it steps. This is seen in two updates.
+    reach the first part, adds to them, and it steps. In two updates, the two gradients oppose each other.
+
+    Exceptions: a part that is meant to learn from both losses; their gradients do not oppose each other.
 
     Usual cause: gradients of the discriminator (critic, judge) are left over from the generator's backward, because
     its `zero_grad()` is called too early: after its step, and not before its own backward.
