@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
-from torch.nn.functional import cosine_similarity
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.names import named_parameters
@@ -222,8 +221,6 @@ def _number(value: object) -> float | None:
 
 _VIEWS = ("TBackward", "Transpose", "Permute", "View", "Reshape", "Expand", "Unsqueeze", "ToCopy", "Alias")
 """Beginnings of the names of nodes through which a weight is still a weight."""
-MAX_COSINE = -0.1  # Cosine of the gradients that were left and those of the own loss, from which on they oppose
-GRADIENT_ELEMENTS = 64  # Number of elements of each gradient that are compared for that
 MAX_BACKWARDS = 12  # Backward passes whose graph is read
 
 
@@ -244,15 +241,13 @@ class Leftovers:
 
     In adversarial training the loss of the generator runs through the discriminator and leaves gradients there. The
     generator alone updates. If they are still there when the discriminator's loss, which does not reach the generator,
-    adds its gradients, the discriminator's update contains both. ``found`` counts such updates for each optimizer, if
-    both gradients oppose each other. A part that is meant to learn from both losses has no such gradients.
+    adds its gradients, the discriminator's update contains both. ``found`` counts such updates for each optimizer.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)
         self._held: list[list[_Pass]] = [[] for _ in optimizers]
         self._backwards = self._pending = 0
-        self._left: dict[int, Tensor] = {}  # by optimizer: samples of the gradients that were left
         self.found: dict[int, int] = {}
 
     @property
@@ -271,9 +266,7 @@ class Leftovers:
                 self._held[n].clear()
             if now.reached >> n & 1:
                 through_n = (each.through.get(n, 0) & each.stepped & ~now.reached for each in self._held[n])
-                if any(through_n):
-                    self._pending |= 1 << n
-                    self._left[n] = _gradients(parameters)
+                self._pending |= any(through_n) << n
                 self._held[n].append(now)
 
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
@@ -289,23 +282,10 @@ class Leftovers:
         if not self._is_on or (n := next((n for n, o in enumerate(self._optimizers) if o is optimizer), None)) is None:
             return
         if self._pending >> n & 1:
+            self.found[n] = self.found.get(n, 0) + 1
             self._pending &= ~(1 << n)
-            left, now = self._left.pop(n), _gradients(owned_by(optimizer))
-            if left.shape == now.shape and bool(cosine_similarity(left, now - left, dim=0) < MAX_COSINE):
-                self.found[n] = self.found.get(n, 0) + 1
         for each in (each for held in self._held for each in held):
             each.stepped |= each.reached & 1 << n
-
-
-def _gradients(parameters: Sequence[Tensor]) -> Tensor:
-    """Returns samples of the gradients of these weights, 0 for a weight without one."""
-    return torch.cat(
-        [
-            sampled(p if p.grad is None or p.grad.is_sparse else p.grad, GRADIENT_ELEMENTS).float()
-            * (p.grad is not None and not p.grad.is_sparse)
-            for p in parameters
-        ]
-    )
 
 
 def _read(roots: Sequence[Node], bits: dict[int, int]) -> _Pass:

@@ -23,12 +23,6 @@ def adversarial(parts: Parts) -> tuple[Tensor, Callable[[], Tensor]]:
     return F.softplus(-parts[1](made)).mean(), lambda: F.softplus(parts[1](made.detach())).mean()
 
 
-def cooperative(parts: Parts) -> tuple[Tensor, Callable[[], Tensor]]:
-    """The second part is meant to learn from both losses, which agree."""
-    made = parts[0](X)
-    return F.softplus(-parts[1](made)).mean(), lambda: F.softplus(-parts[1](2 * made.detach())).mean()
-
-
 def encoder_first(parts: Parts) -> tuple[Tensor, Callable[[], Tensor]]:
     """The second part encodes for the first: it is meant to collect the gradients of both losses."""
     return parts[0](parts[1](X)).square().mean(), lambda: parts[1](X).mean()
@@ -45,7 +39,6 @@ def with_weights_penalized(parts: Parts) -> tuple[Tensor, Callable[[], Tensor]]:
         (adversarial, "after", 2),
         (adversarial, "never", 3),
         (adversarial, "before", 0),
-        (cooperative, "after", 0),
         (encoder_first, "after", 0),
         (with_weights_penalized, "after", 0),
     ],

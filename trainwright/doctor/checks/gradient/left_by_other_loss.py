@@ -4,7 +4,7 @@ from trainwright.doctor.facts.calls import CallsFacts
 MIN_UPDATES = 2
 
 
-@check(stage="backward", confidence=0.9, points_at="backward", since_step=1)
+@check(stage="backward", confidence=0.7, points_at="backward", since_step=1)
 def left_by_other_loss(run: RunContext, facts: CallsFacts) -> Results:
     """The update of one part, such as a discriminator, contains gradients that the loss of another part left in it.
 
@@ -13,9 +13,10 @@ def left_by_other_loss(run: RunContext, facts: CallsFacts) -> Results:
 
     How it is detected: the graphs of the first backward passes. A loss trains one part through the weights of a second
     one, and only the first part steps. The second part's gradients are not cleared before its own loss, which does not
-    reach the first part, adds to them, and it steps. In two updates, the two gradients oppose each other.
+    reach the first part, adds to them, and it steps. This is seen in two updates.
 
-    Exceptions: a part that is meant to learn from both losses; their gradients do not oppose each other.
+    Exceptions: a part that is meant to learn from both losses, such as a head that also has a loss of its own. It
+    cannot be told apart; pass both losses to one `backward()` to make the intent clear.
 
     Usual cause: gradients of the discriminator (critic, judge) are left over from the generator's backward, because
     its `zero_grad()` is called too early: after its step, and not before its own backward.
