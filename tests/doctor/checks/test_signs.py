@@ -381,6 +381,41 @@ def attention(watch: Watch, faulty: bool, *, length: int | None = None) -> None:
 
 
 REPLAYED = ("gradient.accumulation_discarded", "loss.eos_ignored")
+
+
+def fixed_target(watch: Watch, faulty: bool) -> None:
+    """Random network distillation: the outputs of a fixed random network are to be predicted."""
+
+    class Distilled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.predictor, self.target = mlp(8, 5), mlp(8, 5).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.predictor(x), self.target(x)
+
+    model = Distilled()
+    optimizer = torch.optim.Adam(model.predictor.parameters(), 1e-3)
+    with watch(model, optimizer):
+        for _ in range(24):
+            update(optimizer, F.mse_loss(*model(torch.randn(32, 8))))
+
+
+def reference_policy(watch: Watch, faulty: bool) -> None:
+    """A fixed copy is called once for each rollout, and the loss uses its outputs."""
+    model = mlp(8, 4)
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with watch(model, optimizer):
+        for _ in range(6):
+            x, actions = torch.randn(64, 8), torch.randint(0, 4, (64, 1))
+            with torch.no_grad():
+                old = reference(x).log_softmax(1).gather(1, actions)
+            for _ in range(8):
+                new = model(x).log_softmax(1).gather(1, actions)
+                update(optimizer, (new.exp() * (new - old)).mean())
+
+
 FAULTS = {
     "gradient.accumulation_discarded": (accumulated,),
     "loss.eos_ignored": (padded_with_the_end,),
@@ -401,8 +436,8 @@ HEALTHY = {
     "loss.terminal_states_bootstrapped": (q_learning_that_cuts_off,),
     "loss.ratio_always_one": (policy_of_one_update,),
     "model.uniform_noise": (uniform_data,),
-    "model.new_head_frozen": (adapted_after_training, language_model),
-    "evaluation.weights_from_before_training": (teacher,),
+    "model.new_head_frozen": (adapted_after_training, language_model, fixed_target),
+    "evaluation.weights_from_before_training": (teacher, reference_policy),
 }
 
 

@@ -27,12 +27,12 @@ class UnmovedFacts:
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """The last linear layer of a model, if it is frozen and has freshly initialised weights."""
+    """The last linear layer of a model: frozen, with freshly initialised weights, and with gradients through it."""
 
     experiment: ClassVar[str] = "head"
-    module: str = ""  # Path of the layer; "" without one
-    outputs: int = 0  # Number of its outputs
-    trained: int = 0  # Number of parameters of the model that an optimizer trains
+    module: str  # Path of the layer
+    outputs: int  # Number of its outputs
+    trained: int  # Number of parameters of the model that an optimizer trains
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from trainwright.doctor.measure.tensors import sampled
 from trainwright.doctor.measure.weights import was_trained
 from trainwright.recorder.callers import caller
 from trainwright.recorder.calls import Hook
+from trainwright.recorder.comparisons import EvaluationSites, Site
 from trainwright.recorder.copies import is_a_copy
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.listener import has_listeners
@@ -61,16 +62,16 @@ class _Weights:
 
 
 class _Evaluated:
-    """A module whose calls without gradients are observed. ``checks``: (step, its weights were unmoved, line)."""
+    """A module whose calls without gradients are observed. ``checks``: (step, unmoved weights, call site, line)."""
 
     def __init__(self, module: nn.Module, *, is_copy: bool) -> None:
         self.kind, self.is_copy = type(module).__name__, is_copy
         self.weights = _Weights(module)
         self.is_trained_with = False
         self._last, self._number = -1, 0
-        self.checks: list[tuple[int, Tensor, str | None]] = []
+        self.checks: list[tuple[int, Tensor, Site, str | None]] = []
 
-    def called(self, step: int) -> None:
+    def called(self, step: int, site: Site) -> None:
         """Compares the weights at the first call after a step: 64 times, then at powers of two."""
         if step == self._last:
             return
@@ -78,16 +79,17 @@ class _Evaluated:
         if self._number > MAX_CHECKS and self._number.bit_count() != 1:
             return
         if (unmoved := self.weights.are_unmoved()) is not None:
-            self.checks.append((step, unmoved, caller()))
+            self.checks.append((step, unmoved, site, caller()))
 
-    def unmoved(self, steps: int) -> UnmovedEvaluation | None:
-        """Returns the evaluations if all used the first weights, and they are rarer than every fourth step."""
-        if self.is_trained_with or not self.checks or 4 * self._number > steps:
+    def unmoved(self, steps: int, sites: EvaluationSites) -> UnmovedEvaluation | None:
+        """Returns the evaluations if all used the first weights, and the calls are rarer than every fourth step."""
+        checks = [each for each in self.checks if each[2] in sites]
+        if self.is_trained_with or not checks or 4 * self._number > steps:
             return None
-        if not all(torch.stack([each for _, each, _ in self.checks]).tolist()):
+        if not all(torch.stack([unmoved for _, unmoved, _, _ in checks]).tolist()):
             return None
-        at = tuple(step for step, _, _ in self.checks)[:MAX_EVALUATIONS]
-        return UnmovedEvaluation(self.kind, self.is_copy, at, self.checks[0][2])
+        at = tuple(step for step, _, _, _ in checks)[:MAX_EVALUATIONS]
+        return UnmovedEvaluation(self.kind, self.is_copy, at, checks[0][3])
 
 
 class UnmovedEvaluations(Probe):
@@ -142,7 +144,7 @@ class UnmovedEvaluations(Probe):
             self._call(known)
 
     def _call(self, evaluated: _Evaluated) -> None:
-        evaluated.called(self._steps)
+        evaluated.called(self._steps, self._watched.sites.here())
         if self._steps >= URGENT_STEP and len(evaluated.checks) == 2:
             self.urgent = True
 
@@ -160,22 +162,21 @@ class UnmovedEvaluations(Probe):
             return None  # the trained weights do not move either
         of_roots = [each for each, is_still in zip(self._roots.values(), still) if is_still is not None]
         moved = [each for each in of_roots if not bool(each.weights.are_unmoved())]
-        found = (each.unmoved(self._steps) for each in (*moved, *self._copies))
+        found = (each.unmoved(self._steps, self._watched.sites) for each in (*moved, *self._copies))
         return UnmovedFacts(self._steps, tuple(each for each in found if each is not None))
 
 
 class Heads(Probe):
-    """Finds a frozen last layer with freshly initialised weights, once."""
+    """Finds a frozen last layer with freshly initialised weights through which gradients flow."""
 
     name = HeadFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._subject, self._is_told = watched.subject, False
+        self._subject = watched.subject
+        self._facts: HeadFacts | None = None
+        self._handle: RemovableHandle | None = None
 
-    def facts(self) -> HeadFacts | None:
-        if self._is_told:
-            return None
-        self._is_told = True
+    def begin(self, site: WatchSite) -> None:
         owned = {id(p) for optimizer in self._subject.optimizers for p in owned_by(optimizer)}
         for root in self._subject.roots:
             linear = [(path, m) for path, m in named_modules([root]) if isinstance(m, nn.Linear)]
@@ -185,8 +186,23 @@ class Heads(Probe):
                 continue
             path, head = linear[-1]
             if not any(p.requires_grad or id(p) in owned for p in head.parameters()) and is_fresh(head):
-                return HeadFacts(path, head.out_features, trained)
-        return HeadFacts()
+                self._follow(head, HeadFacts(path, head.out_features, trained))
+
+    def _follow(self, head: nn.Linear, found: HeadFacts) -> None:
+        def called(module: nn.Module, args: Args, output: object) -> None:
+            if torch.is_grad_enabled() and isinstance(output, Tensor):
+                self._facts = found if output.requires_grad else None
+                self.end(None)
+
+        self._handle = head.register_forward_hook(Hook(head, called))
+
+    def end(self, error: BaseException | None) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+    def facts(self) -> HeadFacts | None:
+        facts, self._facts = self._facts, None
+        return facts
 
 
 USUAL_DEVIATIONS = (0.01, 0.02)  # Standard deviations of normal initialisations in use

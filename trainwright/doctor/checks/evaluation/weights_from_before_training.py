@@ -12,9 +12,11 @@ def weights_from_before_training(run: RunContext, facts: UnmovedFacts) -> Result
     Why it matters: the metrics, and what is chosen by them, say nothing about the trained model.
 
     How it is detected: a copy of the model among the variables of the loop, or the model itself in passes without
-    gradients, has the weights of the beginning in at least two evaluations, the last one after 20 steps.
+    gradients whose outputs are compared with targets, has the weights of the beginning in at least two evaluations,
+    the last one after 20 steps.
 
-    Exceptions: copies that are called in every fourth step or more often, such as teachers and target networks.
+    Exceptions: copies that are called in every fourth step or more often, or whose outputs training uses, such as
+    teachers, target networks and reference policies.
 
     Usual cause: a moving average whose `update` is never called, or that is evaluated before its first update; a model
     for evaluation that never gets the trained weights.

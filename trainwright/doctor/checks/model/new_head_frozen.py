@@ -10,9 +10,10 @@ def new_head_frozen(run: RunContext, head: HeadFacts, exams: Every[LossFacts]) -
     Why it matters: everything before it must fit random class vectors. Adapters with few parameters cannot.
 
     How it is detected: the last linear layer is not trainable and in no optimizer, its weights have the distribution
-    of an initialisation, other parameters are trained, and the loss has as many classes as the layer has outputs.
+    of an initialisation, gradients flow through it, and the loss has as many classes as the layer has outputs.
 
-    Exceptions: the output layer of a language model, which is as wide as its vocabulary.
+    Exceptions: the output layer of a language model, which is as wide as its vocabulary; a fixed target network,
+    through which no gradient flows.
 
     Usual cause: `get_peft_model` freezes everything but the adapters, and `modules_to_save` does not name the new head;
     or everything is frozen after the head was added.
@@ -25,7 +26,7 @@ def new_head_frozen(run: RunContext, head: HeadFacts, exams: Every[LossFacts]) -
     Sources: huggingface/peft#577, huggingface/peft#1070, superkevingit in TNI-playground/Fed_HeLLo#2.
     """
     widths = {call.classes or (call.shape[-1] if call.shape else 0) for _, facts in exams for call in facts.given}
-    if head.module and head.outputs in widths:
+    if head.outputs in widths:
         yield run.finding(
             symptom=f"{head.module} with {head.outputs} outputs is frozen at its initial weights, while {head.trained} "
             "other parameters are trained",
