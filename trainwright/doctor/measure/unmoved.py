@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.names import named_modules
@@ -44,7 +45,7 @@ class _Weights:
     """A sample of the weights of a module as it was first seen."""
 
     def __init__(self, module: nn.Module) -> None:
-        moving = [p for p in module.parameters() if p.is_floating_point() and not p.is_meta and p.numel()]
+        moving = [p for p in module.parameters() if _is_comparable(p)]
         chosen = sorted({round(n * (len(moving) - 1) / (SAMPLED_TENSORS - 1)) for n in range(SAMPLED_TENSORS)})
         self._tensors = [moving[n] for n in chosen] if moving else []
         self._first = self._sample()
@@ -59,6 +60,12 @@ class _Weights:
             return None
         same = [(one == other).all() for one, other in zip(now, self._first)]
         return torch.stack([each.to(same[0].device) for each in same]).all()
+
+
+def _is_comparable(p: Tensor) -> bool:
+    """Returns False for weights without values yet, sparse ones, and types of one byte, which cannot be compared."""
+    is_plain = not is_lazy(p) and not p.is_meta and p.layout is torch.strided
+    return is_plain and p.is_floating_point() and p.itemsize > 1 and p.numel() > 0
 
 
 class _Evaluated:
@@ -106,7 +113,7 @@ class UnmovedEvaluations(Probe):
 
     def begin(self, site: WatchSite) -> None:
         subject = self._watched.subject
-        if any(type(p).__name__ == "DTensor" for p in subject.parameters):
+        if any(is_lazy(p) or type(p).__name__ == "DTensor" for p in subject.parameters):
             return
         owned = {id(p) for optimizer in subject.optimizers for p in owned_by(optimizer)}
         self._roots = {id(root): _Evaluated(root, is_copy=False) for root in subject.roots}
@@ -180,6 +187,8 @@ class Heads(Probe):
         owned = {id(p) for optimizer in self._subject.optimizers for p in owned_by(optimizer)}
         for root in self._subject.roots:
             linear = [(path, m) for path, m in named_modules([root]) if isinstance(m, nn.Linear)]
+            if any(map(is_lazy, root.parameters())):
+                continue
             trained = sum(id(p) in owned and p.requires_grad for p in root.parameters())
             sizes = {m.num_embeddings for m in root.modules() if isinstance(m, nn.Embedding)}
             if len(linear) < 2 or not trained or linear[-1][1].out_features in sizes:
