@@ -14,6 +14,8 @@ from torch.autograd.graph import Node
 from trainwright.doctor.facts.loss import LossSign
 from trainwright.doctor.measure.tensors import leaves_among, nodes_behind
 from trainwright.recorder.callers import caller, calling_frame, is_users
+from trainwright.recorder.plain_tensors import is_plain
+from trainwright.recorder.plain_tensors import plain as dense
 from trainwright.recorder.program import Constant, Operation, RecordedStep, Slot, constants_of
 from trainwright.recorder.tensor_notes import TensorNotes
 from trainwright.recorder.user_types import Args, Kwargs
@@ -99,10 +101,10 @@ class UniformNoise:
                 is_learned = other.requires_grad and other.shape == noise.shape and _made_by(other, *LEARNED_DEVIATIONS)
                 if is_learned or not other.requires_grad:
                     self._scaled[result] = is_learned
-            elif plain in ("add", "radd") and (is_learned := self._scaled.get(noise)) is not None:
-                if is_learned and other.requires_grad:
+            elif plain in ("add", "radd") and noise in self._scaled:
+                if self._scaled[noise] and other.requires_grad:
                     return True
-                self._is_mixed |= not is_learned and other.shape == noise.shape
+                self._is_mixed |= not self._scaled[noise] and other.shape == noise.shape
             elif plain in DISTANCES | {"sub", "rsub"} and noise in self._uniform and noise not in self._scaled:
                 return self._is_mixed and other.requires_grad and other.shape == noise.shape
         return False
@@ -130,7 +132,7 @@ class LoopSigns:
 
     def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
         plain = name.strip("_")
-        if not args:
+        if not args or not all(is_plain(each) for each in (*args, result) if isinstance(each, Tensor)):
             return
         with torch.no_grad():
             if self._noise.note(name, args, result):
@@ -239,7 +241,7 @@ class LoopSigns:
         if not isinstance(x, Tensor) or not isinstance(target, Tensor) or not x.requires_grad or target.requires_grad:
             return
         size = target.numel()
-        is_value = target.is_floating_point() and size == target.shape[0] >= 8 and target.device.type == "cpu"
+        is_value = target.is_floating_point() and size >= 8 and target.device.type == "cpu" and size == len(target)
         parts = self._sums.get(target)
         if not is_value or not (parts or _made_by(x, "GatherBackward", "IndexBackward")):
             return
@@ -247,9 +249,9 @@ class LoopSigns:
         wanted = target.detach().flatten().double()
         rewards = [each.detach().flatten().double() for each in parts[:2]] if parts else floats
         rewards = [each for each in rewards if not torch.equal(each, wanted)]
-        flags = [flag for flag, is_bool in flags if is_bool or not any(torch.equal(flag.double(), r) for r in rewards)]
-        ends = [each for each in flags if each.any()]
-        if not rewards or not ends or len(ends) < len(flags) or max(float(each.double().mean()) for each in ends) > 0.5:
+        known = [flag for flag, is_bool in flags if is_bool or not any(torch.equal(flag.double(), r) for r in rewards)]
+        ends = [each for each in known if each.any()]
+        if not rewards or not ends or len(ends) < len(known) or max(float(each.double().mean()) for each in ends) > 0.5:
             return  # an episode that is only cut off is rightly bootstrapped
         if any(bool((each == wanted)[done].all()) for each in rewards for done in (*ends, torch.stack(ends).any(0))):
             is_shown = False
@@ -281,7 +283,7 @@ class LoopSigns:
 
     def _note_noise_target(self, step: RecordedStep) -> None:
         """Records if a prediction is compared with uniform noise that is part of the model's input."""
-        inputs = [c.tensor for call in step.calls for c in constants_of((call.args, call.kwargs))]
+        inputs = _inputs_of(step)
         for each in step.program:
             if not isinstance(each, Operation) or each.name.strip("_") not in DISTANCES | {"sub", "rsub"}:
                 continue
@@ -297,14 +299,14 @@ class LoopSigns:
     def _note_reductions(self, step: RecordedStep, terms: list[Term]) -> None:
         """Records a mean over all elements of a reconstruction beside a term that is summed over its features."""
         makers = {slot: each for each in step.program if isinstance(each, Operation) for slot in each.outputs}
-        inputs = {c.tensor.data_ptr() for each in step.calls for c in constants_of((each.args, each.kwargs))}
+        inputs = {each.data_ptr() for each in _inputs_of(step)}
         sums = [rate for term in terms if (rate := _weight_of_sum(term, makers, step)) is not None]
         for term in terms:
             made = makers.get(term.slot)
             if made is None or made.name not in RECONSTRUCTIONS or made.kwargs.get("reduction", "mean") != "mean":
                 continue
             targets = [c.tensor for c in constants_of((made.args[1:], made.kwargs)) if c.tensor.dim() > 1]
-            if sums and targets and targets[0].data_ptr() in inputs and term.own:
+            if sums and dense(targets[:1]) and targets[0].data_ptr() in inputs and term.own:
                 features = targets[0].numel() // len(targets[0])
                 ratio = max(sums) * features / abs(term.own)
                 if features >= MIN_FEATURES:
@@ -320,6 +322,11 @@ class LoopSigns:
                 yield LossSign(key[0], key[1], len(values), key[2], self._values.get(key, 0.0))
 
 
+def _inputs_of(step: RecordedStep) -> list[Tensor]:
+    """Returns the dense tensors among the inputs of the models."""
+    return dense([c.tensor for call in step.calls for c in constants_of((call.args, call.kwargs))])
+
+
 def _are_equal(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).abs().amax() <= 1e-6 * a.abs().amax()
 
@@ -329,7 +336,7 @@ def _rows_vary(a: Tensor) -> Tensor:
 
 
 def _may_be_noise(target: Tensor) -> bool:
-    is_float = target.is_floating_point() and target.dim() > 1 and not target.requires_grad
+    is_float = bool(dense([target])) and target.is_floating_point() and target.dim() > 1 and not target.requires_grad
     return is_float and len(target) > 3 and target.numel() >= MIN_UNIFORM
 
 
@@ -355,7 +362,7 @@ def _is_mixed_in(x: Tensor, target: Tensor) -> Tensor:
 def _weight_of_sum(term: Term, makers: Mapping[int, Operation], step: RecordedStep) -> float | None:
     """Returns the weight of a term, for each sample, that is a sum over features; None if it is no such sum."""
     made = makers.get(term.slot)
-    rows = next((len(c.tensor) for each in step.calls for c in constants_of(each.args) if c.tensor.dim() > 1), 0)
+    rows = next((len(each) for each in _inputs_of(step) if each.dim() > 1), 0)
     if made is None or made.name not in ("sum", "mean") or not rows:
         return None
     if made.name == "sum":

@@ -225,7 +225,7 @@ def is_fresh(layer: nn.Linear) -> bool:
     Recognized are PyTorch's default, uniform weights between the bounds of Xavier with a bias of 0, and normal weights
     with a usual standard deviation and a bias of 0.
     """
-    weight, bias = layer.weight, layer.bias
+    weight, bias = layer.weight, layer._parameters.get("bias")
     if was_trained(weight) or weight.numel() < MIN_WEIGHTS or type(own_part(weight.detach())) is not Tensor:
         return False
     values = weight.detach().double()
