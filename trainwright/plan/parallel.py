@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from trainwright.errors import Problem, RecipeError
-from trainwright.recipe import Loaded, Recipe
-from trainwright.recipe.schema import Parallel
+
+if TYPE_CHECKING:  # ``tw.watch`` imports this module, and the models of recipes take 0.3 s
+    from trainwright.recipe import Loaded, Recipe
+    from trainwright.recipe.schema import Parallel
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """From the outside in: consecutive ranks differ in the last axis first."""

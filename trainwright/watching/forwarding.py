@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from trainwright.errors import UsageError
 from trainwright.monitoring.layer_stats import scalars_of
-from trainwright.monitoring.sinks import Sink, SinkFactory, close_sinks, open_sinks
 from trainwright.recorder.probes import Probe
 from trainwright.recorder.program import RecordedStep
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import Layers, Logged, Record, Watched
 
 if TYPE_CHECKING:
+    from trainwright.monitoring.sinks import Sink, SinkFactory
     from trainwright.recipe.schema import Alerts
 
 ANY_RECIPE = {"model": {"use": "mlp", "args": {"sizes": [1, 1]}}, "data": {"train": "digits"}}
@@ -69,6 +69,7 @@ class ForwardingProbe(Probe):
             yield
             return
         from trainwright.monitoring.alerts.watch import alerting
+        from trainwright.monitoring.sinks import close_sinks, open_sinks
 
         process = os.getpid()
         with alerting(self._alerts, folder, say, watched=True) as watching:
