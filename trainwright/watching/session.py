@@ -29,7 +29,7 @@ from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.spikes import OnSpike
 from trainwright.errors import OutOfMemoryError, TrainwrightError
 from trainwright.recorder.calls import parts_of
-from trainwright.recorder.deferred import ORDINARY_VALUES, StepTemplate
+from trainwright.recorder.deferred import StepTemplate
 from trainwright.recorder.foreign import ForeignOptimizer
 from trainwright.recorder.gradients import parameters_of
 from trainwright.recorder.hooks import listening, listening_to_calls
@@ -51,7 +51,7 @@ from trainwright.runs.json_values import Facts
 from trainwright.runs.records import Found, Record
 from trainwright.watching.budget import ExaminationBudget, Examine
 from trainwright.watching.experiments import ExperimentRunner, OwnCheck
-from trainwright.watching.findings import FindingsLog, failures_of, limits_of
+from trainwright.watching.findings import ORDINARY, FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents, keep_rest
 from trainwright.watching.places import SourcePlaces
 from trainwright.watching.schedule import ExaminationSchedule, SnapshotSchedule
@@ -243,7 +243,7 @@ class WatchSession:
         self.findings_log.note(step, numbers)
         is_urgent = self.step - step.step <= self._late and any(map(_URGENT, self._probes))
         has_spiked, has_changed = "spike" in values, "changed" in values
-        if is_bad or has_changed or not values.keys() <= ORDINARY_VALUES:
+        if is_bad or has_changed or not values.keys() <= ORDINARY:
             self._calm_from = self.step + CALM_AFTER
         if is_bad and self._light.is_wanted:
             self._light.had_incident(step.step)
