@@ -88,10 +88,13 @@ def test_a_program_of_the_soak_trains(name: str, tmp_path: Path) -> None:
 def test_the_blocks_of_the_fine_tuning_benchmark_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     samples = finetune.make_samples()
-    for block in (finetune.plain, finetune.by_fit("padding_free"), finetune.by_fit({"by": "bfd", "max_length": 256})):
+    for block in (finetune.by_fit("padding_free"), finetune.by_fit({"by": "bfd", "max_length": 256})):
         clock = finetune.Clock()
         block(samples[:16], 4, clock)
         assert len(clock.times_s) == 4 and min(clock.step_s()) > 0
+    beside = finetune.PlainLoop(samples[:16])
+    finetune.by_fit("none")(samples[:16], 4, beside)
+    assert len(beside.own_s) == 4 and min(beside.ratios()) > 0
     assert 0.3 < finetune.padding(samples) < 0.7
 
 

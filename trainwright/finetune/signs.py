@@ -750,7 +750,7 @@ def _one_prompt(samples: Sequence[SampleTexts]) -> SetSign | None:
 
 
 REFERS = re.compile(
-    r"[:：]\Z|\b(?:following|below|this|above|given|texts?|passage|article|sentences?|paragraph)\b", re.I
+    r"[:：]\Z|\b(?:following|below|this|above|given|texts?|passage|article|sentences?|paragraph)\b", re.IGNORECASE
 )
 """Prompts that are about a text."""
 
