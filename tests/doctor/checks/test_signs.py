@@ -401,6 +401,27 @@ def fixed_target(watch: Watch, faulty: bool) -> None:
             update(optimizer, F.mse_loss(*model(torch.randn(32, 8))))
 
 
+class LowRank(nn.Module):
+    """A frozen layer with an adapter beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(2, base.in_features)), nn.Parameter(torch.zeros(5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+def adapted_head(watch: Watch, faulty: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), LowRank(nn.Linear(16, 5)))
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)
+    with watch(model, optimizer):
+        for _ in range(24):
+            x = torch.randn(32, 8)
+            update(optimizer, F.cross_entropy(model(x), x[:, :5].argmax(1)))
+
+
 def reference_policy(watch: Watch, faulty: bool) -> None:
     """A fixed copy is called once for each rollout, and the loss uses its outputs."""
     model = mlp(8, 4)
@@ -436,7 +457,7 @@ HEALTHY = {
     "loss.terminal_states_bootstrapped": (q_learning_that_cuts_off,),
     "loss.ratio_always_one": (policy_of_one_update,),
     "model.uniform_noise": (uniform_data,),
-    "model.new_head_frozen": (adapted_after_training, language_model, fixed_target),
+    "model.new_head_frozen": (adapted_after_training, adapted_head, language_model, fixed_target),
     "evaluation.weights_from_before_training": (teacher, reference_policy),
 }
 

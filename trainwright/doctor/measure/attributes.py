@@ -80,6 +80,7 @@ class Steadiness(Probe):
         self._found = SteadinessFacts()
         self._close_until = EVERY_STEP_UNTIL
         self._before: int | None = None  # state at the start of the previous examined step
+        self._drew = False  # whether that step drew numbers
         self._states: dict[int, int] = {}  # the first step that began in each state
 
     def on_closed(self, step: RecordedStep) -> None:
@@ -88,9 +89,11 @@ class Steadiness(Probe):
         begin, on_device = step.calls[0].rng
         state = _digest(begin, on_device)
         now = _digest(torch.default_generator.get_state(), None if on_device is None else torch.cuda.get_rng_state())
-        if state != now or self._before not in (None, state):  # else nothing is drawn, and the state stays the same
+        draws = state != now
+        is_continued = state == self._before and not self._drew  # nothing has been drawn since the step before
+        if not is_continued and (draws or self._before is not None):
             self._record(state, step.step)
-        self._before = state
+        self._before, self._drew = state, draws
 
     def _record(self, state: int, step: int) -> None:
         """Records the state of a step that has drawn numbers."""

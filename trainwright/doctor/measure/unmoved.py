@@ -194,6 +194,9 @@ class Heads(Probe):
             if len(linear) < 2 or not trained or linear[-1][1].out_features in sizes:
                 continue
             path, head = linear[-1]
+            around = next((m for m in root.modules() if any(child is head for child in m.children())), root)
+            if around is not root and any(id(p) in owned for p in around.parameters(recurse=False)):
+                continue  # an adapter of the head
             if not any(p.requires_grad or id(p) in owned for p in head.parameters()) and is_fresh(head):
                 self._follow(head, HeadFacts(path, head.out_features, trained))
 

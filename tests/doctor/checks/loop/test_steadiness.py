@@ -65,6 +65,25 @@ def test_a_preview_between_steps(preview: Callable[[], object], draws: bool, fou
     assert ("loop.random_state_repeats" in {each.code for each in watch.findings()}) == found
 
 
+@pytest.mark.slow
+def test_steps_that_draw_now_and_then_repeat_no_state() -> None:
+    """A step begins in the state of the step before if nothing was drawn since."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(8, 4)
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="listen") as watch:
+        for step in range(48):
+            if step % 8 == 0:
+                torch.randperm(8)  # a loader that begins an epoch
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            if step % 3 == 0:
+                loss = loss + 0.01 * torch.rand(())
+            loss.backward()
+            optimizer.step()
+    assert "loop.random_state_repeats" not in {each.code for each in watch.findings()}
+
+
 @pytest.mark.parametrize(
     ("steps", "since", "before", "found"),
     [(20, 1, 0.0, 1), (8, 1, 0.0, 0), (100, 70, 0.1, 1), (100, 96, 0.1, 0), (100, 70, 1e-4, 0)],
