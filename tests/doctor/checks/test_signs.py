@@ -380,6 +380,55 @@ def attention(watch: Watch, faulty: bool, *, length: int | None = None) -> None:
             update(optimizer, loss + F.cross_entropy(model(x), (x[:, 0, 0] > 0).long()))
 
 
+def speech(watch: Watch, faulty: bool) -> None:
+    """Labels begin at 0 and the blank is the last class, or they begin at 1. Rows are padded with the blank."""
+    model = mlp(8, 6)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    loss = nn.CTCLoss()
+    with watch(model, optimizer):
+        for _ in range(12):
+            lengths = torch.randint(2, 5, (8,))
+            labels = torch.randint(0 if faulty else 1, 5, (8, 4)).masked_fill(torch.arange(4) >= lengths[:, None], 0)
+            labels[0, 0] = 0 if faulty else 1
+            scores = model(torch.randn(12, 8, 8)).log_softmax(2)
+            update(optimizer, loss(scores, labels, torch.full((8,), 12), lengths))
+
+
+def tagger(watch: Watch, faulty: bool) -> None:
+    model = mlp(8, 5)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with watch(model, optimizer):
+        for _ in range(12):
+            scores = model(torch.randn(16, 12, 8))
+            by_class = scores.view(16, 5, 12) if faulty else scores.transpose(1, 2)
+            update(optimizer, F.cross_entropy(by_class, torch.randint(0, 5, (16, 12))))
+
+
+class LowRank(nn.Module):
+    """A frozen layer with an adapter beside it."""
+
+    def __init__(self, base: nn.Linear, outputs: int = 5) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(2, base.in_features)), nn.Parameter(torch.zeros(outputs, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+def adapters_without_gradient(watch: Watch, faulty: bool) -> None:
+    """The adapters are behind a part that runs without gradients; only the head learns."""
+    base, head = nn.Sequential(LowRank(nn.Linear(8, 8), 8), nn.Tanh(), LowRank(nn.Linear(8, 8), 8)), nn.Linear(8, 5)
+    model = nn.ModuleList([base, head])
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)
+    with watch(model, optimizer):
+        for _ in range(24):
+            x = torch.randn(32, 8)
+            with torch.set_grad_enabled(not faulty):
+                hidden = base(x)
+            update(optimizer, F.cross_entropy(head(hidden), x[:, :5].argmax(1)))
+
+
 REPLAYED = ("gradient.accumulation_discarded", "loss.eos_ignored")
 
 
@@ -399,18 +448,6 @@ def fixed_target(watch: Watch, faulty: bool) -> None:
     with watch(model, optimizer):
         for _ in range(24):
             update(optimizer, F.mse_loss(*model(torch.randn(32, 8))))
-
-
-class LowRank(nn.Module):
-    """A frozen layer with an adapter beside it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down, self.up = nn.Parameter(torch.randn(2, base.in_features)), nn.Parameter(torch.zeros(5, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + x @ self.down.T @ self.up.T
 
 
 def adapted_head(watch: Watch, faulty: bool) -> None:
@@ -452,6 +489,9 @@ FAULTS = {
     "model.batchnorm_momentum": (tensorflow_momentum, no_momentum),
     "model.new_head_frozen": (adapted,),
     "evaluation.weights_from_before_training": (averaged_module, averaged_values),
+    "loss.ctc_blank_is_label": (speech,),
+    "model.view_reorders_axes": (tagger,),
+    "optim.weights_never_move": (adapters_without_gradient,),
 }
 HEALTHY = {
     "loss.terminal_states_bootstrapped": (q_learning_that_cuts_off,),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from trainwright.doctor.facts.layers import (
 )
 from trainwright.doctor.measure.loop_signs import UniformNoise
 from trainwright.doctor.measure.modules import ModuleProbe
-from trainwright.doctor.measure.tensors import padding_of
+from trainwright.doctor.measure.tensors import is_reordered, padding_of
 from trainwright.recorder.callers import caller
 from trainwright.recorder.listener import inside
 from trainwright.recorder.pausable import PausableMode
@@ -88,20 +87,6 @@ class Axes:
             for (kind, path, line, shapes), times in self._found.items()
             if times >= MIN_PASSES and (kind, path) not in self._right
         )
-
-
-def is_reordered(old: Sequence[int], new: Sequence[int]) -> bool:
-    """Returns True if the last axes have the same sizes in another order: a view mixes up their values.
-
-    Sizes that differ by 1 are left out: relative attention shifts by viewing (T, T + 1) as (T + 1, T).
-    """
-    before, after = ([size for size in each if size != 1] for each in (old, new))
-    for count in (2, 3):
-        one, other = before[-count:], after[-count:]
-        if len(one) == len(other) == count and one != other and sorted(one) == sorted(other):
-            moved = sorted({size for size, now in zip(one, other) if size != now})
-            return all(b - a > 1 for a, b in pairwise(moved))
-    return False
 
 
 def hidden_keys(name: str, args: Args, kwargs: Kwargs) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from trainwright.doctor.facts.loss import LossSign
-from trainwright.doctor.measure.tensors import leaves_among, nodes_behind
+from trainwright.doctor.measure.tensors import is_reordered, leaves_among, nodes_behind
 from trainwright.recorder.callers import caller, calling_frame, is_users
 from trainwright.recorder.plain_tensors import is_plain
 from trainwright.recorder.plain_tensors import plain as dense
@@ -145,6 +145,11 @@ class LoopSigns:
                 self._note_width(args[0], args[1], result)
             elif plain in PRODUCTS:
                 self._note_product(plain, args)
+            elif plain in ("view", "reshape") and isinstance(result, Tensor) and result.requires_grad:
+                if is_reordered(args[0].shape, result.shape):
+                    self._show("reordered", plain, torch.ones((), dtype=torch.bool))
+            elif plain == "ctc_loss" and len(args) > 3:
+                self._note_blank(args, kwargs)
             if plain in ("add", "radd") and isinstance(result, Tensor) and not result.requires_grad:
                 tensors = [each for each in args if isinstance(each, Tensor) and each.numel() == result.numel()]
                 if len(tensors) == 2 and result.numel() > 1:
@@ -162,6 +167,17 @@ class LoopSigns:
         """Records if a ratio of probabilities, ``exp(new - old)``, is 1 everywhere."""
         if isinstance(exponent, Tensor) and result.numel() >= 8 and _made_by(exponent, "SubBackward", "RsubBackward"):
             self._show("ratio_is_one", "exp", ((result.detach() - 1).abs() < 1e-5).all())
+
+    def _note_blank(self, args: Args, kwargs: Kwargs) -> None:
+        """Records if the blank of a CTC loss is one of the labels."""
+        targets, lengths = args[1], torch.as_tensor(args[3])
+        if not isinstance(targets, Tensor) or not targets.numel():
+            return
+        is_blank = targets == (args[4] if len(args) > 4 else kwargs.get("blank", 0))
+        if targets.dim() > 1:  # a row is padded behind its length
+            lengths = lengths.to(targets.device)
+            is_blank = is_blank & (torch.arange(targets.shape[1], device=targets.device) < lengths[:, None])
+        self._show("blank_is_label", "ctc_loss", is_blank.any())
 
     # boxes of two corners each
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -58,3 +59,17 @@ def padding_of(x: Tensor) -> tuple[int, Tensor] | None:
         if int((lengths >= 2).sum()) >= 2 and int(lengths.min()) < int(lengths.max()):
             return filler, is_filler.flip(1) if is_at_end else is_filler
     return None
+
+
+def is_reordered(old: Sequence[int], new: Sequence[int]) -> bool:
+    """Returns True if the last axes have the same sizes in another order: a view mixes up their values.
+
+    Sizes that differ by 1 are left out: relative attention shifts by viewing (T, T + 1) as (T + 1, T).
+    """
+    before, after = ([size for size in each if size != 1] for each in (old, new))
+    for count in (2, 3):
+        one, other = before[-count:], after[-count:]
+        if len(one) == len(other) == count and one != other and sorted(one) == sorted(other):
+            moved = sorted({size for size, now in zip(one, other) if size != now})
+            return all(b - a > 1 for a, b in pairwise(moved))
+    return False

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 from tests.doctor.checks.loops import CLASSES, WIDTH, alarms, found, mlp, watched
-from trainwright.doctor.measure.layers import is_reordered
+from trainwright.doctor.measure.tensors import is_reordered
 
 pytestmark = pytest.mark.slow
 

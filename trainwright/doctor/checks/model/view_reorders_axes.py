@@ -1,5 +1,6 @@
 from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import LayersFacts
+from trainwright.doctor.facts.loss import LossFacts, sign_of
 
 
 @check(
@@ -15,7 +16,7 @@ def view_reorders_axes(run: RunContext, facts: LayersFacts) -> Results:
     Why it matters: shapes are right and nothing fails, but channels, steps or samples are mixed up.
 
     How it is detected: after a view, the last two or three axes (without axes of size 1) have the same sizes in another
-    order, in two or more training passes.
+    order, in two or more training passes, or between the outputs and the loss.
 
     Exceptions: sizes that differ by 1, because the shift of relative attention uses such a view on purpose.
 
@@ -35,4 +36,11 @@ def view_reorders_axes(run: RunContext, facts: LayersFacts) -> Results:
             "mixed up",
             where=Where(module=each.module, op="view", source=each.line),
             evidence=[("shape before and after", [list(old), list(new)], "a permute or a transpose")],
+        )
+    sign = sign_of(run.every(LossFacts), "reordered")
+    if sign is not None:
+        yield run.finding(
+            symptom="a reshape between the outputs and the loss permutes no axes: values get mixed up",
+            where=Where(op=sign.op, source=sign.line),
+            evidence=[("steps with it", sign.steps, 0)],
         )

@@ -12,7 +12,7 @@ def weights_never_move(run: RunContext, facts: WeightsFacts) -> Results:
 
     How it is detected: checksums of all weights at each examination: none has changed in 4 updates (12 where no weight
     has a gradient), or in the last 40. For single weight matrices: the gradient was exactly 0 at every examination of
-    at least 12 updates.
+    at least 12 updates, or the matrix is 0 and never had a gradient, as the second factor of an adapter.
 
     Exceptions: weights that were trained before, or are outside of the trained path, are reported only with -v.
 
@@ -38,7 +38,11 @@ def weights_never_move(run: RunContext, facts: WeightsFacts) -> Results:
             since_step=facts.stands_since + 1,
             evidence=[("tensors that moved", 0, facts.tensors), ("updates at a rate above 0", since)],
         )
-    elif facts.updates >= MIN_UPDATES_FOR_ALL and facts.moved and facts.zero_gradients:
+        return
+    if facts.updates < MIN_UPDATES_FOR_ALL or not facts.moved:
+        return
+    without = [name for name in facts.zero_weights if name not in facts.zero_gradients]
+    if facts.zero_gradients:
         names = facts.zero_gradients
         yield run.finding(
             symptom=f"the gradient of {listed(names)} was exactly 0 at every examination of {facts.updates} updates",
@@ -47,4 +51,13 @@ def weights_never_move(run: RunContext, facts: WeightsFacts) -> Results:
             where=Where(module=names[0].rpartition(".")[0]),
             since_step=1,
             evidence=[("weight matrices without a gradient other than 0", len(names), 0)],
+        )
+    elif len(without) > 1:
+        yield run.finding(
+            symptom=f"{listed(without)} are 0 and had no gradient in {facts.updates} updates, while others learn",
+            stage="backward",
+            sure=0.85,
+            where=Where(module=without[0].rpartition(".")[0]),
+            since_step=1,
+            evidence=[("matrices that are 0 and have no gradient", len(without), 0)],
         )
