@@ -77,8 +77,24 @@ def policy(watch: Watch, faulty: bool, *, epochs: int = 4) -> None:
                 stored = model(states).log_softmax(-1).gather(1, actions)[:, 0]
             for _ in range(epochs):
                 new = model(states).log_softmax(-1).gather(1, actions)[:, 0]
-                ratio = torch.exp(new - (new.detach() if faulty else stored))
+                if faulty:
+                    with torch.no_grad():
+                        stored = model(states).log_softmax(-1).gather(1, actions)[:, 0]
+                ratio = torch.exp(new - stored)
                 update(optimizer, -torch.min(ratio * gains, ratio.clamp(0.8, 1.2) * gains).mean())
+
+
+def policy_on_few_prompts(watch: Watch, faulty: bool) -> None:
+    """The same states are read in each step, each time with new actions and one update, as in GRPO."""
+    model = mlp(4, 3)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    states = torch.randn(32, 4)
+    with watch(model, optimizer):
+        for _ in range(24):
+            scores = model(states).log_softmax(-1)
+            actions, gains = torch.multinomial(scores.detach().exp(), 1), torch.randn(32)
+            new = scores.gather(1, actions)[:, 0]
+            update(optimizer, -((new - new.detach()).exp() * gains).mean())
 
 
 def policy_of_one_update(watch: Watch, faulty: bool) -> None:
@@ -495,7 +511,7 @@ FAULTS = {
 }
 HEALTHY = {
     "loss.terminal_states_bootstrapped": (q_learning_that_cuts_off,),
-    "loss.ratio_always_one": (policy_of_one_update,),
+    "loss.ratio_always_one": (policy_of_one_update, policy_on_few_prompts),
     "model.uniform_noise": (uniform_data,),
     "model.new_head_frozen": (adapted_after_training, adapted_head, language_model, fixed_target),
     "evaluation.weights_from_before_training": (teacher, reference_policy),

@@ -127,6 +127,7 @@ class LoopSigns:
         self._columns: TensorNotes[tuple[int, object]] = TensorNotes()  # number of the boxes, and their column
         self._widths: dict[int, Tensor] = {}
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        self._differences: TensorNotes[None] = TensorNotes()  # those of two different tensors
         # sums without a graph: their operands and their line
         self._sums: TensorNotes[tuple[Tensor, Tensor, str | None]] = TensorNotes()
 
@@ -143,6 +144,9 @@ class LoopSigns:
                 self._note_columns(plain, args, kwargs, result)
             elif plain in ("sub", "rsub") and len(args) > 1:
                 self._note_width(args[0], args[1], result)
+                operands = [each.data_ptr() for each in args[:2] if isinstance(each, Tensor)]
+                if len(set(operands)) == 2 and isinstance(result, Tensor):
+                    self._differences[result] = None
             elif plain in PRODUCTS:
                 self._note_product(plain, args)
             elif plain in ("view", "reshape") and isinstance(result, Tensor) and result.requires_grad:
@@ -164,8 +168,11 @@ class LoopSigns:
         self._shown.setdefault((kind, op, line or caller()), []).append(is_shown)
 
     def _note_ratio(self, exponent: object, result: Tensor) -> None:
-        """Records if a ratio of probabilities, ``exp(new - old)``, is 1 everywhere."""
-        if isinstance(exponent, Tensor) and result.numel() >= 8 and _made_by(exponent, "SubBackward", "RsubBackward"):
+        """Records if a ratio of probabilities, ``exp(new - old)``, is 1 everywhere.
+
+        ``exp(new - new.detach())`` is left out: it is 1 by intention, in methods with one update for each rollout.
+        """
+        if isinstance(exponent, Tensor) and result.numel() >= 8 and exponent in self._differences:
             self._show("ratio_is_one", "exp", ((result.detach() - 1).abs() < 1e-5).all())
 
     def _note_blank(self, args: Args, kwargs: Kwargs) -> None:

@@ -15,7 +15,8 @@ def ratio_always_one(run: RunContext, exams: Every[LossFacts], rows: RowsFacts) 
     How it is detected: `exp(new - old)` of log-probabilities is exactly 1 for all samples in each examined step, and
     the steps read rows that were read before.
 
-    Exceptions: one update for each rollout, where the ratio is 1 by definition.
+    Exceptions: one update for each rollout, where the ratio is 1 by definition; `exp(new - new.detach())`, which states
+    that.
 
     Usual cause: the old log-probabilities are computed by the policy that is being updated, in the same step, and not
     stored when the actions were sampled.
