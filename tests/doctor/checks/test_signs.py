@@ -29,44 +29,6 @@ def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.step()
 
 
-def q_learning(watch: Watch, faulty: bool, *, target_first: bool = False, flags: str = "float") -> None:
-    online, target = mlp(4, 2), mlp(4, 2)
-    optimizer = torch.optim.Adam(online.parameters(), 1e-3)
-    with watch(online, optimizer):
-        for _ in range(24):
-            state, following = torch.randn(32, 4), torch.randn(32, 4)
-            action, reward = torch.randint(0, 2, (32,)), torch.randint(0, 2, (32,)).float() - 0.1
-            ends = torch.rand(32) < 0.2
-            ends[:2], reward[:2] = True, 0.9
-            done = ends.float() if flags == "float" else ends
-            value = None if target_first else online(state).gather(1, action[:, None]).squeeze(1)
-            with torch.no_grad():
-                best = target(following).max(1).values
-                wanted = reward + 0.9 * (best if faulty else torch.where(ends, 0.0, best))
-            value = online(state).gather(1, action[:, None]).squeeze(1) if value is None else value
-            update(optimizer, F.smooth_l1_loss(value, wanted))
-            assert done.shape == ends.shape
-
-
-def q_learning_of_bools(watch: Watch, faulty: bool) -> None:
-    q_learning(watch, faulty, target_first=True, flags="bool")
-
-
-def q_learning_that_cuts_off(watch: Watch, faulty: bool) -> None:
-    """Nothing has ended: episodes are only cut off, and rightly bootstrapped."""
-    online = mlp(4, 2)
-    optimizer = torch.optim.Adam(online.parameters(), 1e-3)
-    with watch(online, optimizer):
-        for _ in range(24):
-            state, action, reward = torch.randn(32, 4), torch.randint(0, 2, (32, 1)), torch.rand(32)
-            terminated, truncated = torch.zeros(32, dtype=torch.bool), torch.rand(32) < 0.2
-            value = online(state).gather(1, action).squeeze(1)
-            with torch.no_grad():
-                wanted = reward + 0.9 * online(state + 1).max(1).values
-            update(optimizer, F.mse_loss(value, wanted))
-            assert terminated.shape == truncated.shape
-
-
 def policy(watch: Watch, faulty: bool, *, epochs: int = 4) -> None:
     model = mlp(4, 3)
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
@@ -496,7 +458,6 @@ FAULTS = {
     "precision.lost_updates": (in_bfloat16,),
     "loss.bootstrapped_target_attached": (attached,),
     "model.softmax_over_one_value": (attention,),
-    "loss.terminal_states_bootstrapped": (q_learning, q_learning_of_bools),
     "loss.ratio_always_one": (policy,),
     "loss.posterior_collapse": (variational,),
     "model.uniform_noise": (sampled_uniformly, diffusion, diffusion_by_hand),
@@ -510,7 +471,6 @@ FAULTS = {
     "optim.weights_never_move": (adapters_without_gradient,),
 }
 HEALTHY = {
-    "loss.terminal_states_bootstrapped": (q_learning_that_cuts_off,),
     "loss.ratio_always_one": (policy_of_one_update, policy_on_few_prompts),
     "model.uniform_noise": (uniform_data,),
     "model.new_head_frozen": (adapted_after_training, adapted_head, language_model, fixed_target),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch.autograd.graph import Node
 
 from trainwright.doctor.facts.loss import LossSign
 from trainwright.doctor.measure.tensors import is_reordered, leaves_among, nodes_behind
-from trainwright.recorder.callers import caller, calling_frame, is_users
+from trainwright.recorder.callers import caller
 from trainwright.recorder.plain_tensors import is_plain
 from trainwright.recorder.plain_tensors import plain as dense
 from trainwright.recorder.program import Constant, Operation, RecordedStep, Slot, constants_of
@@ -24,8 +23,6 @@ from trainwright.replay.terms import Term, terms_of
 DISTANCES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 RECONSTRUCTIONS = DISTANCES | {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 PRODUCTS = frozenset({"matmul", "rmatmul", "mm", "einsum", "cosine_similarity", "cdist"})
-KEEPING = frozenset({"squeeze", "unsqueeze", "view", "reshape", "detach", "float", "flatten"})
-"""Functions whose result has the values of their input."""
 STEPS_OF_PROGRAM = 8  # The first steps, whose program is read
 MIN_STEPS = 4  # Steps that must all show a sign
 MIN_UNIFORM = 512  # Elements of a target whose distribution is tested
@@ -34,7 +31,6 @@ MIN_FEATURES = 32  # Elements of a sample from which on a mean over them is far 
 LEARNED_DEVIATIONS = ("ExpBackward0", "SoftplusBackward0", "SqrtBackward0")
 """Autograd nodes that make a standard deviation."""
 _VIEWS = ("View", "Squeeze", "Unsqueeze", "Reshape", "Select", "Slice", "Clone", "Alias", "UnsafeView", "Expand")
-MAX_FRAMES = 3
 Key = tuple[str, str, str | None]
 """The kind of a sign, the function, and the line."""
 
@@ -128,8 +124,6 @@ class LoopSigns:
         self._widths: dict[int, Tensor] = {}
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
         self._differences: TensorNotes[None] = TensorNotes()  # those of two different tensors
-        # sums without a graph: their operands and their line
-        self._sums: TensorNotes[tuple[Tensor, Tensor, str | None]] = TensorNotes()
 
     def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
         plain = name.strip("_")
@@ -154,14 +148,7 @@ class LoopSigns:
                     self._show("reordered", plain, torch.ones((), dtype=torch.bool))
             elif plain == "ctc_loss" and len(args) > 3:
                 self._note_blank(args, kwargs)
-            if plain in ("add", "radd") and isinstance(result, Tensor) and not result.requires_grad:
-                tensors = [each for each in args if isinstance(each, Tensor) and each.numel() == result.numel()]
-                if len(tensors) == 2 and result.numel() > 1:
-                    self._sums[result] = tensors[0], tensors[1], caller()
-            elif plain in KEEPING and isinstance(result, Tensor) and (parts := self._sums.get(args[0])) is not None:
-                self._sums[result] = parts
             if plain in DISTANCES and len(args) > 1:
-                self._note_terminal(plain, args[0], args[1])
                 self._note_attached(plain, args[0], args[1])
 
     def _show(self, kind: str, op: str, is_shown: Tensor, line: str | None = None) -> None:
@@ -258,31 +245,6 @@ class LoopSigns:
         self._show("equal_terms", plain, equal & _rows_vary(a.detach()))
 
     # bootstrapped targets
-
-    def _note_terminal(self, plain: str, x: object, target: object) -> None:
-        """Records if the target of a chosen action's value is no reward alone where the episode has ended."""
-        if not isinstance(x, Tensor) or not isinstance(target, Tensor) or not x.requires_grad or target.requires_grad:
-            return
-        size = target.numel()
-        is_value = target.is_floating_point() and size >= 8 and target.device.type == "cpu" and size == len(target)
-        parts = self._sums.get(target)
-        if not is_value or not (parts or _made_by(x, "GatherBackward", "IndexBackward")):
-            return
-        flags, floats = _flags_and_floats(size)
-        wanted = target.detach().flatten().double()
-        rewards = [each.detach().flatten().double() for each in parts[:2]] if parts else floats
-        rewards = [each for each in rewards if not torch.equal(each, wanted)]
-        known = [flag for flag, is_bool in flags if is_bool or not any(torch.equal(flag.double(), r) for r in rewards)]
-        ends = [each for each in known if each.any()]
-        if not rewards or not ends or len(ends) < len(known) or max(float(each.double().mean()) for each in ends) > 0.5:
-            return  # an episode that is only cut off is rightly bootstrapped
-        if any(bool((each == wanted)[done].all()) for each in rewards for done in (*ends, torch.stack(ends).any(0))):
-            is_shown = False
-        elif parts or _is_no_function(wanted, rewards, torch.stack(ends).any(0)):
-            is_shown = True
-        else:
-            return
-        self._show("terminal_bootstrapped", plain, torch.tensor(is_shown), parts[2] if parts else None)
 
     def _note_attached(self, plain: str, x: object, target: object) -> None:
         """Records if the loss of a chosen action's value also moves its target, reward + factor * next value."""
@@ -399,62 +361,3 @@ def _weight_of_sum(term: Term, makers: Mapping[int, Operation], step: RecordedSt
         if made.name == "sum":
             return abs(term.own)
     return None
-
-
-def _is_no_function(target: Tensor, rewards: list[Tensor], done: Tensor) -> bool:
-    """Returns True if, where an episode has ended, equal rewards have different targets, for all that may be rewards.
-
-    The target may be a function of the reward, such as a multiple of it.
-    """
-    found = []
-    for each in rewards:
-        order = each[done].sort(stable=True)
-        is_same, targets = order.values[1:] == order.values[:-1], target[done][order.indices]
-        if bool(is_same.any()):
-            found.append(bool(((targets[1:] - targets[:-1]).abs()[is_same] > 1e-6).any()))
-    return bool(found) and all(found)
-
-
-def _flags_and_floats(size: int) -> tuple[list[tuple[Tensor, bool]], list[Tensor]]:
-    """Returns the variables of the user's functions with ``size`` elements: those that are only true or false, or only
-    0 and 1, as bools with whether they were bools; and the floating numbers.
-    """
-    flags, floats = [], []
-    frame, frames = calling_frame(), 0
-    while frame is not None and frames < MAX_FRAMES:
-        if is_users(frame):
-            frames += 1
-            for value in _leaves(frame.f_locals.values()):
-                if (known := _as_flags(value, size)) is not None:
-                    flags.append((known, getattr(value, "dtype", torch.bool) in (torch.bool, "bool")))
-                if isinstance(value, Tensor) and value.numel() == size and value.is_floating_point():
-                    floats.append(value.detach().flatten().double())
-        frame = frame.f_back
-    return flags, floats
-
-
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    for value in list(values):
-        if isinstance(value, Mapping):
-            yield from list(value.values())
-        else:
-            yield value
-            if hasattr(value, "_fields"):  # a named tuple
-                yield from value
-
-
-def _as_flags(value: Any, size: int) -> Tensor | None:
-    """Returns the flags of a variable, flattened; None if it holds other values, or only ones."""
-    if isinstance(value, tuple | list):
-        if len(value) != size or not all(isinstance(each, bool) or type(each).__name__ == "bool_" for each in value):
-            return None
-        return torch.tensor([bool(each) for each in value])
-    if type(value).__module__ == "numpy" and getattr(value, "size", 0) == size and value.dtype.kind in "bf":
-        value = torch.as_tensor(value)
-    if not isinstance(value, Tensor) or value.numel() != size or value.requires_grad or value.device.type != "cpu":
-        return None
-    if value.dtype != torch.bool and not value.is_floating_point():
-        return None
-    flat = value.detach().flatten()
-    is_flag = value.dtype == torch.bool or bool(((flat == 0) | (flat == 1)).all())
-    return flat.bool() if is_flag and not bool(flat.bool().all()) else None
