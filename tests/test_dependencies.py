@@ -33,8 +33,8 @@ MODULES = {
 """Distributions whose module has another name."""
 IMPORTERS = {"import_module", "find_spec", "import_optional", "importorskip"}
 """Functions that are given the name of a module."""
-OF_THE_USER = {"timm", "torchvision", "lm_eval"}
-"""Libraries that no extra installs: users of such a model or of these tasks have theirs."""
+OF_THE_USER = {"timm", "torchvision", "lm_eval", "matplotlib"}
+"""Libraries that no extra installs: users of such a model, of these tasks, or of such a figure have theirs."""
 TOOLS = {
     "mypy": ("scripts/check", "bin/mypy"),
     "ruff": ("scripts/check", "bin/ruff"),
