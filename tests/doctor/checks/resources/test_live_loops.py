@@ -132,5 +132,5 @@ def test_a_model_that_is_compiled_again(counts: bool) -> None:
     found = [each for each in watched(model, loss=loss).findings() if each.code == "resources.recompiles"]
     assert bool(found) == counts
     if counts:
-        assert "given up" in found[0].symptom and found[0].where.source is not None
+        assert "stopped compiling" in found[0].symptom and found[0].where.source is not None
         assert "self.calls" in str(found[0].evidence)

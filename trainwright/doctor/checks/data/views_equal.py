@@ -6,11 +6,11 @@ from trainwright.doctor.facts.loss import LossFacts, sign_of
 def views_equal(run: RunContext, exams: Every[LossFacts]) -> Results:
     """Both views of each sample in a contrastive or siamese loss are equal, so there is nothing to learn from them.
 
-    Why it matters: a model that is told that a picture resembles itself learns no invariance. The loss falls at once.
+    Why it matters: a model that compares a picture with itself learns no invariance. The loss falls at once.
 
-    How it is detected: the outputs that the loss compares with each other (`z1 @ z2.T`, both halves of `z @ z.T`,
-    `cosine_similarity`), or both terms of a symmetric loss, are equal for all pairs in every examined step, and differ
-    between samples.
+    How it is detected: in every examined step, the outputs that the loss compares are equal for all pairs, and differ
+    between samples. The comparison is `z1 @ z2.T`, both halves of `z @ z.T`, or `cosine_similarity`; or both terms of a
+    symmetric loss are equal.
 
     Exceptions: views that differ by dropout; their outputs are not equal.
 

@@ -7,21 +7,21 @@ MIN_EVALUATIONS = 2
 
 @check(stage="loop", confidence=0.85)
 def weights_from_before_training(run: RunContext, facts: UnmovedFacts) -> Results:
-    """What is evaluated has the weights from before the training, although the trained weights have moved.
+    """The evaluated model has the weights from before the training, although the trained weights have changed.
 
-    Why it matters: the metrics, and what is chosen by them, say nothing about the trained model.
+    Why it matters: the metrics, and a checkpoint selected by them, do not describe the trained model.
 
-    How it is detected: a copy of the model among the variables of the loop, or the model itself in passes without
-    gradients whose outputs are compared with targets, has the weights of the beginning in at least two evaluations,
-    the last one after 20 steps.
+    How it is detected: in at least two evaluations, the last one after 20 steps, the evaluated model has its initial
+    weights. It is a copy of the model in a variable of the loop, or the model itself in passes without gradients whose
+    outputs are compared with targets.
 
     Exceptions: copies that are called in every fourth step or more often, or whose outputs training uses, such as
     teachers, target networks and reference policies.
 
-    Usual cause: a moving average whose `update` is never called, or that is evaluated before its first update; a model
-    for evaluation that never gets the trained weights.
+    Usual cause: a moving average whose `update` is never called, or that is evaluated before its first update; a
+    separate evaluation model that never gets the trained weights.
 
-    Looks like: optim.average_does_not_follow, where the average moves in a wrong way.
+    Looks like: optim.average_does_not_follow, where the average is updated wrongly.
 
     Fix: call `ema.update(model)` after each `optimizer.step()`.
 

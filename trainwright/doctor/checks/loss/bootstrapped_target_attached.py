@@ -9,10 +9,10 @@ def bootstrapped_target_attached(run: RunContext, exams: Every[LossFacts]) -> Re
     Why it matters: half of the update changes the value of the next state. Q-learning then converges slowly or to wrong
     values.
 
-    How it is detected: the value of a chosen action is compared with the sum of a constant and a multiple of the
-    largest (or a chosen) value of a model, and autograd leads through both to the same weights.
+    How it is detected: the loss compares the value of a chosen action with a constant plus a multiple of the largest
+    (or of a chosen) value of a model. The autograd graphs of both lead to the same weights.
 
-    Exceptions: residual gradients, which are wanted; a target network with weights of its own.
+    Exceptions: residual-gradient methods, where this is intended; a target network with separate weights.
 
     Usual cause: the target is computed by the trained network, without `torch.no_grad()` or `.detach()`.
 

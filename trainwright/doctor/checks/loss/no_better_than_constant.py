@@ -7,7 +7,7 @@ from trainwright.doctor.trend import still_falls
 
 MIN_STEPS = 60  # Steps after which something must have been learned
 MIN_ROWS = 4  # Examined steps among the last ones
-MIN_SAMPLES_OF_A_CLASS = 30  # Minimum number of samples of a class that the model must have been trained on
+MIN_SAMPLES_OF_A_CLASS = 30  # Samples of each class that the model must have been trained on
 LEARNING_TIME_RATIO = 8
 """Steps for learning from inputs / steps for learning the target mean. Some models need a ratio of six."""
 
@@ -16,19 +16,19 @@ LEARNING_TIME_RATIO = 8
 def no_better_than_constant(run: RunContext, exams: Every[LossFacts]) -> Results:
     """At the end the model is no better than a prediction that ignores the inputs.
 
-    How it is detected: in the last examined steps the loss is within 2 % of that of a constant prediction, the mean of
-    all targets so far, and shuffling the targets of the batch does not make it larger by 2 % either.
+    How it is detected: in the last examined steps the loss is within 2 % of the loss of a constant prediction, the mean
+    of all targets so far. Shuffling the targets of the batch does not raise it by 2 % either.
 
-    Exceptions: the loss still falls, or fewer than 30 samples of a class were seen; several models, drawn samples or a
-    reversed gradient, where a part of the model is meant to know nothing; a loss next to another one of its kind that
-    has been learned, such as the inner loss of MAML before the weights are adapted.
+    Exceptions: the loss still falls, or fewer than 30 samples of a class were seen. Several models, drawn samples or a
+    reversed gradient, where a part of the model should be unable to predict. A loss beside another one of its kind that
+    was learned, such as the inner loss of MAML before adaptation.
 
     Usual cause: targets that do not belong to the inputs, updates that do not work, or outputs that do not depend on
     the inputs.
 
     Looks like: optim.lr_too_low, where the loss falls, but too slowly.
 
-    Fix: look at inputs and targets of one batch side by side as they go into model and loss; then train on that batch
+    Fix: compare inputs and targets of one batch side by side as they enter model and loss; then train on that batch
     alone, until the loss is near 0.
     """
     facts = over_most_steps(exams)
@@ -64,19 +64,19 @@ def no_better_than_constant(run: RunContext, exams: Every[LossFacts]) -> Results
 
 
 def _still_learns(run: RunContext, bad: list[MeasuredLoss]) -> str | None:
-    """Returns the reason why the model may still begin to learn; None without one."""
+    """Returns the reason why the model may begin to learn later; None if there is none."""
     if still_falls(run):
         return f"the loss falls over the second half of {run.last_step} steps"
     rare = [
         each for each in bad if each.classes and run.last_step * each.shape[0] < MIN_SAMPLES_OF_A_CLASS * each.classes
     ]
     if rare:
-        return f"{run.last_step} steps of {rare[0].shape[0]} targets, of {rare[0].classes} classes"
+        return f"only {run.last_step} steps with {rare[0].shape[0]} targets each, for {rare[0].classes} classes"
     losses = [(each.step, each.loss) for each in run.steps if math.isfinite(each.loss)]
     later = [loss for step, loss in losses if 2 * step > run.last_step]
     if len(later) < 2:
         return None
     arrived = next((step for step, loss in losses if loss <= fmean(later) + 2 * stdev(later)), 0)
     if run.last_step < LEARNING_TIME_RATIO * arrived:
-        return f"it took {arrived} of {run.last_step} steps to learn what needs no inputs"
+        return f"it took {arrived} of {run.last_step} steps to learn the mean of the targets"
     return None

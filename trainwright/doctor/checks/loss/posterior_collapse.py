@@ -3,18 +3,18 @@ from trainwright.doctor.facts.loss import LossFacts, explains_little, over_most_
 
 MIN_STEPS = 60
 MIN_ROWS = 4  # Examined steps among the last ones
-MIN_RATIO = 16.0  # Weight of the divergence, relative to that of the variational bound
+MIN_RATIO = 16.0  # Weight of the divergence, relative to its weight in the variational bound
 
 
 @check(stage="loss", confidence=0.9, since_step=1, explains=("loss.no_better_than_constant",))
 def posterior_collapse(run: RunContext, exams: Every[LossFacts]) -> Results:
-    """The reconstruction is averaged over the elements of a sample, and the divergence is summed: the latter wins.
+    """The reconstruction is averaged over the elements of a sample, but the divergence is summed and dominates.
 
-    Why it matters: the divergence weighs as much more as a sample has elements. The posterior collapses to the prior,
-    and the decoder returns the mean of the data.
+    Why it matters: if a sample has n elements, the divergence has n times its correct weight. The posterior collapses
+    to the prior, and the decoder returns the mean of the data.
 
-    How it is detected: one term of the loss is the mean over all elements of the difference to the model's own input,
-    another one is a sum over features. After 60 steps the reconstruction is hardly better than a constant one.
+    How it is detected: one term of the loss is the difference to the model's own input, averaged over all elements.
+    Another term is a sum over features. After 60 steps the reconstruction is hardly better than a constant output.
 
     Exceptions: a small weight of the divergence, of about 1 / number of elements.
 
@@ -26,7 +26,8 @@ def posterior_collapse(run: RunContext, exams: Every[LossFacts]) -> Results:
 
     Sources: keras-team/keras PR 3383, zdebruine/MMVAE PR 19.
     """
-    sign, facts = sign_of(exams, "features_summed_and_averaged"), over_most_steps(exams)
+    sign = sign_of(exams, "features_summed_and_averaged")
+    facts = over_most_steps(exams)
     if sign is None or sign.value < MIN_RATIO or run.last_step < MIN_STEPS:
         return
     averaged = [each for each in facts.given if each.op == sign.op and len(each.rows) >= MIN_ROWS]

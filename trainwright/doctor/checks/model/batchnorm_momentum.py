@@ -13,10 +13,10 @@ def batchnorm_momentum(run: RunContext, facts: StatisticsFacts) -> Results:
     Why it matters: eval mode uses these statistics. With a momentum of 0 they stay at mean 0 and variance 1; near 1
     they are those of the last batch. The accuracy in eval mode is far below that in train mode, and jumps.
 
-    How it is detected: in train mode, `momentum` is 0 and the statistics are the initial ones after 8 steps; or it is
-    at least 0.9, and the running mean jumps between examinations.
+    How it is detected: in train mode, `momentum` is 0 and the statistics have their initial values after 8 steps. Or
+    `momentum` is at least 0.9, and the running mean jumps between examinations.
 
-    Exceptions: `momentum=None`, which averages all batches; one batch that is the whole dataset.
+    Exceptions: `momentum=None`, which averages all batches; a single batch with the full dataset.
 
     Usual cause: the convention of TensorFlow, where `momentum=0.99` keeps 99 % of the old value. In PyTorch it is the
     fraction of the new value.

@@ -7,10 +7,10 @@ from trainwright.doctor.facts.unmoved import HeadFacts
 def new_head_frozen(run: RunContext, head: HeadFacts, exams: Every[LossFacts]) -> Results:
     """The new output layer of a classifier or regressor is frozen at its random initial weights.
 
-    Why it matters: everything before it must fit random class vectors. Adapters with few parameters cannot.
+    Why it matters: all layers before it must fit random class vectors. Adapters with few parameters cannot do this.
 
-    How it is detected: the last linear layer is not trainable and in no optimizer, its weights have the distribution
-    of an initialisation, gradients flow through it, and the loss has as many classes as the layer has outputs.
+    How it is detected: the last linear layer is not trainable, in no optimizer, and its weights have the distribution
+    of an initialisation. Gradients flow through it, and the loss has as many classes as the layer has outputs.
 
     Exceptions: the output layer of a language model, which is as wide as its vocabulary; a fixed target network,
     through which no gradient flows.

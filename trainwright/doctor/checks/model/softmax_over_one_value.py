@@ -8,8 +8,8 @@ MIN_EXAMS = 3
 def softmax_over_one_value(run: RunContext, exams: Every[LayersFacts]) -> Results:
     """A softmax runs over an axis with one value, so its result is always 1 and its input has no gradient.
 
-    Why it matters: attention weights, gates or mixtures that are always 1 choose nothing, and what computes them is
-    never trained.
+    Why it matters: attention weights, gates or mixtures that are always 1 select nothing. The layers that compute them
+    are never trained.
 
     How it is detected: in all passes of at least three examined steps, the axis of a softmax inside the model has
     size 1, and another axis is larger.

@@ -13,7 +13,7 @@ def uniform_noise(run: RunContext) -> Results:
     How it is detected: `torch.rand` or `torch.rand_like` is multiplied by a standard deviation that the model computes
     and added to a mean; or uniform noise is mixed into the input, and the model predicts it.
 
-    Exceptions: dropout masks, time steps, random factors; they are no samples of a normal distribution.
+    Exceptions: dropout masks, time steps, random factors, which need no normal distribution.
 
     Usual cause: `rand` instead of `randn`.
 
@@ -26,4 +26,6 @@ def uniform_noise(run: RunContext) -> Results:
             yield run.finding(step, where=Where(module=each.module, source=each.line))
     sign = sign_of(run.every(LossFacts), "uniform_noise")
     if sign is not None:
-        yield run.finding(where=Where(op=sign.op, source=sign.line), evidence=[("steps with it", sign.steps, 0)])
+        yield run.finding(
+            where=Where(op=sign.op, source=sign.line), evidence=[("steps with uniform noise", sign.steps, 0)]
+        )
