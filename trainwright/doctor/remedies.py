@@ -27,14 +27,15 @@ MAX_STEPS = 32  # Maximum number of recorded steps that are replayed
 
 
 def compare_losses(what: str, was: list[float], now: list[float]) -> str:
-    """Returns text on the losses, unchanged and with a change; "no better" if they are not lower."""
+    """Returns text on the losses with a change and without. It begins with "no better" if they are not lower."""
     better = "" if math.isfinite(now[-1]) and not now[-1] >= was[-1] else "no better "  # also if ``was`` is NaN
     return f"{better}{what}: loss {course(now)} in {len(now)} steps; unchanged: {course(was)} in {len(was)} steps"
 
 
 def other_lr(session: ReplaySession, factor: float) -> str:
     """Tries updates on this batch with the learning rate times ``factor``."""
-    was, now = session.train(NUM_UPDATES, repeat=True), session.train(NUM_UPDATES, Intervention(lr=factor), repeat=True)
+    was = session.train(NUM_UPDATES, repeat=True)
+    now = session.train(NUM_UPDATES, Intervention(lr=factor), repeat=True)
     return compare_losses(f"with the learning rate x {factor:g}", was, now)
 
 
@@ -43,7 +44,8 @@ def another_rate(session: ReplaySession, lr: float) -> str:
     if lr <= 0:
         raise NotTried("no other learning rate is known")
     changed = Intervention(group=lambda step, group: {"lr": lr})
-    was, now = session.train(NUM_UPDATES, repeat=True), session.train(NUM_UPDATES, changed, repeat=True)
+    was = session.train(NUM_UPDATES, repeat=True)
+    now = session.train(NUM_UPDATES, changed, repeat=True)
     return compare_losses(f"with a learning rate of {lr:.3g}", was, now)
 
 
@@ -82,10 +84,8 @@ def group_lr(session: ReplaySession, optimizer: int, group: int, lr: float) -> s
     def change(step: int, live: dict[str, Any]) -> dict[str, Any]:
         return {"lr": lr} if live["params"] and id(live["params"][0]) == first else {}
 
-    was, now = (
-        session.train(NUM_UPDATES, repeat=True),
-        session.train(NUM_UPDATES, Intervention(group=change), repeat=True),
-    )
+    was = session.train(NUM_UPDATES, repeat=True)
+    now = session.train(NUM_UPDATES, Intervention(group=change), repeat=True)
     return compare_losses(f"with a learning rate of {lr:g} for group {group}", was, now)
 
 
@@ -103,7 +103,7 @@ def with_optimizer(session: ReplaySession, names: list[str]) -> str:
 
 
 def logits_instead_of_probabilities(session: ReplaySession) -> str:
-    """Tries the logarithm of the probabilities. Both are compared by the negative log-likelihood of the target."""
+    """Tries the logarithm of the probabilities as logits. Compares the negative log-likelihood of the targets."""
     losses: dict[bool, list[float]] = {False: [], True: []}
     truth: list[Tensor] = []  # scores for the nll_loss after a log_softmax that received probabilities
 
@@ -148,7 +148,7 @@ def _scores(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> Tensor | None:
 
 
 def loss_scale(session: ReplaySession) -> str:
-    """Tries three loss scales, and returns the largest one with finite gradients."""
+    """Tries three loss scales. Returns text on the largest one with finite gradients."""
     plain = session.run().grads
     for scale in (2.0**16, 2.0**12, 2.0**8):
         scaled = session.run(Intervention(loss_scale=scale)).grads
@@ -168,8 +168,10 @@ def fp32_weights(session: ReplaySession) -> str:
     @contextmanager
     def states_in_fp32() -> Iterator[None]:
         for optimizer in session.optimizers:
-            for own in optimizer.state.values():
-                own.update({k: v.float() for k, v in own.items() if isinstance(v, Tensor) and v.is_floating_point()})
+            for state in optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.is_floating_point():
+                        state[name] = value.float()
         yield
 
     still = []
@@ -222,7 +224,7 @@ def guarded(session: ReplaySession, op: str) -> str:
 
 
 def finite_mask(session: ReplaySession) -> str:
-    """Tries a finite large negative number for infinities and overflowing mask constants."""
+    """Tries a large finite negative number instead of infinite and overflowing mask constants."""
 
     def around(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         name = function_name(function).strip("_")
@@ -295,7 +297,7 @@ _GUARDS: dict[str, tuple[_Guard, str]] = {
     "sqrt": (_above(EPS), f"clamp(min={EPS:g}) before sqrt"),
     "rsqrt": (_above(EPS), f"clamp(min={EPS:g}) before rsqrt"),
     "pow": (_above(EPS), f"clamp(min={EPS:g}) before pow"),
-    "exp": (_below_overflow, "a quarter of the largest exponent as the bound of exp"),
+    "exp": (_below_overflow, "the input of exp bounded by a quarter of the largest exponent"),
     "div": (_no_zero_divisor, "1 instead of a divisor of 0"),
     "reciprocal": (_no_zero_divisor, "1 instead of a divisor of 0"),
     "acos": (_inside, "clamp to the inside of [-1, 1] before acos"),
@@ -313,7 +315,7 @@ def _clamp_mask(value: object) -> object:
     return value
 
 
-# Texts of outcomes
+# Outcomes
 
 
 def _without(session: ReplaySession, rows: Sequence[int], micro: int | None) -> Intervention:
@@ -369,4 +371,4 @@ TRIALS: dict[str, RegisteredTrial] = {
     "weight_decay": RegisteredTrial(weight_decay, 43.0),
     "with_optimizer": RegisteredTrial(with_optimizer, DEFAULT_STEPS),
 }
-"""By the name in the findings."""
+"""The trials, by their name in a finding."""

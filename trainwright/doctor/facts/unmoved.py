@@ -11,7 +11,7 @@ class UnmovedEvaluation:
     """Evaluations with weights from before the training."""
 
     kind: str  # Class of the evaluated module
-    is_copy: bool  # The module is a copy of the trained one; else the trained one held its first weights
+    is_copy: bool  # True: a copy of the trained module; False: the trained module, with its initial weights
     steps: tuple[int, ...]  # The steps after which it was evaluated, at most the first 8
     source: str | None  # Line of the first of these calls
 

@@ -46,7 +46,7 @@ class Compilations(Probe):
 
 
 def _summary(records: list[Any]) -> CompiledFunction:
-    """Summarizes the records of one function. The one at which torch gives up has no name."""
+    """Summarizes the records of one function. The record at which torch stops compiling has no name."""
     named = [each for each in records if each.co_name]
     return CompiledFunction(
         named[-1].co_name,

@@ -1,4 +1,4 @@
-"""Simple signs of wrong values in the functions between a model and its loss, and of uniform noise in a model."""
+"""Detects wrong values in the functions between a model and its loss, and uniform noise in a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS_OF_PROGRAM = 8  # The first steps, whose program is read
 MIN_STEPS = 4  # Steps that must all show a sign
 MIN_UNIFORM = 512  # Elements of a target whose distribution is tested
 MAX_UNIFORM = 8192
-MIN_FEATURES = 32  # Elements of a sample from which on a mean over them is far smaller than their sum
+MIN_FEATURES = 32  # Elements of a sample. With fewer, their mean is not far below their sum
 LEARNED_DEVIATIONS = ("ExpBackward0", "SoftplusBackward0", "SqrtBackward0")
 """Autograd nodes that make a standard deviation."""
 _VIEWS = ("View", "Squeeze", "Unsqueeze", "Reshape", "Select", "Slice", "Clone", "Alias", "UnsafeView", "Expand")
@@ -36,7 +36,7 @@ Key = tuple[str, str, str | None]
 
 
 def _made_by(tensor: Tensor, *names: str) -> bool:
-    """Returns True if a node of one of these names made a tensor, apart from views."""
+    """Returns True if the autograd node of a tensor, views skipped, has one of these names."""
     node: Node | None = tensor.grad_fn
     for _ in range(6):
         if node is None or type(node).__name__.startswith(names):
@@ -48,9 +48,7 @@ def _made_by(tensor: Tensor, *names: str) -> bool:
 
 
 def _is_bootstrapped(target: Tensor) -> bool:
-    """Returns True if autograd leads through a tensor that is the sum of a constant and a multiple of the largest, or
-    of a chosen, output.
-    """
+    """Returns True if the target has a graph, and is a constant plus a multiple of the largest or a chosen output."""
     node = target.grad_fn
     if node is None or not type(node).__name__.startswith("Add"):
         return False
@@ -68,7 +66,7 @@ def _is_bootstrapped(target: Tensor) -> bool:
 
 
 class UniformNoise:
-    """Follows uniform random numbers that are used where normal ones are meant: see ``note``."""
+    """Tracks uniform random numbers, to detect those that are used instead of normal ones (see ``note``)."""
 
     def __init__(self) -> None:
         self.forget()
@@ -81,8 +79,8 @@ class UniformNoise:
     def note(self, name: str, args: Args, result: object) -> bool:
         """Returns True if uniform noise is used as a sample of a normal distribution.
 
-        Either it is multiplied by a standard deviation and added to a mean, both of which the model computes, or it is
-        mixed into the data, and a prediction is compared with it.
+        There are two cases. The noise is multiplied by a standard deviation and added to a mean, and the model computes
+        both. Or the noise is mixed into the data, and a prediction is compared with it.
         """
         plain = name.strip("_")
         if not isinstance(result, Tensor):
@@ -198,12 +196,14 @@ class LoopSigns:
                 for place, each in enumerate(result):
                     self._columns[each] = number, (size * place, size * place + size) if size == 2 else place
 
-    def _note_width(self, a: object, b: object, result: object) -> None:
-        """Records if a box of the targets ends before it begins."""
-        one, other = self._columns.get(a), self._columns.get(b)
+    def _note_width(self, ends: object, begins: object, result: object) -> None:
+        """Records whether boxes of the targets end before they begin."""
+        one = self._columns.get(ends)
+        other = self._columns.get(begins)
         if one is None or other is None or one[0] != other[0] or not isinstance(result, Tensor) or not result.numel():
             return
-        columns, is_negative = (one[1], other[1]), (result < 0).double().mean()
+        columns = (one[1], other[1])
+        is_negative = (result < 0).double().mean()
         if columns == ((2, 4), (0, 2)):
             self._show("box_ends_before", "sub", is_negative > 0.05)
         elif columns in ((2, 0), (3, 1)):
@@ -237,7 +237,7 @@ class LoopSigns:
             )
 
     def _note_pair(self, plain: str, a: Tensor, b: Tensor) -> None:
-        """Records if two terms of a symmetric loss compare the same values."""
+        """Records whether two terms of a symmetric loss compare the same values."""
         known, self._pairs[plain] = self._pairs.get(plain), (a, b)
         if known is None or known[0].shape != a.shape or known[0] is a or known[1] is b or not a.requires_grad:
             return
@@ -247,11 +247,11 @@ class LoopSigns:
     # bootstrapped targets
 
     def _note_attached(self, plain: str, x: object, target: object) -> None:
-        """Records if the loss of a chosen action's value also moves its target, reward + factor * next value."""
+        """Records whether the loss of a chosen action's value also trains its target, reward + factor * next value."""
         if not isinstance(x, Tensor) or not isinstance(target, Tensor) or x.shape != target.shape or not x.dim():
             return
         is_attached = _made_by(x, "GatherBackward", "IndexBackward") and _is_bootstrapped(target)
-        if is_attached:  # a target network of its own is not trained by it
+        if is_attached:  # a separate target network is not trained by this loss
             one, other = (leaves_among(nodes_behind([each.grad_fn])) for each in (x, target) if each.grad_fn)
             is_attached = bool(one & other)
         self._show("target_attached", plain, torch.tensor(is_attached))
@@ -267,7 +267,7 @@ class LoopSigns:
         self._note_reductions(step, terms_of(step))
 
     def _note_noise_target(self, step: RecordedStep) -> None:
-        """Records if a prediction is compared with uniform noise that is part of the model's input."""
+        """Records whether a prediction is compared with uniform noise that is part of the model's input."""
         inputs = _inputs_of(step)
         for each in step.program:
             if not isinstance(each, Operation) or each.name.strip("_") not in DISTANCES | {"sub", "rsub"}:
@@ -282,10 +282,10 @@ class LoopSigns:
                 self._shown.setdefault(("uniform_noise", each.name.strip("_"), None), []).append(shown)
 
     def _note_reductions(self, step: RecordedStep, terms: list[Term]) -> None:
-        """Records a mean over all elements of a reconstruction beside a term that is summed over its features."""
+        """Records a reconstruction loss averaged over all elements, beside a term that is summed over features."""
         makers = {slot: each for each in step.program if isinstance(each, Operation) for slot in each.outputs}
         inputs = {each.data_ptr() for each in _inputs_of(step)}
-        sums = [rate for term in terms if (rate := _weight_of_sum(term, makers, step)) is not None]
+        sums = [weight for term in terms if (weight := _weight_of_sum(term, makers, step)) is not None]
         for term in terms:
             made = makers.get(term.slot)
             if made is None or made.name not in RECONSTRUCTIONS or made.kwargs.get("reduction", "mean") != "mean":
@@ -326,7 +326,7 @@ def _may_be_noise(target: Tensor) -> bool:
 
 
 def _is_uniform(target: Tensor) -> Tensor:
-    """Returns True if the elements are independent and uniform between 0 and 1, as far as their order shows."""
+    """Returns True if the elements are uniform between 0 and 1, and neighbours are not correlated."""
     flat = target.flatten()[:MAX_UNIFORM].float()
     ordered, count = flat.sort().values, len(flat)
     distance = (ordered - torch.arange(1, count + 1, device=flat.device) / count).abs().amax()
@@ -337,7 +337,7 @@ def _is_uniform(target: Tensor) -> Tensor:
 
 
 def _is_mixed_in(x: Tensor, target: Tensor) -> Tensor:
-    """Returns True if samples of the input contain the target, each with another factor."""
+    """Returns True if samples of the input contain the target, each with a different factor."""
     a, b = (each.detach().reshape(len(target), -1).float() for each in (x, target))
     a, b = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
     factors = (a * b).sum(1) / b.square().sum(1).clamp(min=1e-12)
@@ -345,7 +345,7 @@ def _is_mixed_in(x: Tensor, target: Tensor) -> Tensor:
 
 
 def _weight_of_sum(term: Term, makers: Mapping[int, Operation], step: RecordedStep) -> float | None:
-    """Returns the weight of a term, for each sample, that is a sum over features; None if it is no such sum."""
+    """Returns the weight per sample of a term that is a sum over features; None for other terms."""
     made = makers.get(term.slot)
     rows = next((len(each) for each in _inputs_of(step) if each.dim() > 1), 0)
     if made is None or made.name not in ("sum", "mean") or not rows:

@@ -37,12 +37,12 @@ MAX_COPIES = 8
 SAMPLED_TENSORS = 4
 SAMPLED_ELEMENTS = 64
 MAX_CHECKS = 64  # Evaluations whose weights are compared with the first ones
-URGENT_STEP = 20  # The second evaluation from this step on is judged at once
+URGENT_STEP = 20  # From this step on, a second evaluation is reported at once
 MAX_EVALUATIONS = 8  # Evaluations that are reported for each module
 
 
 class _Weights:
-    """A sample of the weights of a module as it was first seen."""
+    """A sample of the initial weights of a module, to compare it with later ones."""
 
     def __init__(self, module: nn.Module) -> None:
         moving = [p for p in module.parameters() if _is_comparable(p)]
@@ -54,7 +54,7 @@ class _Weights:
         return [sampled(p, SAMPLED_ELEMENTS) for p in self._tensors]
 
     def are_unmoved(self) -> Tensor | None:
-        """Returns True (a 0-d tensor) if no sampled element differs from the first values; None without weights."""
+        """Returns a 0-d tensor, True if all sampled elements have their initial values; None without weights."""
         now = self._sample()
         if not now or [each.shape for each in now] != [each.shape for each in self._first]:
             return None
@@ -63,7 +63,7 @@ class _Weights:
 
 
 def _is_comparable(p: Tensor) -> bool:
-    """Returns False for weights without values yet, sparse ones, and types of one byte, which cannot be compared."""
+    """Returns False for weights that cannot be compared: without values, sparse, or with a dtype of one byte."""
     is_plain = not is_lazy(p) and not p.is_meta and p.layout is torch.strided
     return is_plain and p.is_floating_point() and p.itemsize > 1 and p.numel() > 0
 
@@ -72,24 +72,27 @@ class _Evaluated:
     """A module whose calls without gradients are observed. ``checks``: (step, unmoved weights, call site, line)."""
 
     def __init__(self, module: nn.Module, *, is_copy: bool) -> None:
-        self.kind, self.is_copy = type(module).__name__, is_copy
+        self.kind = type(module).__name__
+        self.is_copy = is_copy
         self.weights = _Weights(module)
         self.is_trained_with = False
-        self._last, self._number = -1, 0
+        self._last_step = -1
+        self._number = 0
         self.checks: list[tuple[int, Tensor, Site, str | None]] = []
 
     def called(self, step: int, site: Site) -> None:
-        """Compares the weights at the first call after a step: 64 times, then at powers of two."""
-        if step == self._last:
+        """Compares the weights at the first call after a step: at calls 1 to 64, then at calls 128, 256, ..."""
+        if step == self._last_step:
             return
-        self._last, self._number = step, self._number + 1
+        self._last_step = step
+        self._number += 1
         if self._number > MAX_CHECKS and self._number.bit_count() != 1:
             return
         if (unmoved := self.weights.are_unmoved()) is not None:
             self.checks.append((step, unmoved, site, caller()))
 
     def unmoved(self, steps: int, sites: EvaluationSites) -> UnmovedEvaluation | None:
-        """Returns the evaluations if all used the first weights, and the calls are rarer than every fourth step."""
+        """Returns the evaluations if all used the initial weights and were rarer than every fourth step."""
         checks = [each for each in self.checks if each[2] in sites]
         if self.is_trained_with or not checks or 4 * self._number > steps:
             return None
@@ -100,13 +103,14 @@ class _Evaluated:
 
 
 class UnmovedEvaluations(Probe):
-    """Compares the weights that a loop evaluates with those of the beginning. Costs nothing within a step."""
+    """Compares the weights that a loop evaluates with the initial ones. Costs nothing within a step."""
 
     name = UnmovedFacts.experiment
     only_changes = True
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._watched, self._steps = watched, 0
+        self._watched = watched
+        self._steps = 0
         self._roots: dict[int, _Evaluated] = {}
         self._copies: list[_Evaluated] = []
         self._handles: list[RemovableHandle] = []
@@ -167,8 +171,8 @@ class UnmovedEvaluations(Probe):
         still = [each.weights.are_unmoved() for each in self._roots.values()]
         if not self._roots or all(each is None or bool(each) for each in still):
             return None  # the trained weights do not move either
-        of_roots = [each for each, is_still in zip(self._roots.values(), still) if is_still is not None]
-        moved = [each for each in of_roots if not bool(each.weights.are_unmoved())]
+        roots = zip(self._roots.values(), still)
+        moved = [each for each, is_still in roots if is_still is not None and not bool(is_still)]
         found = (each.unmoved(self._steps, self._watched.sites) for each in (*moved, *self._copies))
         return UnmovedFacts(self._steps, tuple(each for each in found if each is not None))
 
@@ -217,15 +221,15 @@ class Heads(Probe):
         return facts
 
 
-USUAL_DEVIATIONS = (0.01, 0.02)  # Standard deviations of normal initialisations in use
+USUAL_DEVIATIONS = (0.01, 0.02)  # Common standard deviations of normal initialisations
 MIN_WEIGHTS = 32
 
 
 @torch.no_grad()
 def is_fresh(layer: nn.Linear) -> bool:
-    """Returns True if the weights of a linear layer are as an initialisation leaves them, and not as training does.
+    """Returns True if the weights of a linear layer have the distribution of an initialisation.
 
-    Recognized are PyTorch's default, uniform weights between the bounds of Xavier with a bias of 0, and normal weights
+    This recognizes PyTorch's default, uniform weights between the bounds of Xavier with a bias of 0, and normal weights
     with a usual standard deviation and a bias of 0.
     """
     weight, bias = layer.weight, layer._parameters.get("bias")
@@ -233,16 +237,16 @@ def is_fresh(layer: nn.Linear) -> bool:
         return False
     values = weight.detach().double()
     largest, deviation = float(values.abs().max()), float(values.std())
-    known = 0.0 if bias is None else float(bias.detach().double().abs().max())
+    largest_bias = 0.0 if bias is None else float(bias.detach().double().abs().max())
     default, xavier = 1 / math.sqrt(layer.in_features), math.sqrt(6 / (layer.in_features + layer.out_features))
-    room = 3 / math.sqrt(2 * weight.numel())
+    tolerance = 3 / math.sqrt(2 * weight.numel())  # three standard errors of a standard deviation
 
     def is_uniform(bound: float) -> bool:
-        return 0.9 * bound < largest <= 1.001 * bound and abs(deviation / bound * math.sqrt(3) - 1) < room
+        return 0.9 * bound < largest <= 1.001 * bound and abs(deviation / bound * math.sqrt(3) - 1) < tolerance
 
-    if known > 0.0:
-        return known <= 1.001 * default and is_uniform(default)
-    is_normal = any(abs(deviation / usual - 1) < room for usual in USUAL_DEVIATIONS) and largest < 6 * deviation
+    if largest_bias > 0.0:
+        return largest_bias <= 1.001 * default and is_uniform(default)
+    is_normal = any(abs(deviation / usual - 1) < tolerance for usual in USUAL_DEVIATIONS) and largest < 6 * deviation
     return is_uniform(xavier) or is_normal or (bias is None and is_uniform(default))
 
 
@@ -250,12 +254,13 @@ MIN_LARGE_MOMENTUM = 0.9
 
 
 class Statistics(Probe):
-    """Reads the running statistics of BatchNorms with a momentum of 0 or near 1. Others cost nothing."""
+    """Reads the running statistics of BatchNorms with a momentum of 0 or near 1. Other modules cost nothing."""
 
     name = StatisticsFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._subject, self._steps = watched.subject, 0
+        self._subject = watched.subject
+        self._steps = 0
         self._means: dict[str, Tensor] = {}
         self._jumps: dict[str, list[float]] = {}
 
