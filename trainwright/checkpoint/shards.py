@@ -44,12 +44,12 @@ def units(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def holds_parts(model: nn.Module) -> bool:
-    """Return True if ranks hold parts of the weights, by FSDP or because they divide its layers."""
+    """Return True if FSDP or tensor parallelism divides the weights among ranks."""
     return any(is_divided(parameter) for parameter in model.parameters())
 
 
 def divides_layers(model: nn.Module) -> bool:
-    """Return True if ranks divide layers of the model (tensor parallelism), and so compute with the same samples."""
+    """Return True if tensor parallelism divides layers, so that its ranks compute with the same samples."""
     gathered = {id(p) for unit in units(model) if isinstance(unit, nn.Module) for p in unit.parameters()}
     for parameter in model.parameters():
         if is_divided(parameter):
@@ -66,7 +66,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part, sharing memory; an ordinary tensor itself."""
+    """Return this rank's part, which shares memory with ``tensor``. An ordinary tensor is returned unchanged."""
     if not is_divided(tensor):
         return tensor
     with torch.no_grad():
@@ -94,19 +94,23 @@ def divided_like(tensor: Tensor | StoredTensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     box = _local_box(like)
-    part = tensor.read(box) if isinstance(tensor, StoredTensor) else tensor[tuple(slice(b, b + n) for b, n in box)]
+    part = (
+        tensor.read(box)
+        if isinstance(tensor, StoredTensor)
+        else tensor[tuple(slice(begin, begin + size) for begin, size in box)]
+    )
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
 def _local_box(tensor: DTensor) -> Box:
-    """Return which part of the full tensor is on this rank."""
+    """Return this rank's part of the full tensor as (begin, size) of each dimension."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     mesh = tensor.device_mesh
     box = [(0, size) for size in tensor.shape]
-    # FSDP is the last to divide a tensor that is divided by layers already; it marks this as strided
+    # FSDP divides a tensor after tensor parallelism has, and marks its placement as strided: it comes last
     for axis in sorted(range(mesh.ndim), key=lambda axis: isinstance(tensor.placements[axis], _StridedShard)):
         placement = tensor.placements[axis]
         if not placement.is_replicate():
@@ -116,7 +120,7 @@ def _local_box(tensor: DTensor) -> Box:
 
 
 def _chunk(begin: int, size: int, count: int, index: int) -> tuple[int, int]:
-    """Return one chunk of a range as torch.chunk does. Its last chunks may be smaller; missing ones are empty here."""
+    """Return (begin, size) of one chunk, as torch.chunk divides a range. The last chunks may be smaller or empty."""
     each = -(-size // count)
     skipped = min(index * each, size)
     return begin + skipped, min(each, size - skipped)

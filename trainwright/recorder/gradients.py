@@ -118,8 +118,8 @@ class GradientRecorder(Listener):
         self._retains = bool(options.get("retain_graph"))
         self.current.program += self.tape.operations
         self.tape.operations = []
-        from_behind = options.get("grad_tensors")
-        gradients = [None] * len(losses) if from_behind is None else _as_list(from_behind)
+        given = options.get("grad_tensors")
+        gradients = [None] * len(losses) if given is None else _as_list(given)
         carried = not self._has_backward() and have_gradients(self.parameters)
         for loss, gradient in zip(losses, gradients):
             self._note_backward(loss, gradient, options)
@@ -139,7 +139,7 @@ class GradientRecorder(Listener):
         backward = Backward(slot, value, scale, None if gradient is None else self.tape.write(gradient))
         backward.retain = bool(options.get("retain_graph") or options.get("create_graph"))
         if options.get("create_graph"):
-            self.current.blind = "backward(create_graph=True) gives gradients that have a graph of their own"
+            self.current.blind = "backward(create_graph=True) gives gradients with a graph"
         if (inputs := options.get("inputs")) is not None:
             backward.inputs = self.tape.write([inputs] if isinstance(inputs, Tensor) else list(inputs))
         self.current.program.append(backward)
@@ -153,13 +153,13 @@ class GradientRecorder(Listener):
         return not leaves or any(id(leaf) in self._numbers for leaf in leaves)
 
     def on_autograd_grad(self, outputs: object, inputs: object, options: Kwargs) -> None:
-        """Records training without backward. With ``create_graph`` the gradients are part of a loss instead."""
+        """Records gradients for an update without backward. With ``create_graph``, they are part of a loss instead."""
         variables = _as_list(inputs)
         if options.get("create_graph") or not any(id(each) in self._numbers for each in variables):
             return
         self._happened("autograd_grad", len(variables))
         self.current.losses += [each.detach() for each in _as_list(outputs) if each.numel() == 1]
-        self.current.blind = "the gradients are made by torch.autograd.grad, and what becomes of them is not seen"
+        self.current.blind = "the gradients come from torch.autograd.grad, and their use is not recorded"
 
     def _has_backward(self) -> bool:
         return Backward in map(type, self.current.program)
@@ -172,7 +172,7 @@ class GradientRecorder(Listener):
         if self._is_foreign:
             return
         if self._was_clipped:
-            self._versions = None  # the clip will change them, and reading them takes 1 % of a small step
+            self._versions = None  # the next clip changes them, and reading them takes 1 % of a small step
         else:
             self.on_gradients_changed()
         if self._edits and "carried" in self.current.values:
@@ -186,7 +186,7 @@ class GradientRecorder(Listener):
             self.tape.grafted = False
 
     def on_gradients_changed(self) -> None:
-        """Records the versions of the gradients. Other versions at the update mean that the loop has changed them."""
+        """Records the versions of the gradients. If they differ at the update, the loop has changed the gradients."""
         if self.is_light:
             return
         self._versions = versions_of_gradients(self.parameters)
@@ -236,7 +236,8 @@ class GradientRecorder(Listener):
     ) -> None:
         if self.is_light:
             return
-        self._versions, self._is_clipped = None, True
+        self._versions = None
+        self._is_clipped = True
         self.current.program.append(ClipGradients(by, at, self._clipped_by(parameters), function))
         found = None if norm is None else float(norm.detach()) if norm.is_cpu else norm.detach()
         self._happened("clip", {"by": by, "at": at, "norm": found, "parameters": len(parameters)})
@@ -248,17 +249,17 @@ class GradientRecorder(Listener):
         return self._clipped_numbers
 
     def _norm_left_by_clip(self) -> float | None:
-        """Returns the norm of the gradients after a clip that nothing followed; None if the host does not know it."""
+        """Returns the gradient norm if the last event was a clip by norm, and that norm is on the host; else None."""
         if self._edits or self._versions is None:
             return None
         kind, clip = self.current.events[-1] if self.current.events else ("", {})
         if kind != "clip" or clip["by"] != "norm" or not isinstance(clip["norm"], float):
             return None
-        norm, at = clip["norm"], float(clip["at"])
-        return norm * min(1.0, at / (norm + 1e-6))  # as torch clips
+        norm = clip["norm"]
+        return norm * min(1.0, float(clip["at"]) / (norm + 1e-6))  # as torch clips
 
     def _numbers_of(self, parameters: Iterable[Tensor]) -> list[int]:
-        """Returns the numbers of those parameters that are watched."""
+        """Returns the numbers of the watched ones among these parameters."""
         numbers = self._numbers
         return [numbers[id(p)] for p in parameters if id(p) in numbers]
 
@@ -272,7 +273,7 @@ def owned_by(optimizer: Optimizer) -> list[Tensor]:
 
 
 def parameters_of(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """Returns the parameters of the roots, then those that only an optimizer has; each once."""
+    """Returns the parameters of the roots, then those that only an optimizer has, without duplicates."""
     owned: list[Tensor] = [p for root in roots for p in root.parameters()]
     owned += [p for optimizer in optimizers for p in owned_by(optimizer)]
     return list({id(p): p for p in owned}.values())
@@ -280,7 +281,7 @@ def parameters_of(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -
 
 def have_gradients(parameters: Sequence[Tensor]) -> bool:
     """Return True if any parameter has a gradient."""
-    for parameter in parameters:  # noqa: SIM110  it is asked in every step, and any() takes twice the time
+    for parameter in parameters:  # noqa: SIM110  called in every step; any() takes twice the time
         if parameter.grad is not None:
             return True
     return False

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers by what they do: whatever shares parameter groups with an optimizer is that optimizer.
+"""Finds the optimizer, scheduler or DataLoader inside of a wrapper. Optimizers are identified by parameter groups.
 
 Accelerate, Lightning, Fabric, DeepSpeed and users wrap optimizers. A wrapper writes to the same parameter groups, so
 its learning rates, its ``zero_grad`` and its ``step`` are those of the optimizer inside of it.
@@ -17,17 +17,17 @@ from torch.utils.data import DataLoader
 
 T = TypeVar("T")
 DEPTH = 3
-"""Depth of nested objects that are searched."""
+"""Levels of nested attributes that are searched."""
 
 _watched: dict[int, Optimizer] = {}
-"""Optimizers that a watch of this process was called with, by identity."""
+"""Optimizers that are watched in this process, by ``id``."""
 _known: dict[int, tuple[weakref.ref[object], Optimizer]] = {}
-"""Known wrappers of these, by identity."""
+"""Known wrappers of the watched optimizers, by ``id``."""
 
 
 @contextmanager
 def watching(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Context in which ``same_optimizer`` returns these for their wrappers."""
+    """Context in which ``same_optimizer`` returns one of ``optimizers`` for its wrappers."""
     mine = {id(each): each for each in optimizers}
     _watched.update(mine)
     try:
@@ -55,7 +55,7 @@ def same_optimizer(optimizer: object) -> object:
 
 
 def share_groups(one: object, other: object) -> bool:
-    """Returns True if two objects hold the same parameter group, so that one uses what the other writes."""
+    """Returns True if two objects share a parameter group: a learning rate that one sets applies to both."""
     return one is other or bool(_groups_of(one) & _groups_of(other))
 
 
@@ -65,10 +65,10 @@ def _groups_of(optimizer: object) -> set[int]:
 
 
 class Updates(threading.local):
-    """The current updates in this thread. A wrapper that steps and the optimizer in it make one update."""
+    """The updates in progress in this thread. ``step`` of a wrapper and of the optimizer in it count as one update."""
 
     def __init__(self) -> None:
-        self._by: dict[int, int] = {}  # by optimizer: the object with the outermost step
+        self._by: dict[int, int] = {}  # id of an optimizer: id of the object whose step is outermost
 
     def begins(self, optimizer: object, stepping: object) -> bool:
         """Returns True if an update begins with this call of ``stepping.step``."""
@@ -91,7 +91,7 @@ def optimizers_in(given: object) -> list[Optimizer]:
 
 
 def held_in(given: object, kind: type[T], depth: int = DEPTH) -> list[T]:
-    """Returns the nearest objects of a kind among the attributes of ``given``, or their attributes."""
+    """Returns the objects of type ``kind`` among the attributes of ``given``; if there are none, one level deeper."""
     values = [each for each in getattr(given, "__dict__", {}).values() if each is not given]
     values += [item for each in values if isinstance(each, list | tuple) for item in each]
     found = {id(each): each for each in values if isinstance(each, kind)}
@@ -107,7 +107,7 @@ _SCHEDULERS = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
 def unwrapped(given: object) -> object:
     """Returns the DataLoader or scheduler that a wrapper was made from; any other object unchanged.
 
-    A loader that wraps another over the same dataset reads its batches from it.
+    A DataLoader that holds another one of the same dataset is a wrapper of it.
     """
     if isinstance(given, _SCHEDULERS):
         return given

@@ -1,8 +1,8 @@
-"""A bundle: everything that is needed to run a watched step again in another process. It is written at an incident.
+"""Bundles: files from which another process replays watched steps. A bundle is written at an incident.
 
 bundles/step-XXXXXXXX/
   tensors.safetensors  the state before the steps, and the inputs of the steps
-  bundle.json          kind "step", what it is about, and the programs of the steps
+  bundle.json          kind "step", notes of the writer, and the recorded programs of the steps
   manifest.json        sizes and sha256
 
 A crash loop leaves a folder of the same name that holds a checkpoint instead; its bundle.json has another kind.
@@ -51,13 +51,15 @@ from trainwright.runs.json_values import Facts, plain, strict
 from trainwright.runs.storage import make_subfolder, storage_error
 from trainwright.runs.system_calls import fsync
 
-KIND, CRASH_LOOP = "step", "crash-loop"
+KIND = "step"
+CRASH_LOOP = "crash-loop"
 FORMAT = 1
-NAME, _TENSORS = "bundle.json", "tensors.safetensors"
+NAME = "bundle.json"
+_TENSORS = "tensors.safetensors"
 
 
 class BundleError(UsageError):
-    """A bundle is missing, damaged or forged, or does not fit the model that it is to run on."""
+    """A bundle is missing, damaged or forged, or does not fit the model on which it is replayed."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Bundle:
     def bound(self, subject: LiveObjects, names: Sequence[str]) -> tuple[Snapshot, list[RecordedStep]]:
         """Returns the state and the steps, bound to the parameters of live objects with the structure of the bundle.
 
-        The order of ``subject.parameters`` is that of ``structure.parameters``. Raises BundleError.
+        ``subject.parameters`` must have the order of ``structure.parameters``. Raises BundleError.
         """
         self._require_fit(subject, names)
 
@@ -99,13 +101,14 @@ class Bundle:
             return Constant(parameter, parameter._version)
 
         def bound(each: Instruction) -> Instruction:
-            names = [one.name for one in fields(each) if one.name in ("args", "kwargs", "gradient")]
-            return replace(each, **{name: mapped(getattr(each, name), live) for name in names})
+            with_tensors = [one.name for one in fields(each) if one.name in ("args", "kwargs", "gradient")]
+            return replace(each, **{name: mapped(getattr(each, name), live) for name in with_tensors})
 
         return self.snapshot, [replace(each, program=[bound(one) for one in each.program]) for each in self.steps]
 
     def _require_fit(self, subject: LiveObjects, names: Sequence[str]) -> None:
-        now, then = Structure.of(subject, names), self.structure
+        now = Structure.of(subject, names)
+        then = self.structure
         for what, ours, theirs in (
             ("parameter", now.parameters, then.parameters),
             ("module", now.modules, then.modules),
@@ -128,7 +131,7 @@ class Bundle:
     def _misfit(self, what: str) -> BundleError:
         return BundleError(
             f"{self.path} does not fit the model: {what}",
-            remedy="--model names a function that builds model (and optimizer) as they were when the step was watched",
+            remedy="let --model name a function that builds the model (and optimizer) of the watched run",
         )
 
 
@@ -160,8 +163,8 @@ def write_bundle(
 ) -> Path:
     """Writes ``folder/step-XXXXXXXX`` for the last of ``steps``, which begin at ``snapshot``. Returns its path.
 
-    ``about`` is JSON. An older bundle of that step is replaced. If the process is killed, the old bundle, the new one
-    or none exists. Raises StorageError if it cannot be written.
+    ``about`` is JSON. An older bundle of that step is replaced. A process that is killed here leaves the old bundle,
+    the new bundle, or none. Raises StorageError if the bundle cannot be written.
     """
     step = steps[-1].step
     target = folder / name_of(step)
@@ -170,7 +173,7 @@ def write_bundle(
     tensors, body = encode(_body(subject, names, snapshot, steps))
     aside, replaced = folder / f".{target.name}.{os.getpid()}.draft", folder / f".{target.name}.old"
     with _storage_errors(target, aside):
-        make_subfolder(folder)  # does not create the run folder: after a rename that would be another one
+        make_subfolder(folder)  # not the run folder: if that was renamed, this would create a second one
         _sweep(folder)
         aside.mkdir()
         write_tensors(on_host(tensors), aside / _TENSORS)
@@ -198,7 +201,9 @@ def _body(
     writer = Writer({id(p): number for number, p in enumerate(subject.parameters)})
     first, last = snapshot.step, steps[-1].step
     if [each.step for each in steps] != list(range(first, last + 1)):
-        writer.lost.append(f"the state right before step {last} is not there, only that before step {first}")
+        writer.lost.append(
+            f"the state before step {last} was not stored; the nearest stored one is that before step {first}"
+        )
     state = {each.name: getattr(snapshot, each.name) for each in fields(snapshot) if each.name not in ("rng", "reach")}
     return {
         "structure": vars(Structure.of(subject, names)),
@@ -271,7 +276,7 @@ def read_bundle(path: Path | str, device: torch.device | None = None) -> Bundle:
         try:
             verify(path, (_TENSORS, NAME))
         except CheckpointError as error:
-            raise BundleError(error.message, remedy="take another bundle, or replay the run itself") from None
+            raise BundleError(error.message, remedy="use another bundle, or replay the run itself") from None
         head = read_json(path / NAME, BUNDLE)
         if (head["kind"], head["format"]) != (KIND, FORMAT):
             raise ValueError(f"it is of kind {head['kind']!r} and format {head['format']!r}")
@@ -279,7 +284,8 @@ def read_bundle(path: Path | str, device: torch.device | None = None) -> Bundle:
         device = device or _available(torch.device(str(body["device"])))
         lost = [str(each) for each in body["lost"]]
         reader = Reader(len(body["structure"]["parameters"]), device, whole=not lost)
-        structure, snapshot = _structure(body["structure"]), _snapshot(reader, body)
+        structure = _structure(body["structure"])
+        snapshot = _snapshot(reader, body)
         steps = [reader.step(each) for each in body["way"]]
         _require_sound(structure, snapshot, steps)
         return Bundle(
@@ -305,8 +311,8 @@ def _errors_as_forged(path: Path) -> Iterator[None]:
         raise
     except (UnreadableFile, *INVALID_CONTENT_ERRORS) as error:
         raise BundleError(
-            f"{path} is no bundle of Trainwright ({text_of(error)[:300]})",
-            remedy="trust nothing in it; take another bundle, or replay the run itself",
+            f"{path} is not a valid bundle of Trainwright ({text_of(error)[:300]})",
+            remedy="use another bundle, or replay the run itself",
         ) from None
 
 
@@ -329,7 +335,8 @@ def _snapshot(reader: Reader, body: Facts) -> Snapshot:
 
 def _require_sound(structure: Structure, snapshot: Snapshot, steps: Sequence[RecordedStep]) -> None:
     """Raises ValueError if an index is out of range, or the state does not have this structure."""
-    parameters, optimizers = len(structure.parameters), len(structure.optimizers)
+    parameters = len(structure.parameters)
+    optimizers = len(structure.optimizers)
     numbers = [n for state in snapshot.states for n in state]
     numbers += [n for _, groups in structure.optimizers for group in groups for n in group]
     chosen: list[int] = []
@@ -367,7 +374,7 @@ def _require_plain(
     attributes: Sequence[Mapping[str, object]],
     misfit: Callable[[str], BundleError],
 ) -> None:
-    """Raises unless attributes are plain and replace only plain values."""
+    """Raises ``misfit`` if a stored attribute, or the live one that it replaces, is not a plain value."""
     for module, stored in zip(modules, attributes):
         for name, value in stored.items():
             live = inspect.getattr_static(module, name, None)

@@ -1,4 +1,4 @@
-"""Writes bundles of steps for later replays: of incidents, and of the last steps if something found no time."""
+"""Writes bundles for later replays: of incidents, and of the last steps if an experiment was skipped to save time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from trainwright.watching.experiments import ExperimentRunner
 
 
 class Incidents:
-    """Writes Skipped records, and bundles into ``folder`` (None: nowhere). ``write`` takes every record."""
+    """Writes bundles into ``folder`` (None: no bundles), and passes its records to ``write``."""
 
     def __init__(self, folder: Path | None, runner: ExperimentRunner, write: Callable[[Record], None]) -> None:
-        self._folder, self._runner, self._write = folder, runner, write
+        self._folder = folder
+        self._runner = runner
+        self._write = write
         self._count = 0
 
     def keep_bundle(self, step: int, codes: Sequence[str]) -> None:
@@ -66,13 +68,13 @@ class Incidents:
 
 
 MAX_BUNDLE_BYTES = 64 * 2**20
-"""Maximum size of the bundle of the last steps: about 0.3 s of a slow disk."""
+"""Maximum size of the bundle of the last steps. A slow disk writes it in about 0.3 s."""
 
 
 def keep_rest(
     runner: ExperimentRunner, budget: ExaminationBudget, step: int, folder: Path | None, write: Callable[[Record], None]
 ) -> None:
-    """Writes an Unexamined record if experiments found no time, and a bundle of the last steps into ``folder``."""
+    """Writes an Unexamined record and a bundle of the last steps if experiments were skipped to save time."""
     names = runner.not_run()
     if names and step:
         write(
