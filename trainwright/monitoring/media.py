@@ -24,19 +24,22 @@ MAX_RUN_BYTES = 2**30
 
 
 class MediaWriter:
-    """Writes values to ``media/`` of a run folder. What cannot be kept is reported once and never stops a run.
+    """Writes values to ``media/`` of a run folder. A value that cannot be kept is reported once; it never stops a run.
 
     Args:
         folder: The run folder.
         write: Receives the record of each value.
         sinks: Trackers that get each value, too.
-        say: Receives messages on what is left out, with the reason and a remedy.
+        say: Receives a message on each kind of value that is left out, with the reason and a remedy.
     """
 
     def __init__(
         self, folder: Path, write: Callable[[Record], None], sinks: Sequence[Sink], say: Callable[[str], None]
     ) -> None:
-        self._folder, self._write, self._sinks, self._say = folder, write, sinks, say
+        self._folder = folder
+        self._write = write
+        self._sinks = sinks
+        self._say = say
         self._said: set[str] = set()
         self._calls = Counter[str]()
         self._files: dict[str, int] = {}
@@ -56,7 +59,8 @@ class MediaWriter:
         if isinstance(value, str):
             value = str(masked(shortened(value)))
         if not problem:
-            problem = self._store(file, content := encode(value))
+            content = encode(value)
+            problem = self._store(file, content)
         if problem:
             self._say_once(problem)
             return
@@ -71,7 +75,7 @@ class MediaWriter:
                 sink.media(step, name, value)
 
     def _problem(self, name: str, value: Loggable, file: str) -> str:
-        """Return why a value cannot be kept; "" if it can. Counts the files of an earlier process at first."""
+        """Return why a value cannot be kept; "" if it can. The first call counts the files of an earlier process."""
         if self._bytes is None:
             self._bytes = sum(_sizes(self._folder / FOLDER))
         if len(name) > MAX_NAME_CHARS:
@@ -80,7 +84,7 @@ class MediaWriter:
             return f"{printable(name)} is not kept: a run has at most {MAX_NAMES} names; log under the same name again"
         if isinstance(value, Image) and value.num_pixels > MAX_PIXELS:
             what = f"{printable(name)} is not kept: it has {value.num_pixels:,} pixels, at most {MAX_PIXELS:,} are kept"
-            return f"{what}; reduce it before, such as image[..., ::2, ::2]"
+            return f"{what}; reduce it first, for example image[..., ::2, ::2]"
         if self._bytes > MAX_RUN_BYTES:
             return f"further images and texts are not kept: {MAX_RUN_BYTES >> 20:,} MiB are used; log them more rarely"
         if name not in self._files:

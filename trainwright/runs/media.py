@@ -1,7 +1,7 @@
 """Images, texts and histograms that a user logs, and their files in the run folder.
 
-A file is ``media/NAME/step-00000120.png``, ``.txt`` or ``.json``: nothing in it is executed when it is read, and what
-is read is limited in size.
+A file is ``media/NAME/step-00000120.png``, ``.txt`` or ``.json``. Reading one executes nothing, and its size is
+limited.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FOLDER = "media"
 IMAGE, TEXT, HISTOGRAM = "image", "text", "histogram"
 SUFFIXES = {IMAGE: "png", TEXT: "txt", HISTOGRAM: "json"}
 MAX_PIXELS = 4_000_000
-"""The largest image that is kept."""
+"""Maximum number of pixels of an image that is kept."""
 MAX_TEXT_CHARS = 100_000
 MAX_FILE_BYTES = 2**24
-"""The largest file that is read: an image of MAX_PIXELS that does not compress."""
+"""Maximum size of a file that is read: an image of MAX_PIXELS with 4 channels that does not compress."""
 MAX_GRID = 64
-"""The number of images of a batch that are shown."""
+"""Maximum number of images of a batch that are shown."""
 NUM_BINS = 64
 MAX_BINS = 1024
 _CHANNELS = (1, 3, 4)
@@ -50,8 +50,8 @@ class Image:
     """An image for ``tw.log`` and ``watch.log``.
 
     A tensor is copied and stays on its device until it is written. Integers are values from 0 to 255. Floats are values
-    from 0 to 1; if one lies outside of that, the least value is drawn black and the greatest white, and the caption
-    says so. Not finite is black.
+    from 0 to 1. If a value is outside of this range, the smallest value is drawn black and the largest white, and the
+    caption states both. Values that are not finite are black.
 
     Args:
         data: A tensor or an array of shape ``(H, W)``, ``(C, H, W)`` or ``(H, W, C)`` with 1, 3 or 4 channels; a batch
@@ -59,7 +59,7 @@ class Image:
         caption: Text below the image.
 
     Raises:
-        UsageError: If the data are none of these.
+        UsageError: If ``data`` has another type or shape.
 
     Example:
         >>> tw.log(reconstruction=tw.Image(output[0], caption="first sample of the batch"))
@@ -84,7 +84,7 @@ class Image:
 
     @property
     def num_pixels(self) -> int:
-        """The number of pixels, with those of all images of a grid."""
+        """The number of pixels, summed over the images of a grid."""
         shape: tuple[int, ...] = tuple(self._data.shape)
         if len(shape) == 4:
             return min(shape[0], MAX_GRID) * shape[2] * shape[3]
@@ -104,12 +104,12 @@ class Image:
 
     @property
     def pixels(self) -> Pixels:
-        """The image as bytes ``(H, W, C)``. Waits for the device of a tensor."""
+        """The image as bytes ``(H, W, C)``. Synchronizes with the device of a tensor."""
         return self._scaled[0]
 
     @property
     def caption(self) -> str:
-        """The caption, with the range of the values if it is not that of an image."""
+        """The caption, with the range of the values if they are not within 0 to 1."""
         return " ".join(filter(None, (self._caption[:500], self._scaled[1])))
 
 
@@ -118,7 +118,7 @@ class Histogram:
 
     Args:
         values: A tensor or an array of numbers. A tensor is copied and stays on its device until it is written.
-        bins: The number of bins of equal width between the least and the greatest finite value, at most 1,024.
+        bins: The number of bins of equal width between the smallest and the largest finite value, at most 1,024.
 
     Raises:
         UsageError: If ``bins`` is out of range.
@@ -157,7 +157,7 @@ class Histogram:
 
 
 Loggable: TypeAlias = Image | Histogram | str
-"""What can be logged beside numbers. A string is a text."""
+"""The types that can be logged besides numbers. A string is a text."""
 
 
 def flat_grey(pixels: Pixels) -> Pixels:
@@ -171,7 +171,7 @@ def is_loggable(value: object) -> bool:
 
 
 def file_of(name: str, step: int, type_: str) -> str:
-    """Return the path of a file relative to the run folder. A name that no folder may have gets a hash."""
+    """Return the path of a file relative to the run folder. Names with special characters get a hash."""
     safe = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:60] or "_"
     if safe != name:
         safe += "-" + hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=4).hexdigest()
@@ -198,12 +198,12 @@ def encode(value: Loggable) -> bytes:
 
 
 def shortened(text: str) -> str:
-    """Return a text of at most MAX_TEXT_CHARS and a line that states its length if it was longer."""
+    """Return the first MAX_TEXT_CHARS of a text. If it is longer, append a line with its length."""
     return text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]}\n... ({len(text):,} characters)"
 
 
 class MediaFile(NamedTuple):
-    """The checked content of a file: ``type`` is that of its content."""
+    """The checked content of a file. ``type`` is ``image``, ``text`` or ``histogram``."""
 
     type: str
     content: bytes
@@ -229,24 +229,24 @@ def media_in(run: Path) -> tuple[str, ...]:
 
 
 def read_media(run: Path, record: Media) -> MediaFile:
-    """Read the file of a record, which may be that of a foreign run.
+    """Read the file of a record. It is not trusted, because the run may come from somebody else.
 
     Raises:
-        UnreadableFile: If it is missing, outside of the folder ``media``, too large, or not what its name says.
+        UnreadableFile: If the file is missing, outside of ``media``, too large, or its content does not fit its name.
     """
     found = _FILE.fullmatch(record.file)
     path = run / FOLDER if found is None else run / record.file
     if found is None:
-        raise UnreadableFile(path, "the log names a file that is not one of the folder")
+        raise UnreadableFile(path, "the log names a file that is not a media file of the run")
     if path.parent.is_symlink() or path.parent.parent.is_symlink():
-        raise UnreadableFile(path, "it is below a symbolic link", remedy="replace it by a copy of the folder")
+        raise UnreadableFile(path, "it is below a symbolic link", remedy="replace the link by a copy of the folder")
     with open_file(path) as file:
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
         raise UnreadableFile(path, f"it has more than {MAX_FILE_BYTES:,} bytes")
     read = MediaFile(next(each for each, suffix in SUFFIXES.items() if suffix == found[1]), content)
     if not _is_valid(read):
-        raise UnreadableFile(path, f"it is no {read.type} that this program writes")
+        raise UnreadableFile(path, f"it is not a valid {read.type}")
     return read
 
 
@@ -284,7 +284,7 @@ def _array_of(data: Any) -> NDArray[Any]:
 
 
 def _drawn(figure: Any) -> Pixels:
-    """Return the pixels of a figure of matplotlib, which keeps its canvas."""
+    """Return the pixels of a figure of matplotlib. The canvas of the figure is unchanged."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found,unused-ignore]
 
     canvas = figure.canvas
@@ -325,7 +325,7 @@ def _pixels_of(array: NDArray[Any]) -> tuple[Pixels, str]:
 
 
 def _png_of(pixels: Pixels) -> bytes:
-    """Return a PNG file. Pillow is no requirement of this package."""
+    """Return a PNG file. Pillow is not used, because it is not a requirement of this package."""
     height, width, channels = pixels.shape
     rows = np.zeros((height, 1 + width * channels), np.uint8)  # the first byte of a row: no filter
     rows[:, 1:] = pixels.reshape(height, -1)

@@ -14,19 +14,21 @@ from trainwright.runs.printing import printable
 from trainwright.runs.records import Media
 from trainwright.runs.secrets import masked
 
-MAX_SERIES, MAX_STEPS = 400, 4000
-"""The number of names on a page, and of steps of each. Beyond that every second of the older steps is left out."""
+MAX_SERIES = 400
+"""Maximum number of names on a page."""
+MAX_STEPS = 4000
+"""Maximum number of steps of a name. If there are more, every second one of the older half is left out."""
 EMBEDDED_STEPS = 12
-"""The number of steps of a name that a report contains: the first, the last, and others between them."""
+"""Maximum steps of a name that a report contains: the first, the last, and others between them."""
 EMBEDDED_BYTES = 8 * 2**20
-"""The total size of the files that a report contains."""
+"""Maximum total size of the files that a report contains."""
 
 Key: TypeAlias = tuple[str, str]
 """The name and the type of a series."""
 
 
 class LoggedMedia:
-    """The records of a log read so far, by name and step, in bounded memory."""
+    """The media records of a log that were read so far, by name and step, in bounded memory."""
 
     def __init__(self) -> None:
         self._series: dict[Key, dict[int, Media]] = {}
@@ -48,7 +50,7 @@ class LoggedMedia:
                 del steps[step]
 
     def go_back_to(self, step: int) -> None:
-        """Drop records after ``step``, from which the run continues again."""
+        """Drop records after ``step``, at which the run was resumed."""
         self._series = {
             key: {at: record for at, record in steps.items() if at <= step} for key, steps in self._series.items()
         }
@@ -62,8 +64,8 @@ class LoggedMedia:
     def to_json(self, embedded: Path | None = None) -> list[JsonValue]:
         """Return the series for a page: name, type, steps and captions.
 
-        With the run folder as ``embedded`` it has contents, too, within EMBEDDED_BYTES. Otherwise the page requests
-        them from its server.
+        If ``embedded`` is the run folder, each series also has contents, up to EMBEDDED_BYTES in total. Otherwise the
+        page requests contents from its server.
         """
         shown: list[JsonValue] = []
         left = EMBEDDED_BYTES
@@ -84,7 +86,7 @@ class LoggedMedia:
 
 
 def _embed(run: Path, records: Sequence[Media], budget: int) -> tuple[list[int], list[JsonValue], int]:
-    """Return the steps whose files fit into ``budget`` bytes, preferring newer ones, their contents and their size."""
+    """Return steps, contents and total size of the files that fit into ``budget`` bytes, the newer ones first."""
     last = len(records) - 1
     count = min(len(records), EMBEDDED_STEPS)
     chosen = [records[round(each * last / max(1, count - 1))] for each in range(count)] if count > 1 else [*records]

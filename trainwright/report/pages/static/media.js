@@ -11,7 +11,7 @@ const Media = (function () {
   };
   const figures = new Map();
 
-  /* The series of all runs with one name and type: for each run its own steps. */
+  /* One series for each name and type, with the runs that have it and their steps. */
   function seriesOf() {
     const found = new Map();
     data.runs.forEach((run, index) => (run.media || []).forEach((each) => {
@@ -66,13 +66,13 @@ const Media = (function () {
       while (cells.children.length < series.runs.length) cells.append(make("div"));
       while (cells.children.length > series.runs.length) cells.lastChild.remove();
       const missing = series.runs.map(([, each]) => each.total - each.steps.length).reduce((a, b) => a + b, 0);
-      root.title = missing ? "the report has " + steps.length + " steps of it; trainwright serve shows all" : "";
+      root.title = missing ? "this report has " + steps.length + " of the steps; trainwright serve shows all" : "";
       show();
     }
     return { root, renew };
   }
 
-  /* One cell: what run `index` logged at its step `at`, the newest one up to the step of the slider. */
+  /* Fill a cell with the value that run `index` logged at each.steps[at], its newest step up to that of the slider. */
   function showIn(cell, index, each, at, step) {
     const shown = index + ":" + (at < 0 ? "" : each.steps[at]);
     if (cell.dataset.shown === shown) return;
@@ -82,9 +82,9 @@ const Media = (function () {
     const put = (content) => cell.dataset.shown === shown && cell.replaceChildren(...caption, content);
     if (at < 0) return put(make("p", "-", "quiet"));
     if (each.contents) return put(elementOf(each, each.contents[at], words));
-    const asked = new URLSearchParams({ run: data.runs[index].id, name: each.name, type: each.type, step: each.steps[at] });
-    if (each.type === "image") return put(elementOf(each, "media?" + asked, words));
-    fetch("media?" + asked)
+    const query = new URLSearchParams({ run: data.runs[index].id, name: each.name, type: each.type, step: each.steps[at] });
+    if (each.type === "image") return put(elementOf(each, "media?" + query, words));
+    fetch("media?" + query)
       .then((answer) => (answer.ok ? (each.type === "text" ? answer.text() : answer.json()) : answer.text().then((problem) => ({ problem }))))
       .then((content) => put(elementOf(each, content, words)), () => put(make("p", t("the server does not answer"), "reason")));
   }
