@@ -29,16 +29,16 @@ from trainwright.runs.secrets import masked
 LIVE_EVERY_S = 0.25
 PLAIN_EVERY_S = 10.0
 MIN_STEPS_LIVE = 16
-"""Minimum steps whose losses a live line averages, since single losses flicker."""
+"""Minimum number of steps whose losses a live line averages, because single losses vary too much to read."""
 MAX_PENDING = 64
-"""Losses that are kept on their device one by one before they are summed there."""
+"""Number of losses that are kept on their device before they are summed there."""
 MIN_WAIT_FRACTION = 0.1
 GAP = "  "
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressLine:
-    """The line. ``parts`` are in the order of importance: a narrow terminal shows the first ones.
+    """The values of a progress line. ``parts`` are ordered by importance: a narrow terminal shows the first ones.
 
     Args:
         fraction: The completed fraction of the run, from 0 to 1.
@@ -56,7 +56,7 @@ class ProgressLine:
         left_s: Seconds until the end of the run; None: not known yet.
         tokens_s: Tokens per second.
         mfu: Model FLOPs utilization.
-        wait: The fraction of the time in which steps waited for data.
+        wait: The fraction of the step time that was spent waiting for data.
         references: Reference losses by name.
     """
 
@@ -189,7 +189,8 @@ class Progress:
         self._samples: int | None = None
         self._tokens = 0
         self._val: float | None = None
-        self._wait_s = self._work_s = 0.0
+        self._wait_s = 0.0
+        self._work_s = 0.0
         if self._live and not quiet:
             self._live.start()
 
@@ -226,7 +227,7 @@ class Progress:
         self._work_s += result.step_s
         if self._samples is None:
             self._samples, self._tokens = state.num_samples - result.batch.size, state.num_tokens
-            self._shown_s = self._clock() - result.step_s  # without plan and dry run
+            self._shown_s = self._clock() - result.step_s  # excludes plan and dry run
         now_s = self._clock()
         if now_s - self._shown_s < self._every_s:
             return
@@ -272,7 +273,7 @@ class Progress:
 
 
 def _at_this_pace(state: TrainState) -> float | None:
-    """Return the extrapolated training time so far, if nothing else is known."""
+    """Return the remaining seconds, extrapolated from the training time so far."""
     return state.elapsed_s / state.fraction * (1 - state.fraction) if state.fraction > 0 else None
 
 
@@ -293,7 +294,7 @@ def counts_in_words(findings: Sequence[Found]) -> str:
 
 
 def moves_cursor(console: Console) -> bool:
-    """Return True if a line can be overwritten. ``FORCE_COLOR`` enables colours only: a file would fill with lines."""
+    """Return True if a line can be overwritten. ``FORCE_COLOR`` enables colours only: files cannot overwrite."""
     is_forced = bool(os.environ.get("FORCE_COLOR"))
     return console.is_terminal and not console.is_dumb_terminal and (not is_forced or console.file.isatty())
 
@@ -312,13 +313,14 @@ def duration(seconds: float | None) -> str:
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
-WIDTH, HEIGHT = 480, 90
+WIDTH = 480
+HEIGHT = 90
 MAX_POINTS = 240
-"""Points of the curve. Beyond them every second point is removed, and half as many are added from then on."""
+"""Maximum points of the curve. If exceeded, every second point is removed and new ones are added half as often."""
 
 
 class NotebookCell:
-    """The output of a running cell. Needs IPython, whose kernel makes it."""
+    """The output of a running notebook cell. Needs IPython."""
 
     def __init__(self) -> None:
         display: Any = importlib.import_module("IPython.display")

@@ -152,7 +152,9 @@ class EvidencePack:
         if self.calls or self.excerpt:
             parts.append("## Code")
         if self.calls:
-            parts.append("Calls of the step: " + ", ".join(f"{_inline(k)} {_inline(line)}" for k, line in self.calls))
+            parts.append(
+                "Calls of the step: " + ", ".join(f"{_inline(kind)} {_inline(line)}" for kind, line in self.calls)
+            )
         if self.excerpt is not None:
             note = f" ({_inline(self.excerpt.note)})" if self.excerpt.note else ""
             parts.append(f"{_inline(self.excerpt.file)}{note}")
@@ -234,7 +236,7 @@ def evidence_of(folder: RunFolder, code: str | None = None, *, code_root: Path |
 
 
 def finding_in(report: Report, code: str | None) -> Found:
-    """Return the finding with this code, or the first finding if ``code`` is None. Raises UsageError without one."""
+    """Return the finding with this code, or the first one if ``code`` is None. Raises UsageError if there is none."""
     findings = (*report.findings, *report.added)
     if not findings:
         raise UsageError(
@@ -252,7 +254,7 @@ def finding_in(report: Report, code: str | None) -> Found:
 
 
 def lines_named(found: Found, calls: Calls) -> list[str]:
-    """Return the source lines for a finding: the cause, and where it shows. Without them, the calls of its step."""
+    """Return the source lines of the cause and of the symptom; if neither is known, those of the calls of its step."""
     named = [line for line in (found.where.source, found.where.shown_at) if line]
     nearest = line_of_stage(found, calls)
     return named or [*([nearest] if nearest else []), *(line for _, line in calls)]
@@ -273,7 +275,8 @@ def points_around(view: RunView, found: Found) -> Iterator[CurvePoint]:
 
 def environment_of(view: RunView) -> Iterator[tuple[str, str]]:
     """Yield the environment of a run: versions, commit, device, command."""
-    provenance, starts = view.provenance, [each for each in view.log.notes(Started) if isinstance(each, Started)]
+    provenance = view.provenance
+    starts = [each for each in view.log.notes(Started) if isinstance(each, Started)]
     if starts:
         yield "trainwright", starts[-1].version
     packages = provenance.get("packages") or {}

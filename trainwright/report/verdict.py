@@ -1,6 +1,6 @@
 """The verdict on a run: its outcome in one word and one sentence, from measurements only.
 
-The process that ends a run judges it and writes the verdict into its log. Terminal, page, list of runs and ``--json``
+The process that ends a run computes the verdict and writes it to the log. Terminal, page, list of runs and ``--json``
 show that verdict. For a run without an end record, the reader computes it with the same function.
 """
 
@@ -48,9 +48,10 @@ WORDS = (
     "not examined",
     "no finding",
 )
-"""The words of a verdict, the gravest first; the first that applies is the verdict."""
+"""The words of a verdict, the most severe first. The first one that applies is used."""
 
-MIN_STEPS_LEARNING, MIN_LOSSES = 60, 16
+MIN_STEPS_LEARNING = 60
+MIN_LOSSES = 16
 """A run with fewer steps, or fewer recorded losses, is too short to conclude that it learned nothing."""
 MIN_LOSSES_AT_END = 4
 """The minimum number of last losses whose mean is the final loss."""
@@ -59,17 +60,18 @@ SIGNIFICANT_ERRORS = 3.0
 MAX_HIDDEN_DROP_FRACTION = 0.1
 """Fraction of the loss. "Learned nothing" requires that any drop hidden in the noise is smaller than this."""
 MIN_DIVERGENCE_NOISES = 3.0
-"""A diverged loss is above the first one by at least this many standard deviations of its noise."""
+"""Minimum rise of a diverged loss above the first loss, in standard deviations of its noise."""
 MAX_VALIDATION_DROP = 0.02
 """Fraction of the validation loss. A larger drop means that something was learned."""
 MIN_EVALUATIONS = 5
-"""The minimum number of evaluations on the same samples to judge the trend of the validation loss."""
+"""The minimum number of evaluations on the same samples from which a trend of the validation loss is computed."""
 MIN_OVERFITTING_NOISES = 5.0
 """Rise of the validation loss after its best, in standard deviations of the noise of single evaluations."""
 MIN_RISE_OF_RANGE, MIN_RISE_OF_TRAINING_DROP = 0.05, 0.1
-"""The same rise, as a fraction of the range of the validation loss, and of the drop of the training loss meanwhile."""
+"""The same rise, as a fraction of the range of the validation loss, and of the simultaneous drop of the training loss.
+"""
 MIN_RISE_SINCE_START = 0.01
-"""Rise of the validation loss of a pretrained model over that before training, as a fraction of it."""
+"""Rise of a pretrained model's validation loss above its value before training, as a fraction of that value."""
 FALLING_SLOPE_ERRORS = -2.0
 """Slope of the losses of the second half of a run, in standard errors."""
 LEARNED_NOTHING_CODE = "loss.no_better_than_constant"
@@ -99,7 +101,7 @@ class VerdictFacts:
         skipped: Number of skipped updates.
         examined: False if the doctor did not examine the run.
         saved: False if the last state could not be saved.
-        troubles: Further facts for the sentence.
+        troubles: Further problems, which are appended to the sentence.
         references: Reference losses, by name.
     """
 
@@ -121,16 +123,16 @@ class VerdictFacts:
 
     @property
     def is_over(self) -> bool:
-        """True if a record of its end was written."""
+        """True if the run has written an end record."""
         return self.state not in (RUNNING, KILLED, UNKNOWN)
 
 
 class _Claim(NamedTuple):
-    """One statement about a run. Without a text it only sets the word: the sentence already contains it."""
+    """One statement about a run. A claim without text sets only the word; another part of the sentence states it."""
 
     word: str
     text: str = ""
-    tells_losses: bool = False
+    states_losses: bool = False
     best_step: int | None = None
 
 
@@ -138,12 +140,12 @@ def judge(facts: VerdictFacts) -> RunVerdict:
     """Return the verdict on a run."""
     claims = sorted(_claims(facts), key=lambda claim: WORDS.index(claim.word))
     parts = [claim.text for claim in claims if claim.text]
-    if not any(claim.tells_losses for claim in claims):
+    if not any(claim.states_losses for claim in claims):
         parts += [_loss_summary(facts)]
     how = _ending(facts)
     if facts.is_over and not any(claim.text for claim in claims):
-        said = " without a warning" if facts.findings else " without a finding"
-        how += said if facts.examined else ", not examined by the doctor"
+        clean = " without a warning" if facts.findings else " without a finding"
+        how += clean if facts.examined else ", not examined by the doctor"
     elif facts.is_over:
         how += ", but"
     if facts.skipped:
@@ -154,7 +156,7 @@ def judge(facts: VerdictFacts) -> RunVerdict:
 
 
 def _claims(facts: VerdictFacts) -> Iterator[_Claim]:
-    """Yield everything that applies."""
+    """Yield every claim that applies."""
     critical, warnings = _codes(facts, "critical"), _codes(facts, "warning")
     if critical:
         yield _Claim("critical finding", f"{len(critical)} critical: {', '.join(critical)}")
@@ -164,11 +166,11 @@ def _claims(facts: VerdictFacts) -> Iterator[_Claim]:
         names = ", ".join(dict.fromkeys(facts.data_warnings))
         yield _Claim("warning", f"the audit of the data warns of {names} (supervision.json)")
     if (diverged := _diverged(facts)) is not None:
-        yield _Claim("diverged", f"it diverged: {diverged}", tells_losses=True)
+        yield _Claim("diverged", f"it diverged: {diverged}", states_losses=True)
     elif facts.is_over and (nothing := _learned_nothing(facts)) is not None:
-        yield _Claim("learned nothing", f"it learned nothing: {nothing}", tells_losses=True)
+        yield _Claim("learned nothing", f"it learned nothing: {nothing}", states_losses=True)
     elif (worse := _worse_than_before(facts)) is not None:
-        yield _Claim("worse than before", worse, tells_losses=True, best_step=_best_step(facts))
+        yield _Claim("worse than before", worse, states_losses=True, best_step=_best_step(facts))
     elif (overfits := _overfits(facts)) is not None:
         yield overfits
     if (sets := _sets_worse_than_before(facts)) is not None:
@@ -206,9 +208,11 @@ def _ending(facts: VerdictFacts) -> str:
 
 def _loss_summary(facts: VerdictFacts) -> str:
     """Return the losses at the beginning and at the end."""
-    losses, parts = _finite(facts.losses), list[str]()
+    losses = _finite(facts.losses)
+    parts: list[str] = []
     if losses:
-        begin, late = losses[0][1], [loss for step, loss in losses if 8 * step > 7 * losses[-1][0]]  # resumed or not
+        begin = losses[0][1]
+        late = [loss for step, loss in losses if 8 * step > 7 * losses[-1][0]]  # by step, also after a resume
         end = statistics.fmean(
             late if len(late) >= MIN_LOSSES_AT_END else [loss for _, loss in losses[-MIN_LOSSES_AT_END:]]
         )
@@ -226,7 +230,7 @@ def _loss_summary(facts: VerdictFacts) -> str:
 
 
 def _below_reference(facts: VerdictFacts) -> str:
-    """Return such as `, 1.06 below what a bigram table reaches (2.46)`."""
+    """Return text such as `, 1.06 below what a bigram table reaches (2.46)`; "" if the loss is below no reference."""
     losses = _finite(facts.losses)
     loss = facts.evaluations[-1].loss if facts.evaluations else losses[-1][1] if losses else None
     below = [(value, name) for name, value in facts.references.items() if loss is not None and loss < value]
@@ -264,9 +268,11 @@ class _Change(NamedTuple):
 
 
 def _changes(values: Sequence[float]) -> list[_Change]:
-    """Compare the end with the first 1, 2, 4, ... losses, up to a quarter: the beginning may be short or long."""
-    window, noise = _end_window(len(values)), noise_of(values)
-    end, counts = statistics.fmean(values[-window:]), [1]
+    """Compare the end with the first 1, 2, 4, ... losses, up to a quarter: the initial drop may be short or long."""
+    window = _end_window(len(values))
+    noise = noise_of(values)
+    end = statistics.fmean(values[-window:])
+    counts = [1]
     while 2 * counts[-1] <= len(values) // 4:
         counts.append(2 * counts[-1])
     return [
@@ -312,7 +318,8 @@ def _diverged(facts: VerdictFacts) -> str | None:
     starts = range(0, len(values) - window + 1, max(1, window // 8))
     lowest, at = min((statistics.fmean(values[start : start + window]), start) for start in starts)
     steepest = max(_changes(values), key=lambda change: change.drop_in_errors)
-    drop, rise = steepest.begin - lowest, end - lowest
+    drop = steepest.begin - lowest
+    rise = end - lowest
     if drop > 2 * SIGNIFICANT_ERRORS * steepest.error and rise > max(
         drop / 2, SIGNIFICANT_ERRORS * noise / math.sqrt(window)
     ):
@@ -406,11 +413,11 @@ def _loss_or_infinity(seen: Evaluated) -> float:
 
 
 def _noise_of_evaluations(losses: Sequence[float]) -> float:
-    """Return the standard deviation of single evaluations, from second differences, which a smooth trend does not have.
+    """Return the standard deviation of single evaluations, from second differences, because a trend has small ones.
 
     Takes the larger of two estimates: for few evaluations the median alone is often far too small.
     """
-    bends = [abs(a - 2 * b + c) for a, b, c in zip(losses, losses[1:], losses[2:])]
+    bends = [abs(before - 2 * middle + after) for before, middle, after in zip(losses, losses[1:], losses[2:])]
     if not bends:
         return 0.0
     root_mean_square = math.sqrt(statistics.fmean(bend * bend for bend in bends))
@@ -426,7 +433,8 @@ def _overfits(facts: VerdictFacts) -> _Claim | None:
         return None
     losses = [each.loss for each in seen]
     at = losses.index(min(losses))
-    best, rise = seen[at], min(losses[-2:]) - losses[at]  # 0 unless two evaluations followed on the best
+    best = seen[at]
+    rise = min(losses[-2:]) - losses[at]  # 0 unless two evaluations followed the best one
     if rise <= MIN_OVERFITTING_NOISES * _noise_of_evaluations(losses):
         return None
     if rise < MIN_RISE_OF_RANGE * (max(losses) - losses[at]):
@@ -445,11 +453,11 @@ def _overfits(facts: VerdictFacts) -> _Claim | None:
         f"it overfits: the validation loss was lowest at step {best.step:,} ({figure(best.loss)}) and is "
         f"{figure(losses[-1])}, while the training loss fell from {figure(before)} to {figure(after)}"
     )
-    return _Claim("overfits", text, tells_losses=True, best_step=best.step)
+    return _Claim("overfits", text, states_losses=True, best_step=best.step)
 
 
 def verdict_of(folder: RunFolder) -> RunVerdict:
-    """Return the verdict in the log of a run, or one on the log so far if its newest process has written none."""
+    """Return the verdict in the log of a run. If its newest process wrote none, compute it from the log so far."""
     if not folder.log.is_file():
         return judge(VerdictFacts(state=state_of(folder.path, ())))
     newest = [each for each in read_end(folder.log) if isinstance(each, Started | Ended)][-1:]
@@ -490,13 +498,16 @@ def evaluations_in(records: Iterable[Record]) -> list[Evaluated]:
 
 
 def _as_evaluation(logged: Logged) -> Evaluated | None:
-    """Return figures with a loss whose name is that of a validation loss, as an evaluation."""
+    """Return logged figures as an evaluation if one of them is a validation loss by its name; else None."""
     named = [
-        name for name in logged.figures if "loss" in name.lower() and any(w in name.lower() for w in _EVALUATION_NAMES)
+        name
+        for name in logged.figures
+        if "loss" in name.lower() and any(part in name.lower() for part in _EVALUATION_NAMES)
     ]
     if not named:
         return None
-    loss, metrics = logged.figures[named[0]], {name: v for name, v in logged.figures.items() if name != named[0]}
+    loss = logged.figures[named[0]]
+    metrics = {name: value for name, value in logged.figures.items() if name != named[0]}
     return Evaluated(time_s=logged.time_s, step=logged.step, loss=loss, weight=0.0, metrics=metrics, seconds=0.0)
 
 

@@ -1,4 +1,4 @@
-"""Decides when to send alerts, by pure functions of the records and steps of a run and of the clock."""
+"""Decides which alerts to send, from the records and steps of a run and the time. Nothing here reads a clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainwright.runs.records import Ended, Found, Record, Step, Watched
 SEVERITIES = ("info", "warning", "critical")
 Kind = Literal["finding", "loss", "no_step", "disk", "ended"]
 DISK_RECOVERY_RATIO = 2
-"""Free bytes / ``disk_below`` above which the next disk alert may be sent, so that values around the limit send one."""
+"""Free bytes / ``disk_below`` above which another disk alert may be sent. Values around the limit send only one."""
 
 
 class Alert(NamedTuple):
@@ -24,7 +24,7 @@ class Alert(NamedTuple):
 
 @dataclass(frozen=True)
 class AlertRules:
-    """The kinds of alerts; None for none of a kind. ``watched``: the losses are those of a loop under ``tw.watch``."""
+    """The alerts to send; None sends none of a kind. ``watched``: read the losses of a loop under ``tw.watch``."""
 
     finding: Literal["info", "warning", "critical"] | None = "critical"
     loss_above: float | None = None
@@ -36,7 +36,7 @@ class AlertRules:
 
 @dataclass
 class RuleState:
-    """The alerts that were already sent. Each is sent once. ``now_s`` and ``begin_s`` are times of one clock."""
+    """Sends each alert once while its condition lasts. ``now_s`` and ``begin_s`` are times of the same clock."""
 
     rules: AlertRules
     begin_s: float
@@ -51,7 +51,7 @@ class RuleState:
         self._step_at_s = self.begin_s
 
     def of_record(self, record: Record) -> Iterator[Alert]:
-        """Yield alerts on a record. A finding repeats if it has become more severe, a loss after it was in bounds."""
+        """Yield alerts on a record. A finding repeats if it is more severe, a high loss if it was within the limit."""
         if isinstance(record, Found):
             yield from self._finding_alerts(record)
         elif isinstance(record, Watched if self.rules.watched else Step) and self.rules.loss_above is not None:
@@ -75,7 +75,7 @@ class RuleState:
         yield Alert("finding", f"{found.severity}: {found.symptom} ({found.code}). Remedy: {found.remedy}", found.step)
 
     def of_time(self, step: int, free_bytes: int | None, now_s: float) -> Iterator[Alert]:
-        """Yield alerts that depend on time. ``step`` is the newest completed step; ``free_bytes`` None: unknown."""
+        """Yield alerts that depend on time. ``step`` is the newest completed step; unknown ``free_bytes`` are None."""
         if step != self._step:
             self._step = step
             self._step_at_s = now_s
@@ -94,7 +94,7 @@ class RuleState:
 
 
 class Batcher:
-    """Limits messages of a kind to one per ``every_s`` seconds. Others in that time join the next message."""
+    """Sends at most one message of a kind per ``every_s`` seconds. Alerts in between join the next message."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s

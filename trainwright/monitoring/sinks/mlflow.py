@@ -1,5 +1,6 @@
-"""MLflow: a server, or a database beside the runs. Nothing leaves the machine unless MLFLOW_TRACKING_URI is set to a
-server.
+"""Sends a run to MLflow: to a server, or by default to a database beside the run folders.
+
+No data leaves the machine unless MLFLOW_TRACKING_URI is the address of a server.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from trainwright.runs.media import Histogram, Image, encode, flat_grey
 METRICS_PER_CALL = 500
 """Metrics that are sent together. MLflow accepts at most 1000 in a call."""
 EVERY_S = 5.0
+"""Maximum seconds between two calls while metrics arrive."""
 MAX_PARAMETERS_PER_CALL = 100
 """A limit of MLflow."""
 MAX_VALUE_CHARS = 500
@@ -31,11 +33,11 @@ RUN_ID = "mlflow-run.json"
 class MLflow:
     """A Sink. ``mlflow ui --backend-store-uri sqlite:///runs/mlflow.db`` shows all runs, with recipes as parameters.
 
-    A resume adds the steps that it repeats: MLflow keeps both values.
+    If a resume repeats steps, MLflow keeps both values of each.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it reports calls to its makers by default
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # by default MLflow reports calls to its developers
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # the terminal has the progress line
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         self._make = import_optional("mlflow", needed_for="the mlflow sink").MlflowClient
@@ -83,7 +85,8 @@ class MLflow:
     def _send(self) -> None:
         for start in range(0, len(self._waiting), METRICS_PER_CALL):
             self._client.log_batch(self._run_id, metrics=self._waiting[start : start + METRICS_PER_CALL])
-        self._waiting, self._sent_s = [], time.monotonic()
+        self._waiting = []
+        self._sent_s = time.monotonic()
 
     def text(self, step: int, name: str, text: str) -> None:
         self._client.log_text(self._run_id, text, f"{name}/step-{step:08d}.txt")
