@@ -1,4 +1,4 @@
-"""The supervision audit: what of a data set carries loss, and what is wrong with it, before the first step.
+"""The supervision audit: reports which tokens of a data set carry loss, and its defects, before the first step.
 
 Shapes: B batch, T tokens.
 """
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 
 DECODED_SAMPLES = 3
 MAX_DECODED_TOKENS = 400
-"""Tokens of a decoded sample that are shown; a longer one loses its middle."""
+"""Maximum tokens of a decoded sample that are shown. The middle of a longer sample is left out."""
 MAX_TURNS_SHOWN = 6
 MIN_DUPLICATE_FRACTION = 0.01
-"""Fraction of repeated samples from which they are a warning; web data has a few."""
+"""Fraction of repeated samples above which they are a warning. Web data has a few repetitions."""
 MIN_SAME_ANSWER_FRACTION = 0.5
 MIN_SAME_ANSWER_WORDS = 4
-"""Shorter answers may be classes, as yes and no are."""
+"""Shorter answers may be class names, such as yes and no."""
 MIN_SAME_ANSWERS = 8
 """In a small validation set, a frequent answer may be the majority by chance."""
 MIN_BEGINNINGS_FRACTION = 0.1
@@ -62,15 +62,15 @@ MAX_ENDS_READ = 256
 MAX_SAMPLES_READ = 1000
 """Maximum number of samples that are decoded to compare their texts; each takes 30 us."""
 MAX_ROWS_COMPARED = 200_000
-"""Rows among which near duplicates are sought; it takes 20 us for each."""
+"""Maximum number of rows that are compared to find near duplicates; each takes 20 us."""
 SUBJECTS = Defect.HTML_LEFT | Defect.UNFILLED | Defect.ESCAPED_NEWLINE | Defect.PYTHON_TEXT
-"""Defects that are no fault in a set whose prompts mostly ask for them, such as a course of HTML."""
+"""Defects that are not reported if most samples with them have prompts that ask for them, as in a course on HTML."""
 _ROLE_NAMES = {code: name for name, code in ROLE_CODES.items()}
 
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids of special tokens, each None if unknown, and the tokenizer that has them, if any."""
+    """Ids of special tokens and their tokenizer; each is None if unknown."""
 
     bos: int | None = None
     eos: int | None = None
@@ -79,7 +79,7 @@ class SpecialIds:
 
 
 def special_ids(*owners: object) -> SpecialIds:
-    """Return the special tokens of the first of these that has a tokenizer, else those of a model's configuration."""
+    """Return the special tokens of the first owner with a tokenizer, else those of the first model configuration."""
     for owner in owners:
         for name in ("tokenizer", "processing_class"):
             found: Any = getattr(owner, name, None)
@@ -105,7 +105,13 @@ def tokenized_set_of(dataset: object) -> TokenizedSet | None:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Limits of a model, if known: ids below ``rows``, ``positions`` tokens, and ids at which generation ends."""
+    """Limits of a model.
+
+    Attributes:
+        rows: Number of rows of the embedding; ids are below it. None: unknown.
+        positions: Maximum number of tokens of a sequence. None: unknown.
+        ends: Ids at which generation stops. Empty: unknown.
+    """
 
     rows: int | None = None
     positions: int | None = None
@@ -113,7 +119,7 @@ class ModelLimits:
 
 
 def limits_of(model: object) -> ModelLimits:
-    """Return the limits of a model of ``transformers``; unknown ones for any other."""
+    """Return the limits of a model of ``transformers``. Those of other models are unknown."""
     config = getattr(model, "config", None)
     if config is None or not callable(getattr(model, "get_input_embeddings", None)):
         return ModelLimits()
@@ -144,7 +150,8 @@ def audit_set(
         train: The training set, if this is a validation set, to find samples that are in both.
         limits: What the model accepts.
     """
-    rows, numbers = dataset.rows(), dataset.row_numbers()
+    rows = dataset.rows()
+    numbers = dataset.row_numbers()
     findings = [*_defect_findings(dataset, rows), *_duplicates(dataset, rows), *_same_answers(dataset, rows)]
     findings += [*_signs_of_set(dataset, rows), *_beginnings(dataset, rows)]
     if train is not None:
@@ -185,8 +192,9 @@ def _masked_by(dataset: TokenizedSet) -> str:
 
 
 def _count_tokens(dataset: TokenizedSet, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Return (tokens, tokens that carry loss) by role code (256, 2) and by the number of the answer (n, 2), and the
-    largest id.
+    """Return counts by role code (256, 2), counts by number of the answer (n, 2), and the largest id.
+
+    The two columns of the counts are all tokens, and the tokens that carry loss.
     """
     largest = 0
     roles = np.zeros((256, 2), np.int64)
@@ -238,16 +246,15 @@ def _finding(
 
 
 def _texts_of(dataset: TokenizedSet, row: int, rejected: int | None = None) -> SampleTexts:
-    """Return the last prompt and the last answer of a row, and the last answer of the rejected row, as the model sees
-    them.
-    """
+    """Return the last prompt and answer of a row, and the last answer of the rejected row, as decoded text."""
     tokens = dataset.tokens_of_row(int(dataset.row_numbers()[row]))
-    said = tokens[tokens["supervised"] == 1]
-    said = said[said["turn"] == said["turn"].max(initial=0)]
-    asked = tokens[(tokens["role"] == ROLE_CODES["user"]) & (tokens["supervised"] == 0)]
-    asked = asked[asked["turn"] == asked["turn"].max(initial=0)]
+    answers = tokens[tokens["supervised"] == 1]
+    last_answer = answers[answers["turn"] == answers["turn"].max(initial=0)]
+    prompts = tokens[(tokens["role"] == ROLE_CODES["user"]) & (tokens["supervised"] == 0)]
+    last_prompt = prompts[prompts["turn"] == prompts["turn"].max(initial=0)]
     prompt, answer = (
-        str(dataset.tokenizer.decode(each["id"].tolist(), skip_special_tokens=True)) for each in (asked, said)
+        str(dataset.tokenizer.decode(each["id"].tolist(), skip_special_tokens=True))
+        for each in (last_prompt, last_answer)
     )
     prompt = prompt.removeprefix("user\n")
     return SampleTexts(prompt, answer, "" if rejected is None else _texts_of(dataset, rejected).answer)
@@ -325,7 +332,7 @@ def _defect_findings(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[Supe
 
 
 def _is_subject(dataset: TokenizedSet, rows: NDArray[Any], defect: Defect, count: int) -> bool:
-    """Return True if more prompts ask for what looks like a defect than ``count`` samples that have it unasked."""
+    """Return True if more than ``count`` samples have what looks like a defect because their prompts ask for it."""
     samples = _samples(rows)[:MAX_SAMPLES_READ].tolist()
     return sum(is_about(defect, _texts_of(dataset, row)) for row in samples) > count
 
@@ -341,7 +348,7 @@ def _excerpt(dataset: TokenizedSet, row: int, defect: Defect) -> str:
 
 
 def _samples(rows: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the rows that are samples: the first of each pair, without those that are left out."""
+    """Return the rows of the samples that are kept, with the first of each pair."""
     return np.flatnonzero((rows["kept"] == 1) & (rows["rejected"] == 0))
 
 
@@ -352,7 +359,7 @@ def _duplicates(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[Supervisi
     if len(again):
         earlier = dataset.store.place(rows[samples[first[inverse[again[0]]]]])
         severity: Severity = "warning" if len(again) >= MIN_DUPLICATE_FRACTION * len(samples) else "note"
-        remedy = "remove them: they weigh more than others"
+        remedy = "remove the copies: repeated samples have more weight than others"
         says = f"repeat an earlier one, the first of them {earlier}"
         yield _finding(dataset, samples[again], len(samples), "samples", "duplicates", says, remedy, severity)
     distinct = samples[np.sort(first)][:MAX_ROWS_COMPARED]
@@ -392,12 +399,12 @@ def _signs_of_set(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[Supervi
 
 
 def _beginnings(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[SupervisionFinding]:
-    """Yield a finding on conversations that are the beginning of others: one was written once for each answer."""
+    """Yield a finding on conversations that begin others: each may be stored once for each of its answers."""
     if dataset.use != "chat" or dataset.train_on != "assistant":
         return
     samples = _samples(rows)[:MAX_SAMPLES_READ]
     texts = [dataset.tokens_of_row(int(dataset.row_numbers()[row]))["id"].tobytes() for row in samples]
-    ordered = sorted(range(len(texts)), key=texts.__getitem__)  # a beginning comes right before what continues it
+    ordered = sorted(range(len(texts)), key=texts.__getitem__)  # a beginning is sorted directly before its continuation
     has = sorted(
         int(samples[at])
         for at, after in pairwise(ordered)
@@ -438,12 +445,13 @@ def _decoded_rows(
 
 
 def decoded(tokenizer: Tokenizer, place: str, ids: NDArray[np.integer], supervised: NDArray[np.bool_]) -> DecodedSample:
-    """Return a sequence as text, in runs of tokens that carry loss or do not. A long one loses its middle."""
+    """Return a sequence as text, in runs of tokens with and without loss. The middle of a long one is left out."""
     kept = np.arange(len(ids))
     if len(ids) > MAX_DECODED_TOKENS:
         half = MAX_DECODED_TOKENS // 2
         kept = np.concatenate([kept[:half], kept[-half:]])
-    parts, begin = list[MarkedText](), 0
+    parts: list[MarkedText] = []
+    begin = 0
     for at in range(1, len(kept) + 1):
         is_gap = at < len(kept) and kept[at] != kept[at - 1] + 1
         if at == len(kept) or is_gap or supervised[kept[at]] != supervised[kept[at - 1]]:
@@ -491,16 +499,17 @@ def audit_batches(
     Batches are dicts with ``input_ids`` and ``labels``, or (inputs, targets) with a class for each token or pixel.
 
     Args:
-        batches: Batches as the loss gets them, each with the positions of its samples.
+        batches: Batches as the loss receives them, each with the positions of its samples.
         special: Ids of special tokens.
-        collate: The collate function, to name it.
+        collate: The collate function, whose name is reported.
         ignore_index: The target that the loss does not count.
         model_shifts: True if the model shifts labels by one itself, as those of ``transformers`` do.
         supervised_before: True if the samples had labels before they were collated; None if unknown.
         size: Samples of the data set.
         name: Name of the data set.
     """
-    counts, pairs = _Counts(), 0
+    counts = _Counts()
+    pairs = 0
     for batch, ids in batches:
         found = _labelled(batch)
         if found is None:
@@ -509,7 +518,7 @@ def audit_batches(
         inputs, labels, mask = found
         _count_batch(counts, inputs, labels.detach().cpu(), mask, list(ids), special, ignore_index)
     if not pairs or (counts.unit != "tokens" and counts.supervised == counts.total):
-        return None  # plain classes, of which none is left out
+        return None  # class labels, none of which is ignored
     by = _collator_name(collate)
     findings = _batch_findings(counts, special, by, model_shifts, supervised_before, ignore_index)
     return Supervision(
@@ -610,7 +619,7 @@ def _batch_findings(
     if not counts.supervised:
         who = f"the collate function {by} masks every label" if by and supervised_before is not False else ""
         who = who or f"every label of the data set is {ignore_index}"
-        remedy = "check what it looks for: a response template or a role that is not in the text masks everything"
+        remedy = "check the response template or role that masks labels: if it is not in the text, all are masked"
         if counts.unit != "tokens":
             remedy = f"check the labels: {ignore_index} is the class that the loss ignores"
         message = f"nothing is supervised: {who}"
@@ -621,7 +630,7 @@ def _batch_findings(
     is_shifted = counts.equal_next > 0.95 * counts.compared and counts.equal < 0.5 * counts.compared
     shared = special.pad is not None and special.pad == special.eos
     end_remedy = (
-        "mask padding by its position and not by its id, or use a padding token of its own"
+        "mask padding by its position and not by its id, or use a separate padding token"
         if shared
         else ("let the mask include the end token after each answer")
     )
@@ -636,7 +645,7 @@ def _batch_findings(
             () if counts.trained_ends or is_shifted else counts.masked_end,
             "masked_end",
             f"an end token after the answer that carries no loss{masker}: the model does not learn to stop"
-            + ("; it is also the padding token, which is masked" if shared else ""),
+            + ("; the end token is also the padding token, which is masked" if shared else ""),
             end_remedy,
         ),
         (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,15 @@ NO_FILTER = "none"
 class LmEval:
     """A metric: scores of the model on tasks of lm-eval, such as ``arc_easy``, once in each evaluation.
 
-    The names of the figures are ``lm_eval.TASK.SCORE``, such as ``lm_eval.arc_easy.acc``. The records of most tasks are
-    downloaded from the hub by lm-eval; a task of your own is a YAML file with a file of records.
+    The names of the figures are ``lm_eval.TASK.SCORE``, such as ``lm_eval.arc_easy.acc``. lm-eval downloads the
+    records of most tasks from the hub. A custom task is a YAML file with a file of records.
 
     Args:
         tasks: Names of tasks.
         limit: Maximum number of records per task; null: all.
-        num_fewshot: Number of examples in each prompt; null: what the task says.
+        num_fewshot: Number of examples in each prompt; null: the number in the task.
         batch_size: Prompts per call of the model.
-        include_path: A folder with tasks of your own.
+        include_path: A folder with custom tasks.
         apply_chat_template: Write each prompt as a conversation.
         tokenizer: Folder or hub name of the tokenizer; null: the tokenizer in the folder of the model.
     """
@@ -51,8 +51,11 @@ class LmEval:
         self._manager = import_optional("lm_eval.tasks", needed_for="lm_eval").TaskManager(include_path=folder)
         if unknown := [each for each in tasks if each not in self._manager.all_tasks]:
             raise UsageError(f"lm_eval has no task {unknown[0]!r}", remedy="list them: lm_eval ls tasks")
-        self.tasks, self.limit, self.num_fewshot = tuple(tasks), limit, num_fewshot
-        self.batch_size, self.apply_chat_template = batch_size, apply_chat_template
+        self.tasks = tuple(tasks)
+        self.limit = limit
+        self.num_fewshot = num_fewshot
+        self.batch_size = batch_size
+        self.apply_chat_template = apply_chat_template
         self._tokenizer: Any = None if tokenizer is None else load_tokenizer(tokenizer)
 
     def measure(self, model: nn.Module) -> Mapping[str, float]:
@@ -79,13 +82,13 @@ class LmEval:
                 log_samples=False,
                 bootstrap_iters=0,
             )
-        except Exception as error:  # of a task, of its data, or of the network
+        except Exception as error:  # an error of a task, of its data, or of the network
             remedy = "try the tasks alone: lm_eval run --model hf --tasks ..."
             raise UsageError(f"lm_eval failed: {text_of(error, lines=1)}", remedy=remedy) from error
         return dict(_scores(found["results"]))
 
 
-def _scores(results: Mapping[str, Mapping[str, object]]) -> Any:
+def _scores(results: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[str, float]]:
     """Yield (name, value) of each score, without standard errors."""
     for task, scores in results.items():
         for key, value in scores.items():

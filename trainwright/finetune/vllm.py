@@ -1,4 +1,4 @@
-"""Generates completions with a vLLM server, which gets the adapters of the policy each time they change."""
+"""Generates completions with a vLLM server. Sends the adapters of the policy to it each time they change."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ class VllmServer:
     """A server that was started with ``vllm serve MODEL --enable-lora`` and permits loading of adapters.
 
     Args:
-        url: Its address, such as ``http://localhost:8000``.
-        folder: An existing folder that the server can read, for the adapters; null: one in the temporary folder.
+        url: The address of the server, such as ``http://localhost:8000``.
+        folder: An existing folder that the server can read, for the adapters; null: a temporary folder.
         timeout_s: Maximum time of one request.
     """
 
     def __init__(self, url: str, folder: str | Path | None = None, timeout_s: float = 600.0) -> None:
         if not url.startswith(("http://", "https://")):
-            raise UsageError(f"vllm: {url!r} is no address", remedy="write vllm: http://localhost:8000")
-        self.url, self.timeout_s = url.rstrip("/"), timeout_s
+            raise UsageError(f"vllm: {url!r} is not an address", remedy="write vllm: http://localhost:8000")
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
         self._folder = None if folder is None else Path(folder)
         self._prefix = f"policy-{secrets.token_hex(4)}"
         self._seen: tuple[int, ...] = ()
@@ -78,13 +79,13 @@ class VllmServer:
         ]
 
     def _load_adapters(self, model: nn.Module) -> str:
-        """Send the adapters if they have changed since the last call, and return the name that the server has."""
+        """Send the adapters if they have changed since the last call. Return their name on the server."""
         seen = tuple(each._version for each in model.parameters() if each.requires_grad)
         if seen == self._seen:
             return self._name(self._loaded)
         configs = adapters_of(model)
         if not configs:
-            remedy = "train adapters (model.lora), or leave vllm out: the model then generates itself"
+            remedy = "train adapters (model.lora), or leave vllm out: then the model generates the completions"
             raise UsageError("vllm: only adapters can be sent to a running server", remedy=remedy)
         self._folder = self._folder or Path(tempfile.mkdtemp(prefix="trainwright-vllm-"))
         folder = self._folder / self._name(self._loaded + 1)
@@ -95,7 +96,8 @@ class VllmServer:
         if self._seen:
             self._post("/v1/unload_lora_adapter", {"lora_name": self._name(self._loaded)})
             shutil.rmtree(self._folder / self._name(self._loaded), ignore_errors=True)
-        self._seen, self._loaded = seen, self._loaded + 1
+        self._seen = seen
+        self._loaded += 1
         return folder.name
 
     def _name(self, number: int) -> str:
@@ -108,8 +110,9 @@ class VllmServer:
             with urllib.request.urlopen(request, timeout=self.timeout_s) as response:  # noqa: S310
                 return bytes(response.read())
         except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")[:300]
-            raise UsageError(f"vllm: {path} failed with {error.code}: {said}", remedy=f"start it as {START}") from None
+            answer = error.read().decode(errors="replace")[:300]
+            what = f"vllm: {path} failed with {error.code}: {answer}"
+            raise UsageError(what, remedy=f"start the server: {START}") from None
         except OSError as error:
             what = f"vllm: no answer from {self.url}: {text_of(error, lines=1)}"
-            raise UsageError(what, remedy=f"start it: {START}") from None
+            raise UsageError(what, remedy=f"start the server: {START}") from None
