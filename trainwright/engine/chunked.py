@@ -26,7 +26,7 @@ from trainwright.errors import UsageError
 
 IGNORE = -100
 CHUNK_BYTES = {"cpu": 1 << 25}
-"""Size of the logits of one chunk by device type, in bytes; counts float32 and the compute dtype.
+"""Size of the logits of one chunk in bytes, by device type. It includes the copies in float32 and in the compute dtype.
 
 Smaller chunks read and write the gradient of the weight more often; see benchmarks/chunked_loss.py.
 """
@@ -122,14 +122,14 @@ def chunked_cross_entropy(
         UsageError: A second derivative or a derivative with respect to ``weight_V`` is requested; both are not
             implemented.
     """
-    tensors = [t for t in (hidden_ND, weight_VD, target_N, bias_V, weight_V) if t is not None]
-    if has_torch_function(tensors):  # recorders of torch functions see this function as they see those of F
+    tensors = [each for each in (hidden_ND, weight_VD, target_N, bias_V, weight_V) if each is not None]
+    if has_torch_function(tensors):  # torch function modes record this call like those of F
         total: Tensor = handle_torch_function(
             chunked_cross_entropy, tensors, hidden_ND, weight_VD, target_N, bias_V=bias_V, weight_V=weight_V, **options
         )
         return total
-    on = torch.is_grad_enabled()
-    if on and weight_V is not None and weight_V.requires_grad:
+    has_grad = torch.is_grad_enabled()
+    if has_grad and weight_V is not None and weight_V.requires_grad:
         raise UsageError("the weights of classes are not learned", remedy="give weight_V.detach()")
     compute = _compute_dtype(hidden_ND)
     if usable_liger(hidden_ND, compute, is_weighed=weight_V is not None):
@@ -138,9 +138,9 @@ def chunked_cross_entropy(
         compute=compute,
         rows=_chunk_rows(hidden_ND.shape[0], weight_VD.shape[0], hidden_ND.device.type, compute),
         wanted=(
-            on and hidden_ND.requires_grad,
-            on and weight_VD.requires_grad,
-            on and bias_V is not None and bias_V.requires_grad,
+            has_grad and hidden_ND.requires_grad,
+            has_grad and weight_VD.requires_grad,
+            has_grad and bias_V is not None and bias_V.requires_grad,
         ),
         **options,
     )
@@ -151,8 +151,8 @@ def chunked_cross_entropy(
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
     """Return the dtype in which a linear layer would compute now, under autocast or not."""
     kind = hidden.device.type
-    on = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if on else hidden.dtype
+    is_autocast = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if is_autocast else hidden.dtype
 
 
 def _chunk_rows(rows: int, classes: int, kind: str, compute: torch.dtype) -> int:
@@ -169,7 +169,8 @@ class _Chunked(torch.autograd.Function):
         *tensors, config = args
         early = replace(config, wanted=(False,) * 3) if config.needs_loss_scale else config
         total, made = _pass(_Inputs(*tensors), early)
-        ctx.config, ctx.spent = config, config.needs_loss_scale
+        ctx.config = config
+        ctx.spent = config.needs_loss_scale  # True: the backward pass computes the gradients
         ctx.save_for_backward(*tensors, *made)
         return total
 
@@ -180,22 +181,22 @@ class _Chunked(torch.autograd.Function):
                 "the chunked loss has no second derivative", remedy="set loss.chunked: false, or leave create_graph out"
             )
         inputs, made = _Inputs(*ctx.saved_tensors[:5]), ctx.saved_tensors[5:]
-        # If no row counts, the gradient is 0 as in torch, even if the sum was divided by 0 rows.
+        # If all targets are ignored, the gradient is 0 as in torch, even if the sum was divided by 0 rows.
         grad = grad.where((inputs.target != ctx.config.ignore_index).any(), 0.0)
         if torch.compiler.is_compiling() and not ctx.config.needs_loss_scale:
             made = [None if each is None else _scaled(each, grad) for each in made]
         elif ctx.spent:
             made = _pass(inputs, ctx.config, scale=grad)[1]
         else:
-            # In place if that is exact: the gradient of the weight is the largest tensor here. Its version counter does
-            # not change: a second backward (retain_graph) computes the gradients again.
+            # In place if that is exact, because the gradient of the weight is the largest tensor here. This leaves its
+            # version counter unchanged. A second backward (retain_graph) is possible and computes them again.
             ctx.spent = True
             made = [each if each is None else _scaled(each, grad, in_place=True) for each in made]
         return *made, None, None, None
 
 
 def _scaled(made: Tensor, grad: Tensor, *, in_place: bool = False) -> Tensor:
-    """Multiplies a gradient by the 0-d ``grad``, in the dtype of ``grad``: rounding it would change all elements."""
+    """Multiplies a gradient by the 0-d ``grad``, in the dtype of ``grad``: a rounded ``grad`` changes all elements."""
     if in_place and made.dtype == grad.dtype:
         return made.data.mul_(grad)
     return (made.to(grad.dtype) * grad).to(made.dtype)
@@ -219,12 +220,11 @@ def _pass(inputs: _Inputs, config: _Config, *, scale: Tensor | None = None) -> t
         total = torch.zeros((), dtype=wide, device=hidden.device)
         classes = weight.shape[0]
         missing = -classes % CLASS_ALIGNMENT.get(hidden.device.type, 64)
-        head, head_bias = weight.to(compute), None if bias is None else bias.to(compute)
+        head = weight.to(compute)
+        head_bias = None if bias is None else bias.to(compute)
         if missing:
-            head, head_bias = (
-                F.pad(head, (0, 0, 0, missing)),
-                None if head_bias is None else F.pad(head_bias, (0, missing)),
-            )
+            head = F.pad(head, (0, 0, 0, missing))
+            head_bias = None if head_bias is None else F.pad(head_bias, (0, missing))
         of_classes = None if of_classes is None else of_classes.to(wide)
         leaves, kinds = (hidden, head, head_bias), (hidden.dtype, wide, wide)
         grads = [
@@ -242,7 +242,10 @@ def _pass(inputs: _Inputs, config: _Config, *, scale: Tensor | None = None) -> t
             del logits  # frees it before the next chunk is computed
         if missing:
             grads[1:] = [None if each is None else each[:classes] for each in grads[1:]]
-        made = [g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, inputs[:3], strict=True)]
+        made = [
+            None if grad is None or like is None else grad.to(like.dtype)
+            for grad, like in zip(grads, inputs[:3], strict=True)
+        ]
     return total, made
 
 
@@ -269,12 +272,12 @@ def _to_gradient(
     whole = log_denominator + top.squeeze(1)  # the logsumexp of the logits
     loss = loss + (times * log_denominator + config.z_loss * whole.square())
     if any(config.wanted):
-        share = is_counted.to(logits.dtype) * (1.0 if scale is None else scale.to(logits.dtype))
-        logits *= (share * (times + 2 * config.z_loss * whole) / denominator).unsqueeze(1)
+        factor = is_counted.to(logits.dtype) * (1.0 if scale is None else scale.to(logits.dtype))
+        logits *= (factor * (times + 2 * config.z_loss * whole) / denominator).unsqueeze(1)
         if smoothing:
             even = torch.ones_like(logits[0]) if of_classes is None else of_classes
-            logits.addr_(share, even, alpha=-smoothing / logits.shape[1])
-        logits.scatter_add_(1, classes.unsqueeze(1), ((smoothing - 1) * share * own).unsqueeze(1))
+            logits.addr_(factor, even, alpha=-smoothing / logits.shape[1])
+        logits.scatter_add_(1, classes.unsqueeze(1), ((smoothing - 1) * factor * own).unsqueeze(1))
         if slope is not None:
             logits *= slope
     return loss.where(is_counted, 0.0).sum()
@@ -295,7 +298,7 @@ def _add(grads: list[Tensor | None], rows: slice, by_logits: Tensor, chunk: Tens
         hidden[rows] = by_logits @ head
     if weight is not None and weight.dtype == by_logits.dtype:
         weight.addmm_(by_logits.t(), chunk)
-    elif weight is not None:  # in parts: the product in low precision is a temporary tensor
+    elif weight is not None:  # in parts, because the low-precision product is a temporary tensor
         parts = WEIGHT_GRADIENT_PARTS.get(weight.device.type, 1)
         for part, columns in zip(weight.chunk(parts), by_logits.chunk(parts, dim=1), strict=True):
             part += columns.t() @ chunk
@@ -321,10 +324,10 @@ def _fused() -> Callable[..., Tensor]:
 
 
 def usable_liger(hidden: Tensor, compute: torch.dtype, *, is_weighed: bool) -> bool:
-    """Return True if the kernel can compute this loss. Not in fp16: it computes gradients before the loss scale is
-    known.
+    """Return True if the kernel can compute this loss.
 
-    Class weights are supported since pull request 420; its z-loss is unweighted, as in ``chunked_cross_entropy``.
+    fp16 is not supported, because the kernel computes gradients before the loss scale is known. Class weights need a
+    kernel with the parameter ``ce_weight``. They do not apply to its z-loss, as in ``chunked_cross_entropy``.
     """
     if not hidden.is_cuda or compute not in (torch.float32, torch.bfloat16) or not _is_installed():
         return False
@@ -339,7 +342,7 @@ def liger_cross_entropy(
     weight_V: Tensor | None,
     **options: float,
 ) -> Tensor:
-    """Return the sum over all rows. ``options`` are those of ``chunked.Options``."""
+    """Return the loss of the liger kernel, summed over all rows. For ``options`` see ``Options``."""
     options_of_liger: dict[str, Any] = {
         "ignore_index": options.get("ignore_index", -100),
         "label_smoothing": options.get("label_smoothing", 0.0),

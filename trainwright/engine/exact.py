@@ -1,9 +1,9 @@
 """Gradients whose bits do not depend on the number of ranks: fixed slices, summed in a fixed tree.
 
-A floating-point sum depends on its order, so an all-reduce over 2 ranks and over 4 ranks differ in the last bits. Here
-the samples of a step are cut into slices that do not depend on the ranks. Each slice has its own gradient and random
-numbers, and all slice gradients are summed in one binary tree. A rank holds the gradients of its slices until then and
-gathers those of the others. This costs memory and communication for each slice.
+A floating-point sum depends on its order, so all-reduces over 2 and over 4 ranks differ in the last bits. Here the
+samples of a step are cut into slices that do not depend on the ranks. Each slice has its own gradient and random
+numbers, and all slice gradients are summed in one binary tree. Each rank keeps the gradients of its slices until the
+sum, and gathers those of the other ranks. This costs memory and communication for each slice.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def accumulate_exactly(
 ) -> Accumulated:
     """Run this rank's slices and leave the gradients of the global batch in ``.grad``, bit-identical on every rank.
 
-    Every total is divided by the number of samples of the step, which is known without communication; ``correction``
-    then makes the sum exact.
+    Every total is divided by the number of samples of the step, which needs no communication. ``correction`` then
+    replaces this divisor by the weight of the step.
 
     Raises:
         UsageError: The model has running statistics, which depend on the order of the slices.
@@ -87,7 +87,8 @@ def _summed(grads: list[Tensor | None], parameter: Tensor, counts: list[int], wo
     """Return the sum of a parameter's gradient over all slices of all ranks."""
     own = [torch.zeros_like(parameter) if grad is None else grad for grad in grads]
     if _are_subtrees(counts):
-        own, counts = [tree_sum(own)], [1] * len(counts)
+        own = [tree_sum(own)]
+        counts = [1] * len(counts)
     return tree_sum(_gathered(own, parameter, counts, world))
 
 
@@ -136,7 +137,7 @@ def _combined(slices: Sequence[Slice], batch: StepBatch, counts: list[int], worl
     divisor = torch.where(weight != 0, weight, 1.0)
     loss, *metrics = [(each / weight).to(like.dtype) for each in sums]
     correction = (len(batch.global_ids) / divisor).to(like.dtype)
-    totals = tuple(each.total for each in slices) or (torch.zeros_like(loss),)  # a rank may have none
+    totals = tuple(each.total for each in slices) or (torch.zeros_like(loss),)  # a rank may have no slice
     return Accumulated(loss, weight, totals, dict(zip(names, metrics, strict=True)), correction)
 
 

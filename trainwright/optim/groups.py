@@ -45,7 +45,7 @@ class GroupSettings(TypedDict):
 
 @dataclass(frozen=True)
 class Role:
-    """A further split of the parameters: the learning rate of its members, and further entries of their group."""
+    """A kind of parameters with separate groups: their learning rate, and further entries of their groups."""
 
     name: str
     lr: float | None
@@ -64,16 +64,16 @@ def param_groups(
     """Return the trainable parameters of ``model`` in groups of one (lr, weight_decay, role), each with a ``name``.
 
     Without rules and roles that is one group, as in ``Optimizer(model.parameters())``. If ``lr`` or ``weight_decay`` is
-    None, groups omit it and the optimizer's default applies. Parameters that ranks divide are in other groups than
-    those that each rank holds completely, or that other ranks divide.
+    None, groups omit it and the optimizer's default applies. Parameters that are sharded and parameters that are not
+    have separate groups, and so has each device mesh.
 
     With ``decay_norms_and_biases=False``, parameters with fewer than two dimensions and those of norm modules do not
     decay. Embeddings and the output head do, as in GPT-2 and nanoGPT. The first rule that matches one of a parameter's
-    names applies; a tied parameter has several names and is in one group. Parameters keep the model's order, groups
-    that of their first parameter; frozen ones are left out.
+    names applies; a tied parameter has several names and is in one group. Parameters keep the model's order. Groups are
+    ordered by their first parameter. Frozen parameters are left out.
 
     In a muP model (``fan_in_ratios()``, as in ``models.gpt``) the learning rate of a weight is divided by the growth of
-    its fan-in, and its decay multiplied by it, because AdamW multiplies the two.
+    its fan-in. Its weight decay is multiplied by the same factor, because AdamW multiplies the two.
 
     Raises:
         UsageError: Nothing is trainable, a rule matches no trainable parameter, or a rule scales a learning rate that
@@ -87,7 +87,8 @@ def param_groups(
         )
     for found in unmatched_rules(model, rules):
         raise UsageError(found.rule, remedy=found.remedy)
-    normed, ratios = norm_parameters(model), fan_in_ratios(model)
+    normed = norm_parameters(model)
+    ratios = fan_in_ratios(model)
     default = Role("", lr)
     groups: dict[tuple[float | None, float | None, Role, object], Group] = {}
     for parameter in trainable:
@@ -98,13 +99,18 @@ def param_groups(
         if rule.weight_decay is not None:
             its_decay = rule.weight_decay
         ratio = ratios.get(id(parameter), 1.0)
-        its_lr = _rate(role, rule, ratio)
+        its_lr = _learning_rate(role, rule, ratio)
         its_decay = its_decay * ratio if its_decay else its_decay
-        key = (its_lr, its_decay, role, getattr(parameter, "device_mesh", None))  # torch cannot update a mixture
+        key = (
+            its_lr,
+            its_decay,
+            role,
+            getattr(parameter, "device_mesh", None),
+        )  # torch cannot update several meshes at once
         if key not in groups:
             named = _group_name(role, its_lr, its_decay, weight_decay)
-            rates = {"lr": its_lr, "weight_decay": its_decay}
-            stated = {name: value for name, value in rates.items() if value is not None}
+            options = {"lr": its_lr, "weight_decay": its_decay}
+            stated = {name: value for name, value in options.items() if value is not None}
             groups[key] = {"name": named, **stated, **dict(role.options), "params": []}
         groups[key]["params"].append(parameter)
     return list(groups.values())
@@ -129,15 +135,15 @@ def fan_in_ratios(model: nn.Module) -> dict[int, float]:
     return {id(parameter): ratio for parameter, ratio in ratios.items()}
 
 
-def _rate(role: Role, rule: GroupRule, ratio: float) -> float | None:
+def _learning_rate(role: Role, rule: GroupRule, ratio: float) -> float | None:
     lr = role.lr if rule.lr is None else rule.lr
     if lr is None and ratio != 1.0:
-        rule_of_mup = "muP divides the learning rate of hidden weights, and none is given"
-        raise UsageError(rule_of_mup, remedy="give optimizer.lr")
+        what = "muP divides the learning rate of hidden weights, and none is given"
+        raise UsageError(what, remedy="give optimizer.lr")
     if lr is None and rule.lr_scale != 1.0:
         raise UsageError(
             f"the group rule {rule.match!r} scales the learning rate, and none is given",
-            remedy="give optimizer.lr, or the rule an lr of its own",
+            remedy="give optimizer.lr, or lr in the rule",
         )
     return None if lr is None else lr * rule.lr_scale / ratio
 
@@ -177,4 +183,5 @@ def _globs(names: Sequence[str]) -> Iterator[str]:
 
 def norm_parameters(model: nn.Module) -> set[int]:
     """Return the ids of the parameters of norm modules."""
-    return {id(p) for m in model.modules() if isinstance(m, NORMS) for p in m.parameters(recurse=False)}
+    norms = (module for module in model.modules() if isinstance(module, NORMS))
+    return {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}

@@ -1,7 +1,7 @@
-"""Plans a recipe on many ranks by arithmetic: memory, communication and time of each layout, and the best one.
+"""Plans a recipe on many ranks: computes memory, communication and time of each layout, and chooses the best one.
 
-The rule is that of ``plan.layout``: take the fastest layout that fits; among those within ``STEP_TIME_TOLERANCE`` of
-it, the simplest.
+The rule is that of ``plan.layout``: choose the simplest layout that fits and whose step time is within
+``STEP_TIME_TOLERANCE`` of the fastest.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ DIVIDED_POLICIES = ("none", "block")
 class RankModel:
     """The part of a model that one rank of a tensor group computes.
 
-    ``layouts`` and ``activations`` are by activation checkpointing policy. ``layouts`` are traces of the part with two
-    blocks, or of the complete part if ``blocks`` is None. ``weights`` are those of the full depth.
+    Attributes:
+        weights: The weights of the full depth.
+        activations: Activations by activation checkpointing policy.
+        layouts: Traces by policy: of the part with two blocks, or of the complete part if ``blocks`` is None.
+        blocks: The traced blocks; None if the part has no equal blocks.
     """
 
     weights: Weights
@@ -95,7 +98,7 @@ class Placement:
 
     @property
     def rank(self) -> tuple[int, ...]:
-        """0s for the simplest layout: the number of axes besides copies, then the complexity of each other choice."""
+        """A sort key: parallel axes besides replication, policy, accumulation. The simplest layout has only zeros."""
         axes = sum(getattr(self.degrees, axis) > 1 for axis in AXES if axis != "replicate")
         return (axes, ("none", "selective", "block").index(self.policy), self.accumulation > 1)
 
@@ -108,9 +111,15 @@ class Placement:
 class ManyRanks:
     """Compares layouts of ``size`` samples per step on one device.
 
-    ``copies`` is the model if every rank has all of it. ``models`` are the models by tensor degree if weights are
-    divided; the loss is then not computed in chunks. ``parts`` are the models by tensor and context degree that compute
-    parts of sequences, if such a layout works and parts are long enough. ``shape`` is what limits the model's layouts.
+    Attributes:
+        copies: The model if each rank has a full copy.
+        models: The models with divided weights, by tensor degree. Their loss is not computed in chunks.
+        device: The device of each rank.
+        size: Samples per step.
+        precision: The precision of the computation.
+        shape: The sizes that limit the model's layouts.
+        parts: The models that compute parts of sequences, by tensor and context degree. Empty if the model does not
+            support them, or the parts would be too short.
     """
 
     copies: RankModel
@@ -128,7 +137,8 @@ class ManyRanks:
         model = self._model(degrees)
         scaled, weights = self._scaled(degrees, zero, policy)
         accumulation = -(-self._share(degrees) // micro)
-        peak, stages = scaled.peak_bytes(micro, accumulation), degrees.pipeline
+        peak = scaled.peak_bytes(micro, accumulation)
+        stages = degrees.pipeline
         kept = _kept_per_micro_batch(scaled, micro) if stages > 1 else 0
         by_stage = tuple(peak + (min(accumulation, stages - stage) - 1) * kept for stage in range(stages))
         time = scaled_time(scaled, micro, accumulation, self.device, self.precision)
@@ -154,7 +164,7 @@ class ManyRanks:
         )
 
     def all(self, degrees: Sequence[Degrees], zeros: Sequence[Zero] = (3,)) -> list[Placement]:
-        """Return every layout with these degrees, with each checkpointing policy and micro-batch."""
+        """Return every layout with these degrees, combined with each checkpointing policy and micro-batch."""
         return [
             self.place(each, zero, policy, micro)
             for each in degrees
@@ -206,8 +216,8 @@ class ManyRanks:
 def exposed_s(traffic: Sequence[Traffic], time: StepTime, accumulation: int) -> float:
     """Return the seconds per step that a rank waits for communication.
 
-    Communication that overlaps a pass costs the time beyond that of the pass; the first exchange of each pass overlaps
-    nothing.
+    Communication that overlaps a pass costs only the time by which it exceeds the pass. The first exchange of each pass
+    is not overlapped.
     """
     total = sum(each.wait_s for each in traffic if not each.hides)
     busy = {
@@ -222,16 +232,16 @@ def exposed_s(traffic: Sequence[Traffic], time: StepTime, accumulation: int) -> 
 
 
 def layouts_of(ranks: int, many: ManyRanks) -> list[Degrees]:
-    """Return all degrees whose product is ``ranks``. Ranks have no samples only if there is no other choice."""
+    """Return all degrees whose product is ``ranks``. Layouts in which ranks get no samples are a last resort."""
     found = [*_degrees(ranks, many.models), *_in_parts(ranks, many.parts)]
     return [each for each in found if each.data <= many.size] or found
 
 
 def is_trainable(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> bool:
     """Return True if the engine can train the recipe in this layout, which replaces the recipe's layout."""
-    ask = recipe.parallel.model_copy(update={axis: getattr(degrees, axis) for axis in AXES})
+    parallel = recipe.parallel.model_copy(update={axis: getattr(degrees, axis) for axis in AXES})
     model = recipe.model.model_copy(update={"activation_checkpointing": "none"})
-    variant = recipe.model_copy(update={"parallel": ask, "model": model})
+    variant = recipe.model_copy(update={"parallel": parallel, "model": model})
     try:
         solve_layout(variant, degrees.ranks)
         require_fitting(variant, degrees, shape)
@@ -263,19 +273,23 @@ def _in_parts(ranks: int, parts: Iterable[tuple[int, int]]) -> Iterator[Degrees]
 
 
 def best_of(options: Sequence[Placement]) -> Placement:
-    """Return the simplest of the placements about as fast as the fastest that fits, then the one with least exchange.
+    """Return the simplest of the placements that fit and are about as fast as the fastest.
 
-    If none fits, return the one with the lowest peak.
+    Of equally simple ones, return the one with the least communication. If none fits, return the one with the lowest
+    peak.
     """
     fitting = [option for option in options if option.fits]
     if not fitting:
         return min(options, key=lambda option: (option.peak_bytes, option.rank))
     enough = min(option.step_s for option in fitting) * (1 + STEP_TIME_TOLERANCE)
-    return min((o for o in fitting if o.step_s <= enough), key=lambda o: (o.rank, o.exchange_s, o.peak_bytes))
+    return min(
+        (each for each in fitting if each.step_s <= enough),
+        key=lambda each: (each.rank, each.exchange_s, each.peak_bytes),
+    )
 
 
 def runners_up(options: Sequence[Placement], best: Placement, count: int = 5) -> list[Placement]:
-    """Return the best of each other degrees: those that fit by time, then the others by peak memory."""
+    """Return the best placements with other degrees: first those that fit, by time, then the rest, by peak memory."""
     by_degrees: dict[Degrees, list[Placement]] = {}
     for option in options:
         if option.degrees != best.degrees:
@@ -283,7 +297,7 @@ def runners_up(options: Sequence[Placement], best: Placement, count: int = 5) ->
     each = [best_of(group) for group in by_degrees.values()]
     each.sort(key=lambda option: (not option.fits, option.step_s if option.fits else option.peak_bytes))
     kinds: dict[tuple[str, ...], Placement] = {}
-    for option in each:  # first one of each kind, so that the list shows what differs
+    for option in each:  # the first of each set of axes, so that the list is diverse
         kinds.setdefault(_axes(option.degrees), option)
     rest = [option for option in each if option not in kinds.values()]
     chosen = [*kinds.values(), *rest][:count]
@@ -306,12 +320,12 @@ def choice_notes(best: Placement, options: Sequence[Placement], device: Device) 
     if copies and best not in copies:
         least = best_of(copies)
         verdict = against(least, best)
-        reasons.append(f"copies of the whole model would hold {human_bytes(least.peak_bytes)}, {verdict}")
-    waits = [f"{(best.exposed_s) / best.step_s:.0%} of a step waits for exchanges"]
+        reasons.append(f"copies of the full model would hold {human_bytes(least.peak_bytes)}, {verdict}")
+    waits = [f"{best.exposed_s / best.step_s:.0%} of a step waits for communication"]
     if best.bubble_s:
         waits.append(f"{best.bubble_s / best.step_s:.0%} for other stages")
     same = [option for option in options if option.degrees == best.degrees and option.micro == best.micro]
-    others = {o.policy: against(o, best) for o in same if o.policy != best.policy}
+    others = {option.policy: against(option, best) for option in same if option.policy != best.policy}
     again = "; ".join(f"{policy} would be {words}" for policy, words in others.items())
     return (
         Note("parallel", str(best.degrees), "; ".join([*reasons, *waits])),
@@ -367,8 +381,9 @@ def grow_layout(scaled: Scaled, blocks: Blocks, count: int) -> Scaled:
 def grow_trace(trace: Trace, blocks: Blocks, count: int) -> Trace:
     """Return the trace of a model with ``count`` blocks, two or more.
 
-    The additional blocks are inserted between the two traced ones. Each adds what the second one added: in the forward
-    pass from its end on, and in the backward pass when it is done. Peaks within them lie between those of the two.
+    The additional blocks are inserted between the two traced ones. Each adds the bytes that the second block has added
+    by the end of its forward pass, and after the backward pass those that it has added by then. Peaks within the
+    additional blocks lie between those of the two traced ones.
     """
     more = count - 2
     if not more:
@@ -376,7 +391,7 @@ def grow_trace(trace: Trace, blocks: Blocks, count: int) -> Trace:
     begin, end = _span(trace.moments, blocks.second)
     forward, after = _added_bytes(trace.moments, blocks)
     kept: dict[Kind, float] = {**forward, "temporaries": 0}  # autocast's copies end with the forward pass
-    whole = 1 + more * blocks.share  # ratio of trained weights
+    weight_ratio = 1 + more * blocks.share  # trained weights / those of the traced model
     moments = []
     for index, moment in enumerate(trace.moments):
         held: dict[Kind, float] = dict(moment.held)
@@ -385,15 +400,17 @@ def grow_trace(trace: Trace, blocks: Blocks, count: int) -> Trace:
             added = forward
         if moment.phase == "update":
             added = {"gradients": after.get("gradients", 0) if held.get("gradients") else 0}
-            held["temporaries"] = held.get("temporaries", 0) * whole
+            held["temporaries"] = held.get("temporaries", 0) * weight_ratio
         for kind, size in added.items():
             held[kind] = max(0, held.get(kind, 0) + more * size)
         held["weights"] = held.get("weights", 0) + more * blocks.weight_bytes
-        held["optimizer"] = held.get("optimizer", 0) * whole
+        held["optimizer"] = held.get("optimizer", 0) * weight_ratio
         moments.append(
-            Moment(moment.phase, moment.micro, moment.module, moment.op, {kind: round(b) for kind, b in held.items()})
+            Moment(
+                moment.phase, moment.micro, moment.module, moment.op, {kind: round(size) for kind, size in held.items()}
+            )
         )
-    work = tuple(_grow_work(each, blocks, count, whole) for each in trace.work)
+    work = tuple(_grow_work(each, blocks, count, weight_ratio) for each in trace.work)
     return replace(trace, moments=tuple(moments), work=work, kept=_kept_bytes(trace, blocks, count))
 
 
@@ -417,7 +434,7 @@ def _added_bytes(moments: Sequence[Moment], blocks: Blocks) -> tuple[KindBytes, 
 
 def _last(moments: Sequence[Moment], block: str, *, forward: bool) -> Moment:
     """Return the last moment within a block in one of the passes."""
-    found = [m for m in moments if _within(m.module, block) and (m.phase == "forward") is forward]
+    found = [each for each in moments if _within(each.module, block) and (each.phase == "forward") is forward]
     return found[-1]
 
 
@@ -425,13 +442,13 @@ def _difference(one: Moment, other: Moment) -> KindBytes:
     return {kind: other.held.get(kind, 0) - one.held.get(kind, 0) for kind in {*one.held, *other.held}}
 
 
-def _grow_work(work: Work, blocks: Blocks, count: int, whole: float) -> Work:
+def _grow_work(work: Work, blocks: Blocks, count: int, weight_ratio: float) -> Work:
     if _within(work.module, blocks.second):
         times: float = count - 1
     elif work.phase in PASSES:
         return work
     else:
-        times = whole
+        times = weight_ratio
     return replace(
         work, calls=round(work.calls * times), flops=round(work.flops * times), bytes=round(work.bytes * times)
     )
