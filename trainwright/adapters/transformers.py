@@ -39,11 +39,11 @@ class WatchTrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, _state: TrainerState, _control: TrainerControl, **objects: Any
     ) -> None:
         self._leave(None)
-        optimizer, loader = objects["optimizer"], objects["train_dataloader"]
+        optimizer = objects["optimizer"]
         self.watch = watch(
             objects["model"],
             optimizer,
-            loader=loader,
+            loader=objects["train_dataloader"],
             scaler=getattr(optimizer, "scaler", None),
             scheduler=objects["lr_scheduler"],
             **{"accumulation": args.gradient_accumulation_steps} | self._options,
@@ -64,11 +64,12 @@ class WatchTrainerCallback(_transformers.TrainerCallback):  # type: ignore[misc]
 
 
 def _on_exception(leave: Callable[[BaseException], None]) -> Callable[[], None]:
-    """Call ``leave`` with an exception that ends an epoch, for which the Trainer has no event. Returns the undo
-    function.
+    """Call ``leave`` with the exception that ends an epoch, because the Trainer has no event for it.
+
+    Returns a function that removes this hook.
     """
     trainer = _transformers.Trainer
-    name = "_run_epoch" if hasattr(trainer, "_run_epoch") else "training_step"  # the second in older versions
+    name = "_run_epoch" if hasattr(trainer, "_run_epoch") else "training_step"  # older versions have no _run_epoch
     original = getattr(trainer, name)
 
     def guarded(self: object, *args: object, **kwargs: object) -> object:

@@ -5,7 +5,7 @@ and saved, so the job may be restarted.
 
 On Linux, ranks are forked from an idle server that has imported torch and Trainwright, so a restart does not import
 them again. If torchrun is killed, its ranks save and stop, so that another torchrun can continue the run. Ranks that
-cannot are killed after 10 minutes.
+have not stopped after 10 minutes are killed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from typing import Any
 from trainwright.cli.app import importing_torch
 
 EXIT_CODES = "TRAINWRIGHT_EXIT_CODES"
-"""The environment variable with the folder in which each rank leaves its exit code. torchrun drops it after a signal.
-"""
+"""The environment variable with the folder for the exit codes of ranks, which torchrun loses after a signal."""
 CAN_FORK = sys.platform == "linux"
 """True if a process may be forked after its imports. System libraries of macOS do not support it."""
 ORPHAN_GRACE_S = 600.0
-"""Seconds in which ranks save and stop after torchrun was killed. A rank that still waits for another is then killed.
+"""Seconds that ranks have to save and stop after torchrun was killed. Then they are killed: one may wait for another.
 """
 AS_MODULE = ("-u", "-m", "trainwright")
 """The first arguments of Python in the command of a rank."""
@@ -39,13 +38,14 @@ AS_MODULE = ("-u", "-m", "trainwright")
 
 def leave_exit_code(code: object, environ: Mapping[str, str]) -> None:
     """Write the exit code of this rank for ``main``. Does nothing if ``main`` did not start it."""
-    folder, rank = environ.get(EXIT_CODES), environ.get("LOCAL_RANK")
+    folder = environ.get(EXIT_CODES)
+    rank = environ.get("LOCAL_RANK")
     if folder and rank and isinstance(code, int) and Path(folder).is_dir():
         Path(folder, rank).write_text(str(code), "utf-8")
 
 
 def common_exit_code(folder: Path) -> int:
-    """Return the code that every rank of this machine left, or 1."""
+    """Return the exit code if all ranks of this machine wrote the same one; else 1."""
     codes = {path.read_text("utf-8") for path in folder.iterdir()}
     return int(codes.pop()) if len(codes) == 1 else 1
 
@@ -54,7 +54,7 @@ def main() -> None:
     """Run torchrun in this process."""
     with tempfile.TemporaryDirectory(prefix="trainwright-ranks-") as folder:
         os.environ[EXIT_CODES] = folder
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the last collectives of a rank that hangs
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # records the last collectives of a rank that hangs
         if CAN_FORK:  # the server imports at the same time as this process
             os.environ.setdefault("PYTHONUNBUFFERED", "1")
             forkserver.set_forkserver_preload(["trainwright.cli.rank_imports"])

@@ -49,10 +49,10 @@ class Trial:
         losses: Training losses as logged, by step.
         evaluations: Evaluations on the validation set, in their order.
         step_seconds: Seconds of each logged step.
-        spans: The first and the last time in the log of each process of the run, in seconds since the epoch.
+        spans: For each process of the run, the first and the last time in its log, in seconds since the epoch.
         peak_bytes: The largest memory use that was logged.
         skipped: Number of skipped updates.
-        findings: Findings of the doctor, the first cause first.
+        findings: Findings of the doctor, the primary cause first.
     """
 
     folder: Path
@@ -155,7 +155,8 @@ class TrialProcess:
         Raises StorageError if the parent folder cannot be written, and UsageError on Windows.
         """
         require_signals()
-        self.folder, self._stop_requested_s = folder, math.inf
+        self.folder = folder
+        self._stop_requested_s = math.inf
         words = ["train", str(recipe)]
         is_resumed = _can_resume(folder)
         if is_resumed:
@@ -221,7 +222,7 @@ class TrialProcess:
         if self._stop_requested_s != math.inf and trial.ended in ("killed", "no end record"):
             name = signal.Signals(-code).name if (code := self._process.returncode) < 0 else "SIGTERM"
             return replace(trial, ended="stopped", reason=f"{name} before it had saved")
-        if self._process.returncode in (1, 2) and not trial.is_over:  # the rest of a run was refused
+        if self._process.returncode in (1, 2) and not trial.is_over:  # the resume was refused
             return replace(trial, ended="failed", reason=_error(self.folder))
         if trial.ended == "failed" and not trial.steps and self._process.returncode in (EXIT_STOPPED, -signal.SIGTERM):
             return Trial(self.folder, (), "not started")  # it was stopped before there was anything to save
@@ -240,8 +241,7 @@ def run_trial(
     """Train a recipe with ``settings`` in a separate process.
 
     A finished run in ``folder`` is only read; an unfinished one is resumed. An exception here, such as
-    KeyboardInterrupt,
-    stops the run, too.
+    KeyboardInterrupt, also stops the run.
 
     Args:
         recipe: The recipe.

@@ -46,7 +46,7 @@ CHANNELS = (1, 3, 4)
 
 
 def each_sample(micro: MicroBatch) -> Iterator[object]:
-    """Yield the samples of a batch. A part of the batch without one row per sample is left out."""
+    """Yield the samples of a batch. A part without one row per sample is in every sample unchanged."""
     for row in range(micro.size):
         yield _row(micro.data, row, micro.size)
 
@@ -77,7 +77,9 @@ def inputs_of(sample: object) -> object:
 
 def samples_of(batches: EvaluationBatches, ids: Collection[int]) -> dict[int, object]:
     """Return the samples at these positions of a dataset; fewer for a stream that does not repeat them."""
-    dataset, loading, wanted = batches.steps.dataset, batches.steps.loading, set(ids)
+    dataset = batches.steps.dataset
+    loading = batches.steps.loading
+    wanted = set(ids)
     if not isinstance(dataset, IterableDataset | ReadyBatches):
         positions = np.array(sorted(wanted), dtype=np.int64)
         fetch = Fetch(dataset, seed=loading.seed, collate=loading.collate)
@@ -170,7 +172,7 @@ def _channels_last(image: Tensor) -> Tensor | None:
 
 
 def _pixels(image_HWC: Tensor, side: int) -> NDArray[np.uint8]:
-    """Return a reduced picture. Values other than 0 to 1 and bytes are scaled from minimum to maximum."""
+    """Return a picture of at most ``side`` pixels per side. Floats outside of 0 to 1 are scaled to their range."""
     image = image_HWC[..., :3].float().nan_to_num(0.0, 0.0, 0.0)
     high, low = float(image.max()), float(image.min())
     if image_HWC.dtype == torch.uint8:
@@ -236,7 +238,7 @@ class Groups:
         raise UsageError(f"the data has no column {name!r} to group by", remedy=remedy)
 
     def named(self, count: int) -> Iterator[tuple[str, list[str]]]:
-        """Yield each grouping with the name of the part of each sample."""
+        """Yield each grouping and, for each sample, the name of its group."""
         for name, by in self.by.items():
             values = self._values.get(name) or [_plain(each) for each in by]  # type: ignore[union-attr]
             if len(values) != count:
@@ -250,8 +252,8 @@ class Groups:
 def slices_of(grouping: str, names: Sequence[str], scores: Scores) -> list[LossSlice]:
     """Return the parts of one grouping, the worst first.
 
-    The worst part has the largest lower bound ``at_least`` on the difference of its loss to that of all other samples,
-    so that a part of a few samples does not come first by chance.
+    Parts are ordered by ``at_least``, a lower bound of how much their loss exceeds that of all other samples. A part of
+    a few samples therefore does not come first by chance.
     """
     counted = scores.weight > 0
     codes = np.array(names, dtype=object)
@@ -330,12 +332,12 @@ def _called(name: str, by: Callable[[object], object], sample: object) -> object
     except Exception as error:
         raise UsageError(
             f"the grouping {name!r} raised {text_of(error)}",
-            remedy="it receives one sample of the data, such as (input, target), and must return a name or a number",
+            remedy="write a function of one sample, such as (input, target), that returns a name or a number",
         ) from error
 
 
 PIXELS_BY_COUNT = ((80, 48), (300, 24))
-"""Maximum number of pictures and pixels per side: ``errors.json`` stays below one megabyte."""
+"""(Maximum number of pictures, pixels per side). They keep ``errors.json`` below one megabyte."""
 TRAINED_ON_LABELS_NOTE = (
     "the model was trained on these labels, so memorized wrong labels look right. "
     "--folds 4 predicts them with models that were not trained on them"
@@ -397,7 +399,7 @@ def bad_cases(
 def errors_of_run(
     run: Path, data: str, *, by: Sequence[str], count: int, which: str, batch: int | None, average: bool
 ) -> BadCases:
-    """Return the bad cases for ``trainwright errors``. The run folder keeps them and its report shows them."""
+    """Return the bad cases for ``trainwright errors``. They are saved in the run folder and shown in its report."""
     folder = RunFolder.open(run)
     groupings = _found(by, folder)
     return _kept(bad_cases(run, data, by=groupings, count=count, which=which, batch=batch, average=average), folder)
@@ -450,10 +452,13 @@ def _cases(scores: Scores, groups: Groups, batches: EvaluationBatches, count: in
     names = class_names(dataset, scores.tally.classes) if scores.tally else []
     doubts = _doubts(scores)
     likely = {place for place, is_likely in doubts.items() if is_likely}
-    worst, mistakes, labels = _worst(scores, count), _mistakes(scores, count), list(doubts)[: 2 * count]
+    worst = _worst(scores, count)
+    mistakes = _mistakes(scores, count)
+    labels = list(doubts)[: 2 * count]
     described = {place: _case(scores, place, names, likely) for place in {*worst, *mistakes, *labels}}
     shown = _shown(batches, [described[place].id for place in described])
-    tally, matrix = scores.tally, scores.tally.matrix if scores.tally else ()
+    tally = scores.tally
+    matrix = tally.matrix if tally else ()
     return BadCases(
         data="",
         count=len(scores.ids),
@@ -492,7 +497,7 @@ def _mistakes(scores: Scores, count: int) -> list[int]:
 
 
 def _doubts(scores: Scores) -> dict[int, bool]:
-    """Return the positions of all labels that may be wrong, the most likely first, and True for each that likely is.
+    """Return the positions of labels, the most likely wrong one first, and for each True if it is likely wrong.
 
     Empty for numeric targets.
     """
@@ -506,7 +511,8 @@ def _case(scores: Scores, place: int, names: Sequence[str], likely: set[int]) ->
     case = BadCase(int(scores.ids[place]), float(scores.loss[place]), likely=place in likely)
     if scores.label is not None and scores.predicted is not None and scores.sure is not None:
         own = float(scores.own[place]) if scores.own is not None else None
-        sure, label = float(scores.sure[place]), int(scores.label[place])
+        sure = float(scores.sure[place])
+        label = int(scores.label[place])
         label_name = names[label] if label >= 0 else ""
         return replace(case, label=label_name, predicted=names[int(scores.predicted[place])], sure=sure, own=own)
     if scores.values is not None:
@@ -538,12 +544,13 @@ class LabelOrder(NamedTuple):
 def label_order(
     label: NDArray[np.int64], own: NDArray[np.float64], top: NDArray[np.int64], chances: NDArray[np.float64]
 ) -> LabelOrder:
-    """Rank labels by how likely they are wrong. Labels below 0 are left out.
+    """Rank labels by how likely they are wrong (https://arxiv.org/abs/1911.00068). Labels below 0 are left out.
 
-    The threshold of a class is the mean probability of this class over the samples with its label (equation 2 of the
-    paper). A label is likely wrong if the most probable of the classes that reach their threshold is another one, that
-    is, an off-diagonal entry of the confident joint (equation 1). These labels come first. Within both groups, labels
-    are ordered by the normalized margin: the probability of the label minus the largest of another class (section 3.2).
+    The threshold of a class is the mean probability of this class over the samples with its label (equation 2). The
+    guess for a sample is the most probable class among those that reach their threshold. A label is likely wrong if the
+    guess is another class, which is an off-diagonal entry of the confident joint (equation 1). These labels come first.
+    Within both groups, labels are ordered by the normalized margin: the probability of the label minus the largest
+    probability of another class (section 3.2).
 
     Args:
         label: Labels (N,).
@@ -576,7 +583,7 @@ FOLD_SETTINGS = (
 
 
 class FoldedTraining:
-    """Trains the recipe of a run once for each of ``folds`` parts of its training set, without that part.
+    """Trains the recipe of a run ``folds`` times, each time without another part of its training set.
 
     ``batches`` are the full training set in its order. Raises UsageError for a run of live objects, and for data that
     cannot be read by position.
@@ -599,9 +606,10 @@ class FoldedTraining:
         if size is None or self._train.own_batches is not None or self._train.order is not None or size < 2 * folds:
             raise UsageError(
                 f"the training set of {folder.path} cannot be divided into {folds} folds",
-                remedy="leave --folds out; it takes a dataset with a length whose samples are read by position",
+                remedy="leave --folds out; it needs a dataset with a length, whose samples are read by position",
             )
-        self._size, rows = size, batch or DEFAULT_BATCH_SIZE
+        self._size = size
+        rows = batch or DEFAULT_BATCH_SIZE
         self._how = Loading(rows, rows, collate=self._train.collate)
         self.batches = EvaluationBatches(self._train.dataset, self._how)
 
@@ -612,12 +620,13 @@ class FoldedTraining:
         for number in range(self._folds):
             self._fold(number, part, found)
         for _ in groups.watching(self.batches):
-            """The values of the groupings, in the order of the data."""
+            pass  # records the values of the groupings, in the order of the data
         return found.scores(by_id=True)
 
     def _fold(self, number: int, part: NDArray[np.int64], found: CollectedScores) -> None:
         self._say(f"fold {number + 1} of {self._folds}: training on {int((part != number).sum()):,} samples")
-        mine, others = np.flatnonzero(part == number), np.flatnonzero(part != number)
+        mine = np.flatnonzero(part == number)
+        others = np.flatnonzero(part != number)
         with tempfile.TemporaryDirectory(prefix="trainwright-fold-") as folder:
             loaded = self._loaded(folder)
             rest = replace(self._train, dataset=Subset(self._train.dataset, others.tolist()))
