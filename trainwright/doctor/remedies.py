@@ -66,7 +66,7 @@ def clip_at(session: ReplaySession, at: float) -> str:
 def _clipped(session: ReplaySession, at: float) -> Iterator[None]:
     program = session.recorded_step.program
     if not any(isinstance(each, ClipGradients) for each in program):
-        place = next((i for i, each in enumerate(program) if isinstance(each, OptimizerStep)), None)
+        place = next((index for index, each in enumerate(program) if isinstance(each, OptimizerStep)), None)
         if place is None:
             raise NotTried("the step has no update")
         every = list(range(len(session.replayer.subject.parameters)))
@@ -136,15 +136,17 @@ def logits_instead_of_probabilities(session: ReplaySession) -> str:
 _SCORE_FUNCTIONS = frozenset({"cross_entropy", "nll_loss", "kl_div", "log_softmax", "binary_cross_entropy_with_logits"})
 
 
-def _scores(name: str, x: Tensor, args: Args, kwargs: Kwargs) -> Tensor | None:
+def _scores(name: str, argument: Tensor, args: Args, kwargs: Kwargs) -> Tensor | None:
     """Returns scores or log-probabilities that replace wrong arguments; None if the argument is right."""
-    tiny = torch.finfo(x.dtype).tiny
+    tiny = torch.finfo(argument.dtype).tiny
     if name == "binary_cross_entropy_with_logits":
-        inside = bool(((x >= 0) & (x <= 1)).all())
-        return torch.logit(x, torch.finfo(x.dtype).eps) if inside else None
-    if is_simplex(x, class_dim(name, x, args, kwargs)):
-        return x.clamp_min(tiny).log()
-    return x.log_softmax(class_dim(name, x, args, kwargs)) if name == "nll_loss" and bool((x > 0).any()) else None
+        inside = bool(((argument >= 0) & (argument <= 1)).all())
+        return torch.logit(argument, torch.finfo(argument.dtype).eps) if inside else None
+    if is_simplex(argument, class_dim(name, argument, args, kwargs)):
+        return argument.clamp_min(tiny).log()
+    if name == "nll_loss" and bool((argument > 0).any()):
+        return argument.log_softmax(class_dim(name, argument, args, kwargs))
+    return None
 
 
 def loss_scale(session: ReplaySession) -> str:
@@ -229,7 +231,8 @@ def finite_mask(session: ReplaySession) -> str:
     def around(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         name = function_name(function).strip("_")
         if name in ("masked_fill", "full", "full_like", "where", "mul", "rmul", "add", "radd", "sub", "rsub", "fill"):
-            args, kwargs = tuple(_clamp_mask(x) for x in args), {k: _clamp_mask(x) for k, x in kwargs.items()}
+            args = tuple(map(_clamp_mask, args))
+            kwargs = {key: _clamp_mask(value) for key, value in kwargs.items()}
         if name in ("softmax", "log_softmax", "cross_entropy", "matmul") and isinstance(args[0], Tensor):
             args = (args[0].clamp(min=MASK_VALUE), *args[1:])
         return function(*args, **kwargs)

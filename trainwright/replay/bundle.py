@@ -337,8 +337,8 @@ def _require_sound(structure: Structure, snapshot: Snapshot, steps: Sequence[Rec
     """Raises ValueError if an index is out of range, or the state does not have this structure."""
     parameters = len(structure.parameters)
     optimizers = len(structure.optimizers)
-    numbers = [n for state in snapshot.states for n in state]
-    numbers += [n for _, groups in structure.optimizers for group in groups for n in group]
+    numbers = [number for state in snapshot.states for number in state]
+    numbers += [number for _, groups in structure.optimizers for group in groups for number in group]
     chosen: list[int] = []
     for each in (each for recorded in steps for each in recorded.program):
         match each:
@@ -351,7 +351,8 @@ def _require_sound(structure: Structure, snapshot: Snapshot, steps: Sequence[Rec
                 chosen.append(number)
             case ClipGradients(parameters=some) | Multiply(parameters=list() as some):
                 numbers += some
-    if not all(type(n) is int and 0 <= n < parameters for n in numbers) or not all(0 <= n < optimizers for n in chosen):
+    are_parameters = all(type(each) is int and 0 <= each < parameters for each in numbers)
+    if not are_parameters or not all(0 <= each < optimizers for each in chosen):
         raise ValueError("a parameter or an optimizer that does not exist")
     lengths = [
         len(snapshot.parameters),
@@ -365,7 +366,7 @@ def _require_sound(structure: Structure, snapshot: Snapshot, steps: Sequence[Rec
     if not all(isinstance(each, Tensor) for each in snapshot.parameters) or not steps:
         raise ValueError("a weight is no tensor, or there is no step")
     for (_, groups), stored in zip(structure.optimizers, snapshot.groups):
-        if len(groups) != len(stored) or not all(isinstance(g, dict) and "params" not in g for g in stored):
+        if len(groups) != len(stored) or not all(isinstance(group, dict) and "params" not in group for group in stored):
             raise ValueError("the groups are not those of these optimizers")
 
 

@@ -218,41 +218,56 @@ class LoopSigns:
         tensors = tensors or [each for each in args[-1] if isinstance(each, Tensor)]  # torch.einsum(equation, [a, b])
         if len(tensors) != 2 or not any(each.requires_grad for each in tensors):
             return
-        a, b = (each.detach().squeeze() for each in tensors)
-        if a.dim() != 2 or b.dim() != 2 or len(a) < 4 or a.shape[1] < 2:
+        left, right = (each.detach().squeeze() for each in tensors)
+        if left.dim() != 2 or right.dim() != 2 or len(left) < 4 or left.shape[1] < 2:
             return
         is_matrix_product = plain in ("matmul", "mm", "rmatmul")
-        if b.T.shape == a.shape and (is_matrix_product or (b.shape != a.shape and plain != "cosine_similarity")):
-            b = b.T
-        if a.shape != b.shape:
+        if right.T.shape == left.shape and (
+            is_matrix_product or (right.shape != left.shape and plain != "cosine_similarity")
+        ):
+            right = right.T
+        if left.shape != right.shape:
             return
         if plain == "cosine_similarity" and tensors[0].dim() == 2:
             self._note_pair(plain, tensors[0], tensors[1])
-        if a.data_ptr() != b.data_ptr():
-            self._show("equal_views", plain, _are_equal(a, b) & _rows_vary(a))
-        elif len(a) % 2 == 0:
-            half = len(a) // 2
+        if left.data_ptr() != right.data_ptr():
+            self._show("equal_views", plain, _are_equal(left, right) & _rows_vary(left))
+        elif len(left) % 2 == 0:
+            half = len(left) // 2
             self._show(
-                "equal_views", plain, (_are_equal(a[:half], a[half:]) | _are_equal(a[::2], a[1::2])) & _rows_vary(a)
+                "equal_views",
+                plain,
+                (_are_equal(left[:half], left[half:]) | _are_equal(left[::2], left[1::2])) & _rows_vary(left),
             )
 
-    def _note_pair(self, plain: str, a: Tensor, b: Tensor) -> None:
+    def _note_pair(self, plain: str, left: Tensor, right: Tensor) -> None:
         """Records whether two terms of a symmetric loss compare the same values."""
-        known, self._pairs[plain] = self._pairs.get(plain), (a, b)
-        if known is None or known[0].shape != a.shape or known[0] is a or known[1] is b or not a.requires_grad:
+        known, self._pairs[plain] = self._pairs.get(plain), (left, right)
+        if (
+            known is None
+            or known[0].shape != left.shape
+            or known[0] is left
+            or known[1] is right
+            or not left.requires_grad
+        ):
             return
-        equal = _are_equal(known[0].detach(), a.detach()) & _are_equal(known[1].detach(), b.detach())
-        self._show("equal_terms", plain, equal & _rows_vary(a.detach()))
+        equal = _are_equal(known[0].detach(), left.detach()) & _are_equal(known[1].detach(), right.detach())
+        self._show("equal_terms", plain, equal & _rows_vary(left.detach()))
 
     # bootstrapped targets
 
-    def _note_attached(self, plain: str, x: object, target: object) -> None:
+    def _note_attached(self, plain: str, prediction: object, target: object) -> None:
         """Records whether the loss of a chosen action's value also trains its target, reward + factor * next value."""
-        if not isinstance(x, Tensor) or not isinstance(target, Tensor) or x.shape != target.shape or not x.dim():
+        if (
+            not isinstance(prediction, Tensor)
+            or not isinstance(target, Tensor)
+            or prediction.shape != target.shape
+            or not prediction.dim()
+        ):
             return
-        is_attached = _made_by(x, "GatherBackward", "IndexBackward") and _is_bootstrapped(target)
+        is_attached = _made_by(prediction, "GatherBackward", "IndexBackward") and _is_bootstrapped(target)
         if is_attached:  # a separate target network is not trained by this loss
-            one, other = (leaves_among(nodes_behind([each.grad_fn])) for each in (x, target) if each.grad_fn)
+            one, other = (leaves_among(nodes_behind([each.grad_fn])) for each in (prediction, target) if each.grad_fn)
             is_attached = bool(one & other)
         self._show("target_attached", plain, torch.tensor(is_attached))
 
@@ -273,10 +288,14 @@ class LoopSigns:
             if not isinstance(each, Operation) or each.name.strip("_") not in DISTANCES | {"sub", "rsub"}:
                 continue
             args = (*each.args, *each.kwargs.values())[:2]
-            target = next((a.tensor for a in args if type(a) is Constant), None)
-            if target is None or not any(type(a) is Slot for a in args) or not _may_be_noise(target):
+            target = next((arg.tensor for arg in args if type(arg) is Constant), None)
+            if target is None or not any(type(arg) is Slot for arg in args) or not _may_be_noise(target):
                 continue
-            mixed = [_is_mixed_in(x, target) for x in inputs if x.is_floating_point() and x.numel() == target.numel()]
+            mixed = [
+                _is_mixed_in(entry, target)
+                for entry in inputs
+                if entry.is_floating_point() and entry.numel() == target.numel()
+            ]
             if mixed:
                 shown = torch.stack(mixed).any() & _is_uniform(target)
                 self._shown.setdefault(("uniform_noise", each.name.strip("_"), None), []).append(shown)
@@ -312,12 +331,12 @@ def _inputs_of(step: RecordedStep) -> list[Tensor]:
     return dense([c.tensor for call in step.calls for c in constants_of((call.args, call.kwargs))])
 
 
-def _are_equal(a: Tensor, b: Tensor) -> Tensor:
-    return (a - b).abs().amax() <= 1e-6 * a.abs().amax()
+def _are_equal(one: Tensor, other: Tensor) -> Tensor:
+    return (one - other).abs().amax() <= 1e-6 * one.abs().amax()
 
 
-def _rows_vary(a: Tensor) -> Tensor:
-    return (a - a[:1]).abs().amax() > 1e-3 * a.abs().amax()
+def _rows_vary(rows: Tensor) -> Tensor:
+    return (rows - rows[:1]).abs().amax() > 1e-3 * rows.abs().amax()
 
 
 def _may_be_noise(target: Tensor) -> bool:
@@ -336,11 +355,12 @@ def _is_uniform(target: Tensor) -> Tensor:
     return is_within & (distance < 2 / math.sqrt(count)) & (correlation.abs() < 5 / math.sqrt(count))
 
 
-def _is_mixed_in(x: Tensor, target: Tensor) -> Tensor:
+def _is_mixed_in(inputs: Tensor, target: Tensor) -> Tensor:
     """Returns True if samples of the input contain the target, each with a different factor."""
-    a, b = (each.detach().reshape(len(target), -1).float() for each in (x, target))
-    a, b = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
-    factors = (a * b).sum(1) / b.square().sum(1).clamp(min=1e-12)
+    signal, noise = (each.detach().reshape(len(target), -1).float() for each in (inputs, target))
+    signal = signal - signal.mean(1, keepdim=True)
+    noise = noise - noise.mean(1, keepdim=True)
+    factors = (signal * noise).sum(1) / noise.square().sum(1).clamp(min=1e-12)
     return (factors.mean() > 0.05) & (factors.std() > 0.05)
 
 

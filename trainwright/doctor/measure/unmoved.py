@@ -46,8 +46,9 @@ class _Weights:
 
     def __init__(self, module: nn.Module) -> None:
         moving = [p for p in module.parameters() if _is_comparable(p)]
-        chosen = sorted({round(n * (len(moving) - 1) / (SAMPLED_TENSORS - 1)) for n in range(SAMPLED_TENSORS)})
-        self._tensors = [moving[n] for n in chosen] if moving else []
+        last = len(moving) - 1
+        chosen = sorted({round(index * last / (SAMPLED_TENSORS - 1)) for index in range(SAMPLED_TENSORS)})
+        self._tensors = [moving[index] for index in chosen] if moving else []
         self._first = self._sample()
 
     def _sample(self) -> list[Tensor]:
@@ -190,11 +191,11 @@ class Heads(Probe):
     def begin(self, site: WatchSite) -> None:
         owned = {id(p) for optimizer in self._subject.optimizers for p in owned_by(optimizer)}
         for root in self._subject.roots:
-            linear = [(path, m) for path, m in named_modules([root]) if isinstance(m, nn.Linear)]
+            linear = [(path, module) for path, module in named_modules([root]) if isinstance(module, nn.Linear)]
             if any(map(is_lazy, root.parameters())):
                 continue
             trained = sum(id(p) in owned and p.requires_grad for p in root.parameters())
-            sizes = {m.num_embeddings for m in root.modules() if isinstance(m, nn.Embedding)}
+            sizes = {module.num_embeddings for module in root.modules() if isinstance(module, nn.Embedding)}
             if len(linear) < 2 or not trained or linear[-1][1].out_features in sizes:
                 continue
             path, head = linear[-1]
