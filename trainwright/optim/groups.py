@@ -101,12 +101,8 @@ def param_groups(
         ratio = ratios.get(id(parameter), 1.0)
         its_lr = _learning_rate(role, rule, ratio)
         its_decay = its_decay * ratio if its_decay else its_decay
-        key = (
-            its_lr,
-            its_decay,
-            role,
-            getattr(parameter, "device_mesh", None),
-        )  # torch cannot update several meshes at once
+        mesh = getattr(parameter, "device_mesh", None)  # torch cannot update several meshes at once
+        key = (its_lr, its_decay, role, mesh)
         if key not in groups:
             named = _group_name(role, its_lr, its_decay, weight_decay)
             options = {"lr": its_lr, "weight_decay": its_decay}

@@ -9,8 +9,8 @@ def views_equal(run: RunContext, exams: Every[LossFacts]) -> Results:
     Why it matters: a model that compares a picture with itself learns no invariance. The loss falls at once.
 
     How it is detected: in every examined step, the outputs that the loss compares are equal for all pairs, and differ
-    between samples. The comparison is `z1 @ z2.T`, both halves of `z @ z.T`, or `cosine_similarity`; or both terms of a
-    symmetric loss are equal.
+    between samples. The loss compares them by `z1 @ z2.T`, by both halves of `z @ z.T`, or by `cosine_similarity`. Two
+    equal terms of a symmetric loss count, too.
 
     Exceptions: views that differ by dropout; their outputs are not equal.
 
