@@ -198,7 +198,7 @@ def test_mistakes_are_named(server: Server) -> None:
 
     with pytest.raises(UsageError, match="only adapters"):
         generate(base(), server.url)
-    with pytest.raises(UsageError, match="is no address"):
+    with pytest.raises(UsageError, match="is not an address"):
         generate(policy(), "localhost:8000")
     server.status = 404
     with pytest.raises(UsageError, match="failed with 404") as refused:
