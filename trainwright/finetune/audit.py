@@ -333,8 +333,10 @@ def _defect_findings(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[Supe
 
 def _is_subject(dataset: TokenizedSet, rows: NDArray[Any], defect: Defect, count: int) -> bool:
     """Return True if more than ``count`` samples have what looks like a defect because their prompts ask for it."""
-    samples = _samples(rows)[:MAX_SAMPLES_READ].tolist()
-    return sum(is_about(defect, _texts_of(dataset, row)) for row in samples) > count
+    samples = _samples(rows)
+    read = samples[:MAX_SAMPLES_READ].tolist()
+    about = sum(is_about(defect, _texts_of(dataset, row)) for row in read)
+    return about * len(samples) > count * len(read)
 
 
 def _excerpt(dataset: TokenizedSet, row: int, defect: Defect) -> str:

@@ -70,9 +70,13 @@ class VllmServer:
         }
         answer = json.loads(self._post("/v1/completions", body))
         choices = sorted(answer["choices"], key=lambda each: int(each["index"]))
-        if len(choices) != count * len(prompts) or any(each.get("token_ids") is None for each in choices):
+        wanted = count * len(prompts)
+        if len(choices) != wanted:
+            what = f"vllm: the server returned {len(choices)} completions instead of {wanted}"
+            raise UsageError(what, remedy="look into the log of the server for rejected requests")
+        if any(each.get("token_ids") is None for each in choices):
             remedy = "use vLLM 0.10.2 or newer, which returns token ids"
-            raise UsageError(f"vllm: the server returned {len(choices)} completions without ids", remedy=remedy)
+            raise UsageError("vllm: the server returned completions without token ids", remedy=remedy)
         completions = [([*each["token_ids"]], each.get("finish_reason") == "stop") for each in choices]
         return [
             ids if not ended or (ids[-1:] and ids[-1] in end_ids) else [*ids, end_ids[0]] for ids, ended in completions

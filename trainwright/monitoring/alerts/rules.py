@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -57,7 +58,8 @@ class RuleState:
         elif isinstance(record, Watched if self.rules.watched else Step) and self.rules.loss_above is not None:
             is_high = not record.loss <= self.rules.loss_above
             if is_high and not self._is_high:
-                yield Alert("loss", f"the loss is {record.loss:.4g}, above {self.rules.loss_above:.4g}", record.step)
+                limit = f"above {self.rules.loss_above:.4g}" if math.isfinite(record.loss) else "not finite"
+                yield Alert("loss", f"the loss is {record.loss:.4g}, {limit}", record.step)
             self._is_high = is_high
         elif isinstance(record, Ended) and self.rules.ended:
             why = f": {record.reason}" if record.reason else ""
