@@ -86,7 +86,8 @@ class MediaWriter:
             what = f"{printable(name)} is not kept: it has {value.num_pixels:,} pixels, at most {MAX_PIXELS:,} are kept"
             return f"{what}; reduce it first, for example image[..., ::2, ::2]"
         if self._bytes > MAX_RUN_BYTES:
-            return f"further images and texts are not kept: the limit of {MAX_RUN_BYTES >> 20:,} MiB is reached; log them more rarely"
+            limit = f"the limit of {MAX_RUN_BYTES >> 20:,} MiB is reached"
+            return f"further images and texts are not kept: {limit}; log them more rarely"
         if name not in self._files:
             self._files[name] = len(_sizes((self._folder / file).parent))
         return ""

@@ -135,7 +135,8 @@ class LoopSigns:
             elif plain in ("getitem", "unbind", "chunk", "split"):
                 self._note_columns(plain, args, kwargs, result)
             elif plain in ("sub", "rsub") and len(args) > 1:
-                self._note_width(*(args[:2] if plain == "sub" else args[1::-1]), result)
+                begin, end = (0, 1) if plain == "sub" else (1, 0)
+                self._note_width(args[begin], args[end], result)
                 operands = [each.data_ptr() for each in args[:2] if isinstance(each, Tensor)]
                 if len(set(operands)) == 2 and isinstance(result, Tensor):
                     self._differences[result] = None
