@@ -62,6 +62,7 @@ class DiagnosisAnswer(Answer):
     verdict: str = ""
     findings: list[FindingLine] = []
     calls: list[str] = []
+    optimizers: list[str] = []
     not_examined: list[str] = []
     replay: str = ""
 
@@ -69,22 +70,18 @@ class DiagnosisAnswer(Answer):
 class SourceLines(Answer):
     file: str = ""
     lines: list[str] = []
-    calls: list[str] = []
     shown_file: str = ""
     shown_lines: list[str] = []
     why: str = ""
 
 
 class EvidenceAnswer(Answer):
-    finding: FindingLine = FindingLine()
+    code: str = ""
     expected_and_seen: list[list[str]] = []
     step_loss_gradnorm_lr: list[list[float | int | str | None]] = []
     file: str = ""
     lines: list[str] = []
-    calls: list[str] = []
     replays: list[str] = []
-    others: list[str] = []
-    environment: dict[str, str] = {}
 
 
 class SeriesAnswer(Answer):
@@ -110,6 +107,7 @@ class MeasurementsAnswer(Answer):
 
 class Setup(Answer):
     recipe: dict[str, object] = {}
+    optimizers: list[dict[str, object]] = []
     plan: dict[str, object] = {}
     provenance: dict[str, object] = {}
 

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.agent.process import ProcessLimits, run_command
-from trainwright.agent.tools import RunTools
+from trainwright.agent.tools import RunTools, finding_of
 from trainwright.errors import UsageError
 from trainwright.recipe.section import is_reference
 from trainwright.recipe.yaml_core import UnreadableError, read
 from trainwright.report.diagnosis import diagnosis_of
-from trainwright.report.evidence import finding_in
 
 
 class Experiments:
@@ -79,7 +78,7 @@ class Experiments:
 
     def try_remedy(self, run: str, code: str = "", model: str = "") -> dict[str, object]:
         """Try the remedy of a finding (default: the first) on its recorded step, before any code is changed."""
-        found = finding_in(diagnosis_of(self._tools.folder(run)), code or None)
+        found = finding_of(run, diagnosis_of(self._tools.folder(run)), code)
         output = self._replay(run, found.step, model, "--try", f"remedy={found.code}")
         return {
             "outcome": (output.get("changed") or {}).get("outcome", ""),
@@ -88,7 +87,7 @@ class Experiments:
 
     def _replay(self, run: str, step: int, model: str, *more: str) -> Mapping[str, Any]:
         folder = self._tools.folder(run)
-        step = step or finding_in(diagnosis_of(folder), None).step
+        step = step or finding_of(run, diagnosis_of(folder)).step
         chosen = ["--model", self._require_inside(model)] if model else []
         return self._run("replay", str(folder.path.resolve()), "--step", str(step), *chosen, *more)
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.agent.untrusted import MAX_KEY_CHARS, cleaned
+from trainwright.agent.optimizers import optimizer_in_words, optimizers_of
+from trainwright.agent.untrusted import DEFAULT_BUDGET_TOKENS, MAX_KEY_CHARS, budget_chars, cleaned
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.finding import Calls
 from trainwright.doctor.pages import page
 from trainwright.errors import UsageError
-from trainwright.report.diagnosis import diagnosis_of
-from trainwright.report.evidence import environment_of, evidence_of, finding_in, lines_named
+from trainwright.report.diagnosis import Report, diagnosis_of
+from trainwright.report.evidence import environment_of, finding_in, lines_named, points_around
 from trainwright.report.examination import can_be_trained_again
 from trainwright.report.findings import place, value_in_words
 from trainwright.report.pages.compare import Difference, RunComparison
@@ -24,17 +25,19 @@ from trainwright.report.pages.overview import RunShelf
 from trainwright.report.pages.rows import COLUMNS, column, thin_rows
 from trainwright.report.pages.view import RunView, flat
 from trainwright.report.runs import list_runs
-from trainwright.report.source_lines import Excerpt, excerpt_of
+from trainwright.report.source_lines import Excerpt, excerpt_of, source_names
 from trainwright.runs.files import UnreadableFile, read_end_of_text, read_json
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.media import FOLDER, SUFFIXES, MediaFile, read_media
 from trainwright.runs.printing import readable
 from trainwright.runs.reader import read_newest
-from trainwright.runs.records import Examined, Found, Layers, Media, OutputGrads, Record, Watched
+from trainwright.runs.records import Examined, Found, Layers, Media, OutputGrads, Record, Replayed, Watched
 
 MAX_POINTS = 400
 FILE_KINDS = (".json", ".jsonl", ".md", ".txt", ".yaml")
 MAX_FILE_BYTES = 8192
+DAMAGED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""Errors of values in a damaged log."""
 _HIDDEN_METRICS = {"order", "time_s", "step"}
 
 
@@ -101,6 +104,7 @@ class RunTools:
         folder = self.folder(run)
         report = diagnosis_of(folder)
         records = self._records(folder)
+        context = RunContext(records)
         findings = (*report.findings, *report.added)
         experiments = report.examination.unexamined.experiments if report.examination.unexamined else ()
         return {
@@ -109,59 +113,78 @@ class RunTools:
             "step": report.step,
             "verdict": report.verdict.sentence,
             "findings": [_finding_values(each) for each in findings],
-            "calls": _calls(RunContext(records).calls_at(findings[0].step)) if findings else [],
+            "calls": _calls(_calls_at(context, findings[0].step if findings else report.step)),
+            "optimizers": [optimizer_in_words(each) for each in self._optimizers(records)],
             "not_examined": [*experiments, *(why for why, _ in report.examination.blind)],
             "replay": _replayable_steps(folder),
         }
 
     def finding_evidence(self, run: str, code: str = "") -> dict[str, object]:
-        """Evidence for one finding: expected and seen values, recorded steps around it, source lines, and what was
-        tried. code: as in diagnose_run; default: the first finding.
+        """Evidence for one finding beside diagnose_run: all expected and seen values, recorded steps around it, source
+        lines, replays. code: as in diagnose_run; default: the first finding.
         """
         folder = self.folder(run)
-        pack = evidence_of(folder, code or None, code_root=self.code)
+        found = finding_of(run, diagnosis_of(folder), code)
+        records = self._records(folder, Watched, Examined, Replayed)
+        lines = lines_named(found, _calls_at(RunContext(records), found.step))
+        points = points_around(RunView.read(folder.path), found)
+        replays = [each for each in records if isinstance(each, Replayed)]
         return {
-            "finding": _finding_values(pack.found),
+            "code": found.code,
             "expected_and_seen": [
                 [
                     each.measure,
                     value_in_words(each.seen),
                     "" if each.expected is None else value_in_words(each.expected),
                 ]
-                for each in pack.found.evidence
+                for each in found.evidence
             ],
-            **_excerpt(pack.excerpt),
-            "calls": _calls(pack.calls),
-            "step_loss_gradnorm_lr": [[each.step, each.loss, each.grad_norm, each.lr] for each in pack.points],
-            "replays": list(pack.replays),
-            "others": [f"{each.code}: {each.symptom}" for each in pack.others],
-            "environment": dict(pack.environment),
+            **_excerpt(excerpt_of(lines, self.code, began_s=_began_s(records))),
+            "step_loss_gradnorm_lr": [[each.step, each.loss, each.grad_norm, each.lr] for each in points],
+            "replays": [f"replay of step {each.step:,}: {each.outcome}" for each in replays],
         }
 
-    def source_lines(self, run: str, code: str = "", line: str = "") -> dict[str, object]:
-        """The source lines that cause a finding (default: the first finding) and those at which it shows, or those
-        around line, such as train.py:44.
+    def source_lines(
+        self, run: str, code: str = "", line: str = "", budget: int = DEFAULT_BUDGET_TOKENS
+    ) -> dict[str, object]:
+        """The source lines that cause a finding (default: the first finding) and those at which it shows; without a
+        finding those of the loop; or those around line, such as train.py:44. More lines with a larger budget.
         """
         folder = self.folder(run)
         records = self._records(folder)
-        calls: Calls = ()
-        lines = [line]
-        if not line:
-            found = finding_in(diagnosis_of(folder), code or None)
-            calls = RunContext(records).calls_at(found.step)
-            lines = lines_named(found, calls)
-        began_s = records[0].time_s if records else None
-        excerpt = excerpt_of(lines, self.code, began_s=began_s)
+        context = RunContext(records)
+        if line:
+            lines = [self._source(line, context)]
+        else:
+            report = diagnosis_of(folder)
+            calls = _calls_at(context, report.step)
+            lines = sorted((each for _, each in calls), key=lambda each: ("backward", each) not in calls)
+            if report.findings or report.added or code:
+                found = finding_of(run, report, code)
+                lines = lines_named(found, _calls_at(context, found.step))
+        began_s, max_chars = _began_s(records), budget_chars(budget) // 2
+        excerpt = excerpt_of(lines, self.code, began_s=began_s, max_chars=max_chars)
         others = [each for each in lines[1:] if excerpt is None or not excerpt.shows(each)]
-        shown = excerpt_of(others, self.code, began_s=began_s)
-        why = "" if excerpt else "the step made no recorded call from a Python file of the user"
+        shown = excerpt_of(others, self.code, began_s=began_s, max_chars=max_chars // 2)
         return {
             **_excerpt(excerpt),
-            "calls": _calls(calls),
             "shown_file": shown.file if shown else "",
             "shown_lines": shown.numbered() if shown else [],
-            "why": why,
+            "why": "" if excerpt else "the step made no recorded call from a Python file of the user",
         }
+
+    def _source(self, line: str, run: RunContext) -> str:
+        """Return a line such as ``train.py:44`` of a file that exists. Raises UsageError, with the known file names."""
+        name, colon, number = line.rpartition("/")[2].partition(":")
+        known = source_names(self.code, name)
+        if name not in known or not (number if colon else "1").isdecimal():
+            of_run = [each.partition(":")[0] for _, each in _calls_at(run, run.last_step)]
+            names = dict.fromkeys([*of_run, *source_names(self.code)])
+            raise UsageError(
+                f"there is no line {line[:MAX_KEY_CHARS]!r}",
+                remedy=f"use FILE.py:LINE; known files: {', '.join(list(names)[:20])}",
+            )
+        return f"{name}:{number if colon else 1}"
 
     def get_series(
         self, run: str, metric: str = "", points: int = 40, first_step: int = 0, last_step: int = 2**53
@@ -222,13 +245,17 @@ class RunTools:
         return {"experiment": experiment, "step": chosen.step, "values": chosen.values}
 
     def get_setup(self, run: str, part: str = "") -> dict[str, object]:
-        """The setup of a run: part is recipe, plan or provenance; default: the recipe and the main versions."""
-        view = RunView.read(self.folder(run).path)
+        """The setup of a run: part is recipe, plan or provenance; default: the recipe, the optimizers of a watched run
+        with their parameter groups, and the main versions.
+        """
+        folder = self.folder(run)
+        view = RunView.read(folder.path)
         parts: dict[str, Mapping[str, Any]] = {"recipe": view.recipe, "plan": view.plan, "provenance": view.provenance}
         if part in parts:
             return {part: dict(flat(parts[part])) if parts[part] else {}}
         recipe = dict(flat(view.recipe)) if view.recipe else {}
-        return {"recipe": recipe, "provenance": dict(environment_of(view))}
+        optimizers = self._optimizers(self._records(folder))
+        return {"recipe": recipe, "optimizers": optimizers, "provenance": dict(environment_of(view))}
 
     def compare_runs(self, runs: list[str]) -> dict[str, object]:
         """Compare two or more runs: differences of recipe, plan and provenance, the first step whose results differ,
@@ -277,10 +304,35 @@ class RunTools:
         there = next((each for each in found if os.path.lexists(folder.path / each)), found[0])
         return read_media(folder.path, Media(time_s=0.0, step=step, name=name, file=there))
 
+    def _optimizers(self, records: Sequence[Record]) -> list[dict[str, object]]:
+        try:
+            return optimizers_of(RunContext(records), self.code, _began_s(records))
+        except DAMAGED:
+            return []
+
     def _records(self, folder: RunFolder, *kinds: type[Record]) -> tuple[Record, ...]:
         if not os.path.lexists(folder.log):
             return ()
         return read_newest(folder.log, kinds or (Watched, Examined)).records
+
+
+def finding_of(run: str, report: Report, code: str = "") -> Found:
+    """Return a finding, as ``finding_in`` does. Raises UsageError; without any finding, it suggests tools."""
+    if not (report.findings or report.added):
+        remedy = "call source_lines without a code for the lines of the loop, or measurements, get_series, get_setup"
+        raise UsageError(f"{run} has no finding", remedy=remedy)
+    return finding_in(report, code or None)
+
+
+def _began_s(records: Sequence[Record]) -> float | None:
+    return records[0].time_s if records else None
+
+
+def _calls_at(run: RunContext, step: int) -> Calls:
+    try:
+        return run.calls_at(step)
+    except DAMAGED:
+        return ()
 
 
 def _calls(calls: Calls) -> list[str]:

@@ -64,12 +64,17 @@ def clean(value: object, limit: int = MAX_TEXT_CHARS, *, is_code: bool = False) 
     return strict(value)
 
 
+def budget_chars(tokens: int) -> int:
+    """Return the maximum number of characters of an answer."""
+    return min(max(tokens, MIN_BUDGET_TOKENS), MAX_BUDGET_TOKENS) * CHARS_PER_TOKEN
+
+
 def answer(value: Mapping[str, object], budget_tokens: int) -> dict[str, Any]:
     """Return an answer to an agent: cleaned, marked, and of at most ``budget_tokens`` (four characters each).
 
     ``lines`` and ``page`` of the answer itself are code and a page of Trainwright; deeper keys are those of a run.
     """
-    budget = min(max(budget_tokens, MIN_BUDGET_TOKENS), MAX_BUDGET_TOKENS) * CHARS_PER_TOKEN
+    budget = budget_chars(budget_tokens)
     left_out: dict[str, int] = {}
     made: dict[str, Any] = {}
     for key, each in _bounded(strict(value), budget, "", left_out).items():

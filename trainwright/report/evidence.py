@@ -249,7 +249,7 @@ def finding_in(report: Report, code: str | None) -> Found:
             return each
     for each in findings:
         if code in {consequence.partition(":")[0] for consequence in each.consequences}:
-            raise UsageError(f"{code} is a consequence of {each.code}", remedy=f"--finding {each.code}")
+            raise UsageError(f"{code} is a consequence of {each.code}", remedy=f"name {each.code}")
     raise UsageError(f"{report.run} has no finding {code!r}", remedy=suggest(code, [each.code for each in findings]))
 
 
