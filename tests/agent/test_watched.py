@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.report_pages.runs import BEGAN_S, ended, found, make_run, started
+from trainwright.agent.experiment_docs import described, described_fields
 from trainwright.agent.tools import RunTools
 from trainwright.agent.untrusted import NOTE, answer, as_text
 from trainwright.errors import UsageError
@@ -101,6 +102,22 @@ def test_an_error_without_a_finding_suggests_tools(tools: RunTools) -> None:
         with pytest.raises(UsageError, match="has no finding") as refused:
             ask("quiet", code="optim.lr_too_high")
         assert "source_lines" in str(refused.value) and "trainwright " not in str(refused.value)
+
+
+def test_measurements_are_described(tools: RunTools) -> None:
+    listed: Any = tools.measurements("quiet")
+    assert listed["experiments"]["update"].endswith(": One replayed update")
+    assert all(text.partition(": ")[2] for text in listed["experiments"].values())
+    made: Any = tools.measurements("quiet", "update")
+    assert made["about"] == "One replayed update"
+    assert made["fields"]["weight_decay"] == "Weight decay of each group in each update"
+    assert made["fields"].keys() <= made["values"].keys() and "norm_at_clip" not in made["fields"]  # without a clip
+
+
+def test_comments_before_a_field_describe_it() -> None:
+    assert described_fields("calls")["leftovers"].startswith("(optimizer, number of updates) that used gradients")
+    assert described("weights").endswith(" ...") and len(described("weights")) <= 64
+    assert "experiment" not in described_fields("calls") and described("nothing") == ""
 
 
 def test_changed_code_is_noted_beside_an_optimizer(tools: RunTools) -> None:

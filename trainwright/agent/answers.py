@@ -101,8 +101,10 @@ class LayersAnswer(Answer):
 class MeasurementsAnswer(Answer):
     experiment: str = ""
     step: int = 0
+    about: str = ""
     values: dict[str, object] = {}
-    experiments: dict[str, list[int]] = {}
+    fields: dict[str, str] = {}
+    experiments: dict[str, str] = {}
 
 
 class Setup(Answer):

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from trainwright.agent.experiment_docs import described, described_fields
 from trainwright.agent.optimizers import optimizer_in_words, optimizers_of
-from trainwright.agent.untrusted import DEFAULT_BUDGET_TOKENS, MAX_KEY_CHARS, budget_chars, cleaned
+from trainwright.agent.untrusted import DEFAULT_BUDGET_TOKENS, MAX_KEY_CHARS, MAX_TEXT_CHARS, budget_chars, cleaned
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.finding import Calls
 from trainwright.doctor.pages import page
@@ -232,7 +233,7 @@ class RunTools:
 
     def measurements(self, run: str, experiment: str = "", step: int = 0) -> dict[str, object]:
         """Measurements of the doctor: the values of one experiment at its newest step, or at the one nearest to step.
-        Without experiment: the names, with their first and last step.
+        Without experiment: the names, their first and last step, and what they measure.
         """
         records = [each for each in self._records(self.folder(run)) if isinstance(each, Examined)]
         matching = [each for each in records if each.experiment == experiment]
@@ -240,9 +241,21 @@ class RunTools:
             steps: dict[str, list[int]] = {}
             for each in records:
                 steps.setdefault(each.experiment, []).append(each.step)
-            return {"experiments": {name: [found[0], found[-1]] for name, found in sorted(steps.items())}}
+            return {
+                "experiments": {
+                    name: f"{found[0]}-{found[-1]}: {described(name)}" for name, found in sorted(steps.items())
+                }
+            }
         chosen = min(matching, key=lambda each: abs(each.step - step)) if step else matching[-1]
-        return {"experiment": experiment, "step": chosen.step, "values": chosen.values}
+        recorded = {name for name, value in chosen.values.items() if value not in (None, "", [], {})}
+        fields = {name: text for name, text in described_fields(experiment).items() if name in recorded}
+        return {
+            "experiment": experiment,
+            "about": described(experiment, MAX_TEXT_CHARS),
+            "step": chosen.step,
+            "values": chosen.values,
+            "fields": fields,
+        }
 
     def get_setup(self, run: str, part: str = "") -> dict[str, object]:
         """The setup of a run: part is recipe, plan or provenance; default: the recipe, the optimizers of a watched run
