@@ -148,6 +148,17 @@ def test_the_tools_that_read(runs: Path) -> None:
     asked(runs, act)
 
 
+def test_source_lines_know_the_budget(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "long.py").write_text("\n".join(f"value_{n} = {n}" for n in range(1000)))
+
+    async def act(ask: Session) -> list[int]:
+        answers = [await ask("source_lines", run="one", line="long.py:500", budget=each) for each in (800, 4000)]
+        return [len(each["lines"]) for each in answers]
+
+    small, large = asked(runs, act, code=tmp_path)
+    assert large > 3 * small
+
+
 def test_a_series_keeps_its_peaks(tmp_path: Path) -> None:
     losses = {77: 50.0, 500: float("nan")}
     make_run(tmp_path, "long", [started(), *(step(n, losses.get(n, 1.0)) for n in range(1, 1001))], settings={})

@@ -36,11 +36,27 @@ def test_an_excerpt_has_the_enclosing_function(tmp_path: Path) -> None:
         ("self.o = t.optim.Adam(p)\n\nself.o.step()", ("self.o", "t.optim.Adam(p)", "m.py:1", "Adam")),
         ("opt = make(p)\n\nopt.step()", ("opt", "make(p)", "m.py:1", "")),
         ("opt = SGD(p)\nopt = Adam(p)\nopt.step()", None),
+        ("opt = make(p)\n\nopt.step()\ndef make(p):\n  return A(p)", ("opt", "A(p)", "m.py:5", "A")),
+        (
+            "opt = make(p)\n\nopt.step()\ndef make(p):\n  if p: return A(p)\n  return B(p)",
+            ("opt", "make(p)", "m.py:1", ""),
+        ),
         ("for opt in every:\n    pass\n    opt.step()", None),
         ("opt = SGD(\n\nopt.step()", None),
         ("opt = SGD(p)\n\nmodel(x)", None),
     ],
-    ids=["scaler", "closure", "attribute", "function of a library", "two", "loop", "no Python", "no step"],
+    ids=[
+        "scaler",
+        "closure",
+        "attribute",
+        "function of a library",
+        "two",
+        "function",
+        "function with two",
+        "loop",
+        "no Python",
+        "no step",
+    ],
 )
 def test_the_construction_is_that_of_the_variable(tmp_path: Path, text: str, expected: tuple[str, ...] | None) -> None:
     (tmp_path / "m.py").write_text(text)

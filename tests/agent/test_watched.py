@@ -12,8 +12,10 @@ import pytest
 
 from tests.report_pages.runs import BEGAN_S, ended, found, make_run, started
 from trainwright.agent.experiment_docs import described, described_fields
+from trainwright.agent.optimizers import optimizer_lines
 from trainwright.agent.tools import RunTools
 from trainwright.agent.untrusted import NOTE, answer, as_text
+from trainwright.doctor.context import RunContext
 from trainwright.errors import UsageError
 from trainwright.runs.records import Examined, Watched, Where
 
@@ -155,6 +157,27 @@ def test_an_unknown_file_lists_those_that_are_there(tools: RunTools, line: str) 
         tools.source_lines("quiet", line=line)
 
 
+def watched(events: Any, lines: Any) -> Watched:
+    return Watched(time_s=BEGAN_S, step=1, loss=1.0, grad_norm=1.0, lr=0.1, events=events, values={"lines": lines})
+
+
+def test_the_backward_call_comes_first_without_a_finding(tmp_path: Path) -> None:
+    for name in ("model", "loop"):
+        (tmp_path / f"{name}.py").write_text("a = 1\nb = 2\n")
+    step = watched([], [["forward", "model.py:1"], ["backward", "loop.py:2"]])
+    make_run(tmp_path / "runs", "one", [started(), step, ended(1)])
+    made: Any = RunTools(tmp_path / "runs", tmp_path).source_lines("one")
+    assert made["file"].startswith("loop.py") and made["lines"][1] == "> 2  b = 2"
+    assert (made["shown_file"], made["shown_lines"][0]) == ("model.py", "> 1  a = 1")
+
+
+def test_calls_without_a_line_or_of_a_module_are_of_no_optimizer() -> None:
+    step = [["step", {"optimizer": 1}], ["step", {"optimizer": 0}]]
+    module = [["zero_grad", -1], ["zero_grad", 0]]
+    one = watched([*step, *module], [["step", "a.py:1"], ["zero_grad", "a.py:2"], ["zero_grad", "a.py:3"]])
+    assert optimizer_lines(RunContext([one])) == {0: {"zero_grad": "a.py:3"}}
+
+
 def test_source_lines_grow_with_the_budget(tmp_path: Path) -> None:
     (tmp_path / "long.py").write_text("\n".join(f"value_{n} = {n}" for n in range(1, 1001)))
     make_run(tmp_path / "runs", "one", [started()])
@@ -193,9 +216,8 @@ EVIL = "<script>x</script>\x1b[2J [a](http://x) token=abcdefgh"
     ids=["texts", "shapes", "numbers", "names"],
 )
 def test_a_damaged_watched_run_is_data(tmp_path: Path, events: Any, lines: Any, facts: Any) -> None:
-    record = Watched(time_s=BEGAN_S, step=1, loss=1.0, grad_norm=1.0, lr=0.1, events=events, values={"lines": lines})
     examined = [Examined(time_s=BEGAN_S, step=1, experiment=name, values=facts) for name in ("calls", "update", EVIL)]
-    make_run(tmp_path / "runs", "bad", [started(), record, *examined, ended(1)])
+    make_run(tmp_path / "runs", "bad", [started(), watched(events, lines), *examined, ended(1)])
     tools = RunTools(tmp_path / "runs", tmp_path)
     for made in (
         tools.diagnose_run("bad"),
