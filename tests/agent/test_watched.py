@@ -162,13 +162,13 @@ def watched(events: Any, lines: Any) -> Watched:
 
 
 def test_the_backward_call_comes_first_without_a_finding(tmp_path: Path) -> None:
-    for name in ("model", "loop"):
+    for name in ("a_model", "loop"):
         (tmp_path / f"{name}.py").write_text("a = 1\nb = 2\n")
-    step = watched([], [["forward", "model.py:1"], ["backward", "loop.py:2"]])
+    step = watched([], [["forward", "a_model.py:1"], ["backward", "loop.py:2"]])
     make_run(tmp_path / "runs", "one", [started(), step, ended(1)])
     made: Any = RunTools(tmp_path / "runs", tmp_path).source_lines("one")
     assert made["file"].startswith("loop.py") and made["lines"][1] == "> 2  b = 2"
-    assert (made["shown_file"], made["shown_lines"][0]) == ("model.py", "> 1  a = 1")
+    assert (made["shown_file"], made["shown_lines"][0]) == ("a_model.py", "> 1  a = 1")
 
 
 def test_calls_without_a_line_or_of_a_module_are_of_no_optimizer() -> None:
