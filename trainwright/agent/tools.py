@@ -37,7 +37,7 @@ from trainwright.runs.records import Examined, Found, Layers, Media, OutputGrads
 MAX_POINTS = 400
 FILE_KINDS = (".json", ".jsonl", ".md", ".txt", ".yaml")
 MAX_FILE_BYTES = 8192
-DAMAGED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+DAMAGED = (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError)
 """Errors of values in a damaged log."""
 _HIDDEN_METRICS = {"order", "time_s", "step"}
 
