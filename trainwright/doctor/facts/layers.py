@@ -48,8 +48,8 @@ class LayerGradient:
 class WrongAxes:
     """Calls at one place that treat axes wrongly."""
 
-    # "reordered": a view in place of a transpose. "inverted": a mask hides all but the padding. "uniform_noise": see
-    # measure/loop_signs.py. "one_value": a softmax over an axis of size 1
+    # "reordered": a view is used instead of a transpose. "inverted": an attention mask hides everything except padding.
+    # "one_value": a softmax runs over an axis of size 1. "uniform_noise": noise is uniform instead of normal.
     kind: str
     module: str
     line: str | None

@@ -55,8 +55,8 @@ class Broadcast:
 class LossSign:
     """A mistake in the operations between the outputs and the loss."""
 
-    # "no_gradient", "not_updated", "advantage", "summed_and_averaged" (``op`` averages, ``line`` sums), or one of
-    # measure/loop_signs.py
+    # The name of the mistake. "summed_and_averaged": ``op`` averages over the samples, another term at ``line`` sums.
+    # measure/loss_calls.py and measure/loop_signs.py set the names.
     kind: str
     op: str
     steps: int  # Number of examined steps with the mistake
