@@ -137,28 +137,6 @@ def contrastive_by_two_calls(watch: Watch, faulty: bool) -> None:
     contrastive(watch, faulty, together=False)
 
 
-def boxes(watch: Watch, faulty: bool, *, unbound: bool = False) -> None:
-    model = mlp(8, 4)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-
-    def area(b: Tensor) -> Tensor:
-        if unbound:
-            x1, y1, x2, y2 = b.unbind(-1)
-            return (x2 - x1) * (y2 - y1)
-        return (b[:, 2] - b[:, 0]) * (b[:, 3] - b[:, 1])
-
-    with watch(model, optimizer):
-        for _ in range(24):
-            centre, size = torch.rand(32, 2) / 2 + 0.25, torch.rand(32, 2) / 5
-            wanted = torch.cat([centre, size] if faulty else [centre - size / 2, centre + size / 2], 1)
-            output = model(torch.randn(32, 8)).sigmoid()
-            update(optimizer, (area(output) - area(wanted)).abs().mean() + F.l1_loss(output, wanted))
-
-
-def boxes_unbound(watch: Watch, faulty: bool) -> None:
-    boxes(watch, faulty, unbound=True)
-
-
 def normalised(watch: Watch, momentum: float, *, rows: int = 16) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=momentum), nn.ReLU(), nn.Linear(16, 2))
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
@@ -462,7 +440,6 @@ FAULTS = {
     "loss.posterior_collapse": (variational,),
     "model.uniform_noise": (sampled_uniformly, diffusion, diffusion_by_hand),
     "data.views_equal": (contrastive, contrastive_by_two_calls),
-    "loss.box_ends_before_start": (boxes, boxes_unbound),
     "model.batchnorm_momentum": (tensorflow_momentum, no_momentum),
     "model.new_head_frozen": (adapted,),
     "evaluation.weights_from_before_training": (averaged_module, averaged_values),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -116,10 +115,6 @@ class LoopSigns:
     def forget(self) -> None:
         """Drops all tensors."""
         self._noise.forget()
-        self._bases: TensorNotes[int] = TensorNotes()  # boxes with their number
-        self._count = itertools.count()
-        self._columns: TensorNotes[tuple[int, object]] = TensorNotes()  # number of the boxes, and their column
-        self._widths: dict[int, Tensor] = {}
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
         self._differences: TensorNotes[None] = TensorNotes()  # those of two different tensors
 
@@ -132,11 +127,7 @@ class LoopSigns:
                 self._show("uniform_noise", plain, torch.ones((), dtype=torch.bool))
             if plain == "exp" and isinstance(result, Tensor) and result.requires_grad:
                 self._note_ratio(args[0], result)
-            elif plain in ("getitem", "unbind", "chunk", "split"):
-                self._note_columns(plain, args, kwargs, result)
             elif plain in ("sub", "rsub") and len(args) > 1:
-                begin, end = (0, 1) if plain == "sub" else (1, 0)
-                self._note_width(args[begin], args[end], result)
                 operands = [each.data_ptr() for each in args[:2] if isinstance(each, Tensor)]
                 if len(set(operands)) == 2 and isinstance(result, Tensor):
                     self._differences[result] = None
@@ -171,46 +162,6 @@ class LoopSigns:
             lengths = lengths.to(targets.device)
             is_blank = is_blank & (torch.arange(targets.shape[1], device=targets.device) < lengths[:, None])
         self._show("blank_is_label", "ctc_loss", is_blank.any())
-
-    # boxes of two corners each
-
-    def _note_columns(self, plain: str, args: Args, kwargs: Kwargs, result: object) -> None:
-        boxes = args[0]
-        if not isinstance(boxes, Tensor) or boxes.requires_grad or boxes.dim() < 2 or boxes.shape[-1] != 4:
-            return
-        if boxes not in self._bases:
-            self._bases[boxes] = next(self._count)
-        number = self._bases[boxes]
-        if plain == "getitem" and isinstance(result, Tensor):
-            last = args[1][-1] if isinstance(args[1], tuple) and args[1] else None
-            column: object = (
-                (last.start or 0, last.stop or 4) if isinstance(last, slice) and last.step is None else last
-            )
-            if isinstance(column, int | tuple):
-                self._columns[result] = number, column % 4 if isinstance(column, int) else column
-        elif isinstance(result, tuple | list) and len(result) in (2, 4) and boxes.shape[-1] != result[0].shape[-1:]:
-            if plain == "unbind" and len(result) == 4:
-                for place, each in enumerate(result):
-                    self._columns[each] = number, place
-            elif plain != "unbind" and result[0].shape[-1] in (1, 2):
-                size = result[0].shape[-1]
-                for place, each in enumerate(result):
-                    self._columns[each] = number, (size * place, size * place + size) if size == 2 else place
-
-    def _note_width(self, ends: object, begins: object, result: object) -> None:
-        """Records whether boxes of the targets end before they begin."""
-        one = self._columns.get(ends)
-        other = self._columns.get(begins)
-        if one is None or other is None or one[0] != other[0] or not isinstance(result, Tensor) or not result.numel():
-            return
-        columns = (one[1], other[1])
-        is_negative = (result < 0).double().mean()
-        if columns == ((2, 4), (0, 2)):
-            self._show("box_ends_before", "sub", is_negative > 0.05)
-        elif columns in ((2, 0), (3, 1)):
-            known = self._widths.setdefault(one[0], is_negative)
-            if known is not is_negative:
-                self._show("box_ends_before", "sub", torch.maximum(known, is_negative) > 0.05)
 
     # views of contrastive learning
 
