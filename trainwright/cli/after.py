@@ -34,13 +34,18 @@ ModelOf = Annotated[
         help="A function that builds the model of a watched loop: train.py:make; or the arguments of a tw.fit run.",
     ),
 ]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+DataOfRun = Annotated[str, typer.Argument(metavar="DATA", help="val, train, or package.module:callable.")]
+Which = Annotated[str, typer.Option(help="last, best, or the step of a checkpoint. Default: best, if there is one.")]
+ForwardBatch = Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")]
+Averaged = Annotated[bool, typer.Option("--average", help="Use the average of the weights.")]
 verify_app = typer.Typer(help="Prove that checkpoints are intact, and that runs have the expected bits.")
 app.add_typer(verify_app, name="verify", no_args_is_help=True)
 
 
 @verb()
 def diagnose(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: RunFolder,
     deep: Annotated[
         bool,
         typer.Option(
@@ -154,7 +159,7 @@ def explain(
 
 @verb()
 def evidence(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: RunFolder,
     finding: Annotated[
         str | None, typer.Option("--finding", metavar="CODE", help="The finding. Default: the first one.")
     ] = None,
@@ -175,7 +180,7 @@ def evidence(
 
 @verb()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: RunFolder,
     layout: Annotated[str | None, typer.Option("--format", help="safetensors (default), hf or state_dict.")] = None,
     which: Annotated[str, typer.Option(help="last, best, or the step of a checkpoint.")] = "last",
     average: Annotated[bool, typer.Option("--average", help="Export the average of the weights.")] = False,
@@ -214,13 +219,11 @@ def export(
 
 @verb()
 def evaluate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    data: Annotated[str, typer.Argument(metavar="DATA", help="val, train, or package.module:callable.")] = "val",
-    which: Annotated[
-        str, typer.Option(help="last, best, or the step of a checkpoint. Default: best, if there is one.")
-    ] = "",
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")] = None,
-    average: Annotated[bool, typer.Option("--average", help="Use the average of the weights.")] = False,
+    run: RunFolder,
+    data: DataOfRun = "val",
+    which: Which = "",
+    batch: ForwardBatch = None,
+    average: Averaged = False,
     as_json: Json = False,
 ) -> None:
     """Measure loss and metrics of a checkpoint of a run on a dataset."""
@@ -231,16 +234,14 @@ def evaluate(
 
 @verb()
 def predict(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    data: Annotated[str, typer.Argument(metavar="DATA", help="val, train, or package.module:callable.")] = "val",
+    run: RunFolder,
+    data: DataOfRun = "val",
     out: Annotated[
         Path | None, typer.Option(help="A new .npy or .pt file. Default: predictions.npy in the run.")
     ] = None,
-    which: Annotated[
-        str, typer.Option(help="last, best, or the step of a checkpoint. Default: best, if there is one.")
-    ] = "",
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")] = None,
-    average: Annotated[bool, typer.Option("--average", help="Use the average of the weights.")] = False,
+    which: Which = "",
+    batch: ForwardBatch = None,
+    average: Averaged = False,
     as_json: Json = False,
 ) -> None:
     """Write the outputs of the model of a run for each sample of a dataset, in order."""
@@ -251,8 +252,8 @@ def predict(
 
 @verb()
 def errors(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    data: Annotated[str, typer.Argument(metavar="DATA", help="val, train, or package.module:callable.")] = "val",
+    run: RunFolder,
+    data: DataOfRun = "val",
     by: Annotated[
         list[str] | None,
         typer.Option(metavar="COLUMN|MODULE:FUNCTION", help="Group the samples by this, repeatable."),
@@ -266,11 +267,9 @@ def errors(
             min=2, help="Cross-validation: train the recipe this many times, each without a part of its data."
         ),
     ] = None,
-    which: Annotated[
-        str, typer.Option(help="last, best, or the step of a checkpoint. Default: best, if there is one.")
-    ] = "",
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")] = None,
-    average: Annotated[bool, typer.Option("--average", help="Use the average of the weights.")] = False,
+    which: Which = "",
+    batch: ForwardBatch = None,
+    average: Averaged = False,
     as_json: Json = False,
 ) -> None:
     """Find where the model of a run is wrong: worst samples, confusions, slices, calibration, likely wrong labels."""
