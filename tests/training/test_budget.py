@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ import trainwright as tw
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.errors import RecipeError
 from trainwright.recipe import Duration, from_mapping
+from trainwright.runs.reader import Usage, read_usage
+from trainwright.runs.records import Ended, Saved, Started, Telemetry
+from trainwright.runs.writer import LogWriter
 from trainwright.training.budget import for_energy, within_budget
 
 RECIPE = {"model": {"use": "mlp"}, "data": {"train": "digits"}}
@@ -26,7 +31,7 @@ def test_a_cost_becomes_a_time(until: str, stated: float | None, ranks: int, sec
     loaded = within_budget(from_mapping({**RECIPE, "until": until, "price": stated}), 2.0, 700.0, ranks)
     assert loaded.recipe.until == Duration(seconds, "s")
     assert loaded.within_s == (seconds if "USD" in until and ranks == 1 else None)
-    assert loaded.energy_kwh == (2.0 if "kWh" in until else None)
+    assert str(loaded.cost) == until and str(loaded.as_written.until) == until
 
 
 @pytest.mark.parametrize(
@@ -67,3 +72,50 @@ def test_fit_ends_when_the_money_is_spent_and_says_so(tmp_path: Path, monkeypatc
     )
     assert result.ending == "finished" and result.usd is not None and 0.5 < result.usd < 30
     assert result.energy_kwh is None and result.to_json()["usd"] == result.usd
+
+
+@pytest.mark.parametrize(
+    ("until", "used", "left_s"), [("5USD", Usage(3600, 9.0), 5400), ("2kWh", Usage(9e9, 1.5), None)]
+)
+def test_earlier_processes_count(until: str, used: Usage, left_s: float | None) -> None:
+    loaded = within_budget(from_mapping({**RECIPE, "until": until}), 2.0, 700.0, 1, used)
+    assert loaded.within_s == left_s
+
+
+@pytest.mark.parametrize(("until", "used"), [("5USD", Usage(9000, 0.0)), ("2kWh", Usage(1.0, 2.5))])
+def test_a_limit_that_is_used_up_names_a_higher_one(until: str, used: Usage) -> None:
+    with pytest.raises(RecipeError, match=r"(?s)until: the run has used .* allow more in total: (10USD|5kWh)") as caught:
+        within_budget(from_mapping({**RECIPE, "until": until}), 2.0, 700.0, 1, used)
+    assert "before" in str(caught.value)
+
+
+def test_the_usage_of_a_run_is_read_from_its_log(tmp_path: Path) -> None:
+    begun = {"step": 0, "version": "0", "pid": 1}
+    joules = {"gpu0/energy_joules": 3.6e6, "gpu1/energy_joules": 1.8e6}
+    with closing(LogWriter(tmp_path / "log.jsonl")) as log:
+        log.write(Started(time_s=100.0, **begun))
+        log.write(Telemetry(time_s=150.0, step=1, values={name: value / 2 for name, value in joules.items()}))
+        log.write(Telemetry(time_s=180.0, step=2, values=joules))
+        log.write(Saved(time_s=190.0, step=2, path="step-2", bytes=1, seconds=1.0))
+        log.write(Started(time_s=1000.0, **begun))  # the process before was killed
+        log.write(Telemetry(time_s=1010.0, step=3, values=joules))
+        ended = {"ending": "stopped", "reason": "", "step": 3, "loss": 1.0, "val_loss": None, "skipped": 0}
+        log.write(Ended(time_s=1020.0, seconds=20.0, energy_kwh=3.25, **ended))
+    assert read_usage(tmp_path / "log.jsonl") == Usage(90.0 + 20.0, 3.25)
+
+
+def test_the_limit_holds_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    x = torch.randn(64, 4)
+    settings = {"price": 3600.0, "log.doctor": False, "name": "run"}
+
+    def fit(until: str, **more: Any) -> tw.Result:
+        objects = nn.Linear(4, 2), (x, x[:, 0].gt(0).long()), nn.CrossEntropyLoss()
+        return tw.fit(*objects, until=until, settings=settings, **more)
+
+    first = fit("1.5USD")
+    assert first.usd is not None and "until: 1.5USD" in (first.run / "recipe.yaml").read_text()
+    with pytest.raises(RecipeError, match="the run has used"):
+        fit("0.1USD", resume=first.run)
+    second = fit(f"{first.usd + 2:.3f}USD", resume=first.run)
+    assert second.usd is not None and second.usd > first.usd + 0.5 and second.step > first.step

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trainwright.runs.reader import JOULES_PER_KWH
+
 THROTTLE_REASONS = {
     0x4: "power_cap",
     0x8: "hardware_slowdown",
@@ -13,7 +15,6 @@ THROTTLE_REASONS = {
     0x80: "power_brake",
 }
 """Bits of NVML's clocks event reasons for lower clocks of a busy GPU, and their names in readings."""
-JOULES_PER_KWH = 3.6e6
 
 
 class Gpus:

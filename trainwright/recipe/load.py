@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from trainwright.errors import Problem, RecipeError, UsageError
+from trainwright.recipe.duration import Duration
 from trainwright.recipe.formatting import format_value, readable
 from trainwright.recipe.outline import choices, closest_choice, field_at, for_unknown_key, is_index, is_list, section_at
 from trainwright.recipe.schema import PLANNED, Parallel, Recipe
@@ -214,7 +215,7 @@ class Loaded:
         source: The place of each value.
         within_s: Limit in wall-clock seconds from the first step of the run to its end, everything included; None if
             there is no limit.
-        energy_kwh: Energy of the device after which the run ends; None if there is no limit.
+        cost: The limit in USD or kWh that ``recipe.until`` is an estimate of; None without such a limit.
         stated: The paths that the recipe or an override states.
         by_preset: The paths that the preset has set. All other paths have their defaults.
         by_plan: The paths that were left open (``auto``) and that the plan has decided for this run.
@@ -223,10 +224,15 @@ class Loaded:
     recipe: Recipe
     source: Source
     within_s: float | None = None
-    energy_kwh: float | None = None
+    cost: Duration | None = None
     stated: frozenset[str] = frozenset()
     by_preset: frozenset[str] = frozenset()
     by_plan: frozenset[str] = frozenset()
+
+    @property
+    def as_written(self) -> Recipe:
+        """The recipe with its limit in USD or kWh, if it has one."""
+        return self.recipe if self.cost is None else self.recipe.model_copy(update={"until": self.cost})
 
     @property
     def overridden(self) -> frozenset[str]:

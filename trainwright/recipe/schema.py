@@ -779,7 +779,7 @@ class Recipe(Section):
         examples=["auto"],
     )
     until: Annotated[Duration, DurationField(allow_budget=True)] = Field(
-        default=Duration(1, "ep"), description="The length of the run, or what it may cost (5USD, 2kWh)."
+        default=Duration(1, "ep"), description="The length of the run, or what it may cost with its resumes (5USD, 2kWh)."
     )
     price: float | None = Field(
         default=None, gt=0, description="US dollars for an hour of one device. null: the table of devices."

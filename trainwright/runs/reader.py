@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -21,6 +23,7 @@ from trainwright.runs.records import (
     Skipped,
     Started,
     Step,
+    Telemetry,
     Unknown,
     Watched,
     Withdrawn,
@@ -28,6 +31,7 @@ from trainwright.runs.records import (
 )
 
 T = TypeVar("T")
+JOULES_PER_KWH = 3.6e6
 FIRST_RECORDS_KEPT, END_BYTES = 64, 256 * 2**10
 MAX_LINES_KEPT = 8192
 """The number of lines that ``read_newest`` keeps: about 20 MB. More are kept of records that are no steps."""
@@ -122,6 +126,52 @@ def read_begin_s(path: Path | str) -> float | None:
     with _open(Path(path)) as file:
         first = decode_lines(file.read(END_BYTES).splitlines(keepends=True)[:100]).records
     return next((each.time_s for each in first if isinstance(each, Started) and each.time_s > 0), None)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Time and energy that the processes of a run have used. A killed process is counted until its last record.
+
+    Attributes:
+        seconds: From the start of each process to its end.
+        kwh: Energy of the GPUs that count it.
+    """
+
+    seconds: float = 0.0
+    kwh: float = 0.0
+
+
+UNUSED = Usage()
+
+
+def read_usage(path: Path | str) -> Usage:
+    """Read what all processes in a log have used. Raises UsageError when there is no such log."""
+    usage = UNUSED
+    begin_s, last, sensors = math.nan, b"", b""
+    with _open(Path(path)) as file:
+        for line in chain(lines_of(file), [b""]):
+            if not line or line.startswith(_beginning(Started)):
+                usage = _with_process(usage, begin_s, decode_lines([sensors, last]).records)
+                begin_s = next((each.time_s for each in decode_lines([line]).records), math.nan)
+                sensors = b""
+            elif line.startswith(_beginning(Telemetry)):
+                sensors = line
+            last = line if line.endswith(b"}\n") else last
+    return usage
+
+
+def _with_process(usage: Usage, begin_s: float, records: Sequence[Record]) -> Usage:
+    """Add a process with its last readings of sensors and its last record to ``usage``."""
+    if math.isnan(begin_s) or not records:
+        return usage
+    kwh = usage.kwh
+    for record in records:
+        if isinstance(record, Telemetry):
+            joules = sum(value for name, value in record.values.items() if name.endswith("/energy_joules"))
+            kwh = max(kwh, usage.kwh + joules / JOULES_PER_KWH)
+        elif isinstance(record, Ended):
+            kwh = max(kwh, record.energy_kwh or 0.0)
+    return Usage(usage.seconds + max(0.0, records[-1].time_s - begin_s), kwh)
 
 
 def read_course(path: Path | str) -> tuple[Record, ...]:

@@ -319,7 +319,8 @@ class RunVerdict:
 class Ended(Record):
     """The run ended. ``ending`` is finished, stopped, data_exhausted or failed.
 
-    ``energy_kwh`` is the energy of its GPUs and ``usd`` the price of its devices, both of this process; None: unknown.
+    ``energy_kwh`` is the energy of its GPUs and ``usd`` the price of its devices, both of the run with its earlier
+    processes; None: unknown.
     """
 
     ending: str

@@ -13,12 +13,13 @@ from trainwright.errors import UsageError
 from trainwright.monitoring.nvml import Gpus
 from trainwright.recipe import Duration, Loaded
 from trainwright.recipe.duration import BUDGETS
+from trainwright.runs.reader import UNUSED, Usage
 
 READ_EVERY_S = 0.2
 """Seconds between two readings of the energy counter. The driver updates it about every 0.1 s."""
 
 
-def within_budget(loaded: Loaded, price: float | None, watts: float | None, ranks: int) -> Loaded:
+def within_budget(loaded: Loaded, price: float | None, watts: float | None, ranks: int, used: Usage = UNUSED) -> Loaded:
     """Return the recipe with a length in seconds instead of a cost; unchanged if it has no cost.
 
     Dollars pay for the time from the first step to the end of the run. Kilowatt-hours are converted with the power
@@ -29,9 +30,10 @@ def within_budget(loaded: Loaded, price: float | None, watts: float | None, rank
         price: US dollars per hour of one device, None if unknown. A price in the recipe takes precedence.
         watts: The power limit of the device; None without a GPU that reports it.
         ranks: The number of devices.
+        used: What earlier processes of this run have used. It counts against the cost.
 
     Raises:
-        RecipeError: The price or the power is not known.
+        RecipeError: The price or the power is not known, or nothing is left.
     """
     until = loaded.recipe.until
     if until.unit not in BUDGETS:
@@ -42,7 +44,8 @@ def within_budget(loaded: Loaded, price: float | None, watts: float | None, rank
             if price is None:
                 raise UsageError("the price of this device is not known", remedy="write price: 2.5, in USD an hour")
             seconds = 3600 * until.value / (price * ranks)
-            limited = replace(loaded, within_s=seconds if ranks == 1 else None)
+            _require_rest(until, used.seconds * price * ranks / 3600)
+            limited = replace(loaded, within_s=seconds - used.seconds if ranks == 1 else None)
         else:
             if watts is None:
                 raise UsageError(
@@ -51,9 +54,18 @@ def within_budget(loaded: Loaded, price: float | None, watts: float | None, rank
                 )
             if ranks > 1:
                 raise UsageError("kWh of several devices are not added up", remedy="write a length in seconds or USD")
+            _require_rest(until, used.kwh)
             seconds = 3600 * 1000 * until.value / watts
-            limited = replace(loaded, energy_kwh=until.value)
-    return replace(limited, recipe=loaded.recipe.model_copy(update={"until": Duration(seconds, "s")}))
+            limited = loaded
+    return replace(limited, cost=until, recipe=loaded.recipe.model_copy(update={"until": Duration(seconds, "s")}))
+
+
+def _require_rest(until: Duration, used: float) -> None:
+    if used >= until.value:
+        raise UsageError(
+            f"the run has used {used:.3g} {until.unit} before, of {until}",
+            remedy=f"allow more in total: {Duration(round(2 * used, 3), until.unit)}",
+        )
 
 
 def for_energy(limit_kwh: float, used_kwh: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> Until:

@@ -89,6 +89,7 @@ from trainwright.recipe import Duration, Loaded, Recipe
 from trainwright.recipe.catalog import SPIKE_POLICIES
 from trainwright.recipe.duration import BUDGETS
 from trainwright.recipe.resolve import find, is_live, parameters_of
+from trainwright.runs.reader import UNUSED, Usage
 from trainwright.runs.supervision import Supervision
 from trainwright.training.budget import energy_meter, for_energy, within_budget
 from trainwright.training.custom_objects import Live, build_live, measured_state, memory_note
@@ -148,6 +149,7 @@ class Job:
         stages: The stages of a pipeline; None without one.
         measured: Measurements of the dry run.
         supervision: Which tokens or pixels of the data carry loss.
+        used: Time and energy of earlier processes of the run, if its cost is known.
     """
 
     loaded: Loaded
@@ -163,6 +165,7 @@ class Job:
     stages: PipelineStages | None = None
     measured: Measurements = field(default_factory=Measurements)
     supervision: tuple[Supervision, ...] = ()
+    used: Usage = UNUSED
 
     @property
     def device(self) -> torch.device:
@@ -240,8 +243,9 @@ def until_of(plan: Plan) -> Until:
 
 def until_of_job(job: Job) -> Until:
     """Return the completed fraction as ``until_of`` does, or by wall-clock time if the run has a time limit."""
-    if job.loaded.energy_kwh is not None:
-        return for_energy(job.loaded.energy_kwh, energy_meter(_gpu_indices(job.hardware)))
+    if (limit := job.loaded.cost) is not None and limit.unit == "kWh":
+        meter, before_kwh = energy_meter(_gpu_indices(job.hardware)), job.used.kwh
+        return for_energy(limit.value, lambda: before_kwh + meter())
     if job.loaded.within_s is None:
         return until_of(job.plan)
     after_s = job.plan.predicted.seconds.get(LAST_EVALUATION, 0.0) + ENDING_S
@@ -399,7 +403,7 @@ def prepare(
     request = Request(parts, earlier, world, launch, say)
     with all_problems_reported(loaded, parts, world.size):
         hardware = find_hardware(loaded, request)
-        loaded = _within_budget(loaded, hardware, world.size)
+        loaded = _within_budget(loaded, hardware, world.size, earlier)
         resolved = decide(loaded, request, hardware)
         whole = make_parts(resolved, request, hardware)
         planned = plan_run(resolved, whole, request, hardware)
@@ -408,7 +412,7 @@ def prepare(
         return try_out(resolved.loaded, divided, made, planned, request, hardware)
 
 
-def _within_budget(loaded: Loaded, hardware: Hardware, ranks: int) -> Loaded:
+def _within_budget(loaded: Loaded, hardware: Hardware, ranks: int, earlier: Earlier | None) -> Loaded:
     if loaded.recipe.until.unit not in BUDGETS:
         return loaded
     gpus = Gpus(_gpu_indices(hardware))
@@ -417,7 +421,16 @@ def _within_budget(loaded: Loaded, hardware: Hardware, ranks: int) -> Loaded:
     finally:
         gpus.close()
     known = known_device(hardware.device)
-    return within_budget(loaded, None if known is None else known.price, watts, ranks)
+    used = earlier.used if earlier else UNUSED
+    return within_budget(loaded, None if known is None else known.price, watts, ranks, used)
+
+
+def _used_before(loaded: Loaded, request: Request, hardware: Hardware) -> Usage:
+    """Return what earlier processes of the run have used; nothing where the run has no known cost."""
+    if request.earlier is None or request.world.rank:
+        return UNUSED
+    has_cost = loaded.recipe.price or known_device(hardware.device) or _gpu_indices(hardware)
+    return request.earlier.used if has_cost else UNUSED
 
 
 def _gpu_indices(hardware: Hardware) -> tuple[int, ...]:
@@ -531,7 +544,7 @@ def make_state(loaded: Loaded, divided: Divided, facts: RunFacts, request: Reque
         return MadeRun(live, parts, provenance, recipe.precision, [])
     precision = earlier.precision(recipe.precision, facts)
     state.scaler = Precision(precision, hardware.device.type).scaler(hardware.device)
-    accepted = from_first_rank(request.world, earlier.load(state, recipe, precision, provenance))
+    accepted = from_first_rank(request.world, earlier.load(state, loaded.as_written, precision, provenance))
     return MadeRun(live, parts, provenance, precision, accepted)
 
 
@@ -590,7 +603,7 @@ def try_out(
     world = request.world
     earlier = request.earlier
     state = made.live.state
-    _require_steps_left(recipe, made.live.plan, state)
+    _require_steps_left(loaded, made.live.plan, state)
     if earlier:
         earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step
     data = open_data(made, recipe, divided.mesh, request, hardware)
@@ -614,6 +627,7 @@ def try_out(
         divided.stages,
         Measurements() if data.reads_in_workers else Measurements(pace_of_first(data)),
         supervision,
+        _used_before(loaded, request, hardware),
     )
     noted = replace(job, plan=replace(job.plan, notes=(*job.plan.notes, *_generator_notes(job))))
     require_same_data(world, made.provenance["data"])
@@ -658,9 +672,10 @@ def _generator_notes(job: Job) -> Iterator[Note]:
         yield Note("not used", "generator of the DataLoader", why)
 
 
-def _require_steps_left(recipe: Recipe, plan: Plan, state: TrainState) -> None:
-    """Raise UsageError if a resumed run has already reached its end."""
-    if until_of(plan)(state) >= 1.0:
+def _require_steps_left(loaded: Loaded, plan: Plan, state: TrainState) -> None:
+    """Raise UsageError if a resumed run has already reached its end. ``within_budget`` does so for a cost."""
+    recipe = loaded.recipe
+    if loaded.cost is None and until_of(plan)(state) >= 1.0:
         done = f"{state.step:,} steps in {state.elapsed_s:.4g} s, until: {recipe.until}"
         raise UsageError(f"the run has already reached its end ({done})", remedy=f"add {doubled_length(recipe.until)}")
 

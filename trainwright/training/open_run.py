@@ -62,6 +62,7 @@ from trainwright.plan.run_time import EvaluationCost, predicted_seconds, trainin
 from trainwright.recorder.engine_source import EngineLoader, ReportedBatches
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.lock import NoLock, RunLock
+from trainwright.runs.reader import UNUSED, Usage
 from trainwright.runs.records import (
     Ended,
     Found,
@@ -163,6 +164,8 @@ class Reports:
     doctor: EngineSession | RanksObserver | None
     saver: Saving
     usd_per_hour: float | None = None
+    used: Usage = UNUSED
+    """Time and energy of earlier processes of the run."""
 
     @property
     def newest(self) -> Path | None:
@@ -178,6 +181,7 @@ class Reports:
         """Record the end of the run, for the log to write when it is closed."""
         seen, log = evaluation.last if evaluation else None, self.logbook
         log.recorder.record_skipped(state)
+        energy_kwh = log.telemetry.energy_kwh
         log.ended = Ended(
             time_s=time.time(),
             ending=outcome.ending,
@@ -187,8 +191,8 @@ class Reports:
             val_loss=seen.loss if seen else None,
             skipped=log.recorder.num_skipped,
             seconds=log.seconds,
-            energy_kwh=log.telemetry.energy_kwh,
-            usd=None if self.usd_per_hour is None else self.usd_per_hour * log.seconds / 3600,
+            energy_kwh=None if energy_kwh is None else self.used.kwh + energy_kwh,
+            usd=None if self.usd_per_hour is None else self.usd_per_hour * (self.used.seconds + log.seconds) / 3600,
         )
 
 
@@ -224,7 +228,7 @@ def _open_on_first(job: Job, place: HeldFolder, process: Process, extras: Sequen
         doctor = make_doctor(job, folder, logbook.journal.write, progress.say)
         if doctor:
             progress.findings = doctor.findings
-        reports = Reports(logbook, doctor, saver, usd_per_hour(job))
+        reports = Reports(logbook, doctor, saver, usd_per_hour(job), job.used)
         evaluation = periodic_evaluation(
             job, (logbook.recorder, progress, saver), is_reported=isinstance(doctor, EngineSession)
         )

@@ -206,7 +206,7 @@ def _print_ending(
         reports.logbook.recorder.last_evaluated,
         saved=is_whole,
         again=resume_command(place.folder, live=job.is_only_in_python),
-        longer="" if job.is_only_in_python else doubled_length(job.recipe.until),
+        longer="" if job.is_only_in_python else doubled_length(job.loaded.as_written.until),
     )
     for line in closing(ending):
         process.progress.say(line)

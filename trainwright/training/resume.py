@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -32,7 +33,7 @@ from trainwright.runs.deaths import CRASH_LOOP, require_no_crash_loop
 from trainwright.runs.files import UnreadableFile
 from trainwright.runs.folder import RunFolder, identity_of
 from trainwright.runs.lock import NoLock, RunLock
-from trainwright.runs.reader import KILLED, read_end, state_of
+from trainwright.runs.reader import KILLED, UNUSED, Usage, read_end, read_usage, state_of
 from trainwright.runs.secrets import masked
 from trainwright.runs.shapes import PlanFile, ProvenanceFile, read_as, read_object
 
@@ -96,6 +97,11 @@ class Earlier:
         """Settings that the recipe left open and that were decided before the model was built."""
         kept: Mapping[str, Any] = self.run_metadata["plan"].get("settled", {})
         return kept
+
+    @cached_property
+    def used(self) -> Usage:
+        """Time and energy of the earlier processes; nothing where a copy of the run has no log."""
+        return read_usage(self.folder.log) if self.folder.log.is_file() else UNUSED
 
     def describe(self, step: int) -> str:
         """Return one line about where the run continues."""

@@ -67,7 +67,7 @@ def notes_of_data(provenance: Mapping[str, Any], resumed: str) -> Iterator[Note]
 def run_metadata(job: Job) -> dict[str, Any]:
     """Return the metadata for checkpoints, from which a resumed run reports what has changed."""
     return {
-        "recipe": masked(job.recipe.model_dump(mode="json")),
+        "recipe": masked(job.loaded.as_written.model_dump(mode="json")),
         "plan": job.plan.to_json(),
         "provenance": job.provenance,
     }
@@ -75,7 +75,7 @@ def run_metadata(job: Job) -> dict[str, Any]:
 
 def write_metadata(folder: RunFolder, job: Job) -> None:
     """Write recipe, plan, provenance and module tree of a new run."""
-    folder.write_text("recipe.yaml", dump_masked(job.recipe))
+    folder.write_text("recipe.yaml", dump_masked(job.loaded.as_written))
     folder.write_json("plan.json", job.plan.to_json())
     folder.write_json("model.json", model_facts([job.state.model], job.marks))
     folder.write_json("provenance.json", job.provenance)
@@ -120,7 +120,7 @@ def rewrite_metadata(folder: RunFolder, job: Job) -> None:
     """Write recipe, plan and provenance of a resumed run. A recipe that differs is kept beside the new one."""
     remove_leftovers(folder.path)
     step = f"step-{job.state.step:08d}"
-    before, now = read_text(folder.recipe, follow_links=True), dump_masked(job.recipe)
+    before, now = read_text(folder.recipe, follow_links=True), dump_masked(job.loaded.as_written)
     if before != now:
         folder.write_text(f"recipe-before-{step}.yaml", before)
         folder.write_text("recipe.yaml", now)

@@ -217,7 +217,7 @@ class RunView(RunDocuments):
         if self.step_s:
             yield "a step takes", human_seconds(self.step_s)
         if self.ended and (costs := cost(self.ended)):
-            yield "cost of this process", ", ".join(costs)
+            yield "cost", ", ".join(costs)
         if self.ended and self.ended.skipped:
             yield "skipped updates", f"{self.ended.skipped:,}"
         if self.plan.get("parameters") is not None:
