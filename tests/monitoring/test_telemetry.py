@@ -17,9 +17,9 @@ from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.step import StepResult
 from trainwright.monitoring.logbook import TelemetryReader, host_values
-from trainwright.monitoring.nvml import JOULES_PER_KWH, Gpus
+from trainwright.monitoring.nvml import Gpus
 from trainwright.plan.machine import read_gpus
-from trainwright.runs.reader import read
+from trainwright.runs.reader import JOULES_PER_KWH, read
 from trainwright.runs.records import Telemetry as TelemetryRecord
 from trainwright.runs.writer import LogWriter
 

@@ -13,7 +13,9 @@ from torch import nn
 import trainwright as tw
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.errors import RecipeError
-from trainwright.recipe import Duration, from_mapping
+from trainwright.monitoring.logbook import TelemetryReader
+from trainwright.recipe import Duration, from_mapping, load
+from trainwright.recipe.grid import grams_per_kwh
 from trainwright.runs.reader import Usage, read_usage
 from trainwright.runs.records import Ended, Saved, Started, Telemetry
 from trainwright.runs.writer import LogWriter
@@ -84,7 +86,9 @@ def test_earlier_processes_count(until: str, used: Usage, left_s: float | None) 
 
 @pytest.mark.parametrize(("until", "used"), [("5USD", Usage(9000, 0.0)), ("2kWh", Usage(1.0, 2.5))])
 def test_a_limit_that_is_used_up_names_a_higher_one(until: str, used: Usage) -> None:
-    with pytest.raises(RecipeError, match=r"(?s)until: the run has used .* allow more in total: (10USD|5kWh)") as caught:
+    with pytest.raises(
+        RecipeError, match=r"(?s)until: the run has used .* allow more in total: (10USD|5kWh)"
+    ) as caught:
         within_budget(from_mapping({**RECIPE, "until": until}), 2.0, 700.0, 1, used)
     assert "before" in str(caught.value)
 
@@ -119,3 +123,27 @@ def test_the_limit_holds_over_a_resume(tmp_path: Path, monkeypatch: pytest.Monke
         fit("0.1USD", resume=first.run)
     second = fit(f"{first.usd + 2:.3f}USD", resume=first.run)
     assert second.usd is not None and second.usd > first.usd + 0.5 and second.step > first.step
+
+
+def test_co2_follows_from_energy_and_grid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(TelemetryReader, "energy_kwh", property(lambda _self: 0.5))
+    x, settings = torch.randn(64, 4), {"grid": "de", "log.doctor": False}
+    result = tw.fit(nn.Linear(4, 2), (x, x[:, 0].gt(0).long()), nn.CrossEntropyLoss(), settings=settings)
+    assert (result.energy_kwh, result.co2_g) == (0.5, 190.5)
+    assert "0.5 kWh, 190 g CO2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("grid", "grams"), [("NO", 30.0), ("380", 380.0)], ids=["norway", "grams"])
+def test_a_grid_is_a_country_or_grams(tmp_path: Path, grid: str, grams: float) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"model: {{use: mlp}}\ndata: {{train: digits}}\ngrid: {grid}\n")
+    found = load(path).recipe.grid
+    assert found is not None and grams_per_kwh(found) == grams
+
+
+def test_an_unknown_grid_names_a_known_one() -> None:
+    with pytest.raises(RecipeError, match=r"(?s)no carbon intensity is known for 'DEU'.*write DE, or the grams"):
+        from_mapping({**RECIPE, "grid": "DEU"})

@@ -32,7 +32,7 @@ def test_a_run_folder_has_its_papers(folder: Path) -> None:
     result = json.loads(said.splitlines()[-1])
     assert set(result) == {
         *("run", "ending", "step", "loss", "val_loss", "skipped", "verdict", "findings"),
-        *("energy_kwh", "usd"),
+        *("energy_kwh", "usd", "co2_g"),
     }
     assert (result["ending"], result["step"], result["val_loss"], result["skipped"]) == ("finished", 25, None, 0)
     run = folder / result["run"]

@@ -158,6 +158,7 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "graphs": ("safe", f"{_KERNELS}; learning rates are rounded to float32"),
     "until": _until,
     "price": ("safe", "it does not change the training"),
+    "grid": ("safe", "it does not change the training"),
     "model.use": ("maths", "another model, though the weights fit it"),
     "model.args": ("maths", "the model computes something else, though the weights fit it"),
     "model.freeze": ("maths", "other weights are trained; newly trained ones begin without moments"),

@@ -42,6 +42,7 @@ from trainwright.recipe.catalog import (
 )
 from trainwright.recipe.duration import Duration, DurationField
 from trainwright.recipe.formatting import LARGEST_INT, parse_bytes
+from trainwright.recipe.grid import grams_per_kwh
 from trainwright.recipe.section import (
     Count,
     Part,
@@ -779,10 +780,17 @@ class Recipe(Section):
         examples=["auto"],
     )
     until: Annotated[Duration, DurationField(allow_budget=True)] = Field(
-        default=Duration(1, "ep"), description="The length of the run, or what it may cost with its resumes (5USD, 2kWh)."
+        default=Duration(1, "ep"),
+        description="The length of the run, or what it may cost with its resumes (5USD, 2kWh).",
     )
     price: float | None = Field(
         default=None, gt=0, description="US dollars for an hour of one device. null: the table of devices."
+    )
+    grid: str | Annotated[float, Field(ge=0)] | None = Field(
+        default=None,
+        description="The electricity grid, for the CO2 of the GPUs: a country such as DE, or grams of CO2 for a kWh. "
+        "null: CO2 is not reported.",
+        examples=["DE"],
     )
     model: Model = Field(description="The model that is trained.", examples=["gpt"])
     data: Data = Field(description="The training and validation data.", examples=[{"train": "digits"}])
@@ -811,6 +819,12 @@ class Recipe(Section):
     folder: Annotated[str, AfterValidator(_folder_path)] = Field(
         default="runs", description="The folder in which run folders are made."
     )
+
+    @field_validator("grid")
+    @classmethod
+    def _known_grid(cls, value: str | float | None) -> str | float | None:
+        grams_per_kwh(value or 0.0)
+        return value
 
     @field_validator("until")
     @classmethod

@@ -512,6 +512,7 @@ def _as_evaluation(logged: Logged) -> Evaluated | None:
 
 
 def cost(ended: Ended) -> list[str]:
-    """Return energy and price as text, if they are known."""
+    """Return energy, CO2 and price as text, if they are known."""
     energy = [] if ended.energy_kwh is None else [f"{ended.energy_kwh:.3g} kWh"]
+    energy += [] if ended.co2_g is None else [f"{ended.co2_g:.3g} g CO2"]
     return energy + ([] if ended.usd is None else [f"{ended.usd:.2f} USD"])

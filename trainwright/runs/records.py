@@ -320,7 +320,7 @@ class Ended(Record):
     """The run ended. ``ending`` is finished, stopped, data_exhausted or failed.
 
     ``energy_kwh`` is the energy of its GPUs and ``usd`` the price of its devices, both of the run with its earlier
-    processes; None: unknown.
+    processes; None: unknown. ``co2_g``: grams of CO2 of this energy, where the recipe names the grid.
     """
 
     ending: str
@@ -333,6 +333,7 @@ class Ended(Record):
     verdict: RunVerdict | None = None
     energy_kwh: float | None = None
     usd: float | None = None
+    co2_g: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

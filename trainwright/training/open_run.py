@@ -59,6 +59,7 @@ from trainwright.optim.stepped_schedule import SteppedSchedule
 from trainwright.plan.duration import Interval
 from trainwright.plan.explain import describe_corrected_end
 from trainwright.plan.run_time import EvaluationCost, predicted_seconds, training_time_s
+from trainwright.recipe.grid import grams_per_kwh
 from trainwright.recorder.engine_source import EngineLoader, ReportedBatches
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.lock import NoLock, RunLock
@@ -164,6 +165,7 @@ class Reports:
     doctor: EngineSession | RanksObserver | None
     saver: Saving
     usd_per_hour: float | None = None
+    grams_per_kwh: float | None = None
     used: Usage = UNUSED
     """Time and energy of earlier processes of the run."""
 
@@ -182,6 +184,7 @@ class Reports:
         seen, log = evaluation.last if evaluation else None, self.logbook
         log.recorder.record_skipped(state)
         energy_kwh = log.telemetry.energy_kwh
+        energy_kwh = None if energy_kwh is None else self.used.kwh + energy_kwh
         log.ended = Ended(
             time_s=time.time(),
             ending=outcome.ending,
@@ -191,7 +194,8 @@ class Reports:
             val_loss=seen.loss if seen else None,
             skipped=log.recorder.num_skipped,
             seconds=log.seconds,
-            energy_kwh=None if energy_kwh is None else self.used.kwh + energy_kwh,
+            energy_kwh=energy_kwh,
+            co2_g=None if energy_kwh is None or self.grams_per_kwh is None else self.grams_per_kwh * energy_kwh,
             usd=None if self.usd_per_hour is None else self.usd_per_hour * (self.used.seconds + log.seconds) / 3600,
         )
 
@@ -228,7 +232,8 @@ def _open_on_first(job: Job, place: HeldFolder, process: Process, extras: Sequen
         doctor = make_doctor(job, folder, logbook.journal.write, progress.say)
         if doctor:
             progress.findings = doctor.findings
-        reports = Reports(logbook, doctor, saver, usd_per_hour(job), job.used)
+        grams = None if job.recipe.grid is None else grams_per_kwh(job.recipe.grid)
+        reports = Reports(logbook, doctor, saver, usd_per_hour(job), grams, job.used)
         evaluation = periodic_evaluation(
             job, (logbook.recorder, progress, saver), is_reported=isinstance(doctor, EngineSession)
         )

@@ -110,6 +110,7 @@ class Result:
         metric_set: The metrics of the run, for ``tw.evaluate(result, data)``.
         verdict: The outcome in one word and one sentence; None on a rank that wrote nothing.
         energy_kwh: Energy of the GPUs in kWh; None if they do not count it.
+        co2_g: Grams of CO2 of this energy; None if the recipe names no ``grid``.
         usd: Price of the devices for the time of the run in US dollars; None if it is not known.
     """
 
@@ -132,6 +133,7 @@ class Result:
     verdict: RunVerdict | None = None
     energy_kwh: float | None = None
     usd: float | None = None
+    co2_g: float | None = None
 
     def __repr__(self) -> str:
         """Summarize the result in a few lines."""
@@ -150,7 +152,7 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``--json`` prints."""
-        names = ("ending", "step", "loss", "val_loss", "skipped", "energy_kwh", "usd")
+        names = ("ending", "step", "loss", "val_loss", "skipped", "energy_kwh", "usd", "co2_g")
         findings = [strict(found) for found in self.findings]
         figures = {name: getattr(self, name) for name in names}
         return {"run": str(self.run), **figures, "verdict": strict(self.verdict), "findings": findings}
@@ -191,6 +193,7 @@ def finish(job: Job, place: HeldFolder, run: OpenRun, outcome: Outcome, process:
         verdict=ended.verdict,
         energy_kwh=ended.energy_kwh,
         usd=ended.usd,
+        co2_g=ended.co2_g,
         restored=restore_best(job, place.folder, process.progress.say),
         **common,
     )
