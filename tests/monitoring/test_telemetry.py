@@ -120,6 +120,9 @@ class FakeNvml:
     NVML_TEMPERATURE_GPU = NVML_CLOCK_SM = NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 0
     NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES, NVML_CLOCK_MEM, nvmlEventTypeXidCriticalError = 0, 1, 1, 8
 
+    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = 138, 139
+    nvlink_time_us = 0
+
     def __init__(self) -> None:
         self.energy_mj, self.xids, self.is_open, self.reasons = 5e6, [(0, 79)], False, 0x24
 
@@ -161,6 +164,15 @@ class FakeNvml:
     def nvmlDeviceGetPcieThroughput(self, gpu: int, counter: int) -> int:
         return (10, 20)[counter]
 
+    def nvmlDeviceGetFieldValues(self, gpu: int, fields: list[tuple[int, int]]) -> list[SimpleNamespace]:
+        assert all(scope == 2**32 - 1 for _, scope in fields)
+        self.nvlink_time_us += 500_000 * (gpu == 0)
+        kib = {138: self.nvlink_time_us // 1000, 139: self.nvlink_time_us // 500}
+        return [
+            SimpleNamespace(nvmlReturn=3 * gpu, timestamp=self.nvlink_time_us, value=SimpleNamespace(ullVal=kib[kind]))
+            for kind, _ in fields
+        ]
+
     def nvmlDeviceGetCurrentClocksEventReasons(self, gpu: int) -> int:
         return self.reasons
 
@@ -195,7 +207,11 @@ def test_readings_of_gpus_by_nvml() -> None:
     assert values["gpu1/throttled_hardware_slowdown"] == 0
     assert (values["gpu0/sm_clock_mhz"], values["gpu0/memory_clock_mhz"]) == (1755, 2619)
     assert (values["gpu0/pcie_sent_bytes_s"], values["gpu0/pcie_received_bytes_s"]) == (10_240, 20_480)
-    assert gpus.values()["gpu0/xid_errors"] == 1  # it is not reported again
+    assert not any("nvlink" in name for name in values), "there is no earlier reading to compare with"
+    values = gpus.values()
+    assert values["gpu0/xid_errors"] == 1  # it is not reported again
+    assert (values["gpu0/nvlink_sent_bytes_s"], values["gpu0/nvlink_received_bytes_s"]) == (1_024_000, 2_048_000)
+    assert "gpu1/nvlink_sent_bytes_s" not in values
     gpus.close()
     assert not nvml.is_open and gpus.values() == {}
 

@@ -1,12 +1,15 @@
-"""Reads the sensors of NVIDIA GPUs with NVML: load, memory, power, energy, clocks, throttling, errors, PCIe."""
+"""Reads the sensors of NVIDIA GPUs with NVML: load, memory, power, energy, clocks, throttling, errors, PCIe, NVLink."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from trainwright.runs.reader import JOULES_PER_KWH
 
+T = TypeVar("T")
+ALL_LINKS = 2**32 - 1
+"""NVML's scope of a field that stands for the sum over all NVLinks."""
 THROTTLE_REASONS = {
     0x4: "power_cap",
     0x8: "hardware_slowdown",
@@ -26,6 +29,7 @@ class Gpus:
     def __init__(self, indices: Sequence[int], nvml: Any = None) -> None:
         self._handles: dict[int, Any] = {}
         self._initial_mj: dict[int, float] = {}
+        self._nvlink: dict[int, tuple[float, ...]] = {}  # the last reading of the counters
         self._xids: dict[int, list[int]] = {}
         self._events: Any = None
         if not indices:
@@ -58,10 +62,21 @@ class Gpus:
                     readings[f"gpu{index}/throttled_{name}"] = float(bool(int(reasons) & bit))
             if index in self._initial_mj and (energy_mj := self._read(index, _energy_mj)) is not None:
                 readings[f"gpu{index}/energy_joules"] = (energy_mj - self._initial_mj[index]) / 1000
+            readings |= {f"gpu{index}/{name}": value for name, value in self._nvlink_rates(index).items()}
             if xids := self._xids.get(index):
                 readings[f"gpu{index}/xid_errors"] = float(len(xids))
                 readings[f"gpu{index}/last_xid"] = float(xids[-1])
         return readings
+
+    def _nvlink_rates(self, index: int) -> dict[str, float]:
+        """Return bytes per second over all NVLinks of a GPU since the last call; empty at the first call."""
+        if (now := self._read(index, _nvlink_counters)) is None:
+            return {}
+        before, self._nvlink[index] = self._nvlink.get(index, now), now
+        if (seconds := (now[0] - before[0]) / 1e6) <= 0:
+            return {}
+        sent, received = (1024 * (now[each] - before[each]) / seconds for each in (1, 2))
+        return {"nvlink_sent_bytes_s": sent, "nvlink_received_bytes_s": received}
 
     @property
     def measures_energy(self) -> bool:
@@ -86,7 +101,7 @@ class Gpus:
             self._handles = {}
             self._nvml.nvmlShutdown()
 
-    def _read(self, index: int, read: Callable[[Any, Any], float]) -> float | None:
+    def _read(self, index: int, read: Callable[[Any, Any], T]) -> T | None:
         try:
             return read(self._nvml, self._handles[index])
         except (self._nvml.NVMLError, AttributeError):
@@ -115,6 +130,15 @@ class Gpus:
 
 def _energy_mj(nvml: Any, gpu: Any) -> float:
     return float(nvml.nvmlDeviceGetTotalEnergyConsumption(gpu))  # millijoules since the driver was loaded
+
+
+def _nvlink_counters(nvml: Any, gpu: Any) -> tuple[float, ...]:
+    """Return the time in microseconds, and KiB sent and received over all NVLinks since the driver was loaded."""
+    kinds = (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
+    fields = nvml.nvmlDeviceGetFieldValues(gpu, [(kind, ALL_LINKS) for kind in kinds])
+    if failed := next((each.nvmlReturn for each in fields if each.nvmlReturn), 0):
+        raise nvml.NVMLError(failed)
+    return float(fields[0].timestamp), *(float(each.value.ullVal) for each in fields)
 
 
 def _power_limit_mw(nvml: Any, gpu: Any) -> float:

@@ -58,6 +58,8 @@ const Charts = (function () {
     memory_clock_mhz: ["clock of the GPU's memory", unit("MHz")],
     pcie_sent_bytes_s: ["PCIe sent per second", bytes],
     pcie_received_bytes_s: ["PCIe received per second", bytes],
+    nvlink_sent_bytes_s: ["NVLink sent per second", bytes],
+    nvlink_received_bytes_s: ["NVLink received per second", bytes],
     ecc_uncorrected: ["uncorrected ECC errors", short],
     reserved_bytes: ["reserved by the allocator", bytes],
     allocated_bytes: ["allocated", bytes],
