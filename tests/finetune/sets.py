@@ -122,8 +122,12 @@ def answer(at: int) -> str:
     return ANSWERS[(at // 2) % 4].format(TOPICS[at % len(TOPICS)], 100 + 7 * at)
 
 
-def user(at: int) -> dict[str, Any]:
-    return {"role": "user", "content": question(at)}
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def user(at: int, text: object = None) -> dict[str, Any]:
+    return {"role": "user", "content": question(at) if text is None else text}
 
 
 def said(at: int, text: str | None = None) -> dict[str, Any]:
@@ -191,6 +195,19 @@ class SetCase:
         return path
 
 
+def of_use(use: str) -> Callable[..., SetCase]:
+    def make(
+        name: str, content: bytes | Callable[[Path], None], *about: str, template: object = CHATML, **more: Any
+    ) -> SetCase:
+        tokenizer = {} if template == CHATML else {"tokenizer": {"template": template}}
+        return SetCase(name, use, content, *about, **tokenizer, **more)
+
+    return make
+
+
+in_chat, instruct, complete, prefer, plain = map(of_use, ("chat", "instruct", "completion", "preference", "text"))
+
+
 def parquet(records: Sequence[Mapping[str, Any]]) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         import pyarrow
@@ -253,103 +270,107 @@ def tool_calls(arguments: Callable[[int], Mapping[str, object]], third: Mapping[
     )
 
 
+ALL = "data.jsonl:1"
+"""The place of a fault that all records have."""
+
+
+def third(make: Callable[[int], Any], changed: object = None, **fields: object) -> bytes:
+    """Good records, of which the third is ``changed``, or has other ``fields``."""
+    return lines(with_one(make, {**make(2), **fields} if changed is None else changed))
+
+
+def third_chat(*messages: dict[str, Any]) -> bytes:
+    return third(chat, {"messages": messages})
+
+
+def third_fact(change: str | Callable[[str], str]) -> bytes:
+    return facts(lambda at, a: change if isinstance(change, str) else change(a), only=2)
+
+
+def many(make: Callable[[int], Any], count: int = 8) -> bytes:
+    return lines([make(at) for at in range(count)])
+
+
+def chats(messages: Callable[[int], list[dict[str, Any]]], count: int = 8) -> bytes:
+    return many(lambda at: {"messages": messages(at)}, count)
+
+
+def outputs(output: Callable[[int], str], count: int = 8) -> bytes:
+    return many(lambda at: {**alpaca(at), "output": output(at)}, count)
+
+
 BROKEN: tuple[SetCase, ...] = (
     # what cannot be read
-    SetCase(
+    in_chat(
         "written-with-str-instead-of-json",
-        "chat",
         lines(with_one(chat, chat(2))[:2]) + str(chat(2)).encode() + b"\n" + lines([chat(3)]),
         "json.dumps",
     ),
-    SetCase("cut-off-by-a-full-disk", "chat", lines([chat(0), chat(1), chat(2)])[:-30], "middle of a record"),
-    SetCase(
+    in_chat("cut-off-by-a-full-disk", lines([chat(0), chat(1), chat(2)])[:-30], "middle of a record"),
+    instruct(
         "latin-1",
-        "instruct",
         lines([alpaca(0), alpaca(1)]) + '{"instruction": "Übersetze", "output": "schön"}\n'.encode("latin-1"),
         "not UTF-8",
     ),
-    SetCase(
-        "utf-16-from-excel", "instruct", "\ufeff".encode("utf-16-le") + lines([alpaca(0)]), "UTF-16", "data.jsonl:1"
-    ),
-    SetCase("empty-file", "chat", b"", "no records", "data.jsonl"),
-    SetCase("a-list-in-a-line", "chat", lines(with_one(chat, [user(0), said(0)])), "list, not an object"),
-    SetCase(
+    instruct("utf-16-from-excel", "\ufeff".encode("utf-16-le") + lines([alpaca(0)]), "UTF-16", ALL),
+    in_chat("empty-file", b"", "no records", "data.jsonl"),
+    in_chat("a-list-in-a-line", third(chat, [user(0), said(0)]), "list, not an object"),
+    instruct(
         "json-list-with-a-comma-missing",
-        "instruct",
         ("[\n" + json.dumps(alpaca(0)) + ",\n" + json.dumps(alpaca(1))[:-1] + '"x"}\n]').encode(),
         "not JSON",
         "data.json:3",
         "data.json",
     ),
-    SetCase(
+    complete(
         "csv-with-unquoted-commas",
-        "completion",
         b"prompt,completion\nname a bird,heron\nname two birds,heron, stork\n",
         "3 fields, the header has 2",
         "data.csv:3",
         "data.csv",
     ),
-    SetCase(
+    complete(
         "parquet-with-a-null",
-        "completion",
         parquet(with_one(completion, {"prompt": question(2), "completion": None})),
         "'completion' is null",
         "data.parquet row 2",
         "data.parquet",
     ),
     # layouts
-    SetCase(
-        "unknown-keys",
-        "completion",
-        lines([{"ask": question(at), "reply": answer(at)} for at in range(4)]),
-        "of no known layout",
-        "data.jsonl:1",
-    ),
-    SetCase(
-        "misspelt-key",
-        "chat",
-        lines([{"message": chat(at)["messages"]} for at in range(4)]),
-        "it has 'message'",
-        "data.jsonl:1",
-    ),
-    SetCase(
+    complete("unknown-keys", many(lambda at: {"ask": question(at), "reply": answer(at)}, 4), "of no known layout", ALL),
+    in_chat("misspelt-key", many(lambda at: {"message": chat(at)["messages"]}, 4), "it has 'message'", ALL),
+    instruct(
         "answers-of-another-language",
-        "instruct",
         bilingual(lambda at: "en" if at % 4 == 2 else "fr"),
         "are in another language than their prompt",
         "data.jsonl:3",
     ),
-    SetCase(
+    instruct(
         "api-key",
-        "instruct",
         asked(("How?", "Call it with api_key = 'sk-wM2MsfG7wzAbcg2CPoZwfFv6MIA1UmCkoBYARYRK'.")),
         "a secret or personal data",
-        "data.jsonl:1",
+        ALL,
     ),
-    SetCase(
+    instruct(
         "password",
-        "instruct",
         asked(("I cannot log in.", "Login: greta33 / password: B4R7HdvU7lh! and then wait.")),
         "a secret or personal data",
-        "data.jsonl:1",
+        ALL,
     ),
-    SetCase(
+    instruct(
         "wrong-sums",
-        "instruct",
         asked(*SUMS[:2], *((q, a.replace("= ", "= 1")) for q, a in SUMS[2:])),
         "an equation of two numbers whose sides differ",
         "data.jsonl:3",
     ),
-    SetCase(
+    instruct(
         "translated-code",
-        "instruct",
         asked(("写一个函数。", "```python\n定义 add（a, b)：\n    返回 a + b\n```")),
         "full-width or curly punctuation",
-        "data.jsonl:1",
+        ALL,
     ),
-    SetCase(
+    plain(
         "boilerplate-of-pages",
-        "text",
         pages(
             lambda at: "Home | News | Contact" if at % 2 else TOPICS[at % len(TOPICS)],
             lambda at: "All rights reserved. Terms of use" if at % 3 else f"Written in {at}",
@@ -357,419 +378,217 @@ BROKEN: tuple[SetCase, ...] = (
         "boilerplate such as the menu",
         "data.jsonl:2",
     ),
-    SetCase("alpaca-as-chat", "chat", lines([alpaca(at) for at in range(4)]), "set use: instruct", "data.jsonl:1"),
-    SetCase("mixed-layouts", "chat", lines(with_one(chat, sharegpt(2))), "layout 'sharegpt'"),
-    SetCase(
-        "messages-as-string", "chat", lines(with_one(chat, {"messages": json.dumps(chat(2)["messages"])})), "json.loads"
-    ),
-    SetCase("no-messages", "chat", lines(with_one(chat, {"messages": []})), "messages is empty"),
-    SetCase(
+    in_chat("alpaca-as-chat", many(alpaca, 4), "set use: instruct", ALL),
+    in_chat("mixed-layouts", third(chat, sharegpt(2)), "layout 'sharegpt'"),
+    in_chat("messages-as-string", third(chat, {"messages": json.dumps(chat(2)["messages"])}), "json.loads"),
+    in_chat("no-messages", third_chat(), "messages is empty"),
+    complete(
         "text-prompt-with-a-list-of-messages",
-        "completion",
-        lines(with_one(completion, {"prompt": question(2), "completion": [said(2)]})),
+        third(completion, {"prompt": question(2), "completion": [said(2)]}),
         "the other a list",
     ),
-    SetCase(
-        "missing-output",
-        "instruct",
-        lines(with_one(alpaca, {"instruction": question(2), "input": ""})),
-        "'output' is missing",
-    ),
-    SetCase(
-        "number-as-output", "instruct", lines(with_one(alpaca, {"instruction": "2 + 2", "output": 4})), "output is int"
-    ),
-    SetCase(
-        "missing-rejected",
-        "preference",
-        lines(with_one(pair, {k: v for k, v in pair(2).items() if k != "rejected"})),
-        "'rejected' is missing",
+    instruct("missing-output", third(alpaca, {"instruction": question(2), "input": ""}), "'output' is missing"),
+    instruct("number-as-output", third(alpaca, {"instruction": "2 + 2", "output": 4}), "output is int"),
+    prefer(
+        "missing-rejected", third(pair, {k: v for k, v in pair(2).items() if k != "rejected"}), "'rejected' is missing"
     ),
     # roles and turns
-    SetCase(
-        "capital-role",
-        "chat",
-        lines(with_one(chat, {"messages": [user(2), {"role": "Assistant", "content": answer(2)}]})),
-        "did you mean 'assistant'",
+    in_chat(
+        "capital-role", third_chat(user(2), {"role": "Assistant", "content": answer(2)}), "did you mean 'assistant'"
     ),
-    SetCase(
-        "sharegpt-names-as-roles",
-        "chat",
-        lines(with_one(chat, {"messages": [{"role": "human", "content": question(2)}, said(2)]})),
-        "did you mean 'user'",
+    in_chat(
+        "sharegpt-names-as-roles", third_chat({"role": "human", "content": question(2)}, said(2)), "did you mean 'user'"
     ),
-    SetCase(
+    in_chat(
         "speaker-names",
-        "chat",
-        lines(
-            with_one(sharegpt, {"conversations": [{"from": "Alice", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]})
-        ),
+        third(sharegpt, {"conversations": [{"from": "Alice", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}),
         "role 'Alice'",
     ),
-    SetCase(
-        "no-content",
-        "chat",
-        lines(with_one(chat, {"messages": [user(2), {"role": "assistant", "content": None}]})),
-        "no content",
-    ),
-    SetCase(
-        "pictures",
-        "chat",
-        lines(
-            with_one(chat, {"messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}, said(2)]})
-        ),
-        "parts of image",
-    ),
-    SetCase(
-        "roles-do-not-alternate",
-        "chat",
-        lines(with_one(chat, {"messages": [user(2), user(3), said(2)]})),
-        "must alternate",
-        tokenizer={"template": ALTERNATING},
-    ),
-    SetCase("no-answer", "chat", lines(with_one(chat, {"messages": [user(2)]})), "no assistant turn"),
-    SetCase(
-        "ends-with-a-question",
-        "chat",
-        lines(with_one(chat, {"messages": [user(2), said(2), user(3)]})),
-        "after the last answer",
-    ),
-    SetCase("turn-twice", "chat", lines(with_one(chat, {"messages": [user(2), said(2), said(2)]})), "same turn twice"),
-    SetCase(
-        "two-users-in-a-row",
-        "chat",
-        lines(with_one(chat, {"messages": [user(2), user(3), said(3)]})),
-        "one role in a row",
-    ),
-    SetCase(
-        "late-system",
-        "chat",
-        lines(with_one(chat, {"messages": [user(2), {"role": "system", "content": "Be brief."}, said(2)]})),
-        "system message after",
-    ),
+    in_chat("no-content", third_chat(user(2), {"role": "assistant", "content": None}), "no content"),
+    in_chat("pictures", third_chat(user(2, [{"type": "image", "url": "a.png"}]), said(2)), "parts of image"),
+    in_chat("roles-do-not-alternate", third_chat(user(2), user(3), said(2)), "must alternate", template=ALTERNATING),
+    in_chat("no-answer", third_chat(user(2)), "no assistant turn"),
+    in_chat("ends-with-a-question", third_chat(user(2), said(2), user(3)), "after the last answer"),
+    in_chat("turn-twice", third_chat(user(2), said(2), said(2)), "same turn twice"),
+    in_chat("two-users-in-a-row", third_chat(user(2), user(3), said(3)), "one role in a row"),
+    in_chat("late-system", third_chat(user(2), system("Be brief."), said(2)), "system message after"),
     # answers
-    SetCase("empty-answer", "chat", lines(with_one(chat, {"messages": [user(2), said(2, "")]})), "empty answer"),
-    SetCase("blank-output", "instruct", lines(with_one(alpaca, {**alpaca(2), "output": "  \n"})), "empty answer"),
-    SetCase("nan-from-pandas", "instruct", lines(with_one(alpaca, {**alpaca(2), "output": math.nan})), "NaN"),
-    SetCase(
-        "error-page",
-        "chat",
-        lines(with_one(chat, {"messages": [user(2), said(2, ERROR_PAGE)]})),
-        "error message of a server",
-    ),
-    SetCase(
+    in_chat("empty-answer", third_chat(user(2), said(2, "")), "empty answer"),
+    instruct("blank-output", third(alpaca, output="  \n"), "empty answer"),
+    instruct("nan-from-pandas", third(alpaca, output=math.nan), "NaN"),
+    in_chat("error-page", third_chat(user(2), said(2, ERROR_PAGE)), "error message of a server"),
+    in_chat(
         "answer-first",
-        "chat",
-        lines(with_one(sharegpt, {"conversations": sharegpt(2)["conversations"][::-1]})),
+        third(sharegpt, {"conversations": sharegpt(2)["conversations"][::-1]}),
         "an assistant turn first",
     ),
-    SetCase(
-        "mojibake",
-        "instruct",
-        lines(with_one(alpaca, {**alpaca(2), "output": "Das Ã¼bliche GetrÃ¤nk heiÃŸt Tee."})),
-        "wrong encoding",
-    ),
-    SetCase(
+    instruct("mojibake", third(alpaca, output="Das Ã¼bliche GetrÃ¤nk heiÃŸt Tee."), "wrong encoding"),
+    in_chat(
         "markers-in-the-text",
-        "chat",
-        lines(with_one(chat, {"messages": [user(2), said(2, "Tea.<|im_end|>\n<|im_start|>user\nMore?")]})),
+        third_chat(user(2), said(2, "Tea.<|im_end|>\n<|im_start|>user\nMore?")),
         "special tokens written inside",
     ),
-    SetCase(
-        "chosen-equals-rejected",
-        "preference",
-        lines(with_one(pair, {**pair(2), "rejected": pair(2)["chosen"]})),
-        "equal chosen and rejected",
-    ),
-    SetCase(
+    prefer("chosen-equals-rejected", third(pair, rejected=pair(2)["chosen"]), "equal chosen and rejected"),
+    prefer(
         "scores-swapped",
-        "preference",
-        lines(
-            with_one(
-                lambda at: {**pair(at), "score_chosen": 8.0, "score_rejected": 3.0},
-                {**pair(2), "score_chosen": 2.0, "score_rejected": 9.0},
-            )
+        third(
+            lambda at: {**pair(at), "score_chosen": 8.0, "score_rejected": 3.0},
+            {**pair(2), "score_chosen": 2.0, "score_rejected": 9.0},
         ),
         "lower score",
     ),
-    SetCase(
-        "one-answer-for-all",
-        "instruct",
-        lines([{**alpaca(at), "output": "I cannot help with that."} for at in range(12)]),
-        "have the same answer",
-        "data.jsonl:1",
-    ),
-    SetCase(
-        "same-record-again",
-        "chat",
-        lines([*map(chat, range(8)), chat(2), chat(2)]),
-        "repeat an earlier",
-        "data.jsonl:9",
-    ),
-    SetCase(
-        "empty-question",
-        "chat",
-        lines(with_one(chat, {"messages": [{"role": "user", "content": ""}, said(2)]})),
-        "empty user turn",
-    ),
-    SetCase(
+    instruct("one-answer-for-all", outputs(lambda at: "I cannot help with that.", 12), "have the same answer", ALL),
+    in_chat("same-record-again", lines([*map(chat, range(8)), chat(2), chat(2)]), "repeat an earlier", "data.jsonl:9"),
+    in_chat("empty-question", third_chat(user(2, ""), said(2)), "empty user turn"),
+    in_chat(
         "two-templates",
-        "chat",
-        lines(
-            with_one(
-                chat,
-                {
-                    "messages": [
-                        {"role": "user", "content": "### Instruction:\nName a bird.\n\n### Response:\n"},
-                        said(2),
-                    ]
-                },
-            )
-        ),
+        third_chat(user(2, "### Instruction:\nName a bird.\n\n### Response:\n"), said(2)),
         "in two templates",
     ),
-    SetCase(
-        "llama-marks-in-the-text",
-        "instruct",
-        lines(with_one(alpaca, {**alpaca(2), "instruction": "<s>[INST] Name a bird. [/INST]"})),
-        "in two templates",
+    instruct(
+        "llama-marks-in-the-text", third(alpaca, instruction="<s>[INST] Name a bird. [/INST]"), "in two templates"
     ),
-    SetCase(
+    prefer(
         "no-difference-after-the-cut",
-        "preference",
-        lines(
-            with_one(
-                pair, {"prompt": [user(2)], "chosen": [said(2, LONG + " yes")], "rejected": [said(2, LONG + " no")]}
-            )
-        ),
+        third(pair, {"prompt": [user(2)], "chosen": [said(2, LONG + " yes")], "rejected": [said(2, LONG + " no")]}),
         "equal only because max_length cut them",
         options={"max_length": 150, "truncate": "right"},
     ),
     # tokens and masks
-    SetCase(
-        "template-marks-nothing",
-        "chat",
-        lines([*map(chat, range(4))]),
-        "nothing is supervised",
-        "data.jsonl:1",
-        tokenizer={"template": MARKS_NOTHING},
+    in_chat("template-marks-nothing", many(chat, 4), "nothing is supervised", ALL, template=MARKS_NOTHING),
+    in_chat(
+        "template-marks-users", many(chat, 4), "user, system or tool turns that carry loss", ALL, template=MARKS_USER
     ),
-    SetCase(
-        "template-marks-users",
-        "chat",
-        lines([*map(chat, range(4))]),
-        "user, system or tool turns that carry loss",
-        "data.jsonl:1",
-        tokenizer={"template": MARKS_USER},
-    ),
-    SetCase(
-        "template-without-end",
-        "chat",
-        lines([*map(chat, range(4))]),
-        "does not learn to stop",
-        "data.jsonl:1",
-        tokenizer={"template": WITHOUT_END},
-    ),
-    SetCase(
-        "end-outside-the-mark",
-        "chat",
-        lines([*map(chat, range(4))]),
-        "does not learn to stop",
-        "data.jsonl:1",
-        tokenizer={"template": END_OUTSIDE},
-    ),
-    SetCase(
+    in_chat("template-without-end", many(chat, 4), "does not learn to stop", ALL, template=WITHOUT_END),
+    in_chat("end-outside-the-mark", many(chat, 4), "does not learn to stop", ALL, template=END_OUTSIDE),
+    in_chat(
         "template-leaves-out-system",
-        "chat",
-        lines(with_one(chat, {"messages": [{"role": "system", "content": "Answer as a pirate."}, user(2), said(2)]})),
+        third_chat(system("Answer as a pirate."), user(2), said(2)),
         "system message that the template leaves out",
-        tokenizer={"template": WITHOUT_SYSTEM},
+        template=WITHOUT_SYSTEM,
     ),
-    SetCase(
-        "template-leaves-out-tools",
-        "chat",
-        lines(with_one(chat, {**chat(2), "tools": [TOOL]})),
-        "tools that the template leaves out",
-    ),
-    SetCase("no-template", "chat", lines([*map(chat, range(4))]), "no chat template", "", tokenizer={"template": None}),
-    SetCase(
+    in_chat("template-leaves-out-tools", third(chat, tools=[TOOL]), "tools that the template leaves out"),
+    in_chat("no-template", many(chat, 4), "no chat template", "", template=None),
+    in_chat(
         "base-tokenizer-with-chatml",
-        "chat",
-        lines([*map(chat, range(4))]),
+        many(chat, 4),
         "not single tokens",
-        "data.jsonl:1",
+        ALL,
         tokenizer={"control": ("<s>", "</s>", "<pad>"), "eos": "</s>"},
     ),
-    SetCase(
-        "unknown-characters",
-        "instruct",
-        lines(with_one(alpaca, {**alpaca(2), "output": "茶をどうぞ"})),
-        "unknown token",
-        tokenizer={"unknown": "<unk>"},
-    ),
-    SetCase(
+    instruct("unknown-characters", third(alpaca, output="茶をどうぞ"), "unknown token", tokenizer={"unknown": "<unk>"}),
+    complete(
         "begin-token-in-the-text",
-        "completion",
-        lines(with_one(completion, {**completion(2), "prompt": "<s>" + question(2)})),
+        third(completion, prompt="<s>" + question(2)),
         "two begin tokens",
         tokenizer={"bos": "<s>", "adds_bos": True},
     ),
-    SetCase(
+    in_chat(
         "template-with-two-begins",
-        "chat",
-        lines([*map(chat, range(4))]),
+        many(chat, 4),
         "two begin tokens",
-        "data.jsonl:1",
+        ALL,
         tokenizer={"template": TWO_BEGINS, "bos": "<s>"},
     ),
-    SetCase(
+    in_chat(
         "longer-than-max-length",
-        "chat",
-        lines(with_one(chat, {"messages": [{"role": "user", "content": LONG}, said(2)]})),
+        third_chat(user(2, LONG), said(2)),
         "longer than max_length",
         options={"max_length": 200},
     ),
-    SetCase(
+    in_chat(
         "answer-cut-away",
-        "chat",
-        lines(with_one(chat, {"messages": [{"role": "user", "content": LONG}, said(2)]})),
+        third_chat(user(2, LONG), said(2)),
         "no token that carries loss",
         options={"max_length": 200, "truncate": "right"},
     ),
-    SetCase(
+    in_chat(
         "answer-cut-short",
-        "chat",
-        lines(with_one(chat, {"messages": [user(2), said(2, LONG)]})),
+        third_chat(user(2), said(2, LONG)),
         "cut off at max_length",
         options={"max_length": 200, "truncate": "right"},
     ),
-    SetCase(
+    in_chat(
         "all-cut-away",
-        "chat",
-        lines([{"messages": [{"role": "user", "content": f"{at} {LONG}"}, said(at)]} for at in range(4)]),
+        chats(lambda at: [user(2, f"{at} {LONG}"), said(at)], 4),
         "max_length: 100",
-        "data.jsonl:1",
+        ALL,
         options={"max_length": 100, "truncate": "right"},
     ),
-    SetCase(
+    complete(
         "space-at-the-end-of-the-prompt",
-        "completion",
-        lines(with_one(completion, {"prompt": "the quick brown ", "completion": "fox"})),
+        third(completion, {"prompt": "the quick brown ", "completion": "fox"}),
         "across the end of the prompt",
     ),
-    SetCase(
+    in_chat(
         "escaped-newlines",
-        "chat",
-        lines(with_one(chat, {"messages": [user(2), said(2, r"It needs two things:\n- salt\n- water.\nThen stir.")]})),
+        third_chat(user(2), said(2, "It needs two things:\\n- salt\\n- water.\\nThen stir.")),
         "a backslash and the letter n",
     ),
-    SetCase(
+    complete(
         "answer-repeats-prompt",
-        "completion",
-        lines(
-            with_one(
-                completion, {"prompt": "List three old rivers:", "completion": "List three old rivers: Nile, Po, Ob"}
-            )
-        ),
+        third(completion, {"prompt": "List three old rivers:", "completion": "List three old rivers: Nile, Po, Ob"}),
         "begins with its whole prompt",
     ),
-    SetCase(
+    in_chat(
         "thinking-without-its-end",
-        "chat",
-        lines(with_one(chat, {"messages": [user(2), said(2, "<think>The user asks for a bird, so I")]})),
+        third_chat(user(2), said(2, "<think>The user asks for a bird, so I")),
         "no </think> after it",
     ),
-    SetCase(
-        "call-with-cut-arguments",
-        "chat",
-        lines(with_one(chat, {"messages": [user(2), called('{"city": "Ber')]})),
-        "text that is not a JSON object",
-    ),
-    SetCase(
+    in_chat("call-with-cut-arguments", third_chat(user(2), called('{"city": "Ber')), "text that is not a JSON object"),
+    in_chat(
         "result-for-no-call",
-        "chat",
-        lines(
-            with_one(
-                chat,
-                {
-                    "messages": [
-                        user(2),
-                        called({"x": 1}, id="a1"),
-                        {"role": "tool", "tool_call_id": "b2", "content": "12"},
-                        said(2),
-                    ]
-                },
-            )
+        third_chat(
+            user(2), called({"x": 1}, id="a1"), {"role": "tool", "tool_call_id": "b2", "content": "12"}, said(2)
         ),
         "a call that no earlier turn makes",
     ),
-    SetCase(
+    instruct(
         "error-of-an-api",
-        "instruct",
-        lines(with_one(alpaca, {**alpaca(2), "output": "Error code: 429 - {'error': {'message': 'Rate limit'}}"})),
+        third(alpaca, output="Error code: 429 - {'error': {'message': 'Rate limit'}}"),
         "error message of a server",
     ),
-    SetCase(
+    in_chat(
         "answers-cut-at-one-length",
-        "chat",
-        lines([{"messages": [user(at), said(at, answer(at)[:60])]} for at in range(24)]),
+        chats(lambda at: [user(at), said(at, answer(at)[:60])], 24),
         "have exactly 60 characters",
-        "data.jsonl:1",
+        ALL,
     ),
     # what a set shows
-    SetCase(
-        "refusals",
-        "instruct",
-        facts(lambda at, a: a if at % 4 == 0 else f"{REFUSALS[at % 3]} ({at})"),
-        "a refusal",
-        "data.jsonl:2",
+    instruct(
+        "refusals", facts(lambda at, a: a if at % 4 == 0 else f"{REFUSALS[at % 3]} ({at})"), "a refusal", "data.jsonl:2"
     ),
-    SetCase(
+    complete(
         "marks-in-a-completion",
-        "completion",
-        lines(with_one(completion, {**completion(2), "completion": " Tea.\n### Instruction:\nMore"})),
+        third(completion, completion=" Tea.\n### Instruction:\nMore"),
         "marks of a prompt template",
     ),
-    SetCase(
+    prefer(
         "marks-in-a-preference",
-        "preference",
         preferred(lambda at, a: f"[INST] {a}" if at == 2 else a, unsure),
         "marks of a prompt template",
     ),
-    SetCase(
+    plain(
         "words-of-another-template",
-        "text",
         lines([{"text": f"<|human|>{q}<|stop|><|bot|>{a}<|stop|>"} for q, a in FACTS]),
         "not single tokens",
-        "data.jsonl:1",
+        ALL,
     ),
-    SetCase(
+    instruct(
         "dialogue-goes-on",
-        "instruct",
-        facts(lambda at, a: f"{a}\nHuman: And why?\nAssistant: Nobody knows.", only=2),
+        third_fact(lambda a: f"{a}\nHuman: And why?\nAssistant: Nobody knows."),
         "continues with a user turn",
     ),
-    SetCase("name-not-filled-in", "instruct", facts(lambda at, a: f"Dear {{name}}, {a}", only=2), "placeholder"),
-    SetCase(
-        "input-not-filled-in",
-        "chat",
-        lines(with_one(chat, {"messages": [{"role": "user", "content": "Summarize: {{input}}"}, said(2)]})),
-        "placeholder",
-    ),
-    SetCase(
-        "insert-not-filled-in", "instruct", facts(lambda at, a: "It is [INSERT NAME HERE].", only=2), "placeholder"
-    ),
-    SetCase(
-        "answer-in-a-loop", "instruct", facts(lambda at, a: a + " I hope it helps." * 9, only=2), "repeats one passage"
-    ),
-    SetCase(
-        "loop-without-spaces", "instruct", facts(lambda at, a: "茶是一种饮料。" * 12, only=2), "repeats one passage"
-    ),
-    SetCase("labels-in-two-cases", "instruct", labels("spam", "ham", "Spam"), "spelled differently"),
-    SetCase("labels-with-a-space", "instruct", labels("positive", "negative", "positive "), "spelled differently"),
-    SetCase("labels-cut-short", "instruct", labels("positive", "negative", "pos", "neg"), "spelled differently"),
-    SetCase(
+    instruct("name-not-filled-in", third_fact(lambda a: f"Dear {{name}}, {a}"), "placeholder"),
+    in_chat("input-not-filled-in", third_chat(user(2, "Summarize: {{input}}"), said(2)), "placeholder"),
+    instruct("insert-not-filled-in", third_fact("It is [INSERT NAME HERE]."), "placeholder"),
+    instruct("answer-in-a-loop", third_fact(lambda a: a + " I hope it helps." * 9), "repeats one passage"),
+    instruct("loop-without-spaces", third_fact("茶是一种饮料。" * 12), "repeats one passage"),
+    instruct("labels-in-two-cases", labels("spam", "ham", "Spam"), "spelled differently"),
+    instruct("labels-with-a-space", labels("positive", "negative", "positive "), "spelled differently"),
+    instruct("labels-cut-short", labels("positive", "negative", "pos", "neg"), "spelled differently"),
+    instruct(
         "label-with-a-wrong-letter",
-        "instruct",
         lines(
             [
                 {"instruction": f"Sentiment: {q}", "output": "postive" if at == 2 else ("positive", "negative")[at % 2]}
@@ -778,174 +597,107 @@ BROKEN: tuple[SetCase, ...] = (
         ),
         "'postive' (1)",
     ),
-    SetCase(
+    instruct(
         "two-labels-for-one-prompt",
-        "instruct",
-        lines(
-            [
-                {
-                    "instruction": f"Is it spam? {FACTS[at % 10][0]}",
-                    "output": ("yes", "no")[at % 2 == 0 if at < 10 else at % 2],
-                }
-                for at in range(12)
-            ]
+        many(
+            lambda at: {
+                "instruction": f"Is it spam? {FACTS[at % 10][0]}",
+                "output": ("yes", "no")[at % 2 == 0 if at < 10 else at % 2],
+            },
+            12,
         ),
         "another label",
         "data.jsonl:11",
     ),
-    SetCase("rows-shifted", "instruct", facts(lambda at, a: FACTS[at - 1][1] if at > 1 else a), "1 row earlier"),
-    SetCase(
-        "rows-shuffled",
-        "instruct",
-        facts(lambda at, a: FACTS[(5 * at + 1) % 12][1]),
-        "a column was shuffled",
-        "data.jsonl:1",
-    ),
-    SetCase(
+    instruct("rows-shifted", facts(lambda at, a: FACTS[at - 1][1] if at > 1 else a), "1 row earlier"),
+    instruct("rows-shuffled", facts(lambda at, a: FACTS[(5 * at + 1) % 12][1]), "a column was shuffled", ALL),
+    instruct(
         "ends-with-a-comma",
-        "instruct",
-        facts(lambda at, a: "Don Quixote was written by Cervantes in the years before 1605,", only=2),
+        third_fact("Don Quixote was written by Cervantes in the years before 1605,"),
         "middle of a sentence",
     ),
-    SetCase("ends-in-a-word", "instruct", facts(lambda at, a: a[:-20], only=2), "no punctuation mark at their end"),
-    SetCase(
-        "code-without-its-end",
-        "instruct",
-        facts(lambda at, a: "Here it is:\n```python\nprint(1)", only=2),
-        "block of code",
+    instruct("ends-in-a-word", third_fact(lambda a: a[:-20]), "no punctuation mark at their end"),
+    instruct("code-without-its-end", third_fact("Here it is:\n```python\nprint(1)"), "block of code"),
+    prefer(
+        "chosen-refuses", preferred(lambda at, a: REFUSALS[at % 3], right), "chosen answer that is empty, refuses", ALL
     ),
-    SetCase(
-        "chosen-refuses",
-        "preference",
-        preferred(lambda at, a: REFUSALS[at % 3], right),
-        "chosen answer that is empty, refuses",
-        "data.jsonl:1",
-    ),
-    SetCase(
+    prefer(
         "one-pair-swapped",
-        "preference",
         preferred(lambda at, a: unsure(at, a) if at == 2 else a, lambda at, a: a if at == 2 else unsure(at, a)),
         "look swapped",
     ),
-    SetCase(
+    prefer(
         "pair-differs-in-case",
-        "preference",
         preferred(right, lambda at, a: f"{a.lower()} " if at == 2 else unsure(at, a)),
         "equal chosen and rejected",
     ),
-    SetCase(
+    prefer(
         "pair-comes-again-exchanged",
-        "preference",
         lines(
             [*(pair(at) for at in range(8)), {**pair(2), "chosen": pair(2)["rejected"], "rejected": pair(2)["chosen"]}]
         ),
         "swap the answers of an earlier pair",
         "data.jsonl:9",
     ),
-    SetCase(
+    complete(
         "ends-as-others-go-on",
-        "completion",
-        lines(
-            [
-                {
-                    "prompt": f"Where is box {at}?\n",
-                    "completion": f"Box number {at} is on the high shelf." if at != 2 else "Box number 2 is on",
-                }
-                for at in range(12)
-            ]
+        many(
+            lambda at: {
+                "prompt": f"Where is box {at}?\n",
+                "completion": f"Box number {at} is on the high shelf." if at != 2 else "Box number 2 is on",
+            },
+            12,
         ),
         "no punctuation mark at their end",
     ),
-    SetCase(
-        "chosen-knows-nothing",
-        "preference",
-        preferred(lambda at, a: f"idk {at}", right),
-        "chosen answer that is empty",
-        "data.jsonl:1",
-    ),
-    SetCase(
+    prefer("chosen-knows-nothing", preferred(lambda at, a: f"idk {at}", right), "chosen answer that is empty", ALL),
+    prefer(
         "ratings-swapped",
-        "preference",
-        lines(
-            with_one(
-                lambda at: {**pair(at), "chosen-rating": 5, "rejected-rating": 1},
-                {**pair(2), "chosen-rating": 1, "rejected-rating": 5},
-            )
+        third(
+            lambda at: {**pair(at), "chosen-rating": 5, "rejected-rating": 1},
+            {**pair(2), "chosen-rating": 1, "rejected-rating": 5},
         ),
         "lower score",
     ),
-    SetCase(
-        "html-entities",
-        "instruct",
-        facts(lambda at, a: "Tom &amp; Jerry said &quot;no&quot;.", only=2),
-        "HTML in the text",
+    instruct("html-entities", third_fact("Tom &amp; Jerry said &quot;no&quot;."), "HTML in the text"),
+    instruct("html-tags", facts(lambda at, a: f"<p>{a}</p>"), "HTML in the text", ALL),
+    instruct("letters-escaped-twice", third_fact("The caf\\u00e9 is open."), "it was escaped twice"),
+    instruct("text-of-a-list", facts(lambda at, a: str([a])), "a Python list", ALL),
+    instruct("copied-from-a-page", third_fact(lambda a: f"{a}\nCopy code"), "a button"),
+    complete("end-token-as-text", third(completion, completion=" Tea.</s> And more"), "marks of a prompt template"),
+    instruct("zero-bytes", third_fact(lambda a: f"The\x00 {a}"), "wrong encoding"),
+    instruct("columns-swapped", lines([{"instruction": a, "output": q} for q, a in FACTS]), "may be swapped", ALL),
+    instruct(
+        "json-cut-off", facts(lambda at, a: json.dumps({"answer": a})[: -9 if at == 2 else None]), "cannot be parsed"
     ),
-    SetCase("html-tags", "instruct", facts(lambda at, a: f"<p>{a}</p>"), "HTML in the text", "data.jsonl:1"),
-    SetCase(
-        "letters-escaped-twice",
-        "instruct",
-        facts(lambda at, a: "The caf\\u00e9 is open.", only=2),
-        "it was escaped twice",
+    instruct(
+        "one-prompt-for-all", lines([{"instruction": "Answer.", "output": a} for _, a in FACTS]), "the same prompt", ALL
     ),
-    SetCase("text-of-a-list", "instruct", facts(lambda at, a: str([a])), "a Python list", "data.jsonl:1"),
-    SetCase("copied-from-a-page", "instruct", facts(lambda at, a: f"{a}\nCopy code", only=2), "a button"),
-    SetCase(
-        "end-token-as-text",
-        "completion",
-        lines(with_one(completion, {**completion(2), "completion": " Tea.</s> And more"})),
-        "marks of a prompt template",
-    ),
-    SetCase("zero-bytes", "instruct", facts(lambda at, a: f"The\x00 {a}", only=2), "wrong encoding"),
-    SetCase(
-        "columns-swapped",
-        "instruct",
-        lines([{"instruction": a, "output": q} for q, a in FACTS]),
-        "may be swapped",
-        "data.jsonl:1",
-    ),
-    SetCase(
-        "json-cut-off",
-        "instruct",
-        facts(lambda at, a: json.dumps({"answer": a})[: -9 if at == 2 else None]),
-        "cannot be parsed",
-    ),
-    SetCase(
-        "one-prompt-for-all",
-        "instruct",
-        lines([{"instruction": "Answer.", "output": a} for _, a in FACTS]),
-        "the same prompt",
-        "data.jsonl:1",
-    ),
-    SetCase("one-label-for-all", "instruct", labels("positive"), "have the same answer", "data.jsonl:1"),
-    SetCase(
+    instruct("one-label-for-all", labels("positive"), "have the same answer", ALL),
+    in_chat(
         "call-of-an-undeclared-tool",
-        "chat",
-        lines(with_one(chat, {"messages": [user(2), called({"x": 1}), said(2)], "tools": [TOOL]})),
+        third(chat, {"messages": [user(2), called({"x": 1}), said(2)], "tools": [TOOL]}),
         "a tool that the record does not declare",
     ),
-    SetCase(
+    instruct(
         "system-prompt-in-answers",
-        "instruct",
         facts(lambda _, text: f"You are the helpful bot of a museum and answer every visitor politely. {text}"),
         "begin with the same text",
-        "data.jsonl:1",
+        ALL,
     ),
-    SetCase(
+    instruct(
         "prompts-with-their-answers",
-        "instruct",
         lines([{"instruction": f"Question: {q} Answer: {a}", "output": a} for q, a in FACTS]),
         "at the end of their own prompt",
-        "data.jsonl:1",
+        ALL,
     ),
-    SetCase(
+    instruct(
         "empty-cells-as-text",
-        "instruct",
         facts(lambda at, text: "nan" if at % 4 == 2 else text),
         "empty cells were written as text",
     ),
-    SetCase(
+    instruct(
         "label-in-the-file-name",
-        "instruct",
         lines(
             [
                 {
@@ -956,80 +708,61 @@ BROKEN: tuple[SetCase, ...] = (
             ]
         ),
         "in their own prompt",
-        "data.jsonl:1",
+        ALL,
     ),
     # formats and texts of strangers' files
-    SetCase("pointer-of-git-lfs", "chat", POINTER, "a pointer of Git LFS", "data.jsonl:1"),
-    SetCase("compressed", "chat", gzip.compress(lines([chat(0)])), "compressed (gzip)", "data.jsonl:1"),
-    SetCase(
+    in_chat("pointer-of-git-lfs", POINTER, "a pointer of Git LFS", ALL),
+    in_chat("compressed", gzip.compress(lines([chat(0)])), "compressed (gzip)", ALL),
+    instruct(
         "record-over-several-lines",
-        "instruct",
         "\n".join(json.dumps(alpaca(at), indent=2) for at in range(4)).encode(),
         "spread over several lines",
-        "data.jsonl:1",
+        ALL,
     ),
-    SetCase(
-        "two-records-in-a-line",
-        "chat",
-        lines([chat(0), chat(1), chat(2)])[:-1] + lines([chat(3)]),
-        "two records in one line",
+    in_chat(
+        "two-records-in-a-line", lines([chat(0), chat(1), chat(2)])[:-1] + lines([chat(3)]), "two records in one line"
     ),
-    SetCase(
+    instruct(
         "key-twice",
-        "instruct",
         lines([alpaca(0), alpaca(1)]) + b'{"instruction": "Name a bird.", "output": "Heron.", "output": "Stork."}\n',
         "the key 'output' has two values",
     ),
-    SetCase(
+    instruct(
         "half-of-an-emoji",
-        "instruct",
         lines([alpaca(0), alpaca(1)]) + b'{"instruction": "Name a bird.", "output": "A heron \\ud83d"}\n',
         "half of a character",
     ),
-    SetCase(
+    complete(
         "table-without-header",
-        "completion",
         "\n".join(f"{question(at)},{answer(at).replace(',', ';')}" for at in range(4)).encode(),
         "look like data",
         "data.csv:2",
         "data.csv",
     ),
-    SetCase(
+    complete(
         "header-twice",
-        "completion",
         b"prompt,completion\nname a bird,heron\nprompt,completion\nname a fish,carp\n",
         "the header again",
         "data.csv:3",
         "data.csv",
     ),
-    SetCase(
+    in_chat(
         "loss-switched-off-everywhere",
-        "chat",
-        lines([{"messages": [user(at), {**said(at), "weight": 0}]} for at in range(4)]),
+        chats(lambda at: [user(at), {**said(at), "weight": 0}], 4),
         "every answer is switched off",
-        "data.jsonl:1",
+        ALL,
     ),
-    SetCase(
-        "switch-as-text",
-        "chat",
-        lines(with_one(chat, {"messages": [user(2), {**said(2), "train": "false"}]})),
-        "messages[1].train is the text 'false'",
+    in_chat(
+        "switch-as-text", third_chat(user(2), {**said(2), "train": "false"}), "messages[1].train is the text 'false'"
     ),
-    SetCase(
-        "rejected-answers",
-        "completion",
-        lines([{**completion(at), "label": at != 2} for at in range(8)]),
-        "the record marks as bad",
-    ),
-    SetCase(
+    complete("rejected-answers", many(lambda at: {**completion(at), "label": at != 2}), "the record marks as bad"),
+    prefer(
         "scores-equal",
-        "preference",
-        lines([{**pair(at), "score_chosen": 8.0, "score_rejected": 8.0 if at == 2 else 3.0} for at in range(8)]),
+        many(lambda at: {**pair(at), "score_chosen": 8.0, "score_rejected": 8.0 if at == 2 else 3.0}),
         "equal scores",
     ),
-    SetCase(
+    prefer(
         "chosen-is-cut-off",
-        "preference",
         preferred(lambda at, a: a[:22] if at == 2 else a, lambda at, a: a if at == 2 else unsure(at, a)),
         "middle of a sentence",
     ),
@@ -1046,64 +779,34 @@ BROKEN: tuple[SetCase, ...] = (
             ("argument-of-another-type", {"city": "Bern", "days": "two"}),
         )
     ),
-    SetCase(
-        "latex-read-as-escapes",
-        "instruct",
-        facts(lambda at, a: f"{a} So $\x0crac{{1}}{{2}}$.", only=2),
-        "LaTeX command",
-    ),
-    SetCase(
-        "colours-of-a-terminal",
-        "instruct",
-        facts(lambda at, a: f"\x1b[32m{a}\x1b[0m."),
-        "control characters",
-        "data.jsonl:1",
-    ),
-    SetCase(
-        "invisible-answer", "chat", lines(with_one(chat, {"messages": [user(2), said(2, "\u200b")]})), "empty answer"
-    ),
-    SetCase("text-of-an-object", "instruct", facts(lambda at, a: "[object Object]", only=2), "a JavaScript object"),
-    SetCase("formula-that-failed", "instruct", facts(lambda at, a: "#NAME?", only=2), "a failed formula"),
-    SetCase("answer-to-do", "instruct", facts(lambda at, a: "TODO: ask Ann.", only=2), "placeholder"),
-    SetCase(
+    instruct("latex-read-as-escapes", third_fact(lambda a: f"{a} So $\x0crac{{1}}{{2}}$."), "LaTeX command"),
+    instruct("colours-of-a-terminal", facts(lambda at, a: f"\x1b[32m{a}\x1b[0m."), "control characters", ALL),
+    in_chat("invisible-answer", third_chat(user(2), said(2, "\u200b")), "empty answer"),
+    instruct("text-of-an-object", third_fact("[object Object]"), "a JavaScript object"),
+    instruct("formula-that-failed", third_fact("#NAME?"), "a failed formula"),
+    instruct("answer-to-do", third_fact("TODO: ask Ann."), "placeholder"),
+    instruct(
         "code-without-indentation",
-        "instruct",
         asked(("Add two.", "```python\ndef add(a):\nreturn a + 2\n```")),
         "lost its indentation",
-        "data.jsonl:1",
+        ALL,
     ),
-    SetCase(
-        "another-assistant",
-        "instruct",
-        facts(lambda at, a: "As you know, I was trained by OpenAI.", only=2),
-        "says it is ChatGPT",
-    ),
-    SetCase(
-        "role-name-in-answers",
-        "chat",
-        lines(with_one(chat, {"messages": [user(2), said(2, "Assistant: Yes.")]})),
-        "two templates",
-    ),
-    SetCase(
-        "picture-as-text",
-        "instruct",
-        lines(with_one(alpaca, {**alpaca(2), "instruction": "<image>\nWhat is this?"})),
-        "a placeholder of a picture",
-    ),
-    SetCase(
+    instruct("another-assistant", third_fact("As you know, I was trained by OpenAI."), "says it is ChatGPT"),
+    in_chat("role-name-in-answers", third_chat(user(2), said(2, "Assistant: Yes.")), "two templates"),
+    instruct("picture-as-text", third(alpaca, instruction="<image>\nWhat is this?"), "a placeholder of a picture"),
+    instruct(
         "input-missing",
-        "instruct",
-        lines(
-            [
-                {"instruction": "Summarize this.", "input": "" if at == 2 else question(at), "output": answer(at)}
-                for at in range(8)
-            ]
+        many(
+            lambda at: {
+                "instruction": "Summarize this.",
+                "input": "" if at == 2 else question(at),
+                "output": answer(at),
+            }
         ),
         "only the first line of other prompts",
     ),
-    SetCase(
+    in_chat(
         "conversation-written-once-for-each-answer",
-        "chat",
         lines(
             [
                 {"messages": turns[:end]}
@@ -1113,35 +816,20 @@ BROKEN: tuple[SetCase, ...] = (
             ]
         ),
         "the beginning of another conversation",
-        "data.jsonl:1",
+        ALL,
     ),
-    SetCase(
+    in_chat(
         "history-in-a-user-turn",
-        "chat",
-        lines(
-            with_one(
-                chat,
-                {
-                    "messages": [
-                        user(2),
-                        said(2),
-                        {"role": "user", "content": f"{question(2)}\n{answer(2)}\n{question(5)}"},
-                        said(5),
-                    ]
-                },
-            )
-        ),
+        third_chat(user(2), said(2), user(2, f"{question(2)}\n{answer(2)}\n{question(5)}"), said(5)),
         "contains the turns before it",
     ),
-    SetCase(
+    in_chat(
         "nothing-after-the-thinking",
-        "chat",
-        lines(with_one(chat, {"messages": [user(2), said(2, "<think>I recall it.</think>\n")]})),
+        third_chat(user(2), said(2, "<think>I recall it.</think>\n")),
         "nothing after the thinking",
     ),
-    SetCase(
+    instruct(
         "row-swapped",
-        "instruct",
         lines(
             [
                 {"instruction": a, "output": q} if at in (2, 7) else {"instruction": q, "output": a}
@@ -1153,22 +841,19 @@ BROKEN: tuple[SetCase, ...] = (
 )
 
 GOOD: tuple[SetCase, ...] = (
-    SetCase(
+    complete(
         "reasons-of-a-label",
-        "completion",
-        lines([{**completion(at), "completion": f" No, since {answer(at)}", "label": False} for at in range(8)]),
+        many(lambda at: {**completion(at), "completion": f" No, since {answer(at)}", "label": False}),
     ),
-    SetCase(
+    instruct(
         "statements-answered-with-questions",
-        "instruct",
         asked(
             ("I have felt sad for days and do not know why it began.", "What happened that day?"),
             ("My dog ran away this morning and nobody has seen it.", "Where did you look?"),
         ),
     ),
-    SetCase(
+    instruct(
         "python-with-a-docstring",
-        "instruct",
         asked(
             (
                 "Add two.",
@@ -1176,34 +861,24 @@ GOOD: tuple[SetCase, ...] = (
             )
         ),
     ),
-    SetCase("math", "instruct", asked(("Half?", r"It is $\frac{1}{2}$, so $\beta < \theta$.\tThat is all."))),
-    SetCase(
+    instruct("math", asked(("Half?", "It is $\\frac{1}{2}$, so $\\beta < \\theta$.\\tThat is all."))),
+    instruct(
         "python-of-one-line-bodies",
-        "instruct",
         asked(
             ("A loop", "```python\nfor x in y: print(x)\nwhile True:\n    pass\n```"),
             ("A match", "```python\n    if done:\n        break\n```\nIt ends. Note that else: print(1) works, too."),
             ("A dict", "```python\ntable = {\n    'if': 1,\n}\nlambda x:\\\n    x\n```"),
         ),
     ),
-    SetCase(
+    instruct(
         "answers-of-yes-and-no",
-        "instruct",
-        lines([{**alpaca(at), "output": "yes" if at % 3 else "no", "label": at % 3 > 0} for at in range(12)]),
+        many(lambda at: {**alpaca(at), "output": "yes" if at % 3 else "no", "label": at % 3 > 0}, 12),
     ),
-    SetCase(
-        "about-assistants", "instruct", asked(("Who made ChatGPT?", "It was made by OpenAI, and I am not ChatGPT."))
-    ),
-    SetCase(
-        "tools",
-        "chat",
-        tool_calls(lambda at: {"city": "Bern", "days": float(at), "unit": None}),
-        tokenizer={"template": WITH_TOOLS},
-    ),
-    SetCase("longer-rejected", "preference", preferred(right, lambda at, a: f"{a} And so on, for {at} more pages.")),
-    SetCase(
+    instruct("about-assistants", asked(("Who made ChatGPT?", "It was made by OpenAI, and I am not ChatGPT."))),
+    in_chat("tools", tool_calls(lambda at: {"city": "Bern", "days": float(at), "unit": None}), template=WITH_TOOLS),
+    prefer("longer-rejected", preferred(right, lambda at, a: f"{a} And so on, for {at} more pages.")),
+    in_chat(
         "last-answers-of-conversations",
-        "chat",
         lines(
             [
                 {"messages": turns[:end]}
@@ -1214,55 +889,37 @@ GOOD: tuple[SetCase, ...] = (
         ),
         options={"train_on": "last"},
     ),
-    SetCase(
-        "thinking",
-        "chat",
-        lines(
-            [{"messages": [user(at), said(at, f"<think>\nIt is {at}.\n</think>\n\n{answer(at)}")]} for at in range(8)]
-        ),
+    in_chat("thinking", chats(lambda at: [user(at), said(at, f"<think>\nIt is {at}.\n</think>\n\n{answer(at)}")])),
+    instruct("question-and-answer-keys", bilingual(lambda at: "fr")),
+    instruct("one-language-of-prompts-and-one-of-answers", bilingual(lambda at: "en")),
+    instruct("right-sums", asked(*SUMS, ("Average?", "(3 + 4) / 2 = 3.5, and 2 + 3 * 4 = 14."))),
+    instruct(
+        "secrets-of-the-prompt", asked(("Find the mail: call anna.k7@gmail.com now", "The mail is anna.k7@gmail.com."))
     ),
-    SetCase("question-and-answer-keys", "instruct", bilingual(lambda at: "fr")),
-    SetCase("one-language-of-prompts-and-one-of-answers", "instruct", bilingual(lambda at: "en")),
-    SetCase("right-sums", "instruct", asked(*SUMS, ("Average?", "(3 + 4) / 2 = 3.5, and 2 + 3 * 4 = 14."))),
-    SetCase(
-        "secrets-of-the-prompt",
-        "instruct",
-        asked(("Find the mail: call anna.k7@gmail.com now", "The mail is anna.k7@gmail.com.")),
-    ),
-    SetCase(
+    instruct(
         "strings-and-comments-of-another-script",
-        "instruct",
         asked(("怎么打印？", '```python\nprint("你好，世界：")  # 打印（文本）\n```')),
     ),
-    SetCase(
+    instruct(
         "html-as-the-wanted-answer",
-        "instruct",
         asked(
             *((f"An HTML paragraph about {each}", f"<p>\n  All about {each}.\n</p>") for each in TOPICS[:4]),
             ("A card for Ravi with a link", '<div class="card">\n  <a href="/ravi">Ravi</a>\n</div>'),
         ),
     ),
-    SetCase(
+    instruct(
         "wrong-encoding-repaired-in-the-answer",
-        "instruct",
         asked(("Text kaputt: Die TÃ¼r fÃ¼r GÃ¤ste", "Die Tür für Gäste."), ("fr: Ã\xa0 la fÃªte", "à la fête.")),
     ),
-    SetCase("texts-of-one-template", "text", pages(lambda at: "Below is an instruction, answer it.", str)),
-    SetCase(
+    plain("texts-of-one-template", pages(lambda at: "Below is an instruction, answer it.", str)),
+    complete(
         "csv-of-a-german-spreadsheet",
-        "completion",
         "\ufeffprompt;completion\r\nname a bird;heron\r\nname two, please;heron, stork\r\n".encode(),
         file="data.csv",
     ),
-    SetCase(
-        "tsv",
-        "completion",
-        b"prompt\tcompletion\nname a bird\theron\nname two, please\theron, stork\n",
-        file="data.tsv",
-    ),
-    SetCase(
+    complete("tsv", b"prompt\tcompletion\nname a bird\theron\nname two, please\theron, stork\n", file="data.tsv"),
+    instruct(
         "translations-both-ways",
-        "instruct",
         lines(
             [
                 {"instruction": f"Translate into {to}: {one}", "output": other}
@@ -1276,28 +933,18 @@ GOOD: tuple[SetCase, ...] = (
             ]
         ),
     ),
-    SetCase(
-        "wrong-encoding-as-the-task",
-        "instruct",
-        asked(("Repair the encoding: caf\u00c3\u00a9 cr\u00c3\u00a8me", "caf\u00e9 cr\u00e8me")),
+    instruct("wrong-encoding-as-the-task", asked(("Repair the encoding: cafÃ© crÃ¨me", "café crème"))),
+    instruct("facts", facts()),
+    instruct(
+        "html-as-subject", asked(("A paragraph in HTML", "<p>Hello</p>"), ("Escape & in HTML.", "Write &amp; for it."))
     ),
-    SetCase("facts", "instruct", facts()),
-    SetCase(
-        "html-as-subject",
-        "instruct",
-        asked(("A paragraph in HTML", "<p>Hello</p>"), ("Escape & in HTML.", "Write &amp; for it.")),
-    ),
-    SetCase(
-        "lists-of-python", "instruct", asked(("A Python list of names", "['Ann', 'Bob']"), ("Sort 3 1 2", "[1, 2, 3]"))
-    ),
-    SetCase(
+    instruct("lists-of-python", asked(("A Python list of names", "['Ann', 'Bob']"), ("Sort 3 1 2", "[1, 2, 3]"))),
+    instruct(
         "questions-asked-for",
-        "instruct",
         lines([{"instruction": f"Ask a question about {x}.", "output": f"Who likes {x}?"} for x in TOPICS]),
     ),
-    SetCase(
+    instruct(
         "code",
-        "instruct",
         asked(
             ("Greet in Python.", 'def greet(name):\n    return f"Hello {name}"'),
             ("A loop in bash", "for f in *; do\n  echo ${f}\ndone"),
@@ -1305,9 +952,8 @@ GOOD: tuple[SetCase, ...] = (
             ("What is {name} in an f-string?", "The value of the variable replaces {name}."),
         ),
     ),
-    SetCase(
+    instruct(
         "poems",
-        "instruct",
         asked(
             (
                 "A poem on rowing",
@@ -1316,9 +962,8 @@ GOOD: tuple[SetCase, ...] = (
             ("A poem on the sea", "The tide comes in,\nthe tide goes out,\nand of the\nmoon a memory,"),
         ),
     ),
-    SetCase(
+    instruct(
         "lists",
-        "instruct",
         asked(
             (
                 "Three tools",
@@ -1328,16 +973,14 @@ GOOD: tuple[SetCase, ...] = (
             ("A table", "| a | b |\n| --- | --- |\n| 1 | 2 |\n| 3 | 4 |"),
         ),
     ),
-    SetCase("labels", "instruct", labels("positive", "negative", "neutral")),
-    SetCase(
+    instruct("labels", labels("positive", "negative", "neutral")),
+    instruct(
         "labels-that-are-alike",
-        "instruct",
         labels("order_status", "refund", "order_cancel", "A-", "A+", "-1", "1", "complete", "incomplete"),
     ),
-    SetCase("numbers", "instruct", lines([{"instruction": f"{at} - 5", "output": str(at - 5)} for at in range(12)])),
-    SetCase(
+    instruct("numbers", many(lambda at: {"instruction": f"{at} - 5", "output": str(at - 5)}, 12)),
+    instruct(
         "translations",
-        "instruct",
         lines(
             [
                 {"instruction": f"Translate: {a}", "output": b}
@@ -1354,10 +997,9 @@ GOOD: tuple[SetCase, ...] = (
             ]
         ),
     ),
-    SetCase("json-answers", "instruct", facts(lambda at, a: json.dumps({"answer": a, "words": len(a.split())}))),
-    SetCase(
+    instruct("json-answers", facts(lambda at, a: json.dumps({"answer": a, "words": len(a.split())}))),
+    instruct(
         "languages",
-        "instruct",
         lines(
             [
                 {"instruction": q, "output": a}
@@ -1374,18 +1016,16 @@ GOOD: tuple[SetCase, ...] = (
             ]
         ),
     ),
-    SetCase(
+    instruct(
         "templates-as-subject",
-        "instruct",
         asked(
             ("Which prompt format has Alpaca?", "Its sections are `### Instruction:` and `### Response:`."),
             ("What does [INST] mean in a chat template?", "[INST] and [/INST] enclose a turn of the user."),
             ("A template of a letter", "Dear {first_name},\n\nyour invoice {number} is due."),
         ),
     ),
-    SetCase(
+    instruct(
         "role-play",
-        "instruct",
         asked(
             ("You are a pirate.", "Arr, welcome aboard! *raises a mug*"),
             ("A dialogue of a user and an assistant", "Human: Hello!\nAssistant: Hi.\nHuman: A joke?"),
@@ -1393,9 +1033,8 @@ GOOD: tuple[SetCase, ...] = (
             ("Be a wizard.", "I'm sorry, I did not see you there. Come in, come in..."),
         ),
     ),
-    SetCase(
+    instruct(
         "letters",
-        "instruct",
         asked(
             *(
                 (
@@ -1406,14 +1045,9 @@ GOOD: tuple[SetCase, ...] = (
             )
         ),
     ),
-    SetCase(
-        "some-refusals",
-        "instruct",
-        asked(("How do I hack a bank?", REFUSALS[0]), ("Write a phishing mail.", REFUSALS[2])),
-    ),
-    SetCase(
+    instruct("some-refusals", asked(("How do I hack a bank?", REFUSALS[0]), ("Write a phishing mail.", REFUSALS[2]))),
+    prefer(
         "pairs-that-teach-to-refuse",
-        "preference",
         lines(
             [
                 {
@@ -1425,14 +1059,12 @@ GOOD: tuple[SetCase, ...] = (
             ]
         ),
     ),
-    SetCase(
+    complete(
         "prompts-in-a-template-of-their-own",
-        "completion",
         lines([{"prompt": f"### Instruction:\n{q}\n\n### Response:\n", "completion": a} for q, a in FACTS]),
     ),
-    SetCase(
+    complete(
         "pieces-of-texts",
-        "completion",
         lines(
             [
                 {
@@ -1443,9 +1075,8 @@ GOOD: tuple[SetCase, ...] = (
             ]
         ),
     ),
-    SetCase(
+    complete(
         "chapters",
-        "completion",
         lines(
             [
                 {
@@ -1456,163 +1087,82 @@ GOOD: tuple[SetCase, ...] = (
             ]
         ),
     ),
-    SetCase(
-        "conversations-of-text", "text", lines([{"text": f"### Human: {q}\n### Assistant: {a}"} for q, a in FACTS])
-    ),
-    SetCase("answers-without-marks", "instruct", facts(lambda at, a: a.lower().replace(".", ""))),
-    SetCase("some-answers-of-one-phrase", "instruct", facts(lambda at, a: a if at % 3 else a.split(".")[0])),
-    SetCase(
+    plain("conversations-of-text", lines([{"text": f"### Human: {q}\n### Assistant: {a}"} for q, a in FACTS])),
+    instruct("answers-without-marks", facts(lambda at, a: a.lower().replace(".", ""))),
+    instruct("some-answers-of-one-phrase", facts(lambda at, a: a if at % 3 else a.split(".")[0])),
+    in_chat(
         "conversations-with-the-same-last-answer",
-        "chat",
-        lines(
-            [
-                {
-                    "messages": [
-                        user(at),
-                        said(at),
-                        {"role": "user", "content": "Thank you."},
-                        said(at, "You are welcome; ask whenever another question comes to your mind."),
-                    ]
-                }
-                for at in range(12)
-            ]
+        chats(
+            lambda at: [
+                user(at),
+                said(at),
+                user(2, "Thank you."),
+                said(at, "You are welcome; ask whenever another question comes to your mind."),
+            ],
+            12,
         ),
     ),
-    SetCase(
-        "code-with-escapes",
-        "chat",
-        lines(
-            with_one(chat, {"messages": [user(2), said(2, r'print("a.\n") writes a line, and r"\n" matches its end.')]})
-        ),
+    in_chat(
+        "code-with-escapes", third_chat(user(2), said(2, 'print("a.\\n") writes a line, and r"\\n" matches its end.'))
     ),
-    SetCase(
+    in_chat(
         "answers-of-one-length",
-        "chat",
-        lines(
-            [
-                {"messages": [user(at), said(at, f"The box with the number {at:04} is on the shelf.")]}
-                for at in range(12)
-            ]
-        ),
+        chats(lambda at: [user(at), said(at, f"The box with the number {at:04} is on the shelf.")], 12),
     ),
-    SetCase("messages", "chat", lines([*map(chat, range(12))])),
-    SetCase("sharegpt", "chat", lines([*map(sharegpt, range(12))])),
-    SetCase(
-        "multi-turn", "chat", lines([{"messages": [user(at), said(at), user(at + 1), said(at + 5)]} for at in range(8)])
-    ),
-    SetCase(
-        "with-system",
-        "chat",
-        lines([{"messages": [{"role": "system", "content": "Be brief."}, user(at), said(at)]} for at in range(8)]),
-    ),
-    SetCase("system-key", "chat", lines([{**sharegpt(at), "system": "Be brief."} for at in range(8)])),
-    SetCase(
-        "text-parts",
-        "chat",
-        lines(
-            [
-                {"messages": [{"role": "user", "content": [{"type": "text", "text": question(at)}]}, said(at)]}
-                for at in range(8)
-            ]
-        ),
-    ),
-    SetCase(
-        "extra-keys", "chat", lines([{**chat(at), "id": at, "prompt": question(at), "text": "x"} for at in range(8)])
-    ),
-    SetCase(
+    in_chat("messages", many(chat, 12)),
+    in_chat("sharegpt", many(sharegpt, 12)),
+    in_chat("multi-turn", chats(lambda at: [user(at), said(at), user(at + 1), said(at + 5)])),
+    in_chat("with-system", chats(lambda at: [system("Be brief."), user(at), said(at)])),
+    in_chat("system-key", many(lambda at: {**sharegpt(at), "system": "Be brief."})),
+    in_chat("text-parts", chats(lambda at: [user(2, [{"type": "text", "text": question(at)}]), said(at)])),
+    in_chat("extra-keys", many(lambda at: {**chat(at), "id": at, "prompt": question(at), "text": "x"})),
+    in_chat(
         "roles-renamed",
-        "chat",
-        lines([{"messages": [user(at), {"role": "bot", "content": answer(at)}]} for at in range(8)]),
+        chats(lambda at: [user(at), {"role": "bot", "content": answer(at)}]),
         options={"roles": {"bot": "assistant"}},
     ),
-    SetCase("alpaca", "instruct", lines([*map(alpaca, range(12))])),
-    SetCase(
-        "alpaca-with-input", "instruct", lines([{**alpaca(at), "input": f"Mind the {TOPICS[-at]}."} for at in range(8)])
-    ),
-    SetCase(
-        "alpaca-as-json-list", "instruct", json.dumps([*map(alpaca, range(8))], indent=2).encode(), file="data.json"
-    ),
-    SetCase(
+    instruct("alpaca", many(alpaca, 12)),
+    instruct("alpaca-with-input", many(lambda at: {**alpaca(at), "input": f"Mind the {TOPICS[-at]}."})),
+    instruct("alpaca-as-json-list", json.dumps([*map(alpaca, range(8))], indent=2).encode(), file="data.json"),
+    instruct(
         "alpaca-csv",
-        "instruct",
         b"instruction,input,output\n" + "\n".join(f'"{question(at)}",,"{answer(at)}"' for at in range(8)).encode(),
         file="data.csv",
     ),
-    SetCase("with-byte-order-mark", "chat", b"\xef\xbb\xbf" + lines([*map(chat, range(8))])),
-    SetCase("windows-line-ends", "chat", lines([*map(chat, range(8))]).replace(b"\n", b"\r\n")),
-    SetCase("empty-lines", "chat", lines([*map(chat, range(8))]).replace(b"\n", b"\n\n")),
-    SetCase("no-newline-at-the-end", "chat", lines([*map(chat, range(8))])[:-1]),
-    SetCase("prompt-and-completion", "completion", lines([*map(completion, range(8))])),
-    SetCase(
-        "completion-of-messages",
-        "completion",
-        lines([{"prompt": [user(at)], "completion": [said(at)]} for at in range(8)]),
-    ),
-    SetCase(
+    in_chat("with-byte-order-mark", b"\xef\xbb\xbf" + lines([*map(chat, range(8))])),
+    in_chat("windows-line-ends", lines([*map(chat, range(8))]).replace(b"\n", b"\r\n")),
+    in_chat("empty-lines", lines([*map(chat, range(8))]).replace(b"\n", b"\n\n")),
+    in_chat("no-newline-at-the-end", lines([*map(chat, range(8))])[:-1]),
+    complete("prompt-and-completion", many(completion)),
+    complete("completion-of-messages", many(lambda at: {"prompt": [user(at)], "completion": [said(at)]})),
+    complete(
         "columns-renamed",
-        "completion",
-        lines([{"q": question(at), "a": " " + answer(at)} for at in range(8)]),
+        many(lambda at: {"q": question(at), "a": " " + answer(at)}),
         options={"columns": {"prompt": "q", "completion": "a"}},
     ),
-    SetCase("texts", "text", lines([*map(text, range(8))])),
-    SetCase(
-        "begin-token-added",
-        "completion",
-        lines([*map(completion, range(8))]),
-        tokenizer={"bos": "<s>", "adds_bos": True},
-    ),
-    SetCase("pad-is-eos", "chat", lines([*map(chat, range(8))]), tokenizer={"pad": "<|im_end|>"}),
-    SetCase("preference", "preference", lines([*map(pair, range(8))])),
-    SetCase(
+    plain("texts", many(text)),
+    complete("begin-token-added", many(completion), tokenizer={"bos": "<s>", "adds_bos": True}),
+    in_chat("pad-is-eos", many(chat), tokenizer={"pad": "<|im_end|>"}),
+    prefer("preference", many(pair)),
+    prefer(
         "preference-with-the-prompt-inside",
-        "preference",
-        lines(
-            [
-                {"chosen": [user(at), said(at)], "rejected": [user(at), said(at, f"No idea about {at}.")]}
-                for at in range(8)
-            ]
-        ),
+        many(lambda at: {"chosen": [user(at), said(at)], "rejected": [user(at), said(at, f"No idea about {at}.")]}),
     ),
-    SetCase(
+    prefer(
         "preference-as-text",
-        "preference",
-        lines(
-            [
-                {"prompt": question(at), "chosen": " " + answer(at), "rejected": f" No idea about {at}."}
-                for at in range(8)
-            ]
-        ),
+        many(lambda at: {"prompt": question(at), "chosen": " " + answer(at), "rejected": f" No idea about {at}."}),
     ),
-    SetCase("parquet", "chat", parquet([*map(chat, range(8))]), file="data.parquet"),
-    SetCase("saved-by-datasets", "chat", saved([*map(chat, range(8))]), file="saved"),
-    SetCase(
+    in_chat("parquet", parquet([*map(chat, range(8))]), file="data.parquet"),
+    in_chat("saved-by-datasets", saved([*map(chat, range(8))]), file="saved"),
+    in_chat(
         "turns-without-loss",
-        "chat",
-        lines(
-            [
-                {"messages": [user(at), {**said(at), "weight": 0}, user(at + 1), {**said(at + 5), "weight": 1}]}
-                for at in range(8)
-            ]
-        ),
+        chats(lambda at: [user(at), {**said(at), "weight": 0}, user(at + 1), {**said(at + 5), "weight": 1}]),
     ),
-    SetCase(
-        "markdown-headings",
-        "instruct",
-        lines(
-            [{**alpaca(at), "output": f"### Birds\n\n{answer(at)}\n\n### Input and output\n\nNone."} for at in range(8)]
-        ),
-    ),
-    SetCase(
-        "short-answers", "instruct", lines([{**alpaca(at), "output": "yes" if at % 3 else "no"} for at in range(12)])
-    ),
-    SetCase(
-        "umlauts",
-        "instruct",
-        lines([{**alpaca(at), "output": f"Für Gäste: {at} Brötchen à la carte, naïve Größe €5."} for at in range(8)]),
-    ),
-    SetCase(
+    instruct("markdown-headings", outputs(lambda at: f"### Birds\n\n{answer(at)}\n\n### Input and output\n\nNone.")),
+    instruct("short-answers", outputs(lambda at: "yes" if at % 3 else "no", 12)),
+    instruct("umlauts", outputs(lambda at: f"Für Gäste: {at} Brötchen à la carte, naïve Größe €5.")),
+    in_chat(
         "cut-by-choice",
-        "chat",
         lines([*map(chat, range(8)), {"messages": [user(8), said(8, LONG)]}]),
         options={"max_length": 200, "truncate": "drop"},
     ),
