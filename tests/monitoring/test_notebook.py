@@ -47,17 +47,33 @@ with tw.watch(model, optimizer, out=None) as watch:
 """
 
 
-@pytest.mark.slow
-@pytest.mark.process
-def test_a_run_and_a_watched_loop_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "start" / "first_diagnosis.ipynb"
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The folder and the code cells of the notebook of the docs and of the cells above, run in one kernel."""
     pytest.importorskip("ipykernel")
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    cells = [nbformat.v4.new_code_cell(source) for source in (FIT, WATCH, "result", "lines")]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    fit, watch, result, lines = ([*cell.outputs] for cell in notebook.cells)
+    folder = tmp_path_factory.mktemp("notebook")
+    notebook = nbformat.read(NOTEBOOK, 4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.outputs for cell in code] == [[]] * len(code), "outputs are not kept in the repository"
+    code += [nbformat.v4.new_code_cell(source) for source in (FIT, WATCH, "result", "lines")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IPYTHONDIR", str(folder / "ipython"))
+        patch.setenv("JUPYTER_RUNTIME_DIR", str(folder / "runtime"))
+        patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        notebook = nbformat.v4.new_notebook(cells=code)
+        nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
+    return folder, [[*cell.outputs] for cell in notebook.cells]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_run_and_a_watched_loop_in_a_notebook(executed: tuple[Path, list[Any]]) -> None:
+    folder, cells = executed
+    fit, watch, result, lines = cells[-4:]
     [shown] = [text for text in map(html_of, fit) if "<svg" in text]
     assert "1 critical" in shown, "the softmax before the loss"
     assert "<polyline" in shown and "step 40" in shown and "loss from step 1 to 40" in shown
@@ -65,25 +81,14 @@ def test_a_run_and_a_watched_loop_in_a_notebook(tmp_path: Path, monkeypatch: pyt
     assert "loss.softmax_before_cross_entropy" in watch[-1]["data"]["text/plain"]
     assert any("softmax" in html_of(each) for each in watch[:-1]), "the diagnosis is printed"
     assert "step 40" in result[-1]["data"]["text/plain"]
-    require_what_the_log_has(ast.literal_eval(lines[-1]["data"]["text/plain"]), next(tmp_path.glob("runs/*/log.jsonl")))
-
-
-NOTEBOOK = Path(__file__).parents[2] / "docs" / "start" / "first_diagnosis.ipynb"
+    [log] = [recipe.with_name("log.jsonl") for recipe in folder.glob("runs/*/recipe.yaml")]
+    require_what_the_log_has(ast.literal_eval(lines[-1]["data"]["text/plain"]), log)
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_the_notebook_of_the_first_diagnosis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ipykernel")
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    notebook = nbformat.read(NOTEBOOK, 4)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert [cell.outputs for cell in code] == [[]] * len(code), "outputs are not kept in the repository"
-    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    found, fixed, page = (str(cell.outputs) for cell in code[-3:])
+def test_the_notebook_of_the_first_diagnosis(executed: tuple[Path, list[Any]]) -> None:
+    found, fixed, page = map(str, executed[1][-7:-4])
     assert "['loss.softmax_before_cross_entropy']" in found
     assert "softmax_before_cross_entropy" not in fixed
     assert "softmax" in page
