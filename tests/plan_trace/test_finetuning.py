@@ -124,11 +124,6 @@ def test_the_settings_of_each_method_load(found: dict[str, MethodForecast]) -> N
         assert each.method != "QLoRA" or (changed.lora is not None and changed.lora.quantize == "nf4")
 
 
-def test_other_recipes_have_no_such_table() -> None:
-    text = CliRunner().invoke(app, ["plan", "gpt-tiny", "--device", "rtx4090"]).output
-    assert "fine-tuning" not in text
-
-
 @pytest.mark.parametrize("name", ["rtx4090", "RTX 4090", "rtx-4090", "H100_80GB"])
 def test_names_of_devices_are_read_generously(name: str) -> None:
     assert find_device(name, known_devices()).name in ("rtx4090", "h100-80gb")

@@ -244,7 +244,7 @@ def test_the_verb() -> None:
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert "as written" in done.output
-    assert "<- peak" in done.output
+    assert "<- peak" in done.output and "fine-tuning" not in done.output
     refused = CliRunner().invoke(app, [*command[:2], "--device", "a100-40gb", "--memory", "650MiB", "--json", *small])
     answer = json.loads(refused.output.splitlines()[-1])
     assert refused.exit_code == 3

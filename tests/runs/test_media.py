@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import trainwright as tw
-from tests.rows import each_row
 from trainwright.errors import UsageError
 from trainwright.runs.files import UnreadableFile
 from trainwright.runs.media import MAX_PIXELS, MAX_TEXT_CHARS, Loggable, encode, file_of, read_media, shortened, type_of
@@ -45,7 +44,7 @@ SHAPES = {
 }
 
 
-@each_row("row", SHAPES)
+@pytest.mark.parametrize("row", SHAPES)
 def test_an_image_is_read_back_by_another_program(row: str) -> None:
     reader = pytest.importorskip("PIL.Image")
     data, shape = SHAPES[row]
@@ -86,7 +85,7 @@ NO_IMAGES: dict[str, Any] = {
 }
 
 
-@each_row("row", NO_IMAGES)
+@pytest.mark.parametrize("row", NO_IMAGES)
 def test_what_is_no_image_is_refused_with_its_remedy(row: str) -> None:
     with pytest.raises(UsageError, match=r"(?s)image.*\(C, H, W\)"):
         tw.Image(NO_IMAGES[row])
@@ -126,7 +125,7 @@ def store(root: Path, name: str, content: bytes) -> Path:
 VALUES: dict[str, Loggable] = {"image": tw.Image(RAMP), "text": "<b>\x1b[2J", "histogram": tw.Histogram(RAMP)}
 
 
-@each_row("row", VALUES)
+@pytest.mark.parametrize("row", VALUES)
 def test_what_was_written_is_read(row: str, tmp_path: Path) -> None:
     value = VALUES[row]
     assert type_of(value) == row
@@ -159,7 +158,7 @@ FORGED = {
 }
 
 
-@each_row("row", FORGED)
+@pytest.mark.parametrize("row", FORGED)
 def test_a_forged_file_is_refused(row: str, tmp_path: Path) -> None:
     name, content = FORGED[row]
     run = tmp_path / "run"

@@ -15,7 +15,6 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 import trainwright as tw
-from tests.rows import each_row
 
 pytestmark = pytest.mark.slow  # watched loops, each of a few tenths of a second
 
@@ -64,7 +63,7 @@ def run(request: pytest.FixtureRequest) -> tuple[type[Optimizer], list[dict[str,
     return request.param, saved(loop)
 
 
-@each_row("before", [True, False])
+@pytest.mark.parametrize("before", [True, False])
 def test_all_is_loaded(before: bool, run: tuple[type[Optimizer], list[dict[str, Any]]]) -> None:
     kind, states = run
     loop = fresh(kind, seed=1)
@@ -89,7 +88,7 @@ def prefixed(prefix: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     return lambda state: {prefix + name: tensor for name, tensor in state.items()}
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("change", "severity"),
     [
         (prefixed("module."), "critical"),
@@ -117,7 +116,7 @@ def test_the_state_of_an_adapter_has_no_frozen_weights() -> None:
     assert codes(loop, lambda: model.load_state_dict(state, strict=False), steps=2) == {}
 
 
-@each_row("again", [True, False])
+@pytest.mark.parametrize("again", [True, False])
 def test_loaded_weights_that_are_initialised_again(again: bool) -> None:
     loop, state = fresh(), fresh(seed=2)[0].state_dict()
 
@@ -130,7 +129,7 @@ def test_loaded_weights_that_are_initialised_again(again: bool) -> None:
     assert codes(loop, load, steps=4) == ({"loaded_weights_overwritten": "critical"} if again else {})
 
 
-@each_row("restored", [True, False])
+@pytest.mark.parametrize("restored", [True, False])
 def test_an_average_after_a_resume(restored: bool) -> None:
     loop = fresh()
     go_on(loop, 60)
@@ -145,7 +144,7 @@ def test_an_average_after_a_resume(restored: bool) -> None:
     assert codes(loop, steps=40, after=follow) == ({} if restored else {"average_not_restored": "warning"})
 
 
-@each_row("own", [True, False])
+@pytest.mark.parametrize("own", [True, False])
 def test_a_target_network_that_is_loaded(own: bool) -> None:
     loop = fresh()
     target = copy.deepcopy(loop[0])

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainwright as tw
-from tests.rows import each_row
 from trainwright.doctor.measure.calls import Leftovers
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
@@ -33,7 +32,7 @@ def with_weights_penalized(parts: Parts) -> tuple[Tensor, Callable[[], Tensor]]:
     return parts[0](X).square().mean() + parts[1](X).mean(), lambda: parts[1](X).square().mean()
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("losses", "clears", "expected"),
     [
         (adversarial, "after", 2),

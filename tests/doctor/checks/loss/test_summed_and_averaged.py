@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests.doctor.checks.loops import made_of
-from tests.rows import each_row
 from trainwright.doctor.discovery import check_of
 from trainwright.doctor.facts.loss import LossFacts, LossSign, MeasuredLoss
 from trainwright.runs.records import Examined, Watched
@@ -17,7 +16,7 @@ from trainwright.runs.records import Examined, Watched
 KNOWS_NOTHING, KNOWS = ((0.5, 0.5, 0.5),) * 6, ((0.1, 0.5, 0.9),) * 6
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("signs", "rows", "steps", "found"),
     [(4, KNOWS_NOTHING, 64, 1), (4, KNOWS, 64, 0), (1, KNOWS_NOTHING, 64, 0), (4, KNOWS_NOTHING, 32, 0)],
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
-from tests.rows import each_row
 from trainwright.doctor.measure.modes import drop_rate
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("name", "args", "kwargs", "is_mask"),
     [
         ("bernoulli", (torch.full((4,), 0.9),), {}, True),

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from tests.doctor.checks.loops import made_of, requested
-from tests.rows import each_row
 from trainwright.doctor.check import Check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
@@ -63,7 +62,7 @@ def told(*facts: tuple[int, object], steps: tuple[Watched, ...] = ()) -> list[Fo
     return [each.found for each in diagnose(RunContext([*steps, *seen])).findings if each.found.severity != "info"]
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("what", "code"),
     [
         ("log_of_zero", "precision.log_of_zero"),
@@ -173,7 +172,7 @@ class TestScaler:
         assert not made_of(check, steps=[skipped(n, kind="scaler_skipped" if n % 8 else "step") for n in range(1, 40)])
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("facts", "found"),
     [
         (ScalerFacts(steps=8), False),
@@ -185,7 +184,7 @@ def test_calls_of_a_scaler(facts: ScalerFacts, found: bool) -> None:
     assert bool(made_of(of("precision.gradients_not_unscaled"), (8, facts))) == found
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("name", "facts", "found"),
     [
         ("lost_updates", MixedPrecisionFacts(still=0.95, updates=8), True),

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.doctor.checks.loops import made_of
-from tests.rows import each_row
 from trainwright.doctor.check import Check
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
@@ -33,7 +32,7 @@ def readings(change: Callable[[int, HeldResources], HeldResources], number: int 
     return GrowthFacts(held=tuple(change(n, each) for n, each in enumerate(held)), most_hooks="1")
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("name", "change", "found"),
     [
         ("memory_grows", lambda n, held: replace(held, memory_bytes=(500 + 20 * n) * MIB), True),
@@ -48,7 +47,7 @@ def test_growth(name: str, change: Callable[[int, HeldResources], HeldResources]
     assert bool(made_of(of(name), (320, readings(change)))) == found
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("facts", "found"),
     [
         (MemoryFacts(old_losses=20, graphs_alive=20), True),
@@ -61,7 +60,7 @@ def test_graphs_that_are_kept(facts: MemoryFacts, found: bool) -> None:
     assert bool(made_of(of("graphs_kept"), (30, facts))) == found
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("nodes", "goes_back", "found"),
     [([10, 15, 20, 25, 30], True, True), ([10, 15, 20, 25, 30], False, False), ([10, 30, 12, 40, 50], True, False)],
 )
@@ -70,7 +69,7 @@ def test_a_graph_that_grows(nodes: list[int], goes_back: bool, found: bool) -> N
     assert bool(made_of(of("graph_grows"), (5, MemoryFacts(graphs=graphs)))) == found
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("objects", "grown", "found"), [(600_000, 10 * MIB, True), (600_000, MIB // 2, False), (100, 10 * MIB, False)]
 )
 def test_workers_that_copy(objects: int, grown: float, found: bool) -> None:
@@ -78,7 +77,9 @@ def test_workers_that_copy(objects: int, grown: float, found: bool) -> None:
     assert bool(made_of(of("workers_copy_dataset"), (16, facts))) == found
 
 
-@each_row(("wait_s", "step_s", "found"), [(0.02, 0.021, True), (0.001, 0.0011, False), (0.02, 0.1, False)])
+@pytest.mark.parametrize(
+    ("wait_s", "step_s", "found"), [(0.02, 0.021, True), (0.001, 0.0011, False), (0.02, 0.1, False)]
+)
 def test_waits_for_data(wait_s: float, step_s: float, found: bool) -> None:
     values = {"step_s": step_s, "wait_s": wait_s}
     steps = [Watched(time_s=0.0, step=n, loss=1.0, grad_norm=1.0, lr=0.1, values=values) for n in range(1, 61)]

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.doctor.checks.loops import alarms, mlp, watched
-from tests.rows import each_row
 from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
@@ -40,7 +39,7 @@ KINDS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.slow
-@each_row("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_kept_of_each_step_grows(kind: str) -> None:
     kept, probe, check = [], growth(), check_of("resources.memory_grows")
     assert check is not None
