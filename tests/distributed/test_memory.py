@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import psutil
@@ -28,7 +27,8 @@ print(free_bytes(torch.device("cpu")), enough_bytes([nn.Linear(2**20, 2**20, dev
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set by Linux's RLIMIT_DATA")
 def test_a_limit_of_the_process_leaves_less() -> None:
-    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True)
+    done = forked.run(LIMITED)
+    assert done.returncode == 0, done.stderr
     free, budget = map(int, done.stdout.split())
     assert 0 < free < LIMIT and LEAST_BYTES <= budget <= LIMIT // 4
 

@@ -131,11 +131,6 @@ def test_replayed_steps_train_to_the_bits_of_eager_steps() -> None:
     assert_same_run(state, losses)
 
 
-def test_results_of_earlier_steps_are_not_overwritten() -> None:
-    _, losses, *_ = trained()
-    assert len({float(each) for each in losses}) == len(losses)
-
-
 def test_each_shape_has_a_graph() -> None:
     state = state_of(net())
     backend = RepeatedCalls(state)

@@ -206,13 +206,12 @@ def test_an_optimizer_that_takes_the_flag_on_the_device(name: str) -> None:
         assert_same_bits(dict(guarded.named_parameters()), dict(plain.named_parameters()))
 
 
-@pytest.mark.slow
-def test_the_scale_recovers_from_150_overflows() -> None:
+def test_the_scale_recovers_from_overflows_at_its_least() -> None:
     model = network()
-    scaler = LossScaler(interval=3)
+    scaler = LossScaler(initial=2.0**-10, interval=3)
     state = TrainState(model, SGD(model.parameters(), lr=1e-2), scaler)
     advance = make_step(F.cross_entropy, precision=Precision("fp16"))
-    for step in range(150):
+    for step in range(12):
         assert bool(advance(state, batch(step, math.inf)).skipped)
     assert float(scaler.scale) == 2.0**-14
     assert not any(bool(advance(state, batch(step)).skipped) for step in range(6))

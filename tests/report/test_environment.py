@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import forked
 from trainwright.plan.machine import Gpu, Machine
 from trainwright.report.environment import (
     Line,
@@ -265,14 +265,9 @@ def test_facts_of_this_environment_are_true() -> None:
     json.dumps([asdict(line) for line in judge(facts)], allow_nan=False)
 
 
-def run(code: str, **variables: str) -> str:
-    answer = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **variables},
-        check=False,
-    )
+def run(code: str) -> str:
+    command = [sys.executable, "-W", "error", "-c", code]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
 
@@ -281,8 +276,7 @@ def run(code: str, **variables: str) -> str:
 def test_a_torch_that_cannot_be_imported_is_a_line_and_no_traceback() -> None:
     said = run(
         "import sys; sys.modules['torch'] = None\n"
-        "from trainwright.report.environment import gather\n"
-        "from trainwright.report.environment import judge, render\n"
+        "from trainwright.report.environment import gather, judge, render\n"
         "print(render(judge(gather())))"
     )
     assert "bad   torch" in said
@@ -290,16 +284,16 @@ def test_a_torch_that_cannot_be_imported_is_a_line_and_no_traceback() -> None:
 
 @pytest.mark.process
 def test_oversubscribed_threads_for_real() -> None:
-    said = run(
+    done = forked.run(
         "import torch; torch.set_num_threads(999)\n"  # as a CPU quota does that OpenMP does not know of
-        "from trainwright.report.environment import gather\n"
-        "from trainwright.report.environment import judge, render\n"
+        "from trainwright.report.environment import gather, judge, render\n"
         "print(render(judge(gather())))",
-        OMP_NUM_THREADS="2",
+        env={"OMP_NUM_THREADS": "2"},
     )
-    assert "warn  threads" in said
-    assert "999 for" in said
-    assert "(OMP_NUM_THREADS=2)" in said
+    assert done.returncode == 0, done.stderr
+    assert "warn  threads" in done.stdout
+    assert "999 for" in done.stdout
+    assert "(OMP_NUM_THREADS=2)" in done.stdout
 
 
 @pytest.mark.process

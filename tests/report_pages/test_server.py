@@ -5,8 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests import forked
 from tests.report_pages.runs import BEGAN_S, add, ended, evaluated, found, make_run, started, step
 from tests.report_pages.serving import TOKEN, Site, site_of
 from trainwright.cli import app
@@ -247,11 +246,12 @@ def test_usage_errors(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_kill_of_the_server_hurts_nothing_and_another_one_begins(runs: Path) -> None:
-    command = [sys.executable, "-m", "trainwright", "serve", str(runs), "--port", "0"]
     for end, code in ((signal.SIGKILL, -9), (signal.SIGINT, 0)):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        url = process.stdout.readline().split()[-1]
+        process = forked.Forked(forked.COMMAND_LINE, "serve", str(runs), "--port", "0")
+        while "\n" not in process.stdout:
+            assert process.poll() is None, process.stderr
+            time.sleep(0.02)
+        url = process.stdout.splitlines()[0].split()[-1]
         port = int(url.split(":")[2].partition("/")[0])
         link = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         link.request("GET", url.partition(str(port))[2])
@@ -261,7 +261,6 @@ def test_a_kill_of_the_server_hurts_nothing_and_another_one_begins(runs: Path) -
             log.write(add_step + "\n")
         process.send_signal(end)
         assert process.wait(timeout=120) == code
-        process.stdout.close()
         link.close()
 
 
@@ -304,15 +303,13 @@ for number in range(1, 1_000_000):
 @pytest.mark.slow
 def test_a_kill_of_the_training_is_told_and_the_page_stays(site: Site, runs: Path) -> None:
     folder = RunFolder.create(runs, "doomed")
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(folder.path)], cwd=Path(__file__).parents[2]) as writer:
-        try:
-            while not folder.log.exists() or site.ask("/view?run=doomed").status != 200:
-                assert writer.poll() is None
-                time.sleep(0.1)
-            stream = events_of(site, "/events?run=doomed")
-            assert "running" in data_of(next(stream))["parts"]["head-0"]
-        finally:
-            writer.kill()
+    writer = forked.Forked(WRITER, str(folder.path))
+    while not folder.log.exists() or site.ask("/view?run=doomed").status != 200:
+        assert writer.poll() is None, writer.stderr
+        time.sleep(0.1)
+    stream = events_of(site, "/events?run=doomed")
+    assert "running" in data_of(next(stream))["parts"]["head-0"]
+    writer.kill()
     heads = (data_of(line)["parts"].get("head-0", "") for line in stream if line.startswith("data: "))
     assert any("none of its processes is left" in head for head in heads)
     stream.close()
