@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,24 @@ def trained(model: dict[str, Any], **more: Any) -> Result:
     return result
 
 
+@pytest.fixture(scope="module")
+def trained_mlp(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    root = tmp_path_factory.mktemp("mlp")
+    (root / "mine.py").write_text(MINE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.syspath_prepend(str(root))
+        sys.modules.pop("mine", None)
+        result = trained(MLP)
+    return replace(result, run=root / result.run)
+
+
+@pytest.fixture
+def result(trained_mlp: Result, folder: Path) -> Result:
+    """A run of ``MLP`` with checkpoints of steps 5 and 10, in a folder of its own."""
+    return replace(trained_mlp, run=Path(shutil.copytree(trained_mlp.run, folder / "runs/it")))
+
+
 def fitted(**settings: Any) -> Result:
     torch.manual_seed(0)
     x = torch.randn(32, 6)
@@ -186,8 +205,7 @@ def test_the_average_is_another_file() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_without_an_average_says_how_to_get_one() -> None:
-    result = trained(MLP)
+def test_a_run_without_an_average_says_how_to_get_one(result: Result) -> None:
     with pytest.raises(CheckpointError, match="no average") as caught:
         export(result.run, format="safetensors", average=True)
     assert "model.ema" in caught.value.remedy
@@ -230,8 +248,7 @@ def test_a_function_makes_the_model_of_an_adapter_again() -> None:
 
 
 @pytest.mark.slow
-def test_which_checkpoint() -> None:
-    result = trained(MLP)
+def test_which_checkpoint(result: Result) -> None:
     steps = {step: result.run / f"checkpoints/step-{step:08d}/model.safetensors" for step in (5, 10)}
     fifth = export(result.run, format="safetensors", which="5")
     assert (fifth.step, fifth.path.name) == (5, "safetensors-step-00000005")
@@ -247,8 +264,7 @@ def test_which_checkpoint() -> None:
 
 
 @pytest.mark.slow
-def test_a_best_that_is_gone_or_never_was() -> None:
-    result = trained(MLP)
+def test_a_best_that_is_gone_or_never_was(result: Result) -> None:
     (result.run / "checkpoints/best.json").unlink(missing_ok=True)
     for _ in range(2):
         with pytest.raises(UsageError, match="no best checkpoint") as caught:
@@ -267,8 +283,7 @@ def test_a_run_without_a_checkpoint_is_trained_first(tmp_path: Path, which: str)
 
 
 @pytest.mark.slow
-def test_damaged_checkpoints_are_stepped_over_by_name() -> None:
-    result = trained(MLP)
+def test_damaged_checkpoints_are_stepped_over_by_name(result: Result) -> None:
     newest, older = checkpoints(result.run / "checkpoints")
     (newest / "model.safetensors").write_bytes(b"torn")
     done = CliRunner().invoke(app, ["export", str(result.run), "--json"])
@@ -287,8 +302,7 @@ def test_damaged_checkpoints_are_stepped_over_by_name() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_there_is_never_written_over(folder: Path) -> None:
-    result = trained(MLP)
+def test_what_is_there_is_never_written_over(folder: Path, result: Result) -> None:
     first = export(result.run, format="safetensors")
     before = (first.path / "model.safetensors").read_bytes()
     with pytest.raises(UsageError, match="exists already"):
@@ -317,8 +331,7 @@ with draft_folder(Path(sys.argv[1])) as draft:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_what_a_killed_export_left_is_removed_by_the_next_one(folder: Path) -> None:
-    result = trained(MLP)
+def test_what_a_killed_export_left_is_removed_by_the_next_one(folder: Path, result: Result) -> None:
     dead, alive = (forked.Forked(DRAFTING, str(folder / name)) for name in ("first", "second"))
     for process in (dead, alive):
         while process.stdout != "begun\n":
@@ -439,8 +452,7 @@ def test_a_tied_weight_is_not_merged_behind_ones_back() -> None:
 
 
 @pytest.mark.slow
-def test_adapters_that_are_not_there() -> None:
-    result = trained(MLP)
+def test_adapters_that_are_not_there(result: Result) -> None:
     with pytest.raises(UsageError, match="trained no adapter"):
         export(result.run, format="safetensors", adapter=True)
 
@@ -493,8 +505,7 @@ def test_the_layout_of_transformers_needs_no_code_of_the_run(folder: Path) -> No
 
 
 @pytest.mark.slow
-def test_other_models_have_no_such_layout() -> None:
-    result = trained(MLP)
+def test_other_models_have_no_such_layout(result: Result) -> None:
     with pytest.raises(UsageError, match="not for MLP") as caught:
         export(result.run, format="hf")
     assert "safetensors" in caught.value.remedy
@@ -514,8 +525,8 @@ def test_a_recipe_that_no_longer_fits_is_said(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_verb() -> None:
-    run = trained(MLP).run
+def test_the_verb(result: Result) -> None:
+    run = result.run
     code, message = invoke("export", str(run))
     assert code == 0 and f"{run}/export/safetensors-step-00000010" in message and "step 10" in message
     code, message = invoke("export", str(run), "--format", "state_dict", "--out", "there", "--which", "5", "--json")
@@ -531,8 +542,8 @@ def test_the_verb() -> None:
 
 
 @pytest.mark.slow
-def test_an_export_writes_through_no_link(folder: Path) -> None:
-    run, elsewhere = trained(MLP).run, folder / "elsewhere"
+def test_an_export_writes_through_no_link(folder: Path, result: Result) -> None:
+    run, elsewhere = result.run, folder / "elsewhere"
     elsewhere.mkdir()
     (run / "export").symlink_to(elsewhere)
     code, message = invoke("export", str(run))

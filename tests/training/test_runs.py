@@ -18,7 +18,7 @@ from tests.disks import small_disk
 from tests.forked import COMMAND_LINE
 from tests.training.processes import RECIPE, SLOWLY, invoke, start, wait_for_step
 from tests.training.small_recipes import SMALL
-from trainwright.checkpoint.store import checkpoints, newest_valid
+from trainwright.checkpoint.store import newest_valid
 from trainwright.recipe.load import builtin_recipes
 from trainwright.runs.reader import read
 from trainwright.runs.records import Ended, Evaluated, Saved, Skipped, Started, Step
@@ -172,12 +172,14 @@ def test_a_resume_that_cannot_be(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_damaged_newest_checkpoint_does_not_push_good_ones_out(folder: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_named_and_does_not_push_good_ones_out(folder: Path) -> None:
     assert invoke("train", "slow.yaml", "--set", "until=40steps")[0] == 0
     with (folder / "runs/slow/checkpoints/step-00000040/rest.safetensors").open("ab") as file:
         file.write(b"x")
     options = ["--set", "checkpoint.keep=1", "--set", "checkpoint.every=2steps", "--set", "until=30steps"]
-    assert invoke("resume", "runs/slow", *options, "--accept", "until")[0] == 0
+    code, said = invoke("resume", "runs/slow", *options, "--accept", "until")
+    assert code == 0
+    assert "step-00000040/rest.safetensors is damaged" in said and "resumed from" in said and "step-00000020" in said
     newest, _ = newest_valid(folder / "runs/slow/checkpoints")
     assert newest is not None and newest.name == "step-00000030"
 
@@ -243,18 +245,6 @@ def test_a_kill_loses_nothing_that_was_committed(folder: Path) -> None:
     assert int(newest.name.removeprefix("step-")) >= max(saved)
     code, said = invoke("resume", "runs/slow", "--set", f"until={max(saved) + 10}steps", "--accept", "until")
     assert code == 0 and f"resumed from {Path('runs/slow/checkpoints') / newest.name}" in said
-
-
-@pytest.mark.slow
-def test_a_damaged_checkpoint_is_named_and_stepped_over(folder: Path) -> None:
-    assert invoke("train", "slow.yaml", "--set", "until=45steps")[0] == 0
-    newest = checkpoints(folder / "runs/slow/checkpoints")[0]
-    content = bytearray((newest / "model.safetensors").read_bytes())
-    content[-1] ^= 1
-    (newest / "model.safetensors").write_bytes(bytes(content))
-    code, said = invoke("resume", "runs/slow")
-    assert code == 0
-    assert "step-00000045/model.safetensors is damaged" in said and "resumed from" in said and "step-00000040" in said
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
-import dataclasses
 import itertools
 import logging
 import random
@@ -29,7 +28,7 @@ from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 
 @dataclass
@@ -115,31 +114,6 @@ def torch_generator_of_a_module(folder: Path) -> Program:
     return program(Own(generator=torch.Generator().manual_seed(1)))
 
 
-@attack
-def generator_of_an_optimizer(folder: Path) -> Program:
-    class Langevin(torch.optim.SGD):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.generator = torch.Generator().manual_seed(1)
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            super().step()
-            with torch.no_grad():
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        p.add_(1e-3 * torch.randn(p.shape, generator=self.generator))
-
-    model = Net()
-    return program(model, Langevin(model.parameters(), lr=0.1))
-
-
-@attack
-def generator_in_the_closure_of_a_hook(folder: Path) -> Program:
-    rng, model = torch.Generator().manual_seed(1), Net()
-    model.first.register_forward_hook(lambda module, args, out: out + 0.1 * torch.randn(out.shape, generator=rng))
-    return program(model, state=rng.get_state)
-
-
 GLOBAL_RNG = np.random.default_rng(0)
 
 
@@ -196,26 +170,6 @@ def generator_function(folder: Path) -> Program:
     return program(Own(schedule=schedule()))
 
 
-@attack
-def iterator_of_an_object(folder: Path) -> Program:
-    class Source:
-        def __init__(self) -> None:
-            self.at = 0
-
-        def __iter__(self) -> Source:
-            return self
-
-        def __next__(self) -> float:
-            self.at += 1
-            return 1 / self.at
-
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            return hidden * next(self.source)  # type: ignore[call-overload]
-
-    return program(Own(source=Source()))
-
-
 # containers and objects
 
 
@@ -229,16 +183,6 @@ def nested_containers(folder: Path) -> Program:
             return hidden / (1 + 0.01 * self.log["a"][0]["calls"])
 
     return program(Own(log={"a": ({"calls": 0}, []), "b": {}}))
-
-
-@attack
-def long_history(folder: Path) -> Program:
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            self.history.append(len(self.history))
-            return hidden / (1 + 1e-4 * len(self.history))
-
-    return program(Own(history=list(range(1000))))
 
 
 CALLS = 0
@@ -264,51 +208,6 @@ def globals_of_the_program(folder: Path) -> Program:
 
 
 @attack
-def nonlocal_names(folder: Path) -> Program:
-    calls = 0
-    model = Net()
-    plain = model.last.forward
-
-    def counted(x: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return plain(x) / calls
-
-    model.last.forward = counted  # type: ignore[method-assign,assignment]
-    return program(model, state=lambda: calls)
-
-
-@attack
-def extra_state(folder: Path) -> Program:
-    class Own(Net):
-        def get_extra_state(self) -> object:
-            return {"calls": self.inner[0]}
-
-        def set_extra_state(self, state: Any) -> None:
-            self.inner = [state["calls"]]
-
-        def between(self, hidden: Tensor) -> Tensor:
-            self.inner = [self.inner[0] + 1]
-            return hidden / self.inner[0]
-
-    return program(Own(inner=[0]))
-
-
-@attack
-def object_that_is_replaced(folder: Path) -> Program:
-    @dataclasses.dataclass(frozen=True)
-    class State:
-        calls: int = 0
-
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            self.frozen = dataclasses.replace(self.frozen, calls=self.frozen.calls + 1)  # type: ignore[has-type]
-            return hidden / self.frozen.calls
-
-    return program(Own(frozen=State()))
-
-
-@attack
 def object_that_the_loop_passes(folder: Path) -> Program:
     class Context:
         calls = 0
@@ -322,19 +221,6 @@ def object_that_the_loop_passes(folder: Path) -> Program:
 
     context, model = Context(), Own()
     return program(model, call=lambda x: model(x, context), state=lambda: vars(context))
-
-
-@attack
-def counter_in_a_class_that_is_not_reached_by_name(folder: Path) -> Program:
-    registry = {"calls": 0}
-
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            counters = [v for v in vars(self).values() if isinstance(v, dict) and "calls" in v]
-            counters[0]["calls"] += 1
-            return hidden / counters[0]["calls"]
-
-    return program(Own(**{"odd name": registry}), state=lambda: registry)
 
 
 @attack
@@ -362,10 +248,6 @@ def work_in_another_thread(folder: Path) -> Program:
 
 
 # files and output
-
-
-def files_in(folder: Path) -> list[Path]:
-    return list(folder.iterdir())
 
 
 @attack
@@ -480,20 +362,6 @@ def backward_hooks(folder: Path) -> Program:
     model.last.register_full_backward_hook(lambda m, into, out: seen["after"].append(float(out[0].norm())))
     model.last.register_full_backward_pre_hook(lambda m, out: seen["before"].append(float(out[0].norm())))
     return program(model, state=lambda: seen)
-
-
-@attack
-def hook_on_an_activation(folder: Path) -> Program:
-    class Own(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            def keep(grad: Tensor) -> Tensor:
-                self.grads.append(float(grad.norm()))
-                return grad
-
-            hidden.register_hook(keep)
-            return hidden
-
-    return program(Own(grads=[]))
 
 
 @attack
@@ -728,25 +596,6 @@ def lists_in_the_state_of_an_optimizer(folder: Path) -> Program:
 
 
 @attack
-def lbfgs(folder: Path) -> Program:
-    model = Net()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
-
-    def step(number: int) -> None:
-        x, y = batch()
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
-    return Program(model, optimizer, step)
-
-
-@attack
 def carried_hidden_state(folder: Path) -> Program:
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -924,14 +773,6 @@ def samplers_with_generators(folder: Path) -> Program:
 
 
 @attack
-def weighted_sampler(folder: Path) -> Program:
-    own = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(32, 4), torch.randint(3, (32,)))
-    sampler = WeightedRandomSampler([1.0] * 32, 32, generator=own)
-    return loaded(DataLoader(data, batch_size=8, sampler=sampler), own.get_state)
-
-
-@attack
 def stream_of_data(folder: Path) -> Program:
     class Stream(IterableDataset[Any]):
         def __init__(self) -> None:
@@ -989,9 +830,7 @@ def under(mode: Any, where: str) -> Program:
             optimizer.zero_grad()
             with mode if where == "forward" else contextlib.nullcontext():
                 out = model(x)
-            with mode if where == "loss" else contextlib.nullcontext():
-                loss = F.cross_entropy(out, y)
-            loss.backward()
+            F.cross_entropy(out, y).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
 
@@ -1004,7 +843,7 @@ def under(mode: Any, where: str) -> Program:
 
 
 for _mode in (CountFunctions, CountOperators):
-    for _where in ("step", "forward", "loss"):
+    for _where in ("step", "forward"):
         ATTACKS[f"{_mode.__name__}_around_the_{_where}"] = lambda folder, m=_mode, w=_where: under(m(), w)  # type: ignore[misc]
 
 

@@ -495,30 +495,6 @@ def test_hooks_of_the_users_own() -> None:
     assert "other hooks" in first["blind"] and "other hooks" in last["blind"]
 
 
-def test_what_a_forward_pass_keeps_is_not_kept_twice() -> None:
-    class Keeping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.calls, self.seen = nn.Linear(6, 3), 0, [0.0]
-            self.by_size: dict[int, int] = {}
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            self.seen.append(float(x.sum()))
-            self.by_size[len(x)] = self.by_size.get(len(x), 0) + 1
-            out: Tensor = self.body(x)
-            return out
-
-    def loop(watching: Watching) -> list[Any]:
-        model = Keeping()
-        optimizer = sgd(model)
-        with watching(model, optimizer):
-            plain_steps(model, optimizer)
-        return [*weights(model), model.calls, model.seen, model.by_size[8]]
-
-    both(loop)
-
-
 def test_a_copy_and_a_pickle_made_inside() -> None:
     def loop(watching: Watching) -> list[Tensor]:
         model = net()
