@@ -100,16 +100,6 @@ def assert_same(one: TrainState, two: TrainState) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BOX)
-def test_twenty_steps_are_the_same_bits(name: str) -> None:
-    plain, moved = (trained(state_of(name, offload=offload)) for offload in (False, True))
-    assert type(moved.optimizer).__mro__[1] is room.Offloaded
-    assert type(moved.optimizer).__name__ == type(plain.optimizer).__name__
-    assert len(moved.optimizer.param_groups) > (1 if name == "rprop" else 2)
-    assert_same(plain, moved)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "first", "then"),
     [*((name, True, False) for name in BOX), ("adamw", True, True), ("adamw", False, True), ("sgd", True, True)],
@@ -117,6 +107,10 @@ def test_twenty_steps_are_the_same_bits(name: str) -> None:
 def test_a_checkpoint_is_resumed_with_and_without(name: str, first: bool, then: bool, tmp_path: Path) -> None:
     straight = trained(state_of(name, offload=False))
     begun = trained(state_of(name, offload=first), range(9))
+    if first:
+        assert type(begun.optimizer).__mro__[1] is room.Offloaded
+        assert type(begun.optimizer).__name__ == type(straight.optimizer).__name__
+        assert len(begun.optimizer.param_groups) > (1 if name == "rprop" else 2)
     path, _ = save_checkpoint(begun, tmp_path)
     again = state_of(name, offload=then, model=net(torch.float32, seed=5))
     load_checkpoint(again, path)

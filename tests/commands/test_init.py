@@ -82,8 +82,13 @@ def test_the_commands_of_the_readme_test_train_and_use_it(kind: str, tmp_path: P
 
 
 @ALL
-def test_a_readme_of_ten_lines_names_the_packages(kind: str, tmp_path: Path) -> None:
-    project = tw.init(kind, tmp_path / kind)
+def test_each_kind_writes_its_files_and_a_readme_of_ten_lines_that_names_the_packages(
+    kind: str, tmp_path: Path
+) -> None:
+    expected = {"README.md", "data.py", "model.py", "test_model.py"}
+    expected |= {"train.py"} if kind in WITH_SCRIPT else {"recipe.yaml", SCHEMA}
+    project = tw.init(kind, tmp_path / "deep" / kind)
+    assert set(project.files) == {path.name for path in project.folder.iterdir()} == expected
     text = (project.folder / "README.md").read_text()
     assert len(text.splitlines()) == 10 and len(project.commands) == 3
     installs = set(text.split("pip install ")[1].split("`")[0].split())
@@ -100,14 +105,6 @@ def test_the_recipe_is_valid_and_states_its_settings(kind: str, tmp_path: Path) 
     assert file.read_text().startswith(f"# yaml-language-server: $schema={SCHEMA}\n")
     schema = json.loads((project.folder / SCHEMA).read_text())
     assert schema == json_schema() and set(yaml.safe_load(file.read_text())) <= set(schema["properties"])
-
-
-@ALL
-def test_each_kind_writes_its_files(kind: str, tmp_path: Path) -> None:
-    expected = {"README.md", "data.py", "model.py", "test_model.py"}
-    expected |= {"train.py"} if kind in WITH_SCRIPT else {"recipe.yaml", SCHEMA}
-    project = tw.init(kind, tmp_path / "deep" / kind)
-    assert set(project.files) == {path.name for path in project.folder.iterdir()} == expected
 
 
 def test_every_template_is_of_a_kind() -> None:

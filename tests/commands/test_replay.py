@@ -101,13 +101,14 @@ def test_a_run_that_is_counted_in_seconds(folder: Path) -> None:
     assert done.inexact and any("follows the clock" in note for note in done.notes), "as after a kill"
 
 
-def test_a_step_count_needs_no_clock(folder: Path) -> None:
-    assert not any(each.fractions for each in read(train().log).records if isinstance(each, Step))
+def test_a_step_count_needs_no_clock(trained: Trained) -> None:
+    run, *_ = trained["norm", "fp32"]
+    assert not any(each.fractions for each in read(run.log).records if isinstance(each, Step))
 
 
 @pytest.mark.slow
-def test_another_recipe_gives_other_bits_and_no_finding(folder: Path) -> None:
-    run = train()
+def test_another_recipe_gives_other_bits_and_no_finding(folder: Path, trained: Trained) -> None:
+    run, *_ = trained["norm", "fp32"]
     done = rerun(run.path, 7, settings=["optimizer.lr=0.5"])
     assert done.exit_code == 1 and "with optimizer.lr=0.5" in done.outcome
     assert all(each.code != "resources.not_reproducible" for each in done.findings)
@@ -156,8 +157,8 @@ def test_a_step_that_dies_dies_again(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("step", "message"), [(None, "many steps"), (0, "no step 0"), (99, "has 14 steps")])
-def test_mistakes_are_told(folder: Path, step: int | None, message: str) -> None:
-    run = train()
+def test_mistakes_are_told(folder: Path, trained: Trained, step: int | None, message: str) -> None:
+    run, *_ = trained["norm", "fp32"]
     with pytest.raises(UsageError, match=message) as caught:
         rerun(run.path, step)
     assert caught.value.remedy

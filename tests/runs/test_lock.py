@@ -32,16 +32,16 @@ if child == 0:
     signal_of_the_end = os.read(0, 1)
     os._exit(0)
 os.waitpid(child, 0)
-lock.release(clean=sys.argv[2] == "clean")
+lock.release(clean=True)
 """
 
 
 class Holding:
     """A process that holds the lock of ``run`` in step 417 and has a forked child; both end with its stdin."""
 
-    def __init__(self, run: Path, ending: str = "clean") -> None:
+    def __init__(self, run: Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(run), ending], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", HOLD, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None and self.process.stdin is not None
         self.child = int(self.process.stdout.readline())
@@ -265,24 +265,6 @@ def test_between_beats_only_the_step_is_written_and_the_line_is_whole(tmp_path: 
     assert (content(tmp_path)["step"], content(tmp_path)["excused"]) == (3, True)
     lock.release(clean=True)
     assert content(tmp_path)["step"] is None
-
-
-def test_a_release_that_is_not_clean_leaves_the_step_behind(tmp_path: Path) -> None:
-    Holding(tmp_path, "failed").end()
-    lock = RunLock.acquire(tmp_path)
-    assert lock.died_in_step == 417
-    lock.release(clean=False)  # before any step: a start that was refused forgets nothing
-    assert (content(tmp_path)["step"], content(tmp_path)["died_in_step"]) == (None, 417)
-    lock = RunLock.acquire(tmp_path)
-    assert lock.died_in_step == 417
-    lock.beat(401)
-    lock.release(clean=False)
-    lock = RunLock.acquire(tmp_path)
-    assert lock.died_in_step == 401
-    lock.release(clean=True)
-    lock = RunLock.acquire(tmp_path)
-    assert lock.died_in_step is None
-    lock.release(clean=True)
 
 
 def test_one_process_gets_it_once_by_whatever_path(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The folder that runs are started in."""
+"""Folders that runs are started in: each test has one of its own, so that it leaves no run elsewhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.training.processes import RECIPE, SLOWLY
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

@@ -74,18 +74,7 @@ BROKEN: dict[str, tuple[list[tuple[str, str]], int, list[str]]] = {
     "key at the wrong place": ([("until:", "lr: 1e-3\nuntil:")], 2, ["recipe.yaml:1", "optimizer.lr"]),
     "duplicate key": ([("until:", "until: 2steps\nuntil:")], 2, ["recipe.yaml:2", "recipe.yaml:1", "until"]),
     "negative batch": ([("size: 8", "size: -8")], 2, ["recipe.yaml:7", "batch.size", "-8"]),
-    "batch contradiction": ([("size: 8", "size: 8, micro: 3, accumulation: 2")], 2, ["recipe.yaml:7", "batch"]),
     "unknown optimizer": ([("until:", "optimizer: adamz\nuntil:")], 2, ["recipe.yaml:1", "adamz", "did you mean"]),
-    "unknown optimizer argument": (
-        [("until:", "optimizer: {use: adamw, args: {beta: 1}}\nuntil:")],
-        2,
-        ["recipe.yaml:1", "beta", "betas"],
-    ),
-    "refused optimizer value": (
-        [("until:", "optimizer: {use: adamw, args: {betas: [2.0, 0.9]}}\nuntil:")],
-        2,
-        ["recipe.yaml:1", "beta", "remedy"],
-    ),
     "number in quotes": ([("until:", "optimizer: {lr: '1e-3'}\nuntil:")], 2, ["recipe.yaml:1", "lr", "quotes"]),
     "negative learning rate": ([("until:", "optimizer: {lr: -1e-3}\nuntil:")], 2, ["recipe.yaml:1", "optimizer.lr"]),
     "duration without unit": ([("3steps", "3")], 2, ["recipe.yaml:1", "until", "steps"]),
@@ -101,8 +90,6 @@ BROKEN: dict[str, tuple[list[tuple[str, str]], int, list[str]]] = {
         ["recipe.yaml:1", "schedule.warmup", "16 steps", "remedy"],
     ),
     "tokens without tokens": ([("3steps", "3Mtok")], 2, ["recipe.yaml:1", "until", "tokens"]),
-    "model path that does not import": ([("use: mlp", "use: nowhere.nets:Net")], 2, ["recipe.yaml:3", "nowhere"]),
-    "model name not in its module": ([("use: mlp", "use: mine:Samplez")], 2, ["recipe.yaml:3", "Samples"]),
     "model that cannot be called": ([("use: mlp", "use: mine:not_callable")], 2, ["recipe.yaml:3", "called"]),
     "model that is no module": (
         [("use: mlp\n  args: {sizes: [20, 16, 3]}", "use: mine:not_a_model")],
@@ -115,14 +102,8 @@ BROKEN: dict[str, tuple[list[tuple[str, str]], int, list[str]]] = {
         ["recipe.yaml:3", "sleep() takes exactly one argument (0 given) (got"],
     ),
     "loss without a signature": ([("until:", "loss: time:sleep\nuntil:")], 1, ["sleep() takes exactly one", "remedy"]),
-    "wrong model argument": ([("sizes:", "size:")], 2, ["recipe.yaml:4", "size", "sizes"]),
     "bad model argument value": ([("[20, 16, 3]", "[20]")], 2, ["recipe.yaml:4", "sizes", "remedy"]),
     "dataset that cannot be built": ([("mine:samples", "mine:fails")], 2, ["recipe.yaml:6", "no such bucket"]),
-    "missing data file": (
-        [('"mine:samples"', "text-file, args: {path: nope.txt}")],
-        2,
-        ["recipe.yaml:6", "nope.txt", "remedy"],
-    ),
     "empty dataset": ([('"mine:samples"', '"mine:samples", args: {count: 0}')], 2, ["recipe.yaml:6", "empty"]),
     "empty stream": ([("mine:samples", "mine:Stream")], 1, ["no batch", "remedy"]),
     "epoch without a step": (
@@ -144,7 +125,6 @@ BROKEN: dict[str, tuple[list[tuple[str, str]], int, list[str]]] = {
     "label out of range": ([("20, 16, 3", "20, 16, 2")], 1, ["label 2", "samples [", "0..1", "remedy"]),
     "shapes that do not fit": ([("20, 16, 3", "7, 16, 3")], 2, ["mat1 and mat2", "in_features=7", "remedy"]),
     "loss without a graph": ([("until:", "loss: mine:detached\nuntil:")], 2, ["gradient", ".detach()", "remedy"]),
-    "freeze pattern without a match": ([("  args: {sizes", "  freeze: ['head.*']\n  args: {sizes")], 2, [":4", "head"]),
     "everything frozen": ([("  args: {sizes", "  freeze: ['*']\n  args: {sizes")], 2, [":4", "nothing is left"]),
     "no blocks to recompute": (
         [

@@ -33,11 +33,6 @@ ROWS, BATCH = 80, 32  # three steps an epoch, the last one short
 PER_EPOCH = 3
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def data(count: int = ROWS) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(count, 20, generator=generator)

@@ -19,11 +19,6 @@ from trainwright.recipe import from_mapping
 from trainwright.training.custom_step import require_custom_step_fits
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def data(count: int = 64) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(count, 4, generator=generator)

@@ -23,11 +23,6 @@ from trainwright.engine.precision import FP32
 from trainwright.errors import RecipeError, UsageError
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def data(count: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(count, 20, generator=generator)
@@ -146,39 +141,6 @@ def test_a_mean_loss_is_said_in_the_plan() -> None:
     result = tw.fit(net(), data(), nn.CrossEntropyLoss(), until="2steps", quiet=True)
     notes = json.loads((result.run / "plan.json").read_text())["notes"]
     assert any("plain mean" in note["why"] and "batch size" in note["choice"] for note in notes)
-
-
-@pytest.mark.process
-def test_settings_reach_any_path() -> None:
-    result = tw.fit(
-        net(), data(), nn.CrossEntropyLoss(), until="2steps", quiet=True, settings={"optimizer.clip.at": 0.25}
-    )
-    assert "at: 0.25" in (result.run / "recipe.yaml").read_text()
-
-
-@pytest.mark.process
-def test_resume_in_python_is_the_same_bits() -> None:
-    def weights(model: nn.Module) -> list[torch.Tensor]:
-        return [p.detach().clone() for p in model.parameters()]
-
-    settings: dict[str, Any] = {"until": "40steps", "settings": {"log.doctor": False}, "quiet": True}
-    straight = net()
-    tw.fit(straight, data(), nn.CrossEntropyLoss(), name="straight", **settings)
-
-    class StopAt:
-        def observe(self, result: tw.StepResult, state: tw.TrainState) -> tw.Stop | None:
-            return tw.Stop("enough") if result.step == 17 else None
-
-        def close(self) -> None: ...
-
-    first = net()
-    settings["name"] = "halves"
-    stopped = tw.fit(first, data(), nn.CrossEntropyLoss(), observers=[StopAt()], **settings)
-    assert (stopped.ending, stopped.step) == ("stopped", 17)
-    second = net()
-    ended = tw.fit(second, data(), nn.CrossEntropyLoss(), resume=stopped.run, **settings)
-    assert (ended.ending, ended.step) == ("finished", 40)
-    assert all(torch.equal(a, b) for a, b in zip(weights(straight), weights(second), strict=True))
 
 
 @pytest.mark.process
@@ -314,15 +276,6 @@ def test_an_evaluation_on_the_same_dataset_leaves_its_epoch_alone() -> None:
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     assert torch.equal(weights(val=True), weights(val=False))
-
-
-def test_what_torch_was_set_to_comes_back() -> None:
-    torch.set_float32_matmul_precision("high")
-    try:
-        tw.fit(net(), data(), nn.CrossEntropyLoss(), until="2steps", quiet=True)
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 def asked(**keys: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,11 +39,6 @@ class Seen(tw.Observer):
     @property
     def ids(self) -> list[int]:
         return [int(i) for result in self.results for i in result.batch.ids]
-
-
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def fit(data: Any, **arguments: Any) -> tuple[tw.Result, Seen]:

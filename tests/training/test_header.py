@@ -22,11 +22,6 @@ from trainwright.runs.folder import RunFolder
 pytestmark = pytest.mark.process  # each starts threads that read the machine
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def data() -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     return torch.randn(32, 4), torch.randint(2, (32,))

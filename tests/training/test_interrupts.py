@@ -23,11 +23,6 @@ from trainwright.errors import UsageError
 pytestmark = pytest.mark.process  # each starts threads that read the machine
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def sends(number: int, at: int = 3) -> Callable[[tw.StepResult, tw.TrainState], None]:
     return lambda result, state: os.kill(os.getpid(), number) if result.step == at else None
 

@@ -22,11 +22,6 @@ pytestmark = pytest.mark.process  # each starts threads that read the machine
 PLAIN: dict[str, Any] = {"precision": "fp32", "quiet": True}
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def data(count: int = 90, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 20, generator=generator)
@@ -372,19 +367,6 @@ def test_patience_goes_on_counting_after_a_resume() -> None:
     assert early.waited == 2
     ended = overfitted(observers=[tw.EarlyStopping(patience=4)], name="halves", resume=stopped.run)
     assert (ended.step, ended.reason) == (whole.step, whole.reason)
-
-
-def test_patience_in_five_lines() -> None:
-    class Patience:
-        best, left = float("inf"), 3
-
-        def observe(self, result: tw.StepResult, state: tw.TrainState) -> tw.Stop | None:
-            if result.evaluation is not None:
-                better = result.evaluation.loss < self.best
-                self.best, self.left = min(self.best, result.evaluation.loss), 3 if better else self.left - 1
-            return None if self.left else tw.Stop("no longer better")
-
-    assert overfitted(observers=[Patience()]).step == overfitted(observers=[tw.EarlyStopping(patience=3)]).step
 
 
 def test_what_early_stopping_cannot_go_by() -> None:

@@ -23,11 +23,6 @@ pytest.importorskip("torchmetrics")
 Seen = tuple[Tensor, Tensor]
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def scores(classes: int, count: int = 200) -> Seen:
     """Logits (N, C) and classes (N,)."""
     draw = torch.Generator().manual_seed(0)

@@ -28,7 +28,6 @@ from trainwright.checkpoint.optimizer_modes import (
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.errors import TrainwrightError, UsageError
 
-process = [pytest.mark.process, pytest.mark.slow]  # each starts threads that read the machine
 STEPS, EVERY = 12, 4
 
 
@@ -84,11 +83,6 @@ MAKERS: dict[str, Callable[[], Callable[..., Optimizer]]] = {
     "splus": lambda: schedulefree("SPlus"),
 }
 each_maker = pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
-
-
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 class Objects:
@@ -167,30 +161,26 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(same_bits(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
-class TestReference:
-    pytestmark = process
-
-    def test_fit_equals_the_reference_loop(self, maker: Callable[[], Callable[..., Optimizer]]) -> None:
-        model, losses = reference(maker())
-        mine, result = fitted(maker())
-        assert equal(mine, model)
-        assert [each["loss"] for each in records(result, "evaluated")] == losses
-        assert len(set(losses)) == len(losses)
-
-    def test_a_run_that_is_stopped_and_resumed_has_the_bits_of_one_that_is_not(
-        self, maker: Callable[[], Callable[..., Optimizer]]
-    ) -> None:
-        straight, whole = fitted(maker(), "straight")
-        stop = tw.Stop("enough")
-        _, stopped = fitted(maker(), "halves", observers=[lambda result, state: stop if result.step == 7 else None])
-        again, ended = fitted(maker(), "halves", resume=stopped.run)
-        assert (stopped.step, ended.step) == (7, STEPS)
-        assert equal(again, straight)
-        assert records(whole, "evaluated")[-1]["loss"] == records(ended, "evaluated")[-1]["loss"]
-        part = "rest.safetensors"
-        one, other = (load_file(r.run / "checkpoints" / name_of(STEPS) / part) for r in (whole, ended))
-        assert one.keys() == other.keys() and all(same_bits(one[key], other[key]) for key in one)
+@pytest.mark.process  # each starts threads that read the machine
+@pytest.mark.slow
+@each_maker
+def test_fit_equals_the_reference_loop_also_if_it_is_stopped_and_resumed(
+    maker: Callable[[], Callable[..., Optimizer]],
+) -> None:
+    model, losses = reference(maker())
+    straight, whole = fitted(maker(), "straight")
+    assert equal(straight, model)
+    assert [each["loss"] for each in records(whole, "evaluated")] == losses
+    assert len(set(losses)) == len(losses)
+    stop = tw.Stop("enough")
+    _, stopped = fitted(maker(), "halves", observers=[lambda result, state: stop if result.step == 7 else None])
+    again, ended = fitted(maker(), "halves", resume=stopped.run)
+    assert (stopped.step, ended.step) == (7, STEPS)
+    assert equal(again, straight)
+    assert records(whole, "evaluated")[-1]["loss"] == records(ended, "evaluated")[-1]["loss"]
+    part = "rest.safetensors"
+    one, other = (load_file(r.run / "checkpoints" / name_of(STEPS) / part) for r in (whole, ended))
+    assert one.keys() == other.keys() and all(same_bits(one[key], other[key]) for key in one)
 
 
 @pytest.mark.process

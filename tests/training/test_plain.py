@@ -26,11 +26,6 @@ ROWS, BATCH = 40, 8
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 class Tagger(nn.Module):
     """An LSTM over token ids, with dropout."""
 

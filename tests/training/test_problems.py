@@ -241,19 +241,16 @@ SLURM = ["slurm", "recipe.yaml", "--ranks", "1x2"]
 
 
 SLICES = [("batch: {size: 8}", "batch: {size: 8}\nparallel: {exact: true}")]
-PATTERNS = [("use: adamw", "use: adamw\n  groups: [{match: 'hed.*'}]")]
 
 
 @pytest.mark.parametrize(
     ("words", "edits", "expected"),
     [
-        (SLURM, NAMES[0], list(NAMES[1])),
         (KUBERNETES, NAMES[0], ["model.use", "data.train.use", "optimizer.args.epss", "schedule.args.powr"]),
         (SLURM, SLICES, ["batch.micro"]),
         (KUBERNETES, SLICES, ["batch.micro"]),
-        (SLURM, PATTERNS, ["optimizer.groups.0.match"]),
     ],
-    ids=["slurm, names", "kubernetes, names", "slurm, slices", "kubernetes, slices", "slurm, patterns"],
+    ids=["kubernetes, names", "slurm, slices", "kubernetes, slices"],
 )
 def test_no_job_is_written_that_the_ranks_refuse(
     folder: Path, words: list[str], edits: Edits, expected: list[str]

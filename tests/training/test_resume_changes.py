@@ -27,11 +27,6 @@ pytestmark = pytest.mark.slow
 SETTINGS = {"device": "cpu", "precision": "fp32", "log.doctor": False}
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 class Watch:
     """Keeps the learning rates, and stops after a step."""
 

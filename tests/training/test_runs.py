@@ -222,18 +222,6 @@ SMALL_DEMO = [option for each in (*SMALL_DEMO, "evaluation.batches=1") for optio
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_the_demo(folder: Path) -> None:
-    running = start("demo", "--budget", "300s", "--set", "log.every=1steps", *SMALL_DEMO, cwd=folder)
-    wait_for_step(folder / "runs/demo/log.jsonl", 3)
-    running.send_signal(signal.SIGINT)
-    said, _ = running.communicate(timeout=120)
-    assert running.returncode == 75, said
-    assert "Traceback" not in said
-    assert "trainwright resume runs/demo " in said
-    assert newest_valid(folder / "runs/demo/checkpoints")[0] is not None
-
-
-@pytest.mark.slow
 def test_a_kill_loses_nothing_that_was_committed(folder: Path) -> None:
     running = start("train", "slow.yaml", "--set", "checkpoint.every=1steps", "--set", "until=5000steps", cwd=folder)
     wait_for_step(folder / "runs/slow/log.jsonl", 20)

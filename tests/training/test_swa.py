@@ -36,11 +36,6 @@ SWA = {"start": f"{SWA_START + 2}ep", "every": "1ep", "lr": 0.03, "anneal": "3ep
 """The loop of torch averages first after the epoch of index swa_start + 1."""
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 class Objects:
     """A model with BatchNorm and dropout, its data, optimizer and schedule, the same for each call."""
 

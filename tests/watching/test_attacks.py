@@ -20,7 +20,7 @@ import trainwright as tw
 from tests.watching.attacks import ATTACKS, Attack
 
 pytestmark = pytest.mark.slow
-STEPS = 6
+STEPS = 4
 ABOUT_GRADIENTS = ("gradient.", "optim.", "loss.wrong_sign", "resources.not_reproducible", "resources.silent")
 
 

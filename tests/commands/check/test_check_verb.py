@@ -28,12 +28,14 @@ SHORT = Budget(read_s=60.0, range_s=60.0, one_batch_s=0.0, smoke_s=600.0, most_s
 ONE_LAYER = "model.args.layers=1"
 SMALLER = {
     "demo": (ONE_LAYER, *(f"{part}.args.block_size=64" for part in ("model", "data.train", "data.val"))),
-    "demo-digits": ("batch.size=16", "model.args.width=8"),
+    "demo-digits": ("batch.size=8", "model.args.width=4"),
     "gpt-tiny": (ONE_LAYER,),
     "gpt-lora": (ONE_LAYER, "model.args.d_model=48", "batch.size=4"),
     "gpt2-124m": (ONE_LAYER, "model.args.vocab_size=512"),
     "hf-lora": ("model.args.n_layer=1", "model.args.n_embd=48"),
     "llama-7b": (ONE_LAYER, "model.args.vocab_size=512"),
+    "resnet-digits": ("batch.size=8", "model.args.width=4"),
+    "unet-shapes": ("batch.size=2", "model.args.width=4", "model.args.depth=2"),
 }
 RECIPE = """\
 name: mine
