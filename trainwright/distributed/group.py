@@ -177,6 +177,17 @@ class Ranks:
             )
         return received[0]  # type: ignore[return-value]
 
+    def from_previous(self, value: T) -> T:
+        """Return the value of the rank before this one; rank 0 gets that of the last rank."""
+        received: list[T | None] = [None]
+        with raising_rank_error("pass on objects"):
+            for is_sending in (True, False) if self.rank % 2 == 0 else (False, True):
+                if is_sending:
+                    distributed.send_object_list([value], group=self._group, group_dst=(self.rank + 1) % self.size)
+                else:
+                    distributed.recv_object_list(received, group=self._group, group_src=(self.rank - 1) % self.size)
+        return received[0]  # type: ignore[return-value]
+
     def again(self) -> Ranks:
         """Return the same ranks as a separate group, for exchanges of another thread. Every rank must call it."""
         with raising_rank_error("make a group"):

@@ -25,12 +25,14 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.loading import EvaluationBatches
 from trainwright.data.unwrap import Unwrapped
 from trainwright.distributed import Launch, World
+from trainwright.distributed.device import device_name
 from trainwright.distributed.group import Ranks
 from trainwright.engine.average_norms import measure_norms_of
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.graphs import StepGraphs
 from trainwright.engine.loop import NEVER, ByTheClock, Outcome, Saver, Until
 from trainwright.engine.observer import Observer
+from trainwright.engine.peers import Peers
 from trainwright.engine.step import StepFn, StepResult
 from trainwright.engine.witness import SILENT
 from trainwright.finetune.generations import Generations
@@ -58,6 +60,7 @@ from trainwright.optim.clip import summed_over_parts
 from trainwright.optim.stepped_schedule import SteppedSchedule
 from trainwright.plan.duration import Interval
 from trainwright.plan.explain import describe_corrected_end
+from trainwright.plan.machine import read_machine
 from trainwright.plan.run_time import EvaluationCost, predicted_seconds, training_time_s
 from trainwright.recipe.grid import grams_per_kwh
 from trainwright.recorder.engine_source import EngineLoader, ReportedBatches
@@ -361,7 +364,18 @@ def make_doctor(
         patience_s=HANG_TIMEOUT_FRACTION * job.recipe.parallel.timeout.value,
         write=write,
         say=say,
+        peers=_peers(job) if degrees.replicate == degrees.ranks else None,
     )
+
+
+def _peers(job: Job) -> Peers | None:
+    """Return what replays steps of other ranks, if their gradients must have the same bits."""
+    parallel, custom, world = job.recipe.parallel, job.parts.custom.advance, job.mesh.sums
+    if not job.recipe.deterministic or parallel.exact or parallel.sync_batchnorm or custom is not None:
+        return None
+    assert isinstance(world, Ranks)
+    name = device_name(job.device, read_machine())
+    return Peers(world, job.parts.loss, job.precision, seed=job.recipe.seed, processor=name)
 
 
 def compares_ranks(job: Job) -> bool:

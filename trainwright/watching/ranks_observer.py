@@ -14,6 +14,7 @@ from trainwright.doctor.facts.ranks import RanksFacts
 from trainwright.doctor.measure.ranks.engine import EngineRows
 from trainwright.doctor.measure.ranks.exchange import Exchange, Meeting, Site, findings_of, raise_alarm, record_of
 from trainwright.doctor.measure.ranks.replica import Replica, folded_names
+from trainwright.engine.peers import Peers
 from trainwright.engine.step import StepResult
 from trainwright.engine.witness import StepWitness
 from trainwright.errors import text_of
@@ -28,7 +29,7 @@ class RanksObserver:
 
     ``are_copies``: every rank holds the full model. ``has_own_samples``: ranks share no samples. A rank without
     progress for ``patience_s`` is reported; an evaluation and a save are no progress. ``seconds`` is the time of the
-    doctor, without the exchange between ranks.
+    doctor, without the exchange between ranks. ``peers`` replays steps of other ranks.
     """
 
     seconds = 0.0
@@ -44,6 +45,7 @@ class RanksObserver:
         write: Callable[[Record], None] = lambda record: None,
         say: Callable[[str], None] = lambda line: None,
         name: str = "run",
+        peers: Peers | None = None,
     ) -> None:
         self._folder, self._write, self._say = folder.path, write, say
         roots = [state.model, *([state.loss] if state.loss is not None else [])]
@@ -54,7 +56,7 @@ class RanksObserver:
         meeting = Meeting(folded_names(replica.names))
         site = Site(self._folder, lambda facts: raise_alarm(facts, write, say))
         self._exchange = Exchange(name, meeting, site, number=0, patience_s=patience_s)
-        self._rows = EngineRows(state, replica, self._exchange, has_own_samples=has_own_samples)
+        self._rows = EngineRows(state, replica, self._exchange, has_own_samples=has_own_samples, peers=peers)
         self._facts: RanksFacts | None = None
         self._findings = FindingsWriter(write)
         self._failed: Exception | None = None

@@ -13,6 +13,8 @@ from trainwright.runs.records import Where
 
 FOLDS = 64  # Maximum number of checksums per kind that a rank sends. Larger models add up the checksums of neighbours.
 
+REPLAYED = "replayed gradients"
+
 
 @dataclass(kw_only=True)
 class ExchangeFacts:
@@ -35,6 +37,9 @@ class RankStep:
     weights: tuple[int, ...] = ()  # Checksums of the weights
     gradients: tuple[int, ...] = ()  # Checksums of the gradients at the update
     reduced: tuple[int, ...] = ()  # Checksums of the gradients after the last backward pass
+    replayed: tuple[tuple[int, ...], ...] = ()  # Checksums of gradients before the sum: of this rank, and of
+    # its replays of the batches of the ranks before it, the nearest first. Ranks form a ring.
+    processor: str = ""  # Name of the processor that computes them
     moments: tuple[int | None, ...] = ()  # Checksums of the optimizer state
     buffers: tuple[int | None, ...] = ()  # Checksums of the buffers
     factor: float | None = None  # Factor by which the gradients of a part changed between backward pass and update
@@ -90,6 +95,7 @@ class RankStatus:
     unused: tuple[str, ...] = ()  # Parameters that DistributedDataParallel found without a gradient
     where: str = ""  # Line at which its thread was when it was found to be stalled
     collective: str = ""  # The last one that it had started then, if torch's flight recorder is on
+    nccl: tuple[str, ...] = ()  # Missing ranks and different counts that NCCL reported then, on rank 0
     nonfinite: NonfiniteFacts | None = None  # Its first step that was not finite
     changes: tuple[WeightsChange, ...] = ()  # Weights that changed between updates
     silent_s: float = 0.0  # Time since its last message, in seconds

@@ -119,6 +119,50 @@ def test_faults(change: Change, code: str, rank: int | None) -> None:
     assert (found.code, found.where.rank) == (code, rank)
 
 
+def replays(size: int, **wrong: int) -> Change:
+    """Steps are replayed. ``wrong`` are changes of gradients, such as r1_of_2=1: replay by rank 1 of rank 2's batch.
+
+    With two ranks the third vote is named again_0 or again_1.
+    """
+
+    def change(each: RankStep) -> RankStep:
+        own = [(each.rank - n) % size for n in range(3)]
+        names = [f"r{each.rank}_of_{batch}" for batch in own]
+        if size == 2:
+            names[2] = f"again_{each.rank}"
+        sums = tuple((100 * batch + each.step, wrong.get(name, 0)) for name, batch in zip(names, own))
+        return replace(each, replayed=sums if each.step % 2 == 0 else ())
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("size", "wrong", "guilty"),
+    [
+        (4, {"r1_of_1": 1}, 1),
+        (4, {"r2_of_1": 1}, 2),
+        (4, {"r1_of_1": 1, "r1_of_0": 1, "r1_of_3": 1}, 1),
+        (2, {"r1_of_1": 1}, 1),
+        (2, {"r0_of_1": 1}, 0),
+        (2, {"r1_of_1": 1, "again_1": 2, "r1_of_0": 3}, 1),
+        (2, {"r1_of_1": 1, "again_1": 1, "r1_of_0": 1}, None),
+        (4, {"r1_of_1": 1, "r2_of_2": 1}, "no finding"),
+        (3, {"r1_of_1": 1, "r2_of_1": 2}, "no finding"),
+        (2, {"r1_of_1": 1, "again_1": 2, "r0_of_0": 3, "again_0": 4}, "no finding"),
+        (4, {}, "no finding"),
+    ],
+)
+def test_the_rank_whose_gradients_others_cannot_replay(size: int, wrong: dict[str, int], guilty: object) -> None:
+    found = findings(compared(replays(size, **wrong), size=size))
+    assert [each.where.rank for each in found] == ([] if guilty == "no finding" else [guilty])
+    assert all(each.code == "resources.silent_corruption" and "gradient of b.weight" in each.symptom for each in found)
+
+
+def test_ranks_with_different_processors_are_not_replayed() -> None:
+    change = replays(4, r1_of_1=1)
+    assert findings(compared(lambda each: replace(change(each), processor=str(each.rank)), size=4)) == []
+
+
 def test_ranks_that_train_apart_and_average_their_weights() -> None:
     assert findings(compared(exchanged(BY_HAND))) == []  # step 6: they may average later
     averages = {
@@ -235,6 +279,14 @@ def status(rank: int, **values: object) -> RankStatus:
 def test_where_the_ranks_are(statuses: dict[str, RankStatus], expected: tuple[str, int] | None) -> None:
     found = findings(compared(lambda each: each, **statuses))
     assert ([(each.code, each.where.rank) for each in found[:1]] or [None]) == [expected]  # type: ignore[list-item]
+
+
+def test_a_stalled_rank_with_a_report_of_nccl() -> None:
+    report = "communicator 27a079b8: AllReduce operations; 2 ranks have launched up to operation 64; Rank 1 has not"
+    stalled = status(1, step=3, stalled=True, still_s=9.0)
+    found = findings(compared(lambda each: each, rank0=status(0, nccl=(report,)), rank1=stalled))[0]
+    assert found.code == "ranks.stalled"
+    assert [each.seen for each in found.evidence if each.measure == "report of NCCL (RAS)"] == [[report]]
 
 
 def test_what_one_rank_writes_to_its_weights() -> None:

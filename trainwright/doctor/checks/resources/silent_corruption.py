@@ -1,5 +1,7 @@
+from dataclasses import replace
+
 from trainwright.doctor import Results, RunContext, Where, check
-from trainwright.doctor.facts.ranks import RanksFacts, in_ranks
+from trainwright.doctor.facts.ranks import REPLAYED, RanksFacts, in_ranks, one_rank, since
 
 CAUSES = ("hyperparameters", "micro_batches", "gradients", "moments")
 """Quantities that explain different weights if they differ in the same step or earlier."""
@@ -7,10 +9,13 @@ CAUSES = ("hyperparameters", "micro_batches", "gradients", "moments")
 
 @check(stage="update", severity="critical", explains=("ranks.replicas_diverged", "ranks.gradients_differ"))
 def silent_corruption(run: RunContext, facts: RanksFacts) -> Results:
-    """A number in the weights of one rank changed although no update changed it.
+    """A rank computes wrongly: its weights changed without an update, or other ranks cannot repeat its gradients.
 
     How it is detected: all ranks made the same updates from the same gradients, and the weights of one differ; or a
-    parameter changed by one bit between two updates.
+    parameter changed by one bit between two updates. With `deterministic: true`, two other ranks replay the batch of
+    each rank in every 256th step, before its gradients are summed. Of two ranks, each replays its own batch, too.
+
+    Exceptions: ranks with different processors; programs that do not compute the same bits twice.
 
     Usual cause: the memory or the processor of that machine is defective, so it will happen again.
 
@@ -21,6 +26,19 @@ def silent_corruption(run: RunContext, facts: RanksFacts) -> Results:
 
     Sources: Llama 3, section 3.3.4; arXiv 2605.04213.
     """
+    if (replayed := facts.disagreement(REPLAYED)) is not None:
+        names = replayed.names
+        who = in_ranks(replayed.ranks) if replayed.ranks else "one of the two"
+        yield run.finding(
+            max(1, facts.newest),
+            symptom=f"{who} computes wrongly: the gradient of {names[0]} differs from another rank's for the same "
+            f"batch, {since(replayed)}",
+            sure=0.95 if replayed.ranks else 0.8,
+            since_step=replayed.step,
+            where=replace(one_rank(replayed.ranks), module=names[0].rpartition(".")[0]),
+            evidence=[("parameters whose gradients differ, the last layer first", list(names), [])],
+        )
+        return
     differing = facts.disagreement("weights")
     if differing is None or differing.agreed < 0 or facts.writers:
         return

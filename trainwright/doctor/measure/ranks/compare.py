@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainwright.doctor.facts.ranks import (
+    REPLAYED,
     Coincidence,
     Disagreement,
     PaceFacts,
@@ -32,6 +33,7 @@ MUST_BE_EQUAL: dict[str, Callable[[RankStep], tuple[object, ...]]] = {
 IRRELEVANT_IF_WEIGHTS_AGREE = ("gradients", "reduced gradients", "moments")
 """Quantities whose differences do not matter if the weights after the update agree."""
 SAME_FACTOR = 5e-3  # Quotients of norms that differ by less are equal: norms in float32, gradients rounded to bfloat16
+VOTES = 3  # Gradients of each batch in a replayed step: of its rank, and of the next two
 MIN_ROWS = 3  # Number of consecutive rows that must show the same slow rank
 MIN_STEPS_PER_ROW = 4  # A row's times are medians of at least this many steps
 STRAGGLER_RATIO = 1.5  # A straggler takes at least this multiple of the time of the median rank
@@ -81,6 +83,7 @@ class Comparison:
         if facts.exchange is None and "gradients" in (self._suspected | self._differing):
             self._set(exchange=min((r.exchange for r in rows), key=lambda each: (each.last_synced, each.synced_calls)))
         self._record_programs(rows)
+        self._compare_replays(rows)
         factors = [row.factor for row in rows if row.factor is not None]
         if not facts.factors and len(factors) == len(rows) and max(factors) > (1 + SAME_FACTOR) * min(factors):
             self._set(factors=tuple(factors), factors_since=step)
@@ -157,6 +160,38 @@ class Comparison:
             self._suspected.setdefault(what, found)
         else:
             self._differing[what] = found
+
+    def _compare_replays(self, rows: Sequence[RankStep]) -> None:
+        """Records the first step in which one rank computed other gradients than two ranks did from the same batch.
+
+        With two ranks, each batch is computed twice by its own rank. If both ranks get the same gradients again, but
+        not those of the other rank, either may be wrong. Other differences of several ranks are not recorded: the
+        program is not deterministic.
+        """
+        size, step = len(rows), rows[0].step
+        is_measured = size == self._facts.size and all(len(row.replayed) == VOTES for row in rows)
+        if not is_measured or len({row.processor for row in rows}) > 1 or REPLAYED in self._differing:
+            return
+        guilty: set[int] = set()
+        apart: set[int] = set()
+        repeats = True
+        for row in rows:
+            votes = [((row.rank + n) % size, rows[(row.rank + n) % size].replayed[n]) for n in range(VOTES)]
+            usual, count = Counter(sums for _, sums in votes).most_common(1)[0]
+            repeats &= count > 1
+            wrong = [each for each in votes if each[1] != usual] if count > 1 else votes if size > 2 else votes[:1]
+            guilty.update(rank for rank, _ in wrong)
+            apart |= _columns_apart([sums for _, sums in votes])
+        if not guilty:
+            self._agreed[REPLAYED] = step
+        if len(guilty) == 1 or (guilty and size == 2 and repeats):
+            self._differing[REPLAYED] = Disagreement(
+                what=REPLAYED,
+                step=step,
+                agreed=self._agreed.get(REPLAYED, -1),
+                ranks=tuple(guilty) if len(guilty) == 1 else (),
+                names=tuple(self._names[index] for index in sorted(apart, reverse=True)[:8]),
+            )
 
     def _names_of(self, what: str, indices: Sequence[int], values: Sequence[tuple[Any, ...]]) -> list[str]:
         if what in PARAMETER_CHECKSUMS:

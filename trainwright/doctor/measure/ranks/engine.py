@@ -19,6 +19,7 @@ from trainwright.distributed.group import exchanged_s
 from trainwright.doctor.facts.ranks import NonfiniteFacts, RankStep
 from trainwright.doctor.measure.ranks.exchange import Exchange
 from trainwright.doctor.measure.ranks.replica import INTERVAL_STEPS, Replica, RowSums, is_due
+from trainwright.engine.peers import Peers
 from trainwright.engine.step import StepResult
 from trainwright.engine.witness import Passes
 from trainwright.optim.clip import ClipFn
@@ -26,11 +27,22 @@ from trainwright.recorder.numbers import late, lateness
 
 
 class EngineRows:
-    """Makes the rows of this rank. It is a StepWitness. ``has_own_samples``: no other rank trains on its samples."""
+    """Makes the rows of this rank. It is a StepWitness.
 
-    def __init__(self, state: TrainState, replica: Replica, exchange: Exchange, *, has_own_samples: bool) -> None:
+    ``has_own_samples``: no other rank trains on its samples. ``peers`` replays steps of other ranks.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        replica: Replica,
+        exchange: Exchange,
+        *,
+        has_own_samples: bool,
+        peers: Peers | None = None,
+    ) -> None:
         self._optimizer, self._replica, self._exchange = state.optimizer, replica, exchange
-        self._has_own_samples = has_own_samples
+        self._has_own_samples, self._peers = has_own_samples, peers
         self._step = state.step
         self._batch: StepBatch | None = None
         self._losses: list[Tensor] = []
@@ -53,10 +65,14 @@ class EngineRows:
         self._exchange.at(state.step, "forward")
         if not self._losses:  # the exact mode reports no loss, so the effect of its passes on the weights is unknown
             self._replica.before_update()
+        if self._peers is not None:
+            self._peers.step_begins(state, batch, self._replica.parameters)
 
     def can_repeat(self, passes: Passes) -> None: ...
     def gradients_are_cleared(self, optimizer: Optimizer) -> None:
         self._losses.clear()
+        if self._peers is not None:
+            self._peers.gradients_are_cleared()
 
     def loss_is_scaled(self, loss: Tensor, scaled: Tensor) -> None:
         self._losses.append(loss.detach())
@@ -80,6 +96,7 @@ class EngineRows:
             row, gradients = self._row(result), [self._replica.gradients(self._optimizer)]
             buffers, moments = self._replica.buffers(without_statistics=False), self._replica.moments()
             sums = RowSums(weights, gradients, no_checksums, buffers, moments)
+            sums.replayed = self._peers.step_ends() if self._peers is not None else ()
         read, ids = late([result.loss, result.grad_norm, *self._losses]), self._ids()
         self._unread.append(lambda: self._report(result.step, row, sums, read(), ids))
         self._read_all_but(self._late)
@@ -108,6 +125,7 @@ class EngineRows:
             step=result.step,
             groups=self._replica.groups(),
             samples=self._ids(),
+            processor="" if self._peers is None else self._peers.processor,
             steps=len(own),
             own_s=statistics.median(own),
             step_s=statistics.median(whole),

@@ -51,6 +51,7 @@ class RowSums:
     buffers: KnownSums = no_checksums
     moments: KnownSums = no_checksums
     reduced: Checksums = no_checksums
+    replayed: Sequence[Checksums] = ()
 
 
 class Replica:
@@ -162,6 +163,7 @@ class Replica:
             weights=folded(sums.weights()),
             gradients=folded([sum(column) for column in zip(*(each() for each in sums.gradients))]),
             reduced=folded(sums.reduced()),
+            replayed=tuple(folded(each()) for each in sums.replayed),
             moments=folded_known(sums.moments()),
             buffers=tuple(sums.buffers()),
             batch=hash(tuple(inputs)) if inputs else None,

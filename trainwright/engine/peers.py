@@ -1,0 +1,107 @@
+"""Replays the passes of other ranks, to find a rank that computes wrong gradients.
+
+A wrong gradient of one rank is part of the sum that all ranks get, so no checksum of their weights differs. Here each
+rank also computes the gradients of other ranks' batches, with the same weights, buffers and random numbers. The doctor
+compares the checksums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from trainwright.checkpoint.checksums import Checksums, start_checksums
+from trainwright.checkpoint.cursor import Cursor, StepBatch
+from trainwright.checkpoint.train_state import TrainState
+from trainwright.distributed.group import Ranks
+from trainwright.engine.guard import BufferGuard
+from trainwright.engine.loss import Loss, accumulate, as_loss_fn
+from trainwright.engine.precision import Precision
+from trainwright.engine.rank_sums import seed_step, share_buffers
+from trainwright.engine.step import clear_grads, device_of
+
+INTERVAL_STEPS = 256  # Two replays in this many steps take less than 1 % of the time
+NUM_REPLAYS = 2  # Replays of each batch, by the next ranks. With two ranks the second one is the rank itself.
+
+
+class Peers:
+    """Replays on one of several ``ranks`` with the same model. ``processor`` is the name of its GPU or CPU."""
+
+    def __init__(
+        self, ranks: Ranks, loss: Callable[..., Loss | Tensor], precision: Precision, *, seed: int, processor: str
+    ) -> None:
+        self.processor = processor
+        self._ranks, self._precision, self._seed = ranks, precision, seed
+        self._loss, self._loss_fn = loss if isinstance(loss, nn.Module) else None, as_loss_fn(loss)
+        self._parameters: Sequence[Tensor | None] = ()
+        self._replays: list[Checksums] = []
+        self._own: dict[int, Checksums] = {}
+        self._hooks: list[Any] = []
+        self._num_attempts = 0
+        self._is_off = False
+
+    def step_begins(self, state: TrainState, batch: StepBatch, parameters: Sequence[Tensor]) -> None:
+        """Replays the batches of the ranks before this one, if the step is due, and records the gradients of the step.
+
+        ``parameters`` gives the order of the checksums. Those that the optimizer does not train have 0.
+        The replays come first, because no gradients are in memory then. The step seeds the generators afterwards.
+        """
+        self._reset()
+        if (state.step + 1) % INTERVAL_STEPS or state.micro_limit is not None or self._is_off:
+            return
+        trained = {id(p) for group in state.optimizer.param_groups for p in group["params"]}
+        self._parameters = [p if id(p) in trained else None for p in parameters]
+        share_buffers(state, self._ranks)
+        buffers = BufferGuard()
+        buffers.keep(state.model, state.loss or self._loss)
+        moved = batch
+        for distance in range(1, NUM_REPLAYS + 1):
+            moved = self._ranks.from_previous(_on(torch.device("cpu"), moved))
+            seed_step(self._seed, state.step, (self._ranks.rank - distance) % self._ranks.size)
+            self._replay(state, _on(device_of(state.optimizer), moved))
+            clear_grads(state.optimizer)
+            self._is_off |= bool(buffers.put_back())  # the model writes to a table that is too large to be copied
+        hooked = [p for p in self._parameters if p is not None and p.requires_grad]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._record) for p in hooked]  # type: ignore[no-untyped-call]
+
+    def _replay(self, state: TrainState, batch: StepBatch) -> None:
+        clear_grads(state.optimizer)
+        try:
+            accumulate(state, batch, self._loss_fn, self._precision)
+        except Exception:  # out of memory: the samples of another rank may be larger
+            return
+        self._replays.append(start_checksums([None if p is None else p.grad for p in self._parameters]))
+
+    def _record(self, parameter: Tensor) -> None:
+        """Reads a gradient. Runs before the hook that sums it over the ranks, which is registered later."""
+        self._own[id(parameter)] = start_checksums([parameter.grad])
+
+    def gradients_are_cleared(self) -> None:
+        """The passes of the step begin. A second attempt after an out-of-memory error may split the batch."""
+        self._num_attempts += 1
+        self._own.clear()
+
+    def step_ends(self) -> list[Checksums]:
+        """Returns the gradients of this rank, then those of its replays; [] if the step was not replayed."""
+        own, replays, ids = self._own, self._replays, [*map(id, self._parameters)]
+        is_complete = len(replays) == NUM_REPLAYS and self._num_attempts == 1
+        self._reset()
+        return [lambda: [own[each]()[0] if each in own else 0 for each in ids], *replays] if is_complete else []
+
+    def _reset(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._replays, self._own, self._hooks, self._num_attempts = [], {}, [], 0
+
+
+def _on(device: torch.device, batch: StepBatch) -> StepBatch:
+    """Returns the micro-batches on another device, without the position in the data."""
+    micro = tuple(
+        each._replace(data=tree_map_only(Tensor, lambda tensor: tensor.to(device), each.data)) for each in batch.micro
+    )
+    return replace(batch, micro=micro, cursor=Cursor(), bad=())
