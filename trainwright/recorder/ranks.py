@@ -31,11 +31,12 @@ def last_collective() -> str:
 
     Returns "" if torch's flight recorder is off (``TORCH_FR_BUFFER_SIZE``).
     """
-    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
+    c10d = getattr(torch._C, "_distributed_c10d", None)
+    dumps = [getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
     with suppress(RuntimeError, ValueError, KeyError):  # the format is private to torch
-        entries = json.loads(dump()).get("entries", []) if dump is not None and has_others() else []
-        if entries:
-            last = max(entries, key=lambda entry: entry["record_id"])
+        texts = [dump() for dump in dumps if dump is not None] if has_others() else []
+        if entries := [entry for text in texts for entry in json.loads(text).get("entries", [])]:
+            last = max(entries, key=lambda entry: entry["time_created_ns"])
             tensors = [f"{dtype} {sizes}" for dtype, sizes in zip(last["input_dtypes"], last["input_sizes"])]
             return f"{last['profiling_name'].rpartition(':')[2]} of {', '.join(tensors[:4])}"
     return ""

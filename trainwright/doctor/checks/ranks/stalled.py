@@ -11,7 +11,7 @@ def stalled(run: RunContext, facts: RanksFacts) -> Results:
     How it is detected: each rank reports many times a second; one makes no progress for longer than `patience_s`, or
     sends no report for 15 s. The finding is a warning while the process lives. If torch's flight recorder is on
     (`TORCH_FR_BUFFER_SIZE=2000`, the default of `trainwright train RECIPE -- ...`), it has the last collective of each
-    rank.
+    rank. With NCCL it has the missing ranks and the different counts of collectives that NCCL's RAS service reports.
 
     Usual cause: that rank does something that the others do not (reads, evaluates, saves), hangs, or its process has
     ended.
@@ -35,6 +35,7 @@ def stalled(run: RunContext, facts: RanksFacts) -> Results:
         symptom = f"{in_ranks([each.rank for each in late])} did not arrive for {first.still_s:.0f} s, {place}"
     else:
         symptom = f"no rank makes progress for {first.still_s:.0f} s, {place}"
+    reported = [line for each in statuses for line in each.nccl]
     started = {f"rank {each.rank}": each.collective for each in still}
     yield run.finding(
         max(1, first.begun),
@@ -49,6 +50,7 @@ def stalled(run: RunContext, facts: RanksFacts) -> Results:
             ("ranks that wait", [each.rank for each in still if each not in late], []),
             ("collectives begun by each rank", [each.collectives for each in statuses]),
             *([("last collective of each stalled rank", started)] if any(started.values()) else []),
+            *([("report of NCCL (RAS)", reported, [])] if reported else []),
         ],
     )
 

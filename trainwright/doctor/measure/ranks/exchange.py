@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainwright.distributed.board import Board, open_board
+from trainwright.distributed.ras import ras_problems, ras_report, uses_nccl
 from trainwright.distributed.threads import small_stacks
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
@@ -89,6 +90,7 @@ class Exchange:
         self._place, self._progress_s = (0, "begin"), time.monotonic()  # written by the training thread
         self._status = RankStatus(rank=board.rank, host=socket.gethostname())  # written by the training thread
         self._is_stalled, self._where, self._collective = False, "", ""  # written by the exchange thread
+        self._nccl: tuple[str, ...] = ()
         self._urgent = self._alarmed = False
         self._version = 0
         self._gathering: Gathering | None = None  # on rank 0
@@ -221,7 +223,7 @@ class Exchange:
         """Returns the current status. Its time without progress changes as long as this thread is alive."""
         step, phase = self._place
         status = replace(self._status, step=step, phase=phase, stalled=self._is_stalled, where=self._where)
-        status = replace(status, collective=self._collective)
+        status = replace(status, collective=self._collective, nccl=self._nccl)
         if status.ended:
             return replace(status, stalled=False)
         still_s = round(time.monotonic() - self._progress_s, 3)
@@ -235,6 +237,8 @@ class Exchange:
         if is_stalled != self._is_stalled:
             self._where = self._site.leave_stack(self.rank, self._thread_id) if is_stalled else ""
             self._collective = last_collective() if is_stalled else ""
+            asks_nccl = is_stalled and self.rank == 0 and uses_nccl()  # any process reports on all of them
+            self._nccl = ras_problems(ras_report()) if asks_nccl else ()
             self._is_stalled, self._urgent = is_stalled, True
 
     def _compare(self, gathering: Gathering) -> None:
