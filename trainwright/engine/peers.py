@@ -64,7 +64,6 @@ class Peers:
             moved = self._ranks.from_previous(_on(torch.device("cpu"), moved))
             seed_step(self._seed, state.step, (self._ranks.rank - distance) % self._ranks.size)
             self._replay(state, _on(device_of(state.optimizer), moved))
-            clear_grads(state.optimizer)
             self._is_off |= bool(buffers.put_back())  # the model writes to a table that is too large to be copied
         hooked = [p for p in self._parameters if p is not None and p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._record) for p in hooked]  # type: ignore[no-untyped-call]
