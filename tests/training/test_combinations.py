@@ -35,6 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicate": {"replicate": 2},
     "shard": {"shard": 2},
     "tensor": {"tensor": 2},
+    "sequence": {"tensor": 2, "sequence": True},
     "pipeline": {"pipeline": 2},
 }
 RECIPE: dict[str, Any] = {
@@ -120,10 +121,14 @@ of `python -m tests.training.test_combinations`.
 |---|{lines}|
 """
 NOTES = """
-- compile: one graph for the model; with `shard`, one for each block. The backend is `aot_eager`, which generates no
-  code.
+- sequence: `tensor` with `sequence: true`.
+- compile: one graph for the model or for the stage of a rank; with `shard`, one for each block. The backend is
+  `aot_eager`, which generates no code.
+- LoRA: without DoRA and without quantization, which `tensor` and `pipeline` refuse.
 - Muon: with `shard` and `tensor`, each rank gathers the updates of divided matrices and orthogonalizes them.
-- MoE: the experts are not divided. The router biases follow the load of all ranks.
+- Muon: with `pipeline`, the output layer of the full model is trained with AdamW, as in one process.
+- MoE: the experts are not divided. The router biases follow the load of all ranks. In a pipeline, forward passes of a
+  step follow its first backward pass, and short batches are padded, so the load would not be that of one process.
 """
 
 

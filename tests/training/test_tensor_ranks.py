@@ -127,6 +127,7 @@ TWO: dict[str, dict[str, Any]] = {
         "batch.micro": 3,
         "model.activation_checkpointing": "block",
     },
+    "zero_bubble": {"model": DEEP, "parallel.pipeline": 2, "parallel.schedule": "zero_bubble", "batch.micro": 3},
 }
 
 
@@ -233,9 +234,24 @@ def test_two_ranks_divide_models_that_were_not_made_for_it(tmp_path: Path) -> No
         ({"parallel.pipeline": 4}, {**DEEP, "tied": True}, r"tied(?s:.)*model.args.tied: false"),
         ({"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.replicate": 2}, {}, r"the number of ranks, 4"),
         (
-            {"parallel.tensor": 2, "parallel.replicate": 2, "model.compile": True},
+            {"parallel.context": 2, "parallel.replicate": 2, "model.compile": True},
             {},
-            "does not work with parallel.tensor",
+            "does not work with parallel.context",
+        ),
+        (
+            {
+                "parallel.pipeline": 2,
+                "parallel.replicate": 2,
+                "parallel.schedule": "zero_bubble",
+                "model.compile": True,
+            },
+            DEEP,
+            "was not shown to work with model.compile",
+        ),
+        (
+            {"parallel.tensor": 2, "parallel.replicate": 2, "model.lora": {"rank": 2, "dora": True}},
+            {},
+            r"model.lora: does not work with parallel.tensor(?s:.)*dora: true",
         ),
     ],
 )

@@ -15,11 +15,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from trainwright.assembly.stage_plan import StagedModel
+from trainwright.plan.splits import TWO_STAGE_SCHEDULES
 from trainwright.recipe.schema import PipelineSchedule
+
+SCHEDULES: dict[PipelineSchedule, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+"""Classes of torch. ScheduleZBVZeroBubble and ScheduleDualPipeV are left out: their ``eval`` fails in torch 2.13."""
 
 
 def stage_blocks(blocks: int, stages: int) -> list[list[int]]:
@@ -29,11 +44,11 @@ def stage_blocks(blocks: int, stages: int) -> list[list[int]]:
 
 def stages_per_rank(schedule: PipelineSchedule) -> int:
     """Return the number of stages that each rank computes."""
-    return 2 if schedule == "interleaved" else 1
+    return 2 if schedule in TWO_STAGE_SCHEDULES else 1
 
 
 class Stages:
-    """The stages of this rank, one or (interleaved) two, and the schedules that run them.
+    """The stages of this rank, one or two, and the schedules that run them.
 
     ``group`` contains the ranks of all stages in order. Removes from ``model`` what this rank does not compute, as
     defined by ``by_table`` or by the model itself.
@@ -73,7 +88,7 @@ class Stages:
         """Return the smallest number of micro-batches >= ``num_micro`` that the schedule supports."""
         if self._schedule == "gpipe":
             return num_micro
-        each = self._ranks if self._schedule == "interleaved" else 1
+        each = self._ranks if self._schedule in TWO_STAGE_SCHEDULES else 1
         return max(self._ranks, -(-num_micro // each) * each)
 
     def as_returned(self, output: Tensor) -> object:
@@ -86,10 +101,8 @@ class Stages:
             PipelineStage(module, index, self._count, self._device, group=self._group)
             for index, module in self._modules.items()
         ]
-        if self._schedule == "interleaved":
-            return ScheduleInterleaved1F1B(stages, num_micro, loss, scale_grads=False)
-        kind = ScheduleGPipe if self._schedule == "gpipe" else Schedule1F1B
-        return kind(stages[0], num_micro, loss, scale_grads=False)
+        one_or_more = stages if self._schedule in TWO_STAGE_SCHEDULES else stages[0]
+        return SCHEDULES[self._schedule](one_or_more, num_micro, loss, scale_grads=False)
 
 
 class _Stage(nn.Module):

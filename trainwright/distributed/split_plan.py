@@ -40,12 +40,33 @@ def split_plan(model: nn.Module, requested: Mapping[str, TensorStyle]) -> SplitP
     for pattern, style in (requested or _own_plan(model)).items():
         matched = names_like(pattern, model, "parallel.plan" if requested else None)
         plan |= dict.fromkeys(matched, style)
+    plan = _with_adapters(plan, modules)
     for name, style in plan.items():
         _require_splittable(name, modules[name], style)
     plan |= _tied_embeddings(modules, plan)
     for places in ties_of(model):
         _require_alike(places, modules, plan)
     return plan
+
+
+def _with_adapters(plan: SplitPlan, modules: Mapping[str, nn.Module]) -> SplitPlan:
+    """Return the plan with the parts of layers that have low-rank adapters: W x + B (A x).
+
+    With divided outputs, A is complete on every rank, and B has the outputs of the rank. With divided inputs, A has the
+    inputs of the rank, and B is complete.
+    """
+    found: SplitPlan = {}
+    for name, style in plan.items():
+        parts = [each for each in modules if each.startswith(f"{name}.")]
+        if f"{name}.base_layer" in parts and style in ("column", "column_gathered", "row"):
+            factors: dict[str, TensorStyle] = (
+                {"lora_A": "row"} if style == "row" else {"lora_A": "input", "lora_B": style}
+            )
+            found[f"{name}.base_layer"] = style
+            found |= {each: factors[part] for each in parts if (part := each.split(".")[-2]) in factors}
+        else:
+            found[name] = style
+    return found
 
 
 def names_like(pattern: str, model: nn.Module, requested_at: str | None = None) -> list[str]:

@@ -51,7 +51,8 @@ def _styles(style: TensorStyle, module: nn.Module, mesh: DeviceMesh, *, sequence
     elif style == "row":
         yield RowwiseParallel(output_layouts=between)
     elif style == "input":
-        yield PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+        is_layer = isinstance(module, nn.Linear)  # its weights are no DTensors
+        yield PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate(), use_local_output=is_layer)
     elif style == "per_head":
         yield SequenceParallel(sequence_dim=2, use_local_output=True)
     elif style == "sequence" and sequence:

@@ -200,6 +200,10 @@ def _ns_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
+HEAD_NAMES = "names_of_output_head"
+"""Attribute of a model that is a pipeline stage: ``head_names`` of the full model."""
+
+
 def muon_groups(
     model: nn.Module,
     *,
@@ -247,17 +251,29 @@ def groups_of_recipe(model: nn.Module, args: dict[str, Any], **shared: Unpack[Gr
     return muon_groups(model, **shared, head=args.pop("head", None), adamw=adamw)
 
 
+def head_names(model: nn.Module, head: str | None) -> frozenset[str]:
+    """Return the names of the parameters of the output head, see ``muon_groups``."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    if head is None:
+        is_tied = any(sum(id(p) == each for _, p in named) > 1 for each in _embeddings(model))
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        return frozenset(name for name, p in named if linears and not is_tied and p is linears[-1].weight)
+    names = frozenset(name for name, _ in named if matches(head, [name]))
+    if head and not names:
+        raise UsageError(f"head={head!r} matches no parameter", remedy=suggest(head, [name for name, _ in named]))
+    return names
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    return {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+
+
 def _hidden(model: nn.Module, head: str | None) -> Callable[[nn.Parameter], bool]:
     """Return the predicate of the hidden matrices."""
     named = list(model.named_parameters(remove_duplicate=False))
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    if head is None:
-        is_tied = any(sum(id(p) == each for _, p in named) > 1 for each in embeddings)
-        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-        heads = {id(linears[-1].weight)} if linears and not is_tied else set()
-    else:
-        heads = {id(parameter) for name, parameter in named if matches(head, [name])}
-        if head and not heads:
-            raise UsageError(f"head={head!r} matches no parameter", remedy=suggest(head, [name for name, _ in named]))
+    embeddings = _embeddings(model)
+    names = getattr(model, HEAD_NAMES, None)
+    names = head_names(model, head) if names is None else names
+    heads = {id(parameter) for name, parameter in named if name in names}
     outside = embeddings | heads | norm_parameters(model)
     return lambda parameter: parameter.ndim >= 2 and min(matrix_shape(parameter)) > 1 and id(parameter) not in outside

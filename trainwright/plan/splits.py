@@ -10,6 +10,8 @@ from trainwright.errors import Problem, RecipeError
 from trainwright.plan.parallel import NEEDS_WHOLE, Degrees
 from trainwright.recipe import Recipe
 
+TWO_STAGE_SCHEDULES = ("interleaved", "zero_bubble")
+"""Pipeline schedules with two stages on each rank."""
 UNTIE = "write model.args.tied: false, for a model of transformers model.args.tie_word_embeddings: false"
 
 
@@ -82,7 +84,8 @@ def _of_pipeline(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterato
     pipeline, schedule = degrees.pipeline, recipe.parallel.schedule
     if pipeline == 1:
         return
-    each = 2 if schedule == "interleaved" else 1
+    has_two = schedule in TWO_STAGE_SCHEDULES
+    each = 2 if has_two else 1
     if shape.blocks is None:
         rule = f"{shape.name} does not say how it is cut into stages"
         remedy = "give parallel.stages, such as {embed: first, 'layers.*': block, norm: last, head: last}, or use "
@@ -95,19 +98,19 @@ def _of_pipeline(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterato
     if shape.is_tied:
         rule = "its first and its last stage would share a weight: embedding and output layer are tied"
         yield Problem("parallel.pipeline", rule, got=str(pipeline), remedy=UNTIE)
-    if schedule == "interleaved" and shape.by_table:
+    if has_two and shape.by_table:
         rule = f"has two stages on each rank, and {shape.name} is cut by a table, into one for each"
         yield Problem("parallel.schedule", rule, got=schedule, remedy="write 1f1b")
-    if schedule == "interleaved" and degrees.shard > 1:
+    if has_two and recipe.model.compile:
+        rule = "was not shown to work with model.compile: two stages lie on each rank"
+        yield Problem("parallel.schedule", rule, got=schedule, remedy="write 1f1b")
+    if has_two and degrees.shard > 1:
         rule = "was not shown to work with parallel.shard: two stages lie on each rank"
         yield Problem("parallel.schedule", rule, got=schedule, remedy="write 1f1b")
     if recipe.optimizer.groups:
         yield _unsupported(
             "optimizer.groups", "a list", "pipeline", "leave it out: a stage may have nothing that matches"
         )
-    if recipe.optimizer.use == "muon":
-        rule = "muon trains the output layer with AdamW, and a stage without that layer would take its last one instead"
-        yield Problem("optimizer.use", rule, got="muon", remedy="use adamw, adam or sgd, or parallel.shard")
     if recipe.model.freeze:
         yield _unsupported("model.freeze", "a list", "pipeline", "leave it out: a stage may have nothing left to train")
     yield from _of_all(recipe, "pipeline")
@@ -132,10 +135,14 @@ def _of_context(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterator
 def _of_all(recipe: Recipe, axis: str) -> Iterator[Problem]:
     """Yield settings that do not work with any axis along which ranks share their samples."""
     model = recipe.model
-    if model.compile:
+    if model.compile and axis == "context":
         yield _unsupported("model.compile", str(model.compile).lower(), axis, "leave it out")
-    if model.lora is not None:
-        yield _unsupported("model.lora", f"rank {model.lora.rank}", axis, "use parallel.replicate or parallel.shard")
+    if model.lora is not None and (axis == "context" or model.lora.dora or model.lora.quantize != "none"):
+        got = "dora: true" if model.lora.dora else f"quantize: {model.lora.quantize}"
+        got = f"rank {model.lora.rank}" if axis == "context" else got
+        yield _unsupported("model.lora", got, axis, "use parallel.replicate or parallel.shard")
+    if model.lora is not None and axis == "tensor" and recipe.parallel.sequence:
+        yield _unsupported("model.lora", f"rank {model.lora.rank}", "sequence", "leave parallel.sequence out")
     if model.activation_checkpointing not in ("none", "block"):
         yield _unsupported("model.activation_checkpointing", model.activation_checkpointing, axis, "write block")
     if recipe.spikes.policy not in ("warn", "skip", "off"):

@@ -160,9 +160,9 @@ class Watcher(Part):
     )
 
 
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 TensorStyle = Literal["column", "row", "column_gathered", "input", "per_head", "sequence", "scatter"]
-"""The styles of a module under tensor parallelism: docs/how-to/several-gpus.md."""
+"""The styles of a module under tensor parallelism: docs/how-to/divide-a-model.md."""
 StageStyle = Literal["first", "block", "last"]
 """The pipeline stage of a module: the first, one of all, the last."""
 
@@ -226,7 +226,8 @@ class Parallel(Section):
     schedule: PipelineSchedule = Field(
         default="1f1b",
         description="The order of computation in a pipeline: all forward passes first (gpipe), one forward and one "
-        "backward in turn (1f1b), or 1f1b with two stages on each rank (interleaved).",
+        "backward in turn (1f1b), or 1f1b with two stages on each rank (interleaved). zero_bubble also has two, and "
+        "computes gradients of weights while a rank would wait.",
     )
     sync_batchnorm: bool = Field(
         default=False,
@@ -761,7 +762,11 @@ class Recipe(Section):
         examples=["recommended"],
     )
     seed: int = Field(default=1337, ge=0, le=LARGEST_INT, description="Seed of all random numbers.")
-    deterministic: bool = Field(default=False, description="Only deterministic kernels: the same bits each time.")
+    deterministic: bool = Field(
+        default=False,
+        description="Only deterministic kernels: the same bits each time. Ranks with copies of the model also replay "
+        "every 256th step of each other, see `resources.silent_corruption`.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="The device of the run.")
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"] | None = Field(
         default=None,

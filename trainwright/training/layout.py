@@ -31,6 +31,7 @@ from trainwright.engine.synced_norms import LOCAL_STATISTICS, SyncedNorms
 from trainwright.engine.token_batch import ROW_LENGTHS
 from trainwright.errors import OutOfMemoryError, TrainwrightError, UsageError, text_of
 from trainwright.models.gpt import TENSOR_PLAN
+from trainwright.optim.muon import HEAD_NAMES, head_names
 from trainwright.plan.make import Note
 from trainwright.plan.parallel import Degrees, solve_layout
 from trainwright.plan.splits import require_fitting
@@ -89,6 +90,9 @@ def lay_out(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.device) 
         return LaidOut(parts, notes=exchange_notes)
     if mesh.degrees.pipeline > 1:
         _require_no_weights(parts.loss)
+        if loaded.recipe.optimizer.use == "muon":  # a stage without the head would take its last layer for it
+            with at_recipe(loaded.source, "optimizer.args"):
+                setattr(parts.model, HEAD_NAMES, head_names(parts.model, loaded.recipe.optimizer.args.get("head")))
     stages = _divide_layers(parts, loaded, mesh, device)
     parts = replace(parts, loss=_loss_of_part(parts.loss, parts.model, mesh))
     notes = _shard(parts.model, loaded, mesh) if mesh.degrees.shard > 1 else ()
