@@ -1,6 +1,7 @@
 """Measurements on an NVIDIA GPU, in parts, the most valuable first: ``scripts/gpu OUT [PART ...]``.
 
     tests     the tests that need a GPU (`pytest -m gpu`)
+    ranks     on two GPUs: the steps of two ranks equal those of one process, in each layout
     sync      steps of the engine under torch.cuda.set_sync_debug_mode("error"); how often a step of tw.fit synchronises
     mfu       tokens/s and model FLOPs utilization of GPT-2 124M in bf16: eager, compiled, and captured in CUDA graphs
     graphs    a step of 2 ms and a GPT: plain loop, engine, engine with CUDA graphs
@@ -33,7 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-PARTS = ("tests", "sync", "mfu", "graphs", "overhead", "watch", "host", "plan", "amp", "train", "stall", "zoo")
+PARTS = ("tests", "ranks", "sync", "mfu", "graphs", "overhead", "watch", "host", "plan", "amp", "train", "stall", "zoo")
 LIMIT_S = 230.0
 
 

@@ -418,11 +418,62 @@ def speed_of_recipe(steps: int = 80) -> float:
     return float((last["tokens"] - first["tokens"]) / (last["time_s"] - first["time_s"]))
 
 
+LAYOUTS = ("replicate", "shard", "tensor", "pipeline")
+RANKS_RECIPE = {
+    "until": "4steps",
+    "model": {
+        "use": "gpt",
+        "args": {"vocab_size": 64, "block_size": 64, "layers": 2, "heads": 2, "d_model": 64, "tied": False},
+    },
+    "data": {"train": "ids_of_ranks:train_set"},
+    "loss": "language_model",
+    "batch": {"size": 16, "micro": 4},
+    "precision": "fp32",
+    # with the default eps, the first update of a weight has the sign of its gradient, even of one that is only rounding
+    "optimizer": {"use": "adamw", "lr": 1e-2, "args": {"eps": 1e-3}},
+}
+RANKS_DATA = """
+import torch
+
+def train_set():
+    ids = torch.randint(64, (80, 65), generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.TensorDataset(ids[:, :-1], ids[:, 1:])
+"""
+
+
+def ranks(device: torch.device) -> None:
+    """The steps of two processes equal those of one in each layout: NCCL on two GPUs, gloo on a CPU."""
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        print(json.dumps({"bench": "gpu_ranks", "skipped": "fewer than two CUDA devices"}), flush=True)
+        return
+    failed = []
+    for layout in LAYOUTS:
+        output, passed = verified(layout, device)
+        text = "equals one process" if passed else "FAILED"
+        line = {"bench": "gpu_ranks", "case": layout, "value": text, "unit": "", "against": "1 rank"}
+        print(json.dumps(line), flush=True)
+        failed += [] if passed else [f"{layout}:\n{output[-1500:]}"]
+    if failed:
+        raise SystemExit("\n".join(failed))
+
+
+def verified(layout: str, device: torch.device) -> tuple[str, bool]:
+    """Returns what ``verify parallel`` prints for two ranks in this layout, and whether they equal one process."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "ids_of_ranks.py").write_text(RANKS_DATA)
+        (Path(folder) / "recipe.yaml").write_text(json.dumps(RANKS_RECIPE))
+        command = [sys.executable, "-m", "trainwright", "verify", "parallel", "recipe.yaml", "--steps", "3"]
+        command += ["--set", f"parallel.{layout}=2", "--set", f"device={device.type}"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr, done.returncode == 0
+
+
 PARTS: dict[str, Callable[[torch.device], None]] = {
     "graphs": graphs,
     "host": host,
     "train": train,
     "tests": tests,
+    "ranks": ranks,
     "sync": sync,
     "overhead": overhead,
     "watch": watch,

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import finetune, soak
 from benchmarks.gpu import is_done, run_part, table
-from benchmarks.gpu_parts import flops_per_token, utilization
+from benchmarks.gpu_parts import flops_per_token, utilization, verified
 from tests import forked
 
 ROOT = Path(__file__).parent.parent
@@ -117,6 +117,13 @@ def test_a_part_for_a_gpu_says_that_there_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_part_for_two_gpus_runs_on_gloo() -> None:
+    output, passed = verified("replicate", torch.device("cpu"))
+    assert passed and "3 steps on 2 ranks against one process" in output, output
+
+
 def test_a_part_for_a_gpu_that_fails_leaves_its_error(tmp_path: Path) -> None:
     assert not run_part("mfu", tmp_path, "no-such-device")
     last = json.loads((tmp_path / "mfu.jsonl").read_text().splitlines()[-1])
