@@ -211,7 +211,7 @@ def fit(
         restore_best: Load the weights of the best validation into the model at the end.
         retain_grad: Glob patterns of module names, such as ``["blocks.3.*"]``. Norms and histograms of the gradients
             with respect to the outputs of these modules are logged in some steps and shown on the page
-            (docs/how-to/see-a-run.md).
+            (docs/how-to/layer-statistics.md).
         on_interrupt: The behaviour after a signal (Ctrl-C, SIGTERM, SIGUSR1) has stopped the run and it is saved.
             ``"raise"``: raise KeyboardInterrupt for Ctrl-C. For other signals, call the handler of your program, or
             exit the process with code 75 if it has none. ``"return"``: return the result, whose ``interrupted_by``

@@ -327,7 +327,7 @@ def watch(
         profile: Report at the end what bounds a step, and write profile.json and a trace. True measures some steps
             after the fiftieth, a number those after that step.
         layers: Record statistics by layer from time to time, in at most 0.5 % of the time
-            (docs/how-to/see-a-run.md). Not supported for sharded weights.
+            (docs/how-to/layer-statistics.md). Not supported for sharded weights.
         sinks: Trackers that get the metrics, by name: ``["tensorboard", "csv"]`` (docs/how-to/trackers.md).
         alerts: Receivers of alerts, as in the section of a recipe: ``{"command": ["./notify.sh"]}``
             (docs/how-to/alerts.md).
