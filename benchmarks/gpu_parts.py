@@ -423,7 +423,15 @@ RANKS_RECIPE = {
     "until": "4steps",
     "model": {
         "use": "gpt",
-        "args": {"vocab_size": 64, "block_size": 64, "layers": 2, "heads": 2, "d_model": 64, "tied": False},
+        "args": {
+            "vocab_size": 64,
+            "block_size": 64,
+            "layers": 2,
+            "heads": 2,
+            "d_model": 64,
+            "tied": False,
+            "bias": False,
+        },
     },
     "data": {"train": "ids_of_ranks:train_set"},
     "loss": "language_model",

@@ -155,6 +155,7 @@ def test_the_page_is_what_is_refused(project: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_what_is_not_refused_equals_one_process(project: Path) -> None:
     works = [name for name in NAMES if refusal(*name) is None]
     trained(project / "one", 1, {feature: {**recipe_of(feature, None), "name": feature} for feature in FEATURES})
