@@ -10,7 +10,7 @@ import torch
 from tests import ranks
 from trainwright.runs.findings import findings_in
 from trainwright.runs.reader import read
-from trainwright.runs.records import Found
+from trainwright.runs.records import Found, Step
 
 pytestmark = [pytest.mark.examined, pytest.mark.process, pytest.mark.slow]
 
@@ -59,9 +59,15 @@ torch.manual_seed(3)
 layers = nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), Wire(), Chance(), nn.Dropout(0.2), nn.Linear(32, 5)
 model = nn.Sequential(*layers)
 x, y = torch.randn(96, 12), torch.randint(5, (96,))
+
+def loss(output, target):
+    tw.log(largest=output.detach().max())
+    return nn.functional.cross_entropy(output, target)
+
 size = 6 * int(os.environ["WORLD_SIZE"])
 settings = {"batch.size": size, "batch.micro": 2, "schedule.use": "constant", "deterministic": True}
-tw.fit(model, (x, y), nn.CrossEntropyLoss(), until="18steps", lr=1e-2, precision="fp32", settings=settings)
+settings["log.every"] = "1steps"
+tw.fit(model, (x, y), loss, until="18steps", lr=1e-2, precision="fp32", settings=settings)
 """
 
 
@@ -100,5 +106,10 @@ def test_a_program_that_cannot_be_repeated_is_not_reported(tmp_path: Path) -> No
 def test_replays_leave_no_trace_in_healthy_training(tmp_path: Path) -> None:
     runs = [tmp_path / "with", tmp_path / "without"]
     assert [run(folder, "none", 2, interval=interval) for folder, interval in zip(runs, (8, 1000))] == [[], []]
+    logged, usual = (
+        [(each.step, each.loss, each.grad_norm, each.probed) for each in read(log).records if isinstance(each, Step)]
+        for log in (each / "runs/run/log.jsonl" for each in runs)
+    )
+    assert logged == usual and "largest" in logged[15][3]
     weights, plain = (ranks.tensors_in(next((each / "runs/run/checkpoints").glob("step-*18"))) for each in runs)
     assert {name for name in plain if not torch.equal(weights[name], plain[name])} == set() and len(plain) > 8

@@ -24,6 +24,7 @@ from trainwright.engine.loss import Loss, accumulate, as_loss_fn
 from trainwright.engine.precision import Precision
 from trainwright.engine.rank_sums import seed_step, share_buffers
 from trainwright.engine.step import clear_grads, device_of
+from trainwright.engine.user_log import collecting
 
 INTERVAL_STEPS = 256  # Two replays in this many steps take less than 1 % of the time
 NUM_REPLAYS = 2  # Replays of each batch, by the next ranks. With two ranks the second one is the rank itself.
@@ -59,19 +60,21 @@ class Peers:
         share_buffers(state, self._ranks)
         buffers = BufferGuard()
         buffers.keep(state.model, state.loss or self._loss)
-        moved = batch
+        moved, is_restored = batch, True
         for distance in range(1, NUM_REPLAYS + 1):
             moved = self._ranks.from_previous(_on(torch.device("cpu"), moved))
             seed_step(self._seed, state.step, (self._ranks.rank - distance) % self._ranks.size)
             self._replay(state, _on(device_of(state.optimizer), moved))
-            self._is_off |= bool(buffers.put_back())  # the model writes to a table that is too large to be copied
+            is_restored &= not buffers.put_back()
+        self._is_off = not self._ranks.least(is_restored)  # the model writes to a table that is too large to be copied
         hooked = [p for p in self._parameters if p is not None and p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._record) for p in hooked]  # type: ignore[no-untyped-call]
 
     def _replay(self, state: TrainState, batch: StepBatch) -> None:
         clear_grads(state.optimizer)
         try:
-            accumulate(state, batch, self._loss_fn, self._precision)
+            with collecting(None):  # the figures of ``tw.log`` in a replay are of no interest
+                accumulate(state, batch, self._loss_fn, self._precision)
         except Exception:  # out of memory: the samples of another rank may be larger
             return
         self._replays.append(start_checksums([None if p is None else p.grad for p in self._parameters]))

@@ -236,7 +236,7 @@ def _notices(job: Job, folder: RunFolder, lock: RunLock, earlier: Earlier | None
     elif not is_live(job.recipe.model.use):
         yield from unfinished_before(folder, job.recipe.name)
     if compares_ranks(job):
-        yield "the doctor compares the ranks; it does not replay steps of several ranks"
+        yield "the doctor compares the ranks; checks that replay a step do not run with several ranks"
 
 
 @contextmanager
