@@ -109,3 +109,24 @@ def test_a_rank_that_hangs_after_another_was_lost_ends(tmp_path: Path, lost: int
     started = [Forked(code, cwd=tmp_path, env={**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
     assert [each.wait(40) for each in started] == [1, 1]
     assert "waits for another rank, which has ended or lost the connection" in started[1 - lost].stderr
+
+
+@pytest.mark.process
+def test_a_wrapper_that_restarts_in_the_process_may_end_the_group(tmp_path: Path) -> None:
+    """As that of nvidia-resiliency-ext after a rank was lost. Then the same process joins the remaining ranks."""
+    code = (
+        "import os\n"
+        "from torch import distributed\n"
+        "from trainwright.distributed import Launch, joined\n"
+        "try:\n"
+        "    with joined(Launch.read(os.environ), 20.0):\n"
+        "        distributed.destroy_process_group()\n"
+        "        raise ValueError('a fault')\n"
+        "except ValueError as error:\n    print(error)\n"
+        "with joined(Launch.read(os.environ), 20.0) as world:\n    print(world.least(world.rank), world.size)"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    started = [Forked(code, cwd=tmp_path, env={**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    assert [(each.wait(60), each.stdout.split("\n")[:2]) for each in started] == [(0, ["a fault", "0 2"])] * 2

@@ -145,7 +145,8 @@ def joined(launch: Launch, timeout_s: float, *, on_gpu: bool = False) -> Iterato
         raise
     finally:
         over.set()
-        distributed.destroy_process_group()
+        if distributed.is_initialized():  # a wrapper that restarts this function in the process has ended the group
+            distributed.destroy_process_group()
 
 
 def _end_if_hung(store: Store, over: Event, launch: Launch) -> None:
