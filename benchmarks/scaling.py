@@ -12,6 +12,12 @@ pass alternate with steps that sum them after it. ``hidden`` is the median diffe
 by the time of the sum alone. With ``--link idle`` each linear layer sleeps before its backward pass, in proportion to
 its weights, as if a device computed. Neither the pass nor the link needs the processor then, so other programs on it
 hardly change the figure.
+
+One bucket cannot overlap: the link is idle until the first bucket is complete, or the last one is sent when the pass
+has ended. gloo also needs processor time on each rank: ``link_sum_cpu_s`` for all gradients at once, and
+``link_extra_cpu_s`` more in a step that sends them in buckets. Without a free core, the latter delays the pass and
+reduces ``hidden``. It depends on the number of buckets, not on the batch. The backward pass of a batch of 8 takes 14 ms
+on one core, of which it would be a third, so the batch is 32 where layers compute.
 """
 
 from __future__ import annotations
@@ -67,7 +73,8 @@ from trainwright.engine.losses import language_model
 from trainwright.engine.overlap import OverlappedSum
 from trainwright.models.gpt import gpt
 
-steps, batch, times, reads, idle_s = int(sys.argv[1]), 8, ([], []), [0], float(sys.argv[2])
+steps, idle_s, times, cpu, reads = int(sys.argv[1]), float(sys.argv[2]), ([], []), ([], []), [0]
+batch = 8 if idle_s else 32
 
 def alternate(self):  # every rank reads it once in each step
     reads[0] += 1
@@ -76,15 +83,20 @@ def alternate(self):  # every rank reads it once in each step
 OverlappedSum.is_enabled = property(alternate, lambda self, value: None)
 
 class Clock:
+    before_s = 0.0
+
     def observe(self, result, state):
         times[reads[0] % 2 == 0].append(result.step_s - result.wait_s)
+        now_s = time.process_time()
+        cpu[reads[0] % 2 == 0].append(now_s - self.before_s)
+        self.before_s = now_s
 
-def median_s(act, count):
+def median_s(act, count, clock=time.perf_counter):
     taken = []
     for _ in range(count):
-        begin_s = time.perf_counter()
+        begin_s = clock()
         act()
-        taken.append(time.perf_counter() - begin_s)
+        taken.append(clock() - begin_s)
     return statistics.median(taken)
 
 with joined(Launch.read(os.environ), 300.0) as world:
@@ -110,10 +122,13 @@ with joined(Launch.read(os.environ), 300.0) as world:
     tw.fit(model, data, language_model, until=f"{steps}steps", lr=1e-4, batch=batch, precision="fp32",
            observers=[Clock()], quiet=True, settings={"log.doctor": False, "checkpoint.every": None})
     sum_s = statistics.median([sum_s, median_s(lambda: world.sum_(grads), 8)])
+    sum_cpu_s = median_s(lambda: world.sum_(grads), 8, time.process_time)
     if world.rank == 0:
         after_s, during_s = (statistics.median(each[2:]) for each in times)
+        after_cpu_s, during_cpu_s = (statistics.median(each[2:]) for each in cpu)
         gain_s = statistics.median([after - during for after, during in list(zip(*times))[2:]])
-        seen = {"backward_s": backward_s, "sum_s": sum_s, "after_s": after_s, "during_s": during_s, "gain_s": gain_s}
+        seen = {"backward_s": backward_s, "sum_s": sum_s, "after_s": after_s, "during_s": during_s, "gain_s": gain_s,
+                "sum_cpu_s": sum_cpu_s, "extra_cpu_s": during_cpu_s - after_cpu_s}
         print(json.dumps(seen))
 """
 INSIDE = "SCALING_IN_NAMESPACE"
@@ -165,7 +180,7 @@ def measure_link(ranks: int, steps: int, rounds: int, *, is_idle: bool) -> None:
         unit="ratio",
         against="a backward pass",
     )
-    for name in ("backward_s", "sum_s", "after_s", "during_s"):
+    for name in ("backward_s", "sum_s", "after_s", "during_s", "sum_cpu_s", "extra_cpu_s"):
         figure("scaling", f"link_{name}", [each[name] for each in found], unit="s", against="absolute")
 
 
