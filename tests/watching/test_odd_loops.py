@@ -146,6 +146,29 @@ def test_only_parts_of_the_model_are_called() -> None:
     assert said(watch) == ""
 
 
+def test_a_part_is_replaced_and_called_directly() -> None:
+    """DeepCluster: each epoch has a new head with an optimizer of its own."""
+
+    def loop(watching: Watching) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"features": nn.Linear(6, 8), "head": nn.Linear(8, 3)})
+        optimizer = sgd(model["features"])
+        with watching(model, optimizer):
+            for _ in range(3):
+                model["head"] = nn.Linear(8, 3)
+                optimizers = [optimizer, sgd(model["head"])]
+                for _ in range(4):
+                    loss = F.cross_entropy(model["head"](torch.tanh(model["features"](X))), Y)
+                    for each in optimizers:
+                        each.zero_grad()
+                    loss.backward()
+                    for each in optimizers:
+                        each.step()
+        return weights(model)
+
+    assert said(both(loop)) == ""
+
+
 @pytest.mark.slow
 def test_a_wrapper_around_the_watched_model() -> None:
     class Wrapper(nn.Module):

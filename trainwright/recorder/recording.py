@@ -72,7 +72,9 @@ class LoopRecorder(GradientRecorder):
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         grad = torch.is_grad_enabled()
-        index = self._root_of[id(root)]
+        index = self._root_of.get(id(root))
+        if index is None:  # put into the model since then: its operations are recorded as those of the loop
+            return
         self._happened("forward", (index, root.training, grad))
         if not grad:
             return
