@@ -59,6 +59,21 @@ def policy_on_few_prompts(watch: Watch, faulty: bool) -> None:
             update(optimizer, -((new - new.detach()).exp() * gains).mean())
 
 
+def policy_with_second_pass(watch: Watch, faulty: bool) -> None:
+    """GRPO on few prompts: new actions in each step, and their old log-probabilities come from a second pass."""
+    model = mlp(4, 3)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    states = torch.randn(8, 4).repeat_interleave(4, 0)
+    with watch(model, optimizer):
+        for _ in range(24):
+            with torch.no_grad():
+                actions = torch.distributions.Categorical(logits=model(states)).sample()[:, None]
+                old = model(states).log_softmax(-1).gather(1, actions)[:, 0]
+            new = model(states).log_softmax(-1).gather(1, actions)[:, 0]
+            gains = torch.randn(32)
+            update(optimizer, -((new - old).exp() * gains).mean())
+
+
 def policy_of_one_update(watch: Watch, faulty: bool) -> None:
     policy(watch, True, epochs=1)
 
@@ -448,7 +463,7 @@ FAULTS = {
     "optim.weights_never_move": (adapters_without_gradient,),
 }
 HEALTHY = {
-    "loss.ratio_always_one": (policy_of_one_update, policy_on_few_prompts),
+    "loss.ratio_always_one": (policy_of_one_update, policy_on_few_prompts, policy_with_second_pass),
     "model.uniform_noise": (uniform_data,),
     "model.new_head_frozen": (adapted_after_training, adapted_head, language_model, fixed_target),
     "evaluation.weights_from_before_training": (teacher, reference_policy),

@@ -61,7 +61,7 @@ class LossSign:
     op: str
     steps: int  # Number of examined steps with the mistake
     line: str | None = None  # Its source line
-    value: float = 0.0  # The ratio of two terms
+    value: float = 0.0  # The ratio of two terms, or a number of steps
 
 
 @dataclass(frozen=True)

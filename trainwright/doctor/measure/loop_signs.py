@@ -110,6 +110,8 @@ class LoopSigns:
         self._shown: dict[Key, list[Tensor]] = {}
         self._values: dict[Key, float] = {}
         self._noise = UniformNoise()
+        self._device = torch.device("cpu")  # of the ratios
+        self._random_state: Tensor | None = None  # at the end of the last examined step
         self.forget()
 
     def forget(self) -> None:
@@ -148,9 +150,14 @@ class LoopSigns:
         """Records if a ratio of probabilities, ``exp(new - old)``, is 1 everywhere.
 
         ``exp(new - new.detach())`` is left out: it is 1 by intention, in methods with one update for each rollout.
+        The value is the number of steps since whose predecessor nothing was drawn, so the rollout is the same.
         """
         if isinstance(exponent, Tensor) and result.numel() >= 8 and exponent in self._differences:
-            self._show("ratio_is_one", "exp", ((result.detach() - 1).abs() < 1e-5).all())
+            key, self._device = ("ratio_is_one", "exp", caller()), result.device
+            before = self._random_state
+            is_same_rollout = before is not None and torch.equal(before, _random_state(self._device))
+            self._shown.setdefault(key, []).append(((result.detach() - 1).abs() < 1e-5).all())
+            self._values[key] = self._values.get(key, 0.0) + is_same_rollout
 
     def _note_blank(self, args: Args, kwargs: Kwargs) -> None:
         """Records if the blank of a CTC loss is one of the labels."""
@@ -227,6 +234,7 @@ class LoopSigns:
 
     def end_step(self, step: RecordedStep) -> None:
         """Reads the program of one of the first steps."""
+        self._random_state = _random_state(self._device)
         if step.step > STEPS_OF_PROGRAM:
             return
         with torch.no_grad():
@@ -276,6 +284,11 @@ class LoopSigns:
             values = torch.stack([each.cpu() for each in shown]).tolist()
             if len(values) >= MIN_STEPS and all(values[1:]):
                 yield LossSign(key[0], key[1], len(values), key[2], self._values.get(key, 0.0))
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """Returns the state of the default generator of a device; that of the CPU unless it is a GPU."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.default_generator.get_state()
 
 
 def _inputs_of(step: RecordedStep) -> list[Tensor]:

@@ -3,6 +3,7 @@ from trainwright.doctor.facts.data import RowsFacts
 from trainwright.doctor.facts.loss import LossFacts, sign_of
 
 MIN_STEPS = 6
+MIN_STEPS_WITHOUT_DRAWS = 2
 MAX_NEW_ROWS = 0.5
 
 
@@ -13,10 +14,10 @@ def ratio_always_one(run: RunContext, exams: Every[LossFacts], rows: RowsFacts) 
     Why it matters: the policy is updated several times on one rollout, and nothing limits how far it moves.
 
     How it is detected: `exp(new - old)` of log-probabilities is exactly 1 for all samples in each examined step, and
-    the steps read rows that were read before.
+    the steps read rows that were read before, and nothing was drawn between two of them.
 
-    Exceptions: one update for each rollout, where the ratio is 1 by definition; `exp(new - new.detach())`, which states
-    that.
+    Exceptions: one update for each rollout, where the ratio is 1 by definition: then actions are drawn before each
+    update; `exp(new - new.detach())`, which states that.
 
     Usual cause: the old log-probabilities are computed by the policy that is being updated, in the same step, and not
     stored when the actions were sampled.
@@ -31,7 +32,7 @@ def ratio_always_one(run: RunContext, exams: Every[LossFacts], rows: RowsFacts) 
     sign = sign_of(exams, "ratio_is_one")
     if sign is None or sign.steps < MIN_STEPS:
         return
-    if rows.new_lately > MAX_NEW_ROWS:
+    if rows.new_lately > MAX_NEW_ROWS or sign.value < MIN_STEPS_WITHOUT_DRAWS:
         yield NotApplicable("each rollout is used for one update")
         return
     yield run.finding(
