@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType, GeneratorType
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from trainwright.runs.records import Evidence, Found, Where
 from trainwright.watching.places import SourcePlaces
@@ -42,7 +45,8 @@ def program() -> SourcePlaces:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)  # optimizer
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # schedule
     loader = DataLoader(Data())  # loader
-    return SourcePlaces([model], [optimizer], [schedule], [loader], lambda: program.__code__)
+    frames = [sys._getframe()]
+    return SourcePlaces([model], [optimizer], [schedule], [loader], lambda: frames)
 
 
 def found(code: str, stage: str, **where: object) -> Found:
@@ -92,11 +96,12 @@ def test_two_of_a_kind_have_no_line() -> None:
     models = [nn.Linear(1, 1), nn.Linear(1, 1)]
     optimizers = [torch.optim.SGD(models[0].parameters()), torch.optim.SGD(models[1].parameters())]
 
-    def loop() -> None:
+    def loop() -> Iterator[None]:
         torch.optim.SGD(models[0].parameters())
         torch.optim.SGD(models[1].parameters())
+        yield
 
-    places = SourcePlaces(models, optimizers, code=lambda: loop.__code__)
+    places = SourcePlaces(models, optimizers, frames=lambda: frames_of(loop()))
     assert places.place_of(found("optim.lr_too_low", "update")) == (None, None)
 
 
@@ -110,12 +115,15 @@ def test_an_object_that_raises_has_no_line() -> None:
 
 
 def test_a_schedule_and_an_attribute_are_found_in_the_loop() -> None:
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)  # plateau
         for each in model.parameters():
             each.require_grad = False  # type: ignore[attr-defined]  # typo
+        yield
 
-    places = SourcePlaces([nn.Linear(1, 1)], [], code=lambda: loop.__code__)
+    model = nn.Linear(1, 1)
+    frames = frames_of(loop(model, torch.optim.SGD(model.parameters())))
+    places = SourcePlaces([model], [], frames=lambda: frames)
     typo = replace(
         found("loop.attribute_without_effect", "loop", module="0"),
         evidence=(Evidence(measure="set on 0.weight", seen="require_grad", expected="requires_grad"),),
@@ -126,7 +134,13 @@ def test_a_schedule_and_an_attribute_are_found_in_the_loop() -> None:
         assert line is not None and mark in lines[int(line.partition(":")[2]) - 1]
 
 
-def setup(model: nn.Module, data: Dataset[Tensor], state: dict[str, Tensor]) -> object:
+def frames_of(loop: object) -> list[FrameType]:
+    """Returns the frame of a function that is suspended or has not begun."""
+    assert isinstance(loop, GeneratorType)
+    return [loop.gi_frame]
+
+
+def setup(model: nn.Module, data: Dataset[Tensor], state: dict[str, Tensor]) -> Iterator[object]:
     torch.manual_seed(0)  # seed
     model.load_state_dict(state, strict=False)  # load
     parts = (
@@ -138,7 +152,7 @@ def setup(model: nn.Module, data: Dataset[Tensor], state: dict[str, Tensor]) -> 
             nn.init.normal_(each.weight)
         if isinstance(each, nn.Linear):
             nn.init.normal_(each.weight, std=3.0)  # initialization
-    return parts
+    yield parts
 
 
 @pytest.mark.parametrize(
@@ -152,10 +166,72 @@ def setup(model: nn.Module, data: Dataset[Tensor], state: dict[str, Tensor]) -> 
     ids=lambda value: value.code if isinstance(value, Found) else None,
 )
 def test_the_line_of_a_call_before_the_loop(finding: Found, mark: str) -> None:
-    places = SourcePlaces([nn.Sequential(nn.Linear(1, 1))], [], code=lambda: setup.__code__)
+    model = nn.Sequential(nn.Linear(1, 1))
+    frames = frames_of(setup(model, Data(), {}))
+    places = SourcePlaces([model], [], frames=lambda: frames)
     line, shown_at = places.place_of(finding, [("forward", "train.py:9"), ("step", "train.py:10")])
     assert line is not None and mark in Path(__file__).read_text().splitlines()[int(line.partition(":")[2]) - 1]
     assert shown_at == (finding.where.source or ("train.py:10" if finding.stage == "loop" else "train.py:9"))
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model = Net()
+        self.optimizer = torch.optim.AdamW(self.model.parameters())  # trainer's optimizer
+        self.other = torch.optim.AdamW(self.model.parameters())
+
+    def run(self, watch: Callable[[Trainer], SourcePlaces]) -> SourcePlaces:
+        return watch(self)
+
+
+def trained_in_several_functions() -> SourcePlaces:
+    """Two objects of each class: one is watched, and bound to a variable of a function that calls the loop."""
+    trainer, sampler = Trainer(), RandomSampler(range(8))  # sampler
+    optimizer = trainer.optimizer
+    optimizer.load_state_dict(trainer.other.state_dict())  # optimizer's state
+    trainer.other.load_state_dict(optimizer.state_dict())
+    train_loader = DataLoader(Data(), sampler=sampler)  # loader
+    validation_loader = DataLoader(Data())
+    trainer.model.embed = nn.Linear(4, 4)  # replaced
+    criterion = nn.NLLLoss()  # criterion
+    assert len(validation_loader) == 8 and criterion.reduction == "mean"
+
+    def watched(trainer: Trainer, loader: DataLoader[Tensor]) -> SourcePlaces:
+        frames, frame = [], sys._getframe()
+        while frame.f_back is not None and frame.f_code.co_filename == __file__:
+            frames.append(frame)
+            frame = frame.f_back
+        model, optimizers = trainer.model, [trainer.optimizer]
+        return SourcePlaces([model], optimizers, (), [loader], lambda: frames)
+
+    return trainer.run(lambda each: watched(each, train_loader))
+
+
+@pytest.mark.parametrize(
+    ("finding", "mark"),
+    [
+        (found("optim.lr_too_low", "update"), "# trainer's optimizer"),
+        (found("optim.moments_of_other_params", "update"), "# optimizer's state"),
+        (found("data.worker_rng_duplicate", "input", source="train.py:9"), "# loader"),
+        (found("data.samples_never_drawn", "input", source="train.py:9"), "# sampler"),
+        (found("model.excess_dropout", "forward", module="embed"), "# replaced"),
+        (found("loss.real_class_ignored", "label", op="nll_loss", source="train.py:9"), "# criterion"),
+        (found("loss.real_class_ignored", "label", op="cross_entropy", source="train.py:9"), None),
+    ],
+    ids=lambda value: value.code if isinstance(value, Found) else None,
+)
+def test_the_line_that_makes_an_object_is_known_by_its_variable(finding: Found, mark: str | None) -> None:
+    line, shown_at = trained_in_several_functions().place_of(finding)
+    if mark is None:
+        assert line == "train.py:9"
+        return
+    assert line is not None and mark in Path(__file__).read_text().splitlines()[int(line.partition(":")[2]) - 1]
+    assert shown_at == finding.where.source
+
+
+def test_a_check_that_knows_the_cause_and_the_symptom_keeps_both() -> None:
+    both = found("loss.real_class_ignored", "label", op="nll_loss", source="train.py:3", shown_at="train.py:9")
+    assert SourcePlaces([], []).place_of(both) == ("train.py:3", "train.py:9")
 
 
 def test_a_finding_without_an_object_is_where_the_step_shows_it() -> None:

@@ -132,8 +132,9 @@ class RunContext:
         details.setdefault("since_step", check.since_step)
         where = details.get("where", Where())
         calls = check.points_at or ((f"op:{where.op}",) if where.op and where.module is None else ())
-        if calls and where.source is None:
-            details["where"] = replace(where, source=self.line_of(calls[0], step))
+        if calls and where.source is None and where.shown_at is None:
+            lines = (self.line_of(each, step) for each in calls)
+            details["where"] = replace(where, source=next((line for line in lines if line), None))
         details["explains"] = (*check.explains, *details.get("explains", ()))
         return make_finding(
             check.code,

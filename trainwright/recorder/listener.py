@@ -102,6 +102,9 @@ class Listener:
     def on_saved(self, value: object) -> None:
         """Called after ``torch.save``."""
 
+    def on_seeded(self) -> None:
+        """Called after ``torch.manual_seed``."""
+
     def on_copied(self, tensor: Tensor) -> None:
         """Called when a tensor is deep-copied."""
 

@@ -1,4 +1,4 @@
-"""Wrappers of calls that set modes and get, save or load states. Each calls the listeners."""
+"""Wrappers of calls that set modes and seeds, and get, save or load states. Each calls the listeners."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ OBJECT_WRAPPERS: tuple[tuple[object, str, Callable[[TorchFunction], TorchFunctio
     (nn.Module, "state_dict", _outermost("on_state_dict", _state)),
     (nn.Module, "load_state_dict", _outermost("on_loaded", _loaded)),
     (torch, "save", _outermost("on_saved", _saved)),
+    (torch, "manual_seed", _outermost("on_seeded", lambda result, *_, **__: ())),
     (Tensor, "__deepcopy__", _wrap_deepcopy),
 )
 """Replaced functions, as in ``hooks``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType
+from types import FrameType
 
 from torch import nn
 
@@ -23,9 +23,9 @@ from trainwright.runs.records import Record
 class LoopObjects:
     """The objects of a loop that the watch was called with, and the number of micro-batches (None: not declared).
 
-    A rank without progress for ``patience_s`` is reported to the others. ``code`` returns the function that holds the
-    loop, ``values`` the values of its variables, ``modules`` the modules among them. ``sites`` are the call sites that
-    are known to evaluate. ``probes`` are additional ones.
+    A rank without progress for ``patience_s`` is reported to the others. ``frames`` returns the function that holds the
+    loop and its callers, ``values`` the values of its variables, ``modules`` the modules among them. ``sites`` are the
+    call sites that are known to evaluate. ``probes`` are additional ones.
     """
 
     loaders: tuple[object, ...] = ()
@@ -35,7 +35,7 @@ class LoopObjects:
     patience_s: float = 60.0
     modules: Callable[[], Sequence[nn.Module]] = list
     values: Callable[[], Sequence[object]] = list
-    code: Callable[[], CodeType | None] = lambda: None
+    frames: Callable[[], Sequence[FrameType]] = list
     sites: EvaluationSites = field(default_factory=EvaluationSites)
     probes: tuple[Probe, ...] = ()
 

@@ -46,6 +46,11 @@ def autocast_now(device_type: str) -> Autocast:
     return (True, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled())
 
 
+def is_cut(args: Args, made: Iterable[Tensor]) -> bool:
+    """Returns True if a tensor with a graph is an argument of a function whose results have none."""
+    return not any(map(_WANTS_GRADIENT, made)) and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+
+
 _Begun: TypeAlias = tuple[list[Instruction], int, Tensor | None]
 """The operations before a call of an autograd Function, their number, and the state of the CPU generator."""
 
@@ -125,6 +130,8 @@ class Tape(PausableMode):
             return  # values that the loop computes from data, or draws, become constants at their use
         if self.is_careful and (line := caller()) is not None:
             self.lines[name, line] = None
+            if torch.is_grad_enabled() and is_cut(args, made):
+                self.lines["cut", line] = None
         autocast, with_grad = autocast_now(self._device_type), torch.is_grad_enabled()
         operation = Operation(name, function, positional, by_name, autocast, self.slots(made), in_place, with_grad)
         self.operations.append(operation)

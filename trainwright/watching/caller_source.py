@@ -8,6 +8,8 @@ from types import CodeType, FrameType, FunctionType, ModuleType
 
 from torch import Tensor, nn
 
+from trainwright.recorder.callers import is_users
+
 MOST = 32
 """Maximum number of items of a container that are read."""
 DEPTH = 3
@@ -30,6 +32,14 @@ class CallerSource:
     def code(self) -> CodeType | None:
         """Returns the function that contains the loop."""
         return self._code
+
+    def frames(self) -> list[FrameType]:
+        """Returns the frame of the loop and those of its callers, the innermost first; [] after the loop."""
+        found, frame = [], self._frame
+        while frame is not None and is_users(frame) and len(found) < MOST:
+            found.append(frame)
+            frame = frame.f_back
+        return found
 
     def modules(self) -> list[nn.Module]:
         """Returns the modules in its variables, and in their contents."""

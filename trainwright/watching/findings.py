@@ -141,7 +141,8 @@ class FindingsLog:
         now = []
         for each in diagnosis.findings:
             known, found = self._findings.get(each.found.code), each.found
-            if known is None or known.where.source is None:
+            is_new_place = known is None or (known.where.module is None and found.where.module is not None)
+            if known is None or known.where.source is None or is_new_place:
                 source, shown_at = self._place_of(found, RunContext(self._records).calls_at(found.step))
             else:
                 source, shown_at = known.where.source, known.where.shown_at

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import TypeAlias
 
 import torch
@@ -79,10 +79,10 @@ class SourceFile:
         """Return the line numbers of the nodes in the file, sorted."""
         return sorted({getattr(node, "lineno", 1) + self._first_line - 1 for node in nodes})
 
-    def line(self, nodes: Iterator[ast.AST]) -> str | None:
-        """Return the line of the nodes, such as ``train.py:44``; None unless there is exactly one."""
+    def line(self, nodes: Iterator[ast.AST], span: int = 0) -> str | None:
+        """Return the line of the nodes, such as ``train.py:44``; None unless all are within ``span`` lines."""
         lines = self.lines(nodes)
-        return f"{self.name}:{lines[0]}" if len(lines) == 1 else None
+        return f"{self.name}:{lines[0]}" if lines and lines[-1] - lines[0] <= span else None
 
     def sets(self, names: Set[str]) -> Iterator[ast.AST]:
         """Yield assignments to attributes with these names, of any object."""
@@ -96,6 +96,11 @@ class SourceFile:
     def passes(self, names: Set[str]) -> Iterator[ast.Call]:
         """Yield calls with a keyword argument of one of these names, such as ``AdamW(params, lr=0.1)`` for ``lr``."""
         return (node for node in self._every_call() if any(each.arg in names for each in node.keywords))
+
+    def binds(self, names: Set[str]) -> Iterator[ast.AST]:
+        """Yield assignments to variables with these names."""
+        every = (node for node in ast.walk(self.tree) if isinstance(node, ast.Name))
+        return (node for node in every if isinstance(node.ctx, ast.Store) and node.id in names)
 
     def assigned(self, name: str) -> Iterator[ast.AST]:
         """Yield assignments to ``self.name``."""
@@ -141,7 +146,7 @@ def _initializes_weight(node: ast.Call) -> bool:
     """Return True for ``nn.init.normal_(m.weight)`` and ``m.weight.data.normal_()``."""
     name = _last(node.func)
     if name in _INITIALIZERS and node.args:
-        return "weight" in ast.unparse(node.args[0])
+        return "bias" not in ast.unparse(node.args[0])
     return name in _METHODS_THAT_INITIALIZE and "weight" in ast.unparse(node.func)
 
 
@@ -151,7 +156,7 @@ Nodes: TypeAlias = Callable[[SourceFile], Iterator[ast.AST]]
 class SourcePlaces:
     """The source of a program and of its objects.
 
-    ``code`` returns the function that contains the loop, ``values`` the values of its variables.
+    ``frames`` returns the function that contains the loop and its callers, ``values`` the values of its variables.
     """
 
     def __init__(
@@ -160,22 +165,24 @@ class SourcePlaces:
         optimizers: Sequence[object],
         schedulers: Sequence[object] = (),
         loaders: Sequence[object] = (),
-        code: Callable[[], CodeType | None] = lambda: None,
+        frames: Callable[[], Sequence[FrameType]] = list,
         values: Callable[[], Sequence[object]] = list,
     ) -> None:
         self._roots, self._optimizers, self._schedulers, self._loaders = roots, optimizers, schedulers, loaders
-        self._code, self._values = code, values
+        self._frames, self._values = frames, values
 
     def place_of(self, found: Found, calls: Calls = ()) -> Lines:
         """Return the lines of a finding.
 
-        The line that the check has recorded is the one that shows the finding if the check points at an object.
+        The line that the check has recorded is the one that shows the finding if the check points at an object, and
+        the one that causes it if the check has recorded both.
         """
-        caused = None
-        with suppress(Exception):  # objects of the user may raise anything when they are read
-            caused = self._line_of_object(found)
-        shown = found.where.source or found.where.shown_at or line_of_stage(found, calls)
-        source = caused or shown
+        where, caused = found.where, None
+        if not (where.source and where.shown_at):
+            with suppress(Exception):  # objects of the user may raise anything when they are read
+                caused = self._line_of_object(found)
+        shown = where.shown_at or where.source or line_of_stage(found, calls)
+        source = caused or where.source or shown
         return source, shown if shown != source else None
 
     def _line_of_object(self, found: Found) -> str | None:
@@ -188,9 +195,13 @@ class SourcePlaces:
             "optimizer": self._line_of_optimizer,
             "scheduler": self._line_of_scheduler,
             "dataset": self._line_of_dataset,
+            "loader": lambda: self._line_that_makes(self._every_loader()),
+            "sampler": lambda: self._line_that_makes([getattr(each, "sampler", None) for each in self._every_loader()]),
+            "criterion": lambda: self._line_of_criterion(where.op or ""),
             "split": lambda: self._line_that_calls(_SPLITS, MAX_LINES_OF_ONE_PLACE),
             "seed": lambda: self._line_that_calls(_SEEDS, MAX_LINES_OF_ONE_PLACE),
             "load": self._line_of_load,
+            "optimizer_load": lambda: self._line_that_loads(self._optimizers),
             "attribute": lambda: self._line_that_sets({str(each.seen) for each in found.evidence}),
             "initialization": lambda: self._line_of_initialization(where.module or ""),
             "construction": lambda: self._line_of_module(where.module or "", None, is_made=True),
@@ -211,7 +222,7 @@ class SourcePlaces:
     @cached_property
     def _program(self) -> tuple[tuple[SourceFile, ...], ...]:
         """The function that contains the loop, then its file, then all files of the program."""
-        code = self._code()
+        code = next((each.f_code for each in self._frames()), None)
         function = SourceFile.of(code) if code is not None else None
         modules = [each for each in list(sys.modules.values()) if _is_users(getattr(each, "__file__", None) or "")]
         files = [file for each in modules if (file := SourceFile.of(each)) is not None][:MAX_FILES]
@@ -228,7 +239,11 @@ class SourcePlaces:
 
         Files without any of the ``words`` are not parsed. If all lines are within ``span`` lines, they are one place.
         """
-        for part in self._program:
+        return self._line_in(self._program, words, nodes, span)
+
+    @staticmethod
+    def _line_in(parts: Sequence[Sequence[SourceFile]], words: Set[str], nodes: Nodes, span: int = 0) -> str | None:
+        for part in parts:
             named = (source for source in part if any(word in source.text for word in words))
             lines = [(source.name, lines) for source in named if (lines := source.lines(nodes(source)))]
             if len(lines) == 1 and lines[0][1][-1] - lines[0][1][0] <= span:
@@ -236,10 +251,38 @@ class SourcePlaces:
         return None
 
     def _line_that_makes(self, objects: Sequence[object], kinds: frozenset[str] = frozenset()) -> str | None:
-        """Return the line that makes the objects or, if none are known, an object of these ``kinds``."""
+        """Return the line that makes the objects or, if none are known, an object of these ``kinds``.
+
+        If several lines make such objects, it is the line that binds these ones to a variable or an attribute.
+        """
         names = {type(each).__name__ for each in objects} or kinds
-        is_one = len(names) == 1 or not objects
-        return self._line_that_calls(names) if is_one else None
+        if len(names) > 1 and objects:
+            return None
+        in_all = self._line_in([self._program[-1]], names, lambda source: source.calls(names))
+        return in_all or self._line_that_binds(objects) or self._line_that_calls(names)
+
+    def _line_that_binds(self, objects: Sequence[object]) -> str | None:
+        """Return the line that assigns the objects to a variable of the loop or of its callers, or to an attribute."""
+        for frame in self._frames():
+            values = dict(frame.f_locals)
+            source, names = SourceFile.of(frame.f_code), _names_of(objects, values)
+            if names and source is not None and (line := source.line(source.binds(names))) is not None:
+                return line
+            for owner in values.values():
+                names = _names_of(objects, _attributes_of(owner))
+                if names and (line := self._in_class(owner, partial(SourceFile.sets, names=names))) is not None:
+                    return line
+        return None
+
+    def _line_that_loads(self, objects: Sequence[object]) -> str | None:
+        """Return the line in which the loop or a caller of it calls ``load_state_dict`` of one of the objects."""
+        for frame in self._frames():
+            if (source := SourceFile.of(frame.f_code)) is not None:
+                calls = (node.func for node in source.calls({"load_state_dict"}))
+                receivers = (each.value for each in calls if isinstance(each, ast.Attribute))
+                if line := source.line(each for each in receivers if _is_one_of(each, objects, frame)):
+                    return line
+        return None
 
     def _line_that_calls(self, names: Set[str], span: int = 0) -> str | None:
         return self._in_program(names, lambda source: source.calls(names), span)
@@ -268,6 +311,8 @@ class SourcePlaces:
     def _line_of_load(self) -> str | None:
         """Return the line that loads a state of the model; of several, the one that is not strict."""
         names = {"load_state_dict"}
+        if line := self._line_that_loads(self._roots):
+            return line
         not_strict = self._in_program(names, lambda source: (each for each in source.calls(names) if each.keywords))
         return not_strict or self._line_that_calls(names) or self._line_that_calls({"from_pretrained"})
 
@@ -275,7 +320,7 @@ class SourcePlaces:
         """Return the method of the user's dataset that reads a sample, else the line that makes the dataset or its
         loader.
         """
-        loaders = [*self._loaders, *(each for each in self._values() if isinstance(each, DataLoader))][:1]
+        loaders = self._every_loader()
         datasets = [inner for each in loaders for inner in _datasets_of(each)]
         for each in datasets:
             for name in ("__getitem__", "__iter__"):
@@ -284,6 +329,15 @@ class SourcePlaces:
         made = (self._line_that_makes([each]) for each in (*datasets, *loaders))
         return next((line for line in made if line), None)
 
+    def _every_loader(self) -> list[object]:
+        return [*self._loaders, *(each for each in self._values() if isinstance(each, DataLoader))][:1]
+
+    def _line_of_criterion(self, op: str) -> str | None:
+        """Return the line that makes the module of a loss function: ``CTCLoss`` of ``ctc_loss``."""
+        stem = op.replace("_", "").removesuffix("loss")
+        names = {name for name in vars(nn) if name.lower() == f"{stem}loss"}
+        return self._line_that_calls(names) if names else None
+
     def _line_of_op(self, op: str) -> str | None:
         """Return the line that calls an operation in the class of a model, or else in the program."""
         classes = (self._in_class(root, lambda source: source.calls({op})) for root in self._roots)
@@ -291,10 +345,14 @@ class SourcePlaces:
 
     def _line_of_initialization(self, path: str) -> str | None:
         """Return the line that initializes the weights of a module."""
-        kinds = {type(dict(root.named_modules()).get(path)).__name__ for root in self._roots}
+        modules = [each for root in self._roots if (each := dict(root.named_modules()).get(path)) is not None]
+        kinds = {type(each).__name__ for each in modules}
         kind = kinds.pop() if len(kinds) == 1 else ""
-        words = _INITIALIZERS | _METHODS_THAT_INITIALIZE
-        return self._in_program(words, lambda source: source.initializes(kind), MAX_LINES_OF_ONE_PLACE)
+        words, span = _INITIALIZERS | _METHODS_THAT_INITIALIZE, MAX_LINES_OF_ONE_PLACE
+        nodes = partial(SourceFile.initializes, kind=kind)
+        in_loop = self._line_in(self._program[:-1][:1], words, nodes, span)  # after the classes have initialized them
+        in_class = (line for each in modules if (line := self._in_class(each, nodes, span)))
+        return in_loop or next(in_class, None) or self._in_program(words, nodes, span)
 
     def _line_of_module(self, path: str, op: str | None, *, is_made: bool) -> str | None:
         """Return the line that makes a module, or calls it or its ``op``, in the innermost user class around it."""
@@ -305,7 +363,10 @@ class SourcePlaces:
                 owner = modules[".".join(parts[:depth])]
                 name = next((part for part in parts[depth : depth + 1]), "")
                 wanted = _op_or_call(name, op if depth == len(parts) else None)
-                made = self._in_class(owner, partial(SourceFile.assigned, name=name)) if name else None
+                made = None
+                if name:
+                    assigned = partial(SourceFile.assigned, name=name)
+                    made = self._line_that_replaces(owner, name) or self._in_class(owner, assigned)
                 used = self._in_class(owner, wanted) if wanted is not None else None
                 if line := (made or used) if is_made else (used or made):
                     return line
@@ -321,11 +382,20 @@ class SourcePlaces:
         number = list(parent._modules).index(index)
         return self._in_program({"Sequential"}, lambda source: (args[number] for args in source.sequential(parent)))
 
-    def _in_class(self, thing: object, nodes: Nodes) -> str | None:
+    def _line_that_replaces(self, owner: object, name: str) -> str | None:
+        """Return the line in which the loop or a caller of it sets an attribute, such as ``model.fc = nn.Linear()``."""
+        for frame in self._frames():
+            if (source := SourceFile.of(frame.f_code)) is not None:
+                stores = (node for node in source.sets({name}) if isinstance(node, ast.Attribute))
+                if line := source.line(each for each in stores if _is_one_of(each.value, [owner], frame)):
+                    return line
+        return None
+
+    def _in_class(self, thing: object, nodes: Nodes, span: int = 0) -> str | None:
         """Return the line in the class of an object, else in the nearest base class of the user that has one."""
         for kind in type(thing).__mro__[:-1]:
             source = SourceFile.of(kind)
-            if source is not None and (line := source.line(nodes(source))):
+            if source is not None and (line := source.line(nodes(source), span)):
                 return line
         return None
 
@@ -339,6 +409,26 @@ def _datasets_of(loader: object) -> Iterator[object]:
         several = getattr(wrapped, "datasets", None)
         wrapped, depth = several[0] if several else getattr(wrapped, "dataset", None), depth + 1
     return reversed(found)
+
+
+def _attributes_of(owner: object) -> dict[str, object]:
+    """Return the attributes of an object of the user; none of a module of Python or a class."""
+    attributes = getattr(owner, "__dict__", None)
+    return attributes if isinstance(attributes, dict) and not isinstance(owner, ModuleType | type) else {}
+
+
+def _names_of(objects: Sequence[object], values: dict[str, object]) -> set[str]:
+    return {name for name, value in values.items() if any(value is each for each in objects)}
+
+
+def _is_one_of(node: ast.expr, objects: Sequence[object], frame: FrameType) -> bool:
+    """Return True if a variable or an attribute of one, such as ``self.model``, is one of the objects now."""
+    if isinstance(node, ast.Name):
+        return any(frame.f_locals.get(node.id) is each for each in objects)
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        value = _attributes_of(frame.f_locals.get(node.value.id)).get(node.attr)
+        return any(value is each for each in objects)
+    return False
 
 
 def _op_or_call(name: str, op: str | None) -> Nodes | None:

@@ -152,7 +152,7 @@ class WatchSession:
         self._on_closed = methods_of(self._probes, "on_closed", Probe)
         self._on_read = methods_of(self._probes, "on_read", Probe)
         self._light = LightSteps(self.recording, is_off=self.budget.is_lifted or options.is_engine)
-        places = SourcePlaces(roots, optimizers, objects.schedulers, objects.loaders, objects.code, objects.values)
+        places = SourcePlaces(roots, optimizers, objects.schedulers, objects.loaders, objects.frames, objects.values)
         self.findings_log = FindingsLog(
             self.runner, self._probes, write, checks=options.checks, place_of=places.place_of
         )

@@ -95,7 +95,7 @@ class Watch:
                 self._objects(),
                 modules=self._source.modules,
                 values=self._source.values,
-                code=self._source.code,
+                frames=self._source.frames,
                 sites=EvaluationSites(self._source.code),
             ),
             self._options(),

@@ -131,27 +131,6 @@ def uniform_data(watch: Watch, faulty: bool) -> None:
             update(optimizer, F.mse_loss(model(x + 0.1 * torch.randn_like(x)), x))
 
 
-def contrastive(watch: Watch, faulty: bool, *, together: bool = True) -> None:
-    model = mlp(16, 8)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    with watch(model, optimizer):
-        for _ in range(24):
-            x = torch.randn(16, 16)
-            first = x + 0.1 * torch.randn_like(x)
-            second = first.clone() if faulty else x + 0.1 * torch.randn_like(x)
-            if together:
-                z = F.normalize(model(torch.cat([first, second])), dim=1)
-                scores = (z @ z.T).masked_fill(torch.eye(32, dtype=torch.bool), -9.0)
-                loss = F.cross_entropy(scores, torch.arange(32).roll(16))
-            else:
-                loss = F.cross_entropy(model(first) @ model(second).T, torch.arange(16))
-            update(optimizer, loss)
-
-
-def contrastive_by_two_calls(watch: Watch, faulty: bool) -> None:
-    contrastive(watch, faulty, together=False)
-
-
 def normalised(watch: Watch, momentum: float, *, rows: int = 16) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=momentum), nn.ReLU(), nn.Linear(16, 2))
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
@@ -454,7 +433,6 @@ FAULTS = {
     "loss.ratio_always_one": (policy,),
     "loss.posterior_collapse": (variational,),
     "model.uniform_noise": (sampled_uniformly, diffusion, diffusion_by_hand),
-    "data.views_equal": (contrastive, contrastive_by_two_calls),
     "model.batchnorm_momentum": (tensorflow_momentum, no_momentum),
     "model.new_head_frozen": (adapted,),
     "evaluation.weights_from_before_training": (averaged_module, averaged_values),

@@ -27,6 +27,7 @@ class OptimizerFacts:
     parameters: int
     stale: int
     groups: tuple[GroupFacts, ...]
+    module: str = ""  # Path of the module that holds all of its parameters; "" for the model itself
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class SteadinessFacts:
     repeats: int = 0  # Number of steps that began in the random state of an earlier step
     since_repeat: int = 0  # The first of them
     repeated_step: int = 0  # The earlier step with the same state
+    seeded_at: str | None = None  # Line of the last ``torch.manual_seed`` in the loop
 
 
 @dataclass(frozen=True, kw_only=True)

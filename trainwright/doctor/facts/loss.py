@@ -20,7 +20,8 @@ class MeasuredLoss:
     shape: tuple[int, ...] = ()  # Shape of its input
     module: str | None = None  # Path of the module that calls it; None for the loop
     made_in: str | None = None  # Path of the module whose softmax or sigmoid made the input
-    line: str | None = None  # ``file.py:line`` of the call; None if it was measured in a replay
+    made_at: str | None = None  # Line of the softmax or sigmoid that made the input
+    line: str | None = None  # ``file.py:line`` of the call; None for one of the loop that was measured in a replay
     steps: int = 1  # Examined steps in which it was called
     classes: int = 0  # Classes of a classification loss, else 0
     simplex: bool = False  # All rows of the input are probabilities: none is negative, and they sum to 1
@@ -153,7 +154,12 @@ def over_most_steps(exams: Every[LossFacts]) -> LossFacts:
 def where_of(call: MeasuredLoss, module: str | None = None) -> Where:
     """Returns the place of a call. ``module`` replaces the calling module."""
     op = None if call.op in ("squared error", "absolute error", "entropy", "cosine similarity") else call.op
-    return Where(op=op, module=call.module if module is None else module, source=call.line)
+    return Where(
+        op=op,
+        module=call.module if module is None else module,
+        source=call.made_at or call.line,
+        shown_at=(call.line or call.made_at) if call.made_at else None,
+    )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainwright.checkpoint.names import named_modules, named_parameters
 from trainwright.doctor.facts.calls import AttributesFacts, IdleAttribute, SteadinessFacts
+from trainwright.recorder.callers import caller
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 
@@ -82,6 +83,9 @@ class Steadiness(Probe):
         self._before: int | None = None  # state at the start of the previous examined step
         self._drew = False  # whether that step drew numbers
         self._states: dict[int, int] = {}  # the first step that began in each state
+
+    def on_seeded(self) -> None:
+        self._found.seeded_at = caller()
 
     def on_closed(self, step: RecordedStep) -> None:
         if not step.calls or (step.step > self._close_until and step.step % INTERVAL_STEPS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -119,7 +120,10 @@ class Calls(Probe):
             for group in optimizer.param_groups
         )
         stale = sum(id(p) not in inside and p.grad is None for p in held)
-        return OptimizerFacts(len(held), stale, groups)
+        names, mine = self._named(), set(map(id, held))
+        parts = [name.split(".")[:-1] for name, p in names.items() if id(p) in mine]
+        common = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*parts))
+        return OptimizerFacts(len(held), stale, groups, ".".join(each[0] for each in common))
 
     def _find_missing(self) -> list[str]:
         """Returns names of parameters that have a gradient, are in no optimizer and did not change since the last

@@ -229,7 +229,7 @@ class KeptStates(Probe):
             self._use(one, how, depth - 1)
 
     def _record_use(self, taken: _Taken, how: str) -> None:
-        if taken.has_changed and not taken.is_done:
+        if self._steps > taken.step and taken.has_changed and not taken.is_done:
             kept = KeptState(taken.step, self._steps, how, taken.source)
             self._found.changed = (*self._found.changed, kept)[:MAX_LOADS]
             self.urgent = True

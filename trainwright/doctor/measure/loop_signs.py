@@ -21,7 +21,6 @@ from trainwright.replay.terms import Term, terms_of
 
 DISTANCES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 RECONSTRUCTIONS = DISTANCES | {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
-PRODUCTS = frozenset({"matmul", "rmatmul", "mm", "einsum", "cosine_similarity", "cdist"})
 STEPS_OF_PROGRAM = 8  # The first steps, whose program is read
 MIN_STEPS = 4  # Steps that must all show a sign
 MIN_UNIFORM = 512  # Elements of a target whose distribution is tested
@@ -117,7 +116,6 @@ class LoopSigns:
     def forget(self) -> None:
         """Drops all tensors."""
         self._noise.forget()
-        self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
         self._differences: TensorNotes[None] = TensorNotes()  # those of two different tensors
 
     def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
@@ -133,8 +131,6 @@ class LoopSigns:
                 operands = [each.data_ptr() for each in args[:2] if isinstance(each, Tensor)]
                 if len(set(operands)) == 2 and isinstance(result, Tensor):
                     self._differences[result] = None
-            elif plain in PRODUCTS:
-                self._note_product(plain, args)
             elif plain in ("view", "reshape") and isinstance(result, Tensor) and result.requires_grad:
                 if is_reordered(args[0].shape, result.shape):
                     self._show("reordered", plain, torch.ones((), dtype=torch.bool))
@@ -169,49 +165,6 @@ class LoopSigns:
             lengths = lengths.to(targets.device)
             is_blank = is_blank & (torch.arange(targets.shape[1], device=targets.device) < lengths[:, None])
         self._show("blank_is_label", "ctc_loss", is_blank.any())
-
-    # views of contrastive learning
-
-    def _note_product(self, plain: str, args: Args) -> None:
-        tensors = [each for each in args if isinstance(each, Tensor)]
-        tensors = tensors or [each for each in args[-1] if isinstance(each, Tensor)]  # torch.einsum(equation, [a, b])
-        if len(tensors) != 2 or not any(each.requires_grad for each in tensors):
-            return
-        left, right = (each.detach().squeeze() for each in tensors)
-        if left.dim() != 2 or right.dim() != 2 or len(left) < 4 or left.shape[1] < 2:
-            return
-        is_matrix_product = plain in ("matmul", "mm", "rmatmul")
-        if right.T.shape == left.shape and (
-            is_matrix_product or (right.shape != left.shape and plain != "cosine_similarity")
-        ):
-            right = right.T
-        if left.shape != right.shape:
-            return
-        if plain == "cosine_similarity" and tensors[0].dim() == 2:
-            self._note_pair(plain, tensors[0], tensors[1])
-        if left.data_ptr() != right.data_ptr():
-            self._show("equal_views", plain, _are_equal(left, right) & _rows_vary(left))
-        elif len(left) % 2 == 0:
-            half = len(left) // 2
-            self._show(
-                "equal_views",
-                plain,
-                (_are_equal(left[:half], left[half:]) | _are_equal(left[::2], left[1::2])) & _rows_vary(left),
-            )
-
-    def _note_pair(self, plain: str, left: Tensor, right: Tensor) -> None:
-        """Records whether two terms of a symmetric loss compare the same values."""
-        known, self._pairs[plain] = self._pairs.get(plain), (left, right)
-        if (
-            known is None
-            or known[0].shape != left.shape
-            or known[0] is left
-            or known[1] is right
-            or not left.requires_grad
-        ):
-            return
-        equal = _are_equal(known[0].detach(), left.detach()) & _are_equal(known[1].detach(), right.detach())
-        self._show("equal_terms", plain, equal & _rows_vary(left.detach()))
 
     # bootstrapped targets
 
@@ -294,14 +247,6 @@ def _random_state(device: torch.device) -> Tensor:
 def _inputs_of(step: RecordedStep) -> list[Tensor]:
     """Returns the dense tensors among the inputs of the models."""
     return dense([c.tensor for call in step.calls for c in constants_of((call.args, call.kwargs))])
-
-
-def _are_equal(one: Tensor, other: Tensor) -> Tensor:
-    return (one - other).abs().amax() <= 1e-6 * one.abs().amax()
-
-
-def _rows_vary(rows: Tensor) -> Tensor:
-    return (rows - rows[:1]).abs().amax() > 1e-3 * rows.abs().amax()
 
 
 def _may_be_noise(target: Tensor) -> bool:

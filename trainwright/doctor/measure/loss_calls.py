@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, cast
@@ -33,6 +34,7 @@ from trainwright.replay.inspector import StepInspector, custom_functions_of
 from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.terms import Term, terms_of
+from trainwright.replay.trace import replayed_line
 from trainwright.runs.json_values import Facts, strict
 
 CLASSES = frozenset({"cross_entropy", "nll_loss", CHUNKED})
@@ -214,6 +216,8 @@ RANDOM_FUNCTIONS = frozenset({"multinomial", "bernoulli", "poisson", "normal", "
 SUM_FUNCTIONS = frozenset({"add", "radd", "iadd", "sub", "rsub", "isub"})
 WEIGHTING_FUNCTIONS = frozenset({"mul", "rmul", "div", "neg", "mean", "sum", "squeeze", "float", "to"})
 """Functions whose result keeps the name of the term that is their input."""
+CAUSES = frozenset({"sub", "rsub", "detach", "grad"})
+"""Functions whose result may be the wrong argument of a later one. Their lines are recorded."""
 Row: TypeAlias = dict[str, Tensor]
 _SlotOf: TypeAlias = Callable[[Tensor], int | None]
 _Reduction: TypeAlias = tuple[str, str, int, str | None]
@@ -269,7 +273,9 @@ class LossCalls:
         self._with_new_dimension: TensorNotes[None] = TensorNotes()
         self._reduced: TensorNotes[_Reduction] = TensorNotes()
         self._residuals: TensorNotes[tuple[Tensor, Tensor]] = TensorNotes()
-        self._probabilities: TensorNotes[str | None] = TensorNotes()
+        # results of softmax and sigmoid: the path of the module, and the line of a call that is no module of its own
+        self._probabilities: TensorNotes[tuple[str | None, str | None]] = TensorNotes()
+        self._made_at: TensorNotes[str | None] = TensorNotes()  # lines
         self._count = itertools.count()
         # for results of softmax, exp, ...: a number that identifies the input
         self._input_numbers: TensorNotes[int] = TensorNotes()
@@ -279,6 +285,7 @@ class LossCalls:
         self._origins: TensorNotes[frozenset[int]] = TensorNotes()
         # origins of tensors that are combined with a tensor that has a graph
         self._combined_with_graph: set[int] = set()
+        self._origin_lines: dict[int, str | None] = {}
         self._terms_without_graph: list[tuple[tuple[str, str, str | None], frozenset[int]]] = []
 
     def compare_reductions(self, terms: Sequence[Term]) -> None:
@@ -313,27 +320,31 @@ class LossCalls:
     def returned(self, path: str, module: nn.Module, output: object) -> None:
         """Records the output of a module."""
         if isinstance(output, Tensor) and isinstance(module, nn.Softmax | nn.Sigmoid):
-            self._probabilities[output] = path
+            self._probabilities[output] = path, None
 
     def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object, function: Any = None) -> None:
         """Records a call of a torch function."""
         self.drawn |= name in RANDOM_FUNCTIONS
         if self.loop_signs is not None:
             self.loop_signs.on_function(name, args, kwargs, result)
+        if name in CAUSES:
+            for each in (result,) if isinstance(result, Tensor) else result if isinstance(result, tuple) else ():
+                if isinstance(each, Tensor):
+                    self._made_at[each] = self._line()
         if not isinstance(result, Tensor) or not args:
             return
         plain = name.strip("_")
         if plain in PAIRED:
             self._record_broadcast(plain, args, kwargs, result)
         if name in ("softmax", "sigmoid"):
-            self._probabilities[result] = self.stack[-1] if self.stack else None
+            self._probabilities[result] = self.stack[-1] if self.stack else None, self._line()
         if not self.stack:
             self._record_operation(name, plain, args, kwargs, result)
         if name in BOUNDED_BELOW or name in SOFTMAXES:
             self._record_loss(name, args, kwargs, result, function)
 
     def _line(self) -> str | None:
-        return caller() if self._is_live else None
+        return caller() if self._is_live else replayed_line(sys._getframe(1)) if self.stack else None
 
     def _site(self, op: str, **fixed: Any) -> _CallSite | None:
         """Returns the call site, the same object in each step; None if there are too many."""
@@ -385,7 +396,10 @@ class LossCalls:
         if result.requires_grad and result.dim():
             self._combined_with_graph |= origins
         elif not result.requires_grad:
-            self._origins[result] = origins or frozenset({next(self._count)})
+            self._origins[result] = origins or frozenset({number := next(self._count)})
+            if not origins:
+                made = next((line for each in (*tensors, result) if (line := self._made_at.get(each))), None)
+                self._origin_lines[number] = made
 
     def _record_residual(self, op: str, pair: tuple[Tensor, Tensor], result: Tensor) -> None:
         site = self._site(op, shape=tuple(pair[0].shape))
@@ -411,7 +425,7 @@ class LossCalls:
             ):
                 continue
             if node is not None and sum(each is None for each, _ in node.next_functions) == 1:
-                self._step_mistakes.add(("advantage", "mul", self._line()))
+                self._step_mistakes.add(("advantage", "mul", self._made_at.get(other) or self._line()))
 
     def _record_scalar(self, plain: str, tensors: list[Tensor], result: Tensor) -> None:
         """Records scalars, which may be terms of the loss, with or without a graph."""
@@ -425,7 +439,8 @@ class LossCalls:
                 op = self._without_graph.get(each)
                 if op is not None and not each.requires_grad and self._slot_of(each) is not None:
                     origins = self._origins.get(each) or frozenset()
-                    self._terms_without_graph.append((("no_gradient", op, self._line()), origins))
+                    lines = (line for number in sorted(origins) if (line := self._origin_lines.get(number)))
+                    self._terms_without_graph.append((("no_gradient", op, next(lines, self._line())), origins))
         if not result.requires_grad and torch.is_grad_enabled():
             before = [self._without_graph[each] for each in tensors if each in self._without_graph]
             made = before[0] if before and plain in WEIGHTING_FUNCTIONS else None if plain == "detach" else plain
@@ -476,7 +491,7 @@ class LossCalls:
             if name == "binary_cross_entropy_with_logits":
                 fixed["squashed"] = made_by(x, ("SigmoidBackward0", "SoftmaxBackward0")) is not None
             if fixed.get("simplex") or fixed.get("squashed"):
-                fixed["made_in"] = self._maker(x)
+                fixed["made_in"], fixed["made_at"] = self._maker(x)
             if name == "softmax" and not fixed["simplex"]:
                 return
             site = self._site(name, **fixed)
@@ -487,13 +502,13 @@ class LossCalls:
         if name != "softmax":
             self._record_gradient(site, result)
 
-    def _maker(self, x: Tensor) -> str | None:
-        """Returns the path of the module that computed the probabilities ``x``, also behind views."""
+    def _maker(self, x: Tensor) -> tuple[str | None, str | None]:
+        """Returns the path of the module that computed the probabilities ``x``, and the line, also behind views."""
         if x in self._probabilities:
             return self._probabilities[x]
         wanted = made_by(x, ("SigmoidBackward0", "SoftmaxBackward0"))
-        matching = (path for each, path in self._probabilities.tensors() if each.grad_fn is wanted is not None)
-        return next(matching, None)
+        matching = (made for each, made in self._probabilities.tensors() if each.grad_fn is wanted is not None)
+        return next(matching, (None, None))
 
     def _measure_loss(
         self, site: _CallSite, name: str, arguments: dict[str, Any], args: Args, kwargs: Kwargs, function: Any

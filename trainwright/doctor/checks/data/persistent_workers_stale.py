@@ -2,7 +2,7 @@ from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts
 
 
-@check(stage="input", confidence=0.85)
+@check(points_at="loader", stage="input", confidence=0.85)
 def persistent_workers_stale(run: RunContext, facts: LoadersFacts) -> Results:
     """An attribute of the data set changed after its persistent workers had started, and they do not see it.
 

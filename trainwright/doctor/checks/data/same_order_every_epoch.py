@@ -56,7 +56,7 @@ def same_order_every_epoch(run: RunContext) -> Results:
             cause="the batches of the first epoch are kept and repeated, as by itertools.cycle(loader): they are not "
             "shuffled or augmented again",
             sure=0.85,
-            where=Where(source=rows.source),
+            where=Where(op="cycle", shown_at=rows.source),
             since_step=max(1, rows.steps - rows.recurred),
             evidence=[("batches in a row that came before", rows.recurred, 0), ("period in batches", rows.period)],
         )

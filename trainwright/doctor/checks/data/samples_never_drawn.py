@@ -6,7 +6,7 @@ MIN_DRAWS = 256
 MAX_UNUSED_FRACTION = 0.05  # Fraction of the dataset that may be left out
 
 
-@check(stage="input", confidence=0.85)
+@check(points_at=("sampler", "loader"), stage="input", confidence=0.85)
 def samples_never_drawn(run: RunContext, facts: LoadersFacts) -> Results:
     """Only a few samples of the data set are drawn, again and again, and the others never.
 

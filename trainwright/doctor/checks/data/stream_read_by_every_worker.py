@@ -4,7 +4,7 @@ from trainwright.doctor.facts.data import RowsFacts
 MIN_EQUAL_GROUPS = 4  # Groups of equal batches with different rows. Fewer may be chance.
 
 
-@check(stage="input", confidence=0.95)
+@check(points_at="dataset", stage="input", confidence=0.95)
 def stream_read_by_every_worker(run: RunContext, facts: RowsFacts) -> Results:
     """Every worker yields the whole stream, so each sample comes once per worker in an epoch.
 

@@ -5,7 +5,7 @@ from trainwright.doctor.facts.data import LoadersFacts
 from trainwright.runs.records import Tried
 
 
-@check(stage="input", confidence=0.95)
+@check(points_at="loader", stage="input", confidence=0.95)
 def worker_rng_duplicate(run: RunContext, facts: LoadersFacts) -> Results:
     """The workers of a loader draw the same random numbers.
 

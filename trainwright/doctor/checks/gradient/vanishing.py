@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from trainwright.doctor import Every, NotApplicable, Results, RunContext, Where, check
 from trainwright.doctor.facts.layers import LayerGradient, LayersFacts
 
+MAX_STEP_OF_SATURATION = 64  # If gradients have shrunk by this step and had not at first, the updates are the cause
+
 
 @check(stage="backward", confidence=0.9, explains=("model.output_same_for_all_samples",))
 def vanishing(run: RunContext, looks: Every[LayersFacts]) -> Results:
@@ -12,7 +14,8 @@ def vanishing(run: RunContext, looks: Every[LayersFacts]) -> Results:
     Why it matters: the lower half of the model stays random.
 
     How it is detected: the gradients of the weight matrices right before the update, in the order in which their
-    modules are called. Not in float16, in which small gradients round to 0.
+    modules are called. Not in float16, in which small gradients round to 0. If they had not shrunk at first and do within
+    64 steps, the updates are the cause.
 
     Usual cause: saturating activations (sigmoid, tanh) or small weights in a deep network without residual connections.
 
@@ -31,8 +34,14 @@ def vanishing(run: RunContext, looks: Every[LayersFacts]) -> Results:
         return
     ratio = depth[0].size / max(each.size for each in depth)
     from_start = looks[0][0] <= 4 and _falls(looks[0][1].depth)
+    is_saturated = not from_start and looks[0][0] <= 4 and step <= MAX_STEP_OF_SATURATION
     yield run.finding(
         step,
+        cause="the first updates were too large and have saturated the layers: the learning rate is too high, or a "
+        "warm-up is missing"
+        if is_saturated
+        else "",
+        remedy="a tenth of the learning rate, or a warm-up" if is_saturated else "",
         symptom=f"the gradient of {depth[0].module} is {ratio:.0e} of that of {depth[-1].module}",
         severity="critical" if from_start else "warning",
         sure=0.9 if from_start else 0.5,

@@ -1,4 +1,4 @@
-from trainwright.doctor import NotApplicable, Results, RunContext, check
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check
 from trainwright.doctor.facts.calls import SteadinessFacts
 
 MIN_REPEATS = 4
@@ -26,5 +26,6 @@ def random_state_repeats(run: RunContext, facts: SteadinessFacts) -> Results:
             symptom=f"{facts.repeats} steps began in a random state in which an earlier one began: step "
             f"{facts.since_repeat} in that of step {facts.repeated_step}",
             since_step=facts.since_repeat,
+            where=Where(source=facts.seeded_at, shown_at=facts.seeded_at),
             evidence=[("steps whose random state repeats", facts.repeats, 0)],
         )

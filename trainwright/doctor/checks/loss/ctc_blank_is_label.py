@@ -2,7 +2,7 @@ from trainwright.doctor import Every, Results, RunContext, Where, check
 from trainwright.doctor.facts.loss import LossFacts, sign_of
 
 
-@check(stage="loss", severity="critical", confidence=0.97, since_step=1)
+@check(points_at="criterion", stage="loss", severity="critical", confidence=0.97, since_step=1)
 def ctc_blank_is_label(run: RunContext, exams: Every[LossFacts]) -> Results:
     """The blank of the CTC loss is one of the labels.
 

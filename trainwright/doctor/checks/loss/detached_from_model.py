@@ -1,4 +1,5 @@
-from trainwright.doctor import Results, RunContext, check
+from trainwright.doctor import Results, RunContext, Where, check
+from trainwright.doctor.facts.calls import CallsFacts
 from trainwright.doctor.facts.loss import LossFacts
 from trainwright.runs.records import Watched
 
@@ -47,8 +48,17 @@ def detached_from_model(run: RunContext) -> Results:
         else "this batch has nothing to learn from: other steps have gradients",
         severity="critical" if lasting else "info",
         sure=0.98 if is_certain else 0.9,
+        where=Where(module=_module_without_gradient(run, owned), source=run.line_of("op:cut", step.step)),
         evidence=[("parameters with a gradient", reached, owned)],
     )
+
+
+def _module_without_gradient(run: RunContext, owned: int) -> str | None:
+    """Returns the part of the model whose optimizer holds ``owned`` parameters and none with a gradient."""
+    facts = run.latest(CallsFacts)
+    every = facts.optimizers if facts is not None else ()
+    without = [each.module for each in every if each.parameters == owned and not any(g.with_grad for g in each.groups)]
+    return without[0] or None if len(without) == 1 else None
 
 
 def _is_cut(run: RunContext, step: Watched) -> bool:

@@ -6,7 +6,13 @@ MIN_ABOVE_0 = 0.1
 MAX_OFF_SUM = 0.05  # bfloat16 (8 bits) leaves the sum of several hundred probabilities within this distance of 1
 
 
-@check(stage="loss", severity="critical", confidence=0.95, explains=("gradient.*", *CONSEQUENCES_OF_WRONG_ARGUMENTS))
+@check(
+    points_at="construction",
+    stage="loss",
+    severity="critical",
+    confidence=0.95,
+    explains=("gradient.*", *CONSEQUENCES_OF_WRONG_ARGUMENTS),
+)
 def nll_without_log_softmax(run: RunContext, exams: Every[LossFacts]) -> Results:
     """`nll_loss`, `ctc_loss` or `kl_div` gets probabilities or logits, although it takes log-probabilities.
 
@@ -37,6 +43,7 @@ def nll_without_log_softmax(run: RunContext, exams: Every[LossFacts]) -> Results
             f"sums to 1 within {call.off_sum:.2g}"
             if call.op != "kl_div"
             else f"the input of {call.op} is {what}, not log-probabilities",
+            cause="" if call.op != "kl_div" else "log_softmax is missing before kl_div, which takes log-probabilities",
             severity="critical" if severity == "critical" else "warning",
             where=where_of(call, call.made_in),
             evidence=[

@@ -4,7 +4,7 @@ from trainwright.doctor.facts.loss import LossFacts, calls, where_of
 MIN_INSIDE = 0.25  # Fraction of the sequences in which the ignored class is between targets that count
 
 
-@check(stage="label", confidence=0.85, since_step=1)
+@check(points_at="criterion", stage="label", confidence=0.85, since_step=1)
 def real_class_ignored(run: RunContext, exams: Every[LossFacts]) -> Results:
     """`ignore_index` is the number of a real class, which is never learned.
 

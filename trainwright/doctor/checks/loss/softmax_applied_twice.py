@@ -2,7 +2,7 @@ from trainwright.doctor import Every, Results, RunContext, check, in_words
 from trainwright.doctor.facts.loss import LossFacts, calls, where_of
 
 
-@check(stage="loss", confidence=0.9)
+@check(points_at="construction", stage="loss", confidence=0.9)
 def softmax_applied_twice(run: RunContext, exams: Every[LossFacts]) -> Results:
     """A softmax is applied to the output of a softmax, so its result is nearly uniform.
 

@@ -5,6 +5,7 @@ _SCORE_FUNCTIONS = ("cross_entropy", "log_softmax")
 
 
 @check(
+    points_at="construction",
     stage="loss",
     severity="critical",
     confidence=0.97,
@@ -34,7 +35,7 @@ def softmax_before_cross_entropy(run: RunContext, exams: Every[LossFacts]) -> Re
     Sources: pytorch.org/docs, torch.nn.CrossEntropyLoss ("the input is expected to contain the unnormalized logits");
     UMLAUT (CHI 2021), rule "missing or double softmax".
     """
-    for step, _, call in calls(exams):
+    for step, _, call in sorted(calls(exams), key=lambda each: each[2].made_in is None):
         is_twice = call.op in _SCORE_FUNCTIONS and call.simplex and (call.op == "cross_entropy" or call.wants == 1)
         if not is_twice and not call.squashed:
             continue

@@ -2,7 +2,7 @@ from trainwright.doctor import Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.layers import ModulesFacts
 
 
-@check(stage="forward", confidence=0.85, since_step=1)
+@check(points_at="construction", stage="forward", confidence=0.85, since_step=1)
 def padding_idx_is_token(run: RunContext, facts: ModulesFacts) -> Results:
     """The `padding_idx` of an embedding is the number of a real token, so this token never learns.
 

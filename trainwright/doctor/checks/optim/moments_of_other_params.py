@@ -6,7 +6,7 @@ MIN_LOG10_RATIO = 0.7  # Mean log10 of squared gradient / second moment (a facto
 MAX_MATCHED_FRACTION = 0.5  # Fraction of this mean that remains once moments and gradients are matched
 
 
-@check(stage="update", confidence=0.85, since_step=1)
+@check(points_at="optimizer_load", stage="update", confidence=0.85, since_step=1)
 def moments_of_other_params(run: RunContext, facts: LoadedMomentsFacts) -> Results:
     """The optimizer continues with moments that belong to other parameters.
 

@@ -36,6 +36,7 @@ def weights_never_move(run: RunContext, facts: WeightsFacts) -> Results:
             severity="critical" if facts.has_gradient and not facts.moved else "warning",
             sure=0.9,
             since_step=facts.stands_since + 1,
+            where=Where(source=None if facts.has_gradient else run.line_of("op:cut", run.last_step)),
             evidence=[("tensors that moved", 0, facts.tensors), ("updates at a rate above 0", since)],
         )
         return

@@ -2,7 +2,7 @@ from trainwright.doctor import Results, RunContext
 from trainwright.doctor.nonfinite import Mechanism, traced_by, traced_check
 
 
-@traced_check(stage="update")
+@traced_check(points_at="optimizer", stage="update")
 def eps_underflow(run: RunContext) -> Results:
     """The eps of the optimizer is 0 in its dtype: 1e-8 is 0 in float16, so Adam divides 0 by 0.
 

@@ -2,7 +2,7 @@ from trainwright.doctor import NotApplicable, RemedyTrial, Results, RunContext, 
 from trainwright.doctor.facts.schedule import LearningRateFacts
 
 
-@check(points_at="schedule", stage="loop", confidence=0.95)
+@check(points_at=("scheduler", "schedule"), stage="loop", confidence=0.95)
 def cosine_climbs(run: RunContext, facts: LearningRateFacts) -> Results:
     """A cosine schedule is stepped beyond its end, and the learning rate climbs back.
 

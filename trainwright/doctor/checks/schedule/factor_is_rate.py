@@ -7,7 +7,7 @@ MAX_BASE_LR = 0.05  # Above this base learning rate a factor of a schedule may b
 
 
 @check(
-    points_at="schedule",
+    points_at=("scheduler", "schedule"),
     stage="update",
     severity="critical",
     confidence=0.9,

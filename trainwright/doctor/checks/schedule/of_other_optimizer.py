@@ -2,7 +2,7 @@ from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts
 
 
-@check(points_at="schedule", stage="loop", confidence=0.95, explains=("schedule.never_stepped",))
+@check(points_at=("scheduler", "schedule"), stage="loop", confidence=0.95, explains=("schedule.never_stepped",))
 def of_other_optimizer(run: RunContext, facts: LearningRateFacts) -> Results:
     """A scheduler is stepped, but its optimizer never steps.
 

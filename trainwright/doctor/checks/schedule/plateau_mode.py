@@ -6,7 +6,7 @@ from trainwright.doctor import RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.schedule import LearningRateFacts, PlateauMetric, SchedulerFacts
 
 
-@check(points_at="schedule", stage="loop", confidence=0.9, explains=("optim.lr_too_low",))
+@check(points_at=("scheduler", "schedule"), stage="loop", confidence=0.9, explains=("optim.lr_too_low",))
 def plateau_mode(run: RunContext, facts: LearningRateFacts) -> Results:
     """ReduceLROnPlateau cuts the learning rate while its metric improves.
 
