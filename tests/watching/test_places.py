@@ -136,7 +136,7 @@ def test_a_schedule_and_an_attribute_are_found_in_the_loop() -> None:
 
 def frames_of(loop: object) -> list[FrameType]:
     """Returns the frame of a function that is suspended or has not begun."""
-    assert isinstance(loop, GeneratorType)
+    assert isinstance(loop, GeneratorType) and loop.gi_frame is not None
     return [loop.gi_frame]
 
 
@@ -197,8 +197,9 @@ def trained_in_several_functions() -> SourcePlaces:
     assert len(validation_loader) == 8 and criterion.reduction == "mean"
 
     def watched(trainer: Trainer, loader: DataLoader[Tensor]) -> SourcePlaces:
-        frames, frame = [], sys._getframe()
-        while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frames: list[FrameType] = []
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code.co_filename == __file__:
             frames.append(frame)
             frame = frame.f_back
         model, optimizers = trainer.model, [trainer.optimizer]

@@ -35,7 +35,8 @@ class CallerSource:
 
     def frames(self) -> list[FrameType]:
         """Returns the frame of the loop and those of its callers, the innermost first; [] after the loop."""
-        found, frame = [], self._frame
+        found: list[FrameType] = []
+        frame = self._frame
         while frame is not None and is_users(frame) and len(found) < MOST:
             found.append(frame)
             frame = frame.f_back

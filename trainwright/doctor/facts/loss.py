@@ -56,9 +56,7 @@ class Broadcast:
 class LossSign:
     """A mistake in the operations between the outputs and the loss."""
 
-    # The name of the mistake. "summed_and_averaged": ``op`` averages over the samples, another term at ``line`` sums.
-    # measure/loss_calls.py and measure/loop_signs.py set the names.
-    kind: str
+    kind: str  # The name of the mistake, set in measure/loss_calls.py and measure/loop_signs.py
     op: str
     steps: int  # Number of examined steps with the mistake
     line: str | None = None  # Its source line

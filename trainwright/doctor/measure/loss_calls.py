@@ -204,9 +204,6 @@ BOUNDED_BELOW = CLASSES | BINARY | DISTANCES | {
     "multilabel_soft_margin_loss", SQUARED, "absolute error",
 }  # fmt: skip
 """Losses that have a lower bound and are minimized."""
-REDUCED = CLASSES | BINARY | DISTANCES | {"kl_div"}
-MIN_WEIGHT_OF_SUM = 0.25  # Weight of a sum over samples, relative to that of a mean, from which on it is not balanced
-MIN_SUMMED_ROWS = 8
 SOFTMAXES = frozenset({"softmax", "log_softmax"})
 PAIRED = frozenset({"sub", "rsub", "mul", "add", *DISTANCES})
 DIFFERENCES = frozenset({"sub", "rsub"})
@@ -220,8 +217,6 @@ CAUSES = frozenset({"sub", "rsub", "detach", "grad"})
 """Functions whose result may be the wrong argument of a later one. Their lines are recorded."""
 Row: TypeAlias = dict[str, Tensor]
 _SlotOf: TypeAlias = Callable[[Tensor], int | None]
-_Reduction: TypeAlias = tuple[str, str, int, str | None]
-"""How a scalar was made: "sum" or "mean", the function, the number of samples, and the line."""
 _FUNCTION_KEY = "trainwright_made"
 """Key in the metadata of the autograd node of a scalar. The value is (called function, line)."""
 
@@ -247,9 +242,18 @@ class LossCalls:
         stack: Paths of the running modules, outermost first. Empty in the loop.
         slot_of: Returns the slot of a tensor in the recorded program; None if no recorded call computed it.
         is_live: True in the training loop, where the line of the user can be read from the Python stack.
+        last: Path of the last module of the model if it is a softmax or sigmoid. The loop does not see its call.
     """
 
-    def __init__(self, stack: Sequence[str] = (), slot_of: _SlotOf | None = None, *, is_live: bool = False) -> None:
+    def __init__(
+        self,
+        stack: Sequence[str] = (),
+        slot_of: _SlotOf | None = None,
+        *,
+        is_live: bool = False,
+        last: str | None = None,
+    ) -> None:
+        self._last = last
         self.stack, self._slot_of, self._is_live = stack, slot_of, is_live
         self._sites: dict[Hashable, _CallSite] = {}
         self._mistakes: dict[tuple[str, str, str | None], int] = {}
@@ -261,7 +265,6 @@ class LossCalls:
         self.drawn = False
         self.steps = 0
         self._step_mistakes: set[tuple[str, str, str | None]] = set()
-        self._reductions: dict[int, _Reduction] = {}  # by the slots of the scalars
         self._num_calls: dict[Hashable, int] = {}
         self.loop_signs = LoopSigns() if is_live else None
         self.forget()
@@ -271,7 +274,6 @@ class LossCalls:
         if self.loop_signs is not None:
             self.loop_signs.forget()
         self._with_new_dimension: TensorNotes[None] = TensorNotes()
-        self._reduced: TensorNotes[_Reduction] = TensorNotes()
         self._residuals: TensorNotes[tuple[Tensor, Tensor]] = TensorNotes()
         # results of softmax and sigmoid: the path of the module, and the line of a call that is no module of its own
         self._probabilities: TensorNotes[tuple[str | None, str | None]] = TensorNotes()
@@ -288,18 +290,6 @@ class LossCalls:
         self._origin_lines: dict[int, str | None] = {}
         self._terms_without_graph: list[tuple[tuple[str, str, str | None], frozenset[int]]] = []
 
-    def compare_reductions(self, terms: Sequence[Term]) -> None:
-        """Finds a term that is summed over the samples next to one that is averaged over them, with a similar weight.
-
-        A sum that is divided by the number of samples, or has a small weight, is no mistake.
-        """
-        known = [(term, self._reductions[term.slot]) for term in terms if term.slot in self._reductions]
-        for small, (how, op, rows, _) in known:
-            for large, (other, _, rows_too, line) in known:
-                is_heavy = abs(large.own) >= MIN_WEIGHT_OF_SUM * abs(small.own) and rows >= MIN_SUMMED_ROWS
-                if how == "mean" and other == "sum" and rows == rows_too and is_heavy:
-                    self._step_mistakes.add(("summed_and_averaged", op, line))
-
     def end_backward(self) -> None:
         """Drops all tensors and graphs after a backward pass."""
         self._step_mistakes |= {
@@ -313,7 +303,7 @@ class LossCalls:
         for each in self._step_mistakes:
             self._mistakes[each] = self._mistakes.get(each, 0) + 1
         self.steps += 1
-        self._step_mistakes, self._num_calls, self._reductions = set(), {}, {}
+        self._step_mistakes, self._num_calls = set(), {}
 
     # calls
 
@@ -380,7 +370,6 @@ class LossCalls:
             self._record_origins(tensors, result)
         if not result.dim() and self._slot_of is not None:
             self._record_scalar(plain, tensors, result)
-            self._record_reduction(plain, tensors, kwargs, result, self._slot_of)
 
     def _number_of(self, tensor: Tensor) -> int:
         if tensor not in self._input_numbers:
@@ -446,18 +435,6 @@ class LossCalls:
             made = before[0] if before and plain in WEIGHTING_FUNCTIONS else None if plain == "detach" else plain
             self._without_graph[result] = made
 
-    def _record_reduction(
-        self, plain: str, tensors: list[Tensor], kwargs: Kwargs, result: Tensor, slot_of: _SlotOf
-    ) -> None:
-        """Records that a scalar is the sum or the mean over several samples. Its slot is known when it is used."""
-        for each in tensors:
-            if (made := self._reduced.get(each)) is not None and (slot := slot_of(each)) is not None:
-                self._reductions[slot] = made
-        is_reduced = plain in ("sum", "mean") or plain in REDUCED
-        if is_reduced and result.requires_grad and tensors and tensors[0].dim() > 1:
-            how = plain if plain in ("sum", "mean") else str(kwargs.get("reduction", "mean"))
-            self._reduced[result] = how, plain, len(tensors[0]), self._line()
-
     def _record_broadcast(self, name: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
         """Records two tensors of N samples whose shapes differ, such as (N, 1) and (N,), and broadcast to (N, N)."""
         pair = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][:2]
@@ -508,7 +485,7 @@ class LossCalls:
             return self._probabilities[x]
         wanted = made_by(x, ("SigmoidBackward0", "SoftmaxBackward0"))
         matching = (made for each, made in self._probabilities.tensors() if each.grad_fn is wanted is not None)
-        return next(matching, (None, None))
+        return next(matching, (self._last if wanted is not None else None, None))
 
     def _measure_loss(
         self, site: _CallSite, name: str, arguments: dict[str, Any], args: Args, kwargs: Kwargs, function: Any
@@ -726,7 +703,9 @@ class LossListener(Probe):
 
     def __init__(self, tape: Tape, subject: LiveObjects) -> None:
         self._tape, self._subject = tape, subject
-        self._found = LossCalls(slot_of=tape.slot_of, is_live=True)
+        path, last = [("", None), *(each for root in subject.roots[:1] for each in root.named_modules())][-1]
+        path_of_last = path if isinstance(last, nn.Softmax | nn.Sigmoid) else None
+        self._found = LossCalls(slot_of=tape.slot_of, is_live=True, last=path_of_last)
         self._terms = self._reached = self._step = self._reported = self._certain = 0
         tape.listener = self._on_function
 
@@ -762,9 +741,7 @@ class LossListener(Probe):
     def on_closed(self, step: RecordedStep) -> None:
         if self._tape.listener is not None:
             if step.step <= EVERY_STEP_UNTIL:
-                terms = terms_of(step)
-                self._terms = len(terms)
-                self._found.compare_reductions(terms)
+                self._terms = len(terms_of(step))
             assert self._found.loop_signs is not None
             self._found.loop_signs.end_step(step)
             self._found.end_step()

@@ -20,7 +20,7 @@ def posterior_collapse(run: RunContext, exams: Every[LossFacts]) -> Results:
 
     Usual cause: `mse_loss(x_hat, x)` averages over samples and elements, the divergence sums over the latent code.
 
-    Looks like: loss.summed_and_averaged, where the sum also runs over the samples.
+    Looks like: loss.term_dominates, where the weights of the terms are chosen badly.
 
     Fix: `F.mse_loss(x_hat, x, reduction="sum") / len(x)`, or divide the divergence by the number of elements.
 

@@ -1,4 +1,4 @@
-from trainwright.doctor import Every, RemedyTrial, Results, RunContext, check, in_words
+from trainwright.doctor import Every, RemedyTrial, Results, RunContext, Where, check, in_words
 from trainwright.doctor.facts.loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, LossFacts, calls, where_of
 
 _SCORE_FUNCTIONS = ("cross_entropy", "log_softmax")
@@ -41,12 +41,13 @@ def softmax_before_cross_entropy(run: RunContext, exams: Every[LossFacts]) -> Re
             continue
         first = "sigmoid" if call.squashed else "softmax"
         seen = "probabilities between 0 and 1" if call.squashed else "rows that sum to 1, none negative"
+        is_unknown = call.made_in is None and call.made_at is None
         place = f" in {in_words(call.made_in)}" if call.made_in is not None else ""
         yield run.finding(
             step,
             symptom=f"the input of {call.op} is probabilities: {seen}",
             cause=f"the {first}{place} comes before {call.op}, which takes logits and applies its own",
-            where=where_of(call, call.made_in),
+            where=Where(op=first, shown_at=call.line) if is_unknown else where_of(call, call.made_in),
             evidence=[("input", seen, "logits"), ("shape", list(call.shape))],
             trial=RemedyTrial("logits_instead_of_probabilities"),
         )

@@ -13,7 +13,7 @@ TARGET_LOSS_SUFFIXES = (
 @check(
     stage="loss",
     confidence=0.9,
-    explains=("gradient.*", "loss.summed_and_averaged", "optim.lr_too_high", "optim.lr_too_low"),
+    explains=("gradient.*", "optim.lr_too_high", "optim.lr_too_low"),
 )
 def term_dominates(run: RunContext) -> Results:
     """One term of the loss has a gradient a thousand times as large as another, which is not learned.
