@@ -23,6 +23,8 @@ def weights_never_move(run: RunContext, facts: WeightsFacts) -> Results:
 
     Fix: compare a weight and its gradient before and after `optimizer.step()`; make the optimizer from
     `model.parameters()` after the model is complete.
+
+    Sources: trl#2671, transformers#42489.
     """
     if not facts.tensors:
         yield NotApplicable("no trainable tensor belongs to a watched optimizer with a learning rate above 0")
@@ -56,6 +58,8 @@ def weights_never_move(run: RunContext, facts: WeightsFacts) -> Results:
     elif len(without) > 1:
         yield run.finding(
             symptom=f"{listed(without)} are 0 and had no gradient in {facts.updates} updates, while others learn",
+            cause="no gradient reaches them: the graph is cut behind them, by detach, no_grad, or reentrant activation "
+            "checkpointing of inputs that need no gradient",
             stage="backward",
             sure=0.85,
             where=Where(module=without[0].rpartition(".")[0]),
