@@ -78,7 +78,7 @@ def source_of(folder: Path, script: str) -> tuple[str, str | None]:
 
 
 def test_a_loop_at_the_level_of_a_module(tmp_path: Path) -> None:
-    assert source_of(tmp_path, SCRIPT) == ("loss.softmax_before_cross_entropy", "train.py:14")
+    assert source_of(tmp_path, SCRIPT) == ("loss.softmax_before_cross_entropy", "train.py:13")
 
 
 def test_an_op_that_raises(tmp_path: Path) -> None:

@@ -261,27 +261,30 @@ class SourcePlaces:
         in_all = self._line_in([self._program[-1]], names, lambda source: source.calls(names))
         return in_all or self._line_that_binds(objects) or self._line_that_calls(names)
 
+    def _functions(self) -> Iterator[tuple[FrameType, SourceFile]]:
+        """Yield the frame of the loop and those of its callers, each with its source."""
+        for frame in self._frames():
+            if (source := SourceFile.of(frame.f_code)) is not None:
+                yield frame, source
+
     def _line_that_binds(self, objects: Sequence[object]) -> str | None:
         """Return the line that assigns the objects to a variable of the loop or of its callers, or to an attribute."""
-        for frame in self._frames():
+        for frame, source in self._functions():
             values = dict(frame.f_locals)
-            source, names = SourceFile.of(frame.f_code), _names_of(objects, values)
-            if names and source is not None and (line := source.line(source.binds(names))) is not None:
+            if line := source.line(source.binds(_names_of(objects, values))):
                 return line
             for owner in values.values():
                 names = _names_of(objects, _attributes_of(owner))
-                if names and (line := self._in_class(owner, partial(SourceFile.sets, names=names))) is not None:
+                if names and (line := self._in_class(owner, partial(SourceFile.sets, names=names))):
                     return line
         return None
 
     def _line_that_loads(self, objects: Sequence[object]) -> str | None:
         """Return the line in which the loop or a caller of it calls ``load_state_dict`` of one of the objects."""
-        for frame in self._frames():
-            if (source := SourceFile.of(frame.f_code)) is not None:
-                calls = (node.func for node in source.calls({"load_state_dict"}))
-                receivers = (each.value for each in calls if isinstance(each, ast.Attribute))
-                if line := source.line(each for each in receivers if _is_one_of(each, objects, frame)):
-                    return line
+        for frame, source in self._functions():
+            calls = (node.func for node in source.calls({"load_state_dict"}))
+            if line := source.line(each for each in calls if _is_part_of(each, objects, frame)):
+                return line
         return None
 
     def _line_that_calls(self, names: Set[str], span: int = 0) -> str | None:
@@ -333,10 +336,13 @@ class SourcePlaces:
         return [*self._loaders, *(each for each in self._values() if isinstance(each, DataLoader))][:1]
 
     def _line_of_criterion(self, op: str) -> str | None:
-        """Return the line that makes the module of a loss function: ``CTCLoss`` of ``ctc_loss``."""
+        """Return the line that makes the loop's only module of a loss function: ``CTCLoss`` of ``ctc_loss``."""
         stem = op.replace("_", "").removesuffix("loss")
         names = {name for name in vars(nn) if name.lower() == f"{stem}loss"}
-        return self._line_that_calls(names) if names else None
+        owners = [each for frame in self._frames() for each in frame.f_locals.values()]
+        values = [value for each in owners for value in (each, *_attributes_of(each).values())]
+        found = {id(each): each for each in values if type(each).__name__ in names}
+        return self._line_that_makes(list(found.values())) if len(found) == 1 else None
 
     def _line_of_op(self, op: str) -> str | None:
         """Return the line that calls an operation in the class of a model, or else in the program."""
@@ -384,11 +390,9 @@ class SourcePlaces:
 
     def _line_that_replaces(self, owner: object, name: str) -> str | None:
         """Return the line in which the loop or a caller of it sets an attribute, such as ``model.fc = nn.Linear()``."""
-        for frame in self._frames():
-            if (source := SourceFile.of(frame.f_code)) is not None:
-                stores = (node for node in source.sets({name}) if isinstance(node, ast.Attribute))
-                if line := source.line(each for each in stores if _is_one_of(each.value, [owner], frame)):
-                    return line
+        for frame, source in self._functions():
+            if line := source.line(each for each in source.sets({name}) if _is_part_of(each, [owner], frame)):
+                return line
         return None
 
     def _in_class(self, thing: object, nodes: Nodes, span: int = 0) -> str | None:
@@ -421,14 +425,13 @@ def _names_of(objects: Sequence[object], values: dict[str, object]) -> set[str]:
     return {name for name, value in values.items() if any(value is each for each in objects)}
 
 
-def _is_one_of(node: ast.expr, objects: Sequence[object], frame: FrameType) -> bool:
-    """Return True if a variable or an attribute of one, such as ``self.model``, is one of the objects now."""
-    if isinstance(node, ast.Name):
-        return any(frame.f_locals.get(node.id) is each for each in objects)
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        value = _attributes_of(frame.f_locals.get(node.value.id)).get(node.attr)
-        return any(value is each for each in objects)
-    return False
+def _is_part_of(node: ast.AST, objects: Sequence[object], frame: FrameType) -> bool:
+    """Return True for ``x.name`` if the variable ``x``, or ``self.x`` of ``self.x.name``, is one of the objects now."""
+    owner = node.value if isinstance(node, ast.Attribute) else node
+    variable = owner.value if isinstance(owner, ast.Attribute) else owner
+    value = frame.f_locals.get(variable.id) if isinstance(variable, ast.Name) else None
+    value = _attributes_of(value).get(owner.attr) if isinstance(owner, ast.Attribute) else value
+    return value is not None and any(value is each for each in objects)
 
 
 def _op_or_call(name: str, op: str | None) -> Nodes | None:
