@@ -96,6 +96,17 @@ def test_gradients_that_fall_with_the_depth() -> None:
     assert not fires("gradient.vanishing", (1, LayersFacts(depth=slope, is_fp16=True)))
 
 
+@pytest.mark.parametrize(
+    ("falls_at_first", "step", "is_of_updates"), [(False, 8, True), (False, 128, False), (True, 8, False)]
+)
+def test_gradients_that_fall_after_the_first_updates(falls_at_first: bool, step: int, is_of_updates: bool) -> None:
+    slope = tuple(LayerGradient(module=str(n), size=10.0 ** (n - 12)) for n in range(12))
+    even = tuple(LayerGradient(module=each.module, size=1.0) for each in slope)
+    first, later = LayersFacts(depth=slope if falls_at_first else even), LayersFacts(depth=slope)
+    (found,) = made_of(of("gradient.vanishing"), (1, first), (step, later), (step + 128, later))
+    assert ("learning rate" in found.cause) is is_of_updates
+
+
 @pytest.mark.parametrize(("dead", "varies", "found"), [(1.0, 1.0, True), (0.1, 1.0, False), (1.0, 0.0, False)])
 def test_dead_units(dead: float, varies: float, found: bool) -> None:
     relu = ReluFacts(dead=dead, varies=varies, rows=64, furthest=-10.0)

@@ -34,7 +34,8 @@ def vanishing(run: RunContext, looks: Every[LayersFacts]) -> Results:
         return
     ratio = depth[0].size / max(each.size for each in depth)
     from_start = looks[0][0] <= 4 and _falls(looks[0][1].depth)
-    is_saturated = not from_start and looks[0][0] <= 4 and step <= MAX_STEP_OF_SATURATION
+    began = next(at for at, each in looks if _falls(each.depth))
+    is_saturated = not from_start and looks[0][0] <= 4 and began <= MAX_STEP_OF_SATURATION
     yield run.finding(
         step,
         cause="the first updates were too large and have saturated the layers: the learning rate is too high, or a "
