@@ -177,6 +177,21 @@ def test_the_line_of_a_finding_is_its_cause(code: str, program: Callable[[Watch]
     assert "# cause" in linecache.getline(__file__, int(found.where.source.partition(":")[2]))
 
 
+@pytest.mark.slow
+def test_the_part_without_a_gradient_is_named() -> None:
+    """A generator whose output is detached in its own step, where the discriminator gets the gradients."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"generator": net(8), "discriminator": net(1)})
+    optimizers = [adam(model["generator"]), adam(model["discriminator"])]
+    with tw.watch(model, optimizers, out=None, quiet=True, examine="listen") as watch:
+        for _ in range(12):
+            fake = model["generator"](torch.randn(16, 8))
+            update(optimizers[1], model["discriminator"](fake.detach()).mean())
+            update(optimizers[0], -model["discriminator"](fake.detach()).mean())
+    found = {each.code: each.where.module for each in watch.findings()}
+    assert found.get("loss.detached_from_model") == "generator"
+
+
 def test_a_state_that_is_loaded_at_once_is_not_a_kept_one() -> None:
     model = net()
     average, optimizer = copy.deepcopy(model), adam(model)

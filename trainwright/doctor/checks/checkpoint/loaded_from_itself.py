@@ -14,11 +14,12 @@ def loaded_from_itself(run: RunContext, facts: KeptFacts) -> Results:
     How it is detected: `load_state_dict()` is called twice after the first step, at different steps, with the live
     tensors of the same module.
 
-    Usual cause: `target.load_state_dict(target.state_dict())` instead of the state of the online network.
+    Usual cause: the target network is the online network itself (`target = online` without a copy), or
+    `target.load_state_dict(target.state_dict())` instead of the state of the online network.
 
     Looks like: checkpoint.kept_state_changes, where a state was kept without a copy and restored later.
 
-    Fix: `target.load_state_dict(online.state_dict())`.
+    Fix: `target = copy.deepcopy(online)`, then `target.load_state_dict(online.state_dict())`.
 
     Sources: thesouther/MARL#8, higgsfield/RL-Adventure#32.
     """

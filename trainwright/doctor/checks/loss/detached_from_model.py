@@ -39,16 +39,20 @@ def detached_from_model(run: RunContext) -> Results:
         return
     step = (lasting or cut)[0]
     reached, owned = step.values.get("grads", (1, 1))
+    module = _module_without_gradient(run, owned)
+    detached = "the loss was made from a number, or from detached outputs"
     is_certain = any(value.get("cut") for kind, value in step.events if kind == "backward")
     yield run.finding(
         step.step,
         symptom=f"after backward() none of the {owned} parameters has a gradient",
-        cause="the loss was made from a number, or from detached outputs"
+        cause=f"no gradient reaches {module}: {detached}"
+        if lasting and module
+        else detached
         if lasting
         else "this batch has nothing to learn from: other steps have gradients",
         severity="critical" if lasting else "info",
         sure=0.98 if is_certain else 0.9,
-        where=Where(module=_module_without_gradient(run, owned), source=run.line_of("op:cut", step.step)),
+        where=Where(module=module, source=run.line_of("op:cut", step.step)),
         evidence=[("parameters with a gradient", reached, owned)],
     )
 
