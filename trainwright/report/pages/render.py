@@ -5,16 +5,20 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
+import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
+from importlib.util import cache_from_source
 from itertools import zip_longest
+from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
+from jinja2 import Environment, FileSystemBytecodeCache, PackageLoader, StrictUndefined, pass_context
 from jinja2.runtime import Context
 from markupsafe import Markup, escape
 
@@ -179,9 +183,12 @@ def _sha256(text: str) -> str:
 
 @cache
 def templates() -> Environment:
-    """Return the environment of the templates; each is compiled at first use."""
+    """Return the environment of the templates. Each is compiled once and kept beside the bytecode of this package."""
+    folder = Path(cache_from_source(__file__)).parent
+    is_kept = not sys.dont_write_bytecode and os.access(folder, os.W_OK)
     environment = Environment(
         loader=PackageLoader("trainwright.report.pages"),
+        bytecode_cache=FileSystemBytecodeCache(str(folder)) if is_kept else None,
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
