@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -94,8 +94,10 @@ from trainwright.training.resume import resume_command
 from trainwright.training.run_metadata import folder_guard, run_metadata
 from trainwright.version import __version__
 from trainwright.watching.budget import predicted_end_s, predicted_s
-from trainwright.watching.engine import EngineSession
-from trainwright.watching.ranks_observer import RanksObserver
+
+if TYPE_CHECKING:
+    from trainwright.watching.engine import EngineSession
+    from trainwright.watching.ranks_observer import RanksObserver
 
 Extra = Callable[[Job, RunFolder, Progress], Observer]
 """Makes a further observer of a run after everything else of it is built."""
@@ -232,14 +234,13 @@ def _open_on_first(job: Job, place: HeldFolder, process: Process, extras: Sequen
         logbook.start(__version__, place.restored, lock.died_in_step, job.accepted, plan.header.in_words())
         saver = _saving(job, place, lock, process, logbook)
         signals.saving_s, signals.newest = lambda: saver.last_s, lambda: str(saver.last or place.restored)
-        doctor = make_doctor(job, folder, logbook.journal.write, progress.say)
+        session = make_engine_session(job, folder, progress.say) if is_watched(job) else None
+        doctor = session or make_ranks_observer(job, folder, logbook.journal.write, progress.say)
         if doctor:
             progress.findings = doctor.findings
         grams = None if job.recipe.grid is None else grams_per_kwh(job.recipe.grid)
         reports = Reports(logbook, doctor, saver, usd_per_hour(job), grams, job.used)
-        evaluation = periodic_evaluation(
-            job, (logbook.recorder, progress, saver), is_reported=isinstance(doctor, EngineSession)
-        )
+        evaluation = periodic_evaluation(job, (logbook.recorder, progress, saver), is_reported=session is not None)
         spent = TimeSpent(lambda: doctor.seconds if doctor else 0.0)
 
         def left_s(state: TrainState) -> float | None:
@@ -269,15 +270,13 @@ def _open_on_first(job: Job, place: HeldFolder, process: Process, extras: Sequen
         observers: list[Observer] = [steps.window, logbook.recorder, logbook.telemetry, spent, progress]
         observers += [*_end_time(job, progress), *_not_logging(doctor), *job.built.observers]
         observers += [*further, *alerts, *steps.layers, signals, Heartbeat(lock, state)]
-        listening: AbstractContextManager[None] = nullcontext()
-        if isinstance(doctor, EngineSession):
-            listening = doctor.listening()
+        listening: AbstractContextManager[None] = nullcontext() if session is None else session.listening()
         with listening, _checkpoint_note(job, folder, saver), steps.window.collecting():
             until = until_of_job(job)  # starts its clock
             yield OpenRun(
                 # other ranks would wait for one that a signal stops
                 signals.batches(job.batches) if process.world.size == 1 else job.batches,
-                doctor.around(steps.advance) if isinstance(doctor, EngineSession) else steps.advance,
+                steps.advance if session is None else session.around(steps.advance),
                 until,
                 tuple(observers),
                 evaluation,
@@ -293,7 +292,7 @@ def _open_on_other(job: Job, place: HeldFolder, process: Process) -> Iterator[Op
     if (shards := _sharded_save(job)) is not None:
         own = PartSaving(place.folder.checkpoints, shards, asynchronous=job.recipe.checkpoint.asynchronous)
         saving = SavingTogether(process.world, own)
-    doctor = make_doctor(job, place.folder)
+    doctor = make_ranks_observer(job, place.folder)
     steps = _instrumented(job, doctor, None)
     with steps.window.collecting():
         observers: list[Observer] = [steps.window, *_not_logging(doctor), *steps.layers, process.signals]
@@ -341,20 +340,20 @@ def _graphs(job: Job, layers: Sequence[LayerObserver], logbook: Logbook | None) 
     return step_graphs(job, report, lambda state: any(each.is_due(state) for each in layers))
 
 
-def make_doctor(
+def make_ranks_observer(
     job: Job,
     folder: RunFolder,
     write: Callable[[Record], None] = lambda _record: None,
     say: Callable[[str], None] = lambda _line: None,
-) -> EngineSession | RanksObserver | None:
-    """Return the doctor of this rank, which replays steps or, with several ranks, compares them; None without one.
+) -> RanksObserver | None:
+    """Return the doctor of several ranks, which compares them; None without one.
 
-    With several ranks the result depends on the recipe only, so all ranks have a doctor, or none does.
+    The result depends on the recipe only, so all ranks have a doctor, or none does.
     """
-    if is_watched(job):
-        return make_engine_session(job, folder, say)
     if not compares_ranks(job):
         return None
+    from trainwright.watching.ranks_observer import RanksObserver  # imports the doctor, which this run may not have
+
     degrees = job.mesh.degrees
     return RanksObserver(
         job.state,
@@ -385,6 +384,8 @@ def compares_ranks(job: Job) -> bool:
 
 def make_engine_session(job: Job, folder: RunFolder, say: Callable[[str], None]) -> EngineSession:
     """Return the doctor of a run. Its ``witness`` goes into the step function, which ``around`` wraps."""
+    from trainwright.watching.engine import EngineSession  # imports the doctor, which this run may not have
+
     return EngineSession(
         job.state,
         folder=folder,
