@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import trainwright as tw
-from tests.finetune.sets import chat, lines, question, said, user
+from tests.finetune.sets import MARKS_NOTHING, chat, lines, question, said, user
 from tests.finetune.tokenizers import make_tokenizer
-from trainwright.errors import DataError
+from trainwright.errors import DataError, UsageError
 from trainwright.finetune.audit import ModelLimits, SpecialIds, audit_batches, audit_set, limits_of, special_ids
 from trainwright.finetune.datasets import Chat
 from trainwright.runs.supervision import Supervision, percent, read_supervision
@@ -62,6 +62,19 @@ class MasksAll:
     def __call__(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         batch = torch.utils.data.default_collate(samples)
         return {**batch, "labels": torch.full_like(batch["labels"], -100)}
+
+
+class Unlabelled(Samples):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": super().__getitem__(index)["input_ids"]}
+
+
+class LabelsNothing:
+    """A collate function that makes the labels, for answers after a marker that never occurs."""
+
+    def __call__(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = torch.utils.data.default_collate(samples)
+        return {**batch, "labels": torch.full_like(batch["input_ids"], -100)}
 
 
 def test_a_good_set_is_counted_and_silent() -> None:
@@ -192,11 +205,15 @@ def fit(loader: Any, folder: Path, loss: Any = token_loss, model: nn.Module | No
 
 @pytest.mark.slow
 def test_a_run_without_supervision_is_refused(tmp_path: Path) -> None:
-    for collate in (MasksAll(), None):
-        data = Samples() if collate else Samples(lambda y: torch.full_like(y, -100))
-        with pytest.raises(DataError, match="nothing is supervised") as caught:
+    masked = Samples(lambda y: torch.full_like(y, -100))
+    for data, collate, says in (
+        (Samples(), MasksAll(), "the collate function MasksAll masks every label, although samples have labels"),
+        (masked, MasksAll(), "every label of the data set is -100, before MasksAll collates it"),
+        (masked, None, "every label of the data set is -100\n"),
+        (Unlabelled(), LabelsNothing(), "the collate function LabelsNothing masks every label\n"),
+    ):
+        with pytest.raises(DataError, match=f"nothing is supervised: {says}"):
             fit(DataLoader(data, batch_size=4, collate_fn=collate), tmp_path)
-        assert ("MasksAll" in str(caught.value)) is (collate is not None)
     assert not list(tmp_path.iterdir())
 
 
@@ -319,6 +336,26 @@ def test_another_end_than_that_of_generation_is_noted(eos: str, expected: set[st
     assert (
         names(audit_set(data, limits=ModelLimits(ends=(data.tokenizer.convert_tokens_to_ids("<|im_end|>"),)))) == set()
     )
+
+
+@pytest.mark.parametrize(
+    ("template", "bad", "reasons"),
+    [
+        (MARKS_NOTHING, 0, ["4 of 4 records have assistant text that {% generation %}"]),
+        (MARKS_NOTHING, 4, ["4 of 4 records have no assistant turn"]),
+        (MARKS_NOTHING, 3, ["3 of 4 records have no assistant turn", "1 of 4 records have assistant text that {% gen"]),
+        (MARKS_NOTHING, 1, ["3 of 4 records have assistant text that {% gen", "1 of 4 records have no assistant turn"]),
+    ],
+)
+def test_the_template_is_named_only_if_it_masks(template: str, bad: int, reasons: list[str], tmp_path: Path) -> None:
+    records = [{"messages": [user(at)]} if at < bad else chat(at) for at in range(4)]
+    (tmp_path / "data.jsonl").write_bytes(lines(records))
+    with pytest.raises(UsageError) as caught:
+        Chat(tmp_path / "data.jsonl", tokenizer=make_tokenizer(template), cache=tmp_path)
+    found = caught.value.message.removeprefix("nothing is supervised: ").split(", ")
+    assert all(text.startswith(each) for text, each in zip(found, reasons, strict=True))
+    assert ("roles" in caught.value.remedy) is ("no assistant" in reasons[0])
+    assert found[-1].endswith("the first is data.jsonl:2" if bad == 1 else "the first is data.jsonl:1")
 
 
 @pytest.mark.slow

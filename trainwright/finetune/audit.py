@@ -6,7 +6,7 @@ Shapes: B batch, T tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -492,7 +492,7 @@ def audit_batches(
     collate: object = None,
     ignore_index: int = IGNORE,
     model_shifts: bool = False,
-    supervised_before: bool | None = None,
+    labelled_before: Callable[[], bool | None] = lambda: None,
     size: int | None = None,
     name: str = "train",
 ) -> Supervision | None:
@@ -506,7 +506,8 @@ def audit_batches(
         collate: The collate function, whose name is reported.
         ignore_index: The target that the loss does not count.
         model_shifts: True if the model shifts labels by one itself, as those of ``transformers`` do.
-        supervised_before: True if the samples had labels before they were collated; None if unknown.
+        labelled_before: Returns True if labels of samples carry loss before they are collated, False if none does, and
+            None if samples have no labels or they are unknown. Called only if nothing is supervised.
         size: Samples of the data set.
         name: Name of the data set.
     """
@@ -522,7 +523,7 @@ def audit_batches(
     if not pairs or (counts.unit != "tokens" and counts.supervised == counts.total):
         return None  # class labels, none of which is ignored
     by = _collator_name(collate)
-    findings = _batch_findings(counts, special, by, model_shifts, supervised_before, ignore_index)
+    findings = _batch_findings(counts, special, by, model_shifts, labelled_before, ignore_index)
     return Supervision(
         name,
         counts.unit,
@@ -615,13 +616,17 @@ def _batch_findings(
     special: SpecialIds,
     by: str,
     model_shifts: bool,
-    supervised_before: bool | None,
+    labelled_before: Callable[[], bool | None],
     ignore_index: int,
 ) -> Iterator[SupervisionFinding]:
     if not counts.supervised:
-        who = f"the collate function {by} masks every label" if by and supervised_before is not False else ""
-        who = who or f"every label of the data set is {ignore_index}"
-        remedy = "check the response template or role that masks labels: if it is not in the text, all are masked"
+        before = labelled_before() if by else False
+        if before is False:
+            who = f"every label of the data set is {ignore_index}" + (f", before {by} collates it" if by else "")
+            remedy = "check the code that makes its labels: the role or text that it searches may be missing"
+        else:
+            who = f"the collate function {by} masks every label" + (", although samples have labels" if before else "")
+            remedy = "check its response template or role: if it is not in the text, all labels are masked"
         if counts.unit != "tokens":
             remedy = f"check the labels: {ignore_index} is the class that the loss ignores"
         message = f"nothing is supervised: {who}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -160,32 +161,43 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
             raise self._nothing_supervised()
 
     def _nothing_supervised(self) -> UsageError:
-        """Return the error of a set in which no sample has a token that carries loss."""
+        """Return the error of a set in which no sample has a token that carries loss.
+
+        It names the reason for most records first. The chat template is the reason only for records without another.
+        """
         rows = self.rows()
-        defects = rows["defects"].astype(np.int64)
-        place = self.store.place(rows[0])
-
-        def have(defect: Defect) -> bool:
-            return bool((defects & int(defect)).any())
-
-        if (defects & int(Defect.BAD_RECORD)).all():
-            why, remedy = "no record can be used", "leave out on_bad_record to see what is wrong with each"
-        elif (defects & int(Defect.NO_ANSWER)).all():
-            why, remedy = "no record has an assistant turn", "check the roles, or set train_on: all"
-        elif have(Defect.TRUNCATED | Defect.TOO_LONG):
-            why, remedy = f"max_length: {self.max_length} cuts every answer off", "raise max_length"
-        elif have(Defect.REWRITTEN_TURN):
-            why = "the chat template rewrites every answer, since a turn follows it"
-            remedy = "end conversations with an answer, or use a template with {% generation %}"
-        elif (defects & int(Defect.SWITCHED_OFF)).all():
-            why = "every answer is switched off, by weight: 0 or train: false in its message"
-            remedy = "remove that key from the answers to train, or set it to 1"
-        elif self.use == "chat" and self.renderer.marks_answers():
-            why = "{% generation %} in the chat template encloses no assistant text"
-            remedy = "put it around the content and the end of each assistant turn, or remove it from the template"
-        else:
-            why, remedy = "no token carries loss", "check the records and the chat template"
-        return UsageError(f"nothing is supervised: {why}; the first record is {place}", remedy=remedy)
+        unmarked = ("have no token that carries loss", "check the records and the chat template")
+        if self.use == "chat" and self.renderer.marks_answers():
+            unmarked = (
+                "have assistant text that {% generation %} in the chat template does not enclose",
+                "put it around the content and the end of each assistant turn, or remove it from the template",
+            )
+        reasons = {
+            Defect.BAD_RECORD: ("cannot be used", "leave out on_bad_record to see what is wrong with each"),
+            Defect.NO_ANSWER: ("have no assistant turn", "check the roles, or set train_on: all"),
+            Defect.SWITCHED_OFF: (
+                "have answers that are switched off, by weight: 0 or train: false in the message",
+                "remove that key from the answers to train, or set it to 1",
+            ),
+            Defect.TRUNCATED | Defect.TOO_LONG: (
+                f"have answers that max_length: {self.max_length} cuts off",
+                "raise max_length",
+            ),
+            Defect.REWRITTEN_TURN: (
+                "have answers that the chat template rewrites, since a turn follows",
+                "end conversations with an answer, or use a template with {% generation %}",
+            ),
+            Defect.EMPTY_ANSWER: ("have empty answers", "fill in the answers"),
+        }
+        has = [rows["defects"].astype(np.int64) & int(defect) != 0 for defect in reasons]
+        has.append(np.ones(len(rows), bool))
+        first = np.argmax(has, axis=0)  # the first reason of each record; the last one is unmarked
+        counts = Counter(first.tolist()).most_common()
+        texts = [*reasons.values(), unmarked]
+        why = ", ".join(f"{count:,} of {len(rows):,} records {texts[at][0]}" for at, count in counts)
+        most = counts[0][0]
+        place = self.store.place(rows[first == most][0])
+        return UsageError(f"nothing is supervised: {why}; the first is {place}", remedy=texts[most][1])
 
     @property
     def order(self) -> ShortFirst | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
+
+import torch
 
 from trainwright.assembly.assemble import Parts
 from trainwright.checkpoint.cursor import StepBatch
@@ -49,30 +51,49 @@ def require_supervised(audits: Sequence[Supervision]) -> None:
 
 def _audit_of_batches(parts: Parts, first: StepBatch | None, left_out: Collection[int]) -> list[Supervision]:
     batches = [(micro.data, micro.ids.tolist()) for micro in first.micro] if first is not None else []
-    found = _audited(parts, batches)
+    found = _audited(parts, batches, left_out)
     if first is None or (found is not None and found.refusal is not None):
         with preserved_rng():
-            found = _audited(parts, chain(batches, _read_batches(parts.train, left_out)))
+            found = _audited(parts, chain(batches, _read_batches(parts.train, left_out)), left_out)
     return [] if found is None else [found]
 
 
-def _audited(parts: Parts, batches: Any) -> Supervision | None:
+def _audited(parts: Parts, batches: Any, left_out: Collection[int]) -> Supervision | None:
     ignore_index = getattr(parts.loss, "ignore_index", IGNORE)
+    ignore_index = ignore_index if isinstance(ignore_index, int) else IGNORE
     return audit_batches(
         batches,
         special=special_ids(parts.train.collate, parts.train.origin, parts.model),
         collate=parts.train.collate,
-        ignore_index=ignore_index if isinstance(ignore_index, int) else IGNORE,
+        ignore_index=ignore_index,
         model_shifts=isinstance(parts.loss, ModelLoss) and hasattr(parts.model, "config"),
+        labelled_before=lambda: _is_labelled(parts.train, left_out, ignore_index),
         size=parts.train.samples,
     )
 
 
+def _is_labelled(data: Unwrapped, left_out: Collection[int], ignore_index: int) -> bool | None:
+    """Return True if labels of its samples carry loss, False if all are ignored; None if its samples have no labels."""
+    found = None
+    with preserved_rng():
+        for sample in _read_samples(data, left_out):
+            labels = sample.get("labels") if isinstance(sample, Mapping) else None
+            if isinstance(sample, tuple | list) and len(sample) == 2:
+                labels = sample[1]
+            try:
+                found = found or bool((torch.as_tensor(labels) != ignore_index).any())
+            except (TypeError, ValueError, RuntimeError):  # no labels, or not yet as ids
+                continue
+    return found
+
+
+def _read_samples(data: Unwrapped, left_out: Collection[int]) -> Iterator[Any]:
+    return first_samples(data.dataset, MAX_SAMPLES_READ, left_out) if hasattr(data.dataset, "__getitem__") else iter(())
+
+
 def _read_batches(data: Unwrapped, left_out: Collection[int]) -> Iterator[tuple[object, list[int]]]:
     """Yield batches of one sample each, as the collate function makes them."""
-    if not hasattr(data.dataset, "__getitem__"):
-        return
-    for sample in first_samples(data.dataset, MAX_SAMPLES_READ, left_out):
+    for sample in _read_samples(data, left_out):
         try:
             yield data.collate([sample]), []
         except Exception:  # reading its batch reports the error
