@@ -63,11 +63,11 @@ def test_a_plain_call() -> None:
     }
 
 
-def test_objects_are_asked_for() -> None:
+def test_settings_of_objects_are_configured() -> None:
     found = fitted(DataLoader(TensorDataset(*data()), 8, shuffle=True, drop_last=True), optimizer=_sgd)
-    assert found["optimizer"] == ("SGD, momentum 0.9", "asked") and found["lr"] == ("0.1", "asked")
-    assert found["batch"] == ("8 samples, a short last batch is left out", "asked")
-    assert found["order"] == ("as a loop over the DataLoader", "asked")
+    assert found["optimizer"] == ("SGD, momentum 0.9", "configured") and found["lr"] == ("0.1", "configured")
+    assert found["batch"] == ("8 samples, a short last batch is left out", "configured")
+    assert found["order"] == ("as a loop over the DataLoader", "configured")
     assert found["schedule"] == ("constant", "default") and "update" not in found
 
 
@@ -77,50 +77,58 @@ ADAMW, IN_GROUPS = "AdamW, weight decay 0.01", "AdamW, weight decay 0 to 0.01 in
 @pytest.mark.parametrize(
     ("name", "settings", "expected"),
     [
-        ("optimizer", {"optimizer": "sgd"}, ("SGD", "asked")),
-        ("lr", {"lr": 0.5}, ("0.5", "asked")),
-        ("lr", {"optimizer": partial(AdamW, lr=0.25)}, ("0.25", "asked")),
+        ("optimizer", {"optimizer": "sgd"}, ("SGD", "configured")),
+        ("lr", {"lr": 0.5}, ("0.5", "configured")),
+        ("lr", {"optimizer": partial(AdamW, lr=0.25)}, ("0.25", "configured")),
         ("lr", {"optimizer": AdamW}, ("0.001", "default")),
-        ("optimizer", {"settings": {"optimizer.args": {"eps": 1e-6}}}, (f"{ADAMW}, eps 1e-06", "asked")),
-        ("optimizer", {"settings": {"optimizer.decay_norms_and_biases": False}}, (IN_GROUPS, "asked")),
-        ("schedule", {"schedule": "wsd", "warmup": "1steps"}, ("wsd, warm-up 1 steps, floor 0", "asked")),
-        ("schedule", {"schedule": partial(StepLR, step_size=1)}, ("StepLR, stepped every 1steps", "asked")),
-        ("schedule", {"warmup": "1steps"}, ("constant, warm-up 1 steps", "asked")),
-        ("clip", {"clip": 0.5}, ("norm at 0.5", "asked")),
-        ("clip", {"settings": {"optimizer.clip": {"by": "value", "at": 0.1}}}, ("value at 0.1", "asked")),
-        ("precision", {"precision": "bf16"}, ("bf16", "asked")),
-        ("batch", {"batch": 8, "accumulation": 2}, ("8 = 4 x 2 x 1 (micro-batch x accumulation x ranks)", "asked")),
-        ("order", {"seed": 7}, ("shuffled by the seed 7", "asked")),
-        ("order", {"settings": {"data.shuffle": False}}, ("that of the dataset", "asked")),
-        ("random", {"seed": 7}, ("seed 7", "asked")),
-        ("average", {"settings": {"model.ema": 0.9}}, ("of the weights, decay 0.9", "asked")),
+        ("optimizer", {"settings": {"optimizer.args": {"eps": 1e-6}}}, (f"{ADAMW}, eps 1e-06", "configured")),
+        ("optimizer", {"settings": {"optimizer.decay_norms_and_biases": False}}, (IN_GROUPS, "configured")),
+        ("schedule", {"schedule": "wsd", "warmup": "1steps"}, ("wsd, warm-up 1 steps, floor 0", "configured")),
+        ("schedule", {"schedule": partial(StepLR, step_size=1)}, ("StepLR, stepped every 1steps", "configured")),
+        ("schedule", {"warmup": "1steps"}, ("constant, warm-up 1 steps", "configured")),
+        ("clip", {"clip": 0.5}, ("norm at 0.5", "configured")),
+        ("clip", {"settings": {"optimizer.clip": {"by": "value", "at": 0.1}}}, ("value at 0.1", "configured")),
+        ("precision", {"precision": "bf16"}, ("bf16", "configured")),
+        (
+            "batch",
+            {"batch": 8, "accumulation": 2},
+            ("8 = 4 x 2 x 1 (micro-batch x accumulation x ranks)", "configured"),
+        ),
+        ("order", {"seed": 7}, ("shuffled by the seed 7", "configured")),
+        ("order", {"settings": {"data.shuffle": False}}, ("that of the dataset", "configured")),
+        ("random", {"seed": 7}, ("seed 7", "configured")),
+        ("average", {"settings": {"model.ema": 0.9}}, ("of the weights, decay 0.9", "configured")),
         (
             "average",
             {"settings": {"model.swa": {"start": "1steps", "every": "2steps"}}},
-            ("the mean of the weights every 2 steps from step 1 on", "asked"),
+            ("the mean of the weights every 2 steps from step 1 on", "configured"),
         ),
-        ("spikes", {"settings": {"spikes.policy": "skip"}}, ("skip", "asked")),
-        ("kernels", {"settings": {"deterministic": True}}, ("deterministic", "asked")),
+        ("spikes", {"settings": {"spikes.policy": "skip"}}, ("skip", "configured")),
+        ("kernels", {"settings": {"deterministic": True}}, ("deterministic", "configured")),
     ],
     ids=str,
 )  # fmt: skip
-def test_what_is_asked_for_is_named_so(name: str, settings: dict[str, Any], expected: tuple[str, str]) -> None:
+def test_what_the_call_sets_is_configured(name: str, settings: dict[str, Any], expected: tuple[str, str]) -> None:
     assert fitted(**settings)[name] == expected
 
 
-def test_the_preset_is_named_and_what_is_said_beside_it_is_asked() -> None:
+def test_the_preset_is_named_and_what_is_set_beside_it_is_configured() -> None:
     found = fitted(preset="recommended", schedule="constant", lr=0.1)
-    assert found["clip"] == ("norm at 1", "recommended") and found["schedule"] == ("constant", "asked")
+    assert found["clip"] == ("norm at 1", "recommended") and found["schedule"] == ("constant", "configured")
     assert found["precision"][1] == "planned", "the preset leaves it to the plan"
     assert found["optimizer"] == ("AdamW, weight decay 0 to 0.01 in 2 groups", "recommended")
-    assert found["lr"] == ("0.1", "asked")
+    assert found["lr"] == ("0.1", "configured")
 
 
 def test_it_is_printed_and_logged(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(4, 2)
     result = tw.fit(model, data(), nn.CrossEntropyLoss(), optimizer=_sgd(model), steps=2)
     lines = capsys.readouterr().out.splitlines()
-    for line in ("optimizer   SGD, momentum 0.9 (asked)", "clip        none (default)", "precision   fp32 (default)"):
+    for line in (
+        "optimizer   SGD, momentum 0.9 (configured)",
+        "clip        none (default)",
+        "precision   fp32 (default)",
+    ):
         assert lines.count(line) == 1
     assert sum(line.startswith(("precision", "batch", "schedule")) for line in lines) == 3, "nothing is said twice"
     started = json.loads((result.run / "log.jsonl").read_text().splitlines()[0])
@@ -139,22 +147,22 @@ log: {doctor: false}
 """
 
 
-def test_a_resumed_run_knows_what_was_asked_when_it_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_knows_what_was_configured_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The recipe in its folder states every value."""
     pytest.importorskip("sklearn")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     run = tw.train(tw.load("recipe.yaml"), quiet=True).run
     first = header_of(run)
     assert first["clip"] == ("norm at 1", "recommended") and first["random"] == ("seed 1337", "default")
-    assert first["lr"] == ("0.1", "asked") and first["schedule"][1] == "recommended"
+    assert first["lr"] == ("0.1", "configured") and first["schedule"][1] == "recommended"
     longer = tw.load(run / "recipe.yaml", overrides=["until=8steps", "optimizer.clip.at=0.5"], environ={})
     tw.train(longer, resume=RunFolder.open(run), accept=["all"])
     again = header_of(run)
-    assert again["clip"] == ("norm at 0.5", "asked")
+    assert again["clip"] == ("norm at 0.5", "configured")
     assert {name: again[name] for name in ("lr", "random", "schedule")} == {
         name: first[name] for name in ("lr", "random", "schedule")
     }
-    assert "clip        norm at 0.5 (asked)" in capsys.readouterr().out
+    assert "clip        norm at 0.5 (configured)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("room", ["plenty", "none"])

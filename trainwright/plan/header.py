@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Origin = Literal["asked", "recommended", "planned", "default"]
-"""The origin of a setting: the user (asked), the preset ``recommended``, the plan (with a reason), or the default."""
+Origin = Literal["configured", "recommended", "planned", "default"]
+"""The origin of a setting: the user (configured), the preset (recommended), the plan with a reason, or the default."""
+_RENAMED: dict[str, Origin] = {"asked": "configured"}
+"""Maps origins in plan.json of earlier versions."""
 
 TOPICS = frozenset({"batch", "precision", "threads", "learning rate", "schedule", "optimizer", "clip"})
 """Topics of plan notes that the header already shows, so that they are not printed twice."""
@@ -45,4 +47,4 @@ def origins_in(plan: Mapping[str, Any]) -> dict[str, Origin]:
     """Return the origin of each setting from the plan.json of an earlier part of the run; {} for an older version."""
     header = plan.get("header") or {}
     settings: Sequence[Mapping[str, Any]] = header.get("settings", ())
-    return {each["name"]: each["origin"] for each in settings}
+    return {each["name"]: _RENAMED.get(each["origin"], each["origin"]) for each in settings}

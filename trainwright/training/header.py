@@ -37,7 +37,7 @@ class _Origins:
     """Finds who decided each setting.
 
     The recipe in the folder of a resumed run states every setting. ``before`` therefore has the origins from the
-    beginning of the run; only an override in the current call counts as asked.
+    beginning of the run; only an override in the current call counts as configured.
     """
 
     loaded: Loaded
@@ -49,7 +49,7 @@ class _Origins:
             return "planned"
         stated = self.loaded.stated if self.before is None else self.loaded.overridden
         if any(_covers(path, each) for each in stated for path in paths):
-            return "asked"
+            return "configured"
         if self.before is not None:
             return self.before.get(name, "default")
         return (
@@ -109,7 +109,7 @@ class _Header:
         )
         given = self.job.parts.custom.optimizer
         brings_its_own = given is not None and (not callable(given) or makes_own_groups(given))
-        return Setting(setting.name, shown, "asked", setting.why) if brings_its_own else setting
+        return Setting(setting.name, shown, "configured", setting.why) if brings_its_own else setting
 
     def _schedule(self) -> Setting:
         ask = self.job.recipe.schedule
@@ -130,7 +130,7 @@ class _Header:
     def _clip(self) -> Setting:
         ask = self.job.recipe.optimizer.clip
         if self.job.parts.custom.advance is not None:
-            return Setting("clip", "done by the custom step", "asked")
+            return Setting("clip", "done by the custom step", "configured")
         shown = ask.by if ask.by == "none" else f"{ask.by} at {ask.at:g}"
         return self._setting("clip", shown, "optimizer.clip")
 
@@ -166,11 +166,11 @@ class _Header:
     def _order(self) -> Setting:
         train, recipe = self.job.parts.train, self.job.recipe
         if isinstance(train.dataset, ReadyBatches):
-            return Setting("order", "as the data come", "asked")
+            return Setting("order", "as the data come", "configured")
         if train.loader is not None and self.job.draws_as_a_loop:
-            return Setting("order", "as a loop over the DataLoader", "asked")
+            return Setting("order", "as a loop over the DataLoader", "configured")
         if train.order is not None:
-            return Setting("order", f"that of the {type(train.order.sampler).__name__}", "asked")
+            return Setting("order", f"that of the {type(train.order.sampler).__name__}", "configured")
         if recipe.data.shuffle:
             return self._setting("order", f"shuffled by the seed {recipe.seed}", "data.shuffle", "seed")
         return self._setting("order", "that of the dataset", "data.shuffle")
