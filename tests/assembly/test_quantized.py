@@ -16,8 +16,7 @@ from trainwright.assembly.adapters import (
     plain_weights,
     quantize_linear_layers,
 )
-from trainwright.errors import UsageError
-from trainwright.optim.torchao import torchao_module
+from trainwright.errors import UsageError, import_optional
 from trainwright.plan.trace.fake_tensors import fake_tensors
 from trainwright.recipe import Lora
 
@@ -35,7 +34,10 @@ def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 def test_nf4_has_the_values_of_torchao(dtype: torch.dtype) -> None:
     model = layers(dtype)
     expected = [
-        torchao_module("quantization", "a test").to_nf4(model[i].weight, 64, 128).get_original_weight() for i in (0, 2)
+        import_optional("torchao.quantization", needed_for="a test")
+        .to_nf4(model[i].weight, 64, 128)
+        .get_original_weight()
+        for i in (0, 2)
     ]
     assert quantize_linear_layers(model, "nf4") == (["0", "2"], [])
     assert torch.equal(model[0].weight, expected[0]) and torch.equal(model[2].weight, expected[1])

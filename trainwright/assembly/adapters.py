@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainwright.assembly.linear_layers import replace_module
-from trainwright.errors import UsageError
+from trainwright.errors import UsageError, import_optional
 from trainwright.models.lora import add_lora, lora_config, merged_weights
 from trainwright.models.pretrained import listed, output_layer
-from trainwright.optim.torchao import torchao_module
 from trainwright.plan.make import Note
 from trainwright.recipe import Lora
 
@@ -137,9 +136,9 @@ def _nf4(weight: Tensor) -> dict[str, Tensor]:
 
 
 def _to_nf4(weight: Tensor, block: int, scale_block: int) -> Any:
-    module = torchao_module("quantization", needed_for=_NEEDED_FOR)
+    module = import_optional("torchao.quantization", needed_for=_NEEDED_FOR)
     if not hasattr(module, "to_nf4"):  # torchao before 0.16
-        module = torchao_module("dtypes.nf4tensor", needed_for=_NEEDED_FOR)
+        module = import_optional("torchao.dtypes.nf4tensor", needed_for=_NEEDED_FOR)
     return module.to_nf4(weight, block, scale_block)
 
 
@@ -148,7 +147,7 @@ def _int4(weight: Tensor) -> dict[str, Tensor]:
     rows, columns = weight.shape
     if _has_no_values(weight):
         return {CODES: _empty_codes(weight), SCALES: weight.new_empty(rows, columns // INT4_GROUP)}
-    ao = torchao_module("quantization.quant_primitives", needed_for=_NEEDED_FOR)
+    ao = import_optional("torchao.quantization.quant_primitives", needed_for=_NEEDED_FOR)
     how = {"quant_min": -8, "quant_max": 7}
     scales, zeros = ao.choose_qparams_affine(
         weight, ao.MappingType.SYMMETRIC, (1, INT4_GROUP), torch.int8, **how, scale_dtype=weight.dtype

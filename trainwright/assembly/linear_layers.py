@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trainwright.errors import UsageError, suggest
-from trainwright.optim.torchao import torchao_module
+from trainwright.errors import UsageError, import_optional, suggest
 from trainwright.plan.make import Note
 from trainwright.recipe.schema import Fp8
 
@@ -117,7 +116,7 @@ def note_of(done: ChosenLayers, precision: str, settings: Fp8) -> Note:
 
 
 def _convert_fp8(model: nn.Module, chosen: frozenset[str], settings: Fp8, needed_for: str) -> None:
-    float8 = torchao_module("float8", needed_for=needed_for)
+    float8 = import_optional("torchao.float8", needed_for=needed_for)
     config = replace(
         float8.Float8LinearConfig.from_recipe_name(settings.scales),
         emulate=settings.emulate,
@@ -135,9 +134,9 @@ class _MxProduct:
 
     @classmethod
     def of(cls, settings: Fp8, needed_for: str) -> _MxProduct:
-        function = torchao_module("prototype.moe_training.mxfp8_linear", needed_for=needed_for).mx_mm
-        config = torchao_module("prototype.mx_formats.config", needed_for=needed_for)
-        kernels = torchao_module("quantization.quantize_.common.kernel_preference", needed_for=needed_for)
+        function = import_optional("torchao.prototype.moe_training.mxfp8_linear", needed_for=needed_for).mx_mm
+        config = import_optional("torchao.prototype.mx_formats.config", needed_for=needed_for)
+        kernels = import_optional("torchao.quantization.quantize_.common.kernel_preference", needed_for=needed_for)
         dim0, dim1, scale = (
             getattr(config, name)
             for name in ("MXFP8Dim0CastKernelChoice", "MXFP8Dim1CastKernelChoice", "ScaleCalculationMode")

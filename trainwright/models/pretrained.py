@@ -77,7 +77,8 @@ def pretrained_of(model: nn.Module) -> Pretrained | None:
 
 
 def require_transformers(needed_for: str) -> Any:
-    """Return the module ``transformers``. Raises MissingExtra if it is not installed."""
+    """Return the module ``transformers``, ready to build models. Raises MissingExtra if it is not installed."""
+    import_optional("transformers.modeling_utils", needed_for=needed_for)
     return import_optional("transformers", needed_for=needed_for)
 
 

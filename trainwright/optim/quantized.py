@@ -14,10 +14,9 @@ from torch.optim.optimizer import ParamsT
 
 from trainwright.checkpoint.codec import StateDict
 from trainwright.checkpoint.shards import is_divided
-from trainwright.errors import UsageError
+from trainwright.errors import UsageError, import_optional
 from trainwright.optim.groups import Group
 from trainwright.optim.guarded import GuardedOptimizer, State, require_betas, require_rates
-from trainwright.optim.torchao import torchao_module
 
 MIN_QUANTIZED_VALUES = 4096
 """Smaller tensors have unquantized moments, as in torchao and bitsandbytes."""
@@ -63,7 +62,7 @@ class _QuantizedAdamW(GuardedOptimizer):
 
     @classmethod
     def _torchao(cls, module: str) -> Any:
-        return torchao_module(module, needed_for=f"the optimizer {cls.__name__.lower()}")
+        return import_optional(f"torchao.{module}", needed_for=f"the optimizer {cls.__name__.lower()}")
 
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)

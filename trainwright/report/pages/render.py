@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from jinja2 import Environment, FileSystemBytecodeCache, PackageLoader, StrictUndefined, pass_context
+from jinja2.bccache import Bucket
 from jinja2.runtime import Context
 from markupsafe import Markup, escape
 
@@ -181,14 +182,25 @@ def _sha256(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
+class _CompiledTemplates(FileSystemBytecodeCache):
+    """A template whose bytecode cannot be read or written is compiled again."""
+
+    def load_bytecode(self, bucket: Bucket) -> None:
+        with suppress(Exception):  # a damaged file raises any error of pickle
+            super().load_bytecode(bucket)
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        with suppress(OSError):
+            super().dump_bytecode(bucket)
+
+
 @cache
 def templates() -> Environment:
     """Return the environment of the templates. Each is compiled once and kept beside the bytecode of this package."""
-    folder = Path(cache_from_source(__file__)).parent
-    is_kept = not sys.dont_write_bytecode and os.access(folder, os.W_OK)
+    folder = str(Path(cache_from_source(__file__)).parent)
     environment = Environment(
         loader=PackageLoader("trainwright.report.pages"),
-        bytecode_cache=FileSystemBytecodeCache(str(folder)) if is_kept else None,
+        bytecode_cache=None if sys.dont_write_bytecode else _CompiledTemplates(folder),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
