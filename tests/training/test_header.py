@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainwright as tw
 from trainwright.engine.chunked import logits_bytes
 from trainwright.models.gpt import gpt
+from trainwright.plan.header import origins_in
 from trainwright.runs.folder import RunFolder
 
 pytestmark = pytest.mark.process  # each starts threads that read the machine
@@ -224,3 +225,8 @@ def test_a_resumed_run_has_no_first_loss(capsys: pytest.CaptureFixture[str]) -> 
         resume = {"resume": "runs/run"} if until == "4steps" else {}
         tw.fit(nn.Linear(4, 2), data(), nn.CrossEntropyLoss(), until=until, settings=settings, **resume)
         assert capsys.readouterr().out.count("first loss") == count
+
+
+def test_origins_of_an_earlier_version_are_renamed() -> None:
+    settings = [{"name": "lr", "origin": "asked"}, {"name": "clip", "origin": "default"}]
+    assert origins_in({"header": {"settings": settings}}) == {"lr": "configured", "clip": "default"}
