@@ -7,20 +7,16 @@ import html
 import json
 import math
 import re
-import sys
 from dataclasses import replace
-from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jinja2 import Environment
 from typer.testing import CliRunner
 
 from tests.report_pages.reading import Page, curves_of
 from tests.report_pages.runs import BEGAN_S, PLAN, ended, evaluated, found, make_run, started, step
 from trainwright.cli import app
-from trainwright.report.pages import render
 from trainwright.report.pages.report import leave_report, write_report
 from trainwright.report.pages.view import RunView
 from trainwright.runs.folder import RunFolder
@@ -275,32 +271,3 @@ def test_figures_are_grouped_by_name(tmp_path: Path) -> None:
         "loss": {"noisy": [0.7], "val": [0.1, 0.05]},
         "reward": {"reward": [10.0, 20.0]},
     }
-
-
-def test_templates_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    folder = Path(cache_from_source(render.__file__)).parent
-    folder.mkdir(parents=True)
-    make, values = render.templates.__wrapped__, {"unreadable": {"a": "its log is empty"}, "columns": ()}
-    text = make().get_template("unreadable_rows.html").render(values)
-    assert "its log is empty" in text and [each.suffix for each in folder.iterdir()] == [".cache"]
-
-    def compiles(*_args: object, **_options: object) -> str:
-        raise AssertionError("a template is compiled again")
-
-    [kept] = folder.iterdir()
-    monkeypatch.setattr(Environment, "_generate", compiles)
-    assert make().get_template("unreadable_rows.html").render(values) == text
-    kept.write_bytes(kept.read_bytes()[:40])
-    with pytest.raises(AssertionError, match="compiled again"):
-        make().get_template("unreadable_rows.html")
-    monkeypatch.undo()
-    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "missing"))
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    assert make().get_template("unreadable_rows.html").render(values) == text
-
-
-def test_templates_are_not_kept_without_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    assert render.templates.__wrapped__().bytecode_cache is None

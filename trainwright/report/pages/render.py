@@ -6,20 +6,15 @@ import base64
 import hashlib
 import json
 import re
-import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
-from importlib.util import cache_from_source
 from itertools import zip_longest
-from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, FileSystemBytecodeCache, PackageLoader, StrictUndefined, pass_context
-from jinja2.bccache import Bucket
+from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
 from jinja2.runtime import Context
 from markupsafe import Markup, escape
 
@@ -182,25 +177,11 @@ def _sha256(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-class _CompiledTemplates(FileSystemBytecodeCache):
-    """A template whose bytecode cannot be read or written is compiled again."""
-
-    def load_bytecode(self, bucket: Bucket) -> None:
-        with suppress(Exception):  # a damaged file raises any error of pickle
-            super().load_bytecode(bucket)
-
-    def dump_bytecode(self, bucket: Bucket) -> None:
-        with suppress(OSError):
-            super().dump_bytecode(bucket)
-
-
 @cache
 def templates() -> Environment:
-    """Return the environment of the templates. Each is compiled once and kept beside the bytecode of this package."""
-    folder = str(Path(cache_from_source(__file__)).parent)
+    """Return the environment of the templates; each is compiled at first use."""
     environment = Environment(
         loader=PackageLoader("trainwright.report.pages"),
-        bytecode_cache=None if sys.dont_write_bytecode else _CompiledTemplates(folder),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
