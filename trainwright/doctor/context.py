@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, TypeVar, Unpack
 
 from trainwright.doctor.finding import Calls, Details, Finding, make_finding
@@ -23,6 +22,8 @@ class Measurement(Protocol):
 
 
 M = TypeVar("M", bound=Measurement)
+Decoded: TypeAlias = tuple[int, type]
+"""The identity of a record, and the class that it was decoded as."""
 Every: TypeAlias = Sequence[tuple[int, M]]
 """A parameter of a check: all measurements of a kind with their steps, oldest first."""
 
@@ -33,11 +34,16 @@ class RunContext:
     Args:
         records: The records. A long run does not have one for every step.
         finished: No more records will come, so a check may report events that never happened.
+        decoded: The measurements that earlier contexts with these records have decoded.
     """
 
-    def __init__(self, records: Sequence[Record], *, finished: bool = False) -> None:
+    def __init__(
+        self, records: Sequence[Record], *, finished: bool = False, decoded: dict[Decoded, object] | None = None
+    ) -> None:
         self.records, self.finished = records, finished
-        self._read: dict[tuple[int, type], object] = {}
+        self.steps: list[Watched] = [record for record in records if isinstance(record, Watched)]  # oldest first
+        self._outcomes = by_experiment(records)
+        self._decoded = {} if decoded is None else decoded
         self._check: Check | None = None
 
     def for_check(self, check: Check) -> RunContext:
@@ -45,11 +51,6 @@ class RunContext:
         view = copy.copy(self)
         view._check = check
         return view
-
-    @cached_property
-    def steps(self) -> list[Watched]:
-        """The recorded steps, oldest first."""
-        return [record for record in self.records if isinstance(record, Watched)]
 
     @property
     def last_step(self) -> int:
@@ -147,18 +148,14 @@ class RunContext:
             **details,
         )
 
-    @cached_property
-    def _outcomes(self) -> dict[str, list[Examined]]:
-        return by_experiment(self.records)
-
     def _seen(self, kind: type[Measurement]) -> list[Examined]:
         return [each for each in self._outcomes.get(kind.experiment, []) if "blind" not in each.values]
 
     def _measured(self, outcome: Examined, kind: type[M]) -> M:
         """Decodes a measurement once, because several checks use it."""
-        known = self._read.get((id(outcome), kind))
+        known = self._decoded.get((id(outcome), kind))
         if not isinstance(known, kind):
-            known = self._read[id(outcome), kind] = construct(kind, outcome.values)
+            known = self._decoded[id(outcome), kind] = construct(kind, outcome.values)
         return known
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TypeAlias
@@ -34,12 +35,20 @@ def line_of(frame: FrameType | None) -> str | None:
 
 def calling_frame() -> FrameType | None:
     """Returns the innermost user frame of this stack; None without one."""
+    return next(filter(is_users, frames()), None)
+
+
+def frames() -> Iterator[FrameType]:
+    """Yields the frames of this stack, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_users(frame):
-            return frame
+        yield frame
         frame = frame.f_back
-    return None
+
+
+def is_recorders(frame: FrameType) -> bool:
+    """Returns True if a frame belongs to torch or the recorder."""
+    return frame.f_code.co_filename.startswith(_PACKAGES)
 
 
 def is_users(frame: FrameType) -> bool:

@@ -23,15 +23,17 @@ def sums_of(tensors: Sequence[Tensor | None]) -> Tensor:
     if dense:
         at = torch.tensor([n for n, t in enumerate(tensors) if t is not None], device=device)
         norms = torch.stack([each.to(device).double() for each in torch._foreach_norm(dense)])
-        sums[at] = torch.stack([norms, torch.stack([_weighted(t).to(device) for t in dense])], dim=1)
+        weighted = dict.fromkeys(range(len(dense)), sums)
+        ramp = torch.empty(0)
+        for n in sorted(weighted, key=lambda n: dense[n].numel()):  # equal sizes share a ramp
+            t = dense[n]
+            if len(ramp) != t.numel() or ramp.device != t.device:
+                ramp = torch.linspace(0, 1, t.numel(), device=t.device, dtype=torch.float32)
+            weighted[n] = (t.reshape(-1) * ramp).sum(dtype=torch.float64).to(device)
+        sums[at] = torch.stack([norms, torch.stack(list(weighted.values()))], dim=1)
     return sums
 
 
 def _real(tensor: Tensor) -> Tensor:
     """Returns a complex tensor as pairs of real numbers."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def _weighted(tensor: Tensor) -> Tensor:
-    ramp = torch.linspace(0, 1, tensor.numel(), device=tensor.device, dtype=torch.float32)
-    return (tensor.reshape(-1) * ramp).sum(dtype=torch.float64)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 from trainwright.replay.session import ReplaySession
 from trainwright.runs.json_values import Facts, strict
 
-When: TypeAlias = Literal["checkup", "first", "incident", "requested"]
+When: TypeAlias = Literal["checkup", "first", "incident", "requested", "unlimited"]
 Run: TypeAlias = Callable[[ReplaySession], Facts]
 
 
@@ -25,7 +25,8 @@ class Experiment:
     """An experiment on a recorded step.
 
     Attributes:
-        when: At every examination ("checkup"), at the first one, at an incident, or on request of a check.
+        when: At every examination ("checkup"), at the first one, at an incident, on request of a check, or at every
+            examination without a limit of time.
         memory: Maximum memory, as a multiple of the prediction of ``ReplayMemory`` for the step.
         steps: Approximate duration in training steps.
         value: Experiments with a larger ``value / steps`` run first.

@@ -14,7 +14,7 @@ from trainwright.runs.json_values import JsonValue
 from trainwright.runs.records import Examined, Record, Unexamined, Watched
 from trainwright.runs.shapes import ProvenanceFile, read_as
 
-_STEP_EXPERIMENTS = {"casts", "batch", "again"}
+_STEP_EXPERIMENTS = {"casts", "batch", "update", "again"}
 """Experiments that run when a single step is examined."""
 MAX_REASON_CHARS, MAX_NAMES = 200, 4
 

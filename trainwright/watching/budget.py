@@ -21,8 +21,12 @@ A test suite that trains many short runs takes a fraction of the time with it. `
 """
 LIFTED_BY = "TRAINWRIGHT_EXAMINE"
 """Environment variable that lifts the budget of every run: ``TRAINWRIGHT_EXAMINE=all``."""
-FRACTION = 0.03
-"""Maximum fraction of the training time so far for examinations and snapshots during a run."""
+FRACTION, LATER_FRACTION = 0.03, 0.01
+"""Maximum fraction of the training time for examinations and snapshots: of the first EARLY_S seconds, and of later ones.
+
+After EARLY_S nearly all experiments have run. A run of ten minutes is examined for at most 1.8 % of its time.
+"""
+EARLY_S = 100.0
 END_FRACTION, END_S = 0.05, 3.0
 """The same fraction for the full run including its end, and the maximum seconds of the final examination."""
 REPEATED_FRACTION = 0.005
@@ -109,7 +113,7 @@ class ExaminationBudget:
         """Seconds that an examination may take now; negative if the budget is exceeded."""
         if self.is_lifted:
             return math.inf
-        return max(self._free_s / 2, FRACTION * self.trained_s - self.spent_s)
+        return max(self._free_s / 2, _earned_s(self.trained_s) - self.spent_s)
 
     @property
     def _free_s(self) -> float:
@@ -163,7 +167,11 @@ class ExaminationBudget:
 
 def predicted_s(training_s: float) -> float:
     """Returns the maximum seconds of examinations in a run with ``training_s`` seconds of training."""
-    return max(FREE_S, END_FRACTION * training_s)
+    return max(FREE_S, min(END_FRACTION * training_s, _earned_s(training_s) + END_S))
+
+
+def _earned_s(training_s: float) -> float:
+    return FRACTION * min(training_s, EARLY_S) + LATER_FRACTION * max(0.0, training_s - EARLY_S)
 
 
 def predicted_from_start_s(training_s: float) -> float:

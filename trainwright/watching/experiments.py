@@ -155,23 +155,29 @@ class ExperimentRunner:
     def _due(self, repeats: bool) -> list[str]:
         """Returns pending experiments in the order of ``_waiting``, then those that ran least often."""
         waiting = self._waiting()
-        checkups = [e.name for e in self._experiments.values() if e.when == "checkup" and e.name not in waiting]
+        checkups = [e.name for e in self._checkups() if e.name not in waiting]
         again = sorted(checkups, key=self._runs.__getitem__) if repeats else []
         return [*waiting, *again]
 
     def _waiting(self) -> list[str]:
-        """Returns pending experiments that may still run, including requested ones, cheapest first.
-
-        Experiments that were stopped come last, so that the others do not wait for them.
-        """
+        """Returns pending experiments that may still run, including requested ones, cheapest first."""
         waiting = [name for name in self._left() if self._experiments[name].latest >= self._step]
-        return sorted(waiting, key=lambda name: (name in self._stopped, self._experiments[name].rank))
+        return sorted(waiting, key=self._rank)
+
+    def _rank(self, name: str) -> float:
+        """Returns the sort key. An experiment that was stopped counts with twice its time, and others need not wait."""
+        each, step_s = self._experiments[name], self._budget.step_s
+        return self._cost_s[name] / step_s / each.value if name in self._stopped and step_s else each.rank
 
     def _left(self) -> list[str]:
-        of_itself = [
-            e.name for e in self._experiments.values() if e.when in ("first", "checkup") and not self._runs[e.name]
-        ]
+        first = [e for e in self._experiments.values() if e.when == "first"]
+        of_itself = [e.name for e in (*first, *self._checkups()) if not self._runs[e.name]]
         return list(dict.fromkeys([*of_itself, *self._left_out])) if self._replays else []
+
+    def _checkups(self) -> list[Experiment]:
+        """Returns the experiments of every examination with the current limit of time."""
+        whens = ("checkup", "unlimited") if self._until_s == math.inf else ("checkup",)
+        return [e for e in self._experiments.values() if e.when in whens]
 
     def wanted_s(self) -> float:
         """Returns the predicted seconds of the next pending experiment; infinity without one."""
@@ -180,9 +186,7 @@ class ExperimentRunner:
 
     def repeated_s(self) -> float:
         """Returns the predicted seconds of the repeated experiments."""
-        return sum(
-            self._predicted_s(e.name) for e in self._experiments.values() if e.when == "checkup" and self._runs[e.name]
-        )
+        return sum(self._predicted_s(e.name) for e in self._checkups() if self._runs[e.name])
 
     def not_run(self, *, is_later: bool = False) -> list[str]:
         """Returns the names of experiments that found no time in the full run, and of remedies that were not tried.

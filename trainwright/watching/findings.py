@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from trainwright.doctor.check import Check, CheckState
-from trainwright.doctor.context import RunContext
+from trainwright.doctor.context import Decoded, RunContext
 from trainwright.doctor.diagnose import Diagnosis, diagnose
 from trainwright.doctor.finding import Calls
 from trainwright.errors import text_of
@@ -58,6 +58,7 @@ class FindingsLog:
         self._checks, self._place_of = checks, place_of
         self._runner, self._probes, self._write = runner, probes, write
         self._records = list(known)
+        self._decoded: dict[Decoded, object] = {}
         self._unrecorded: deque[tuple[RecordedStep, Numbers]] = deque()
         self._findings = FindingsWriter(write)
         self._states: tuple[CheckState, ...] = ()
@@ -105,13 +106,16 @@ class FindingsLog:
             for reason in reasons:
                 self.examined(replayed, self._runner.look(replayed, reason, repeats=repeats))
             for _ in range(ROUNDS):
-                diagnosis = diagnose(RunContext(self._records, finished=finished), self._checks)
+                diagnosis = diagnose(self._context(finished=finished), self._checks)
                 facts = self._runner.run_requested(replayed, diagnosis.requests)
                 if not facts:
                     break
                 self.examined(replayed, facts)
             self._conclude(diagnosis, replayed)
         return self._runner.now_s() - begin_s - self._runner.replayed_s
+
+    def _context(self, *, finished: bool = False) -> RunContext:
+        return RunContext(self._records, finished=finished, decoded=self._decoded)
 
     def _probed(self) -> Facts:
         """Returns the facts of each probe. A probe that raises is stopped."""
@@ -143,7 +147,7 @@ class FindingsLog:
             known, found = self._findings.get(each.found.code), each.found
             is_new_place = known is None or (known.where.module is None and found.where.module is not None)
             if known is None or known.where.source is None or is_new_place:
-                source, shown_at = self._place_of(found, RunContext(self._records).calls_at(found.step))
+                source, shown_at = self._place_of(found, self._context().calls_at(found.step))
             else:
                 source, shown_at = known.where.source, known.where.shown_at
             where = dataclasses.replace(found.where, source=source, shown_at=shown_at)
@@ -184,6 +188,7 @@ class FindingsLog:
         self._records.append(record)
         if len(self._records) > KEPT_RECORDS:
             self._records = without_half_of_the_steps(self._records)
+            self._decoded.clear()
 
 
 def limits_of(ring: Ring, listeners: Mapping[str, Listener]) -> Facts:

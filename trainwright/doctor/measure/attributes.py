@@ -40,11 +40,12 @@ class Attributes(Probe):
             first = next(iter(idle))
             yield IdleAttribute(first, idle[first], REQUIRES_GRAD, len(idle))
         for path, module in named_modules(self._subject.roots):
-            inside = sum(p.requires_grad for p in module.parameters())
             for name in vars(module):
-                is_set = name == REQUIRES_GRAD or _resembles(name)
-                if is_set and vars(module)[name] is False and inside and not _is_read(type(module), name):
-                    yield IdleAttribute(path, name, f"{REQUIRES_GRAD}_()", inside)
+                is_set = (name == REQUIRES_GRAD or _resembles(name)) and vars(module)[name] is False
+                if is_set and not _is_read(type(module), name):
+                    inside = sum(p.requires_grad for p in module.parameters())
+                    if inside:
+                        yield IdleAttribute(path, name, f"{REQUIRES_GRAD}_()", inside)
         for optimizer in self._subject.optimizers:
             given = vars(optimizer) if type(optimizer).__module__.startswith("torch.optim") else {}
             for name in ("lr", "learning_rate"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.checkpoint.snapshot import LiveObjects, Snapshot
+from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.doctor.facts.weights import AveragesFacts, CopyFacts, Move, StaleStatistics
 from trainwright.doctor.measure.tensors import sampled
-from trainwright.recorder.callers import caller
+from trainwright.recorder.callers import caller, frames, is_recorders
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.plain_tensors import is_dense
@@ -23,7 +24,7 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args
 
-SEARCH_STEP = 24  # The step after which copies are searched for, once. The search takes 0.05 s.
+SEARCH_STEP = 24  # The step after which copies are searched for, once. The search takes milliseconds.
 SEARCH_STEP_IF_RESUMED = 8
 FOLLOWED_STEPS = 16  # Number of steps in which copies are sampled after the search
 MAX_COPIES = 32
@@ -32,6 +33,9 @@ ELEMENTS_PER_TENSOR = 64
 MAX_STEPS_WITHOUT_MOVE = 8
 """A copy that has not moved for this many steps is dropped: a process may hold copies of other runs."""
 MAX_DEPTH = 2  # Depth of submodules that may have copies
+MAX_OBJECTS = 50_000  # Number of objects that are searched
+MAX_ITEMS = 1024  # Longer containers hold data
+_CLOSED = (Tensor, ModuleType, FunctionType, BuiltinFunctionType, CodeType, FrameType, TracebackType, type)
 Holder: TypeAlias = dict[object, Tensor] | list[Tensor]
 
 
@@ -181,26 +185,44 @@ def _copies_of(subject: LiveObjects) -> Iterator[_Copy]:
 
 def _holders(lengths: set[int]) -> Iterator[nn.Module | Holder]:
     """Yields modules, dicts and lists of ``lengths`` tensors. The parameters of one module count as the module."""
-    wanted = {dict, list, Snapshot, *_subclasses(nn.Module)}  # isinstance would call ``__class__`` of proxies
-    there: list[Any] = [each for each in gc.get_objects() if type(each) in wanted]
-    ours = {id(each.parameters) for each in there if type(each) is Snapshot}
-    for each in there:
+    for each in _reached():
         kind = type(each)
-        if kind is Snapshot or (kind in (dict, list) and len(each) not in lengths) or id(each) in ours:
-            continue
-        if kind is dict and all(isinstance(t, nn.Parameter) for t in each.values()):
+        if kind in (dict, list):
+            if len(each) not in lengths or (kind is dict and all(isinstance(t, nn.Parameter) for t in each.values())):
+                continue
+        elif not issubclass(kind, nn.Module):
             continue
         if len(tensors := _tensors_of(each)) in lengths and all(map(_is_value, tensors)):
             yield each
 
 
+def _reached() -> Iterator[Any]:
+    """Yields the objects that the loop can reach from its variables, those of its innermost function first.
+
+    All objects of a process are 20 times as many. Data, classes and the closed types are not searched.
+    """
+    seen: dict[int, object] = {}  # holds each object, so that its id is not reused
+    for frame in frames():
+        level = [] if is_recorders(frame) else [*frame.f_locals.values(), *frame.f_globals.values()]
+        while level and len(seen) < MAX_OBJECTS:
+            level = [each for each in {id(each): each for each in level}.values() if id(each) not in seen]
+            seen.update((id(each), each) for each in level)
+            yield from level
+            functions = [each for each in level if type(each) is FunctionType]
+            level = list(filter(gc.is_tracked, gc.get_referents(*filter(_is_searched, level))))
+            level += [held for each in functions for held in (*(each.__closure__ or ()), *(each.__defaults__ or ()))]
+
+
+def _is_searched(value: object) -> bool:
+    """Returns True if the contents of an object may belong to the program's state."""
+    kind = type(value)
+    is_ours = kind.__module__.startswith("trainwright.") and not issubclass(kind, nn.Module)
+    is_data = kind in (list, dict, tuple, set) and len(value) > MAX_ITEMS  # type: ignore[arg-type]
+    return not (is_ours or is_data or issubclass(kind, _CLOSED))
+
+
 def _is_value(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and tensor.grad_fn is None and is_dense(tensor)
-
-
-def _subclasses(kind: type) -> set[type]:
-    """Returns a class and all classes that are derived from it."""
-    return {kind}.union(*map(_subclasses, kind.__subclasses__()))
 
 
 def _tensors_of(holder: nn.Module | Holder) -> list[Tensor]:

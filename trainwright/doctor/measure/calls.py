@@ -89,15 +89,16 @@ class Calls(Probe):
         self._since = self._split = self._depth = 0
 
     def facts(self) -> CallsFacts:
-        found, missing = self._found, self._find_missing()
-        sizes = {name: p.numel() for name, p in self._named().items() if p.requires_grad}
+        found, named = self._found, self._named()
+        missing = self._find_missing(named)
+        sizes = {name: p.numel() for name, p in named.items() if p.requires_grad}
         found.optimizers = tuple(map(self._about, self._optimizers))
         found.missing = tuple(missing)
         found.missing_share = sum(sizes[name] for name in missing) / max(1, sum(sizes.values()))
         found.missing_were_trained = bool(missing) and set(missing) <= self._were_trained
         found.leftovers = tuple(self._leftovers.found.items())
         held = {id(p) for n in sorted(self._leftovers.found)[:1] for p in owned_by(self._optimizers[n])}
-        found.leftover_in = tuple([name for name, p in self._named().items() if id(p) in held][:4])
+        found.leftover_in = tuple([name for name, p in named.items() if id(p) in held][:4])
         found.carried = self._carried(self._last) if self._last is not None else ()
         now = map(_sample, self._parameters[:MAX_WEIGHTS_SAMPLED])
         found.moved = self._last is None and not all(map(torch.equal, now, self._at_first))
@@ -125,19 +126,18 @@ class Calls(Probe):
         common = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*parts))
         return OptimizerFacts(len(held), stale, groups, ".".join(each[0] for each in common))
 
-    def _find_missing(self) -> list[str]:
+    def _find_missing(self, named: dict[str, Tensor]) -> list[str]:
         """Returns names of parameters that have a gradient, are in no optimizer and did not change since the last
         call.
         """
         held = {id(p) for optimizer in self._known.values() for p in owned_by(optimizer)}
-        largest = max((_largest(p.grad) for p in self._parameters if p.grad is not None), default=0.0)
-        found, candidates = [], []
-        for name, p in self._named().items():
+        outside = {name: p for name, p in named.items() if id(p) not in held and p.requires_grad}
+        graded = [p.grad for p in self._parameters if p.grad is not None] if outside else []
+        largest, found = max(map(_largest, graded), default=0.0), []
+        for name, p in outside.items():
             has_gradient = p.grad is not None and _largest(p.grad) > MAX_ROUNDING_RATIO * largest
-            # model.zero_grad() also drops their gradients
-            if id(p) in held or not p.requires_grad or not (has_gradient or name in self._missing):
+            if not has_gradient and name not in self._missing:  # model.zero_grad() also drops their gradients
                 continue
-            candidates.append(name)
             before, self._seen[id(p)] = self._seen.get(id(p)), _sample(p)
             if before is not None and torch.equal(before, self._seen[id(p)]):
                 found.append(name)

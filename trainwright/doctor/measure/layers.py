@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +75,11 @@ class Axes:
             if hidden.shape == self._padding.shape and torch.equal(hidden[rows], ~self._padding[rows]):
                 self._add("inverted", path, tuple(hidden.shape))
 
+    @property
+    def is_noise_drawn(self) -> bool:
+        """True if the pass has drawn uniform noise."""
+        return self._noise.is_drawn
+
     def _add(self, kind: str, path: str, *shapes: tuple[int, ...]) -> None:
         key = (kind, path, caller(), shapes)
         if key in self._found or len(self._found) < MAX_SITES:
@@ -110,24 +117,31 @@ MAPS = {"linear", "conv1d", "conv2d", "conv3d"}
 DROPOUTS = frozenset({"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"})
 DROPOUTS |= {"dropout_", "dropout1d", "dropout2d", "dropout3d"}
 _CHOICES = {"topk", "max", "argmax", "argsort", "sort", "multinomial"}
+_MEASURED = frozenset({*RELUS, *MAPS, *DROPOUTS, *_CHOICES, "softmax", "view", "reshape"})
+_MEASURED |= {"multi_head_attention_forward", "scaled_dot_product_attention", "rand", "rand_like"}
 STRONG_DROPOUT = 0.7  # Dropout rates from this value on are suspicious
 
 
 class _Functions(PausableMode):
-    """Calls ``listener`` with every torch function of an examined training pass."""
+    """Calls ``listener`` with every measured torch function of an examined training pass.
+
+    ``hears_all``: with all functions, because the model has drawn uniform noise.
+    """
 
     def __init__(self, listener: Callable[[str, Args, Kwargs, object], None]) -> None:
         super().__init__()
-        self._listener = listener
+        self._listener, self.hears_all = listener, False
 
     def __torch_function__(
         self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         result = function(*args, **(kwargs or {}))
-        if self.running and not inside.listeners and not torch.compiler.is_compiling():
+        if not self.running or ((name := function_name(function)) not in _MEASURED and not self.hears_all):
+            return result
+        if not inside.listeners and not torch.compiler.is_compiling():
             self.running = False  # operations of the listener are not the model's
             try:
-                self._listener(function_name(function), args, kwargs or {}, result)
+                self._listener(name, args, kwargs or {}, result)
             finally:
                 self.running = True
         return result
@@ -160,8 +174,8 @@ class LayerMeasurement(ModuleProbe):
     def _drop_pass(self) -> None:
         """Drops the tensors of one pass."""
         self._gates: TensorNotes[None] = TensorNotes()
-        # for outputs of linear maps: the expected spread of each unit
-        self._expected: TensorNotes[Tensor] = TensorNotes()
+        # for outputs of linear maps: returns the expected spread of each unit
+        self._expected: TensorNotes[Callable[[], Tensor | None]] = TensorNotes()
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         super().on_forward(root, args, kwargs)
@@ -173,6 +187,7 @@ class LayerMeasurement(ModuleProbe):
                 self.stack.append("")
             self._order.setdefault("")
             self._axes.begin(args, kwargs)
+            self._functions.hears_all = False
             self._functions.start()
 
     def on_output(self, root: nn.Module, output: object) -> None:
@@ -201,7 +216,9 @@ class LayerMeasurement(ModuleProbe):
             module = self.modules.get(path)  # None: the root of several models
             for p in module.parameters(recurse=False) if module is not None and not isinstance(module, TABLES) else ():
                 if p.dim() >= 2 and p.grad is not None and not p.grad.is_sparse:
-                    sizes.append((path, p.grad.detach().abs().double().pow(2).mean().sqrt()))
+                    grad = torch.view_as_real(p.grad) if p.is_complex() else p.grad
+                    norm = torch.linalg.vector_norm(grad.detach(), dtype=torch.float64)
+                    sizes.append((path, norm / math.sqrt(p.numel())))
                     break
         self._depth = tuple(LayerGradient(module=path, size=float(size)) for path, size in sizes)
 
@@ -240,10 +257,10 @@ class LayerMeasurement(ModuleProbe):
         if not self.stack or not all(map(is_plain, tensors_of((args, kwargs, result), 3))):
             return
         self._axes.note(self.stack[-1], name, args, kwargs, result)
+        self._functions.hears_all = self._axes.is_noise_drawn
         if name in MAPS and len(tensors := tensors_of([args, kwargs], 3)) > 1:
-            x, weight = tensors[0].detach(), tensors[1].detach()
             for made in tensors_of(result, 1):
-                self._expected[made] = weight.flatten(1).norm(dim=1) * x.pow(2).mean().sqrt()
+                self._expected[made] = _expected_spread(tensors[0], tensors[1].detach(), made)
         if name in RELUS and args[0].is_floating_point() and not name.endswith("_"):
             self._record_relu(args[0])
         elif name in DROPOUTS:
@@ -265,12 +282,15 @@ class LayerMeasurement(ModuleProbe):
         units = units.flatten(0, -2) if units.dim() > 1 else units[:, None]
         if len(units) < 8:
             return
+        is_off = units.amax(0) < 0
+        if not is_off.any():
+            return
         mean, spread = units.mean(0), units.std(0)
         varies = spread > 1e-5 * mean.abs()
-        expected = self._expected.get(x)
+        expected = None if (note := self._expected.get(x)) is None else note()
         if expected is not None and len(expected) == len(spread):
             spread = torch.maximum(spread, expected.float())
-        dead = (units.amax(0) < 0) & (mean < -4 * spread) & varies
+        dead = is_off & (mean < -4 * spread) & varies
         facts = ReluFacts(
             dead=float(dead.float().mean()),
             varies=float(varies.float().mean()),
@@ -314,6 +334,23 @@ class LayerMeasurement(ModuleProbe):
             for module in inside
             for child in module.children()
         )
+
+
+def _expected_spread(x: Tensor, weight: Tensor, made: Tensor) -> Callable[[], Tensor | None]:
+    """Returns a function that returns the spread that the weight gives to each unit of an output.
+
+    Few outputs are inputs of a ReLU, so it is computed on demand. Autograd keeps ``x`` until then, unless it is cast.
+    """
+    spread = partial(_spread, weakref.ref(x), weight)
+    if made.requires_grad and made.dtype == x.dtype:
+        return spread
+    now = spread()
+    return lambda: now
+
+
+def _spread(x: Callable[[], Tensor | None], weight: Tensor) -> Tensor | None:
+    given = x()
+    return None if given is None else weight.flatten(1).norm(dim=1) * given.detach().pow(2).mean().sqrt()
 
 
 def _updates(norms: dict[str, _BatchNorm]) -> dict[str, int]:

@@ -74,6 +74,11 @@ class UniformNoise:
         self._scaled: TensorNotes[bool] = TensorNotes()  # True: with a standard deviation that the model computes
         self._is_mixed = False
 
+    @property
+    def is_drawn(self) -> bool:
+        """True if there is uniform noise."""
+        return bool(self._uniform or self._scaled)
+
     def note(self, name: str, args: Args, result: object) -> bool:
         """Returns True if uniform noise is used as a sample of a normal distribution.
 
@@ -86,7 +91,7 @@ class UniformNoise:
         if plain in ("rand", "rand_like") and result.dim() > 1:
             self._uniform[result] = None
         tensors = [each for each in args[:2] if isinstance(each, Tensor)]
-        if len(tensors) < 2 or not (self._uniform or self._scaled):
+        if len(tensors) < 2 or not self.is_drawn:
             return False
         for noise, other in (tensors, tensors[::-1]):
             if plain in ("mul", "rmul") and noise in self._uniform:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -37,7 +37,7 @@ MIN_WIDTH = 8  # Minimum size of vectors whose spread is measured
 MAX_RELATIVE_ROUNDING = 1e-4  # Relative to the largest output. A normalization over one value leaves rounding of 1e-5.
 MAX_IDS = 4096  # Maximum number of token ids that are read per call
 NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm)
-
+_MEASURED = (_DropoutNd, *NORMS, nn.Embedding, nn.EmbeddingBag)
 
 EARLY_STEPS = frozenset({1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64})
 """Examined steps. Later, the step after every INTERVAL_STEPS-th one is examined, until FREQUENT_UNTIL_STEP."""
@@ -68,14 +68,18 @@ class ModuleProbe(Probe):
         self._steps_before: int | None = None  # when the watch began
         self._open, self._is_following = ExitStack(), False
         self._passes, self.is_hooked = 0, False
-        self._stack = ModuleStack({p: m for p, m in self.modules.items() if not isinstance(m, torch.jit.ScriptModule)})
+        self.follow(self.modules)
+
+    def follow(self, modules: Mapping[str, nn.Module]) -> None:
+        """Sets the modules that are hooked from the next pass on."""
+        self._stack = ModuleStack({p: m for p, m in modules.items() if not isinstance(m, torch.jit.ScriptModule)})
         self.stack = self._stack.paths
 
     def begin(self, site: WatchSite) -> None:
         """Called before the first step."""
 
     def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """A module is called in an examined step."""
+        """A hooked module is called in an examined step."""
 
     def left(self, path: str, module: nn.Module, output: object) -> None:
         """The call has ended. ``output`` is None if it raised."""
@@ -90,9 +94,8 @@ class ModuleProbe(Probe):
         if self.is_hooked:
             self._passes += 1
             self._is_following = True
-            self._open.enter_context(
-                self._stack.following(self.guarded(self.entered), self.guarded(self.left), but=root)
-            )
+            leave = None if type(self).left is ModuleProbe.left else self.guarded(self.left)
+            self._open.enter_context(self._stack.following(self.guarded(self.entered), leave, but=root))
 
     def on_output(self, root: nn.Module, output: object) -> None:
         if self._is_following:
@@ -185,6 +188,8 @@ class Modules(ModuleProbe):
         self._others: list[str] = []
         self._told = 0
         self._open_for_good: list[RemovableHandle] = []
+        self._searches = False  # the outputs of the model are constant, so the first module with such outputs is sought
+        self.follow({p: m for p, m in self.modules.items() if isinstance(m, _MEASURED) or id(m) in self._repeats})
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         super().on_forward(root, args, kwargs)
@@ -200,8 +205,7 @@ class Modules(ModuleProbe):
                 self._same.append(torch.eq(first, given).all() if is_like else varies.new_zeros(()))
 
     def entered(self, path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        varies = _varies((args, kwargs))
-        if varies is not None and path:
+        if self._searches and path and (varies := _varies((args, kwargs))) is not None:
             self._given[path] = varies
         if isinstance(module, _DropoutNd) and module.training and module.p > 0:
             self._learning.add(path) if torch.is_grad_enabled() else self._noisy.update([path])
@@ -209,10 +213,11 @@ class Modules(ModuleProbe):
             self._drifting[path] += module.weight is not None
         if path in self._tables and args and isinstance(args[0], Tensor) and not args[0].is_floating_point():
             self._record_ids(self._tables[path], args[0].detach())
-        given = plain(tensors_of((args, kwargs), 2))
-        if given and not self._single and _normalises_one_value(module, given[0]):
+        is_norm, is_repeated = isinstance(module, nn.LayerNorm | nn.GroupNorm), path in self._made
+        given = plain(tensors_of((args, kwargs), 2)) if is_norm or is_repeated else []
+        if is_norm and given and not self._single and _normalises_one_value(module, given[0]):
             self._single = path
-        if path in self._made and any(_is_computed_from(t.grad_fn, self._made[path]) for t in given):
+        if is_repeated and any(_is_computed_from(t.grad_fn, self._made[path]) for t in given):
             self._chained.add(id(module))
 
     def left(self, path: str, module: nn.Module, output: object) -> None:
@@ -348,6 +353,9 @@ class Modules(ModuleProbe):
         self._told = self.looks
         wiped = {path: bool(torch.stack(each).all()) for path, each in self._wipes.items()}
         is_whole = wiped.get("", False)
+        if is_whole and not self._searches:
+            self._searches = True
+            self.follow(self.modules)
         constant = next((p for p in self._wipes if wiped[p] and p), "") if is_whole else None
         constant = self._single or constant
         return ModulesFacts(

@@ -70,7 +70,7 @@ def batch_steps(session: ReplaySession) -> BatchStepsFacts:
     return BatchStepsFacts(tuple(was), None)
 
 
-@replay(AgainFacts, when="checkup")
+@replay(AgainFacts, when="unlimited")  # no check reads it, only ``trainwright replay`` and tests of exactness
 def again(session: ReplaySession) -> AgainFacts:
     """Compares the recorded losses and gradient norm with a replay, and this replay with a second one.
 

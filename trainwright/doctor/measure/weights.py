@@ -88,8 +88,9 @@ class MovingWeights(Probe):
     def _record_gradients(self) -> set[int]:
         """Returns the tensors whose gradient is all zeros. A tensor that never had another gradient only decays."""
         known = [n for n, p in enumerate(self._parameters) if p.grad is not None]
-        grads = [own_part(grad) for n in known if (grad := self._parameters[n].grad) is not None]
-        is_any = torch.stack([grad.detach().abs().sum() > 0 for grad in grads]).tolist() if grads else []
+        grads = [own_part(grad.detach()) for n in known if (grad := self._parameters[n].grad) is not None]
+        dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+        is_any = torch.stack([norm > 0 for norm in torch._foreach_norm(dense, 1)]).tolist() if dense else []
         self._with_gradient |= {n for n, found in zip(known, is_any) if found}
         return {n for n, found in zip(known, is_any) if not found}
 
