@@ -222,6 +222,7 @@ def test_what_found_no_time_is_recorded(slow: Slow) -> None:
         steps(slow, optimizer, 3)
     (left,) = [each for each in watch.records if isinstance(each, Unexamined)]
     assert {"update", "structure"} <= set(left.experiments) and left.step == 3 and left.bundle is None
+    assert "again" not in left.experiments, "no check reads it"
     assert left.trained_s == pytest.approx(3.0) and left.examined_s == watch.session.budget.spent_s
 
 

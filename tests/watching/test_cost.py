@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import trainwright as tw
-from trainwright.watching import schedule
+from trainwright.watching import schedule, session
 
 CALM, COUNTED = 128, 32
 MOST = 245
@@ -59,3 +59,23 @@ def test_a_calm_step_makes_few_calls_more_than_it_does_alone(monkeypatch: pytest
     usual = watched[more.index(statistics.median_low(more))] - alone[0]
     assert statistics.median_low(more) < MOST, usual.most_common(50)
     assert statistics.median_low(more) > 0
+
+
+@pytest.mark.parametrize(("short_s", "most", "least"), [(math.inf, 8, 4), (0.0, 99, 16)], ids=["short", "long"])
+def test_after_a_long_calm_full_steps_are_rare_if_steps_are_short(
+    monkeypatch: pytest.MonkeyPatch, short_s: float, most: int, least: int
+) -> None:
+    monkeypatch.delenv("TRAINWRIGHT_EXAMINE")
+    monkeypatch.setattr(session, "SHORT_STEP_S", short_s)
+    monkeypatch.setattr(session, "LONG_CALM", 64)
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 3), torch.randn(16, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    full = 0
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for step in range(256):
+            optimizer.zero_grad()
+            model(x.clone()).square().mean().backward()
+            full += step >= 128 and not watch.session._is_calm
+            optimizer.step()
+    assert least <= full <= most

@@ -238,7 +238,8 @@ def _sweep(folder: Path) -> None:
 
 def prune(folder: Path, keep: int = 8) -> None:
     """Deletes all bundles of steps except the first one and the newest ones, so that ``keep`` remain."""
-    found = sorted((step_of(path) or 0, path) for path in folder.glob("step-*") if kind_of(path) == KIND)
+    paths = list(folder.glob("step-*"))
+    found = sorted((step_of(path) or 0, path) for path in paths if len(paths) > keep and kind_of(path) == KIND)
     for _, path in found[1 : max(1, len(found) - keep + 1)]:
         doomed = path.with_name(f".{path.name}.draft")
         with suppress(OSError):

@@ -22,7 +22,7 @@ A test suite that trains many short runs takes a fraction of the time with it. `
 LIFTED_BY = "TRAINWRIGHT_EXAMINE"
 """Environment variable that lifts the budget of every run: ``TRAINWRIGHT_EXAMINE=all``."""
 FRACTION, LATER_FRACTION = 0.03, 0.01
-"""Maximum fraction of the training time for examinations and snapshots: of the first EARLY_S seconds, and of later ones.
+"""Maximum fractions for examinations and snapshots during a run: of the first EARLY_S of training, and of the rest.
 
 After EARLY_S nearly all experiments have run. A run of ten minutes is examined for at most 1.8 % of its time.
 """

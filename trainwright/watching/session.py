@@ -62,6 +62,8 @@ CALM_AFTER = 64
 """Steps since the start, a change or an incident, after which steps are calm."""
 FULL_EVERY = 16
 """Every FULL_EVERY-th step, and the one after it, which may be examined, are not calm."""
+SHORT_STEP_S, LONG_CALM, RARE_FULL_EVERY = 0.005, 512, 64
+"""The same interval for shorter steps after LONG_CALM calm ones. A full step takes 2 ms longer."""
 LONG_STEP_S = 0.1
 """Longer steps are never deferred: recording them takes next to nothing, and repeating them takes long."""
 LIGHT_SNAPSHOTS = 32
@@ -270,8 +272,9 @@ class WatchSession:
 
     def _rest(self, step: int, *, is_examined: bool) -> None:
         """Decides how the step after ``step`` is observed. In a calm step most probes rest, or it is deferred."""
-        is_calm = step >= self._calm_from and (step + 1) % FULL_EVERY > 1 and not is_examined
-        is_calm = is_calm and not self.budget.is_lifted
+        is_rare = step >= self._calm_from + LONG_CALM and self.budget.step_s < SHORT_STEP_S
+        is_full = (step + 1) % (RARE_FULL_EVERY if is_rare else FULL_EVERY) <= 1
+        is_calm = step >= self._calm_from and not (is_full or is_examined or self.budget.is_lifted)
         if is_calm != self._is_calm:
             self._is_calm = is_calm
             for each in self._resting:

@@ -7,7 +7,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -53,16 +52,16 @@ class Axes:
         self._found: Counter[tuple[str, str, str | None, tuple[tuple[int, ...], ...]]] = Counter()
         self._right: set[tuple[str, str]] = set()  # kinds of mistakes that a module makes only in some passes
         self._padding: Tensor | None = None
-        self._noise = UniformNoise()
+        self.noise = UniformNoise()
 
     def begin(self, args: Args, kwargs: Kwargs) -> None:
         inputs = [each for each in plain(tensors_of((args, kwargs), 3)) if not each.is_floating_point()]
         found = next((found for each in inputs if (found := padding_of(each)) is not None), None)
         self._padding = None if found is None or found[1].all(1).any() else found[1]
-        self._noise.forget()
+        self.noise.forget()
 
     def note(self, path: str, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
-        if self._noise.note(name, args, result):
+        if self.noise.note(name, args, result):
             self._add("uniform_noise", path)
         if name == "softmax" and isinstance(result, Tensor) and result.requires_grad and result.numel() > 1:
             dim = argument(args, kwargs, 1, "dim", None)
@@ -74,11 +73,6 @@ class Axes:
             rows = self._padding.any(1)
             if hidden.shape == self._padding.shape and torch.equal(hidden[rows], ~self._padding[rows]):
                 self._add("inverted", path, tuple(hidden.shape))
-
-    @property
-    def is_noise_drawn(self) -> bool:
-        """True if the pass has drawn uniform noise."""
-        return self._noise.is_drawn
 
     def _add(self, kind: str, path: str, *shapes: tuple[int, ...]) -> None:
         key = (kind, path, caller(), shapes)
@@ -257,10 +251,10 @@ class LayerMeasurement(ModuleProbe):
         if not self.stack or not all(map(is_plain, tensors_of((args, kwargs, result), 3))):
             return
         self._axes.note(self.stack[-1], name, args, kwargs, result)
-        self._functions.hears_all = self._axes.is_noise_drawn
+        self._functions.hears_all = self._axes.noise.is_drawn
         if name in MAPS and len(tensors := tensors_of([args, kwargs], 3)) > 1:
             for made in tensors_of(result, 1):
-                self._expected[made] = _expected_spread(tensors[0], tensors[1].detach(), made)
+                self._expected[made] = _expected_spread(tensors[0], tensors[1], made)
         if name in RELUS and args[0].is_floating_point() and not name.endswith("_"):
             self._record_relu(args[0])
         elif name in DROPOUTS:
@@ -337,20 +331,20 @@ class LayerMeasurement(ModuleProbe):
 
 
 def _expected_spread(x: Tensor, weight: Tensor, made: Tensor) -> Callable[[], Tensor | None]:
-    """Returns a function that returns the spread that the weight gives to each unit of an output.
+    """Returns a function that returns the spread that the weight gives to each unit of ``made``.
 
-    Few outputs are inputs of a ReLU, so it is computed on demand. Autograd keeps ``x`` until then, unless it is cast.
+    Few outputs are inputs of a ReLU, so it is computed on demand if autograd keeps ``x`` until then.
     """
-    spread = partial(_spread, weakref.ref(x), weight)
-    if made.requires_grad and made.dtype == x.dtype:
+    known = weakref.ref(x)
+
+    def spread() -> Tensor | None:
+        given = known()
+        return None if given is None else weight.flatten(1).norm(dim=1) * given.pow(2).mean().sqrt()
+
+    if made.requires_grad and weight.requires_grad and made.dtype == x.dtype:
         return spread
     now = spread()
     return lambda: now
-
-
-def _spread(x: Callable[[], Tensor | None], weight: Tensor) -> Tensor | None:
-    given = x()
-    return None if given is None else weight.flatten(1).norm(dim=1) * given.detach().pow(2).mean().sqrt()
 
 
 def _updates(norms: dict[str, _BatchNorm]) -> dict[str, int]:
