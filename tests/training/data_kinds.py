@@ -351,7 +351,7 @@ KINDS = [
     Kind(
         "batch sampler of torch", lambda: DataLoader(Rows(), batch_sampler=BatchSampler(SequentialSampler(X), 8, True))
     ),
-    Kind("batch sampler by length, as many tokens in each", lambda: DataLoader(Rows(), batch_sampler=ByLength())),
+    Kind("batch sampler by length, equal numbers of tokens", lambda: DataLoader(Rows(), batch_sampler=ByLength())),
     Kind("the same, collated to graphs", lambda: DataLoader(Rows(), batch_sampler=ByLength(), collate_fn=Graphs)),
     Kind(
         "`DataLoader(list of batches, batch_size=None)`", lambda: DataLoader(batches(), batch_size=None, shuffle=True)

@@ -74,8 +74,8 @@ def _batch(found: RecipeDifference) -> Verdict:
     was, now = _global_batch(found.before), _global_batch(found.after)
     sizes = [recipe["batch"].get("size") for recipe in (found.before, found.after)]
     if was == now or (found.path != "batch.size" and None not in sizes):
-        pieces = "dropout, BatchNorm and collate functions that draw see the pieces"
-        return "safe", f"the same samples make a step, in other pieces: last bits; {pieces}"
+        pieces = "dropout, BatchNorm and random numbers of a collate function depend on the micro-batch"
+        return "safe", f"a step has the same samples, in other micro-batches: last bits; {pieces}"
     why, until = f"a step takes {now} samples instead of {was}", found.after["until"]
     if Duration.parse(until).unit in ("steps", "s"):
         return "maths", why
@@ -131,7 +131,7 @@ def _spikes(found: RecipeDifference) -> Verdict:
     return "maths", "other updates are skipped when the gradient spikes"
 
 
-VALIDATION: Verdict = "safe", "it is not trained on; its losses, and the best of them, do not compare with those before"
+VALIDATION: Verdict = "safe", "it is not trained on; its losses, and the best one, cannot be compared with earlier ones"
 EXPORT = "export the weights and start a new run from them"
 _UPDATE: Verdict = "maths", "from here on the weights are updated differently"
 _ORDER = "the rest of this epoch comes in another order: some samples twice, some not at all"
