@@ -11,9 +11,9 @@ def changed_in_place(run: RunContext, facts: SamplesFacts) -> Results:
 
     Why it matters: each epoch normalises the samples once more, until they are far from what the model has learned.
 
-    How it is detected: some values of the first samples of each batch, and of slices of a larger tensor, are kept. Four
-    of these samples return changed, each element by the same `a * x + b` in all of them. Or the version counter of an
-    input changes during a step.
+    How it is detected: the first samples of each batch, and inputs that are slices of a larger tensor, are compared
+    when they are read again. Four of them have changed, and for each element one `a * x + b` fits all four. Or the
+    version counter of an input changes during a step.
 
     Exceptions: an input that is not a view of a larger tensor is reported only with -v.
 
@@ -26,8 +26,8 @@ def changed_in_place(run: RunContext, facts: SamplesFacts) -> Results:
     """
     if facts.changed:
         yield run.finding(
-            symptom=f"stored samples are modified: each of {facts.changed} that came again had {facts.factor:.3g} "
-            "times its values, up to a constant",
+            symptom=f"stored samples are modified: {facts.changed} were read again with the values "
+            f"{facts.factor:.3g} * x + constant instead of x",
             since_step=facts.since_changed,
             where=Where(source=facts.source),
             evidence=[("samples that had other values when they came again", facts.changed, 0)],

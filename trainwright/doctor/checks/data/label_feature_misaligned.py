@@ -3,7 +3,7 @@ from trainwright.doctor.facts.data import BatchFacts, LabelSignalFacts
 
 MIN_STEPS = 40
 RECENT_STEPS = 16
-MAX_DEVIATIONS = 2.5  # Standard deviations above chance that are still no information about the labels
+MAX_DEVIATIONS = 2.5  # Standard deviations above chance up to which the labels count as unpredictable
 
 
 @check(stage="label", confidence=0.7, explains=("optim.lr_too_low",))

@@ -28,5 +28,5 @@ def labels_shifted_twice(run: RunContext, exams: Every[BatchFacts]) -> Results:
         yield run.finding(
             step,
             where=Where(op="cross_entropy"),
-            evidence=[("position of the target after that of its prediction", 2, 1)],
+            evidence=[("tokens from a prediction to its target", 2, 1)],
         )

@@ -1,7 +1,7 @@
 from trainwright.doctor import Every, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, LeakingColumn
 
-MAX_ROUNDING_VARIANCE = 1e-12  # Fraction of the variance within classes that is rounding
+MAX_ROUNDING_VARIANCE = 1e-12  # Fraction of a column's variance within classes that may be rounding
 MIN_SAMPLES_IF_EXACT = 48  # Samples of an exact column that suffice in one examination
 
 

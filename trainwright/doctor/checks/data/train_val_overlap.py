@@ -2,9 +2,9 @@ from trainwright.doctor import Finding, NotApplicable, Results, RunContext, Wher
 from trainwright.doctor.facts.data import LoadersFacts, RowsFacts
 
 MAX_SHARED_FRACTION = 0.01  # Fraction of samples that may be in both sets
-MAX_NEW_FRACTION = 0.05  # Fraction of new rows in a training that has read all of its data
+MAX_NEW_FRACTION = 0.05  # Fraction of new rows in the last steps. With more, training has not read all of its data.
 MIN_SHARED_ROWS = 4
-"""Equal rows from which on they are reported. Fewer may be equal by chance, as generated curves of few phases are."""
+"""Minimum number of equal rows. Fewer may be equal by chance, for instance generated curves with only a few phases."""
 CHANCE_MULTIPLE = 4.0  # Multiple of the number of rows that are equal by chance
 
 

@@ -26,8 +26,9 @@ def unnormalised_input(run: RunContext, exams: Every[BatchFacts]) -> Results:
 
     How it is detected: the root mean square of an input is above 10, or every input deviates by less than 0.02 around
     an offset. The first steps are replayed with standardized inputs. For large inputs, the replayed loss is near
-    chance, or less than a fifth of the recorded loss, while the recorded loss is not near chance. For inputs that
-    hardly vary, the replayed loss falls more than twice as far. A model that normalizes its inputs is not reported.
+    chance and the recorded loss is not; if chance is unknown, it is less than a fifth of the recorded loss. For inputs
+    that hardly vary, the replayed loss falls more than twice as far. A model that normalizes its inputs is not
+    reported.
 
     Usual cause: pixels from 0 to 255, or features in their physical units, go straight into the model; or the data is
     normalised twice, in the data set and again in the loop or the model.

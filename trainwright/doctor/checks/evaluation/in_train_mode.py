@@ -14,7 +14,7 @@ def in_train_mode(run: RunContext, facts: ModesFacts) -> Results:
 
     How it is detected: forward passes without gradients, between steps, on batches that are not used for training.
 
-    Exceptions: passes that come before more than a quarter of the steps: they count as part of the step.
+    Exceptions: frequent passes. If more than a quarter of the steps follow one, they count as part of the step.
 
     Usual cause: `model.eval()` is missing before the evaluation, or before some evaluations. `no_grad` does not change
     the mode.

@@ -11,10 +11,10 @@ MIN_RELATIVE_ERROR = 0.25  # Relative distance of a micro-batch's weight from it
 def accumulation_token_weighting(run: RunContext, exams: Every[AccumulationFacts]) -> Results:
     """Micro-batches with unequal numbers of targets have equal weights, so targets of short ones count too much.
 
-    How it is detected: the number of elements over which each micro-batch takes its mean, in a replayed step. These
-    numbers differ by half, and by more than masking at random would make them differ.
+    How it is detected: the number of elements over which each micro-batch takes its mean, in a replayed step. The
+    largest number is at least 1.5 times the smallest, and they vary more than random masking explains.
 
-    Exceptions: a smaller last micro-batch alone.
+    Exceptions: a single step in which only the last micro-batch has another number.
 
     Usual cause: the mean of each micro-batch is over its own tokens, and then the means are averaged.
 

@@ -9,8 +9,8 @@ def clip_spreads_nan(run: RunContext) -> Results:
 
     How it is detected: the gradients are read before and after the clip of a step whose norm is not finite.
 
-    Usual cause: the loop or a hook writes a bad gradient after the backward pass, or another finding says where the
-    first non-finite value came from.
+    Usual cause: the loop or a hook writes a bad gradient after the backward pass, or the value arose earlier, and
+    another finding names its origin.
 
     Fix: `clip_grad_norm_(params, 1.0, error_if_nonfinite=True)`, or `if torch.isfinite(norm): optimizer.step()`; then
     find the code that writes the first one.
@@ -29,7 +29,7 @@ def clip_spreads_nan(run: RunContext) -> Results:
         yield run.finding(
             step,
             symptom=f"clipping made {seen.num_after_clip} gradients non-finite in step {step}",
-            cause=f"before it that of {listed(seen.gradients)} was not finite, and so the total norm; {came}",
+            cause=f"not finite before the clip: gradients of {listed(seen.gradients)} and thus the total norm; {came}",
             where=Where(module=seen.gradients[0].rpartition(".")[0], dtype=seen.dtype),
             evidence=[
                 ("non-finite gradients before clipping", seen.num_gradients, 0),

@@ -4,15 +4,15 @@ from trainwright.doctor.facts.weights import UpdateFacts
 
 MAX_STEP = 4  # The last step in which the weights are still nearly the initial ones
 MIN_RELATIVE_GRADIENT = 300.0
-"""Relative change of the loss per relative change of the weights. A hundredth of them would triple the loss."""
+"""Relative change of the loss / relative change of the weights: weights that change by 1% change the loss by 300%."""
 
 
 @check(stage="backward", confidence=0.8, explains=("optim.lr_too_high",))
 def exploding(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     """Gradients are far too large before anything is trained.
 
-    How it is detected: in the first four steps, norm of gradients times norm of weights is more than 300 times
-    the loss, or more than 300 where the loss is below 1 (a loss of 0, as of a policy, is no evidence).
+    How it is detected: in the first four steps, the norm of the gradients times the norm of the weights is more
+    than 300 times the loss. A loss below 1 counts as 1, because a loss near 0, as that of a policy, is no evidence.
 
     Exceptions: reported only with -v where gradients are clipped.
 
@@ -38,6 +38,8 @@ def exploding(run: RunContext, exams: Every[UpdateFacts]) -> Results:
         symptom=f"the norm of gradients is {facts.grad_norm:.3g} at a loss of {facts.loss:.3g} and weights of norm "
         f"{facts.weight_norm:.3g}",
         severity="info" if any(kinds(each, "clip") for each in run.steps) else "warning",
-        evidence=[("relative change of the loss for one of the weights", pull, f"below {MIN_RELATIVE_GRADIENT:g}")],
+        evidence=[
+            ("relative change of the loss / relative change of the weights", pull, f"below {MIN_RELATIVE_GRADIENT:g}")
+        ],
         trial=RemedyTrial("clip_at", {"at": 1.0}),
     )

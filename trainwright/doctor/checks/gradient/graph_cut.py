@@ -10,8 +10,8 @@ def graph_cut(run: RunContext, facts: WiringFacts, seen: Every[WiringFacts]) -> 
     How it is detected: a replay records each function that gets tensors with a graph and returns one without, and the
     weights before it that get no gradient and do not change.
 
-    Exceptions: a stop-gradient outside of the trained path (a teacher, a target), or after weights that were trained
-    before, is reported only with -v.
+    Exceptions: a stop-gradient is reported only with -v if it is outside of the trained path (a teacher, a target), or
+    if the weights that it cuts off were trained earlier.
 
     Usual cause: `.detach()`, `.data`, `.item()`, NumPy, an integer conversion or `torch.no_grad()` in `forward`.
 

@@ -7,8 +7,8 @@ from trainwright.doctor.facts.weights import WeightsFacts
 def zero_behind_rounding(run: RunContext, facts: ModulesFacts, weights: WeightsFacts) -> Results:
     """Gradients are exactly 0 before a rounding operation, so the weights there do not learn.
 
-    How it is detected: the autograd graph of the loss contains `round`, `floor`, `ceil`, `trunc` or `sign`, and
-    parameters that it reaches only through it have a gradient of exactly 0 at every examination.
+    How it is detected: the autograd graph of the loss contains `round`, `floor`, `ceil`, `trunc` or `sign`.
+    Parameters that the graph reaches only through this function have a gradient of exactly 0 at every examination.
 
     Exceptions: a straight-through estimator, which leaves another path.
 

@@ -11,8 +11,8 @@ def trains_in_eval_mode(run: RunContext, facts: ModesFacts) -> Results:
     How it is detected: the mode of every module in each training pass. A part that left train mode during the run is
     critical (a warning if it is a single module). A model or a part that was never in train mode is a warning.
 
-    Exceptions: frozen parts; only normalization layers, if it is all of them or from the first step on (frozen
-    statistics).
+    Exceptions: frozen parts; frozen statistics, where only normalization layers are in eval mode: all of them, or
+    those that were so from the first step on.
 
     Usual cause: `model.eval()` for an evaluation without `model.train()` after it, or `train()` of a submodule only.
     `from_pretrained` returns models in eval mode.
