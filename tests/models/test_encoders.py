@@ -177,7 +177,7 @@ def test_wrong_options_are_refused_with_a_remedy(make: Any, options: dict[str, A
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(UsageError, match="8 x 8 pixels, the model image_size=12"):
+    with pytest.raises(UsageError, match="8 x 8 pixels, but the model has image_size=12"):
         vit(**SMALL_VIT)(torch.randn(1, 3, 8, 8))
     with pytest.raises(UsageError, match="has 7 positions, the model block_size=6"):
         bert(**SMALL_BERT)(torch.zeros(1, 7, dtype=torch.int64))

@@ -18,11 +18,11 @@ from trainwright.plan.make import Note
 from trainwright.recipe import Lora
 
 NF4_BLOCK, NF4_SCALE_BLOCK, INT4_GROUP = 64, 256, 32
-"""Weights that share a scale, scales that share a factor (both as in the paper), and weights of an int4 group."""
+"""Weights per scale (nf4), scales per factor (nf4), and weights per scale (int4). Those of nf4 are as in QLoRA."""
 CODES, SCALES, FACTORS, MEAN = "codes_4bit", "scales_4bit", "factors_4bit", "mean_4bit"
 """Names of the parameters; ``factors`` and ``mean`` are those of nf4 only.
 
-They are not buffers, of which the engine keeps a copy so that it can repeat a step.
+They are not buffers, because the engine copies buffers so that it can repeat a step.
 """
 _NEEDED_FOR = "model.lora.quantize"
 
@@ -91,12 +91,13 @@ def _levels(device: torch.device) -> Tensor:
 
 
 def quantize_linear_layers(model: nn.Module, kind: str) -> tuple[list[str], list[str]]:
-    """Replace the linear layers of ``model``, but the output layer, in place; return the names of these and of others.
+    """Replace the linear layers of ``model`` by 4-bit layers, in place, except for the output layer.
 
-    Layers stay as they are if 64 (nf4) or 32 (int4) does not divide their inputs, or if they are not ``nn.Linear``.
+    Returns the names of the replaced layers, and of the ``nn.Linear`` layers whose inputs do not fit. Layers stay as
+    they are if 64 (nf4) or 32 (int4) does not divide their inputs, or if they are not ``nn.Linear``.
 
     Raises:
-        UsageError: No layer is left.
+        UsageError: No layer can be quantized.
         MissingExtra: torchao is not installed.
     """
     output = output_layer(model)
@@ -191,8 +192,8 @@ def add_adapters(model: nn.Module, lora: Lora, *, is_simulated: bool = False) ->
     notes: tuple[Note, ...] = ()
     if lora.quantize != "none":
         done, left = quantize_linear_layers(model, lora.quantize)
-        others = f"not a multiple of its block: {listed(left)}" if left else "all but the output layer"
-        notes = (Note("quantized", f"{len(done)} linear layers, {lora.quantize}", others),)
+        others = f" and layers whose inputs do not fill the blocks: {listed(left)}" if left else ""
+        notes = (Note("quantized", f"{len(done)} linear layers, {lora.quantize}", f"all but the output layer{others}"),)
     settings = lora.model_dump(exclude={"quantize"})
     return add_lora(model, **settings | ({"init": "default"} if is_simulated else {})), notes
 

@@ -1,6 +1,6 @@
 """Applies activation checkpointing to a model, block by block, as specified by a ``Checkpointing``.
 
-Gradients, random numbers and buffers are bit-identical to those without it; see ``selective``.
+Gradients, random numbers and buffers are bit-identical to those without it; see ``CheckpointedForward``.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def checkpointing_as_requested(model: nn.Module, setting: str, planned: Checkpoi
     if setting in ("block", "selective"):
         planned = Checkpointing.every(len(find_blocks(model)), SELECTIVE if setting == "selective" else ())
     if planned is None:
-        raise UsageError(f"{setting!r} requires a plan, and there is none", remedy="write none, block or selective")
+        raise UsageError(f"{setting!r} requires a plan, and there is none", remedy="set it to none, block or selective")
     apply_checkpointing(model, planned)
     return planned
 

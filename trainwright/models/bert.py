@@ -121,7 +121,7 @@ def bert(**options: object) -> BERT:
         layers: Number of blocks.
         heads: Attention heads; they divide ``d_model``.
         d_model: Width of the residual stream.
-        hidden: Width of the feed-forward networks; 0: 4 ``d_model``.
+        hidden: Width of the feed-forward networks. 0 means 4 * ``d_model``.
         types: Rows of the embedding of segment types; 0: none. Only the first row is used.
         tied: The output head shares the weights of the embedding.
         pre_norm: Normalize the input of each branch, as GPT-2 does, instead of the sum after it, as published. It

@@ -141,7 +141,7 @@ def merged_weights(weights: Mapping[str, Any], config: Mapping[str, Any]) -> dic
             raise UsageError(f"{layer} has an adapter and no weight", remedy=_MERGE_IN_PYTHON)
         if len(names := tied[id(base)]) > 1:
             raise UsageError(
-                f"the adapter of {layer} cannot be merged: it would change {' and '.join(names)}, which are one",
+                f"the adapter of {layer} cannot be merged: it would change {' and '.join(names)}, which share a tensor",
                 remedy="keep the adapter apart from the model",
             )
         plain |= {f"{layer}.{name}": value for name, value in _merge(layer, plain, parts, config, transposed).items()}
@@ -257,7 +257,8 @@ def save_adapter(
     peft = import_optional("peft", needed_for="--adapter")
     if str(config.get("init_lora_weights")).startswith(("pissa", "olora", "corda", "loftq")):
         raise UsageError(
-            f"the adapters began as {config['init_lora_weights']}, which changed the base model, so they do not fit it",
+            f"the adapters began as {config['init_lora_weights']}, which changed the base model: they do not "
+            "fit the original",
             remedy="leave --adapter out: the merged model is exported",
         )
     plain, adapters, saved = _split(weights)

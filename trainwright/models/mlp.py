@@ -1,4 +1,4 @@
-"""A multi-layer perceptron. Shapes: B batch, K outputs; the input is any with sizes[0] numbers each."""
+"""A multi-layer perceptron. Shapes: B batch, K outputs; the input has any shape with sizes[0] numbers per sample."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def actor_critic(*, observations: int, actions: int, hidden: int = 64) -> ActorC
     """A policy and a value: observations (..., F) -> logits (..., A) and value (...).
 
     Args:
-        observations: Numbers of an observation: 4 for ``CartPole-v1``.
+        observations: Number of values in an observation: 4 for ``CartPole-v1``.
         actions: Number of actions: 2 for ``CartPole-v1``.
         hidden: Width of the two hidden layers of each network.
 

@@ -67,7 +67,7 @@ class PatchEmbedding(nn.Module):
         if pixels_BCHW.shape[-2:] != (side, side):
             got = " x ".join(map(str, pixels_BCHW.shape[-2:]))
             raise UsageError(
-                f"the images are {got} pixels, the model image_size={side}",
+                f"the images are {got} pixels, but the model has image_size={side}",
                 remedy="resize the images, or build the model with their size",
             )
         patches_BTD = self.patches(pixels_BCHW).flatten(2).transpose(1, 2)
@@ -124,7 +124,7 @@ def vit(**options: object) -> ViT:
         d_model: Width of the residual stream.
         classes: Number of outputs. Taken from the training set where a recipe leaves it out.
         channels: Channels of the images.
-        hidden: Width of the feed-forward networks; 0: 4 ``d_model``.
+        hidden: Width of the feed-forward networks. 0 means 4 * ``d_model``.
         dropout: Dropout of embeddings, attention and residual branches.
         norm_eps: Added to the variance in each LayerNorm.
 
