@@ -28,7 +28,10 @@ MAX_PAGE_CHARS = 6000
 """Limit for the page of a check. Its text is part of Trainwright."""
 MIN_TEXT_CHARS = 40
 MAX_FIELDS = 16
-"""A larger mapping may be shortened like a list, because its keys come from the run. A nested one always may."""
+"""A mapping with more fields may be shortened like a list, because its keys come from the run.
+
+A nested mapping may be shortened whatever its size.
+"""
 MAX_DEPTH = 8
 MAX_COUNTED = 12
 CHARS_PER_TOKEN = 4
@@ -72,7 +75,7 @@ def budget_chars(tokens: int) -> int:
 def answer(value: Mapping[str, object], budget_tokens: int) -> dict[str, Any]:
     """Return an answer to an agent: cleaned, marked, and of at most ``budget_tokens`` (four characters each).
 
-    ``lines`` and ``page`` of the answer itself are code and a page of Trainwright; deeper keys are those of a run.
+    At the top level, ``lines`` is code and ``page`` is a page of Trainwright. At deeper levels, keys come from a run.
     """
     budget = budget_chars(budget_tokens)
     left_out: dict[str, int] = {}
@@ -117,7 +120,7 @@ def as_text(result: Mapping[str, object]) -> str:
 
 
 def _cut(result: dict[str, Any], left_out: dict[str, int], *, much: bool) -> bool:
-    """Shorten the largest list, mapping or text of an answer once; if there is much to cut, all of about its size.
+    """Shorten the largest list, mapping or text of an answer once; with ``much``, all that are above half of its size.
 
     Returns False if nothing is left to shorten.
     """

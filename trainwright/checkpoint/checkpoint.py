@@ -5,7 +5,8 @@ checkpoints/step-00000400/
                          them itself (see checkpoint/optimizer_modes.py)
     frozen.safetensors   what is not trained, if it is the larger part: the base model of adapters. It is one file on
                          disk, with a hard link from each checkpoint
-    rest.safetensors     tensors of optimizer, EMA and random generators; the training weights of such an optimizer
+    rest.safetensors     tensors of optimizer, EMA and random generators; the training weights if model.safetensors
+                         has the averaged ones
     state.json           everything else, and the metadata of the run
     manifest.json        step, sizes and sha256
 
@@ -59,7 +60,10 @@ _SPARE_BYTES = 2**14  # for the manifest, headers and the folder itself
 
 @dataclass(frozen=True)
 class CheckpointData:
-    """A state between two steps, ready to be written. ``values`` is state.json; ``trained`` are names in ``model``."""
+    """A state between two steps, ready to be written.
+
+    ``values`` is the content of state.json; ``trained`` has the names of the tensors in ``model`` that are trained.
+    """
 
     step: int
     model: Mapping[str, Tensor]
@@ -366,7 +370,7 @@ def require_finite(snapshot: CheckpointData) -> None:
         more = f" and {len(poisoned) - 3} more" if len(poisoned) > 3 else ""
         raise CheckpointError(
             f"the state of step {snapshot.step} is not finite: {', '.join(poisoned[:3])}{more}",
-            remedy="older checkpoints are intact: resume from one with a lower learning rate or in fp32",
+            remedy="resume with a lower learning rate or in fp32; older checkpoints are intact",
         )
 
 
@@ -389,7 +393,7 @@ def _require_space(folder: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def storage_errors(aside: Path) -> Iterator[None]:
-    """Context that removes the draft of a checkpoint after an error, and raises StorageError for one of storage."""
+    """Context that removes the draft of a checkpoint after an error. An error of the storage becomes a StorageError."""
     try:
         yield
     except Exception as error:

@@ -74,7 +74,7 @@ REST: Rule = {
 class Contents:
     """The parts of a checkpoint, decoded. ``tensors`` are those of each part by name, memory-mapped.
 
-    If several ranks wrote it, those that ranks may divide are stored tensors: weights, moments and averages.
+    If several ranks wrote it, weights, moments and averages are of the class ``StoredTensor``: ranks may divide them.
     """
 
     model: StateDict

@@ -109,7 +109,7 @@ class StepBatch:
     Attributes:
         micro: The micro-batches.
         cursor: Position in the data after this batch has been trained on.
-        bad: Unreadable samples found while this batch was read. They are left out and quarantined with it.
+        bad: Unreadable samples found while this batch was read. They are left out, and quarantined after its step.
         of_all: Dataset positions of all ranks; None on a single rank.
         read_s: Time that the reading processes spent, in seconds; 0 for ready-made batches.
     """
@@ -125,7 +125,7 @@ class StepBatch:
         """The data of the only micro-batch. Raises UsageError if there are several."""
         if len(self.micro) != 1:
             raise UsageError(
-                f"the batch has {len(self.micro)} micro-batches, and .data is that of one",
+                f"the batch has {len(self.micro)} micro-batches, and .data needs a batch of only one",
                 remedy="go over batch.micro, whose members have .data each, or ask for accumulation=1",
             )
         return self.micro[0].data
@@ -190,9 +190,9 @@ def count_rows(data: object) -> int | None:
 def count_tokens(data: Any) -> int:
     """Return the number of token ids in the inputs of a batch; 0 for other inputs.
 
-    Token ids are int32 or int64 in two dimensions, and ``input_ids`` of a mapping in any. In a tuple or list the first
-    tensor of two or more dimensions is the input: later integers are targets, such as the classes of pixels. A mapping
-    has no order, so any of its tensors except ``labels`` may be the input.
+    Token ids are int32 or int64 tensors of two dimensions; ``input_ids`` of a mapping may have any number of them. In a
+    tuple or list the first tensor of two or more dimensions is the input: later integers are targets, such as the
+    classes of pixels. A mapping has no order, so any of its tensors except ``labels`` may be the input.
     """
     if isinstance(data, Tensor):
         return data.numel() if data.dim() == 2 and data.dtype in (torch.int32, torch.int64) else 0

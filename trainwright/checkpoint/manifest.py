@@ -32,7 +32,7 @@ NEEDED = {
     SHARDED_FORMAT: ("shards.json", "state.json"),
     FROZEN_FORMAT: (FROZEN, "model.safetensors", "rest.safetensors", "state.json"),
 }
-"""The files of each format, besides those that the manifest lists."""
+"""The files that the manifest of each format must list."""
 
 
 def name_of(step: int) -> str:
@@ -84,7 +84,10 @@ def write_manifest(
 
 
 class NotReadableHere(CheckpointError):
-    """A checkpoint that may be intact: of another format, or not readable by this user. No older one replaces it."""
+    """A checkpoint of another format, or one that this user cannot read. It may be intact.
+
+    A run does not resume from an older one instead, because later training would be lost.
+    """
 
 
 def read_manifest(folder: Path) -> StateDict:
@@ -92,7 +95,7 @@ def read_manifest(folder: Path) -> StateDict:
     try:
         manifest: StateDict = read_json(folder / NAME, follow_links=True)
         if not isinstance(manifest["files"], dict) or not isinstance(manifest["step"], int):
-            raise TypeError("files is no mapping, or step no number")
+            raise TypeError("files is not a mapping, or step is not a number")
     except UnreadableFile as error:
         raise _unreadable(folder / NAME, error) from None
     except (KeyError, TypeError) as error:

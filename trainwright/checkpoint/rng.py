@@ -131,10 +131,10 @@ _borrowed = _Borrowed()
 
 
 def borrow(give_back: Callable[[], None]) -> None:
-    """Register that the generators are borrowed; ``give_back`` restores their state outside.
+    """Register that the generators are borrowed; ``give_back`` restores the state that they had before.
 
-    The borrower calls ``end_borrowing`` in a ``finally``. A signal handler may raise anywhere, also inside that call or
-    right before it, which then is skipped. Code that catches its exception calls ``give_back_to``.
+    The borrower calls ``end_borrowing`` in a ``finally``. A signal handler may raise an exception inside that call, or
+    right before it so that the call is skipped. Code that catches this exception calls ``give_back_to``.
     """
     _borrowed.give_back.append(give_back)
 
@@ -159,7 +159,10 @@ def give_back_to(depth: int) -> None:
 
 
 def _back_to_now() -> Callable[[], None]:
-    """Return a function that restores the current state of every generator. Fast: setting NumPy's takes 65 us."""
+    """Return a function that restores the current state of every generator.
+
+    Setting NumPy's state takes 65 us, so that is done only if it may have changed.
+    """
     python = read_python()
     numpy_state = np.random.get_state(legacy=False)
     words = words_of_numpy()
@@ -168,7 +171,8 @@ def _back_to_now() -> Callable[[], None]:
 
     def give_back() -> None:
         write_python(python)
-        if words is None or words != words_of_numpy() or numpy_state["has_gauss"]:  # its spare normal may be used up
+        # has_gauss: NumPy had a spare normal number, which may be used up
+        if words is None or words != words_of_numpy() or numpy_state["has_gauss"]:
             np.random.set_state(numpy_state)
         torch.set_rng_state(of_torch)
         set_cuda_states(cuda)

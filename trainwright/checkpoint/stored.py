@@ -51,7 +51,7 @@ class StoredTensor:
             stored = file.get_slice(self.name)
             if [*stored.get_shape()] != [length for _, length in part.box]:  # torch would broadcast a smaller one
                 raise ValueError(
-                    f"{self.name} has the shape {stored.get_shape()} in {part.file.name}, not in shards.json"
+                    f"{self.name} has the shape {stored.get_shape()} in {part.file.name}, but another in shards.json"
                 )
             read = stored[source] if source else file.get_tensor(self.name)
             if read.dtype != self.dtype:
@@ -69,7 +69,8 @@ def do_overlap(parts: Sequence[TensorPart]) -> bool:
     boxes = {tuple(part.box) for part in parts if all(length for _, length in part.box)}
     axes = [sorted(set(axis)) for axis in zip(*boxes)]
     if all(begin + length <= after for axis in axes for (begin, length), (after, _) in pairwise(axis)):
-        return len(boxes) < sum(all(length for _, length in part.box) for part in parts)  # a grid, as torch divides
+        # the parts form a grid, as torch divides tensors: they overlap only if two are equal
+        return len(boxes) < sum(all(length for _, length in part.box) for part in parts)
     return len(boxes) > MAX_IRREGULAR_PARTS or any(
         all(max(b, c) < min(b + m, c + n) for (b, m), (c, n) in zip(one, other))
         for one, other in combinations(boxes, 2)

@@ -29,7 +29,10 @@ class EvaluationListener(Protocol):
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """The batches for evaluations during a run, ``count`` of them (0: the full set), and for the one at its end."""
+    """The batches for evaluations during a run, and for the evaluation at its end.
+
+    ``count`` is the number of batches of ``in_course``; 0 means the full set.
+    """
 
     in_course: Iterable[MicroBatch]
     at_end: Iterable[MicroBatch]
@@ -82,7 +85,10 @@ class PeriodicEvaluation:
             listener.evaluated(state.step, seen)
 
     def finish(self, state: TrainState) -> None:
-        """Evaluate the last step if it was not: as during the run, which decides the best, and on the full set."""
+        """Evaluate the last step as during the run, unless that was done, and then on the full set.
+
+        The evaluation as during the run decides which checkpoint is the best.
+        """
         if self._seen != (state.step, state.ema.is_complete):  # an average may be completed after the last step
             self(state)
         if any(each.at_end is not each.in_course for each in self._sets.values()):

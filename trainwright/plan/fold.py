@@ -156,7 +156,7 @@ def _group_equal(
 
 
 def _by_module(profile: GraphProfile) -> dict[str, list[tuple[str, int, int]]]:
-    """Return each module's own nodes, without its children's: operator, bytes, saved tensors replaced by hooks."""
+    """Return each module's own nodes, without its children's: operator, bytes, number of tensors replaced by hooks."""
     found: dict[str, list[tuple[str, int, int]]] = {}
     for node, size in zip(profile.nodes, profile.fresh_bytes, strict=True):
         found.setdefault(node.module, []).append((node.op, size, node.hidden))
@@ -165,7 +165,7 @@ def _by_module(profile: GraphProfile) -> dict[str, list[tuple[str, int, int]]]:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Neighbouring nodes of one module, displayed as ``name``: the stretch with number ``turn``."""
+    """Neighbouring nodes of one module, displayed as ``name``. ``turn`` counts the stretches of the module from 0."""
 
     name: str
     turn: int

@@ -49,8 +49,8 @@ Panels = Annotated[list[Panel], Field(max_length=40)]
 class Marks(FileShape):
     """The content of marks.json. ``columns`` are further columns of the list of runs: metrics, recipe or plan keys.
 
-    ``runs`` has the marks of a run under its identity, which a renamed folder keeps, and those of a run without one
-    under the name of its folder.
+    ``runs`` has the marks of a run under its identity, which a renamed folder keeps. The marks of a run without an
+    identity are under the name of its folder.
     """
 
     runs: dict[str, RunMarks] = Field(default_factory=dict)

@@ -25,7 +25,7 @@ class Alert(NamedTuple):
 
 @dataclass(frozen=True)
 class AlertRules:
-    """The alerts to send; None sends none of a kind. ``watched``: read the losses of a loop under ``tw.watch``."""
+    """The alerts to send. None turns off a kind of alert. ``watched``: read the losses of a loop under ``tw.watch``."""
 
     finding: Literal["info", "warning", "critical"] | None = "critical"
     loss_above: float | None = None
@@ -52,7 +52,10 @@ class RuleState:
         self._step_at_s = self.begin_s
 
     def of_record(self, record: Record) -> Iterator[Alert]:
-        """Yield alerts on a record. A finding repeats if it is more severe, a high loss if it was within the limit."""
+        """Yield alerts on a record.
+
+        A finding is reported again if it has become more severe; a high loss, if the loss was within the limit since.
+        """
         if isinstance(record, Found):
             yield from self._finding_alerts(record)
         elif isinstance(record, Watched if self.rules.watched else Step) and self.rules.loss_above is not None:
