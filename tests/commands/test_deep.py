@@ -101,7 +101,7 @@ def test_a_run_of_a_function_is_trained_to_a_step(tmp_path: Path, monkeypatch: p
     assert any(f"later: trainwright diagnose {run.path} --deep" in line for line in diagnosis_of(run).lines())
     assert "update" not in examined(run)
     examine_later(run, model=None, say=lambda line: None)
-    assert {"update", "again", "structure"} <= examined(run) and left(run).experiments == ()
+    assert {"update", "structure"} <= examined(run) and left(run).experiments == ()
 
 
 @pytest.mark.slow
@@ -125,12 +125,12 @@ def test_only_objects_that_no_function_makes_need_the_script(
 def test_a_watched_loop_is_examined_from_its_last_steps(tmp_path: Path) -> None:
     run = watched(tmp_path, softmax=True)
     before, said = left(run), [*diagnosis_of(run).lines()]
-    assert {"update", "again", "structure"} <= set(before.experiments) - examined(run)
+    assert {"update", "structure"} <= set(before.experiments) - examined(run)
     assert any("no time for" in line and f"trainwright diagnose {run.path} --deep" in line for line in said)
     assert "--deep" in (run.path / "report.html").read_text()
     (tmp_path / "mine.py").write_text(MODEL)
     examine_later(run, model=f"{tmp_path}/mine.py:make", say=lambda line: None)
-    assert {"update", "again", "structure"} <= examined(run) and left(run).experiments == ()
+    assert {"update", "structure"} <= examined(run) and left(run).experiments == ()
     report = diagnosis_of(run)
     assert not any("no time for" in line for line in report.lines())
     assert "--deep" not in (run.path / "report.html").read_text()
@@ -162,9 +162,9 @@ def test_a_run_of_live_objects_keeps_its_last_steps_too(tmp_path: Path) -> None:
     )
     run = RunFolder.open(done.run)
     (tmp_path / "mine.py").write_text(MODEL)
-    assert "again" in left(run).experiments
+    assert "structure" in left(run).experiments
     examine_later(run, model=f"{tmp_path}/mine.py:make", say=lambda line: None)
-    assert "again" in examined(run) and left(run).experiments == ()
+    assert "structure" in examined(run) and left(run).experiments == ()
 
 
 @pytest.mark.slow
@@ -180,9 +180,9 @@ def test_a_run_of_a_recipe_is_trained_to_a_step_again(tmp_path: Path, monkeypatc
     )
     (tmp_path / "small.yaml").write_text(RECIPE)
     run = RunFolder.open(train(load(tmp_path / "small.yaml"), quiet=True).run)
-    assert "again" in left(run).experiments and left(run).bundle is None, "any of its steps can be trained again"
+    assert "structure" in left(run).experiments and left(run).bundle is None, "any of its steps can be trained again"
     steps, before = list[str](), (run.path / "checkpoints").stat().st_mtime_ns
     examine_later(run, model=None, say=steps.append)
     assert steps == ["training from step 20 to 24, in a separate folder"]
-    assert "again" in examined(run) and left(run).experiments == ()
+    assert "structure" in examined(run) and left(run).experiments == ()
     assert (run.path / "checkpoints").stat().st_mtime_ns == before
