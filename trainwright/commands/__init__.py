@@ -1,4 +1,4 @@
-"""The work of each command that does not train; ``cli/`` parses arguments and prints.
+"""The work of the commands except ``train`` and ``resume``; ``cli/`` parses arguments and prints.
 
 init         a small project in a new folder, from templates/
 check        verdicts on data, model, loss, learning rate and first steps of a recipe

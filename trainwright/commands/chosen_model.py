@@ -55,8 +55,8 @@ class ChosenModel:
 
 
 def chosen_model(of: object, model: nn.Module | None, which: str, *, average: bool) -> ChosenModel:
-    """Return a model itself, that of a result, or that of a checkpoint of a run folder. Raises UsageError for other
-    values.
+    """Return the model of ``of``: a model, the result of ``tw.fit``, or a run folder with a checkpoint. Raises
+    UsageError for other values.
 
     ``which`` "": the best checkpoint, or the last if there is no best.
     """
@@ -106,7 +106,7 @@ def _fitting(folder: RunFolder) -> Iterator[None]:
 
 
 def loss_of(chosen: ChosenModel, given: Callable[..., Loss | Tensor] | None) -> Callable[..., Loss | Tensor]:
-    """Return the passed loss, that of the result or of the run's recipe, or the one that the model returns itself."""
+    """Return the passed loss, the loss of the result or of the run's recipe, or the loss that the model returns."""
     if given is not None:
         return given
     if chosen.loaded is None:

@@ -94,8 +94,8 @@ def predict(
     """Return the outputs of the model for every sample of ``data``, in order, on the CPU; the logits if outputs have
     any.
 
-    The last item of a tuple of two or more is taken as the target and left out; of a mapping, ``labels`` and whatever
-    ``forward`` does not accept. The other arguments are those of ``tw.evaluate``.
+    Targets are left out: the last item of a tuple of two or more, or ``labels`` of a mapping. Keys of a mapping that
+    ``forward`` does not accept are left out, too. The other arguments are those of ``tw.evaluate``.
     """
     chosen = chosen_model(of, model, str(which), average=average)
     found = chosen.model

@@ -192,7 +192,7 @@ def _save_model(run: RunFolder, loaded: Loaded, weights: dict[str, object], layo
 
 
 def without_adapters(run: RunFolder, recipe: Recipe, weights: Mapping[str, object]) -> dict[str, object]:
-    """Return the weights of a checkpoint with merged adapters and full weights, under the names of the base model."""
+    """Return the weights of a checkpoint under the names of the base model: adapters merged, 4-bit layers in full."""
     try:
         return plain_weights(weights, _adapter_config(run, recipe))
     except UsageError as error:
@@ -263,8 +263,8 @@ def _tensors(weights: Mapping[str, object]) -> dict[str, Tensor]:
 
 
 def rebuilt(run: RunFolder, loaded: Loaded, weights: Mapping[str, object], made: nn.Module | None = None) -> nn.Module:
-    """Return the recipe's model, or ``made``, with the weights of a checkpoint, on the CPU. Adapters are merged, except
-    those that ``made`` has itself.
+    """Return the recipe's model, or ``made``, with the weights of a checkpoint, on the CPU. Adapters are merged
+    unless ``made`` has adapters itself.
 
     ``made`` is the model from the recorded function of the run.
     """

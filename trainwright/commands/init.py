@@ -97,9 +97,9 @@ def init(
     and the lengths of the samples decide what is in them. No weights are read.
 
     Args:
-        kind: ``classification``, ``segmentation``, ``language-model``, ``table``; ``finetune``; or ``rl``, a policy
-            gradient by ``tw.fit``, and ``loop``, a plain PyTorch loop under ``tw.watch``: both with ``train.py``
-            instead of a recipe.
+        kind: With a recipe: ``classification``, ``segmentation``, ``language-model``, ``table`` or ``finetune``. With
+            ``train.py`` instead of a recipe: ``rl`` (a policy gradient by ``tw.fit``) or ``loop`` (a plain PyTorch loop
+            under ``tw.watch``).
         folder: A folder that does not exist or is empty. Default: the kind, in the current folder.
         model: For ``finetune``: the folder or the hub name of a pretrained model.
         data: For ``finetune``: a file of conversations, instructions, prompts with completions, texts, or

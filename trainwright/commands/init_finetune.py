@@ -26,13 +26,13 @@ from trainwright.models.pretrained import find_folder, read_json, require_weight
 MAX_RECORDS_READ = 1000
 """Records that are read to recognize the layout of a file."""
 MIN_BASE_IN_BF16 = 1_000_000_000
-"""Weights of a base model from which on adapters are trained on bf16 weights, which halves its memory."""
+"""Adapters of a base model with at least this many weights are trained on bf16 weights, which halves its memory."""
 MIN_FULL_BATCHES = 20
 """Steps that an epoch should have. A small data set gets a smaller batch."""
 MAX_PADDING_FRACTION = 1 / 3
 """Padding tokens / all tokens of the batches, above which the samples of a micro-batch share one row instead."""
 DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""Ends of the names of classes that predict the next token; the last one without an encoder reads images, too."""
+"""Ends of the class names of decoders. ``ForConditionalGeneration`` without an encoder also reads images."""
 DATASETS: dict[Use, type[TokenizedSet]] = {each.use: each for each in (Chat, Instruct, Completion, Texts, Preference)}
 
 
@@ -49,7 +49,7 @@ class Facts:
         use: Kind of the data.
         layout: Layout of the records.
         samples: Samples with tokens that carry loss.
-        lengths: Tokens of a sample, or of the longer completion of a pair with its prompt: the median and the maximum.
+        lengths: Median and maximum number of tokens of a sample. A pair counts as its prompt and longer completion.
         longer: Samples that are longer than the limit.
         padding: Fraction of the tokens that are padding if each batch is padded to its longest sample.
         options: Options of the data set.
@@ -267,7 +267,7 @@ def _readme(facts: Facts) -> str:
 
 
 def _layout(data: str) -> tuple[Use, str]:
-    """Return use and layout of the records of a file: those of most of its first records."""
+    """Return the use and the layout that most of the first records of a file have."""
     records = [*islice(open_source(data).records(), MAX_RECORDS_READ)]
     if records and all(each.problem for each in records):
         raise UsageError(f"no record of {data} can be read: {records[0].problem}", remedy=records[0].remedy)

@@ -1,8 +1,8 @@
 """``launch slurm``, ``kubernetes``, ``skypilot`` and ``ray``: writes job files for schedulers.
 
-All job files but that for Ray start one torchrun per machine, with the rendezvous on the first machine. With a stack
-(``cu130``), ``trainwright env`` first checks each machine. Slurm and Kubernetes send a signal before they end a job, so
-that the run saves. They restart the job if the ranks exit with 75 (stopped and saved).
+Each job file except the one for Ray starts one torchrun per machine, with the rendezvous on the first machine. With a
+stack (``cu130``), ``trainwright env`` first checks each machine. Slurm and Kubernetes send a signal before they end a
+job, so that the run saves. They restart the job if the ranks exit with 75 (stopped and saved).
 """
 
 from __future__ import annotations
@@ -368,7 +368,7 @@ def ray_job(loaded: Loaded, shape: Shape, *, folder: str, settings: Sequence[str
 
     Args:
         loaded: The recipe.
-        shape: Machines, and ranks of each. Ray places their product of workers where it has resources.
+        shape: Machines, and ranks of each. Ray starts one worker per rank, on any machines that have resources.
         folder: The folder for runs: an absolute path that all machines can write.
         settings: Overrides of the recipe.
 

@@ -95,8 +95,8 @@ class ShownPlan:
         return [*lines, *self._unseen(), *fine_tuning, f"planned in {human_seconds(self.planned_s)}"]
 
     def _measured(self) -> list[str]:
-        """Return the measurements of a dry run on this machine, as before the first step of ``train``, and what is not
-        counted.
+        """Return lines on the dry run, or on why there is none, and on what the times leave out. ``train`` does the
+        same dry run before its first step.
         """
         beside = "evaluation, checkpoints, the doctor and logging come on top"
         plan = self.measured
@@ -301,7 +301,7 @@ def show_plan(
     memory: str | None = None,
     devices: Path | None = None,
 ) -> ShownPlan:
-    """Forecast the recipe, or ``parts`` instead of what it names, and show it.
+    """Forecast a run of the recipe, or of ``parts`` instead of the objects that the recipe names.
 
     For this machine, a dry run also measures a step. ``parts`` must not be used afterwards.
 

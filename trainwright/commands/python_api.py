@@ -54,7 +54,8 @@ def check(
     """Check if ``tw.fit`` with these arguments would train, as ``trainwright check`` does for a recipe.
 
     Args:
-        model: As in ``tw.fit``; or only the name of a recipe, of a run folder's recipe.yaml, or ``module:function``.
+        model: As in ``tw.fit``. Or without ``data``: the name of a recipe, a run folder's recipe.yaml, or
+            ``module:function``.
         data: As in ``tw.fit``.
         loss: As in ``tw.fit``.
         quiet: Print nothing.
@@ -180,8 +181,8 @@ def mup_check(
     Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, appendix D.1.
 
     Args:
-        model: A function of a width that returns the model; or only the name of a recipe, or ``module:function`` for a
-            function of a width that returns arguments of ``tw.fit``.
+        model: A function of a width that returns the model. Or without ``data``: the name of a recipe, or
+            ``module:function``, a function of a width that returns the arguments of ``tw.fit``.
         data: As in ``tw.fit``.
         loss: As in ``tw.fit``.
         widths: Widths to train.

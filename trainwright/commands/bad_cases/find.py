@@ -46,7 +46,7 @@ CHANNELS = (1, 3, 4)
 
 
 def each_sample(micro: MicroBatch) -> Iterator[object]:
-    """Yield the samples of a batch. A part without one row per sample is in every sample unchanged."""
+    """Yield the samples of a batch. Parts that do not have one row per sample are repeated unchanged in each sample."""
     for row in range(micro.size):
         yield _row(micro.data, row, micro.size)
 
@@ -76,7 +76,7 @@ def inputs_of(sample: object) -> object:
 
 
 def samples_of(batches: EvaluationBatches, ids: Collection[int]) -> dict[int, object]:
-    """Return the samples at these positions of a dataset; fewer for a stream that does not repeat them."""
+    """Return the samples at these positions of a dataset. Samples that a stream does not yield again are missing."""
     dataset = batches.steps.dataset
     loading = batches.steps.loading
     wanted = set(ids)
@@ -337,7 +337,7 @@ def _called(name: str, by: Callable[[object], object], sample: object) -> object
 
 
 PIXELS_BY_COUNT = ((80, 48), (300, 24))
-"""(Maximum number of pictures, pixels per side). They keep ``errors.json`` below one megabyte."""
+"""(Maximum number of pictures, pixels per side). These sizes keep ``errors.json`` below one megabyte."""
 TRAINED_ON_LABELS_NOTE = (
     "the model was trained on these labels, so memorized wrong labels look right. "
     "--folds 4 predicts them with models that were not trained on them"
@@ -366,7 +366,7 @@ def bad_cases(
         loss: As in ``tw.fit``. None: the loss of the run's recipe, or for a model the loss that it returns itself.
         by: Groups samples to compare their losses: the name of a column, a function of a sample, the value of each
             sample in order, or several of these by name.
-        count: Samples in each list; twice as many labels.
+        count: Number of samples in each list. The list of likely wrong labels has twice as many.
         model: For a run folder of ``tw.fit`` with objects: a model of the same architecture, which receives the
             weights.
         which: The checkpoint of a run folder: last, best or a step. Default: the best if there is one, else the last.
@@ -497,7 +497,7 @@ def _mistakes(scores: Scores, count: int) -> list[int]:
 
 
 def _doubts(scores: Scores) -> dict[int, bool]:
-    """Return the positions of labels, the most likely wrong one first, and for each True if it is likely wrong.
+    """Map the position of each label to True if the label is likely wrong. The most suspicious label comes first.
 
     Empty for numeric targets.
     """
@@ -535,7 +535,7 @@ def _shown(batches: EvaluationBatches, ids: Sequence[int]) -> dict[int, SamplePr
 
 
 class LabelOrder(NamedTuple):
-    """Positions of samples, the most likely wrong label first, and for each True if it is likely wrong."""
+    """Positions of samples, the most suspicious label first. ``likely`` is True where the label is likely wrong."""
 
     order: NDArray[np.int64]
     likely: NDArray[np.bool_]
@@ -548,9 +548,9 @@ def label_order(
 
     The threshold of a class is the mean probability of this class over the samples with its label (equation 2). The
     guess for a sample is the most probable class among those that reach their threshold. A label is likely wrong if the
-    guess is another class, which is an off-diagonal entry of the confident joint (equation 1). These labels come first.
-    Within both groups, labels are ordered by the normalized margin: the probability of the label minus the largest
-    probability of another class (section 3.2).
+    guess is another class, which is an off-diagonal entry of the confident joint (equation 1). Likely wrong labels come
+    first, all other labels follow. Both groups are ordered by the normalized margin: the probability of the label minus
+    the largest probability of another class (section 3.2).
 
     Args:
         label: Labels (N,).
@@ -583,7 +583,7 @@ FOLD_SETTINGS = (
 
 
 class FoldedTraining:
-    """Trains the recipe of a run ``folds`` times, each time without another part of its training set.
+    """Trains the recipe of a run ``folds`` times. Each training holds out a different part of the training set.
 
     ``batches`` are the full training set in its order. Raises UsageError for a run of live objects, and for data that
     cannot be read by position.

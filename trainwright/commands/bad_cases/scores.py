@@ -331,7 +331,7 @@ class Tally:
         self._count, self._sure, self._right = np.zeros(NUM_BINS), np.zeros(NUM_BINS), np.zeros(NUM_BINS)
 
     def add(self, label: NDArray[np.int64], predicted: NDArray[np.int64], sure: NDArray[np.float64]) -> None:
-        """Add classified rows: the label, the most probable class and its probability of each."""
+        """Add classified rows: their labels, their most probable classes, and the probabilities of these classes."""
         right = label == predicted
         which = np.clip(np.ceil(sure * NUM_BINS).astype(np.int64) - 1, 0, NUM_BINS - 1)
         for sums, values in ((self._count, None), (self._sure, sure), (self._right, right.astype(np.float64))):
@@ -350,7 +350,7 @@ class Tally:
 
     @property
     def bins(self) -> tuple[ConfidenceBin, ...]:
-        """Return the non-empty ones of fifteen equal bins of the probabilities from 0 to 1."""
+        """Divide the probabilities from 0 to 1 into fifteen equal bins, and return the bins that are not empty."""
         return tuple(
             ConfidenceBin(int(count), float(sure / count), float(right / count))
             for count, sure, right in zip(self._count, self._sure, self._right, strict=True)

@@ -223,7 +223,7 @@ def repeated(train: DatasetSample) -> Iterator[Verdict]:
 
 
 def not_comparable(samples: DatasetSample) -> str:
-    """Return the reason if equal inputs prove nothing, else ""."""
+    """Return the reason why equal inputs prove nothing; "" if there is none."""
     first = samples.items[0].inputs if samples.items else ()
     if samples.random:
         return "samples are different at each reading"
@@ -261,7 +261,7 @@ def _overlap(train: DatasetSample, val: DatasetSample) -> Verdict:
     both = [item for item in val.items if item.digest in known]
     covered = len(train.items) / (train.size or 1)
     share = min(1.0, len(both) / len(val.items) / covered)
-    by_chance = 0.0  # frequent rows are in every part of the samples, and in both sets
+    by_chance = 0.0  # rows that are frequent in the data occur in both sets, and in any part of them that is read
     if not train.whole:
         twice = len(train.items) - len(known)
         by_chance = 4 * twice * len(val.items) / len(train.items) + 2
@@ -387,7 +387,7 @@ def _destroyed(message: str, there: float) -> Verdict:
 
 
 def _equally_many(train: DatasetSample, val: DatasetSample) -> tuple[Arrays, Arrays] | None:
-    """Return the arrays of both with the same number of samples, since neighbours are nearer among more samples."""
+    """Return the arrays of both sets, thinned to one size, because the neighbours in a larger set are nearer."""
     most = min(len(train.items), len(val.items), MAX_SAMPLES)
     here, there = _arrays(thinned(train, most)), _arrays(thinned(val, most))
     return None if here is None or there is None else (here, there)
@@ -422,7 +422,7 @@ def _accuracy(near: NDArray[np.int64], y: NDArray[np.int64]) -> float:
 
 
 def _shifted(train: DatasetSample, near: NDArray[np.int64], y: NDArray[np.int64], shift: int) -> float | None:
-    """Return the accuracy with the label of the sample ``shift`` places later, as far as it was read."""
+    """Return the accuracy if each sample gets the label of the sample ``shift`` places later, where that was read."""
     place = {item.id: n for n, item in enumerate(train.items)}
     other = np.array([place.get(item.id + shift, -1) for item in train.items])
     known = other >= 0

@@ -29,7 +29,7 @@ MIN_RANGE_STEPS = 24
 ONE_BATCH_SAMPLES = 16
 ONE_BATCH_MAX_STEPS = 200
 ONE_BATCH_MIN_STEPS = 100
-"""Updates after which an unchanged loss is evidence. A slow machine takes fewer in the time: no verdict then."""
+"""Updates after which an unchanged loss is evidence. If a slow machine takes fewer updates, there is no verdict."""
 LEARNED_LOSS_FALL = 0.5
 """Relative fall of the loss above which a batch counts as learned."""
 MIN_LOSS_FALL = 0.05
@@ -113,7 +113,7 @@ class BatchFit:
         constant: True if all predictions are equal afterwards.
         dead: Layers whose units are all 0.
         zero_grads: Parameters whose gradient was 0 in each examined step.
-        zeros: Those of them that are 0, so that they stay 0.
+        zeros: Weights in ``zero_grads`` whose values are all 0, so that they stay 0.
     """
 
     first: float = math.nan
@@ -139,7 +139,7 @@ class BatchFit:
 
     @property
     def took_all_steps(self) -> bool:
-        """True if it was not ended for lack of time."""
+        """True if the training took ``ONE_BATCH_MAX_STEPS`` steps."""
         return self.steps >= ONE_BATCH_MAX_STEPS
 
 
@@ -427,7 +427,7 @@ def higher_rate(found: LrRange, lr: float) -> str:
 
 
 def _recommended(found: LrRange | None) -> tuple[float, float] | None:
-    """Return the interval from the rate at which the loss begins to fall to a tenth of that at which it is lowest."""
+    """Return two rates: where the loss begins to fall, and a tenth of the rate at which the loss is lowest."""
     if found is None or found.suggestion is None or (start := falls_from(found)) is None:
         return None
     return min(start, found.suggestion), found.suggestion

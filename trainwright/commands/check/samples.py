@@ -28,7 +28,7 @@ TARGETS = ("labels", "label", "targets", "target", "y")
 MAX_FEATURES = 4096
 MAX_BYTES = 2**28
 SAMPLE_TIMEOUT_S = 10.0
-"""Seconds that one sample may take beyond the time for all of them."""
+"""Seconds that one sample may take in addition to the time budget of all samples."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class DatasetSample:
         failed: The first sample that could not be read, and the reason.
         fatal: True if that sample ended or blocked the process that read it, so that it must not be read in this one.
         random: True if two readings of a sample differ.
-        left_out: Samples that were not to be read.
+        left_out: Number of samples that the caller excluded.
     """
 
     size: int | None

@@ -99,7 +99,7 @@ class Sandbox:
 
 
 def _with_new_optimizer(parts: Parts) -> Parts:
-    """Return the same model with copies of an optimizer and a schedule that are objects, so neither has trained."""
+    """Return the same model with copies of the user's optimizer and schedule objects, so the originals never train."""
     kept = {id(parameter): parameter for parameter in parts.model.parameters()}
     optimizer, schedule = copy.deepcopy((parts.custom.optimizer, parts.custom.schedule), kept)
     custom = replace(parts.custom, optimizer=optimizer, schedule=schedule, observers=())

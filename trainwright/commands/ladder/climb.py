@@ -200,7 +200,7 @@ class _Climb:
         return self._written(held, band)
 
     def _baseline(self) -> tuple[_HeldRung | None, Band | None]:
-        """Train the baseline with two seeds. Without a band there is no ladder, because the baseline breaks."""
+        """Train the baseline with two seeds. Returns (None, None), which ends the ladder, if the baseline breaks."""
         seed, settings = self._loaded.recipe.seed, {"precision": "fp32", "model.compile": "false"}
         begin_s = time.monotonic()
         one, row = self._train(BASELINE, settings, 1)
@@ -283,13 +283,13 @@ class _Climb:
         return found, RungResult(name, RungVerdict("baseline"), settings, folder, found)
 
     def _wait_for(self, folder: Path) -> None:
-        """Wait for a run that a killed process of this ladder has left. It saves after its step and ends."""
+        """Wait until a run that a killed process of this ladder started has saved after its step and ended."""
         end_s = time.monotonic() + STARTUP_S + COMPILE_S
         while is_locked(folder) and time.monotonic() < end_s:
             time.sleep(POLL_S)
 
     def _recipe_file(self) -> Path:
-        """Return the file of the recipe. The name of a built-in recipe may also be that of a folder here."""
+        """Return the file of the recipe, not the name of a built-in one: a folder here may have the same name."""
         return Path(self._loaded.source.name)
 
     def _digest(self, settings: Sequence[str]) -> str:
@@ -334,7 +334,7 @@ class _Climb:
         self._say(f"{row.name}: {row.verdict}")
 
     def _slow_before(self) -> set[str]:
-        """Return the run folders that an earlier process of this ladder has stopped for their time."""
+        """Return the names of the run folders that an earlier process of this ladder stopped because they were slow."""
         with suppress(UnreadableFile, ValueError, KeyError, TypeError):
             found = parse_json(read_text(self._folder / REPORT))
             rungs = found["rungs"] if isinstance(found, dict) else []
@@ -387,7 +387,7 @@ def _baseline_verdict(found: MeasuredRung, known: set[str]) -> RungVerdict:
 
 
 def _warnings(found: MeasuredRung) -> set[str]:
-    """Return the codes that do not end a ladder at its baseline, because it is about differences to the baseline."""
+    """Return the codes of warnings. The baseline may have them, because rungs are only compared with the baseline."""
     return {each.code for each in found.serious if each.severity == "warning"}
 
 

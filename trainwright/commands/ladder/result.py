@@ -24,7 +24,7 @@ Outcome = Literal["baseline", "adopted", "breaks", "does not pay", "not better",
 NUM_WINDOWS = 16
 """Windows of equally many samples over which the training loss is averaged."""
 BAND_FACTOR = 2.0
-"""Half width of the band in differences of two seeds: 95 % of the differences of runs that differ by chance."""
+"""Half width of the band / difference of two seeds. Of runs that differ only by chance, 95 % are inside the band."""
 MIN_BAND = 0.01
 """Fraction of the loss. Two seeds may agree by chance, so differences below 1 % are accepted."""
 MIN_GAIN = 0.05
@@ -81,7 +81,7 @@ class MeasuredRung:
 
 @dataclass(frozen=True)
 class Band:
-    """The difference between two seeds: of the loss, and as fractions of time and memory."""
+    """The accepted difference between two runs: absolute for the loss, relative for time and memory."""
 
     loss: float
     time: float
@@ -145,14 +145,12 @@ def _relative(one: float, two: float) -> float:
 
 
 def new_finding(rung: MeasuredRung, known: Collection[str] = ()) -> Found | None:
-    """Return the first serious finding whose code is not in ``known``, the codes that the runs below also have."""
+    """Return the first serious finding whose code is not in ``known``, the codes of the rungs below."""
     return next((each for each in rung.serious if each.code not in known), None)
 
 
 def unhealthy(rung: MeasuredRung, known: Collection[str] = ()) -> str:
-    """Return why a run is broken regardless of its loss; "" if it is not. ``known``: codes that the runs below also
-    have.
-    """
+    """Return why a run is broken regardless of its loss; "" if it is not. ``known``: the codes of the rungs below."""
     found = new_finding(rung, known)
     reasons = [f"{found.code}: {found.symptom}"] if found else []
     if rung.ended != "finished":
@@ -171,8 +169,8 @@ def worse(rung: MeasuredRung, below: MeasuredRung, anchor: float, band: Band, *,
     """Return why the loss is worse than the band allows; "" if it is not.
 
     ``anchor`` is the loss of the baseline, or of the last rung that was better than the band. Comparing with it keeps
-    small losses of several rungs from adding up. With ``with_curve`` the mean gap of the training losses in the second
-    half counts too.
+    small increases of the loss from adding up over several rungs. With ``with_curve`` the mean gap of the training
+    losses in the second half counts too.
     """
     for name, reference in (("the rung below", below.loss), ("the baseline", anchor)):
         if rung.loss - reference > band.loss:
@@ -193,8 +191,8 @@ def worse(rung: MeasuredRung, below: MeasuredRung, anchor: float, band: Band, *,
 def gain(rung: MeasuredRung, below: MeasuredRung, band: Band) -> str:
     """Return the gain of a rung ("1.42x as fast", "31 % less memory"); "" if it does not pay.
 
-    A rung pays if a sample takes less time, by more than the margin. It also pays if it needs less memory, by more than
-    the margin, and the product of time and memory falls as much, so that it costs less time than it saves memory.
+    A rung pays if a sample takes less time, by more than the margin. It also pays if both the memory and the product of
+    time and memory fall by more than the margin. Then it saves more memory than it costs time.
     """
     time = rung.sample_s / below.sample_s
     memory = rung.peak_bytes / below.peak_bytes if below.peak_bytes else 1.0

@@ -83,8 +83,8 @@ def _all(recipe: Recipe) -> Iterator[Rung]:
 
 
 def batch_settings(recipe: Recipe, factor: int, optimizer: str) -> Settings:
-    """Return the settings of a batch ``factor`` times that of the recipe. The learning rate was found at the recipe's
-    size.
+    """Return the settings of a batch ``factor`` times that of the recipe. The learning rate is scaled from the recipe's
+    batch size.
     """
     batch = batch_of(recipe.batch, None).size
     settings = {"batch.size": str(batch * factor), "batch.accumulation": "null"}
@@ -114,7 +114,10 @@ def steps_of(recipe: Recipe, steps: int | None, samples: int | None) -> int:
 
 
 def length_settings(recipe: Recipe, steps: int, factor: int = 1) -> Settings:
-    """Return the settings of a run with the samples of ``steps`` steps. Scales a warm-up in the unit of ``until``."""
+    """Return the settings of a run on the samples of ``steps`` baseline steps.
+
+    A warm-up in the unit of ``until`` keeps its fraction of the run.
+    """
     settings = {"until": f"{steps // factor}steps"}
     warmup = recipe.schedule.warmup
     if warmup.value and warmup.unit == recipe.until.unit:
@@ -123,7 +126,7 @@ def length_settings(recipe: Recipe, steps: int, factor: int = 1) -> Settings:
 
 
 def own_length(recipe: Recipe, factor: int) -> Settings:
-    """Return settings with which a run sees as many samples as before, with steps ``factor`` times as large."""
+    """Return settings that divide the recipe's steps and warm-up by ``factor``; none if its length is not in steps."""
     if factor == 1 or recipe.until.unit != "steps":
         return {}
     settings = {"until": str(Duration(-(-recipe.until.value // factor), "steps"))}

@@ -118,7 +118,7 @@ def _compared(
     *,
     with_updates: bool = True,
 ) -> str:
-    """Return text on the step with and without the change, and on some updates on its batch."""
+    """Compare the step, and the losses of some updates on its batch, with and without the change. Returns text."""
     now, was = session.run(changed), session.run(unchanged)
     if now.error is not None and was.error is None:
         raise NotTried(str(now.error).partition("\n")[0])

@@ -200,7 +200,7 @@ def _note_unknown(job: Job, fractions: dict[int, float], done: Rerun) -> None:
 
 
 def _compare_trained(done: Rerun, origin: Origin, begin: int, live: _Live) -> None:
-    """Compare the step with the log or, if it was not logged, with a replay."""
+    """Compare the trained step with the log. If the step was not logged, replay it and compare with the replay."""
     done.compared += _as_logged(origin.records, begin, live)
     if not any(each.what in ("loss", "error") for each in done.compared):
         done.notes.append(f"the log has no record of step {done.step}: the step is compared with a replay")
@@ -276,7 +276,7 @@ class _Live:
 
 
 def _windows(records: Iterable[Record]) -> dict[int, tuple[int, Step]]:
-    """Return the newest record of each logged step, with the last step before the window that it covers."""
+    """Return (since, record) of each logged step: its newest record, which covers the steps after ``since``."""
     found, since = {}, 0
     for record in records:
         if isinstance(record, Started):

@@ -166,7 +166,7 @@ class _Control:
 
     def _follow(self, running: _Running) -> None:
         code = running.process.poll()  # polled before the log is read: the log is complete when the process has ended
-        has_value = running.values.value is not None  # the first one shows that the metric is measured
+        has_value = running.values.value is not None  # the first value shows that the run measures the metric
         if code is not None or self._sweep.pruner != "none" or not has_value:
             self._report(running.trial, running.values)
         if running.trial.pruned_at is not None:

@@ -33,7 +33,7 @@ class SweepResult:
         metric: The name of the value that is minimized or maximized.
         mode: ``min`` or ``max``.
         rows: The trials.
-        importance: For each varied path, the fraction of the variation of the values that it explains.
+        importance: For each varied path, how much of the variation of the values it explains, as a fraction.
         why_ended: The reason if trials are left, else "".
         train_best: The command that trains the recipe of the best trial; "" if no trial finished.
     """

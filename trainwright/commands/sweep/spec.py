@@ -226,9 +226,9 @@ class SweepBudget:
 class Sweep:
     """A checked sweep.
 
-    ``settings`` are the overrides of all trials, and ``folder`` is the folder of the sweep. The number of ``threads``
-    per trial identifies the sweep, because it changes the last bits of sums. The number of ``jobs`` (concurrent trials)
-    does not.
+    ``settings`` are the overrides of all trials, and ``folder`` is the folder of the sweep. A sweep cannot be resumed
+    with another number of ``threads`` per trial, because it changes the last bits of sums. The number of ``jobs``
+    (concurrent trials) may change.
     """
 
     recipe: Path
@@ -295,8 +295,8 @@ def read_sweep(
 ) -> Sweep:
     """Read a sweep file, the folder of a sweep, or the recipe ``what`` with the paths ``over``.
 
-    ``options`` are other keys of a sweep file, which override those of the file; None for no override. Raises
-    RecipeError with every problem at once.
+    ``options`` override further keys of the sweep file; an option that is None is ignored. Raises RecipeError with
+    every problem at once.
     """
     replaced = {key: value for key, value in options.items() if value is not None}
     if (what / SPEC).is_file():
@@ -356,7 +356,7 @@ def _place(document: Document, path: str) -> Place:
 
 
 def _settings_in(environ: Mapping[str, str]) -> list[str]:
-    """Return the overrides in the environment as settings, so that a sweep that is resumed elsewhere has the same."""
+    """Return the overrides in the environment as settings. A sweep stores them, so a resume elsewhere uses them."""
     names = [name for name in sorted(environ) if name.startswith(ENV_PREFIX)]
     pairs = [(name.removeprefix(ENV_PREFIX), environ[name]) for name in names]
     return [f"{rest.lower().replace('__', '.')}={text}" for rest, text in pairs if rest not in RESERVED_ENV]
@@ -496,7 +496,7 @@ def _check_combinations(space: Sequence[Dimension], points: int | None, path: Pa
 
 
 def differences(before: SweepFile, now: SweepFile) -> list[str]:
-    """Return the keys in which two sweeps of one folder differ, except those that define how much of them is run."""
+    """Return the keys in which two sweeps of one folder differ, except keys that a resume may change (``free``)."""
     free = {"trials", "jobs", "budget", "usd_per_hour", "folder", "name"}
     return [key for key in SweepFile.model_fields if key not in free and getattr(before, key) != getattr(now, key)]
 

@@ -39,9 +39,9 @@ EPS = {"fp32": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-8, "fp16": 2.0**-10, "f
 MAX_STANDARD_DEVIATIONS = 4
 """Maximum rounding error in standard deviations. 1 of 1,500 independent errors has more, see ``rounding``."""
 MAX_CONTROL_RATIO = 8
-"""Maximum distance of the layout / distance between two splits in one process. Its sums have a different order."""
+"""Maximum distance of the layout / distance of the control run. The layout adds in yet another order."""
 MAX_ROUNDING_DISTANCE = 0.01
-"""Relative distance of the control run above which the cause is not rounding: random numbers, or batch statistics."""
+"""Relative distance of the control run above which the cause is not rounding but, for example, batch statistics."""
 
 
 ALONE_SETTINGS = [f"parallel.{axis}=1" for axis in AXES if axis != "replicate"]
@@ -50,7 +50,7 @@ ALONE_SETTINGS = [f"parallel.{axis}=1" for axis in AXES if axis != "replicate"]
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums on the longest path of a step, from inputs to loss: ``terms`` in all sums, in ``layers`` results."""
+    """The sums on the longest path from inputs to loss: the terms of all sums together, and the number of layers."""
 
     terms: int
     layers: int
@@ -69,8 +69,8 @@ def rounding(sums: Sums, precision: str) -> float:
 
     Sums of n terms with independent rounding are with probability 1 - 2 exp(-d^2 / 2) within d sqrt(n) eps / 2 of their
     value if nothing cancels (Higham & Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci.
-    Comput. 41, 2019, theorem 2.4), so two of them are within twice that. Products are added in fp32 in any precision. A
-    lower precision rounds the result of each layer once more.
+    Comput. 41, 2019, theorem 2.4), so two such sums differ by at most twice that. Products are added in fp32 in any
+    precision. A lower precision rounds the result of each layer once more.
     """
     results = 0.0 if precision == "fp32" else math.sqrt(sums.layers) * EPS[precision]
     return MAX_STANDARD_DEVIATIONS * (math.sqrt(sums.terms) * EPS["fp32"] + results)
@@ -81,10 +81,10 @@ REMEDY = "check for a loss that is not a sum over samples, and for values that a
 
 @dataclass(frozen=True)
 class Distance:
-    """The largest distance between two runs.
+    """The largest distances between two runs.
 
-    It is relative for losses and norms, and relative to the largest value of the tensor for weights. ``weights`` is of
-    the tensor that exceeds its limit most.
+    ``loss`` and ``grad_norm`` are relative differences. ``weights`` is the distance of the tensor that exceeds its
+    limit most, relative to the largest value of that tensor.
     """
 
     loss: float
@@ -281,10 +281,10 @@ def _excess(found: float, allowed: float) -> float:
 
 
 def _allowed(alone: _Trained, control: _Trained | None, tensor: str, sums: Sums) -> Distance:
-    """Return the distance that rounding explains: by theory, or by the ``control`` run if sums cancel, also for
-    weights.
+    """Return the distance that rounding explains: the limit of ``rounding``, or ``MAX_CONTROL_RATIO`` times the
+    distance of the ``control`` run if that is larger, because sums may cancel.
 
-    Without a control no distance is allowed. Raises UsageError if the control run trains differently.
+    Without a control run no distance is allowed. Raises UsageError if the control run trains differently.
     """
     if control is None:
         return Distance(0.0, 0.0, 0.0)

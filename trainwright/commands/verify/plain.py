@@ -222,7 +222,7 @@ class _Reference:
 
 
 def _run(objects: _Objects, state: TrainState, batches: Iterable[tuple[Any, ...]], device: torch.device) -> _Reference:
-    """Run the loop by hand. Named optimizers are those of torch, with the kernels of the run."""
+    """Run the loop by hand. An optimizer that is given by name is fused if the optimizer of the run is."""
     model = objects.model.to(device)
     if not model.training:
         model.train()

@@ -213,7 +213,7 @@ class _TrialRuns:
             self._resume(halves)
             upto, log = 2 * n, _first_difference(straight, halves, range(n + 1, 2 * n + 1), "resumed")
         unequal = tuple(differences(*(run.checkpoints / name_of(upto) for run in (straight, halves))))
-        if log or unequal:  # before the resume, so it cannot be the cause
+        if log or unequal:  # up to step N there was no resume, so the resume cannot be the cause
             cause = "recipe" if upto == n else self._cause(straight)
         return Proof(
             trial,
@@ -254,7 +254,7 @@ class _TrialRuns:
         return run
 
     def _interrupted(self) -> RunFolder:
-        """Run until the checkpoint of step N is on disk and end there; a kill comes some steps later."""
+        """Run until the checkpoint of step N is on disk. Then stop at step N, or kill the process some steps later."""
         trial, n = self.trial, self.trial.steps
         run, start = self.folder / "halves", ["name=halves", f"data.workers={trial.workers}"]
         if trial.kill:
