@@ -264,7 +264,7 @@ def console_for(as_json: bool) -> Console:
 
 
 def line_printer(as_json: bool) -> Callable[[str], None]:
-    """Return a function that prints a line on this console, without markup."""
+    """Return a function that prints a line without markup on the console for progress."""
     console = console_for(as_json)
 
     def say(line: str) -> None:

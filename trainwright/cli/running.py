@@ -47,7 +47,7 @@ def become_torchrun(options: Sequence[str], loaded: Loaded) -> NoReturn:
     ranks = ranks_of(options)
     if ranks is not None:
         degrees = solve_layout(loaded.recipe, ranks)
-        if degrees.ranks > degrees.data:  # only the code of the model shows if it can be divided so
+        if degrees.ranks > degrees.data:  # whether the model can be divided like this is known only from its code
             from trainwright.training.layout import require_layout
 
             require_layout(loaded, None, ranks)
@@ -64,7 +64,7 @@ def become_torchrun(options: Sequence[str], loaded: Loaded) -> NoReturn:
 
 
 def _keep_alive(options: Sequence[str]) -> list[str]:
-    """Return options with which torchrun replaces a node that is silent for 3 s (default 15 s). The user's win."""
+    """Return options with which torchrun replaces a node that is silent for 3 s (default 15 s). User options win."""
     nodes = (_value(options, "nnodes") or "1").rpartition(":")[2]
     is_small = nodes.isdecimal() and int(nodes) <= MAX_NODES_WITH_FAST_KEEP_ALIVE
     if not is_small or _value(options, "rdzv-backend") != "c10d":
