@@ -104,9 +104,9 @@ class Experiments:
         return name
 
     def _own(self, recipe: str) -> str:
-        """Return a recipe or MODULE:FUNCTION that is of the code folder, and of no run. Raises UsageError.
+        """Return ``recipe``. Raises UsageError if it, or its MODULE, is outside of the code folder or in a run.
 
-        What a run folder names or holds may come from anybody; only replays, which need permission, run it.
+        The code of a run folder is not trusted. Only replays run it, and they need permission.
         """
         self._require_inside(recipe)
         module, colon, _ = recipe.rpartition(":")
@@ -130,7 +130,10 @@ class Experiments:
             )
 
     def _set_arguments(self, settings: Sequence[str] | None) -> list[str]:
-        """Return the options of settings. Raises UsageError if one names a callable that is not of the code folder."""
+        """Return the options of settings.
+
+        Raises UsageError for a callable that is neither in the code folder nor in torch.nn or torch.optim.
+        """
         for each in settings or ():
             for text in _texts(_value_of(each.partition("=")[2])):
                 module, colon, name = text.partition(":")
@@ -139,7 +142,7 @@ class Experiments:
         return [word for each in settings or () for word in ("--set", each)]
 
     def _run(self, *arguments: str) -> Mapping[str, Any]:
-        """Run a command; one at a time, because the limits are those of each."""
+        """Run one command at a time, because the limits apply to each command alone."""
         if not self._one.acquire(timeout=self._limits.seconds):
             raise UsageError("another plan, check or replay is running", remedy="call this again when it has ended")
         try:

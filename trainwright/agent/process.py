@@ -22,7 +22,7 @@ from trainwright.errors import TrainwrightError, UsageError
 
 POLL_S = 0.5
 MARK = "COMMAND_OF_TRAINWRIGHT"
-"""The environment variable by which all processes of a command are known; TRAINWRIGHT_... would be a setting."""
+"""Environment variable that marks all processes of a command. TRAINWRIGHT_... would be read as a setting."""
 MAX_OUTPUT_BYTES = 2**22
 MAX_WRITTEN_BYTES = 2**28
 """Maximum output of a process. It is stored on disk until the process ends."""

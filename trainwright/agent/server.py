@@ -113,7 +113,7 @@ def _make_tool(function: Callable[..., Mapping[str, object]], kind: type) -> Cal
     def tool(*args: Any, budget: int = DEFAULT_BUDGET_TOKENS, **kwargs: Any) -> CallToolResult:
         try:
             result = answer(function(*args, **kwargs, **({"budget": budget} if takes_budget else {})), budget)
-        except Exception as error:  # a hostile run; the SDK would send its text as it is
+        except Exception as error:  # its text may come from a hostile run, and the SDK would send it unchanged
             raise ToolError(refusal(error)) from None
         return CallToolResult(content=[TextContent(type="text", text=as_text(result))], structured_content=result)
 

@@ -43,7 +43,7 @@ _HIDDEN_METRICS = {"order", "time_s", "step"}
 
 
 class RunTools:
-    """Reads the runs of one folder. A tool names a run as ``list_runs`` does; no path is built from its arguments.
+    """Reads the runs of one folder. The tools take run names from ``list_runs``, and never build a path from them.
 
     Args:
         runs: The folder of the runs, or a run.
@@ -60,7 +60,7 @@ class RunTools:
         for name, path in sorted(
             self._shelf.runs().items(), key=lambda each: cleaned(each[0], MAX_KEY_CHARS) != each[0]
         ):
-            known.setdefault(cleaned(name, MAX_KEY_CHARS), path)  # a name with hidden characters replaces no other one
+            known.setdefault(cleaned(name, MAX_KEY_CHARS), path)  # unchanged names precede cleaned ones, so they win
         if run not in known:
             raise UsageError(
                 f"there is no run {run[:MAX_KEY_CHARS]!r}", remedy="use a name from list_runs; paths are refused"
@@ -68,7 +68,7 @@ class RunTools:
         return RunFolder.open(known[run])
 
     def is_of_run(self, path: Path) -> bool:
-        """Return True if a path is in the folder of the runs; if that holds the code as well, if it is in a run."""
+        """Return True if a path is in the folder of the runs. If that folder also holds the code: if it is in a run."""
         runs = self.root.resolve()
         folders = self._shelf.runs().values() if self.code.resolve().is_relative_to(runs) else (runs,)
         return any(path.resolve().is_relative_to(each.resolve()) for each in folders)

@@ -120,7 +120,7 @@ def as_text(result: Mapping[str, object]) -> str:
 
 
 def _cut(result: dict[str, Any], left_out: dict[str, int], *, much: bool) -> bool:
-    """Shorten the largest list, mapping or text of an answer once; with ``much``, all that are above half of its size.
+    """Shorten the largest list, mapping or text of an answer once; with ``much``, all that are over half as large.
 
     Returns False if nothing is left to shorten.
     """
