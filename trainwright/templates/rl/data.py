@@ -30,7 +30,7 @@ def play(policy: nn.Module, seeds: Tensor, greedy: bool = False) -> Episodes:
     """Play one episode for each seed."""
     envs = SyncVectorEnv(
         [make_env] * len(seeds)
-    )  # a new episode after the last move of one
+    )  # a finished environment starts a new episode
     observation, _ = envs.reset(seed=seeds.tolist())
     alive = np.ones(len(seeds), dtype=bool)
     moves = []

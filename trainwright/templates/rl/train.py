@@ -13,7 +13,7 @@ STEPS, PLAYERS = 60, 16
 
 
 def discounted(rewards: Tensor) -> Tensor:
-    """Return what each move earned from there on; rewards are (moves, players)."""
+    """Return the discounted sum of rewards from each move on: (moves, players)."""
     returns = torch.zeros_like(rewards)
     later = torch.zeros_like(rewards[0])
     for move in reversed(range(len(rewards))):
@@ -35,7 +35,7 @@ def loss(model: nn.Module, batch: tuple[Tensor]) -> tw.Loss:
 def main() -> None:
     torch.manual_seed(0)
     policy = make_policy()
-    seeds = torch.arange(STEPS * PLAYERS)  # an episode is played once
+    seeds = torch.arange(STEPS * PLAYERS)  # each is the seed of one episode
     tw.fit(
         policy,
         (seeds,),
