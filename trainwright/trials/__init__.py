@@ -1,4 +1,4 @@
-"""Runs a recipe with other settings, each in a separate process and run folder. Does not import torch."""
+"""Runs trials of a recipe, each with its own settings, process and run folder. Does not import torch."""
 
 from trainwright.trials.trial import Trial, TrialProcess, read_trial, run_trial
 
