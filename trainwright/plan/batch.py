@@ -65,7 +65,8 @@ class BatchPlan:
 def batch_of(ask: Batch, user_batches: UserBatches | None, *, ranks: int = 1) -> BatchPlan:
     """Return the batch plan of a recipe.
 
-    If the user's data come in batches (``user_batches``), each has their size: ``size`` is then nominal, 1 if unknown.
+    If the user's data come in batches (``user_batches``), steps consist of these batches. ``size`` is then nominal; it
+    counts 1 sample per batch if the number is unknown.
 
     Raises RecipeError when the recipe contradicts itself.
     """
@@ -79,7 +80,7 @@ def batch_of(ask: Batch, user_batches: UserBatches | None, *, ranks: int = 1) ->
 def solve_batch(
     size: int | None, micro: int | Literal["auto"] | None, accumulation: int | None, *, ranks: int = 1
 ) -> BatchPlan:
-    """Fill in what is None. If the global batch is not a multiple, the last micro-batch is shorter.
+    """Fill in what is None. If ``size`` is not a multiple of micro-batch and ranks, the last micro-batch is shorter.
 
     An unresolved ``micro`` of ``auto`` is the full batch of a rank.
 

@@ -35,9 +35,9 @@ class Checkpointing:
 
 
 def describe(checkpointing: Checkpointing) -> str:
-    """Return one line: what of each group of equal blocks the backward pass recomputes.
+    """Return one line that says what the backward pass recomputes in each group of equal blocks.
 
-    Such as ``recomputed in the backward pass: 4 blocks whole; 6 blocks except matmul 0 1, gelu; 2 blocks not at all``.
+    Example: ``recomputed in the backward pass: 4 blocks whole; 6 blocks except matmul 0 1, gelu; 2 blocks not at all``.
     """
     counts = Counter(checkpointing.blocks)
     parts = [f"{count} {'block' if count == 1 else 'blocks'} {_extent(keep)}" for keep, count in counts.items()]

@@ -63,7 +63,7 @@ def rate(group: RankGroup, node: ClusterNode) -> float:
     """Return the bytes/s at which a rank of the group sends while all other groups of its kind do the same."""
     if group.nodes == 1:
         return node.link * LINK_EFFICIENCY
-    share = node.network * group.local / node.ranks  # as many groups leave a machine as it has of their first ranks
+    share = node.network * group.local / node.ranks  # ranks / local groups share the network of a machine
     return min(node.link, share) * LINK_EFFICIENCY
 
 

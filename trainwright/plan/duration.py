@@ -39,7 +39,8 @@ class Interval:
 def extent(until: Duration, pace: Pace, *, step: int = 0, used: float = 0.0) -> Extent:
     """Return the length of the run.
 
-    If the batch size changed, ``step`` steps at the earlier pace have used ``used`` of it, in the unit of ``until``.
+    If the batch size changed, ``step`` is the number of steps before the change, and ``used`` is the length that they
+    took, in the unit of ``until``.
     """
     if until.unit in BUDGETS:
         rule = "a budget in USD or kWh becomes a time only where the run is trained, on its device"

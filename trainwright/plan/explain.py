@@ -18,7 +18,7 @@ TRAINING_TIME_SCOPE = "steps and waiting for data; evaluation, saving, examinati
 STEP_TIME_SCOPE = "a dry run of forward, backward and update; log, doctor and other programs come on top"
 """The parts of a run that the step time in the header includes."""
 EXAMINATIONS = "examinations"
-"""A key of ``Plan.seconds``. Its value is the most that examinations may take; they stop sooner when all are done."""
+"""A key of ``Predicted.seconds``. Its value is the most seconds that examinations may take; they may need less."""
 WALL_TIME_SCOPE = "from the first step on: training, evaluation, examinations, samples and the last save"
 """The parts included when the complete run must end within the given seconds."""
 
@@ -92,7 +92,7 @@ def _steps_in_time(plan: Plan) -> str:
 
 
 def _end(seconds: Mapping[str, float], now_s: float) -> str:
-    """Return such as `about 14:32:05, after 62 s: training 60 s, evaluation 2.1 s`."""
+    """Return text such as `about 14:32:05, after 62 s: training 60 s, evaluation 2.1 s`."""
     total_s = sum(seconds.values())
     most = {EXAMINATIONS: f"{EXAMINATIONS} at most"}
     parts = ", ".join(f"{most.get(what, what)} {human_seconds(each)}" for what, each in seconds.items() if each)
@@ -123,7 +123,7 @@ def _first_loss(loss: float, expected: float | None) -> str:
 
 
 def human_bytes(count: float) -> str:
-    """Return such as `1.5 GiB`."""
+    """Return text such as `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 999.5:  # from here on, three digits would print as 1e+03
             return f"{count:.3g} {unit}"
@@ -132,7 +132,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """Return such as `12 ms`, `3.2 s`, `4 min 10 s` or `2 h 5 min`."""
+    """Return text such as `12 ms`, `3.2 s`, `4 min 10 s` or `2 h 5 min`."""
     if not math.isfinite(seconds):
         return "not finite"
     if seconds < 1:

@@ -165,7 +165,7 @@ def _by_module(profile: GraphProfile) -> dict[str, list[tuple[str, int, int]]]:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Neighbouring nodes of one module, displayed as ``name``. ``turn`` counts the stretches of the module from 0."""
+    """Neighbouring nodes of one module, displayed as ``name``. ``turn`` numbers the module's stretches from 0."""
 
     name: str
     turn: int
@@ -173,7 +173,7 @@ class _Stretch:
 
 
 def _runs(profile: GraphProfile, names: dict[str, str], depth: int) -> tuple[NodeRun, ...]:
-    """Fold the stretches of equal blocks, with the edges between them. Leaves are left out."""
+    """Fold the stretches of equal blocks, with the edges between them. Gradient accumulators are left out."""
     stretches = list(_stretches(profile, names, depth))
     numbers: dict[tuple[str, int], int] = {}
     for stretch in stretches:

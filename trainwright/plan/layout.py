@@ -1,9 +1,9 @@
 """Chooses the layout of a run on a device: micro-batch, precision, activation checkpointing, chunks of the loss.
 
-Every layout here gives the same training except for last bits (and for layers that see a micro-batch, such as
-BatchNorm): the global batch is unchanged. The rule: take the fastest layout that fits; among those within
-``STEP_TIME_TOLERANCE`` of it, the simplest; then the full batch in one micro-batch, or else the micro-batch with the
-lowest peak. The optimizer is offloaded only if nothing fits otherwise.
+Every layout here gives the same training except for last bits (and for layers that depend on the micro-batch, such as
+BatchNorm): the global batch is unchanged. The rule: of the layouts that fit and whose step time is within
+``STEP_TIME_TOLERANCE`` of the fastest, take the simplest. Of its micro-batches, take the full batch, or else the one
+with the lowest peak. The optimizer is offloaded only if nothing fits otherwise.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def offload_of(trace: Trace, device: Device) -> Offload | None:
 
 
 def without_optimizer(scaled: Scaled) -> Scaled:
-    """Return the step on the device when state and update are on the host."""
+    """Return the step without the optimizer's state and update, which are on the host."""
     return replace(scaled, small=_without(scaled.small), large=_without(scaled.large))
 
 
@@ -93,8 +93,9 @@ class Layout:
     """One layout of a model, for every micro-batch size. ``checkpointing`` as in a recipe; ``rank`` 0 is the simplest.
 
     ``logits_bytes`` are the bytes of one sample's complete logits and their gradient in fp32; 0 if the loss cannot be
-    chunked. A run computes the loss in chunks for more than ``plain_up_to`` samples at a time; None: the layout is
-    valid for any number. ``scaled`` is the memory and work on the device, without the optimizer if it is offloaded.
+    chunked. A run computes the loss in chunks for micro-batches of more than ``plain_up_to`` samples, so the layout is
+    valid on one side of this limit; None: for all micro-batches. ``scaled`` is the memory and work on the device,
+    without the optimizer if it is offloaded.
     """
 
     precision: str
@@ -132,7 +133,7 @@ class Option:
         return {p: s / (1 if p == "update" else self.accumulation) for p, s in self.time.by_phase.items()}
 
     def cost(self) -> str:
-        """Return such as `31.2 GiB, 1.4 s a step`."""
+        """Return text such as `31.2 GiB, 1.4 s a step`."""
         return f"{human_bytes(self.peak_bytes)}, {human_seconds(self.step_s)} a step"
 
 
@@ -181,9 +182,9 @@ def weigh(layout: Layout, device: Device, size: int, micro: int) -> Option:
 
 
 def pick(options: Iterable[Option]) -> Option:
-    """Return the simplest of the options about as fast as the fastest, then the one without accumulation.
+    """Return the simplest of the options that are about as fast as the fastest.
 
-    Among the rest, return the option with the lowest peak.
+    Of equally simple options, return one without accumulation, or else the option with the lowest peak.
     """
     options = list(options)
     enough = min(option.step_s for option in options) * (1 + STEP_TIME_TOLERANCE)
@@ -203,7 +204,7 @@ def micro_sizes(size: int) -> list[int]:
 
 
 def _counts(size: int) -> list[int]:
-    """Return 1, 2, 3, ..., later in steps of a tenth, up to ``size``."""
+    """Return 1, 2, 3, ... up to ``size``; from 20 on, each count is about a tenth larger than the previous one."""
     found, count = [], 1
     while count < size:
         found.append(count)

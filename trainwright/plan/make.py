@@ -16,11 +16,12 @@ from trainwright.plan.parallel import ONE_RANK, Degrees, solve_layout
 from trainwright.recipe import Duration, Recipe
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]
-# Used only for `precision: auto`, which asks for speed; the default is fp32. No margin separates models where bf16 pays
-# from others: gains of the built-in recipes are 0.4 to 1.5, and at 1.3 two starts of BERT differed, too. 1.03 is the
-# largest loss that `benchmarks.auto` accepts.
+# Used only for `precision: auto`, which asks for speed; the default is fp32. No threshold clearly separates models that
+# bf16 speeds up from others: the built-in recipes gain factors of 0.4 to 1.5, and even at 1.3 two starts of BERT chose
+# different precisions. 1.03 is the largest slowdown that `benchmarks.auto` accepts.
 BF16_PAYS_ABOVE = 1.03
-# The default, so it must not change with noise. Fewer threads help only if threads wait for cores, by factors.
+# The number of threads is chosen by default, so noise must not change it. Fewer threads are faster only if threads wait
+# for cores, and then by large factors.
 FEWER_THREADS_PAY_ABOVE = 2.0
 
 
@@ -59,7 +60,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Spent:
-    """The counters of a run at the last change of its batch size. The rest is counted in steps of the new size."""
+    """The counters of a run at the last change of its batch size. Later steps have the new size."""
 
     step: int = 0
     samples: int = 0
@@ -70,9 +71,9 @@ class Spent:
 
 @dataclass(frozen=True)
 class SwaPlan:
-    """Stochastic weight averaging in optimizer steps: the first average, and the steps between two of them.
+    """Stochastic weight averaging: the optimizer step of the first average, and the steps between two averages.
 
-    ``anneal`` is the number of averages until the learning rate reaches the recipe's.
+    ``anneal`` is the number of averages until the learning rate reaches ``model.swa.lr``.
     """
 
     start: int
@@ -137,9 +138,9 @@ class Predicted:
 class Plan:
     """All derived numbers.
 
-    ``lr`` is None if the recipe gives none, until an optimizer that is not built-in is made. ``settled`` are values
-    that the recipe left open and that were resolved before the model was built. ``header`` names every setting and its
-    origin.
+    ``lr`` is None if it is the default of an optimizer that is not built-in, until this optimizer is made. ``settled``
+    are values that the recipe left open and that were resolved before the model was built. ``header`` names every
+    setting and its origin.
     """
 
     device: str
@@ -163,7 +164,7 @@ class Plan:
     header: RunHeader = field(default_factory=RunHeader)
 
     def to_json(self) -> dict[str, object]:
-        """Return the content of plan.json, in which the fields of all groups are on one level."""
+        """Return the content of plan.json, with the fields of ``cadence`` and ``predicted`` at the top level."""
         values = asdict(self)
         groups = values.pop("cadence"), values.pop("predicted")
         return {**values, **groups[0], **groups[1]}
@@ -323,8 +324,8 @@ def with_dry_run(
     ``precision`` is the recipe's. ``outputs`` is the last dimension of the model's output: an untrained classifier with
     this many classes has the loss ln(outputs). ``seconds`` is the time of one step's forward and backward, by precision
     and number of threads; ``thread_s`` is its processor time in the calling thread. The dry run times the first
-    precision with every number of threads, every precision with one thread, and the mode of ``choose_mode``. If memory
-    is short, it times only the first mode.
+    precision with every number of threads, every precision with one thread, and the combination that ``choose_mode``
+    returns. If memory is short, it times only the first combination.
     """
     threads, thread_notes = choose_threads(facts.threads, seconds)
     chosen, note = choose_precision(precision, facts.device, facts.low_precision, _of_one_thread(thread_s))
@@ -465,7 +466,7 @@ def _steps_in(samples: int, batch: int, drop_last: bool) -> int:
 def _checked_warmup(recipe: Recipe, warmup: int | float, whole: Extent) -> int | float:
     """Return the warm-up.
 
-    Raises RecipeError when it is as long as the run, or a fraction above 1 by more than rounding.
+    Raises RecipeError if it has as many steps as the run, or is a fraction above 1 by more than a rounding error.
     """
     if isinstance(warmup, int) and whole.steps is not None and warmup >= whole.steps > 0 and warmup > 0:
         raise _too_long(recipe, f"{warmup} steps", f"{whole.steps} steps", f"{max(1, whole.steps // 10)}steps")
@@ -493,7 +494,10 @@ def _steps_left_notes(recipe: Recipe, whole: Extent, spent: Spent) -> list[Note]
 
 
 def _learning_rate(recipe: Recipe, batch: int) -> tuple[float | None, tuple[Note, ...]]:
-    """Return None for the default of an optimizer that is not built-in; the value is known when it is made."""
+    """Return the learning rate, scaled by ``lr_rule``, with its note.
+
+    The rate is None if it is the default of an optimizer that is not built-in: it is known when the optimizer is made.
+    """
     rule = recipe.optimizer.lr_rule.rule
     base = recipe.optimizer.lr_rule.base_batch
     lr = recipe.optimizer.lr

@@ -36,7 +36,7 @@ class RankModel:
     Attributes:
         weights: The weights of the full depth.
         activations: Activations by activation checkpointing policy.
-        layouts: Traces by policy: of the part with two blocks, or of the complete part if ``blocks`` is None.
+        layouts: Layouts by policy, traced with two blocks, or with the complete part if ``blocks`` is None.
         blocks: The traced blocks; None if the part has no equal blocks.
     """
 
@@ -55,8 +55,8 @@ class RankModel:
 class Placement:
     """One layout of one recipe on all ranks: the memory of a rank, and the time of a step.
 
-    ``stage_bytes`` is the peak by pipeline stage. ``busy_s`` is the computation of a rank per step, ``exposed_s`` its
-    wait for communication that is not overlapped, ``bubble_s`` the wait of a stage for others.
+    ``stage_bytes`` is the peak by pipeline stage. A rank spends in each step ``busy_s`` computing, ``exposed_s``
+    waiting for communication that is not overlapped, and ``bubble_s`` waiting for other pipeline stages.
     """
 
     degrees: Degrees
@@ -232,7 +232,7 @@ def exposed_s(traffic: Sequence[Traffic], time: StepTime, accumulation: int) -> 
 
 
 def layouts_of(ranks: int, many: ManyRanks) -> list[Degrees]:
-    """Return all degrees whose product is ``ranks``. Layouts in which ranks get no samples are a last resort."""
+    """Return all degrees whose product is ``ranks``. Only if there are no others, some ranks may get no samples."""
     found = [*_degrees(ranks, many.models), *_in_parts(ranks, many.parts)]
     return [each for each in found if each.data <= many.size] or found
 
@@ -314,7 +314,7 @@ def against(option: Placement, best: Placement) -> str:
 
 
 def choice_notes(best: Placement, options: Sequence[Placement], device: Device) -> tuple[Note, ...]:
-    """Return the reasons for this layout: memory against copies of the full model, waits, micro-batch."""
+    """Return the reasons for the best layout: its memory, compared with full copies, its waits and micro-batch."""
     reasons = [f"{human_bytes(best.peak_bytes)} of {human_bytes(device.usable_bytes)} a rank"]
     copies = [option for option in options if option.degrees.ranks == option.degrees.replicate]
     if copies and best not in copies:
@@ -381,9 +381,9 @@ def grow_layout(scaled: Scaled, blocks: Blocks, count: int) -> Scaled:
 def grow_trace(trace: Trace, blocks: Blocks, count: int) -> Trace:
     """Return the trace of a model with ``count`` blocks, two or more.
 
-    The additional blocks are inserted between the two traced ones. Each adds the bytes that the second block has added
-    by the end of its forward pass, and after the backward pass those that it has added by then. Peaks within the
-    additional blocks lie between those of the two traced ones.
+    The additional blocks are inserted between the two traced blocks. Until the second block ends its backward pass,
+    each additional block holds the bytes that the second block added in its forward pass; after that, the bytes that
+    remain of the second block. Peaks within the additional blocks lie between the peaks within the two traced blocks.
     """
     more = count - 2
     if not more:

@@ -30,8 +30,9 @@ def memory_bytes(
     ``activations`` are the bytes measured on one micro-batch. ``average`` is the size of the moving average of the
     weights, which counts as weights, and ``inputs`` the size of the batch.
 
-    Each of ``shard`` ranks holds one part of everything; with ``zero`` 1 and 2 also the full weights, with 1 also the
-    full gradients. The weights of one block that are gathered while it computes are not counted.
+    Each of ``shard`` ranks holds one part of weights, gradients and optimizer state; with ``zero`` 1 and 2 also the
+    full weights, with 1 also the full gradients. The weights of one block that are gathered while it computes are not
+    counted.
 
     An ``offloaded`` optimizer keeps nothing on the device. A custom optimizer counts as AdamW. Temporaries of kernels
     and of the framework are not counted.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.errors import Problem, RecipeError
 
-if TYPE_CHECKING:  # ``tw.watch`` imports this module, and the models of recipes take 0.3 s
+if TYPE_CHECKING:  # ``tw.watch`` imports this module, and importing the recipe schema takes 0.3 s
     from trainwright.recipe import Loaded, Recipe
     from trainwright.recipe.schema import Parallel
 
@@ -58,7 +58,7 @@ def place_of(degrees: Degrees, rank: int) -> Degrees:
 
 
 def nearest(wanted: Degrees, ranks: int, count: int = 2) -> list[Degrees]:
-    """Return the nearest layouts with ``ranks`` ranks, on ``replicate`` and the axes that ``wanted`` divides."""
+    """Return the nearest layouts with ``ranks`` ranks that divide only ``replicate`` and the axes of ``wanted``."""
     axes = [axis for axis in AXES if axis == "replicate" or getattr(wanted, axis) > 1]
     layouts = [Degrees(**dict(zip(axes, sizes, strict=True))) for sizes in _factors(ranks, len(axes))]
     return sorted(layouts, key=lambda each: _distance(each, wanted))[:count]
@@ -88,8 +88,8 @@ NEEDS_WHOLE = ("adafactor", "lamb", "lars")
 def solve_degrees(ask: Parallel, ranks: int) -> Degrees:
     """Fill in the axes that are ``auto``. Raises RecipeError if the product cannot be ``ranks``.
 
-    If the plan has not resolved the ``auto`` axes, the first of them gets the ranks that the others leave; it is 1 if
-    copies are ``auto``, too.
+    If the plan has not resolved the ``auto`` axes, the first of them gets the ranks that the fixed axes leave, the
+    others are 1. If ``replicate`` is ``auto``, too, it gets these ranks instead.
     """
     degrees = {axis: size for axis in AXES if axis != "replicate" and (size := getattr(ask, axis)) != "auto"}
     fixed = Degrees(**degrees)

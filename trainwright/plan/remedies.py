@@ -38,7 +38,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Peak memory of the layout with the lowest peak, with the optimizer on the device, and its parameters.
+    """Peak memory and parameters of the layout with the lowest peak. The optimizer is on the device.
 
     ``offload`` is what offload would move, None if it is impossible. ``cast_bytes`` are the 16-bit copies that autocast
     keeps of trained weights; it keeps none of frozen ones.
@@ -64,7 +64,7 @@ class PeakMemory:
 
 
 def remedies(held: PeakMemory, device: Device) -> tuple[Remedy, ...]:
-    """Return all changes that save memory: those that fit first, and among these the built-in ones."""
+    """Return all changes that save memory: first those that fit, and remedies on this device before more devices."""
     found = [*_optimizers(held, device), *_lora(held, device), *_eight_bit(held, device)]
     found += [*_offload(held, device), *_sharding(held, device)]
     return tuple(sorted(found, key=lambda remedy: (not remedy.fits, remedy.means == "devices")))

@@ -2,7 +2,7 @@
 
 safe    mathematically the same run; at most last bits differ
 maths   a different run from here on, which must be accepted
-fatal   the checkpoint cannot be continued with it; ``why`` gives the remedy
+fatal   the checkpoint cannot be continued with this difference; ``why`` gives the remedy
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ RecipeJson: TypeAlias = Mapping[str, RecipeValue]
 
 @dataclass(frozen=True)
 class RecipeDifference:
-    """One path whose values differ between two recipes, with the recipes. ``step`` is the number of completed steps."""
+    """One path whose values (``was``, ``now``) differ between two recipes (``before``, ``after``).
+
+    ``step`` is the number of completed steps.
+    """
 
     path: str
     was: RecipeValue
@@ -124,7 +127,7 @@ def _fp8(found: RecipeDifference) -> Verdict:
 
 
 def _spikes(found: RecipeDifference) -> Verdict:
-    """Classify a key of ``spikes``. warn and off never change an update; the factor then decides only the report."""
+    """Classify a key of ``spikes``. With ``warn`` and ``off``, no key changes an update: they affect only reports."""
     policies = {(recipe.get("spikes") or {}).get("policy", "warn") for recipe in (found.before, found.after)}
     if policies <= {"warn", "off"}:
         return "safe", "spikes are reported or not; every update is the same"
@@ -141,8 +144,8 @@ _OBSERVERS: Verdict = ("safe", "observers only read, and may end the run; those 
 _METRICS: Verdict = ("safe", "metrics only read")
 _KERNELS = "other kernels: last bits"
 
-# A section has one rule only if all keys that it may ever get have the same class; a test requires a rule for every
-# other path.
+# A rule may cover a section only if all its keys, including future ones, have the same class. A test requires a rule
+# for each path in the other sections.
 RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "name": _FOLDER,
     "folder": _FOLDER,
@@ -255,7 +258,7 @@ _ABSENT = object()
 
 
 class CommandWith(Protocol):
-    """Returns the command that accepts these paths and sets nothing at or below those in ``undo``."""
+    """Returns the command that accepts the paths in ``accept`` and does not change the paths in ``undo``."""
 
     def __call__(self, accept: Sequence[str], undo: Sequence[str] = (), /) -> str: ...
 
@@ -284,7 +287,7 @@ def compare(
     """Return all differences between the metadata of a checkpoint and of the current run, the most severe first.
 
     Metadata is ``{"recipe": ..., "provenance": ...}``; ``step`` is the checkpoint's. ``mismatches`` has one line for
-    each group of parameters that do not fit the model: a change of what builds the model is fatal then.
+    each group of parameters that do not fit the model. If there are any, changes of model, adapters and code are fatal.
     """
     changes = compare_recipes(before["recipe"], after["recipe"], step=step)
     same = _same_training_set(before["provenance"], after["provenance"])
@@ -329,7 +332,7 @@ def compare_recipes(before: RecipeJson, after: RecipeJson, *, step: int) -> list
 
 
 def recipe_differences(before: RecipeJson, after: RecipeJson) -> dict[str, tuple[str, str]]:
-    """Return both values as text of each path in which two recipes differ."""
+    """Return the paths in which two recipes differ, each with both values as text."""
     return {path: (_format_value(was), _format_value(now)) for path, was, now in _differences(before, after)}
 
 
@@ -423,7 +426,7 @@ def _covers_content(fingerprint: str | None) -> bool:
 
 
 def _code(before: Provenance, after: Provenance) -> Iterator[Change]:
-    """Compare the hashes of source files. A commit may have changed other files only."""
+    """Compare the hashes of source files, because a new commit may have changed only other files."""
     was, now = before.get("sources") or {}, after.get("sources") or {}
     changed = [name for name in now if was.get(name) and now[name] and was[name] != now[name]]
     if changed:
@@ -498,10 +501,10 @@ def _machine(before: Provenance, after: Provenance) -> Iterator[Change]:
 
 
 def require_accepted(changes: Sequence[Change], accept: Sequence[str], *, command: CommandWith) -> list[Change]:
-    """Return the changes of the maths; each must be covered by a path in ``accept``, one above it, or ``all``.
+    """Return the changes of class ``maths``. For each, ``accept`` must have its path, a path above it, or ``all``.
 
-    Accepting what does not differ is no error, so that a restarted job keeps its command. Raises UsageError with
-    everything that is fatal, not accepted, or not a path, and with the ``command`` that would work.
+    A path in ``accept`` may have no difference, so that a restarted job keeps its command. Raises UsageError that lists
+    fatal changes, changes that are not accepted and unknown paths, and gives the ``command`` that would work.
     """
     fatal = [each for each in changes if each.kind == "fatal"]
     maths = [each for each in changes if each.kind == "maths"]
@@ -545,7 +548,7 @@ def _without_options(words: Iterator[str], undo: Sequence[str]) -> Iterator[str]
 
 
 def _widest(wanted: Sequence[str]) -> list[str]:
-    """Return each of ``wanted`` that no other of them covers, once."""
+    """Return the paths in ``wanted`` that no other path in ``wanted`` covers, without duplicates."""
     return [path for path in dict.fromkeys(wanted) if not any(_is_in(path, up) for up in wanted if up != path)]
 
 

@@ -29,10 +29,10 @@ class EvaluationCost:
 
 
 def affordable_batches(plan: Plan, cost: EvaluationCost, within_s: float | None = None) -> int:
-    """Return the number of batches for evaluations during the run that fits into their budget; 0: the full set.
+    """Return the batches per evaluation with which all evaluations during the run fit their budget; 0: the full set.
 
-    ``within_s`` is the deadline of the run in seconds, if there is one. The result is a half of the set, a quarter, an
-    eighth, ...: two starts of one recipe time differently and choose alike.
+    ``within_s`` is the deadline of the run in seconds, if there is one. The result is a half, a quarter, an eighth, ...
+    of the set, so that two starts of a recipe choose the same number although their timings differ.
     """
     training_s, count = training_time_s(plan), evaluations(plan)
     if training_s is None or count <= 1:

@@ -38,7 +38,7 @@ class Scaled:
     def at(self, micro: int, accumulation: int) -> Trace:
         """Return the trace of a step with micro-batches of ``micro`` samples.
 
-        Of the micro-batches after the first, the trace contains one.
+        It contains the first micro-batch and, with accumulation, one of the others.
         """
         moments = [
             replace(
@@ -60,7 +60,7 @@ class Scaled:
 
     @cached_property
     def distinct(self) -> Mapping[tuple[Phase, str, Line, Line, Line], int]:
-        """The count of each kind of work. A kind is phase, dtype, and calls, FLOPs and bytes over the samples."""
+        """The count of each kind of work. A kind is phase, dtype, and the lines of calls, FLOPs and bytes."""
         return Counter(
             (
                 one.phase,
@@ -78,7 +78,7 @@ class Scaled:
 
     @cached_property
     def _hull_again(self) -> list[Line]:
-        """The hull with accumulation, without the inputs of the other micro-batches."""
+        """The hull of a step with accumulation. The inputs of the additional micro-batches are not included."""
         of_one = accumulate(replace(self.small, moments=tuple(one for one, _ in self._pairs)), 2)
         of_two = accumulate(replace(self.large, moments=tuple(two for _, two in self._pairs)), 2)
         lines = [self._line(one.total, two.total) for one, two in zip(of_one.moments, of_two.moments, strict=True)]
@@ -142,14 +142,14 @@ def accumulate(trace: Trace, accumulation: int) -> Trace:
 
 
 def tidy(trace: Trace) -> Trace:
-    """Count what follows the last backward pass, such as the norm of the gradients, as update."""
+    """Assign the moments after the last backward pass, such as the norm of the gradients, to the update."""
     last = max((i for i, moment in enumerate(trace.moments) if moment.phase == "backward"), default=len(trace.moments))
     rest = (replace(moment, phase="update") for moment in trace.moments[last + 1 :])
     return replace(trace, moments=(*trace.moments[: last + 1], *rest))
 
 
 def hull(lines: Iterable[Line]) -> list[Line]:
-    """Return the lines that are highest somewhere at or above 0 samples (the upper envelope), by rising slope."""
+    """Return the upper envelope of the lines from 0 samples on, by rising slope."""
     kept: list[Line] = []
     for fixed, each in sorted(set(lines), key=lambda line: (line[1], line[0])):
         while kept and kept[-1][0] <= fixed:

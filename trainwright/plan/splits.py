@@ -30,10 +30,10 @@ class Cut:
 class ModelShape:
     """The properties of a model that limit its layouts.
 
-    ``cuts`` is what tensor parallelism divides; ``cuts_sequence``: its plan says where the sequence is cut. ``blocks``
-    is the number of blocks that a pipeline divides, None if the model cannot be cut into stages; ``by_table``: a table
-    and not the model defines the stages; ``is_tied``: input and output layer share a weight.
-    ``takes_parts``: it can compute a part of a sequence.
+    ``cuts`` is what tensor parallelism divides; ``cuts_sequence``: the plan of tensor parallelism says where the
+    sequence is cut. ``blocks`` is the number of blocks that a pipeline divides, None if the model cannot be cut into
+    stages; ``by_table``: a table of module names, not the model, defines the stages; ``is_tied``: input and output
+    layer share a weight. ``takes_parts``: the model can compute a part of a sequence.
     """
 
     name: str

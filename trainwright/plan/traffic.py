@@ -54,10 +54,10 @@ class Traffic:
 class Activations:
     """Bytes per sample of the activations that ranks exchange.
 
-    ``stream`` is what a block hands to the next. ``tensor_`` are the tensors that tensor parallel layers all-reduce in
-    a block, ``once_`` outside of the blocks: in forward, in backward, and when activation checkpointing recomputes a
-    block (``again``). ``once_gathered`` are gathered. ``context_`` are the keys and values of full sequences, which the
-    ranks with parts of them gather in a block.
+    ``stream`` is what a block hands to the next. Tensor parallel layers all-reduce the ``tensor_`` tensors in each
+    block, and the ``once_`` tensors outside of the blocks, except ``once_gathered``, which they all-gather.
+    ``context_`` are the keys and values of full sequences that context parallelism gathers in each block. ``again``
+    means that activation checkpointing recomputes a block in backward.
     """
 
     stream: int = 0

@@ -79,8 +79,9 @@ def shard_layout(scaled: Scaled, weights: Weights, ranks: int, zero: Zero) -> Sc
 def shard_trace(trace: Trace, weights: Weights, ranks: int, zero: Zero) -> Trace:
     """Return the trace of a rank that holds one of ``ranks`` parts of weights, gradients and optimizer state (FSDP2).
 
-    During a pass the root's weights are whole, and those of two blocks at a time (with zero 1 and 2: of all). During
-    backward the gradients of a block and of the root are whole twice: as they were made, and as they are sent.
+    In forward and backward, the rank holds the full weights of the root and of two blocks at a time (with zero 1 and 2:
+    of all blocks). In backward, it holds the full gradients of the root and of one block twice: as computed, and in the
+    buffer that is sent.
     """
     # more than 1/ranks because of the padding
     part = weights.whole_bytes(ranks) / ranks / max(1, weights.whole_bytes())

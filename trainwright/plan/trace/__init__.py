@@ -7,11 +7,12 @@ traced_step            the Trainwright engine's step under fake tensors; returns
 layouts                the layouts of a recipe, each as two traces from which every micro-batch size is extrapolated
 run_forecast           the best layout for a device, the recipe as written, and remedies that make it fit
 resolve                decisions that a recipe leaves open, made before a run is built
-checkpointing_planner  chooses the activations that each block keeps within a budget in bytes; uses ``block_profile``
+many_ranks             the layouts of a recipe on several ranks
+finetuning             full fine-tuning, LoRA and QLoRA compared
+checkpointing_planner  chooses the activations that each block keeps within a budget in bytes
 local_device           the local CPU or GPU, described like a row of the device table
 
-The traced step uses ``tracker`` (lifetimes of storages), ``moments`` and ``caching_allocator`` (bytes over time),
-``work`` (FLOPs and bytes moved), ``data_dependent`` and ``hidden_memory`` with ``kernel_memory`` (results and memory
-that fake tensors lack), ``fake_tensors``, ``simulated_cuda`` and ``simulated_lstm`` (the device), and
-``operator_call``. ``graph_profiler`` reads the autograd graph for ``trainwright graph``.
+The traced step uses ``tracker`` (lifetimes of storages), ``operator_call`` (FLOPs and bytes moved), ``hidden_memory``
+(memory that fake tensors do not show), and ``fake_tensors``, ``simulated_cuda`` and ``simulated_lstm`` (the device).
+``graph_profiler`` reads the autograd graph for ``trainwright graph``.
 """

@@ -250,13 +250,12 @@ def _first_samples(dataset: Dataset[object] | ReadyBatches, left_out: Collection
 
 
 IN_PLACE = ("_fused_sgd_", "_fused_adagrad_")
-"""Operators that write to their arguments and return nothing, so there is no shape to compute. torch 2.13 lacks them.
-"""
+"""Operators that return nothing, so no shape is computed. torch 2.13 has no kernels of them for fake tensors."""
 
 
 @cache
 def register_missing_kernels() -> torch.library.Library:
-    """Register them with torch at the first call, for the rest of the process."""
+    """Register empty kernels for ``IN_PLACE`` with torch at the first call, for the rest of the process."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in IN_PLACE:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):

@@ -1,10 +1,10 @@
 """Plans activation checkpointing: chooses what each block keeps so that a step's peak stays within a budget.
 
 Each block has a ladder of levels, from keeping only its input to keeping all activations. Outputs are ordered by
-recomputation seconds per byte. All blocks start at the lowest level. What a block keeps is held while the loss and all
-later blocks run backward, so it may keep more as long as no such moment exceeds the budget. The levels that save most
-seconds per byte are raised first; among equal ones the last block. The moments come from a trace of the complete step,
-and each choice is traced again: only its traced peak counts.
+recomputation seconds per byte. All blocks start at the lowest level. The outputs that a block keeps are held while the
+loss and all later blocks run backward, so the block may keep more as long as memory stays within the budget at all
+these moments. The levels that save the most seconds per byte are taken first; of equal levels, that of the last block.
+The moments come from a trace of the complete step, and each choice is traced again: only its traced peak counts.
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ class TraceFn(Protocol):
 class Speed:
     """Rates of a device, and host seconds for each operator, checkpointed block and observed operator.
 
-    To keep some outputs of a block, each of its operators passes through Python. A device that works while the host
-    continues (``overlaps``) hides that time, unless its operators are small.
+    If a block keeps some outputs, all its operators pass through Python. A device that works while the host continues
+    (``overlaps``) hides the time of Python, unless its operators are small.
     """
 
     flops_per_s: float
@@ -357,8 +357,9 @@ class CheckpointingPlanner:
         return self._seen[rungs]
 
     def _raise_levels(self, start: Candidate, budget: int) -> Rungs:
-        """Return the highest levels that the moments of ``start`` leave room for: along the hulls, then what still
-        fits.
+        """Return the highest levels that fit into the memory left at the moments of ``start``.
+
+        Raises levels along the hulls first, then to any level that still fits.
         """
         rungs = list(start.rungs)
         room = [budget - peak for peak in peaks_by_block(start.trace, self._paths)]

@@ -56,7 +56,7 @@ def simulated_device(name: str) -> torch.device:
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Enter a context in which every new tensor is fake: it has shape, dtype, strides and device, but no values.
 
-    The random state is restored, because operators draw from the generators even so.
+    The random state is restored, because operators on fake tensors also draw from the generators.
     """
     own = nn.Module._apply
     nn.Module._apply = _ModuleApply().apply  # type: ignore[method-assign]
@@ -74,7 +74,7 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __deepcopy__(self, memo: object) -> FakeTensorMode:
         """Return self.
 
-        A copied parameter would otherwise belong to another mode, and each view of it get its own storage.
+        Otherwise, a copied parameter would belong to another mode, and each view of it would get its own storage.
         """
         return self
 
@@ -85,7 +85,7 @@ def without_fake_tensors() -> AbstractContextManager[object]:
 
 
 class _ModuleApply:
-    """``Module._apply`` for fake tensors, which ``Module.to`` and the like call.
+    """``Module._apply`` for fake tensors; ``Module.to`` and similar methods call it.
 
     torch's version swaps the contents of two tensors, which it refuses for fake ones. Here parameters are replaced;
     tied parameters stay tied within one call.
@@ -144,7 +144,7 @@ def in_backward() -> bool:
 
 
 def next_sequence_number() -> int:
-    """Return the sequence number of the next autograd node of this thread; they rise by one."""
+    """Return the sequence number of the next autograd node of this thread; the numbers rise by one."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
@@ -155,7 +155,7 @@ def forget_casts() -> None:
 
 
 def use_foreach(optimizer: Optimizer) -> None:
-    """Set ``foreach`` as torch's optimizers do on CUDA; for fake tensors they would choose the loop."""
+    """Set ``foreach`` as torch's optimizers do on CUDA; for fake tensors, they would update one tensor at a time."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
             group["foreach"] = True

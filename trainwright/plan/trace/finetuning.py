@@ -26,8 +26,8 @@ METHODS: tuple[Method, ...] = ("full", "LoRA", "QLoRA")
 TRACED_TOKENS = 1024
 """Length of the shorter of two traced sequences; the other is twice as long.
 
-Memory and time of other lengths follow in a straight line. The mask of attention and its products are quadratic, and
-are underestimated for much longer sequences.
+Memory and time of other lengths are extrapolated linearly. The mask and the matrix products of attention grow
+quadratically, so they are underestimated for much longer sequences.
 """
 MAX_TOKENS = 1 << 20
 """The longest sequence that is considered if the model's configuration has no limit."""
@@ -38,7 +38,7 @@ class MethodForecast:
     """The forecast of one method with micro-batches of one sequence and activation checkpointing of each block.
 
     ``tokens`` is the length of the sequences of the recipe, ``max_tokens`` the limit of the model. ``sequences`` is the
-    number of sequences of a step, ``steps`` that of the run (None: limited in time).
+    number of sequences per step, ``steps`` the number of steps of the run (None if it is not known).
     """
 
     method: Method
@@ -85,8 +85,8 @@ def precision_on(device: Device) -> PrecisionName:
 def forecast_methods(loaded: Loaded, device: Device, parts: Parts | None = None) -> list[MethodForecast]:
     """Trace each method, on fake tensors, with two short sequences.
 
-    Full fine-tuning keeps fp32 weights; LoRA and QLoRA keep the base model in bf16 (QLoRA: nf4) and fp32 adapters. A
-    recipe with ``model.lora`` gives the settings of the adapters.
+    Full fine-tuning keeps fp32 weights; LoRA and QLoRA keep the base model in bf16 (QLoRA: nf4) and fp32 adapters. If
+    the recipe has ``model.lora``, the adapters get its settings.
 
     Returns:
         The forecasts; none if the samples are not sequences of tokens.
@@ -183,7 +183,7 @@ def _tensors(sample: object) -> Iterator[Tensor]:
 
 
 def _resized(sample: object, tokens: int) -> object:
-    """Return the sample with ``tokens`` tokens: its own, repeated or cut."""
+    """Return the sample with its tokens repeated or cut to ``tokens``."""
     length = _length(sample)
 
     def resize(value: object) -> object:

@@ -153,8 +153,8 @@ def _in_order(loss: Tensor) -> list[AutogradNode]:
 def _saved_tensors(node: AutogradNode) -> tuple[list[tuple[str, Tensor]], int]:
     """Return the saved tensors of a node by name, and the number of those that saved-tensor hooks have packed.
 
-    Reading ``_saved_*`` would unpack them, and so run a checkpointed block again. A hook that is set on a saved tensor
-    gets the tensor without unpacking; torch refuses it if there is one already.
+    Reading ``_saved_*`` would unpack the tensors, and so run a checkpointed block again. Instead, a hook is set on each
+    saved tensor and receives it without unpacking; torch raises an error if the tensor has a hook already.
     """
     found: list[tuple[str, Tensor]] = []
     hidden = 0

@@ -41,8 +41,8 @@ ArgumentKey = tuple[object, ...]
 class KernelMemory(NamedTuple):
     """Bytes that one call allocates: ``scratch`` only inside the call; ``left`` remains after it.
 
-    ``left`` includes the outputs and hidden memory. If not ``exact``, the call was too large to make, and two smaller
-    ones differ in more than size.
+    ``left`` includes the outputs and hidden memory. If not ``exact``, the call was too large to make, and the bytes are
+    scaled from one smaller call.
     """
 
     scratch: int
@@ -110,7 +110,7 @@ def _make_argument(described: object) -> object:
 
 
 def _workspace(args: Sequence[Any]) -> Tensor:
-    """Return what the LSTM's forward pass keeps for ``args`` of its backward pass."""
+    """Return the workspace that the LSTM's forward pass makes for a backward pass with these ``args``."""
     backward, mode, hidden, layers, has_biases, train, both, sizes, first = args[13:22]
     made = aten.mkldnn_rnn_layer(*args[:7], backward, sizes, mode, hidden, layers, has_biases, both, first, train)
     workspace: Tensor = made[3]
@@ -148,8 +148,8 @@ aten = torch.ops.aten
 class HiddenMemory(NamedTuple):
     """Bytes of one call that its outputs do not show.
 
-    ``scratch`` lives only inside the call; ``workspace`` is held by its last output beyond the visible size. If these
-    are not exact, ``why`` gives the reason and ``bound`` the largest possible size, None if unknown.
+    ``scratch`` lives only inside the call. ``workspace`` is what the last output holds in addition to its visible size.
+    If these are not exact, ``why`` gives the reason and ``bound`` the largest possible size, None if unknown.
     """
 
     scratch: int = 0
@@ -162,7 +162,7 @@ Rule = Callable[[OperatorCall], HiddenMemory]
 
 
 def hidden_memory(device: DeviceName, call: OperatorCall) -> HiddenMemory | None:
-    """Return the memory of a call that its outputs do not show, or None for none."""
+    """Return the memory of a call that its outputs do not show, or None if no rule covers the operator."""
     rule = RULES[device].get(call.op._overloadpacket)
     if rule is None and device == "cuda":
         rule = CUDA_BY_NAME.get(call.op._schema.name)

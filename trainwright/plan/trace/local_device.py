@@ -23,7 +23,7 @@ _PROBE_S = 0.05
 
 
 def nominal_cpu(machine: Machine) -> Device:
-    """Return a CPU by nominal figures of its cores, for decisions that must be the same each time."""
+    """Return a CPU with nominal figures for its cores, for decisions that must be the same each time."""
     bf16 = {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_flags)
     flops = {"fp32": 40e9 * machine.cores, **({"bf16": 80e9 * machine.cores} if bf16 else {})}
     return Device(
@@ -37,7 +37,7 @@ def nominal_cpu(machine: Machine) -> Device:
 
 
 def measured_cpu(machine: Machine) -> Device:
-    """Return this CPU by a probe of a quarter of a second: the rates of matrix products and copies."""
+    """Return this CPU with measured rates of matrix products and copies. Takes about a quarter of a second."""
     flops = {"fp32": _matmul_flops(torch.float32)}
     if {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_flags):
         flops["bf16"] = _matmul_flops(torch.bfloat16)
@@ -59,7 +59,7 @@ def measured_cpu(machine: Machine) -> Device:
 
 
 def local_device(*, probe: bool = True) -> Device:
-    """Return the first CUDA device by its row in the table, else the CPU. Its memory is what is free now.
+    """Return the first CUDA device, with its row in the table, else the CPU. ``memory_bytes`` is the memory free now.
 
     A GPU that is not in the table gets the figures of the row nearest in memory, as ``source`` states.
     """

@@ -1,8 +1,8 @@
-"""Traces what one rank computes of a model: the weights, layers and activations that a layout leaves to it.
+"""Traces the part of a model that one rank computes: the weights, layers and activations that a layout gives to it.
 
-A model with equal blocks is traced with two of them, and ``plan.grow`` adds the others. For tensor parallelism the
-layers are made as small as a rank has them, so a trace shows that rank's memory. The communication between ranks is
-counted from the layers that they divide.
+A model with equal blocks is traced with two of them, and ``plan.many_ranks.grow_trace`` adds the others. For tensor
+parallelism, the layers are reduced to the part of one rank, so a trace shows the memory of that rank. The communication
+between ranks is counted at the divided layers.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from trainwright.recipe.schema import TensorStyle
 
 TRACED_BLOCKS = 2
 GATHERS_PER_BLOCK = 2
-"""Tensors that ranks with parts of a sequence gather in a block: keys and values."""
+"""Tensors that context parallelism gathers in each block: keys and values."""
 MIN_SEQUENCE_PART = 2048
 """The shortest part of a sequence that ``auto`` considers, in positions. Shorter parts leave little computation between
-exchanges; those of Llama 3 have 8,192 (arXiv:2407.21783, 3.3.2).
+exchanges; the parts in the training of Llama 3 had 8,192 positions (arXiv:2407.21783, 3.3.2).
 """
 
 
@@ -64,10 +64,10 @@ Sizes = dict[str, list[int]]
 
 @dataclass
 class ExchangeLog:
-    """Bytes that one step of the traced model exchanges for divided layers: a list of calls for each module.
+    """Bytes that one step of the traced model exchanges for divided layers: for each module, the bytes of each call.
 
-    ``stream`` are the outputs of blocks. A second call comes from activation checkpointing. ``parts`` are the keys and
-    values that ranks with parts of a sequence gather, in call order.
+    A second call comes from activation checkpointing. ``stream`` has the outputs of blocks. ``parts`` has the keys and
+    values that context parallelism gathers, in call order.
     """
 
     forward: Sizes = field(default_factory=dict)
@@ -113,7 +113,7 @@ def survey_ranks(loaded: Loaded, device: Device, *, parts: Parts | None = None, 
     """Trace what ranks compute of a recipe, once for all layouts on ``device``.
 
     For tensor and context parallelism, traces all powers of two that fit model, sequences and machine, and the recipe's
-    degree. If the recipe ``decides``, only its degree is traced for each axis that it does not leave open.
+    degree. If ``decides``, an axis for which the recipe sets a degree is traced with this degree only.
     """
     recipe, blueprint = loaded.recipe, make_blueprint(loaded, parts)
     size = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation).size
@@ -156,7 +156,7 @@ def _has_long_parts(blueprint: Blueprint, shape: ModelShape, ranks: int) -> bool
 
 
 class _LastPart:
-    """The sequence part of the last of ``ranks`` ranks; the other parts are taken to equal it."""
+    """The sequence part of the last of ``ranks`` ranks; the other parts are assumed to equal it."""
 
     def __init__(self, ranks: int, gathered: list[int]) -> None:
         self._ranks, self._gathered = ranks, gathered
@@ -180,7 +180,7 @@ def _without_chunks(loaded: Loaded) -> Loaded:
 
 
 def shape_of(blueprint: Blueprint) -> ModelShape:
-    """Return the limits that a model sets for its layouts; without ``cuts`` it has no plan for tensor parallelism."""
+    """Return the limits that a model sets for its layouts; ``cuts`` is empty without a plan for tensor parallelism."""
     ask = blueprint.loaded.recipe.parallel
     with fake_tensors():
         model = blueprint.model(torch.device("cpu"))
@@ -195,9 +195,9 @@ def shape_of(blueprint: Blueprint) -> ModelShape:
 def rank_model(
     survey: LayoutSurvey, policies: Sequence[str], *, tensor: int = 1, context: int = 1, chunked: bool = False
 ) -> RankModel:
-    """Return the model of a survey as each of ``tensor`` ranks has it before sharding.
+    """Return the part of a survey's model that each of ``tensor`` ranks computes, before sharding.
 
-    With ``context``, it is the model of the rank with the last part of each sequence. Costs two traces for each policy.
+    If ``context`` is above 1, this rank computes the last part of each sequence. Costs two traces for each policy.
     """
     blueprint, exchanged = survey.blueprint, ExchangeLog()
     divided = partial(_divide_layers, tensor=tensor, styles=blueprint.loaded.recipe.parallel.plan, exchanged=exchanged)
@@ -319,7 +319,7 @@ def _record_output(name: str, sizes: Sizes, _module: nn.Module, _inputs: object,
 
 
 def _record_input(name: str, sizes: Sizes, _module: nn.Module, inputs: object) -> None:
-    """Record the size of the input, which is that of its gradient."""
+    """Record the size of the input; its gradient has the same size."""
     sizes.setdefault(name, []).append(next((each.nbytes for each in _tensors(inputs)), 0))
 
 

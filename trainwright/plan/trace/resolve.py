@@ -43,8 +43,8 @@ class Resolved:
     """The recipe without ``auto`` in ``batch.micro``, ``optimizer.offload`` and ``parallel``.
 
     ``planned`` is the activation checkpointing for ``build_parts``, None if the recipe names a fixed policy.
-    ``degrees`` are the axes of several ranks, and ``chunked`` is True if the loss is computed in chunks; None if not
-    decided here.
+    ``degrees`` is the degree of each axis, and ``chunked`` is True if the loss is computed in chunks. Each is None if
+    it is not decided here.
     """
 
     loaded: Loaded
@@ -83,8 +83,8 @@ def _is_checkpointing_planned(recipe: Recipe) -> bool:
 def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks: int = 1) -> Resolved:
     """Decide what the recipe leaves open, for the free memory of ``device``. Costs nothing if nothing is open.
 
-    Each of ``ranks``, which may divide the weights, has such a device. ``by_plan`` of the returned recipe names what
-    was decided.
+    There are ``ranks`` ranks with such a device each; they may divide the weights. ``by_plan`` of the returned recipe
+    names the settings that were decided.
 
     Raises RecipeError for what cannot be built, UsageError when no choice fits the memory.
     """
@@ -151,7 +151,7 @@ def _with_layout(loaded: Loaded, degrees: Mapping[str, int], policy: str) -> Loa
 
 
 def is_for(stored: Mapping[str, Any], recipe: Recipe, ranks: int) -> bool:
-    """Return True if a stored decision is valid for ``ranks`` ranks; one without a layout is valid for any number."""
+    """Return True if a stored decision is valid for ``ranks`` ranks. Without a layout, it is valid for any number."""
     if (layout := stored.get("layout")) is None:
         return True
     degrees = {axis: getattr(recipe.parallel, axis) for axis in AXES}

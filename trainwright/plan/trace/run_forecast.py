@@ -158,7 +158,7 @@ def may_chunk(blueprint: Blueprint) -> bool:
 
 
 def settings(recipe: Recipe, best: Option, *, chunked: bool) -> tuple[str, ...]:
-    """Return the recipe changes needed to run as ``best``. ``chunked``: a run chunks the loss without them."""
+    """Return the recipe changes needed to run as ``best``. ``chunked``: a run without changes chunks the loss."""
     found = []
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
     if recipe.batch.micro == "auto" or best.micro != batch.micro:

@@ -94,7 +94,7 @@ _LIBRARIES: list[torch.library.Library] = []
 def register_simulated_cuda() -> torch.device:
     """Return the simulated device, registered with torch at the first call, for the rest of the process.
 
-    Raises UsageError if another backend has taken torch's only slot for one.
+    Raises UsageError if another backend has taken torch's only slot for a backend of this kind.
     """
     if not _LIBRARIES:
         taken = torch._C._get_privateuse1_backend_name()

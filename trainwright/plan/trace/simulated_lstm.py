@@ -1,7 +1,8 @@
 """Shape functions of cuDNN's LSTM: one operator for all layers and positions, with its reserve for the backward pass.
 
-Without it an LSTM on the simulated device would become the operators of each position. On a real GPU the backward pass
-would fail, because torch's shape function of cuDNN's RNNs returns no buffer of weights.
+Without this operator, an LSTM on the simulated device would be traced as separate operators for each position. For fake
+tensors on a real GPU, the backward pass would fail, because torch's shape function of cuDNN's RNNs returns no buffer of
+weights.
 Shapes: T positions, B rows, D input width, H hidden width; with ``batch_first`` B and T change places.
 """
 

@@ -165,10 +165,9 @@ def trace_step(
     """Return the memory and work of one steady-state step on ``device``, which need not be present.
 
     ``make`` is called under fake tensors, so it may build a model of any size, on the device that it gets. One step
-    runs;
-    the optimizer state that it makes counts as held before. ``caches`` is passed to ``Precision``. The state of the
-    process (random numbers, default dtype, autocast) is restored, except for the simulated CUDA device, which stays
-    registered: see ``simulated_cuda``.
+    runs; the optimizer state that the step makes counts as held before it. ``caches`` is passed to ``Precision``. The
+    state of the process (random numbers, default dtype, autocast) is restored, except for the simulated CUDA device,
+    which stays registered: see ``simulated_cuda``.
 
     Raises UsageError for a step that cannot be simulated, such as one whose shapes depend on values, and whatever
     ``make`` raises.
@@ -304,7 +303,7 @@ class _NoUpdate(Optimizer):
 
 
 def kind_of(storage: TrackedStorage) -> Kind:
-    """Return the kind of a storage. If none is set: activations if forward made it and backward freed it."""
+    """Return the kind of a storage. If none is set: activations if forward made it and did not free it."""
     if storage.kind is not None:
         return storage.kind
     of_forward = storage.made_in in ("forward", "checkpointing")

@@ -104,7 +104,7 @@ class ModulePaths:
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode above FakeTensorMode. Operators that depend on values always get a result from it.
+    """A dispatch mode above FakeTensorMode. It calls each operator with ``call_without_values``.
 
     Events are recorded between ``record`` and ``end``. The caller marks the start of each micro-batch and of the
     update; the tracker detects the backward pass, and the forward passes that activation checkpointing repeats in it.
@@ -151,7 +151,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record(self, call: OperatorCall, module: str) -> None:
         phase = self._phase
-        made = [  # an output that shares the storage of one before it is in _live by then
+        made = [  # if two outputs share a storage, it is in _live from the first of them on
             self._storage(tensor, phase, module)
             for tensor in call.outputs()
             if tensor.untyped_storage()._cdata not in self._live
@@ -166,7 +166,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._freed += scratch
 
     def _hidden(self, call: OperatorCall, made: list[TrackedStorage]) -> list[TrackedStorage]:
-        """Return the memory inside the call as one storage; a workspace that it leaves is added to its last output."""
+        """Return the memory used only inside the call as one storage; add a workspace that stays to the last output."""
         extra = hidden_memory(self.device, call) if made else None
         if extra is None:
             return []
@@ -237,7 +237,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add_event("", "", [])
 
     def move_before(self, kind: Kind, tensors: Iterable[object]) -> None:
-        """Count what the step made to keep, such as the optimizer's state, as held before it: a steady state."""
+        """Count storages that the step makes and keeps, such as optimizer state, as held before it (steady state)."""
         self.set_kind(kind, tensors)
         early = {id(storage) for storage in self._live.values() if storage.kind == kind}
         for event in self.events:
@@ -253,7 +253,7 @@ aten = torch.ops.aten
 def call_without_values(op: OpOverload, args: OpArgs, kwargs: OpKwargs) -> OpResult:
     """Call the operator. If the result depends on values, return the most expensive one.
 
-    A number that is read (``.item()``) is False or 1: a step is not skipped, a norm is clipped, a weight counts.
+    ``.item()`` returns False or 1, so that a step is not skipped, a norm is clipped and a loss weight is not 0.
     ``nonzero`` and masks select every element. Raises UsageError for other operators whose result depends on values.
     """
     packet = op._overloadpacket
@@ -289,7 +289,7 @@ def _grouped_product(
 
 
 def _in_dtype_of(x: Tensor, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Give the gradient of ``x`` its dtype; fake tensors use the weight's, which is fp32 under autocast."""
+    """Convert the gradient of ``x`` to the dtype of ``x``. Fake tensors use the weight's: fp32 under autocast."""
     first = grads[0]
     return (first if first is None or first.dtype is x.dtype else first.to(x.dtype), *grads[1:])
 
