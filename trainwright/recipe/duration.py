@@ -19,7 +19,7 @@ from trainwright.errors import UsageError
 
 Unit = Literal["steps", "ep", "s", "tok", "run", "samples", "USD", "kWh"]
 BUDGETS = ("USD", "kWh")
-"""Units of the length of a run only (``until``): what it may cost."""
+"""Units of a cost limit. Only ``until``, the length of a run, accepts them."""
 
 # Accepted spellings -> (unit, factor).
 SPELLINGS: dict[str, tuple[Unit, float]] = {
@@ -56,7 +56,7 @@ def _error(rule: str, remedy: str = f"write for example {EXAMPLES}") -> UsageErr
 class Duration:
     """``value`` of ``unit``: steps, ep(ochs), s(econds), tok(ens), samples, or run (a fraction of the run).
 
-    Raises UsageError when the value is negative, not finite, not whole if it counts things, or a fraction above 1.
+    Raises UsageError if the value is negative, not finite, a fraction of a step, token or sample, or more than 1run.
     """
 
     value: float
@@ -76,7 +76,7 @@ class Duration:
 
     @classmethod
     def parse(cls, text: str, *, allow_zero: bool = False) -> Duration:
-        """Parse such as ``1000steps``. Raises UsageError with a remedy."""
+        """Parse text such as ``1000steps``. Raises UsageError with a remedy."""
         number, spelling = _number_and_unit(text)
         unit, factor = SPELLINGS[spelling]
         duration = cls(_scale(number, factor), unit)

@@ -215,7 +215,7 @@ class Loaded:
         source: The place of each value.
         within_s: Limit in wall-clock seconds from the first step of the run to its end, everything included; None if
             there is no limit.
-        cost: The limit in USD or kWh that ``recipe.until`` is an estimate of; None without such a limit.
+        cost: The limit in USD or kWh from which ``recipe.until`` is estimated; None without such a limit.
         stated: The paths that the recipe or an override states.
         by_preset: The paths that the preset has set. All other paths have their defaults.
         by_plan: The paths that were left open (``auto``) and that the plan has decided for this run.
@@ -404,12 +404,12 @@ RECOMMENDED: Mapping[str, Settings] = {
     "optimizer.clip": {"optimizer.clip.by": "norm", "optimizer.clip.at": 1.0},
     "schedule.use": {"schedule.use": "cosine", "schedule.warmup": "0.05run"},
 }
-"""Settings by the path that must be unstated for them to apply: a schedule that is named gets no warm-up."""
+"""Settings of the preset, by the path that must not be stated for them to apply: a named schedule gets no warm-up."""
 SGD: Settings = {"optimizer.args.momentum": 0.9}
 SHORT_FORMS = ("model", "loss", "optimizer", "schedule")
 """Sections for which a bare name is short for ``{use: name}``."""
 MAX_PATH_KEYS = 4
-"""The maximum depth of paths that are distinguished. Arguments may nest deeper, without limit if Python made them."""
+"""The maximum number of keys in a stated path. Arguments may nest deeper, those from Python without limit."""
 
 
 def with_preset(recipe: Mapping[str, object]) -> tuple[dict[str, object], frozenset[str]]:

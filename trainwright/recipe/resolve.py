@@ -20,14 +20,12 @@ from trainwright.recipe.load import Loaded
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 LIVE = "live"
+"""The module in ``use:`` of an object that was passed in Python and cannot be built from a file."""
 
 
 def is_live(use: str) -> bool:
-    """Return True for an object that was passed in Python, to ``tw.fit``, so that no file can build it."""
+    """Return True for an object that was passed to ``tw.fit`` in Python, which a recipe file cannot build."""
     return use.startswith(f"{LIVE}:")
-
-
-"""The module in ``use:`` of an object that was passed in Python and cannot be built from a file."""
 
 
 class RecipePlaces(Protocol):
@@ -127,7 +125,7 @@ def make(use: str, args: Mapping[str, object], names: Mapping[str, Row], path: s
 def require_arguments(
     factory: Callable[..., Any], args: Mapping[str, object], use: str, path: str, source: RecipePlaces
 ) -> None:
-    """Raise RecipeError with every argument that a callable does not have, or lacks."""
+    """Raise RecipeError with every unknown and every missing argument of a callable."""
     try:
         signature = inspect.signature(factory)
     except ValueError:
@@ -159,7 +157,7 @@ def _nearest_module(name: str, places: Sequence[str]) -> str:
 
 
 def _describe(error: Exception) -> str:
-    """Return the error as text, with the line that raised it unless that is the call in this file."""
+    """Return the error as text, with the line that raised it, unless the call in this file itself raised it."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{text_of(error)}{at}"
@@ -178,8 +176,8 @@ def require_allowed(loaded: Loaded, packages: Sequence[str]) -> None:
     """Raise RecipeError, with every place, if the recipe names a callable outside of ``packages``.
 
     ``packages`` are names of packages or modules: ``torch.nn`` allows ``torch.nn:MSELoss``, not ``torch.hub:load``.
-    The names of built-in parts (``adamw``, ``cosine``) are always allowed. ``trust_remote_code: true`` is allowed by
-    that name.
+    The names of built-in parts (``adamw``, ``cosine``) are always allowed. ``trust_remote_code: true`` is allowed if
+    ``packages`` has ``trust_remote_code``.
     """
     problems = []
     for path, use in _callables(loaded.recipe.model_dump(mode="json"), ""):

@@ -1,7 +1,7 @@
 """The schema of a recipe: frozen values, each with a description for users and editors.
 
 It has no derived numbers: what follows from a recipe by arithmetic belongs to the plan. Rules that concern several
-keys raise a RecipeError with paths relative to their section; `check` makes them absolute.
+keys raise a RecipeError with paths relative to their section; `load.problems_of` makes them absolute.
 """
 
 from __future__ import annotations
@@ -164,11 +164,11 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 TensorStyle = Literal["column", "row", "column_gathered", "input", "per_head", "sequence", "scatter"]
 """The styles of a module under tensor parallelism: docs/how-to/divide-a-model.md."""
 StageStyle = Literal["first", "block", "last"]
-"""The pipeline stage of a module: the first, one of all, the last."""
+"""The pipeline stage of a module: the first, the last, or, for a block, one of all stages."""
 
 
 PLANNED = ("shard", "tensor", "pipeline", "context")
-"""The axes whose degree the plan chooses if it is ``auto``; that of the copies is derived."""
+"""The axes whose degree the plan chooses if it is ``auto``. The degree of ``replicate`` is derived from the others."""
 
 
 class Parallel(Section):
@@ -510,7 +510,7 @@ class Clip(Section):
     @model_validator(mode="before")
     @classmethod
     def _by_norm(cls, value: object) -> object:
-        """Let a bound without a measure bound the global norm; without this rule it would have no effect."""
+        """Set ``by: norm`` if only ``at`` is given, which would otherwise have no effect."""
         return {"by": "norm", **value} if isinstance(value, dict) and "at" in value else value
 
 

@@ -1,4 +1,4 @@
-"""Reads YAML text as plain values with the line of each, and writes it.
+"""Reads YAML text as plain values, each with its line, and writes YAML.
 
 PyYAML reads YAML 1.1, where ``1e-3`` is a string, ``no`` is false, ``010`` is eight and ``12:30`` is 750.
 Only its parser is used here. Scalars follow the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema).
@@ -226,8 +226,9 @@ class _Values:
         return values
 
     def _merge(self, node: MappingNode, path: str, depth: int) -> dict[str, object]:
-        """Return the keys of ``<<: *base`` or ``<<: [*a, *b]``; an earlier mapping wins, and the node's keys
-        over both.
+        """Return the keys that ``<<: *base`` or ``<<: [*a, *b]`` adds.
+
+        If several mappings have a key, the first mapping wins; the node's own keys win over all of them.
         """
         merged = [value_node for key_node, value_node in node.value if key_node.tag == _TAG + "merge"]
         bases = [base for item in merged for base in (item.value if isinstance(item, SequenceNode) else [item])]
