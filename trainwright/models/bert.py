@@ -44,7 +44,7 @@ class BERTConfig:
 class BERT(nn.Module):
     """ids_BT -> logits_BTV. ``blocks`` is the list that activation checkpointing and sharding wrap.
 
-    With ``hidden=True`` -> hidden_BTD, the input of ``head``: a chunked loss computes the logits in parts.
+    With ``hidden=True``, returns hidden_BTD, the input of ``head``, for losses that compute the logits in chunks.
     """
 
     tensor_plan = BERT_TENSOR_PLAN
@@ -115,7 +115,7 @@ def bert(**options: object) -> BERT:
     there is no padding mask, and all tokens are of the first type.
 
     Args:
-        vocab_size: Number of ids, the one that masks tokens included. Taken from the training set where a recipe leaves
+        vocab_size: Number of ids, including the id that masks tokens. Taken from the training set where a recipe leaves
             it out.
         block_size: The longest sequence.
         layers: Number of blocks.
@@ -124,8 +124,8 @@ def bert(**options: object) -> BERT:
         hidden: Width of the feed-forward networks. 0 means 4 * ``d_model``.
         types: Rows of the embedding of segment types; 0: none. Only the first row is used.
         tied: The output head shares the weights of the embedding.
-        pre_norm: Normalize the input of each branch, as GPT-2 does, instead of the sum after it, as published. It
-            trains with larger learning rates.
+        pre_norm: Normalize the input of each branch, as in GPT-2. The published BERT normalizes the sum after each
+            branch. With ``pre_norm``, larger learning rates train.
         dropout: Dropout of embeddings, attention and residual branches.
         norm_eps: Added to the variance in each LayerNorm.
 

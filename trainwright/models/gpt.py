@@ -20,10 +20,10 @@ from trainwright.models.options import configure, require_counts, require_dropou
 
 
 class LastPositions:
-    """The mask added to attention scores of queries at the last positions of the keys; one tensor for all blocks.
+    """The causal mask added to attention scores if the queries are the last positions of the keys.
 
-    Otherwise each block would store one for the backward pass, of size (positions of the part) x (positions up to its
-    end). Copies start without it.
+    All blocks share one tensor. Otherwise, each block would store a mask of (positions of the part) x (positions up to
+    the end of the part) for the backward pass. A deep copy makes its own mask at its first call.
     """
 
     def __init__(self) -> None:
@@ -284,7 +284,7 @@ class Block(nn.Module):
 
 
 class NGram(nn.Module):
-    """An embedding of the last ``order`` ids; the last row stands for "not that many before"."""
+    """An embedding of the last ``order`` ids; the last row is for positions with fewer previous ids."""
 
     def __init__(self, config: GPTConfig, order: int) -> None:
         super().__init__()
@@ -309,14 +309,14 @@ class NGram(nn.Module):
 class GPT(nn.Module):
     """ids_BT -> logits_BTV. ``blocks`` is the list that activation checkpointing and sharding wrap.
 
-    With ``hidden=True`` -> hidden_BTD, the input of ``head``: a chunked loss computes the logits in parts.
+    With ``hidden=True``, returns hidden_BTD, the input of ``head``, for losses that compute the logits in chunks.
     """
 
     tensor_plan = TENSOR_PLAN
     stage_ends = (("tokens", "positions", "ngrams", "dropout"), ("norm", "head"))
     """Modules of the first and of the last stage of a pipeline.
 
-    Without the former the input is x_BTD instead of ids_BT, without the latter the output is x_BTD.
+    A stage without the first modules gets x_BTD instead of ids_BT. A stage without the last modules returns x_BTD.
     """
 
     def __init__(self, options: GPTConfig) -> None:
@@ -416,7 +416,7 @@ class GPT(nn.Module):
         return hidden_BTD if ratio == 1 else hidden_BTD / ratio
 
     def fan_in_ratios(self) -> dict[nn.Parameter, float]:
-        """Return weights whose learning rate muP divides by the growth of their fan-in, with that growth (for Adam)."""
+        """Return the weights whose learning rate muP divides for Adam, each with the divisor, d_model / base_width."""
         ratio = self.options.width_ratio
         layers = (each for each in self.blocks.modules() if isinstance(each, nn.Linear))
         weights = (layer.weight for layer in layers if isinstance(layer.weight, nn.Parameter))
@@ -442,17 +442,19 @@ def gpt(**options: object) -> GPT:
         norm: LayerNorm, or RMSNorm.
         positions: Learned embeddings of the positions, or rotations of queries and keys (RoPE).
         activation: ``gelu`` is the tanh approximation, as in GPT-2. ``relu2`` is the square of ReLU. ``swiglu`` has a
-            hidden width of 8/3 ``d_model``, rounded up to a multiple of 8, so that its three matrices weigh about what
-            the two of the others do.
+            hidden width of 8/3 ``d_model``, rounded up to a multiple of 8, so that its three matrices have about as
+            many weights as the two matrices of the others.
         bias: Biases in linear layers and norms.
         tied: The output head shares the weights of the embedding.
         qk_norm: Divide each query and key by its root mean square (no gain).
         dropout: Dropout of embeddings, attention and residual branches.
-        bigram: Rows of an embedding of the pair (previous id, this id), which is added to the input; 0: none. It is
-            exact from ``vocab_size`` squared rows on, and hashed below. Every step updates all rows. Characters are
-            learned much faster with it: the validation loss on ``python-topics`` after 300 steps (3 layers of width 96)
-            was 1.66 without, 1.48 with 2,048 rows, and 1.29 with 8,192 rows and ``ngram: 5``.
-        ngram: The longest run of ids that gets such a table, each of ``bigram`` rows.
+        bigram: Rows of an embedding of the pair (previous id, this id), which is added to the input; 0: none. With at
+            least ``vocab_size`` squared rows, each pair has its own row; with fewer rows, pairs are hashed. Every step
+            updates all rows. Characters are learned much faster with it: the validation loss on ``python-topics`` after
+            300 steps (3 layers of width 96) was 1.66 without, 1.48 with 2,048 rows, and 1.29 with 8,192 rows and
+            ``ngram: 5``.
+        ngram: The longest sequence of ids with such an embedding. Each length from 2 on has a table of at most
+            ``bigram`` rows.
         zero_init_out: Start the residual projections, and a head that is not tied, at zero: each block begins as the
             identity.
         logit_softcap: Bound of the logits, by tanh; 0: none.

@@ -119,9 +119,9 @@ def _to_fp32(model: nn.Module) -> None:
 
 
 def merged_weights(weights: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with its adapters merged into the weights of the base model, by PEFT, under its names.
+    """Return a state dict of the base model into whose weights PEFT has merged the adapters.
 
-    The model is not needed. Names of a ``PeftModel`` lose their prefix.
+    The model is not needed. The names are those of the base model, without the prefix of a ``PeftModel``.
 
     Args:
         weights: The state dict of a model with adapters.
@@ -225,7 +225,7 @@ def _of_layer(config: Mapping[str, Any], kind: str, layer: str, default: str) ->
 
 
 def _is_transposed(weight: Any, parts: Mapping[str, Tensor]) -> bool:
-    """Return True if a layer has its weight as (in, out), as transformers' Conv1D; False for a square one."""
+    """Return True if the shape of a weight is (in, out), as in transformers' Conv1D; False for a square weight."""
     if not isinstance(weight, Tensor) or weight.dim() != 2 or "lora_A.weight" not in parts:
         return False
     rows, columns = weight.shape
@@ -241,7 +241,7 @@ def save_adapter(
     base: str | None = None,
     about: Mapping[str, str],
 ) -> int:
-    """Write the layout of ``PeftModel.save_pretrained`` from names and shapes alone; return the number of tensors.
+    """Write adapters as ``PeftModel.save_pretrained`` does, without the model. Return the number of tensors.
 
     Args:
         weights: The state dict of a model with adapters.

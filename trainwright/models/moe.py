@@ -52,15 +52,15 @@ class MoEConfig(GPTConfig):
 
     @property
     def width_of_expert(self) -> int:
-        """F:
+        """F, the hidden width of an expert.
 
-        ``expert_width``, or a width that makes the experts of a token together as wide as the network of a ``gpt``.
+        If ``expert_width`` is 0, the experts of a token are together about as wide as the network of a ``gpt``.
         """
         return self.expert_width or max(8, self.hidden_width // (self.active + self.shared) // 8 * 8)
 
 
 class Experts(nn.Module):
-    """x_BTD -> the weighted sum of the outputs of K experts for each token, and of those that all tokens share.
+    """x_BTD -> for each token, the weighted sum of the outputs of K experts, plus the output of the shared experts.
 
     ``bias`` and ``load`` (tokens of each expert since the last change of the bias) are buffers, so a checkpoint has
     them.
@@ -90,7 +90,7 @@ class Experts(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_ND = x_BTD.flatten(0, 1)
         weight_NK, expert_NK = self.route(x_ND)
-        order = expert_NK.flatten().argsort(stable=True)  # of the N K pairs, so that those of an expert are adjacent
+        order = expert_NK.flatten().argsort(stable=True)  # sorts the N K pairs (token, expert) by expert
         pairs = torch.ones_like(order, dtype=torch.float32)
         load_E = torch.zeros_like(self.load).scatter_add_(0, expert_NK.flatten(), pairs)
         if self.training:
@@ -196,7 +196,7 @@ def moe_gpt(**options: object) -> MoEGPT:
         norm: As in ``gpt``.
         positions: As in ``gpt``.
         activation: As in ``gpt``, of the experts too.
-        bias: As in ``gpt``; the experts have none, but for those that all tokens share.
+        bias: As in ``gpt``. Of the experts, only the shared ones have biases.
         tied: As in ``gpt``.
         qk_norm: As in ``gpt``.
         dropout: As in ``gpt``.
@@ -205,7 +205,7 @@ def moe_gpt(**options: object) -> MoEGPT:
         zero_init_out: As in ``gpt``.
         logit_softcap: As in ``gpt``.
         rope_base: As in ``gpt``.
-        init: As in ``gpt``, but for ``mup``.
+        init: As in ``gpt``; ``mup`` is not supported.
         base_width: As in ``gpt``.
         experts: Number of experts in each block.
         active: Number of experts of each token.

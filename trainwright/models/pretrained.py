@@ -36,11 +36,11 @@ DTYPES: Mapping[str, torch.dtype | None] = {
 }
 """Names of dtypes; ``auto`` is the dtype that the weights were saved in."""
 SAVED_AS = (".json", ".safetensors", ".jinja", ".model", ".txt", ".py")
-"""Suffixes of the files that define a model and its tokenizer. A model card does not."""
+"""Suffixes of the files that define a model and its tokenizer. Other files, such as a model card, are ignored."""
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "vocab.txt", "spiece.model"),
 )
-"""A folder with one of these files is that of a tokenizer."""
+"""A folder with one of these files contains a tokenizer."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -92,7 +92,7 @@ def unet(*, classes: int, channels: int = 3, width: int = 64, depth: int = 4) ->
         classes: Number of outputs per pixel. Taken from the training set where a recipe leaves it out.
         channels: Channels of the images.
         width: Channels of the first level; each level below has twice as many.
-        depth: How often the sides are halved; 2 to this power divides them.
+        depth: How often the sides are halved; the sides must be multiples of 2 ** ``depth``.
 
     Raises UsageError for a value that cannot be used.
     """
