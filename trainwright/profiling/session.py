@@ -1,4 +1,4 @@
-"""A profile of a loop, from the marks between its steps: first at full speed, then traced, then counted."""
+"""Profiles a loop that marks its steps: some steps run at full speed, then some are traced, then one is counted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TIMED_S = 1.0
 """Timing at full speed lasts until at least MIN_STEPS steps and TIMED_S seconds, or MAX_STEPS steps."""
 TRACED_STEPS = 3
 MIN_OCCASIONAL_FRACTION = 0.3
-"""A step has an evaluation, a save or an examination if this takes at least this fraction of it."""
+"""An evaluation, a save or an examination is attributed to a step if it takes more than this fraction of the step."""
 MIN_PLACE_FRACTION = 0.02
 """Places that take a smaller fraction of a step are left out."""
 
@@ -40,7 +40,7 @@ MIN_PLACE_FRACTION = 0.02
 class ProfileSession:
     """Profiles a loop whose training thread calls ``mark`` after each step.
 
-    Nothing is instrumented before ``after`` steps and once it is ``done``.
+    Nothing is instrumented during the first ``after`` steps, and once the session is ``done``.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ProfileSession:
             self._tracer = self._try("trace", lambda: StepTracer(self._roots))
 
     def _is_slow(self, total_s: float) -> bool:
-        """Return True for steps that take seconds, of which three are enough."""
+        """Return True if steps take seconds: three timed steps are enough then."""
         return len(self._steps) >= 3 and total_s > 10 * self._for_s
 
     def _trace_step(self) -> None:
@@ -178,8 +178,8 @@ class ProfileSession:
 def without_occasional_steps(steps: list[tuple[float, Counter[HostPlace]]]) -> list[tuple[float, Counter[HostPlace]]]:
     """Return the steps without those that an occasional evaluation, save or examination followed.
 
-    In so few timed steps, its fraction would be larger than in the run. If at least half of the steps have one, it is
-    usual and kept.
+    Among so few timed steps, the fraction of an occasional event would be larger than in the run. If at least half of
+    the steps have such an event, all steps are kept.
     """
     rare = [_has_occasional(places) for _, places in steps]
     return steps if 2 * sum(rare) >= len(steps) else [step for step, is_rare in zip(steps, rare) if not is_rare]
@@ -208,7 +208,7 @@ _SYNCHRONIZING |= dict.fromkeys(("masked_select", "_unique2", "unique_consecutiv
 class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode around one step. Code outside of passes and update, such as an evaluation, is not counted."""
 
-    is_the_watchs = True  # not a user's mode, because the recorder is inactive in those
+    is_the_watchs = True  # the recorder is inactive in a user's mode; this marks the mode as Trainwright's
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -249,7 +249,7 @@ class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._syncs[name, place.site, place.phase] += 1
 
     def work(self) -> tuple[Work, ...]:
-        """Return what was computed and moved."""
+        """Return the sums of calls, FLOPs and bytes."""
         return self._work.rows()
 
     def syncs(self) -> tuple[HostSync, ...]:

@@ -71,7 +71,7 @@ _is_user: dict[CodeType, bool] = {}
 class HostPlace(NamedTuple):
     """The position of a thread. ``label`` is the class of the running observer, or the function of user code.
 
-    ``site`` is the innermost line of user code; "" if that only called Trainwright code that is running.
+    ``site`` is the innermost line of user code; "" if Trainwright code runs that the user code has called.
     """
 
     phase: str
@@ -230,11 +230,11 @@ class TracedSteps:
         for event in sorted((e for e in self._raw if e.name() == "[memory]"), key=lambda e: e.start_ns()):
             held += event.nbytes()
             curve.append(held)
-        lowest = min([0, *curve])  # memory from before the trace is freed in it
+        lowest = min([0, *curve])  # the trace may free memory that was allocated before it
         return _peaks([each - lowest for each in curve])
 
     def kernels(self) -> dict[str, float]:
-        """Return the calls in a step of the kernels of a GPU and of compiled regions, by name."""
+        """Return the number of calls per step of GPU kernels and compiled regions, by name."""
         calls = Counter(event.name for event in self._on_device)
         calls.update(event.name for event in self._events if event.name.startswith(COMPILED_PREFIXES))
         return {name: count / self._steps for name, count in calls.most_common(MAX_KERNELS)}

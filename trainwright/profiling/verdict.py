@@ -29,7 +29,7 @@ class Hot:
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """The time of an operator without those that it calls. ``device_s``: on a GPU."""
+    """The time of an operator without the operators that it calls. ``device_s`` is the time on a GPU."""
 
     phase: str
     op: str
@@ -63,9 +63,9 @@ class ProfileFacts:
     """A profile. ``phases`` add up to ``step_s``, the mean over ``steps`` steps that ran without a profiler.
 
     ``busy`` is the fraction of the time in which a GPU computed, None on a CPU. ``workers`` is None if unknown.
-    ``kernels`` are calls of the kernels of a GPU and of compiled regions, by name.
-    ``memory`` are the bytes that tensors held over the traced steps. ``left_out`` are the steps that an occasional
-    evaluation, save or examination followed.
+    ``kernels`` are the calls per step of GPU kernels and compiled regions, by name. ``memory`` are the bytes that
+    tensors held over the traced steps. ``left_out`` is the number of timed steps that are not in the mean, because an
+    occasional evaluation, save or examination followed them.
     """
 
     device: str
@@ -102,22 +102,22 @@ Bound = Literal["input", "communication", "overhead", "own code", "launch", "mem
 MIN_REPORTED_FRACTION = 0.05
 """Minimum fraction of a step that is reported: smaller ones are within the noise of two cores."""
 MIN_BOTTLENECK_FRACTION = 0.25
-"""Minimum fraction of a step that waiting, saving, observers or user code take to be the bottleneck."""
+"""Waiting, saving, observers or user code are the bottleneck only from this fraction of a step on."""
 CALLS_PER_OPERATOR = 5
-"""On a CPU: host time of an operator in a training step, in calls of the smallest operator (autograd, modules)."""
+"""On a CPU: host time of an operator in a training step, with autograd and modules / host time of a small operator."""
 CACHED_BYTES = 1 << 20
 """On a CPU: the size up to which inputs and outputs of an operator stay in the caches, in bytes."""
 MAX_IDLE_GPU_FRACTION = 0.5
-"""Maximum fraction of time that a GPU computes if the host is the bottleneck."""
+"""If a GPU computes for less than this fraction of the time, the host is the bottleneck."""
 MIN_BF16_RATIO = 1.3
 """Minimum speed-up of bf16 over fp32 in the device's rates that makes bf16 worth a try."""
 TARGET_SAVING_FRACTION = 0.01
-"""Fraction of a step that saving takes after the advice."""
+"""Fraction of a step that saving should take; the advice on checkpoint.every is computed from it."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A change to try. ``settings`` of a recipe make it; if empty, only the user can. ``changes``: its side effect."""
+    """A change to try. ``settings`` make it in a recipe, () if only the user can. ``changes`` is its side effect."""
 
     name: str
     why: str

@@ -21,7 +21,7 @@ ROUNDS, MIN_ROUNDS = 9, 6
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """The median of the rounds and its lower bound; ``noise`` is the median difference of equal blocks."""
+    """The median of the rounds and its lower bound; ``noise`` is the median difference of blocks of the same code."""
 
     median: float
     at_least: float
@@ -30,7 +30,7 @@ class SpeedUp:
 
     @property
     def is_proven(self) -> bool:
-        """True if it is faster."""
+        """True if the lower bound counts as a gain."""
         return self.at_least >= MIN_SPEED_UP
 
 
@@ -45,8 +45,10 @@ def compare_timings(one: Callable[[], float], other: Callable[[], float], rounds
 
 
 def speed_up(ratios: Sequence[float], noise: Sequence[float]) -> SpeedUp:
-    """Return the order statistic below which the median lies in at most ``MAX_ERROR_PROBABILITY`` of all cases, for any
-    distribution.
+    """Return the median of the ratios and a lower bound of the true median.
+
+    The bound is an order statistic: for any distribution, the true median is below it with a probability of at most
+    ``MAX_ERROR_PROBABILITY``.
     """
     ordered = sorted(ratios)
     return SpeedUp(
