@@ -32,10 +32,10 @@ Smaller chunks read and write the gradient of the weight more often; see benchma
 """
 CHUNK_BYTES_ELSEWHERE = 1 << 28
 WEIGHT_GRADIENT_PARTS = {"cpu": 8}
-"""Number of parts in which the gradient of the weight is added if the matmul cannot accumulate it; 1 on other devices.
-"""
+"""Number of parts in which the gradient of the weight is added if the matmul cannot accumulate it, by device type; 1 on
+all other devices."""
 CLASS_ALIGNMENT = {"cpu": 1}
-"""The number of classes is padded with zero rows to a multiple of this; 64 on other devices.
+"""The number of classes is padded with zero rows to a multiple of this, by device type; 64 on all other devices.
 
 With rows of 50,257 16-bit numbers, only the first row is aligned to 16 bytes, and the matmuls of an H200 took seven
 times as long.
@@ -188,8 +188,9 @@ class _Chunked(torch.autograd.Function):
         elif ctx.spent:
             made = _pass(inputs, ctx.config, scale=grad)[1]
         else:
-            # In place if that is exact, because the gradient of the weight is the largest tensor here. This leaves its
-            # version counter unchanged. A second backward (retain_graph) is possible and computes them again.
+            # Scale the saved gradients in place where that is exact, because the gradient of the weight is the largest
+            # tensor here. ``.data`` leaves their version counters unchanged, so a second backward pass (retain_graph)
+            # is possible. It computes the gradients again.
             ctx.spent = True
             made = [each if each is None else _scaled(each, grad, in_place=True) for each in made]
         return *made, None, None, None

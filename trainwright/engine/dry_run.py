@@ -36,7 +36,7 @@ from trainwright.engine.step import clear_grads
 from trainwright.errors import OomReport
 from trainwright.optim.clip import global_norm
 
-MAX_COPIED_BYTES = 64 * 2**20  # size of weights; gradients and moments take as much again, each
+MAX_COPIED_BYTES = 64 * 2**20  # size of the weights; their gradients and each moment take as much again
 LONG_DRY_RUN_S = 2.0  # for all modes together; beyond it, more rounds cost more time than they are worth
 RUNS_PER_ROUND = 2  # with several modes: the first run after a change of the thread count is slower
 MAX_ROUNDS = 8  # the median hardly changes after this many
@@ -132,13 +132,14 @@ def dry_run(
 ) -> DryRun:
     """Run ``batch`` in all modes in turn and time it, until ``budget_s`` has passed and the times are known well.
 
-    Each of several modes runs at least four times, eight times if their precisions differ; a single mode three times.
-    Each runs two times if that takes two seconds. A batch that does not fit into memory is halved until it fits; its
-    times are scaled up. Then only the first mode runs, because each keeps memory in the kernels, and the update is not
-    timed.
+    A single mode runs at least three times. Several modes run at least four times each, or eight times if their
+    precisions differ. Once the dry run has taken two seconds, two runs of each mode are enough.
 
-    If the ranks of ``world`` divide the weights, all must call this together, with equally many samples or fewer, and
-    the first rank that runs out of memory ends the dry run.
+    A batch that does not fit into memory is halved until it fits, and its times are scaled up. From then on only the
+    first mode runs, because the kernels of each mode retain memory, and the update is not timed.
+
+    If the ranks of ``world`` divide the weights, all ranks must call this together. A rank may have fewer samples than
+    the others. The dry run ends if a rank runs out of memory.
 
     Raises:
         OutOfMemoryError: One sample does not fit.
@@ -182,7 +183,7 @@ def _timed(
 ) -> DryRun:
     in_a_row, rounds, least = (RUNS_PER_ROUND, 2, 1) if len(modes) > 1 else (1, 3, 2)
     if len({mode.precision.name for mode in modes}) > 1:
-        rounds = 4  # with 2, 1 of 7 starts on a busy machine chose fp32 for a ResNet that is 1.2 times as fast in bf16
+        rounds = 4  # with 2 rounds, 1 of 7 runs on a busy machine chose fp32 for a ResNet that bf16 makes 1.2x as fast
     loss_fn = as_loss_fn(loss)
     unscaled = replace(state, scaler=NoScaler())
     times: dict[tuple[PrecisionName, int], list[float]] = {(mode.precision.name, mode.threads): [] for mode in modes}
@@ -271,7 +272,7 @@ def _measure_first_forward(state: TrainState, batch: StepBatch, loss_fn: LossFn)
     outputs: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        is_weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)  # gathered temporarily
+        is_weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)  # full, gathered by FSDP
         for storage in _storages(tensor):
             if storage.data_ptr() not in own and not is_weight:
                 storages[storage.data_ptr()] = storage.nbytes()

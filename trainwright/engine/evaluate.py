@@ -104,8 +104,8 @@ def evaluate(
     A batch that does not fit into memory is evaluated in halves, and so are all later batches.
 
     Raises:
-        OutOfMemoryError: One sample does not fit, or memory ran out while ranks divide the weights, because all must
-            make the same calls.
+        OutOfMemoryError: One sample does not fit, or memory ran out on ranks that divide the weights. They cannot halve
+            a batch, because all ranks must make the same calls.
         UsageError: The model or the loss cannot process a batch.
     """
     loss_fn = as_loss_fn(loss)

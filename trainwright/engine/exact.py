@@ -110,7 +110,7 @@ def _are_subtrees(counts: Sequence[int]) -> bool:
 def tree_sum(leaves: Sequence[Tensor]) -> Tensor:
     """Sum in a binary tree that depends on the number of leaves only.
 
-    The left side has the largest power of two below that number.
+    The left subtree has the largest power of two that is below the number of leaves.
     """
     if len(leaves) == 1:
         return leaves[0]

@@ -39,7 +39,7 @@ runs on a side stream."""
 MAX_CAPTURES = 8
 """Maximum number of captures in a run. Each graph holds the activations of a step."""
 MAX_SHAPES = 64
-"""Maximum number of different batch shapes. After more, all steps run eagerly."""
+"""Maximum number of different batch shapes. If there are more, all further steps run eagerly."""
 CHECKED_REPLAYS = frozenset({0, 1, 64})
 """Indices of the replays of a graph that are compared with the eager step. The late one detects a model whose Python
 code changes its behavior after some steps."""

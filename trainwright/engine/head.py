@@ -1,9 +1,9 @@
 """Separates the last linear layer of a language model from the rest, so that the full logits are never stored.
 
-Supported are models whose forward has a keyword-only argument ``hidden=False`` (True: return the input of the head
-instead of logits) and which have the attribute ``head`` (an nn.Linear) and, if the logits are bounded,
-``logit_softcap``. Causal models of ``transformers`` are supported if their logits are the output of their last layer,
-bounded or not. That is tested once per model.
+A model is supported if its forward has a keyword-only argument ``hidden=False`` (True: return the input of the head
+instead of logits), and if it has the attribute ``head`` (an nn.Linear). A model that bounds its logits also needs the
+attribute ``logit_softcap``. Causal models of ``transformers`` are supported if their logits are the output of their
+last layer, bounded or not. That is tested once per model.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def hf_head_of(model: nn.Module) -> Head | None:
 
 
 def hidden_of_hf(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Return hidden_BTD of a model that has an ``hf_head_of``, called with these keyword arguments.
+    """Call a model, for which ``hf_head_of`` returns a head, with these keyword arguments and return hidden_BTD.
 
     Compiles the base model if the model is compiled.
     """

@@ -48,7 +48,7 @@ def refusal(error: Exception, model: nn.Module) -> UsageError | None:
         return None
     try:
         remedies = [found for rule in _RULES if (found := rule(call))]
-    except RuntimeError:  # a GPU that an id out of range has stopped cannot be read
+    except RuntimeError:  # an id out of range stops a GPU: its tensors cannot be read any more
         return None
     if not remedies:
         return None
@@ -137,7 +137,7 @@ def _ids(call: _Call) -> str:
 
 
 def _are_positions(ids: Tensor) -> bool:
-    """Return True if each id is the one before plus 1, or 0, where another packed sample begins."""
+    """Return True if each id is the previous id plus 1, or is 0 because another packed sample begins."""
     if not ids.dim() or ids.shape[-1] < 2:
         return False
     return bool(((ids[..., 1:] == ids[..., :-1] + 1) | (ids[..., 1:] == 0)).all()) and bool((ids[..., 1:] > 0).any())

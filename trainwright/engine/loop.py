@@ -61,8 +61,8 @@ NEVER = _Never()
 def save_after(error: Exception, state: TrainState, saving: Saver) -> None:
     """Save the state after an error between two steps, unless another rank is lost.
 
-    After a lost rank, a run that resumed from this state would lack the evaluation and the record of the step. If it
-    resumes from the checkpoint before, it repeats them.
+    After a lost rank, a run that resumed from this state would lack the evaluation and the record of the last step. A
+    run that resumes from the previous checkpoint repeats both.
     """
     if not isinstance(error, RankError):
         saving.rescue(state)
@@ -110,7 +110,7 @@ def for_seconds(budget_s: float) -> Until:
 
 
 class ByTheClock:
-    """A run that ends, including all work after its last step, within ``within_s`` seconds of ``clock`` from now.
+    """Ends a run within ``within_s`` seconds from now by ``clock``, including all work after its last step.
 
     Work between the steps (evaluation, examinations, samples) reduces the time for training. ``after_s`` is the known
     duration of the work after the last step. In addition, time is reserved for the longest pause so far and the pause

@@ -143,13 +143,13 @@ def measures_progress(loss: Callable[..., object]) -> bool:
 
 
 def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) -> Loss | Tensor:
-    """Run one forward pass. Raise UsageError unless it returns a 0-d tensor or a Loss of one.
+    """Run one forward pass. Raise UsageError unless it returns a 0-d tensor, or a Loss whose total is one.
 
     The weight is returned as a number, or on a GPU as a detached 0-d tensor on that device; metrics are returned as
     tensors. The sign of a weight on a GPU is not checked, because that would cost a host sync.
 
-    Rows of the micro-batch that a DataError names are replaced by ids of the dataset; ``where`` is added to its
-    message.
+    A DataError of the loss function names rows of the micro-batch. They are replaced by sample ids of the dataset, and
+    ``where`` is added to the message.
     """
     count_for(micro.size)
     try:
@@ -192,7 +192,7 @@ def _weight(weight: object, total: Tensor) -> Tensor | float:
             return weight.detach().to(total.device).reshape(())
         weight = float(weight.detach())
     if isinstance(weight, Real) and not float(weight) < 0:
-        number: float = weight  # type: ignore[assignment]  # an int stays one
+        number: float = weight  # type: ignore[assignment]  # an int stays an int
         return number
     got = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
     raise UsageError(
@@ -231,7 +231,7 @@ class _Supervised:
         output = model(*inputs)
         try:
             return Scored(self.loss(output, target), output, target)
-        except (TypeError, AttributeError) as error:  # it may take other arguments
+        except (TypeError, AttributeError) as error:  # the model may take other arguments
             error.add_note(
                 f"{_shown(self.loss)} was called as loss(output, target), with what the model returned: to get the "
                 "model and the batch instead, name its first parameter model"
@@ -330,7 +330,7 @@ def _how_to_fit(signature: inspect.Signature, kwargs: Mapping[str, object]) -> s
 def member(output: object, name: str, position: int) -> object:
     """Return a part of a model's output: an attribute, a key, or an element of a tuple.
 
-    A tensor is its only element.
+    An output that is a tensor counts as a tuple of one element.
     """
     if isinstance(output, Mapping) and name in output:
         return output[name]
@@ -381,10 +381,11 @@ def accumulate(
     in range. ``correction`` = provisional / true weight then makes the sum exact. It is exactly 1 when all
     micro-batches have equal weights. For a loss that returns a mean, the weights are the sample counts.
 
-    A micro-batch whose loss depends on no parameter (it may count nothing) has no backward pass. A micro-batch without
-    samples (the rank has none left) has weight 0.
+    A micro-batch whose loss depends on no parameter, for example because no item counts, has no backward pass. A
+    micro-batch without samples (the rank has none left) has weight 0.
 
-    ``last_backward`` is a context for the last backward pass. It receives the results, and returns those of all ranks.
+    ``last_backward`` is a context for the last backward pass. It receives the results of the forward passes on this
+    rank, and yields the results to return, for example those combined over all ranks.
     """
     outputs: list[Loss] = []
     size = batch.size or 1
@@ -474,7 +475,7 @@ def _nonzero(weight: Tensor | float) -> Tensor | float:
 def _combined(outputs: list[Loss], provisional: Tensor | float | None, size: int) -> Accumulated:
     totals = tuple(output.total for output in outputs)
     total = totals[0] if len(totals) == 1 else _sum(totals)
-    if provisional is None:  # totals are fractions of the mean
+    if provisional is None:  # each total is already its part of the mean
         return Accumulated(total, float(size), totals, {}, None)
     weight = _sum([output.weight for output in outputs])
     metrics = {name: _sum([o.metrics[name].detach() for o in outputs]) / weight for name in outputs[0].metrics}
@@ -491,8 +492,9 @@ def _sum(values: Sequence[N]) -> N:
 
 
 def loss_of_part(loss: Callable[..., Loss | Tensor], cut: Callable[[Tensor], Tensor]) -> LossFn:
-    """Return the loss on full batches (ids_BT, target_BT): the model computes its part, ``cut`` selects that of the
-    target.
+    """Return a loss function for full batches (ids_BT, target_BT) whose model computes only a part of each sequence.
+
+    ``cut`` selects the same part of the target.
     """
     loss_fn = as_loss_fn(loss)
 

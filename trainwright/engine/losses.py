@@ -20,7 +20,7 @@ Chunked = Literal["auto"] | bool
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Loss:
-    """Classification: batch ``(input, label_B)``, logits_BC; per label, with ``accuracy``.
+    """Classification of a batch ``(input, label_B)`` by logits_BC: sum over labels, with ``accuracy``.
 
     Dense labels, such as the mask of a segmentation, have the shape of the logits without dimension 1: label_BHW and
     logits_BCHW. Labels of -100 are not counted.
@@ -67,12 +67,12 @@ def _require_labels(logits_BC: Tensor, label_B: Tensor) -> None:
 def language_model(
     model: nn.Module, batch: Batch, *, chunked: Chunked = "auto", max_logits_bytes: int | None = None
 ) -> Loss:
-    """Next-token prediction: batch ``(ids_BT, target_BT)``, logits_BTV; per token that is not -100.
+    """Next-token prediction on a batch ``(ids_BT, target_BT)`` by logits_BTV: sum over targets that are not -100.
 
     With ``chunked=True`` the logits are computed in chunks, never all at once; the model must support it (see
-    ``engine.head``). ``"auto"`` does so if the model supports it and the logits would take more than
-    ``max_logits_bytes``, which the plan of a run sets; None: never. In training, the numbers that
-    ``model.training_metrics()`` returns are logged, if the model has that method.
+    ``engine.head``). ``"auto"`` computes in chunks if the model supports it and the logits would take more than
+    ``max_logits_bytes``; None: never in chunks. The plan of a run sets ``max_logits_bytes``. In training, the numbers
+    that ``model.training_metrics()`` returns are logged, if the model has that method.
 
     Raises:
         UsageError: ``chunked`` is True and the model does not support it.
@@ -88,7 +88,7 @@ def language_model(
 
 
 def mse(model: nn.Module, batch: Batch) -> Loss:
-    """Regression: batch ``(input, target)``; per element of the target.
+    """Regression on a batch ``(input, target)``: sum of squared errors over the elements of the target.
 
     Raises:
         UsageError: Output and target differ in shape: broadcasting would compare every sample with every other one.
@@ -113,7 +113,7 @@ def hf_causal_lm(
     chunked: Chunked = "auto",
     max_logits_bytes: int | None = None,
 ) -> Loss:
-    """Next-token prediction with a causal model of ``transformers``, per label that is not -100.
+    """Next-token prediction with a causal model of ``transformers``: sum over labels that are not -100.
 
     A batch is a mapping of ``input_ids`` and unshifted ``labels``, padded, packed or padding-free (see
     ``engine.token_batch``), or a pair ``(ids_BT, target_BT)`` with a shifted target. ``chunked`` and

@@ -131,7 +131,7 @@ class UpdateGuard:
         self._optimizers: Sequence[Optimizer] = ()
         self._handles: list[RemovableHandle] = []
         self._is_open = False
-        self._like: tuple[Tensor | None, torch.dtype] = None, torch.float32  # a parameter, and the type of its norm
+        self._like: tuple[Tensor | None, torch.dtype] = None, torch.float32  # first parameter, and dtype of its norm
         self._begin()
 
     def _begin(self) -> None:
@@ -142,7 +142,7 @@ class UpdateGuard:
         self.skipped = APPLIED
 
     def of(self, optimizers: Sequence[Optimizer]) -> Self:
-        """Return the context of a step that may update these.
+        """Return the context of a step that may update with these optimizers.
 
         Inside, a step of any other optimizer raises UsageError.
         """

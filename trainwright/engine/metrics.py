@@ -45,7 +45,7 @@ class RankedMetric(Metric, Protocol):
 
 @runtime_checkable
 class MergingMetric(Metric, Protocol):
-    """A metric that adds the state of others to its own, as those of ``torcheval`` do."""
+    """A metric that can merge the state of other metrics into its own, as the metrics of ``torcheval`` can."""
 
     def merge_state(self, metrics: Iterable[Any], /) -> object: ...
 
@@ -290,8 +290,8 @@ def _of_torchmetrics(metric: object) -> list[Any]:
 def synchronized(metric: object, world: World) -> Iterator[None]:
     """Make a metric of ``torchmetrics`` compute over the ranks of ``world``, and over no others.
 
-    By default it uses torch's default process group: this includes ranks that compute with the same samples, and its
-    backend may not support the device of the metric.
+    By default the metric uses torch's default process group. That group includes ranks that compute with the same
+    samples, and its backend may not support the device of the metric.
     """
 
     def gather(state: Tensor, group: object = None) -> list[Tensor]:  # noqa: ARG001 - the keyword of torchmetrics
@@ -346,7 +346,7 @@ def _column(values: Sequence[object]) -> object:
 
 
 def _numbers(name: str, found: object) -> Iterator[tuple[str, float]]:
-    """Yield a metric's value under its name, or several values under theirs."""
+    """Yield (name, value) of a metric that is one number, or (name.key, value) for each key of a mapping."""
     if isinstance(found, Mapping):
         for key, value in found.items():
             yield from _numbers(f"{name}.{key}", value)

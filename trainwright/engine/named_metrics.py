@@ -359,7 +359,7 @@ class NamedMetric:
 
 
 class LossPerplexity:
-    """Perplexity for a built-in cross-entropy loss: exp of its mean, without logits."""
+    """Perplexity for a built-in cross-entropy loss: exp of the mean loss. Needs no logits."""
 
     def __init__(self) -> None:
         self.reset()
@@ -499,7 +499,7 @@ CLASSIFICATION = {
     "calibration_error": "CalibrationError",
     "iou": "JaccardIndex",
 }
-"""Metrics of classes, and their names in ``torchmetrics`` without the kind of task."""
+"""Classification metrics by name, with the class name in ``torchmetrics`` without its prefix for the task."""
 REGRESSION = {
     "r2": "R2Score",
     "mape": "MeanAbsolutePercentageError",

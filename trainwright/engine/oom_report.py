@@ -98,7 +98,7 @@ def _place(trace: TracebackType | None, model: nn.Module) -> tuple[str, str]:
         if path.parent.name == "autograd" and path.name in ("__init__.py", "graph.py"):
             phase, module = "backward", ""
         elif frame.f_code.co_name == "_call_impl" and id(me := frame.f_locals.get("self")) in names:
-            phase = "forward" if phase == "loss" else phase  # else recomputed in the backward pass
+            phase = "forward" if phase == "loss" else phase  # else: recomputation in backward
             module = names[id(me)]
         trace = trace.tb_next
     return phase, module

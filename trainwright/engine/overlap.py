@@ -23,8 +23,8 @@ from trainwright.errors import RankError
 
 MIN_BUCKETS = 12
 """Minimum number of buckets, unless they get too small. The link is idle until the first bucket is complete, and the
-last one is sent after the pass: 4 and 7 % of a small GPT with 12 buckets, 11 and 12 % with 8. On gloo, a bucket costs
-each rank about 0.25 ms of processor time, so still more buckets hide less in a pass of 50 ms."""
+last bucket is sent after the pass. These two are 4 and 7 % of a small GPT with 12 buckets, 11 and 12 % with 8. On gloo,
+a bucket costs each rank about 0.25 ms of processor time, so even more buckets hide less in a pass of 50 ms."""
 MIN_BUCKET_BYTES = 2**18
 """Minimum size of a bucket. The all-reduce of a smaller one is dominated by latency."""
 

@@ -27,7 +27,7 @@ from trainwright.engine.step import clear_grads, device_of
 from trainwright.engine.user_log import collecting
 
 INTERVAL_STEPS = 256  # Two replays in this many steps take less than 1 % of the time
-NUM_REPLAYS = 2  # Replays of each batch, by the next ranks. With two ranks the second one is the rank itself.
+NUM_REPLAYS = 2  # Replays of each batch, by the next ranks. With two ranks, the second replay is on the rank itself.
 
 
 class Peers:
@@ -49,7 +49,7 @@ class Peers:
     def step_begins(self, state: TrainState, batch: StepBatch, parameters: Sequence[Tensor]) -> None:
         """Replays the batches of the ranks before this one, if the step is due, and records the gradients of the step.
 
-        ``parameters`` gives the order of the checksums. Those that the optimizer does not train have 0.
+        ``parameters`` gives the order of the checksums. The checksum of a parameter that is not trained is 0.
         The replays come first, because no gradients are in memory then. The step seeds the generators afterwards.
         """
         self._reset()
@@ -89,7 +89,10 @@ class Peers:
         self._own.clear()
 
     def step_ends(self) -> list[Checksums]:
-        """Returns the gradients of this rank, then those of its replays; [] if the step was not replayed."""
+        """Returns the checksums of this rank's gradients, then those of each replay.
+
+        Returns [] if the step was not due, a replay failed, or the passes of the step began more than once.
+        """
         own, replays, ids = self._own, self._replays, [*map(id, self._parameters)]
         is_complete = len(replays) == NUM_REPLAYS and self._num_attempts == 1
         self._reset()

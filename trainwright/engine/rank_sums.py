@@ -74,7 +74,7 @@ def share_buffers(state: TrainState, world: World) -> None:
 
 
 def sum_counts(state: TrainState, world: World) -> None:
-    """Sum the buffers that ``summed_over_ranks`` of a module names: they count what it saw in this step."""
+    """Sum the buffers that a module names in ``summed_over_ranks``, which count what the module saw in this step."""
     modules = state.model.modules()
     world.sum_([getattr(each, name) for each in modules for name in getattr(each, "summed_over_ranks", ())])
 
@@ -94,7 +94,7 @@ def fill_missing(optimizer: Optimizer, world: World) -> None:
 
 
 def settle_parts(optimizer: Optimizer) -> None:
-    """Sum gradients of which each rank holds a summand, such as those of a norm that saw part of a sequence."""
+    """Sum the gradients that are partial sums on each rank, such as those of a norm that saw part of a sequence."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad

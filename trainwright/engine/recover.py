@@ -2,7 +2,7 @@
 
 Only a step's passes over its data are retried here, up to the final gradients. They change nothing but gradients,
 buffers and generators, which are all restored. The weights of the sum do not depend on the split. For the update see
-``update.py``.
+``step.Update``.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Recovery:
     def _requested_limit(self, seen: OomSnapshot | None, pieces: StepBatch) -> int:
         """Return the limit that this rank requests.
 
-        NO_LIMIT, SAME_LIMIT, half of the size it tried, or 0 if nothing would help.
+        NO_LIMIT, SAME_LIMIT, half of the micro-batch size that was tried, or 0 if no smaller size can help.
         """
         if seen is None:
             return NO_LIMIT
@@ -204,7 +204,7 @@ class _Generators:
         self._torch = device, torchs
         self._python = read_python()
         words = words_of_numpy()
-        if words is None or words != self._words or self._numpy["has_gauss"]:  # its spare normal may be used up
+        if words is None or words != self._words or self._numpy["has_gauss"]:  # NumPy's cached normal may be used up
             numpys = np.random.get_state(legacy=False)  # takes 25 us
             assert isinstance(numpys, dict)
             self._words, self._numpy = words, numpys

@@ -1,7 +1,7 @@
 """The passes of a step whose weights are divided among ranks by torch's FSDP2, with exact sums.
 
 FSDP gathers the weights of a unit (a block) before it is computed, and sums its gradients during the backward pass;
-each rank sums its part. Therefore no point in time exists at which all ranks know that all have succeeded.
+each rank sums its part. Ranks thus communicate throughout the passes, and cannot first agree that all have succeeded.
 """
 
 from __future__ import annotations

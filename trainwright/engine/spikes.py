@@ -1,7 +1,7 @@
 """Actions on a spike of the gradient norm: warn, skip the update, or roll back some steps (as PaLM did by hand).
 
 Chowdhery et al. 2022 (PaLM, section 5.1) went back about 100 steps and skipped 200 to 500 batches. Here a rollback
-undoes the updates since the stored state, up to that of the spike, and no others.
+returns to a stored state. It undoes only the updates from there to the spike; no further batches are skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SpikePolicy = Callable[[Spike], SpikeAction]
 OnSpike = SpikeAction | SpikePolicy
 ACTIONS: tuple[SpikeAction, ...] = ("warn", "skip", "rollback")
 STEPS_BETWEEN_STATES = 16
-"""Steps between two states that a rollback may return to; it undoes at most twice as many updates."""
+"""Steps between two stored states. A rollback undoes at most twice this number of updates."""
 
 
 def require_policy(name: str, policy: object) -> None:
@@ -83,9 +83,9 @@ NO_SPIKES: SpikeHandler = _NoSpikes()
 class SpikeGuard:
     """Checks the gradient norm before each update; on a GPU this costs one host sync per step.
 
-    A rollback restores weights, buffers, optimizer state and the average of the weights of up to 32 steps before, or of
-    the start of this process; the reason says so if that is more recent. The step count, the learning rate and the data
-    continue. The ledger names every update that was undone.
+    A rollback restores weights, buffers, optimizer state and the average of the weights from at most 32 steps earlier.
+    A process that began more recently returns to its start, and the reason says so. The step count, the learning rate
+    and the data continue. The ledger names every update that was undone.
     """
 
     def __init__(self, policy: OnSpike) -> None:
@@ -124,7 +124,7 @@ class SpikeGuard:
     def after_step(self, state: TrainState, batch: StepBatch, done: Accumulated, grad_norm: Tensor) -> None:
         if self._spike is not None:
             self._roll_back(state, self._spike)
-        if not self._kept or self._spike is not None or self._is_skipped:  # a rollback could undo nothing
+        if not self._kept or self._spike is not None or self._is_skipped:  # nothing to record for a rollback
             return
         loss, ids = float(torch.stack(list(done.micro_losses)).sum()), tuple(batch.ids.tolist())
         self._since.append(SkippedStep(state.step, "", loss, float(grad_norm), None, ids, None))

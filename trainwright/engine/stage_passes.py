@@ -49,8 +49,8 @@ class PipelineStages(Protocol):
 class StagedPasses:
     """Runs micro-batches through all stages. ``world`` contains the ranks of the stages, in order.
 
-    Every micro-batch is padded to ``rows`` samples, and their number to one that the schedule supports. Padding has
-    weight 0.
+    Every micro-batch is padded to ``rows`` samples. Empty micro-batches are added until the schedule supports their
+    number. Padding has weight 0.
     """
 
     def __init__(self, stages: PipelineStages, world: World, rows: int) -> None:
@@ -63,7 +63,7 @@ class StagedPasses:
     def train(
         self, state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision, divisor: int
     ) -> list[Loss]:
-        """Leave the gradients of these samples in ``.grad``, with totals divided by ``divisor``.
+        """Run forward and backward passes; the gradients are in ``.grad``. Loss totals are divided by ``divisor``.
 
         Returns the loss of each micro-batch, on every stage.
         """
@@ -123,7 +123,7 @@ class StagedPasses:
 
 
 class _Work(NamedTuple):
-    """The micro-batches in progress. ``outputs`` are stored by micro-batch number; some are written twice."""
+    """The micro-batches in progress. ``outputs`` has the loss of each by its number; an entry may be written twice."""
 
     loss_fn: LossFn
     micro: Sequence[MicroBatch]

@@ -106,8 +106,8 @@ StepFn = Callable[[TrainState, StepBatch], StepResult]
 Probe = Callable[[TrainState], Mapping[str, Tensor]]
 """Reads the state inside the step: after backward and unscale, before clipping and the update."""
 ScheduleFn = Callable[[int, float], float | None]
-"""(completed steps, used fraction of the run) -> factor on every base learning rate; None if it set the rates itself.
-"""
+"""(completed steps, used fraction of the run) -> factor on every base learning rate. A function that sets the learning
+rates itself returns None."""
 
 
 def constant_lr(step: int, fraction: float) -> None:
@@ -270,7 +270,7 @@ class _DeviceWork:
 def count_step(state: TrainState, batch: StepBatch, counted: Counted) -> None:
     """Count the step.
 
-    ``counted`` is that of the unsplit batch: the tokens of a list of samples depend on the split.
+    ``counted`` must come from the unsplit batch, because the token count of a list of samples depends on the split.
     """
     state.step += 1
     state.num_samples += counted.samples
@@ -308,8 +308,8 @@ def _gradients(
 ) -> tuple[_Gradients, StepBatch, tuple[OomReport, ...]]:
     """Run the part of a step that can start again: it changes nothing but gradients, buffers and generators.
 
-    On several ranks, retries cover only the part before ranks communicate, because each must first know that all have
-    succeeded. Ranks that divide the weights cannot retry at all. Exact slices are never cut smaller.
+    On several ranks, retries cover only the part before ranks communicate, because ranks must agree that all of them
+    have succeeded. Ranks that divide the weights cannot retry at all. Exact slices are never cut smaller.
     """
     ranks = parts.ranks
     if ranks.exact:
@@ -363,9 +363,10 @@ def _passes(
 
 
 def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
-    """Run the passes of ranks that compute together. Gradients flow between them, so all use one known divisor.
+    """Run the passes of ranks that compute together. Gradients flow between ranks, so all use one known divisor.
 
-    Ranks that share their samples also know the number of tokens, which keeps fp16 gradients in range.
+    The divisor is the number of samples. Ranks that share their samples multiply it by the tokens per sample, which
+    keeps fp16 gradients in range.
     """
     parts.witness.gradients_are_cleared(state.optimizer)
     clear_grads(state.optimizer)
@@ -393,7 +394,7 @@ def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumul
 def _finish(state: TrainState, done: Accumulated, parts: _Parts, *, is_summed: bool = False) -> _Gradients:
     """Return the gradients as they will be applied, the same on every rank.
 
-    ``is_summed``: the results are those of all ranks, and the gradients were unscaled and summed.
+    ``is_summed``: ``done`` already combines all ranks, and the gradients are already unscaled and summed.
     """
     clip = parts.clip
     ranks = parts.ranks
@@ -494,7 +495,8 @@ def collect_grads(optimizer: Optimizer, done: Accumulated) -> tuple[list[Tensor]
 
 _VERSION = operator.attrgetter("_version")
 VERSION_COUNTED_PACKAGES = ("torch", "trainwright")
-"""Packages whose optimizers, if they have ``_init_group``, write where autograd counts it; others may use ``.data``."""
+"""Packages whose optimizers, if they have ``_init_group``, write so that autograd's version counters count it. Other
+optimizers may write to ``.data``, which is not counted."""
 
 
 class Update:
@@ -554,22 +556,22 @@ class Update:
 
 @torch.no_grad()
 def make_moments(optimizer: Optimizer) -> None:
-    """Create the state that torch's optimizers create in their first update, group after group between writes to
-    weights.
+    """Create the state of all groups before the first update.
 
-    Otherwise a group whose moments do not fit would leave the groups before it updated.
+    torch's optimizers create the state of a group right before they update that group. If memory ran out there, the
+    groups before it would be updated already.
     """
     for part in parts_of(optimizer):
         make = getattr(part, "_init_group", None)
         if make is None:
             continue
-        lists = len(inspect.signature(make).parameters) - 1  # it fills them with parameters, gradients, moments
+        lists = len(inspect.signature(make).parameters) - 1  # empty lists for parameters, gradients, moments
         for group in part.param_groups:
             make(group, *([] for _ in range(lists)))
 
 
 class _WriteTracker:
-    """Tracks writes of an optimizer to weights and state: version counters of tensors, values of numbers."""
+    """Detects writes of an optimizer to weights and state, by version counters of tensors and values of numbers."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._parts = optimizer, parts_of(optimizer)
@@ -592,7 +594,7 @@ class _WriteTracker:
         return [sum(map(len, state.values())) for state in self._states if self._is_counted]
 
     def is_of(self, optimizer: Optimizer) -> bool:
-        """Return True if the optimizer has the states that are listed here: loading others replaces them."""
+        """Return True if the optimizer still has the states listed here. Loading a state dict replaces them."""
         ids = [id(part.state) for part in parts_of(optimizer)]
         return ids == self._ids and self._num_entries_now() == self._num_entries
 
@@ -607,7 +609,7 @@ class _WriteTracker:
     def is_undone(self) -> bool:
         """Drop entries that were added to the state, which may be incomplete.
 
-        Return False if more was, or may be, written.
+        Return False if anything else was written, or may have been.
         """
         if not self._is_counted:
             return False

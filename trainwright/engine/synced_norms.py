@@ -1,7 +1,8 @@
 """BatchNorm with batch statistics over all ranks, as one process computes them from the full micro-batch.
 
-torch's SyncBatchNorm supports no CPU tensors. It also cannot exclude a sample: a rank without samples in a short last
-batch computes with one that belongs to another rank, which must not count. This implementation runs on any device.
+torch's SyncBatchNorm supports no CPU tensors. It also cannot exclude samples. That is needed in a short last batch: a
+rank that has no sample left computes with a copy of another rank's sample, which must not count twice. This
+implementation runs on any device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Converts a batch for causal language models to the arguments of the model and the label that follows each token.
 
-A batch has one of these layouts. Labels are not shifted, and -100 where no loss is carried.
+A batch has one of these layouts. Labels are not shifted; positions that carry no loss have the label -100.
 
 ==============  ========================================================================================
 pair            ``(ids_BT, target_BT)``; the target is shifted already
@@ -10,9 +10,9 @@ padding-free    ``input_ids``, ``labels``, each (B, T), and ``row_lengths``, a l
 ==============  ========================================================================================
 
 A padding-free batch is stored with one row for each sample, so that it can be divided among ranks and into smaller
-micro-batches. The model is called with rows of several samples. That is one row for attention that skips what a token
-does not see (flash, flex). Other attention computes a full mask, whose cost grows with the square of the row, so no row
-is longer than the longest sample.
+micro-batches. To call the model, several samples are joined into one row. Attention that skips masked positions (flash,
+flex) gets all samples in a single row. Other attention computes a full mask, whose cost grows with the square of the
+row length, so no row is longer than the longest sample.
 
 Shapes: B rows, T tokens of the longest row, D width.
 """
@@ -35,10 +35,11 @@ from trainwright.errors import UsageError
 
 
 def best_fit_decreasing(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Return bins of positions in ``lengths`` whose sums are at most ``room``, which no length exceeds.
+    """Divide items into bins of at most ``room``; return the positions in ``lengths`` of the items of each bin.
 
-    The longest item comes first, each into the fullest bin that has room for it. Equal lengths keep their order and of
-    equally full bins the oldest is filled, so the bins are a function of the lengths. Zero lengths are left out.
+    No length may exceed ``room``. Items are placed from the longest to the shortest, each into the fullest bin that has
+    room for it. Ties are broken by order: equal items keep their order, and the oldest of equally full bins is filled.
+    So the bins are a function of the lengths. Zero lengths are left out.
     """
     bins: list[list[int]] = []
     by_room: list[deque[int]] = [deque() for _ in range(room + 1)]  # bins by the length that still fits
@@ -71,8 +72,8 @@ class TokenBatch(NamedTuple):
     Attributes:
         inputs: Keyword arguments of the model.
         target: The label that follows each token; -100 if none.
-        by_row: The same targets with one row for each row of the batch.
-        places: Of a padding-free batch, the row and the position in it where each sample begins.
+        by_row: The same labels in the rows of the original batch.
+        places: For a padding-free batch, the row of each sample in ``inputs`` and the position where it begins.
     """
 
     inputs: dict[str, Any]
@@ -126,9 +127,10 @@ class RowLayout(NamedTuple):
     """The rows that samples are arranged in.
 
     Attributes:
-        tensors: For each position of a row, (R, T): the position of its token in the flattened batch, its position in
-            the sample, and True for padding, which is a sample of its own.
-        places: The row of each sample, and where in it the sample begins.
+        tensors: Three (R, T) tensors with a value for each position of each row: the index of its token in the
+            flattened batch, its position in its sample, and True if it is padding. Padding is numbered as a separate
+            sample.
+        places: The row of each sample, and the position in that row where the sample begins.
     """
 
     tensors: tuple[Tensor, Tensor, Tensor]

@@ -56,11 +56,12 @@ def count_for(samples: float) -> None:
 def log(**figures: float | Tensor | Loggable) -> None:
     """Log figures, images, texts and histograms from inside a step, a loss or an observer of ``tw.fit``.
 
-    The log gets the mean of a number since its last record, and the page draws it; the validation gets the mean over
-    its samples. A call in a loss counts by the samples of its batch, any other call once. For an exact mean over tokens
-    or pixels return ``tw.Loss(total, weight, metrics)`` instead. Of images, texts and histograms each record has the
-    newest of a name, and a validation the first. A tensor stays on its device until a record is due. Outside of a run
-    this does nothing, so a loss that calls it can be used anywhere. A loop under ``tw.watch`` has ``watch.log``.
+    Each record of the log has the mean of a number since the previous record, and the page draws it. A validation has
+    the mean over its samples. A call in a loss is weighted by the samples of its batch, any other call has weight 1.
+    For an exact mean over tokens or pixels return ``tw.Loss(total, weight, metrics)`` instead. Images, texts and
+    histograms are not averaged: a record has the newest one of each name, a validation the first one. A tensor stays on
+    its device until a record is due. Outside of a run this does nothing, so a loss that calls it can be used anywhere.
+    A loop under ``tw.watch`` has ``watch.log``.
 
     Observers run after the record of a step is written: their figures are in the next record.
 
@@ -100,7 +101,7 @@ class LoggedMeans:
     """The means of figures by name, and one image, text or histogram of each name.
 
     Tensors stay on their device until ``pop`` is called. ``weight`` applies to figures that are added from now on.
-    ``shows_first``: of the images of a name the first is kept, and not the newest.
+    ``shows_first``: keep the first image of each name instead of the newest.
     """
 
     def __init__(self, *, shows_first: bool = False) -> None:
