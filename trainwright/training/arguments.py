@@ -150,7 +150,7 @@ def object_arguments(
 
 
 def live_name(thing: object) -> str:
-    """Return the name for an object in a recipe. No file can build such an object."""
+    """Return the name under which a recipe mentions an object that was passed in Python, which no file can build."""
     if isinstance(thing, list | tuple):
         return f"{LIVE}:several"
     thing = getattr(thing, "func", thing)  # unwraps a partial
@@ -195,7 +195,7 @@ def _require_schedule(schedule: object) -> None:
 Named: TypeAlias = str | Mapping[str, object]
 """``"accuracy"``, or a mapping as in a recipe: ``{"use": "top_k", "args": {"k": 3}}``."""
 MetricsLike: TypeAlias = "str | Sequence[Named] | Mapping[str, Named | Metric | Callable[..., object]]"
-"""One name, several names, or a mapping from names to these or to objects."""
+"""One name, several of ``Named``, or a mapping from names to ``Named``, metric objects or functions."""
 
 
 def split_metrics(metrics: object) -> tuple[list[object], dict[str, object]]:

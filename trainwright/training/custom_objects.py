@@ -60,7 +60,7 @@ def build_live(parts: Parts, loaded: Loaded, plan: Plan) -> Live:
 
 
 def named_metrics(loaded: Loaded, loss: object) -> dict[str, object]:
-    """Return the metrics of a recipe by name. Built-in metrics get parameters of the outputs from ``loss``."""
+    """Return the metrics of a recipe by name. Built-in metrics get the arguments that ``loss`` implies."""
     found: dict[str, object] = {}
     for number, part in enumerate(loaded.recipe.metrics):
         path = f"metrics.{number}"

@@ -86,10 +86,10 @@ def time_workers(
     """Take batches at the pace of steps of ``compute_s`` seconds. Return the pace and a stream of the same batches.
 
     The training process is kept busy for ``compute_s`` between two batches, so it competes with the workers for cores
-    as in a real step. Batches that the workers had ready before (``workers`` times ``prefetch`` micro-batches) do not
-    count. At most ``most`` steps are read. If too few batches arrive in time, the wait is estimated from the time to
-    read one. The DataError of an unreadable batch is raised when the stream reaches it, so the batches before it are
-    trained on.
+    as in a real step. Batches that the workers had ready before the measurement (``workers`` times ``prefetch``
+    micro-batches) do not count. The batches of at most ``most`` steps are read. If no other batch arrives in time, the
+    wait is estimated from the time to read a batch. The DataError of an unreadable batch is raised when the stream
+    reaches it, so the batches before it are trained on.
     """
     kept: list[StepBatch] = []
     rest = batches

@@ -164,8 +164,8 @@ def fit(
         data: A Dataset, a DataLoader, a tuple or dict of tensors (or NumPy arrays) of the same length, or ready
             batches: any other iterable, or a function without arguments that returns one. The sampler, batch sampler,
             collate function and workers of a DataLoader are used. docs/how-to/data.md lists for each kind of data
-            which sample ids are known and how exactly it is resumed. Of a dict of datasets, such as a DatasetDict,
-            ``train`` is used for training, and ``validation``, ``val`` or ``valid`` as ``val``.
+            which sample ids are known and how exactly it is resumed. A dict of datasets, such as a DatasetDict, is
+            split: its ``train`` is used for training, and its ``validation``, ``val`` or ``valid`` as ``val``.
         loss: ``loss(output, target)``, such as ``nn.CrossEntropyLoss()``; or ``loss(model, batch)``, whose first
             parameter must be named ``model``; or a name such as ``"cross_entropy"``. It returns a mean, or a
             ``tw.Loss(total, weight)`` for exact weighting. None: the model returns its loss itself, as models of
@@ -200,8 +200,8 @@ def fit(
             decay on norms and biases. Other arguments take precedence.
         name: Name of the run and of its folder.
         settings: Any other recipe keys by path, ``{"optimizer.clip.at": 0.5}``, or as nested mappings.
-        resume: The folder of an earlier run of the same call, which is continued, or the URL of its copy.
-        accept: The path, or paths, of accepted differences to that earlier run: ``"optimizer.lr"``.
+        resume: The folder of an earlier run of the same call, or the URL of its copy. That run is continued.
+        accept: The recipe path or paths, such as ``"optimizer.lr"``, at which a difference to that run is accepted.
         metrics: Metrics over the full validation set, and over the training batches since the previous log record:
             names such as ``["accuracy", "f1"]`` (docs/reference/catalog.md lists them), or a mapping from names to
             objects with ``update(outputs, targets)``, ``compute()`` and ``reset()``, such as those of

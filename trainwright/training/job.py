@@ -1,6 +1,6 @@
 """Prepares a run: from a recipe to a Job, which holds everything before the first step. Nothing is trained here.
 
-``prepare`` goes through these stages. Each is a function of values that returns a new one:
+``prepare`` goes through these stages. Each is a function that makes a new value from those of earlier stages:
 
     find_hardware    the machine and the device of this rank
     decide           the recipe with all open settings decided
@@ -8,7 +8,7 @@
     plan_run         the plan, by arithmetic
     divide           the part of the model on this rank
     make_state       optimizer, schedule and state; in a resumed run loaded from the checkpoint
-    try_out          the stream of batches, and the plan with measurements of a dry run of the first one
+    try_out          the stream of batches, and the plan with measurements of a dry run of the first batch
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Job:
         batches: The stream of training batches.
         provenance: Code, packages, machine, data and seeds of this process.
         matmul: Process-wide precision of matrix multiplications.
-        accepted: Recipe paths of differences to the earlier part of the run that the user accepted.
+        accepted: Recipe paths at which the user accepted a difference to the earlier part of the run.
         mesh: The ranks by axis of parallelism.
         stages: The stages of a pipeline; None without one.
         measured: Measurements of the dry run.
@@ -206,7 +206,10 @@ class Job:
 
     @property
     def is_only_in_python(self) -> bool:
-        """True for live objects that no recorded function makes. Only the original script can resume such a run."""
+        """True if objects were passed in Python and no function that makes them is recorded.
+
+        Only the original script can resume such a run.
+        """
         return self.live and not self.parts.custom.rebuild.get("function")
 
     @property
@@ -242,7 +245,7 @@ def until_of(plan: Plan) -> Until:
 
 
 def until_of_job(job: Job) -> Until:
-    """Return the completed fraction as ``until_of`` does, or by wall-clock time if the run has a time limit."""
+    """Return the function as ``until_of`` does, or one for a run with a limit on energy or wall-clock time."""
     if (limit := job.loaded.cost) is not None and limit.unit == "kWh":
         meter, before_kwh = energy_meter(_gpu_indices(job.hardware)), job.used.kwh
         return for_energy(limit.value, lambda: before_kwh + meter())
@@ -255,7 +258,7 @@ def until_of_job(job: Job) -> Until:
 
 
 def is_watched(job: Job) -> bool:
-    """Return True if the doctor watches this run and replays steps. It cannot replay a step of several ranks."""
+    """Return True if the doctor watches this run and replays steps; False on several ranks, where it cannot replay."""
     return has_doctor(job) and job.world.size == 1
 
 
@@ -304,7 +307,10 @@ def make_advance(
 def step_graphs(
     job: Job, report: Callable[[str], None], runs_eagerly: Callable[[TrainState], bool] = lambda _state: False
 ) -> StepGraphs | None:
-    """Return what captures the steps of a job, if its recipe asks for it; else None. ``report`` gets the reason."""
+    """Return the object that captures the steps of a job in CUDA graphs; None if the job does not use graphs.
+
+    ``report`` gets the reason if graphs cannot be used.
+    """
     ask = job.recipe.graphs
     if ask is False:
         return None
@@ -491,7 +497,7 @@ def plan_run(resolved: Resolved, parts: Parts, request: Request, hardware: Hardw
 
 
 def _in_epochs(recipe: Recipe) -> str:
-    """Return the path of the first length of the recipe that is in epochs; "" without one."""
+    """Return the recipe path of the first length or interval that is given in epochs; "" if there is none."""
     lengths: dict[str, Duration | None] = {
         "until": recipe.until,
         "schedule.warmup": recipe.schedule.warmup,
@@ -605,7 +611,7 @@ def try_out(
     state = made.live.state
     _require_steps_left(loaded, made.live.plan, state)
     if earlier:
-        earlier.lock.beat(state.step + 1)  # reading its batch and the dry run belong to the step
+        earlier.lock.beat(state.step + 1)  # reading the first batch and the dry run count as part of this step
     data = open_data(made, recipe, divided.mesh, request, hardware)
     left_out = frozenset((*recipe.data.quarantine, *state.quarantine))
     supervision = audit_parts(made.parts, data.first, left_out) if world.rank == 0 else ()
@@ -673,7 +679,7 @@ def _generator_notes(job: Job) -> Iterator[Note]:
 
 
 def _require_steps_left(loaded: Loaded, plan: Plan, state: TrainState) -> None:
-    """Raise UsageError if a resumed run has already reached its end. ``within_budget`` does so for a cost."""
+    """Raise UsageError if a resumed run has already reached its end. ``within_budget`` checks a limit on cost."""
     recipe = loaded.recipe
     if loaded.cost is None and until_of(plan)(state) >= 1.0:
         done = f"{state.step:,} steps in {state.elapsed_s:.4g} s, until: {recipe.until}"
@@ -683,7 +689,7 @@ def _require_steps_left(loaded: Loaded, plan: Plan, state: TrainState) -> None:
 def _logits_limit(
     parts: Parts, resolved: Resolved, facts: RunFacts, memory: Device, earlier: Earlier | None
 ) -> dict[str, int | None]:
-    """Return the maximum size of logits in bytes before their loss is computed in chunks; empty for other losses.
+    """Return the size of logits in bytes above which the loss is computed in chunks; empty for a loss without chunks.
 
     The decision of an earlier part of the run is kept, because chunks change the last bits of the loss.
     """
@@ -838,7 +844,7 @@ def _with_first_batch(job: Job, facts: RunFacts, first: StepBatch, asked: str | 
 
 
 def _left_of_epoch(plan: Plan, state: TrainState, batch_size: int) -> int:
-    """Return the steps left in this epoch. The order of the next one must not be drawn before its last step."""
+    """Return the steps left in this epoch. Only after them may the order of the next epoch be drawn."""
     return (plan.steps_per_epoch or 0) - state.data.position // batch_size
 
 

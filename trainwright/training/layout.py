@@ -48,8 +48,8 @@ PIPELINE_WITHOUT_DRY_RUN = Note(
 def require_layout(loaded: Loaded, parts: Parts | None, ranks: int) -> None:
     """Raise RecipeError if the model cannot be laid out over ``ranks`` as the recipe requests.
 
-    Needs no communication. The model of a recipe is built on the meta device; if that fails, it is checked after it is
-    built.
+    Needs no communication. A model that a recipe names is built on the meta device for this check. If that fails, the
+    model is checked later, when it is built on the real device.
     """
     if parts is not None and parts.custom.advance is not None:
         require_custom_step_fits(loaded, ranks)
@@ -90,7 +90,7 @@ def lay_out(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.device) 
         return LaidOut(parts, notes=exchange_notes)
     if mesh.degrees.pipeline > 1:
         _require_no_weights(parts.loss)
-        if loaded.recipe.optimizer.use == "muon":  # a stage without the head would take its last layer for it
+        if loaded.recipe.optimizer.use == "muon":  # else a stage without the head takes its last layer for the head
             with at_recipe(loaded.source, "optimizer.args"):
                 setattr(parts.model, HEAD_NAMES, head_names(parts.model, loaded.recipe.optimizer.args.get("head")))
     stages = _divide_layers(parts, loaded, mesh, device)

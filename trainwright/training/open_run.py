@@ -207,10 +207,10 @@ class Reports:
 
 @contextmanager
 def open_run(job: Job, place: HeldFolder, process: Process, extras: Sequence[Extra] = ()) -> Iterator[OpenRun]:
-    """Open log, doctor, evaluation and saving, on a rank other than the first only what takes part in exchanges."""
+    """Open log, doctor, evaluation and saving. Ranks other than the first open only what takes part in exchanges."""
     opened = _open_on_first(job, place, process, extras) if process.is_first else _open_on_other(job, place, process)
     with opened as run:
-        if job.accepted:  # after a kill before the next save, the differences would have to be accepted again
+        if job.accepted:  # else, after a kill before the next save, they would have to be accepted again
             run.saving(job.state)
         yield run
 
@@ -274,7 +274,7 @@ def _open_on_first(job: Job, place: HeldFolder, process: Process, extras: Sequen
         with listening, _checkpoint_note(job, folder, saver), steps.window.collecting():
             until = until_of_job(job)  # starts its clock
             yield OpenRun(
-                # other ranks would wait for one that a signal stops
+                # several ranks: if a signal stopped one rank here, the others would wait for it
                 signals.batches(job.batches) if process.world.size == 1 else job.batches,
                 steps.advance if session is None else session.around(steps.advance),
                 until,
@@ -368,7 +368,7 @@ def make_ranks_observer(
 
 
 def _peers(job: Job) -> Peers | None:
-    """Return what replays steps of other ranks, if their gradients must have the same bits."""
+    """Return the object that replays passes of other ranks; None if a replay need not give the same bits."""
     parallel, custom, world = job.recipe.parallel, job.parts.custom.advance, job.mesh.sums
     if not job.recipe.deterministic or parallel.exact or parallel.sync_batchnorm or custom is not None:
         return None
@@ -392,7 +392,7 @@ def make_engine_session(job: Job, folder: RunFolder, say: Callable[[str], None])
         say=say,
         examine=job.recipe.log.examine,
         accumulation=job.plan.batch.accumulation,
-        keeps_last_steps=job.is_only_in_python,  # a recipe can train any step again
+        keeps_last_steps=job.is_only_in_python,  # any step of a recipe can be trained again
         finds_spikes=job.recipe.spikes.policy == "warn",
         dataset=job.parts.train.origin,
     )
@@ -432,7 +432,7 @@ def _saving(job: Job, place: HeldFolder, lock: RunLock, process: Process, logboo
         run_metadata=run_metadata(job),
         run=place.identity,
         folder_guard=folder_guard(place.folder, job, lock, place.identity, process.progress.say),
-        clock=process.world.clock if process.world.size == 1 else time.monotonic,  # other ranks have no say in it
+        clock=process.world.clock if process.world.size == 1 else time.monotonic,  # ``Ranks.clock`` needs all ranks
         shards=_sharded_save(job),
         copies=copies,
     )
@@ -551,7 +551,7 @@ def seconds_left(job: Job, measured: Measured, state: TrainState, until: Until, 
 
 
 def _evaluation_cost(job: Job, measured: Measured) -> EvaluationCost | None:
-    """Return the cost measured in this run; before its first evaluation that of the dry run."""
+    """Return the cost of an evaluation measured in this run; before the first one, the cost measured by the dry run."""
     cost, seconds = job.measured.evaluation_cost, measured.evaluation_s
     if seconds is None:
         return cost

@@ -123,7 +123,7 @@ class _Examination:
             yield
 
     def _is_here(self, use: str, names: Mapping[str, Row]) -> bool:
-        """Return True if ``use`` can be found on this machine, or must be."""
+        """Return True if ``use`` must be checked here; False for live objects and modules of another machine."""
         if is_live(use):
             return False
         if not self.elsewhere or use in names:

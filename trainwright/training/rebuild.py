@@ -65,7 +65,7 @@ def seeded(seed: int | None) -> Iterator[None]:
 def call_function(function: object, given: Mapping[str, Any]) -> FitArguments:
     """Call ``function``, or the function of that name. ``given``, the arguments of the call, override what it returns.
 
-    Raises UsageError for anything else than such a function.
+    Raises UsageError if there is no such function, or if it returns no arguments of ``tw.fit``.
     """
     given = {name: each for name, each in given.items() if each is not None and each is not False}
     given = {name: each for name, each in given.items() if not (isinstance(each, tuple) and not each)}

@@ -61,7 +61,8 @@ METADATA: Rule = {
     },
     "provenance": {"objects?": {"function": Maybe(TEXT)}},
 }
-"""The parts of the metadata of the earlier part that are read, whichever version wrote it."""
+"""The fields of the earlier part's metadata that are read. They are checked, because any version may have written them.
+"""
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class Earlier:
     Attributes:
         folder: The run folder.
         lock: The lock on it. A rank other than the first has none, and changes nothing in the folder.
-        checkpoint: The checkpoint; None if the run ended before its first save. It then starts at step 0 with the same
-            choices.
+        checkpoint: The checkpoint; None if the run ended before its first save. The run then starts at step 0 with the
+            same choices.
         run_metadata: Recipe, plan and provenance of the earlier part.
         accept: Recipe paths of accepted differences.
         again: Returns the command that accepts given differences.
@@ -118,8 +119,8 @@ class Earlier:
     def kept_from_plan(self, recipe: Recipe, facts: RunFacts, ranks: int = 1) -> ResumedValues:
         """Return values of the first plan that are kept unless the recipe has changed them.
 
-        They are fractions of the run (warm-up, ``keep_every``) or progress. Recomputed for a longer run, they would
-        differ from those already used.
+        Such a value is a fraction of the run (warm-up, ``keep_every``) or describes progress. Recomputed for a longer
+        run, it would differ from the value that the earlier part has used.
         """
         then, now, before = self.run_metadata["plan"], recipe.model_dump(mode="json"), self.run_metadata["recipe"]
         batch = batch_of(recipe.batch, facts.own_batches, ranks=ranks)

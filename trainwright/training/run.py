@@ -114,13 +114,13 @@ def train(
                 world=process.world,
                 complete=lambda _state: measure_norms(job, say),
             )
-            process.world.least(0)  # the first rank has saved: torchrun ends all ranks when one exits
+            process.world.least(0)  # wait for the save of the first rank: torchrun ends all ranks if one exits
             run.record_end(outcome, job.state)
         return finish(job, place, run, outcome, process)
 
 
 def _evaluate_base(job: Job, run: OpenRun, process: Process) -> None:
-    """Evaluate a pretrained model before its first step: what fine-tuning is compared with."""
+    """Evaluate a pretrained model before its first step, as the baseline for fine-tuning."""
     if run.evaluation is None or job.state.step or pretrained_of(job.state.model) is None:
         return
     listeners: list[EvaluationListener] = []
@@ -219,7 +219,7 @@ def enter_folder(job: Job, earlier: Earlier | None, process: Process, *, serve: 
 
 
 def _show_plan(progress: Progress, job: Job) -> None:
-    """Let the progress line show what the plan and the dry run know."""
+    """Pass epochs, reference losses and peak speed from the plan and the dry run to the progress line."""
     per_epoch, steps = job.plan.steps_per_epoch, job.plan.extent.steps
     progress.references, progress.peak_samples_s = job.marks, job.measured.peak_samples_s
     progress.has_epochs = per_epoch is not None
@@ -253,9 +253,9 @@ def nothing_to_save(signals: Signals) -> Iterator[None]:
 
 @contextmanager
 def _locked(folder: RunFolder, signals: Signals) -> Iterator[RunLock]:
-    """Hold the lock of a run folder. After an exception the lock keeps the step, as after a kill.
+    """Hold the lock of a run folder. After an exception the lock still names the step in progress, as after a kill.
 
-    The step is removed if it is not at fault: for a mistake in the call, a full disk, or a signal to stop.
+    The step is removed if it cannot be the cause: after a mistake in the call, a full disk, or a signal to stop.
     """
     lock = RunLock.acquire(folder.path)
     signals.on_received = lock.excuse

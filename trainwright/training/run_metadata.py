@@ -102,7 +102,7 @@ def _write_hub(folder: RunFolder, job: Job) -> None:
 
 
 def _given_template(dataset: object) -> str | None:
-    """Return the chat template that replaces the tokenizer's in this data set, which may be packed; None without."""
+    """Return the chat template of a data set (packed or not) that replaces the tokenizer's; None if it has none."""
     while dataset is not None:
         if isinstance(found := getattr(dataset, "given_template", None), str):
             return found

@@ -1,4 +1,4 @@
-"""Audits what a run is supervised by, before its first step."""
+"""Audits before the first step which labels of the data carry loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_SAMPLES_READ = 64
 def audit_parts(
     parts: Parts, first: StepBatch | None = None, left_out: Collection[int] = ()
 ) -> tuple[Supervision, ...]:
-    """Return the audits of the data sets: all of a tokenized set, of any other its first batch.
+    """Return the audits of the data sets: of a tokenized set in full, of any other training set by its first batch.
 
     Args:
         parts: Model, data sets and loss.
@@ -36,7 +36,7 @@ def audit_parts(
     limits = limits_of(parts.model)
     train = tokenized_set_of(parts.train.dataset)
     found = _audit_of_batches(parts, first, left_out)
-    if train is not None:  # its batches tell only if a collate function masks everything
+    if train is not None:  # its batches matter only if their collate function masks everything
         found = [audit_set(train, limits=limits), *(each for each in found if each.refusal is not None)]
     val = tokenized_set_of(parts.val.dataset) if parts.val is not None else None
     return (*found, *([audit_set(val, "val", train, limits)] if val is not None else []))
@@ -96,5 +96,5 @@ def _read_batches(data: Unwrapped, left_out: Collection[int]) -> Iterator[tuple[
     for sample in _read_samples(data, left_out):
         try:
             yield data.collate([sample]), []
-        except Exception:  # reading its batch reports the error
+        except Exception:  # training reports the error when it reads this sample
             continue
