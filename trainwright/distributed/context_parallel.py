@@ -1,7 +1,7 @@
 """Context parallelism: each rank computes a part of every sequence; keys and values are gathered for attention.
 
-torch's implementation uses operators that CPUs do not have. This one uses its all-gather and reduce-scatter, by
-DTensor.
+torch's implementation uses operators that CPUs do not have. This implementation uses torch's all-gather and
+reduce-scatter, by DTensor.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ContextPart:
     def before(self, x_BHTK: Tensor) -> Tensor:
         """Gather keys or values up to this rank's part.
 
-        Backward sums their gradients of all ranks: a reduce-scatter.
+        The backward pass sums the gradients of these keys or values over all ranks, by a reduce-scatter.
         """
         length = x_BHTK.shape[2]
         part = DTensor.from_local(x_BHTK, self._mesh, [Shard(2)], run_check=False)

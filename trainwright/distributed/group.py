@@ -62,7 +62,7 @@ class World(Protocol):
         ...
 
     def from_first(self, values: Sequence[T] | None) -> T:
-        """Return this rank's one of the ``values``, which the first rank passes, and the others pass as None."""
+        """Send each rank one of the ``values`` of the first rank, and return this rank's. Other ranks pass None."""
         ...
 
 
@@ -100,9 +100,9 @@ SOLO = Solo()
 
 
 class Ranks:
-    """The processes of a torch.distributed group, by default of all, initialized with a CPU backend (gloo).
+    """The processes of a torch.distributed group (default: all processes), which must have a CPU backend (gloo).
 
-    Tensors of a GPU use the backend that the group has for it. Raises RankError if another rank is lost.
+    Tensors on a GPU use the group's backend for that GPU. Raises RankError if another rank is lost.
     """
 
     def __init__(self, group: distributed.ProcessGroup | None = None) -> None:

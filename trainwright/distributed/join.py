@@ -23,7 +23,7 @@ from trainwright.errors import RankError, UsageError, text_of
 HUNG_AFTER_S = 5.0
 """Time in an exchange after which a rank ends if another rank has reported that it failed."""
 LOST = "lost"
-"""The key of that report in the store."""
+"""The key in the store under which a rank reports that it failed."""
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -91,7 +91,7 @@ def _run_of_ray() -> str:
     if "ray.train" in sys.modules:
         from ray import train
 
-        with suppress(RuntimeError):  # of a process that is no worker
+        with suppress(RuntimeError):  # raised in a process that is no worker
             name = train.get_context().get_experiment_name()
             return f"ray:{name}" if name else ""
     return ""
@@ -184,8 +184,8 @@ def _require_cpu_backend() -> None:
 def _open(launch: Launch, timeout: timedelta, backend: str) -> Store:
     """Initialize the group with a separate store for this call: torchrun's may still contain addresses of earlier ones.
 
-    A store that torchrun does not host is new at each attempt. The agent of a node that was restarted does not know the
-    number of the attempt.
+    Keys contain the number of the attempt only if torchrun hosts the store. Any other store is new at each attempt, and
+    the agent of a restarted node does not know that number.
     """
     try:
         attempt = launch.attempt if launch.agent_has_store else 0
@@ -201,7 +201,7 @@ def _open(launch: Launch, timeout: timedelta, backend: str) -> Store:
 
 
 def _store(launch: Launch, timeout: timedelta) -> TCPStore:
-    """Return the store of all runs of this process: an FSDP model keeps that of its run open, and so the port."""
+    """Return the store that all runs of this process share: an FSDP model keeps its store open, and thus the port."""
     place = launch.address, launch.port
     if place not in _STORES:
         is_host = launch.rank == 0 and not launch.agent_has_store

@@ -155,15 +155,15 @@ def give_back(device: torch.device) -> None:
 def return_large_blocks() -> None:
     """Make glibc return every block of 32 KiB or more when it is freed, if it is the allocator.
 
-    Otherwise its heap would soon be fragmented, without large blocks. This costs page faults (steps take 1.5 to 2 times
-    as long), in a process that is short of memory.
+    Otherwise the heap of a process that is short of memory would soon be fragmented, without large free blocks. This
+    costs page faults: steps take 1.5 to 2 times as long.
     """
     _mallopt(_M_MMAP_MAX, _MAX_MAPPED_BLOCKS)
     _mallopt(_M_MMAP_THRESHOLD, _MIN_MAPPED_BYTES)
 
 
 def adapt_to_limits() -> None:
-    """Under a limit on reserved memory, retain no large blocks, and give new threads no heap of 64 MiB."""
+    """If reserved memory is limited, return large blocks when they are freed, and reserve no 64 MiB heap per thread."""
     if rlimits():
         _mallopt(_M_ARENA_MAX, 1)
         return_large_blocks()

@@ -15,14 +15,14 @@ from trainwright.plan.parallel import AXES, ONE_RANK, Degrees, place_of
 class RankMesh:
     """The layout of the ranks.
 
-    Ranks that share their samples (because a tensor, a sequence or stages are divided among them) are one of ``data``
-    together.
+    Ranks that share their samples (because a tensor, a sequence or stages are divided among them) together count as one
+    rank of ``data``.
 
     Attributes:
         degrees: Number of ranks along each axis.
         world: All ranks.
         data: Ranks whose samples differ from this rank's.
-        sums: Ranks whose gradients and losses are summed: ``data``, and those with other parts of its sequences.
+        sums: Ranks whose gradients and losses are summed: ``data``, and ranks with other parts of the same sequences.
         stages: Ranks with the other stages of this rank's model, in order.
         devices: torch's mesh with the axes of ``AXES``; None if the ranks are only copies of each other.
     """
@@ -40,10 +40,10 @@ class RankMesh:
         return place_of(self.degrees, self.world.rank)
 
     def stream(self, *, divides_sequence: bool) -> int | None:
-        """Return the number of this rank's random stream, if it is not that of its samples.
+        """Return the number of this rank's random stream; None if its rank in ``data`` is the number.
 
-        Ranks with copies of the same activations use the same dropout; those with parts draw separately.
-        ``divides_sequence``: tensor ranks divide the sequence between the layers that they divide.
+        Ranks that hold copies of the same activations use the same dropout; ranks that hold parts draw separately.
+        ``divides_sequence``: between tensor-parallel layers, activations are divided along the sequence.
         """
         degrees = self.degrees
         place = self.place

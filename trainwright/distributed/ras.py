@@ -49,7 +49,7 @@ def ras_report() -> str:
 def ras_problems(report: str) -> tuple[str, ...]:
     """Return missing processes and ranks, and different counts of collectives, as one text for each communicator.
 
-    Ranks are those of a communicator, which may have a part of the ranks of the job.
+    Ranks are numbered within their communicator, which may contain only some of the ranks of the job.
     """
     found: list[list[str]] = []
     counts: list[str] = []

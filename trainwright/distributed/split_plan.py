@@ -142,8 +142,9 @@ def _require_splittable(name: str, module: nn.Module, style: TensorStyle) -> Non
 
 
 def _divided(module: nn.Module, style: TensorStyle) -> Iterator[Cut]:
-    """Yield sizes that must be divisible. torch also divides unevenly if it has the full tensor, but not between two
-    layers.
+    """Yield sizes that must be divisible by the number of ranks.
+
+    torch can divide a full tensor unevenly, but not the activations between two layers.
     """
     if style == "column" and isinstance(module, nn.Linear):
         yield Cut("outputs of a linear layer", module.out_features)
@@ -162,7 +163,7 @@ def _heads_of(model: nn.Module) -> dict[str, int]:
 
 
 def _tied_embeddings(modules: Mapping[str, nn.Module], plan: SplitPlan) -> SplitPlan:
-    """Divide an embedding that shares the weight of an output layer in the plan as that layer is: by rows."""
+    """Return styles for embeddings that share the weight of a divided output layer: both divide its rows."""
     heads = {id(getattr(modules[name], "weight", None)) for name, style in plan.items() if style.startswith("column")}
     return {
         name: "row"
