@@ -253,7 +253,7 @@ def pretrained_notes(model: nn.Module) -> Iterator[Note]:
 
 
 def _with_sources(parts: Parts, loaded: Loaded) -> Parts:
-    """Return the validation sets, followed by those of single sources where a set requests them."""
+    """Return the parts with further validation sets: one for each source, of each set that requests them."""
     val_sets = dict(parts.val_sets)
     for val in parts.val_sets.values():
         found = tokenized_set_of(val.dataset)
@@ -263,7 +263,7 @@ def _with_sources(parts: Parts, loaded: Loaded) -> Parts:
 
 
 def _with_reference(parts: Parts, loaded: Loaded) -> Parts:
-    """Return the data with keys for the log-probabilities of a reference model, if the loss compares with one."""
+    """Return the parts with log-probability keys in the data, if the loss compares with a reference model."""
     with at_recipe(loaded.source, "data.train"):
         train = with_reference(parts.loss, parts.train)
     with at_recipe(loaded.source, "data.val"):
@@ -411,8 +411,8 @@ def build_loading(
 ) -> Loading:
     """Return how training batches are made. ``quarantine`` contains the bad samples found by the run itself.
 
-    A loader that was passed in Python has the order of a loop over it. The order follows from (seed, epoch) if a seed
-    is requested, and on several ranks, which must all draw the same.
+    A loader that was passed in Python has the same order as in a plain loop over it. But if a seed is requested, or on
+    several ranks, which must all draw the same order, the order follows from (seed, epoch).
     """
     pin, own = recipe.data.pin_memory, parts.train.own_batches
     live = draws_as_a_loop(parts, plan, exact=recipe.parallel.exact)
@@ -556,7 +556,7 @@ def _with_classes(loaded: Loaded, train: Unwrapped | None) -> tuple[dict[str, ob
     name = next((n for n in ("vocab_size", "classes") if n in accepted), None)
     if ask.use == "hf":
         name = "num_labels" if "Classification" in str(args.get("architecture")) else "vocab_size"
-        name = None if name == "vocab_size" and "name" in args else name  # that of the pretrained weights
+        name = None if name == "vocab_size" and "name" in args else name  # pretrained weights define it
     if name is None or name in args:
         return args, ()
     classes = getattr((train or build_dataset(loaded, "train")).dataset, "classes", None)
@@ -578,12 +578,12 @@ def _tokens_per_sample(data: Unwrapped, quarantine: Collection[int]) -> int:
             except TrainwrightError:
                 raise
             except Exception:
-                continue  # its batch raises the same error
+                continue  # reading it for training raises the same error
     return 0
 
 
 def compile_in_place(model: nn.Module, backend: str = "inductor") -> None:
-    """Compile as ``model.compile()``, also if ``forward`` is torch's, as that of ``nn.Sequential``.
+    """Compile like ``model.compile()``, but also a model whose ``forward`` torch defines, such as ``nn.Sequential``.
 
     torch.compile skips the frames of torch.nn: for such a model ``compile()`` silently compiles nothing, or each of its
     parts separately. Here the call comes from a frame outside torch.

@@ -38,7 +38,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 """ATen operators by family. Any other operator is a separate family: ``"gelu"``, ``"native_layer_norm"``."""
 _FAMILY_OF = {f"aten::{op}": family for family, ops in FAMILIES.items() for op in ops}
 _CASTS = ("_to_copy", "clone", "detach")
-"""Operators that run more or less often in the second run, because autocast caches the casts of weights."""
+"""Operators whose number of calls may differ in the second run, because autocast caches the casts of weights."""
 
 
 @cache
@@ -281,7 +281,7 @@ def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing) -> int:
     dict do not change. Models of ``transformers`` use their switch, which also turns off the cache of past keys.
 
     Raises:
-        UsageError: The model has no blocks, or another number of them.
+        UsageError: The model has no blocks, or not as many as ``checkpointing`` specifies.
     """
     blocks = find_blocks(model)
     if len(blocks) != len(checkpointing.blocks):
@@ -301,7 +301,7 @@ def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing) -> int:
 def checkpointing_as_requested(model: nn.Module, setting: str, planned: Checkpointing | None = None) -> Checkpointing:
     """Apply ``model.activation_checkpointing`` of a recipe and return what was applied.
 
-    ``auto`` and an amount of memory apply ``planned``. Raises UsageError if that is missing.
+    If the setting is ``auto`` or an amount of memory, applies ``planned``. Raises UsageError if ``planned`` is missing.
     """
     if setting in ("block", "selective"):
         planned = Checkpointing.every(len(find_blocks(model)), SELECTIVE if setting == "selective" else ())

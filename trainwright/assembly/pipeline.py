@@ -1,9 +1,9 @@
 """Pipeline parallelism: the blocks of a model divided into stages on separate ranks, by torch's schedules.
 
-A model can be divided if it has ``blocks``; the attribute ``stage_ends``, the names of the modules before the first
-block and after the last one; and a forward that runs the remaining modules if others are None. For two stages on a rank
-it also needs ``embed(input)`` and ``unembed(x)``, the parts of forward before and after the blocks. Other models need a
-table, see ``stage_plan``.
+A model can be divided if it has ``blocks``, the attribute ``stage_ends`` (names of the modules before the first block,
+and names of those after the last block), and a forward that skips modules that are None. For two stages on a rank the
+model also needs ``embed(input)`` and ``unembed(x)``, the parts of forward before and after the blocks. Other models
+need a table, see ``stage_plan``.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Stages:
 
 
 class _Stage(nn.Module):
-    """Some of the blocks on this rank; and the ends, if it is the first stage or the last."""
+    """One stage: some of the blocks on this rank. The first stage also embeds, the last stage also unembeds."""
 
     def __init__(self, model: Any, blocks: Sequence[int], *, is_first: bool, is_last: bool) -> None:
         super().__init__()

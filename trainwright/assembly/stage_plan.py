@@ -42,7 +42,7 @@ _SHARD_REMEDY = "or use parallel.shard, which divides any model"
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Module names: those of the first stage, those that are divided, in order, and those of the last stage."""
+    """Names of the modules on the first stage, of the blocks in order (divided among stages), and on the last stage."""
 
     first: tuple[str, ...]
     blocks: tuple[str, ...]
@@ -76,7 +76,7 @@ def stage_plan(model: nn.Module, requested: Mapping[str, StageStyle]) -> StagePl
 
 
 def _transformers_table(model: Any) -> Mapping[str, StageStyle]:
-    """Return the plan of ``transformers`` by the names of each module's inputs."""
+    """Return the table of a model of ``transformers``: a module that gets ids or embeddings as input is ``first``."""
     kind = str(getattr(getattr(model, "config", None), "model_type", None))
     if kind in TRANSFORMERS_STAGES:
         return TRANSFORMERS_STAGES[kind]
@@ -90,7 +90,10 @@ def _transformers_table(model: Any) -> Mapping[str, StageStyle]:
 
 
 def _require_each_weight_once(model: nn.Module, plan: StagePlan) -> None:
-    """Raise UsageError unless each weight is in one part. Others would be trained separately on every stage."""
+    """Raise UsageError unless each weight is in exactly one part.
+
+    A weight in no part would be trained separately on every stage.
+    """
     parts = [f"{name}." for name in (*plan.first, *plan.blocks, *plan.last)]
     for name, _ in model.named_parameters():
         places = [part[:-1] for part in parts if name.startswith(part)]
@@ -105,7 +108,7 @@ def _require_each_weight_once(model: nn.Module, plan: StagePlan) -> None:
 class _Elsewhere(nn.Module):
     """Stands in for a module of another stage: passes its first input on.
 
-    An embedding of other inputs, such as positions, returns zeros: it was already added.
+    An embedding of other inputs, such as positions, returns zeros, because the first stage has added it already.
     """
 
     def __init__(self, module: nn.Module) -> None:
