@@ -52,8 +52,9 @@ def make_optimizer(
 
     Args:
         name: A short name (docs/reference/catalog.md), or a callable. A callable is called as ``name(groups, lr=lr,
-            **args)``; without a parameter ``lr`` as ``name(parameters, **args)``; as ``name(model, **args)`` if its
-            first parameter has that name. It may return a list of optimizers, which are stepped together.
+            **args)``; as ``name(parameters, **args)`` if it has no parameter ``lr``; or with the model as the first
+            argument if its first parameter is named ``model``. It may return a list of optimizers, which are stepped
+            together.
         model: The model to train.
         lr: Base learning rate; None: default of the optimizer.
         weight_decay: Weight decay; None: default of the optimizer.

@@ -74,7 +74,7 @@ def norm_on_host(grads: list[Tensor]) -> float:
 
 
 def _are_uniform(grads: Sequence[Tensor]) -> bool:
-    """Return True if torch would put them into one group; its grouping costs more than the norm if they are small."""
+    """Return True if torch would put all gradients into one group. torch's grouping takes longer than a small norm."""
     device, dtype = grads[0].device, grads[0].dtype
     same = [type(grad) is Tensor and grad.dtype == dtype and grad.device == device for grad in grads]
     return False not in same  # runs in each step: all() of a generator takes twice the time
@@ -95,7 +95,7 @@ def _norm_of_parts(grads: Sequence[Tensor]) -> Tensor:
 
 
 def summed_over_parts(number: Tensor, of: Tensor, *, but: int | None = None) -> Tensor:
-    """Sum a number over ranks that divide a tensor, in place; not over ranks that divide dimension ``but``."""
+    """Sum a number, in place, over the ranks that divide the tensor ``of`` along dimensions other than ``but``."""
     if is_divided(of):
         for axis, placement in enumerate(of.placements):
             if not placement.is_replicate() and not placement.is_shard(-1 if but is None else but):
@@ -110,7 +110,7 @@ def no_clip(parameters: Sequence[Tensor], total_norm: Tensor) -> None:
 def _clip_by_norm(at: float, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
     """Clip by norm, bit-identical to torch.nn.utils.clip_grad_norm_ (Pascanu et al. 2013)."""
     # torch multiplies by min(1, at * (1 / (norm + 1e-6))), with four roundings in the norm's dtype: together below 2 %
-    # in bfloat16. So below 0.9 the factor is exactly 1. On a GPU the comparison would cost a host sync.
+    # in bfloat16. So for norms below 0.9 at, the factor is exactly 1. On a GPU the comparison would cost a host sync.
     if total_norm.device.type == "cpu" and float(total_norm) + 1e-6 < 0.9 * at:
         return
     grads = locals_of(p.grad for p in parameters if p.grad is not None)

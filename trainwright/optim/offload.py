@@ -20,7 +20,7 @@ from trainwright.errors import UsageError
 from trainwright.optim.groups import Group
 
 MASTER = "master"
-"""State key of a 16-bit parameter for its weight in float32, which is updated."""
+"""State key for the float32 master weight of a 16-bit parameter. The update is applied to the master weight."""
 PIECE_BYTES = 2**30
 _ALIGNMENT_BYTES = 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -149,7 +149,7 @@ class Offloaded(Optimizer):
             self._arrived[device] = torch.cuda.current_stream(device).record_event()
 
     def _lend_state(self) -> None:
-        """Pass options and state to the wrapped optimizer; schedules and loading change them here, not there."""
+        """Copy options and state to the wrapped optimizer. Schedules and loading change only those of this object."""
         assert self._inner is not None
         for mine, inside in zip(self.param_groups, self._inner.param_groups, strict=True):
             inside.update({key: value for key, value in mine.items() if key != "params"})

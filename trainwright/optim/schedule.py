@@ -12,7 +12,7 @@ round(s * total) steps. ``total=None`` means that the run is budgeted in time: s
 
 W is ``warmup`` in steps and w0 ``warmup_floor``. Under a time budget a warm-up of W steps is as above with t =
 fraction; a warm-up of a fraction s is warm = w0 + (1 - w0) fraction / s with t = (fraction - s) / (1 - s). As t is
-computed before the update, the last one is a step short of the floor, as in nanoGPT and torch.
+computed before the update, the factor of the last update is one step short of the floor, as in nanoGPT and torch.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class ConstantSchedule:
         return 1.0 if done >= warmup else self.warmup_floor + (1 - self.warmup_floor) * done / warmup
 
     def _since_warmup(self, step: int, fraction: float, unit: Span) -> float:
-        """Return the part of the run since the end of the warm-up, in the unit of ``unit``."""
+        """Return the part of the run since the warm-up: in steps if ``unit`` is in steps, else as a fraction."""
         in_steps = self._in_steps(unit)
         start = self._length(self.warmup) if self._in_steps(self.warmup) == in_steps else 0
         return max(0.0, (step if in_steps else fraction) - start)
@@ -221,9 +221,9 @@ class StepDecay(ConstantSchedule):
 class WSD(ConstantSchedule):
     """Warm-up, stable, decay (Hu et al. 2024, MiniCPM, arXiv 2404.06395, 4.2).
 
-    The last span ``decay`` of the run falls from 1 to ``floor``; u in [0, 1] is the position in it:
-    linear 1 - u, sqrt 1 - sqrt(u) (Haegele et al. 2024, arXiv 2405.18392, 4.1), cosine (1 + cos(pi u)) / 2,
-    each as floor + (1 - floor) * that.
+    In the last span ``decay`` of the run the factor falls from 1 to ``floor``. With u in [0, 1] the position in this
+    span, it is floor + (1 - floor) * y, where y is 1 - u (linear), 1 - sqrt(u) (sqrt; Haegele et al. 2024, arXiv
+    2405.18392, 4.1) or (1 + cos(pi u)) / 2 (cosine).
     """
 
     decay: Span = 0.2

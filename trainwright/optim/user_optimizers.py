@@ -22,7 +22,7 @@ Factory: TypeAlias = Callable[..., Optimizer | Sequence[Optimizer]]
 
 
 def takes(factory: Callable[..., object], name: str) -> bool:
-    """Return True if a callable has a parameter of that name, or accepts any."""
+    """Return True if a callable has a parameter of that name, or accepts any keyword argument."""
     parameters = parameters_of(factory)
     return not parameters or name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -63,7 +63,7 @@ def _names_read(factory: Callable[..., object]) -> frozenset[str] | None:
             if code is None:
                 continue
             if name == "__init__" and any(each.opname == "CALL_FUNCTION_EX" for each in dis.get_instructions(code)):
-                return None  # it passes them on
+                return None  # the class passes its kwargs on
             found |= _texts_in(code)
     return frozenset(found) if found else None
 
@@ -83,8 +83,8 @@ def arguments_of(
 ) -> tuple[ParamsT | nn.Module, Mapping[str, float]]:
     """Return the arguments of a factory.
 
-    The first is the model if its first parameter is named ``model``, groups if it accepts ``lr``, else the trained
-    parameters alone. ``lr`` is passed if it is accepted and set.
+    The first argument is the model if the factory's first parameter is named ``model``. It is ``groups()`` if the
+    factory accepts ``lr``, else a list of the trained parameters. ``lr`` is passed if it is accepted and set.
     """
     takes_lr = takes(factory, "lr")
     rate = {"lr": lr} if takes_lr and lr is not None else {}
@@ -99,7 +99,8 @@ def as_one(given: object, model: nn.Module, loss: object = None, *, closures: bo
     ``closures``: accept optimizers that need a closure.
 
     Raises:
-        UsageError: One cannot be stepped so, or has parameters that are not the model's, or that are in two optimizers.
+        UsageError: An optimizer cannot be stepped in this way, a parameter is not the model's (or the loss's), or a
+            parameter is in two optimizers.
     """
     parts = given if isinstance(given, list | tuple) else [given]
     require = require_optimizer if closures else require_plain_step
