@@ -123,7 +123,7 @@ class _Examination:
             yield
 
     def _is_here(self, use: str, names: Mapping[str, Row]) -> bool:
-        """Return True if ``use`` must be checked here; False for live objects and modules of another machine."""
+        """Return True if ``use`` must be checked; False for live objects and, with ``elsewhere``, missing modules."""
         if is_live(use):
             return False
         if not self.elsewhere or use in names:
