@@ -44,7 +44,7 @@ class _Origins:
     before: Mapping[str, Origin] | None
 
     def of(self, name: str, *paths: str) -> Origin:
-        """Return the origin of the setting ``name``, which any of these recipe paths, or a key below them, decides."""
+        """Return the origin of the setting ``name``, which any of ``paths``, or a key below one of them, decides."""
         if any(_covers(path, each) for each in self.loaded.by_plan for path in paths):
             return "planned"
         stated = self.loaded.stated if self.before is None else self.loaded.overridden

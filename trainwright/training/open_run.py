@@ -628,7 +628,7 @@ def _summed(squares: Tensor, parameters: Sequence[Tensor]) -> None:
 class Heartbeat:
     """An observer; costs about 2 us per step.
 
-    A step is in progress until the observers have run. Its evaluation belongs to it, its saving to the next step.
+    A step is in progress until the observers have run. So its evaluation is part of it, but saving is part of the next.
     """
 
     def __init__(self, lock: RunLock, state: TrainState) -> None:

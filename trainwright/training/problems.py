@@ -246,8 +246,9 @@ class _Examination:
             sink_factories(recipe.log.sinks)
 
     def _part(self, part: Part, names: Mapping[str, Row], path: str, *, of_class: bool = True) -> None:
-        """Check a callable and its arguments. With ``of_class`` only a class is checked: a function gets further
-        arguments.
+        """Check a callable and its arguments.
+
+        With ``of_class``, arguments are checked for a class only, because a function gets further arguments.
         """
         if not self._is_here(part.use, names):
             return
