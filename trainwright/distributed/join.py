@@ -36,8 +36,8 @@ class Launch:
         size: Number of processes.
         local_rank: Number of this process on its machine.
         attempt: Number of restarts.
-        job: Id of the launch, the same for all attempts: that of torchrun, the name of the run of Ray Train, or the
-            host and process of torchrun.
+        job: Id of the launch, the same for all attempts: the run id of torchrun, the name of the run of Ray Train, or
+            host and process id of torchrun if it has no run id.
         address: Address of the store.
         port: Port of the store.
         agent_has_store: True if torchrun hosts the store.
