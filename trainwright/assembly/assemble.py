@@ -263,7 +263,7 @@ def _with_sources(parts: Parts, loaded: Loaded) -> Parts:
 
 
 def _with_reference(parts: Parts, loaded: Loaded) -> Parts:
-    """Return the parts with log-probability keys in the data, if the loss compares with a reference model."""
+    """Return the parts; if the loss compares with a reference model, samples get keys for its log-probabilities."""
     with at_recipe(loaded.source, "data.train"):
         train = with_reference(parts.loss, parts.train)
     with at_recipe(loaded.source, "data.val"):

@@ -123,7 +123,7 @@ class _SaveOutputs(TorchDispatchMode):
 
 
 class _ReuseOutputs(TorchDispatchMode):
-    """The second run: returns each saved output once; a third run computes it."""
+    """The second run: returns each saved output once. A third run computes the outputs again."""
 
     def __init__(self, keep: Sequence[str], saved: dict[str, _Saved]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
