@@ -158,11 +158,17 @@ def wrong_args(name: str, args: Iterable[str]) -> Iterator[Problem]:
 def _implementation(name: str, model: nn.Module, given: Mapping[str, object]) -> dict[str, bool]:
     """Return ``fused`` wherever torch supports it: a fixed rule, so that all starts of a recipe choose the same.
 
-    It follows from measurements on two cores with torch 2.13, 7 to 30 interleaved rounds. AdamW, time of the full step
-    relative to torch's default loop, foreach / fused: MLP of 6 thousand parameters 0.99 / 0.73 with two threads, 0.99 /
-    0.76 with one; MLP of 1.3 M 0.71 / 0.50 and 0.76 / 0.57; GPT 2x96 1.00 / 0.96 and 0.96 / 0.95; GPT 4x128 1.02 / 0.89
-    and 0.97 / 0.90, and 1.00 / 0.97 in separate processes; GPT 6x256 1.01 / 0.87 and 1.04 / 0.86. SGD, step() alone in
-    ms, loop / foreach / fused: MLP 0.086 / 0.089 / 0.063, GPT 1.01 / 0.94 / 0.67.
+    The rule follows from measurements on two cores with torch 2.13, 7 to 30 interleaved rounds. AdamW, time of the full
+    step relative to torch's default loop, foreach / fused:
+
+        model                          two threads    one thread
+        MLP of 6 thousand parameters   0.99 / 0.73    0.99 / 0.76
+        MLP of 1.3 M                   0.71 / 0.50    0.76 / 0.57
+        GPT 2x96                       1.00 / 0.96    0.96 / 0.95
+        GPT 4x128                      1.02 / 0.89    0.97 / 0.90    (in separate processes 1.00 / 0.97)
+        GPT 6x256                      1.01 / 0.87    1.04 / 0.86
+
+    SGD, step() alone in ms, loop / foreach / fused: MLP 0.086 / 0.089 / 0.063, GPT 1.01 / 0.94 / 0.67.
     """
     if not OPTIMIZERS[name].fused or "fused" in given or "foreach" in given:
         return {}

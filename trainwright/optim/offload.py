@@ -149,7 +149,7 @@ class Offloaded(Optimizer):
             self._arrived[device] = torch.cuda.current_stream(device).record_event()
 
     def _lend_state(self) -> None:
-        """Copy options and state to the wrapped optimizer. Schedules and loading change only those of this object."""
+        """Pass options and state to the wrapped optimizer. Schedules and loading change only those of this object."""
         assert self._inner is not None
         for mine, inside in zip(self.param_groups, self._inner.param_groups, strict=True):
             inside.update({key: value for key, value in mine.items() if key != "params"})

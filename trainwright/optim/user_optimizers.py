@@ -133,7 +133,7 @@ def require_plain_step(given: object) -> Optimizer:
     optimizer = require_optimizer(given)
     needed = [
         name
-        for name, each in list(inspect.signature(type(optimizer).step).parameters.items())[1:]  # a scheduler hides it
+        for name, each in list(inspect.signature(type(optimizer).step).parameters.items())[1:]  # schedulers wrap step
         if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
     if needed:
