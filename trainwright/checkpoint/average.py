@@ -60,7 +60,7 @@ class WeightAverage(ABC):
     @torch.no_grad()
     def _swap(self) -> None:
         for name, live in self._live.items():
-            if is_divided(live):  # FSDP holds views of it
+            if is_divided(live):  # FSDP holds views of the weight, so its data are exchanged in place
                 _exchange(live, self.shadow[name])
             else:
                 live.data, self.shadow[name] = self.shadow[name], live.data
@@ -128,8 +128,8 @@ class Ema(WeightAverage):
 class Swa(WeightAverage):
     """Mean of the weights after steps ``start``, ``start + every``, and so on, as torch's ``AveragedModel``.
 
-    The running statistics of BatchNorm belong to the weights that they were measured with. Until they are measured with
-    the average (``norms_are_current``), it holds a copy of the live ones.
+    The running statistics of BatchNorm belong to the weights with which they were measured. The average holds a copy of
+    the live statistics until they are measured with the averaged weights (``norms_are_current``).
     """
 
     kind = "swa"
@@ -152,7 +152,7 @@ class Swa(WeightAverage):
         shadow, live = locals_of(self.shadow[name] for name in self._live), locals_of(self._live.values())
         count = torch.tensor(
             self.num_updates, device="cpu"
-        )  # a tensor, as in AveragedModel: other last bits in float64
+        )  # a tensor, as in AveragedModel: a plain number gives other last bits in float64
         if self.num_updates == 0:
             torch._foreach_copy_(shadow, live)
         elif live[0].device.type == "cpu":

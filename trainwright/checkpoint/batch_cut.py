@@ -40,7 +40,7 @@ def cut_micro(micro: MicroBatch, limit: int) -> list[MicroBatch]:
 
 
 def rows_of_rank(micro: MicroBatch, rank: int, ranks: int) -> MicroBatch:
-    """Return the rows of ``rank``, divided evenly. A rank without rows gets the first row, without an id: weight 0.
+    """Return the rows of ``rank``, divided evenly. A rank without rows gets the first row without its id, at weight 0.
 
     Raises UsageError as ``cut`` does.
     """
@@ -82,8 +82,8 @@ def _piece_of(data: object, size: int, path: str) -> Piece | None:
 def _piece_of_several(data: tuple[object, ...] | list[object], size: int, path: str) -> Piece | None:
     """Return the slicing function of a container, which holds either the parts of a batch or the samples themselves.
 
-    If both are possible, a top-level tuple holds parts, and a top-level list whose parts would all be lists of samples
-    holds samples. Deeper ambiguity raises UsageError.
+    If both are possible, a top-level tuple holds parts. A top-level list holds samples if every item, read as
+    a part, would be a list or tuple of samples. Deeper ambiguity raises UsageError.
     """
     pieces: list[Piece | None] = []
     refusal = None

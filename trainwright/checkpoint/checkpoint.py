@@ -106,7 +106,7 @@ TensorName: TypeAlias = tuple[str, str]
 def data_of(
     step: int, tensors: Mapping[TensorName, Tensor], values: Mapping[str, Tree], trained: frozenset[str]
 ) -> CheckpointData:
-    """Return the contents of a checkpoint, of tensors on the host."""
+    """Return the contents of a checkpoint, made of tensors on the host."""
     parts = {part: {name: tensor for (of, name), tensor in tensors.items() if of == part} for part in ("model", "rest")}
     return CheckpointData(step, parts["model"], parts["rest"], values, trained)
 
@@ -185,10 +185,10 @@ def commit(snapshot: CheckpointData, folder: Path, best: Best | None = None, run
     """Write ``folder/step-XXXXXXXX``; ``best`` and the identity of the run are stored in its manifest.
 
     Returns its path and its size in bytes. If the process is killed at any time, either the complete checkpoint or none
-    exists. Both errors below remove what was written.
+    exists. If one of the errors below is raised, what was written is removed.
 
     Raises:
-        StorageError: It cannot be written, for example because a folder of another run has its name.
+        StorageError: The checkpoint cannot be written, for example because a folder of another run has its name.
         CheckpointError: The state is not finite.
     """
     require_finite(snapshot)
@@ -269,7 +269,7 @@ def save_checkpoint(
         The path of the checkpoint and its size in bytes.
 
     Raises:
-        StorageError: It cannot be written.
+        StorageError: The checkpoint cannot be written.
         CheckpointError: The state is not finite or cannot be stored.
     """
     return commit(capture(state, run_metadata=run_metadata), Path(folder))
@@ -357,9 +357,9 @@ def mismatches(state: TrainState, path: Path) -> list[str]:
 
 
 def require_finite(snapshot: CheckpointData) -> None:
-    """Raise CheckpointError unless trained weights, averages and moments are finite and nothing else holds a NaN.
+    """Raise CheckpointError if any tensor has NaN, or if a trained weight, an average or a moment has infinity.
 
-    Other tensors may hold infinities, as masks do.
+    Other tensors may have infinity, as masks do.
     """
     masks = snapshot.model.keys() - snapshot.trained
     poisoned = [name for name, each in snapshot.model.items() if not _is_finite(each, or_infinite=name in masks)]

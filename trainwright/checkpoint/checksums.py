@@ -1,4 +1,7 @@
-"""Checksums of the bits of tensors. Equal tensors have equal checksums; a flipped bit changes one by a power of two."""
+"""Checksums of the bits of tensors.
+
+Equal tensors have equal checksums. A flipped bit changes the checksum by a power of two.
+"""
 
 from __future__ import annotations
 

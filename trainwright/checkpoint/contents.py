@@ -72,9 +72,10 @@ REST: Rule = {
 
 @dataclass(frozen=True)
 class Contents:
-    """The parts of a checkpoint, decoded. ``tensors`` are those of each part by name, memory-mapped.
+    """The decoded parts of a checkpoint. ``tensors`` has the memory-mapped tensors of each part, by name.
 
-    If several ranks wrote it, weights, moments and averages are of the class ``StoredTensor``: ranks may divide them.
+    If several ranks wrote the checkpoint, weights, moments and averages are of the class ``StoredTensor``, because
+    ranks may divide them.
     """
 
     model: StateDict

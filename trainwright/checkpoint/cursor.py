@@ -25,7 +25,7 @@ class StreamState(NamedTuple):
 
     Attributes:
         own: Result of the iterator's ``state_dict()``.
-        rng: Returns that random state. Lazy, because it takes 50 us and is rarely needed.
+        rng: Function that returns this random state. The call takes 50 us and is rarely needed.
         number: Number of batches of the epoch so far.
     """
 
@@ -46,11 +46,11 @@ class EpochStart(NamedTuple):
 
 @dataclass(frozen=True)
 class Cursor:
-    """Position in the *consumed* data, not the prefetched: samples of ``epoch`` that were already trained on.
+    """Position up to which training has *consumed* the data. Prefetched samples do not count.
 
     Attributes:
         epoch: Number of completed passes over the dataset.
-        position: Number of samples of this epoch.
+        position: Number of consumed samples of the current epoch.
         digest: Identifies the samples of the epoch so far, if the order is not Trainwright's.
         stream: State of a stateful iterator of the user.
         start: Set if the order of the epoch was drawn from the generators of the process.
@@ -71,7 +71,7 @@ class Cursor:
 
     @classmethod
     def from_state_dict(cls, saved: Mapping[str, Tree]) -> Cursor:
-        """Invert ``state_dict``. Older versions have no digest, stream or start, or only parts of them."""
+        """Invert ``state_dict``. States of older versions lack digest, stream or start, or parts of them."""
         stream = saved.get("stream")
         start = saved.get("start")
         digest = saved.get("digest", "")
@@ -190,9 +190,9 @@ def count_rows(data: object) -> int | None:
 def count_tokens(data: Any) -> int:
     """Return the number of token ids in the inputs of a batch; 0 for other inputs.
 
-    Token ids are int32 or int64 tensors of two dimensions; ``input_ids`` of a mapping may have any number of them. In a
-    tuple or list the first tensor of two or more dimensions is the input: later integers are targets, such as the
-    classes of pixels. A mapping has no order, so any of its tensors except ``labels`` may be the input.
+    Token ids are int32 or int64 tensors of two dimensions. ``input_ids`` of a mapping may have any number of
+    dimensions. In a tuple or list the first tensor of two or more dimensions is the input: later integers are targets,
+    such as the classes of pixels. A mapping has no order, so any of its tensors except ``labels`` may be the input.
     """
     if isinstance(data, Tensor):
         return data.numel() if data.dim() == 2 and data.dtype in (torch.int32, torch.int64) else 0

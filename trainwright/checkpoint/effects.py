@@ -35,8 +35,8 @@ def no_effects() -> Iterator[list[str]]:
     """Prevent effects of this thread outside of the process. Yields the list of prevented effects, filled meanwhile.
 
     An effect raises NotIsolated. The code may catch that, so the caller must check the list. Garbage collection is
-    disabled meanwhile, because finalizers of the user's objects may have effects: that of a DataLoader's iterator ends
-    its workers.
+    disabled meanwhile, because finalizers of the user's objects may have effects: the finalizer of a DataLoader's
+    iterator ends its workers.
     """
     thread = threading.get_ident()
     if thread in _prevented:
@@ -68,7 +68,7 @@ def _prevented_here() -> list[str] | None:
     thread = threading.get_ident()
     found = _prevented.get(thread)
     if found is None and _prevented and thread not in threading._active:  # type: ignore[attr-defined]
-        return next(iter(_prevented.values()), None)  # a thread of autograd, which works for the other
+        return next(iter(_prevented.values()), None)  # a thread of autograd, which works for the thread in _prevented
     return found
 
 
@@ -116,12 +116,12 @@ _EFFECTS: tuple[tuple[Any, str, tuple[str, ...], Callable[..., bool]], ...] = (
     (threading.Thread, "threading.Thread.", ("start",), _always),
     (torch.serialization, "torch.save", ("_open_zipfile_writer", "_open_file_like"), lambda f, *mode: mode != ("rb",)),
 )  # fmt: skip
-"""Modules and classes with their functions that have effects, and the condition."""
+"""Functions that have effects: module or class, its name in messages, the functions, and when a call has an effect."""
 _OS_FUNCTIONS = {vars(os)[name] for owner, _, names, _ in _EFFECTS if owner is os for name in names if name in vars(os)}
 
 
 def acts_outside(function: object) -> bool:
-    """Return True for a prevented function of ``os``. One that was imported by name cannot be replaced."""
+    """Return True for a prevented function of ``os``. If code imported the function by name, it cannot be replaced."""
     return isinstance(function, Hashable) and function in _OS_FUNCTIONS
 
 

@@ -21,10 +21,10 @@ _SET_BY_RECIPE = ("lr", "weight_decay", "betas", "momentum", "eps", "nesterov", 
 def moments(model: nn.Module, optimizer: Optimizer) -> StateDict:
     """Return the optimizer's ``state`` and ``param_groups`` by parameter name, its class and its defaults.
 
-    A parameter that does not belong to the model is named by its position: ``#3``. Of several optimizers, the classes,
-    the defaults and the state that belongs to no parameter are stored in their order. The stored learning rate is the
-    one before any schedule: a scheduled rate follows from the step, and may already be that of the next step when the
-    save happens.
+    A parameter that does not belong to the model is named by its position: ``#3``. With several optimizers, the
+    classes, the defaults and the state that belongs to no parameter are stored in the order of the optimizers. The base
+    learning rate is stored, not the scheduled one, which follows from the step and, at a save, may already be that of
+    the next step.
     """
     if isinstance(optimizer, ChainedOptimizer):
         return _joined([moments(model, part) for part in optimizer.parts])

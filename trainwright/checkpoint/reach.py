@@ -76,16 +76,16 @@ from trainwright.checkpoint.state_parts import (
 
 MAX_OBJECTS = 50_000
 MAX_COPIED_BYTES = 128 * 2**20
-"""Tensors and arrays beyond this are not copied, only compared by a sample of their elements."""
+"""Maximum total size of copied tensors and arrays. Others are only compared, by a sample of their elements."""
 MAX_FOLLOWED_ITEMS = 1024
-"""Items of longer containers are not followed: such a list is a history, or data."""
+"""Items of containers with more items are not followed, because a long container is a history or data."""
 
 Trail: TypeAlias = "tuple[Trail | None, str]"
 """The path to an object: the trail to the object that refers to it, and the name of the reference."""
 
 
 class Reference(NamedTuple):
-    """A reference of a captured object. ``part`` is set if the entry ``name`` of it can be excluded alone."""
+    """A reference from a captured object to ``value``. ``part`` is set if its entry ``name`` can be excluded alone."""
 
     name: str
     value: object
@@ -155,7 +155,7 @@ class ReachableState:
         return [words(trail) for part, trail in self._parts.values() if not part.put_back()]
 
     def knows(self, other: ReachableState) -> bool:
-        """Return True if this has captured all objects with any content that ``other`` has captured."""
+        """Return True if this has captured every object for which ``other`` has captured any content."""
         return all(part.is_empty or key in self._parts for key, (part, _) in other._parts.items())
 
     def saved_attributes(self, owner: object) -> dict[str, Any]:
@@ -279,7 +279,7 @@ T = TypeVar("T")
 
 
 def _once_for_each_class(function: Callable[[type], T]) -> Callable[[type], T]:
-    """Cache a function of a class, as functools.cache. A class need not be hashable."""
+    """Cache a function of a class. Unlike with ``functools.cache``, the class need not be hashable."""
     known: dict[int, tuple[type, T]] = {}
 
     def call(kind: type) -> T:
@@ -356,7 +356,7 @@ def _foreign(state: ReachableState, value: object, trail: Trail) -> Iterable[Ref
     try:
         witness = Witness(value, pickled)
         is_read = witness.put_back()
-    except Exception:  # any error of its class
+    except Exception:  # the class may raise any error
         is_read = False
     if is_read:
         state.add(witness, trail)
@@ -552,7 +552,7 @@ def _names(
 
 @cache
 def names_of(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the global names and attribute names used in a function and in those that are defined in it."""
+    """Return the global names and attribute names used in a function and in its nested functions."""
     found: set[str] = set()
     attributes = set(code.co_names)
     for each in dis.get_instructions(code):

@@ -40,8 +40,8 @@ RETRY_AFTER_S = (1.0, 5.0)
 """Seconds before each further attempt to copy a checkpoint."""
 COPY_LIMIT_S = 300.0
 MIN_COPY_BYTES_PER_S = 2**18
-"""A copy fails after ``COPY_LIMIT_S`` and the time that its bytes take at this speed, so that storage that hangs cannot
-keep a run from ending. Slower storage would need more than an hour for each GB.
+"""Minimum speed of a copy. A copy fails after ``COPY_LIMIT_S`` plus the time for its bytes at this speed, so a run ends
+even if the storage hangs. Slower storage would need more than an hour for each GB.
 """
 MAX_SMALL_FILE_BYTES = 2**28
 
@@ -61,7 +61,7 @@ class StoredFolder:
         Raises:
             UsageError: fsspec does not know the protocol, or the package for it is not installed.
         """
-        from fsspec.core import url_to_fs  # here: most runs need none of it
+        from fsspec.core import url_to_fs  # imported here, because most runs do not need it
 
         try:
             # without a cache of listings: another process may write to the same folder
@@ -140,7 +140,7 @@ class CheckpointCopies:
         self._messages: SimpleQueue[str] = SimpleQueue()
 
     def take(self, checkpoint: Path) -> None:
-        """Copy a checkpoint later. Its files are linked now, so that it may be deleted meanwhile."""
+        """Copy a checkpoint later. Its files are linked now, so that the original may be deleted before the copy."""
         linked = draft_of(checkpoint.with_name(f"{checkpoint.name}.copy"))
         try:
             remove(linked)
@@ -220,7 +220,7 @@ class CheckpointCopies:
         copies = self.place / CHECKPOINTS
         target = copies / name_of(step)
         self.place.fs.makedirs(target.path, exist_ok=True)
-        if self.place.fs.exists((target / MANIFEST).path):  # of an earlier part of the run; it would pass for complete
+        if self.place.fs.exists((target / MANIFEST).path):  # an older one: an incomplete copy would pass for complete
             self.place.fs.rm_file((target / MANIFEST).path)
         self._copy_small_files()
         for path in sorted(linked.iterdir()):

@@ -200,7 +200,7 @@ def preserved_rng() -> Iterator[None]:
 def set_deterministic() -> None:
     """Use only kernels that give the same bits each time, process-wide.
 
-    Ops without one raise an error naming the op.
+    Ops without such a kernel raise an error naming the op.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
     torch.use_deterministic_algorithms(True)

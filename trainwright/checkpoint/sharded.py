@@ -74,7 +74,7 @@ class SavedPart:
 
 @dataclass(frozen=True)
 class _Offer:
-    """The tensors that a rank can write. Of the ranks that offer a name in ``single``, only the first one writes it."""
+    """The tensors that a rank can write. If several ranks have a name in ``single``, only the first writes it."""
 
     plan: SavePlan
     single: frozenset[str]
@@ -129,8 +129,7 @@ class ShardedSave:
     ) -> SavedPart:
         """Return the part of the state that this rank writes, with live tensors.
 
-        The first rank calls ``guard`` and makes the draft folder. If it fails, or another rank does, every rank raises
-        the same error.
+        The first rank calls ``guard`` and makes the draft folder. If any rank fails, every rank raises the same error.
         """
         if self._writers is None:
             self._writers = self._world.again()
@@ -210,7 +209,7 @@ def _data_of(item: WriteItem) -> TensorWriteData:
 
 
 def _is_empty(data: TensorWriteData) -> bool:
-    """Return True if this rank has no element of a tensor that is not empty."""
+    """Return True if the tensor has elements, but this rank has none of them."""
     return data.chunk.sizes.numel() == 0 < data.size.numel()
 
 
@@ -278,7 +277,7 @@ def _write_part(part: SavedPart, rank: int) -> _Written:
 
 
 def _require_files(draft: Path, files: Mapping[str, FileEntry]) -> None:
-    """Raise StorageError unless the first rank has the files of all ranks."""
+    """Raise StorageError if a file of another rank is missing or has another size on the first rank."""
     for name, entry in files.items():
         path = draft / name
         if not path.is_file() or path.stat().st_size != entry["bytes"]:

@@ -110,7 +110,7 @@ def _local_box(tensor: DTensor) -> Box:
 
     mesh = tensor.device_mesh
     box = [(0, size) for size in tensor.shape]
-    # FSDP divides a tensor after tensor parallelism has, and marks its placement as strided: that axis comes last
+    # FSDP divides the parts that tensor parallelism makes, and marks its placement as strided: its axis comes last
     for axis in sorted(range(mesh.ndim), key=lambda axis: isinstance(tensor.placements[axis], _StridedShard)):
         placement = tensor.placements[axis]
         if not placement.is_replicate():

@@ -45,7 +45,7 @@ class SpikeDetector:
     def __init__(self, factor: float = 8.0) -> None:
         self.factor = factor
         self._norms: deque[float] = deque(maxlen=WINDOW_STEPS)
-        # logarithms of these: recomputing all at each median takes 20 us
+        # logarithms of the norms: recomputing all at each median takes 20 us
         self._logs: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._in_a_row = self._count = 0
         self._usual = self._initial = self._limit = 0.0

@@ -36,7 +36,7 @@ class StatePart(ABC):
 
     @property
     def key(self) -> Hashable:
-        """Key of the object, equal for two parts of one object. The part keeps it alive, so its id is not reused."""
+        """Key of the object, equal for two parts of one object. The part keeps the object alive, so no id is reused."""
         return type(self), id(self.owner)
 
     @abstractmethod
@@ -58,7 +58,7 @@ ABSENT, LEFT = _Marker(), _Marker()
 
 
 class Bindings(StatePart):
-    """Names that are bound to values: here the names of Python modules. Subclasses read and write other namespaces."""
+    """Names bound to values. This class handles global names of a Python module, subclasses handle other namespaces."""
 
     def __init__(self, owner: Any, names: Sequence[str] = ("",)) -> None:
         self.owner, self.names = owner, names
@@ -101,7 +101,7 @@ class Bindings(StatePart):
 
 
 _CONSTANT = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, staticmethod, classmethod, property)
-"""Types of values that a name is rarely bound to twice."""
+"""Types of values that usually stay bound to their name, so a name with such a value counts as empty."""
 
 
 class Slots(Bindings):
@@ -485,11 +485,14 @@ class _TooLargeError(Exception): ...
 
 
 _types_too_slow_to_pickle: set[type] = set()
-"""Types of objects that take too long to be pickled. They are not compared."""
+"""Types of objects that are too large or take too long to be pickled. These objects are not compared."""
 
 
 def pickled(value: Any) -> object:
-    """Return the pickled state of an object of an extension. Raises what its class raises."""
+    """Return the pickled state of an object of an extension; None for a type that is too large or too slow to pickle.
+
+    Raises any error that the class of the object raises.
+    """
     if type(value) in _types_too_slow_to_pickle:
         return None
     begin_s, file = time.perf_counter(), _Limited()

@@ -1,8 +1,8 @@
 """A folder of checkpoints: lists them, finds the newest intact one and the best one, and deletes old ones.
 
-The folder may be a link to one with other contents: files of another program, checkpoints of another run. In all
-functions ``run`` is the identity of the run. Checkpoints of other runs are not listed, and only those with a manifest
-of this identity are deleted or replaced. A run without an identity, "", owns those without one.
+The folder may be a link to a folder that also has files of another program, or checkpoints of another run. In all
+functions ``run`` is the identity of the run. Checkpoints of other runs are not listed. A checkpoint is deleted or
+replaced only if its manifest has this identity. A run without an identity has ``run=""``, also in its manifests.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def _require_readable(folder: Path) -> None:
 def set_aside_newer(folder: Path, resumed: Path, run: str = "") -> list[Path]:
     """Rename the checkpoints that are newer than ``resumed``, none of which verifies. Returns their new paths.
 
-    Otherwise ``prune`` would later count them among the newest ones, and delete intact ones. A folder without a
-    manifest is not renamed: another program may have written it. The pointer to the best checkpoint is removed if that
-    one is newer than ``resumed``.
+    Otherwise ``prune`` would later count them among the newest checkpoints, and delete intact ones. A folder without a
+    manifest is not renamed: another program may have written it. The pointer to the best checkpoint is removed if the
+    best checkpoint is newer than ``resumed``.
     """
     found, best = checkpoints(folder, run), _pointed_to(folder)
     if best and best.step > (step_of(resumed) or 0):
@@ -136,8 +136,8 @@ def set_aside(path: Path) -> Path:
 def prune(folder: Path, committed: Path, retention: Retention, run: str = "") -> None:
     """Delete the checkpoints up to ``committed``, which was just written, that ``retention`` does not keep.
 
-    Later ones belong to training that a resume has discarded. They are not counted, because they would displace good
-    ones.
+    Checkpoints of later steps belong to training that a resume has discarded. They are not counted, because they would
+    displace good checkpoints.
     """
     earlier = (path for path in checkpoints(folder) if (step_of(path) or 0) <= (step_of(committed) or 0))
     mine = [path for path in earlier if is_own(path, run)]
@@ -168,9 +168,9 @@ def delete(path: Path, run: str) -> None:
 
 
 def _first_of_each(names: Iterable[str], every: int) -> set[str]:
-    """Return the first checkpoint at or after each multiple of ``every``: the same ones after every later save."""
+    """Return the first checkpoint at or after each multiple of ``every``. Later saves do not change the selection."""
     first: dict[int, str] = {}
-    for name in names:  # newest first, so the oldest of each multiple is written last
+    for name in names:  # newest first, so the oldest name of each multiple remains
         first[(step_of(Path(name)) or 0) // every] = name
     return {name for multiple, name in first.items() if multiple}
 
@@ -209,7 +209,7 @@ def repair_best(folder: Path, run: str = "") -> Best | None:
 
 
 def _own_best(path: Path) -> Best | None:
-    """Return the value by which a checkpoint was the best when it was saved."""
+    """Return the ``Best`` in the manifest of a checkpoint; None if it was not the best when it was saved."""
     with suppress(CheckpointError):
         return _as_best(read_manifest(path).get("best"))
     return None
