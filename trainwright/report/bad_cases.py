@@ -31,7 +31,7 @@ class SamplePreview:
 
 @dataclass(frozen=True, config=_FILE_CONFIG)
 class BadCase:
-    """One sample: ``sure`` is the probability of the prediction, ``own`` that of the label.
+    """One sample: ``sure`` is the probability of the prediction, ``own`` the probability of the label.
 
     ``likely``: its label is probably wrong.
     """
@@ -84,10 +84,10 @@ class BadCases:
     """The errors of a model on a dataset of ``count`` samples; each list begins with the worst.
 
     ``worst`` has the largest losses, ``mistakes`` the wrong predictions with the highest confidence, ``labels`` the
-    labels that are most likely wrong; ``likely_wrong`` counts those that probably are. ``accuracy`` and ``ece``, the
-    expected calibration error, are over ``unit``: samples, tokens or pixels. ``matrix`` has a row for each label and a
-    column for each prediction, in the order of ``classes``; it is empty if there are many classes. ``shown`` are the
-    samples of all lists, by id.
+    labels that are most likely wrong; ``likely_wrong`` counts all labels that are probably wrong. ``accuracy`` and
+    ``ece`` (expected calibration error) are over ``unit``: samples, tokens or pixels. ``matrix`` has a row for each
+    label and a column for each prediction, in the order of ``classes``; it is empty if there are many classes.
+    ``shown`` are the samples of all lists, by id.
     """
 
     data: str

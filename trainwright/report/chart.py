@@ -79,8 +79,8 @@ def line_chart_text(
 ) -> str:
     """Return a chart for a terminal, ``width`` x ``height`` characters in total, in Braille: 2 x 4 dots per character.
 
-    Lines cannot be distinguished in it, so only the points of a second series are drawn. Each of ``marks``, on the x
-    axis, is an arrow in a row of its own below.
+    All lines look alike, so only the first series is drawn as a line, and the others as points. ``marks`` must be on
+    the x axis. Each mark is an arrow in its own row below the chart.
     """
     x_axis, y_axis = _axes(series, marks, log_x, log_y, margin=0.0)
     rows = max(height - 2 - len(marks), 2)

@@ -27,7 +27,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFacts:
-    """The build and state of torch. Versions are as torch writes them; None if it was built without the library."""
+    """The build and state of torch. Versions are as torch writes them; None if torch was built without the library."""
 
     version: str
     cuda_build: str | None = None
@@ -302,7 +302,7 @@ def _cuda(facts: SystemFacts) -> Iterator[Line]:
 def _old_driver(driver_cuda: tuple[int, int] | None, build: str, driver: str) -> Line | None:
     """Return a line if the driver is older than the CUDA version that torch was built with.
 
-    CUDA guarantees that a driver runs every build of its own major version, and no later one
+    CUDA guarantees that a driver runs every build for its own major version, but no build for a later major version
     (docs.nvidia.com/deploy/cuda-compatibility: minor version compatibility).
     """
     built = _numbers(build)[:2]
@@ -367,8 +367,9 @@ def _architectures(facts: SystemFacts) -> Iterator[Line]:
 def runs_on(archs: Sequence[str], capability: tuple[int, int]) -> Literal["yes", "compiled", "no"]:
     """Return whether kernels for ``archs`` (``sm_90``, ``compute_90``) run on a GPU of this compute capability.
 
-    Machine code (sm) runs on its own major version from its minor version on; with suffix "a" on exactly its own.
-    PTX (compute) is compiled for every later one, unless it has a suffix
+    Machine code (sm) runs on GPUs of its own major version with the same or a later minor version; with suffix "a" only
+    on its exact version. PTX (compute) is compiled for the same and every later version; with a suffix, only for the
+    versions on which machine code with this suffix runs
     (docs.nvidia.com/cuda/cuda-c-programming-guide: compute capability, architecture-specific features).
     """
     compiled = False

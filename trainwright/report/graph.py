@@ -300,7 +300,7 @@ def _boxes(runs: Sequence[NodeRun], x: float, right: float, ys: Sequence[float])
 
 
 def _block(run: NodeRun) -> str:
-    """Return the path up to the first name that represents several modules, ``blocks.0-11``, or ""."""
+    """Return the path up to the first name that represents several modules, as ``blocks.0-11``; "" if none does."""
     names = run.path.split(".")
     folded = [i for i, name in enumerate(names) if "-" in name and name.replace("-", "").isdigit()]
     return ".".join(names[: folded[0] + 1]) if folded and run.count > 1 else ""

@@ -82,7 +82,7 @@ def _read(path: Path, _version: tuple[int, int, int]) -> Marks:
 
 
 def marks_of(run: Path) -> RunMarks:
-    """Return the marks of a run folder. Raises UnreadableFile if those of its folder cannot be read."""
+    """Return the marks of a run folder. Raises UnreadableFile if ``marks.json`` beside it cannot be read."""
     path = run.resolve()
     return read_marks(path.parent).of(path)
 
@@ -97,8 +97,8 @@ def mark_run(run: Path, *, tags: Sequence[str] | None = None, note: str | None =
     """Replace the tags of a run, its note, or both. None keeps what is there.
 
     Raises:
-        UnreadableFile: If the marks of its folder cannot be read; they are not replaced.
-        StorageError: If they cannot be written.
+        UnreadableFile: If ``marks.json`` cannot be read; it is not replaced.
+        StorageError: If it cannot be written.
         UsageError: If a tag or the note is too long, or a tag has a comma.
     """
     path = run.resolve()

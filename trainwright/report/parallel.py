@@ -18,7 +18,7 @@ MAX_LINES = 1000
 
 @dataclass(frozen=True)
 class Coordinate:
-    """One axis: a value for each line. With ``choices``, the values are names from it, in this order."""
+    """One axis: a value for each line. With ``choices``, values are names, and the axis has the names in this order."""
 
     name: str
     values: Sequence[object]

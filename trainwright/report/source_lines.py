@@ -70,11 +70,11 @@ def excerpt_of(
         sources: Lines such as ``train.py:44``, the most important first.
         root: The folder below which the file is searched.
         began_s: The Unix time at which the run began. A later change of the file is noted.
-        max_chars: The limit of the excerpt. It has the other lines and the enclosing function if they fit.
+        max_chars: The limit of the excerpt, which has the other lines and the enclosing function if they fit.
 
     Returns:
-        The excerpt, with a note instead of lines if not exactly one file has this name or if it is too short. None if
-        no source is a line of a Python file.
+        The excerpt. It has a note instead of lines if not exactly one file has this name, or if the file cannot be read
+        or has too few lines. None if no source is a line of a Python file.
     """
     found = [match for each in sources if (match := _SOURCE.fullmatch(each))]
     if not found:
@@ -110,8 +110,8 @@ def excerpt_of(
 def _window(text: Sequence[str], first: int, near: Sequence[int], max_chars: int) -> tuple[int, int]:
     """Return the numbers of the first and the last line of an excerpt around the line ``first``.
 
-    It has the enclosing function, the lines ``near``, and the outer functions and classes if they fit. Then it grows
-    until it is full.
+    The excerpt has the enclosing function, the lines ``near``, and the outer functions and classes if they fit. Then it
+    grows up to ``max_chars``.
     """
     costs = [min(len(each), MAX_LINE_CHARS) + NUMBER_CHARS for each in text]
 
@@ -222,7 +222,7 @@ def _is_newer(path: Path, began_s: float | None) -> bool:
 
 
 def source_names(root: Path, name: str = "") -> list[str]:
-    """Return the names of the first Python files below ``root``; with a ``name`` only that, if there is such a file."""
+    """Return the names of the first Python files below ``root``, or of those called ``name`` if it is given."""
     return sorted({path.name for path in islice(_find_files(name, root), MAX_NAMES) if path.suffix == ".py"})
 
 

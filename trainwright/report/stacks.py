@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 RELEASE_NOTES = "https://docs.nvidia.com/cuda/cuda-toolkit-release-notes"
 OLDEST_DRIVERS: Mapping[int, str] = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
-"""The oldest Linux driver that runs programs built with any CUDA of this major version: minor version compatibility.
+"""The oldest Linux driver by major version of CUDA. It runs programs built with any minor version of that version.
 
 Source: ``RELEASE_NOTES``, tables of minimum required and corresponding driver versions.
 """
@@ -19,7 +19,7 @@ DRIVERS: Mapping[str, str] = {
     "13.1": "590.44.01",
     "13.2": "595.45.04",
 }
-"""The Linux driver that came with the first release of each CUDA, which also compiles its kernels at run time.
+"""The Linux driver that came with the first release of each CUDA version. It also compiles its kernels at run time.
 
 Source: ``RELEASE_NOTES``, table of corresponding driver versions.
 """
@@ -27,10 +27,10 @@ Source: ``RELEASE_NOTES``, table of corresponding driver versions.
 
 @dataclass(frozen=True)
 class Stack:
-    """Pinned versions of an image. ``name`` is the build argument, and the folder of the index of torch wheels.
+    """Pinned versions of an image. ``name`` is the build argument of the image, and a folder of the torch wheel index.
 
     ``cuda`` is the CUDA version of the torch wheel, None for the CPU. ``nccl`` is the version that the wheel requires.
-    If it is None (unknown), the loaded version must only be the installed one.
+    If ``nccl`` is None (unknown), the loaded version must only be equal to the installed one.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Stack:
 
     @property
     def driver(self) -> str | None:
-        """The oldest Linux driver that runs it; None if it needs none."""
+        """The oldest Linux driver that runs this CUDA version; None if no driver is needed."""
         return None if self.cuda is None else OLDEST_DRIVERS[int(self.cuda.partition(".")[0])]
 
 

@@ -64,7 +64,7 @@ class Axis:
         return cls(low - room, high + room)
 
     def share(self, value: float) -> float | None:
-        """Return the position of ``value``: 0 at ``low``, 1 at ``high``; None if it has none (NaN, log of 0)."""
+        """Return the position of ``value``: 0 at ``low``, 1 at ``high``; None if it has no position (NaN, log of 0)."""
         if not _can_be_shown(value, self.log):
             return None
         if self.log:

@@ -68,7 +68,8 @@ MIN_EVALUATIONS = 5
 MIN_OVERFITTING_NOISES = 5.0
 """Rise of the validation loss after its best, in standard deviations of the noise of single evaluations."""
 MIN_RISE_OF_RANGE, MIN_RISE_OF_TRAINING_DROP = 0.05, 0.1
-"""The same rise, as a fraction of the range of the validation loss, and of the simultaneous drop of the training loss.
+"""Minimum of the same rise as a fraction of the range of the validation loss, and as a fraction of the drop of the
+training loss in the same time.
 """
 MIN_RISE_SINCE_START = 0.01
 """Rise of a pretrained model's validation loss above its value before training, as a fraction of that value."""
@@ -128,7 +129,7 @@ class VerdictFacts:
 
 
 class _Claim(NamedTuple):
-    """One statement about a run. A claim without text sets only the word; another part of the sentence states it."""
+    """One statement about a run. Without text, it sets only the word: another part of the sentence has the text."""
 
     word: str
     text: str = ""
@@ -212,7 +213,7 @@ def _loss_summary(facts: VerdictFacts) -> str:
     parts: list[str] = []
     if losses:
         begin = losses[0][1]
-        late = [loss for step, loss in losses if 8 * step > 7 * losses[-1][0]]  # by step, also after a resume
+        late = [loss for step, loss in losses if 8 * step > 7 * losses[-1][0]]  # the last eighth of the steps
         end = statistics.fmean(
             late if len(late) >= MIN_LOSSES_AT_END else [loss for _, loss in losses[-MIN_LOSSES_AT_END:]]
         )
@@ -354,7 +355,7 @@ def _sets_worse_than_before(facts: VerdictFacts) -> str | None:
 
 
 def _best_step(facts: VerdictFacts) -> int | None:
-    """Return the trained step with the lowest validation loss, if it is below that before training."""
+    """Return the step with the lowest validation loss, if that loss is lower than before training."""
     first, *trained = _comparable(facts.evaluations)
     best = min(trained, key=_loss_or_infinity)
     return best.step if best.loss < first.loss else None
@@ -413,7 +414,7 @@ def _loss_or_infinity(seen: Evaluated) -> float:
 
 
 def _noise_of_evaluations(losses: Sequence[float]) -> float:
-    """Return the standard deviation of single evaluations, from second differences, because a trend has small ones.
+    """Return the standard deviation of single evaluations, from second differences, which a trend hardly changes.
 
     Takes the larger of two estimates: for few evaluations the median alone is often far too small.
     """
