@@ -23,7 +23,7 @@ CRASH_LOOP = "crash-loop"  # the name in --accept
 class Death:
     """The death of one process.
 
-    ``time_s`` is that of its last record; ``reason`` is None without an ``Ended`` record.
+    ``time_s`` is the time of its last record; ``reason`` is None without an ``Ended`` record.
     """
 
     pid: int
@@ -39,8 +39,9 @@ class Death:
 def deaths_in(records: Sequence[Record], step: int, dead: Sequence[int]) -> list[Death]:
     """Return what the log contains about the processes ``dead`` (pids), which died in ``step`` in a row; oldest first.
 
-    They may be fewer: a process that dies while it starts is not in the log. Processes in containers may have the same
-    pid, so a process that ended well or got past the step, and every one before it, is left out.
+    The result may have fewer deaths than ``dead``, because a process that dies while it starts is not in the log.
+    Processes in containers may have the same pid. So the search ends, backwards, at a process that ended well or got
+    past ``step``.
     """
     sessions: list[tuple[Started, list[Record]]] = []
     for record in records:
@@ -114,10 +115,10 @@ def require_no_crash_loop(
     accept: Sequence[str],
     again: Callable[[Sequence[str]], str],
 ) -> None:
-    """Raise UsageError, and write a bundle, when the last processes of a run died in the same step not by chance.
+    """Write a bundle and raise UsageError if the last processes of a run died in the same step, unless by chance.
 
-    ``checkpoint`` is the one that the run would resume from; ``again`` returns the command that starts it with these
-    ``accept``.
+    ``checkpoint`` is the checkpoint from which the run would resume. ``again`` returns the command that starts the run
+    with the ``accept`` values passed to it.
     """
     step = lock.died_in_step
     if step is None or not lock.is_loop or CRASH_LOOP in accept:

@@ -118,7 +118,7 @@ def parse_json(text: str, limits: JsonLimits = METADATA) -> Any:
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """Yield lines with their newlines; the beginning of a line longer than MAX_LINE_BYTES is the last."""
+    """Yield lines with their newlines. A line longer than MAX_LINE_BYTES is cut off, and no line follows it."""
     while line := file.readline(MAX_LINE_BYTES):
         yield line
         if is_too_long(line):
@@ -131,10 +131,10 @@ def is_too_long(line: bytes) -> bool:
 
 
 def _content(path: Path, file: BinaryIO, max_bytes: int) -> bytes:
-    size = os.fstat(file.fileno()).st_size  # also for a sparse file, which takes no space on the disk
+    size = os.fstat(file.fileno()).st_size  # large for a sparse file, too, which takes no space on the disk
     if size <= max_bytes:
         try:
-            content = file.read(min(size + 2**16, max_bytes) + 1)  # it may grow; Python allocates the requested size
+            content = file.read(min(size + 2**16, max_bytes) + 1)  # it may grow; the requested size is allocated
         except OSError as error:
             raise UnreadableFile(path, error.strerror or str(error), remedy=_remedy(error)) from error
         if len(content) <= max_bytes:

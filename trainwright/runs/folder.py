@@ -134,7 +134,7 @@ def _is_run(path: Path) -> bool:
         return any((path / sign).is_file() for sign in _RUN_FILES) or all(
             (path / sign).is_file() for sign in _STARTING_FILES
         )
-    except OSError:  # it may not be searched: opening it reports the error
+    except OSError:  # the folder may not be searched; opening the run reports the error
         return path.is_dir()
 
 

@@ -11,8 +11,9 @@ JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping
 """A JSON value of any nesting, for what is written, sent or passed on."""
 
 Facts: TypeAlias = dict[str, Any]
-"""A JSON object that was read, and whose reader knows the type of each field by its name: the values of one
-experiment, or one row of them. Python cannot check these types; this alias is the only place that declares them.
+"""A JSON object that was read, such as the values of one experiment, or one row of them.
+
+The reader knows the type of each field by its name, and Python cannot check it. Only this alias declares such objects.
 """
 
 Event: TypeAlias = tuple[str, Any]

@@ -32,7 +32,7 @@ LINE_BYTES = 512  # bytes: a host name has at most 255; less than one page, so a
 STEP_FIELD_BYTES = 16  # bytes of the step number, usually the only part of the line that changes
 MAX_PIDS_KEPT = 8  # recorded pids of a series of deaths
 MIN_DEATHS_OF_LOOP = 4
-"""Consecutive deaths in one step that cannot be chance, even for processes that had just started."""
+"""Number of consecutive deaths in one step that cannot be chance, even if all processes had just started."""
 STARTUP_STEPS = 8
 """A process that has finished fewer steps has just started: kills in the same step may then be chance."""
 _NO_LOCKS_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # Lustre without -o flock, some FUSE and NFS mounts
@@ -48,9 +48,9 @@ class Holder:
     """The content of the lock file: the process that holds the lock, or held it last.
 
     ``step`` is in progress (None: no step was begun, or all ended well). ``excused``: the process was asked to stop
-    during it. ``starting``: it has finished few steps and raised no error. ``died_in_step`` is the step in which the
-    processes ``dead`` (pids) died before in a row, and ``sure`` counts those of them, after the first, whose death
-    there cannot be chance; all are reset when a later step begins.
+    during ``step``. ``starting``: the process has finished few steps and raised no error. ``died_in_step`` is the step
+    in which the previous processes ``dead`` (pids) died in a row. ``sure`` is the number of these deaths, without the
+    first, that cannot be chance. These three values are reset when a later step begins.
     """
 
     pid: int
@@ -75,17 +75,17 @@ class DeathsInStep(NamedTuple):
 class RunLock:
     """The lock that the training process holds from ``acquire`` to ``release``; forked children do not hold it.
 
-    ``died_in_step`` is the step in which the previous holder died (or failed), None when it ended well; ``dead`` are
-    the pids of the processes that died in it in a row, the last one last (at most 8). ``is_loop``: that they died in
-    the same step cannot be chance. ``exclusive`` is False if the file system has no locks: then nothing prevents a
-    second process.
+    ``died_in_step`` is the step in which the previous holder died (or failed), None when it ended well. ``dead`` are
+    the pids of the processes that died in this step in a row, the newest last (at most 8). ``is_loop`` is True if it
+    cannot be chance that they died in the same step. ``exclusive`` is False if the file system has no locks: then
+    nothing prevents a second process.
     """
 
     def __init__(self, fd: int, before: Holder | None, *, exclusive: bool) -> None:
         self._fd, self._identity = fd, _identity(fd)
         self._row = _deaths_before(before)
         self.died_in_step, self.dead, _ = self._row
-        self._written: tuple[DeathsInStep, bool] | None = None  # the values that determine everything but the step
+        self._written: tuple[DeathsInStep, bool] | None = None  # determines the line on disk, except its step
         self.is_loop = self._row.sure > 0 or self.deaths >= MIN_DEATHS_OF_LOOP
         self._step: int | None = None
         self._first_step: int | None = None
@@ -161,14 +161,14 @@ class RunLock:
         del _locks[self._identity]
         fd, self._fd = self._fd, -1  # before it is closed: a signal handler must not write to a reused descriptor
         with contextlib.suppress(OSError):  # the network mount is gone: the kernel releases the lock anyway
-            unlock(fd)  # explicitly: a program that is being started has the descriptor too
+            unlock(fd)  # closing is not enough while a program that is being started has the descriptor, too
         with contextlib.suppress(OSError):
             os.close(fd)
 
     def require_place(self, path: Path) -> None:
-        """Raise StorageError unless ``path`` is still the folder of this lock, or that folder was deleted.
+        """Raise StorageError if ``path`` is no longer the folder of this lock. A deleted folder is not an error here.
 
-        A folder that was renamed or unmounted takes its open files along.
+        Open files stay in a folder that was renamed or unmounted, so writing to them does not fail.
         """
         held = os.fstat(self._fd)
         try:
@@ -247,12 +247,12 @@ def is_locked(path: Path) -> bool | None:
 def _deaths_before(before: Holder | None) -> DeathsInStep:
     """Return the step in which the processes before this one died, and their pids.
 
-    A kill from outside does not blame the step, and rarely hits the same step by chance, except for a process that has
-    just started. An error raised in the same step is not chance.
+    One kill from outside does not show that the step is at fault. A second kill rarely hits the same step by chance,
+    except in a process that has just started. An error raised in the same step is not chance.
     """
     if before is None:
         return DeathsInStep()
-    if before.step is None or before.excused:  # it ended well, began no step or was asked to stop: nothing is new
+    if before.step is None or before.excused:  # the last process ended well, began no step or was asked to stop
         return DeathsInStep(before.died_in_step, before.dead, before.sure)
     if before.step != before.died_in_step:
         return DeathsInStep(before.step, (before.pid,))

@@ -161,7 +161,7 @@ Loggable: TypeAlias = Image | Histogram | str
 
 
 def flat_grey(pixels: Pixels) -> Pixels:
-    """Return a grey image as ``(H, W)``, which trackers expect; others are unchanged."""
+    """Return a grey image as ``(H, W)``, which trackers expect, and other images unchanged."""
     return pixels[:, :, 0] if pixels.shape[2] == 1 else pixels
 
 

@@ -12,8 +12,8 @@ INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f"
     "\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U000e0000-\U000e0fff]"
 )
-"""Control characters, and characters that are not shown or change the direction of text: a language model reads what
-they spell, and a person does not see it."""
+"""Control characters, and characters that are not shown or change the direction of text: a language model reads the
+text that they spell, but a person does not see it."""
 
 
 def readable(text: str) -> str:

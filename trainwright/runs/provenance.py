@@ -121,7 +121,7 @@ def _definitions(thing: object) -> list[_Definition]:
 
 @cache
 def _is_user_module(module: str | None) -> bool:
-    if module in (None, "__main__"):  # ``python -m`` an installed notebook server runs the user's code too
+    if module in (None, "__main__"):  # also if ``python -m`` has started a notebook server: it runs the user's code
         return True
     if module.partition(".")[0] in (*sys.stdlib_module_names, "trainwright"):
         return False
@@ -138,7 +138,7 @@ def _source(thing: _Definition) -> str:
             return "".join(inspect.getsource(each) for each in vars(thing).values() if inspect.isfunction(each))
     if thing.__name__ != "<lambda>":
         return inspect.getsource(thing)
-    text = "".join(inspect.findsource(thing)[0])  # its line may be that of the ``tw.fit`` call
+    text = "".join(inspect.findsource(thing)[0])  # the line found may be that of the ``tw.fit`` call
     lambdas = [each for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Lambda)]
     here = [each for each in lambdas if each.lineno == thing.__code__.co_firstlineno]
     return "".join(ast.get_source_segment(text, each) or "" for each in here)
@@ -173,8 +173,8 @@ def _or_none(read: Callable[[], T]) -> T | None:
 def _git_state(folder: Path) -> dict[str, JsonValue] | None:
     """Return commit, dirty flag (counts untracked files), and hash of uncommitted changes; None outside a git tree.
 
-    No command from the repository's configuration is run. Git has no switch to disable its filters, so if it configures
-    any, only the commit is known. Uncommitted changes in submodules are ignored.
+    No command from the repository's configuration is run. Git has no switch to disable its filters, so if the
+    repository configures any, only the commit is known. Uncommitted changes in submodules are ignored.
     """
     if _git(folder, "rev-parse", "--is-inside-work-tree") is None:
         return None
@@ -212,8 +212,8 @@ def _has_no_filters(folder: Path) -> bool:
 def _git(folder: Path, *arguments: str) -> bytes | None:
     """Return git's output, or None when it fails. Takes no lock, so it does not disturb other work in that tree.
 
-    It runs no hook and no monitor of the repository, and fetches nothing. Variables that select a repository (a git
-    hook that starts a training run has them) are removed: it is always the one around ``folder``.
+    Git runs no hook and no monitor of the repository, and fetches nothing. Environment variables that select a
+    repository, as in a git hook that starts a run, are removed, so git always uses the repository around ``folder``.
     """
     answer = subprocess.run(
         ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", *arguments],
@@ -242,8 +242,9 @@ def _packages() -> dict[str, JsonValue]:
 
 
 def _name_and_version(dist: importlib.metadata.Distribution) -> tuple[str, str]:
-    """Return both from the raw metadata; ``dist.metadata`` parses each README: 0.1 s per start for a hundred
-    packages.
+    """Return name and version from the raw metadata.
+
+    ``dist.metadata`` would parse each README, which takes 0.1 s per start for a hundred packages.
     """
     text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
     fields = dict(reversed(_FIELD.findall(text.partition("\n\n")[0])))  # the first of several applies

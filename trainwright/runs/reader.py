@@ -34,7 +34,7 @@ T = TypeVar("T")
 JOULES_PER_KWH = 3.6e6
 FIRST_RECORDS_KEPT, END_BYTES = 64, 256 * 2**10
 MAX_LINES_KEPT = 8192
-"""The number of lines that ``read_newest`` keeps: about 20 MB. More are kept of records that are no steps."""
+"""The number of lines that ``read_newest`` keeps: about 20 MB. More are kept if many records are not steps."""
 MAX_LINES_OF_ANY_KIND = 2**17
 
 
@@ -76,11 +76,11 @@ def decode_lines(lines: Iterable[bytes]) -> LogContents:
 
 
 def read_newest(path: Path | str, kinds: tuple[type[Record], ...]) -> LogContents:
-    """Read the records of these ``kinds`` of the newest process of the run. In long runs not every step is kept.
+    """Read the records of these ``kinds`` that the newest process wrote. In long runs not every step is kept.
 
-    A log of any length is read in memory for about ``MAX_LINES_KEPT`` lines: lines of other kinds are left out, steps
-    are thinned as they come, and the rest is decoded at the end. Lines that hold no record, or an unknown one, are
-    counted in the complete log. Raises UsageError when there is no such log.
+    For a log of any length, only about ``MAX_LINES_KEPT`` lines are held in memory: lines of other kinds are left out,
+    steps are thinned while reading, and the remaining lines are decoded at the end. Lines without a record, or with an
+    unknown one, are counted over all processes. Raises UsageError when there is no such log.
     """
     limit = MAX_LINES_KEPT
     wanted = tuple(_beginning(kind) for kind in (*kinds, Started))
@@ -120,8 +120,8 @@ def read_end(path: Path | str) -> tuple[Record, ...]:
 def read_begin_s(path: Path | str) -> float | None:
     """Read the Unix time of the first start in the log; None if the beginning of the log holds none.
 
-    File times do not give it: a resume writes the files again, and so does a copy. Raises UsageError when there is no
-    such log.
+    File times do not show when the run started, because a resume or a copy writes the files again. Raises UsageError
+    when there is no such log.
     """
     with _open(Path(path)) as file:
         first = decode_lines(file.read(END_BYTES).splitlines(keepends=True)[:100]).records
@@ -207,10 +207,10 @@ def _beginning(kind: type[Record]) -> bytes:
 
 
 def _thinned(lines: list[bytes], of_steps: tuple[bytes, ...]) -> tuple[list[bytes], int]:
-    """Return fewer lines, and the number of lines at which they are to be thinned again.
+    """Return fewer lines, and the number of lines at which to thin them again.
 
-    That number grows with the lines that are no steps: to look at all of them for each new one would take quadratic
-    time.
+    This number grows with the lines that are not steps. Otherwise all of them would be examined again for each new
+    line, in quadratic time.
     """
     lines = _without_half(lines, lambda each: each.startswith(of_steps))
     if len(lines) > MAX_LINES_OF_ANY_KIND:
@@ -300,9 +300,9 @@ UNKNOWN = "no end record"
 def state_of(path: Path, records: Iterable[Record]) -> str:
     """Return finished, stopped, data_exhausted, failed, running, killed, or "no end record" if nothing else is known.
 
-    ``records`` are those of the log of run folder ``path``, or at least its newest start and end. Without an end, the
-    lock of the folder distinguishes a run that continues from one that was killed. A folder that was copied without its
-    lock has neither.
+    ``records`` are those of the log of run folder ``path``, or at least its newest start and end. Without an end
+    record, the lock of the folder distinguishes a running process from a killed one. If a folder was copied without its
+    lock, the state is unknown.
     """
     newest = None
     for record in records:

@@ -46,8 +46,8 @@ class Record:
 class Started(Record):
     """A process started or resumed the run at ``step``.
 
-    ``died_in_step`` is the step in which the process before it died, if it did; ``accepted`` are the objections to
-    this start that the user overruled. ``settings`` are those of the header: value and origin.
+    ``died_in_step`` is the step in which the previous process died, if it did; ``accepted`` are the objections to this
+    start that the user overruled. ``settings`` are the settings in the header, each with its value and origin.
     """
 
     step: int
@@ -90,7 +90,7 @@ class Step(Record):
 class Evaluated(Record):
     """The validation loss and metrics after ``step`` steps.
 
-    ``batches`` is their number if they are a fixed part of the validation set, 0 for the full set.
+    ``batches`` is the number of batches if a fixed part of the validation set was evaluated, 0 for the full set.
     """
 
     step: int
@@ -205,7 +205,7 @@ class Examined(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Unexamined(Record):
-    """At the end of a run: experiments and trials of remedies that had no time.
+    """The experiments and trials of remedies for which no time was left at the end of a run.
 
     Examinations took ``examined_s`` seconds beside ``trained_s`` seconds of training, both in wall-clock time.
     ``bundle`` is the folder of the last steps, from which they can run later: ``step-00000320``; None if it was not
@@ -224,7 +224,7 @@ class Where:
     """The place of a finding; None: unknown, or does not apply.
 
     ``source`` is the line that causes it, such as ``file.py:42``, as far as it is known; ``shown_at`` is another line
-    at which it shows.
+    at which the symptom appears.
     """
 
     module: str | None = None
@@ -429,7 +429,7 @@ def from_json(line: str) -> Record:
 def _fields_of(value: object) -> dict[str, object]:
     """Return the fields of a dataclass, for the encoder.
 
-    A tensor has a ``__dict__``, too, and would be logged as ``{}``.
+    Raises TypeError for other objects: a tensor, for example, has a ``__dict__`` and would be logged as ``{}``.
     """
     if dataclasses.is_dataclass(value):
         return vars(value)

@@ -47,13 +47,13 @@ _SETTING = re.compile(
     r"(?!(?:str|int|bytes|bool|list|dict|None|Optional|[\w.]{0,40}Tensor)\b)[^\s#][^\n]*",
     re.MULTILINE,
 )
-"""A line of YAML, or a header, at any depth; no annotation of an argument in code."""
+"""A line of YAML at any depth, or a header, but not an annotated argument in Python code."""
 _BY_CONTEXT = re.compile(
     r"(?P<before>hooks\.slack\.com/|discord(?:app)?\.com/api/webhooks/|\.webhook\.office\.com/|api\.telegram\.org/bot"
     r"|[?&](?:X-Amz-Signature|X-Goog-Signature|Signature|sig)=|\bBearer {1,4}"
     r"|\bkey {0,2}= {0,2}[\"'](?=[0-9a-f]{40}[\"']))[^\s\"'<>&)\]]{8,}"
 )
-"""Addresses of webhooks, signatures of addresses, and keys of wandb, whatever they are assigned to."""
+"""Secrets known by the text before them: in webhook URLs, signatures in URLs, bearer tokens, wandb keys."""
 _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----)(?:[\s\S]{0,8000}?-----END|[\w+/=\s\\]{1,8000})")
 _KNOWN_TOKENS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,300}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,300}"
@@ -65,9 +65,9 @@ _KNOWN_TOKENS = re.compile(
 
 
 def is_secret(key: str) -> bool:
-    """Return True if a key names a secret:
+    """Return True if a key names a secret.
 
-    ``hf_token``, ``apiKey``, ``db-password``; not ``tokenizer`` or ``pad_token``.
+    Examples: ``hf_token``, ``apiKey`` and ``db-password`` do; ``tokenizer`` and ``pad_token`` do not.
     """
     words = [each.lower() for each in _WORD.findall(key)]
     if not words:
@@ -93,8 +93,8 @@ def masked(value: T) -> T:
 def masked_code(text: str) -> str:
     """Return source code, or other text that is sent to somebody else, without secrets.
 
-    It is stricter than ``masked``: string literals that are assigned to the name of a secret, lines of YAML, addresses
-    of webhooks, private keys, and values with the form of tokens of well-known services.
+    In addition to ``masked``, it masks string literals and lines of YAML that assign a value to the name of a secret,
+    addresses of webhooks, private keys, and values with the form of tokens of well-known services.
     """
     text = "\n".join(map(_mask_text, text.split("\n")))
     text = _LITERAL.sub(_mask_literal, text)

@@ -77,9 +77,9 @@ class LaunchShape(FileShape):
 
 
 class ObjectsShape(FileShape):
-    """The recipe for rebuilding the objects of a ``tw.fit`` run:
+    """How to rebuild the objects of a ``tw.fit`` run: by calling ``function``.
 
-    ``function``; else ``reason`` states why it is impossible.
+    If ``function`` is None, ``reason`` states why rebuilding is impossible.
     """
 
     function: str | None

@@ -48,7 +48,7 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def _is_alive(pid: int) -> bool:
-    import psutil  # here: most commands find no drafts
+    import psutil  # imported here, because most commands find no drafts
 
     return psutil.pid_exists(pid)
 
@@ -64,7 +64,7 @@ def remove(path: Path) -> None:
 
 @cache
 def _place() -> str:
-    """Return a name of the machine, and of the container in it, whose process ids this process sees."""
+    """Return a name for the machine, or the container in it, within which process ids are unique."""
     try:
         namespace = str(Path("/proc/self/ns/pid").readlink())
     except OSError:  # not Linux
