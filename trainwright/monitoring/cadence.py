@@ -9,8 +9,8 @@ class Every:
     """True once for each boundary of ``steps``, ``seconds`` or ``fraction`` that a run crosses. Exactly one must be
     given.
 
-    Boundaries are multiples of the interval, so a resumed run has those of the first. ``since`` is its state at the
-    resume.
+    Boundaries are multiples of the interval, so a resumed run has the same boundaries as an uninterrupted run.
+    ``since`` is the state at the resume.
     """
 
     def __init__(

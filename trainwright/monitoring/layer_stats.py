@@ -196,9 +196,9 @@ class LayerStats(HookedStats):
 
     @torch.no_grad()
     def before_update(self, optimizer: Optimizer | None = None) -> None:
-        """Compute norms of gradients, and copy the weights before the update: those of ``optimizer``, or all.
+        """Compute norms of gradients and copy weights before the update: those of ``optimizer``, or all.
 
-        With several optimizers, it must be called before the update of each. The first call of a step counts.
+        With several optimizers, call it before the update of each. The first call of a step counts for each parameter.
         """
         owned = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
         new = [
@@ -296,7 +296,7 @@ def short(value: float) -> float:
 
 
 def without_ends(counts: list[int]) -> tuple[int, ...]:
-    """Return per cent by power of two, preceded by the index of the first that is not zero; () for no elements."""
+    """Return the index of the first non-zero count, and the counts from there to the last non-zero one; () for none."""
     filled = [index for index, count in enumerate(counts) if count]
     return (filled[0], *counts[filled[0] : filled[-1] + 1]) if filled else ()
 
@@ -320,8 +320,8 @@ class LayerLog(Generic[R]):
     """Writes a record in some steps. ``record`` makes it from the fields that ``stats`` has read.
 
     The second step is measured, then one in ``INITIAL_INTERVAL_STEPS``, and fewer later on: see ``RECORDS_PER_E_FOLD``.
-    There are also fewer if the host time would exceed ``MAX_TIME_FRACTION``, except with ``in_step``, in which all
-    ranks take part.
+    Fewer steps are measured if the host time would exceed ``MAX_TIME_FRACTION``. This does not apply with ``in_step``,
+    because all ranks take part in the same step.
     """
 
     def __init__(
@@ -392,7 +392,7 @@ class LayerLog(Generic[R]):
 
 
 class LayerObserver:
-    """An observer, and as ``probe`` a Probe, that passes the steps of the engine to ``log``."""
+    """An observer that passes the steps of the engine to ``log``. Its method ``probe`` is a Probe."""
 
     def __init__(self, log: LayerLog[R]) -> None:
         self._log = log
@@ -450,8 +450,9 @@ class OutputGradStats(HookedStats):
     """Gradients with respect to the outputs of ``modules`` in one step, measured as ``LayerStats`` measures parameters.
 
     Norms are over all elements of all calls of a module in the step, including all micro-batches. Histograms are of
-    MAX_SAMPLED_ELEMENTS of the call whose backward pass was first. Both are multiplied by ``factor``. A forward pass
-    that activation checkpointing repeats is not counted again, because no gradient flows to its output.
+    MAX_SAMPLED_ELEMENTS from the call whose backward pass came first. Norms and histogrammed values are multiplied
+    by ``factor``. A forward pass that activation checkpointing repeats is not counted again, because no gradient flows
+    to its output.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:

@@ -89,7 +89,7 @@ class TelemetryReader:
 
 
 def host_values(process: psutil.Process, folder: Path) -> dict[str, float]:
-    """Return readings of the host. ``cpu_percent`` is of one core (two busy cores are 200), since the last call."""
+    """Return readings of the host. ``cpu_percent`` since the last call is 100 for one busy core, 200 for two."""
     values = {
         "host/process_memory_bytes": float(process.memory_info().rss),
         "host/process_cpu_percent": process.cpu_percent(),
@@ -116,8 +116,8 @@ def allocator_values(device: torch.device) -> dict[str, float]:
 class Logbook:
     """A context that writes Started when entered and Ended when left, also after an exception.
 
-    The caller sets ``ended`` before the exit. Without it, an exception is recorded as ``failed`` with its reason. Both
-    have the verdict that ``judge`` returns.
+    The caller sets ``ended`` before the exit. Without it, an exception is recorded as ``failed`` with its reason. In
+    both cases, Ended has the verdict that ``judge`` returns.
     """
 
     def __init__(

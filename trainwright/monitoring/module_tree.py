@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 MAX_MODULES = 2000
-"""Modules of a tree; a larger model is cut off at the level where it has more."""
+"""Maximum number of modules in a tree. The tree of a larger model has fewer levels."""
 MAX_DEPTH = 32
 
 
@@ -18,7 +18,7 @@ MAX_DEPTH = 32
 class ModuleNode:
     """A module and its submodules. ``count`` equal modules follow each other, from ``name`` to ``last``.
 
-    ``parameters`` counts those of one of them. Shared parameters count in each module.
+    ``parameters`` is the number of parameters of one of these modules. Shared parameters count in each module.
     """
 
     name: str

@@ -9,7 +9,7 @@ from trainwright.runs.reader import JOULES_PER_KWH
 
 T = TypeVar("T")
 ALL_LINKS = 2**32 - 1
-"""NVML's scope of a field that stands for the sum over all NVLinks."""
+"""Scope id of an NVML field that selects the sum over all NVLinks."""
 THROTTLE_REASONS = {
     0x4: "power_cap",
     0x8: "hardware_slowdown",

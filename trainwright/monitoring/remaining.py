@@ -13,7 +13,7 @@ from trainwright.engine.step import StepResult
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements from the newer half of a run so far.
+    """Measurements from at least the newer half of a run so far.
 
     Args:
         step_s: Seconds of a step, with the wait for its batch.
@@ -41,7 +41,7 @@ class TimeSpent:
     """An observer that adds up the components of the time between two steps.
 
     ``examined_s`` returns the total seconds of the doctor. The first steps are slower and are examined more often, so
-    only the newer half is measured: since a power of two of steps.
+    the measured steps begin at a power of two and are at least the newer half.
     """
 
     def __init__(self, examined_s: Callable[[], float], clock: Callable[[], float] = time.perf_counter) -> None:

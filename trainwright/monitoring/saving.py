@@ -95,8 +95,8 @@ class _OwnThread:
     def prepare(self, state: TrainState, tensors_of_state: Callable[[TrainState], Mapping[TensorName, Tensor]]) -> None:
         """Start to allocate memory for the copy during training, unless it would not fit or memory ran out.
 
-        Only the first call has an effect. It must not come earlier than the first step, because an optimizer has its
-        state after that. Raises CheckpointError for state that cannot be stored in a file.
+        Only the first call has an effect. It must come after the first step, because the optimizer has no state before.
+        Raises CheckpointError for state that cannot be stored in a file.
         """
         if self._is_prepared:
             return
@@ -133,7 +133,7 @@ class _OwnThread:
             return hosted
 
     def submit(self, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Start to write. Waits for it if the live tensors are written."""
+        """Start to write. If the live tensors are written, wait until they are on disk."""
         future = self._executor.submit(work, *args, **kwargs)
         if self._staging is None:
             wait([future])
@@ -213,7 +213,7 @@ class Saving:
             write = self._captured(state)
         except RankError:
             raise
-        except Exception as error:  # on each rank the same one
+        except Exception as error:  # the same error on each rank
             self._not_saved(state.step, error)
             return
         future = self._thread.submit(self._write, state.step, write, self._best.at(state.step))
@@ -222,7 +222,7 @@ class Saving:
     rescue = __call__
 
     def _captured(self, state: TrainState) -> Callable[[Best | None], tuple[Path, int]]:
-        """Return how the state of this step is written: a copy of it, or the live tensors."""
+        """Return a function that writes the state of this step, from a copy or from the live tensors."""
         if self._shards is None:
             self._folder_guard()
             snapshot = capture_live(state, self._run_metadata)
@@ -288,7 +288,7 @@ class Saving:
     def evaluated(self, step: int, seen: EvaluationResult) -> None:
         """Handle the result of an evaluation: the best one so far is saved, unless this step was saved already."""
         if self._writing and self._best.at(self._writing[0]):
-            self._finish()  # the value to beat is known when the previous best is on disk
+            self._finish()  # the value to beat is known only when the previous best is on disk
         best = self._best.evaluated(step, seen)
         if best is None or step != self._saved[0]:
             return
@@ -420,7 +420,7 @@ class BestSoFar:
 
 
 class PartSaving:
-    """A Saver of a rank other than the first: writes its part of each checkpoint. The first one reports the outcome."""
+    """A Saver of a rank after the first: writes its part of each checkpoint. The first rank reports the outcome."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ def _default(number: int) -> Any:
 
 
 def _default_for_late(number: int, handler: Any) -> Any:
-    """Return the default instead of the handler that an earlier run left for one second."""
+    """Return the default handler instead of ``_handle_late``, which an earlier run has left installed."""
     return _default(number) if getattr(handler, "__func__", None) is Signals._handle_late else handler
 
 
@@ -83,8 +83,8 @@ class Signals:
     A second signal ends the process at once (KeyboardInterrupt). Outside the main thread it does nothing, because
     Python delivers no signals there. With ``grace_s``, the seconds from the signal to the kill, it reports the
     remaining time. ``newest`` returns the newest checkpoint and ``saving_s`` the duration of the last save (None:
-    unknown). The end of the step is saved however late it is; a kill during the save leaves the newest checkpoint
-    intact.
+    unknown). The state after the step is saved, even if the step ends late; a kill during the save leaves the newest
+    checkpoint intact.
 
     If no step is in progress (``at_once``), the signal interrupts the current work. With ``repeated``, a launcher
     passes on signals that the process has also received directly, so signals within REPEATED_SIGNAL_S are one.
@@ -116,16 +116,17 @@ class Signals:
         self._at_once = ""
         self._is_sent_again = False
         self._hook: Callable[[sys.UnraisableHookArgs], object] = sys.__unraisablehook__
-        # Messages to the thread that prints: "received", then "reached"; or the immediate action. Its put() needs no
-        # lock that the interrupted thread could hold, unlike an Event or a thread's start, so handlers may call it.
+        # Messages to the thread that prints: "received", then "reached"; or the immediate action. A handler
+        # may call its put(), because that needs no lock that the interrupted thread could hold. An Event, or the start
+        # of a thread, needs one.
         self._news: SimpleQueue[str] = SimpleQueue()
         self._speaker: threading.Thread | None = None
 
     @property
     def on_received(self) -> Callable[[], None]:
-        """A function that the handler of the first signal calls, so it must be safe in a handler.
+        """A function that the handler of the first signal calls. It must be safe to call in a signal handler.
 
-        If a signal was received already, the function is called when it is set.
+        If a signal was received before this attribute is set, the setter calls the function.
         """
         return self._on_received
 
@@ -184,7 +185,7 @@ class Signals:
             raise StopRequest(self._stop(number))
 
     def _handle_late(self, number: int, _frame: FrameType | None) -> None:
-        """Handle a signal that ends the process by default while it is ending: only a later signal does so."""
+        """Ignore signals within IGNORE_SIGNALS_S of the second one. A later signal ends the process, as by default."""
         if time.monotonic() - self._quit_s >= IGNORE_SIGNALS_S:
             signal.signal(number, _default(number))
             signal.raise_signal(number)

@@ -252,8 +252,8 @@ def _halved(scale: float | None) -> float | None:
 class LogWindow:
     """An observer that updates the metrics after each step. ``values`` returns those since the last call.
 
-    ``keeper`` is passed to the step function; None without metrics. With several ranks, each rank must have a
-    LogWindow. Their values are joined when ``every`` is due, the interval of the first rank's log.
+    ``keeper`` is passed to the step function; it is None without metrics. With several ranks, each rank must have a
+    LogWindow. Their values are joined when ``every``, the interval of the first rank's log, is due.
     """
 
     def __init__(self, metrics: MetricSet, world: World = SOLO, every: Every | None = None) -> None:
@@ -281,7 +281,7 @@ class LogWindow:
     def _update(self, result: StepResult) -> None:
         assert self.keeper is not None
         seen, micro = self.keeper.pop(), result.batch.micro
-        if len(seen) == len(micro):  # a rank that has run out of samples repeats others, which do not count
+        if len(seen) == len(micro):  # without samples of its own, a rank repeats others, which do not count
             seen = [each for each, of in zip(seen, micro) if of.size]
         if seen and not (
             result.skipped.device.type == "cpu" and bool(result.skipped)
