@@ -22,7 +22,7 @@ def token_ids_wrapped(run: RunContext, facts: TargetsFacts, batch: BatchFacts) -
     Usual cause: the ids were cast to uint8 or uint16 to save space, as `ids.astype(np.uint16)` for more than 65,536
     tokens.
 
-    Fix: store ids as int32, and assert `ids.max() < np.iinfo(dtype).max` before the cast.
+    Fix: store ids as int32, and assert `ids.max() <= np.iinfo(dtype).max` before the cast.
 
     Sources: huggingface/transformers#2825, princeton-nlp/LLM-Shearing#65.
     """
