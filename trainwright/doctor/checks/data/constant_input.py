@@ -20,7 +20,7 @@ def constant_input(run: RunContext, facts: BatchFacts) -> Results:
 
     How it is detected: the variance of every input over the batch is exactly 0.
 
-    Exceptions: a single number as input, for a model without real inputs (info).
+    Exceptions: inputs of one number per sample, as passed to a model without real inputs, are reported only with -v.
 
     Usual cause: integer arithmetic, such as `(x / 255).to(torch.uint8)`, which is 0 almost everywhere.
 

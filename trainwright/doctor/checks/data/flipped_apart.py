@@ -15,8 +15,8 @@ def flipped_apart(run: RunContext, facts: SamplesFacts) -> Results:
     Why it matters: the mask of such a sample marks the wrong pixels. The model learns to blur, and its loss stays high.
 
     How it is detected: images and masks of 48 samples are kept and compared when the samples come again. Three of them
-    were flipped or turned in another way than their masks. Only where the models take one of two pictures of the same
-    height and width, and the loss takes the other one.
+    were flipped or turned in another way than their masks. This requires two pictures of the same height and width: one
+    is an input of the model, the other an argument of the loss.
 
     Exceptions: symmetric images and masks, which do not show how they were turned.
 

@@ -21,7 +21,7 @@ def label_out_of_range(run: RunContext) -> Results:
 
     How it is detected: the error that the loss raised, with the labels that it got; and the targets of binary losses.
 
-    Exceptions: `ignore_index`, -100 unless given, is a legal label.
+    Exceptions: the label `ignore_index` (default: -100) is legal.
 
     Usual cause: labels are counted from 1, the last layer has too few outputs, or labels of a binary loss are -1 and 1
     or 0 to 255.

@@ -8,10 +8,10 @@ def labels_shifted_twice(run: RunContext, exams: Every[BatchFacts]) -> Results:
 
     Why it matters: the loss falls as usual, but generated text skips every second token.
 
-    How it is detected: the position of each prediction in the input is found by its scores, and its target is the token
-    two positions later.
+    How it is detected: each prediction is assigned to a position of the input, and its target is the input token two
+    positions later.
 
-    Exceptions: a further loss on the next token, as with several prediction heads.
+    Exceptions: another loss predicts the next token, as with several prediction heads.
 
     Usual cause: the data set shifts the labels, and the model, as those of transformers, shifts them again.
 

@@ -15,8 +15,8 @@ from trainwright.doctor.nonfinite import (
 def nonfinite_input(run: RunContext) -> Results:
     """A batch holds NaN or infinity before the first operation of the model has run.
 
-    How it is detected: after a step that is not finite, the inputs of its forward calls and of its loss are read; the
-    step is replayed without the samples that hold such values.
+    How it is detected: after a step that is not finite, the inputs of its forward calls and of its loss are searched
+    for NaN and infinity; the step is replayed without the samples that contain them.
 
     Usual cause: missing values in the source, a division by the spread of a constant feature, a broken file.
 

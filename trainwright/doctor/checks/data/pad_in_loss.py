@@ -8,8 +8,8 @@ def pad_in_loss(run: RunContext, exams: Every[BatchFacts]) -> Results:
 
     Why it matters: padding is the easiest token there is, so the loss looks low, and gradients are spent on it.
 
-    How it is detected: one id fills rows up to different lengths. A replay shows a gradient of the loss at outputs deep
-    within the padding, where a loss that ignores it has a gradient of exactly 0.
+    How it is detected: rows of different lengths are padded with one id. A replay shows a gradient of the loss at
+    outputs deep within the padding. If the loss ignored padding, this gradient would be exactly 0.
 
     Usual cause: the loss does not ignore the padding id; the default of `ignore_index` is -100.
 

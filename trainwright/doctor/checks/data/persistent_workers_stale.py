@@ -9,8 +9,8 @@ def persistent_workers_stale(run: RunContext, facts: LoadersFacts) -> Results:
     Why it matters: each worker holds a copy of the data set from when it started. Augmentation that is switched off,
     or an epoch number that is set, has no effect.
 
-    How it is detected: public attributes of the data set and its transforms, if their values are plain, are read when
-    the workers of a loader with `persistent_workers=True` start, and compared at each later epoch.
+    How it is detected: public attributes of the data set and its transforms (numbers, strings and booleans) are read
+    when the workers of a loader with `persistent_workers=True` start, and compared at each later epoch.
 
     Usual cause: `dataset.attribute = value` between epochs, with `persistent_workers=True`: the workers keep stale
     copies of the data set.

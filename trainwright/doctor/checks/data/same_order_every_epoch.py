@@ -2,7 +2,7 @@ from trainwright.doctor import Results, RunContext, Where, check
 from trainwright.doctor.facts.data import LoadersFacts, RowsFacts
 
 MIN_SAMPLES = 16  # A random order of this many samples repeats by chance once in 16! times
-MIN_PERIOD = 4  # Minimum number of batches after which they recur
+MIN_PERIOD = 4  # Minimum number of batches in a sequence that repeats
 MIN_RECURRED_BATCHES = 8
 
 
@@ -12,8 +12,8 @@ def same_order_every_epoch(run: RunContext) -> Results:
 
     Why it matters: the same samples always share a batch, and random augmentation is not drawn again.
 
-    How it is detected: the sample ids of two epochs are equal, in an order that is not that of the data set; or 8
-    batches in a row have the content of earlier ones, while the shuffling loader that they came from is not read.
+    How it is detected: two epochs have the same sample ids in the same order, and it is not the order of the data set.
+    Or 8 batches in a row repeat earlier batches of a shuffling loader, and the loader is not read meanwhile.
 
     Exceptions: a custom sampler may have a fixed order on purpose (info).
 

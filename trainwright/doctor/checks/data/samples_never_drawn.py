@@ -10,8 +10,8 @@ MAX_UNUSED_FRACTION = 0.05  # Fraction of the dataset that may be left out
 def samples_never_drawn(run: RunContext, facts: LoadersFacts) -> Results:
     """Only a few samples of the data set are drawn, again and again, and the others never.
 
-    How it is detected: the sample ids that the sampler returns. They were drawn 32 times each on average, and others
-    never; or two epochs drew the same samples and left out more than 5 % of the data set.
+    How it is detected: by the sample ids that the sampler returns. More than 5 % of the data set was never drawn,
+    although each drawn sample was drawn 32 times on average, or two epochs drew the same samples.
 
     Exceptions: samplers that are made for a part of the data set, such as SubsetRandomSampler.
 

@@ -2,7 +2,7 @@ from trainwright.doctor import Every, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts, LeakingColumn
 
 MAX_ROUNDING_VARIANCE = 1e-12  # Fraction of a column's variance within classes that may be rounding
-MIN_SAMPLES_IF_EXACT = 48  # Samples of an exact column that suffice in one examination
+MIN_SAMPLES_IF_EXACT = 48  # If a column is exact on this many samples, one examination is enough
 
 
 @check(stage="input")
@@ -11,10 +11,11 @@ def target_leak(run: RunContext, every: Every[BatchFacts]) -> Results:
 
     Why it matters: training and validation are perfect, and the model is useless where that column is not known yet.
 
-    How it is detected: the column is constant within each class and differs between classes, or is a linear function of
-    a numeric target, in two examinations, or exactly on 48 samples. The prediction must depend on the column.
+    How it is detected: in two examinations, the column is constant within each class and differs between classes, or is
+    a linear function of a numeric target. One examination is enough if this is exact on 48 samples. The prediction must
+    depend on the column.
 
-    Exceptions: a strong feature still varies within a class.
+    Exceptions: strong features, which still vary within a class.
 
     Usual cause: the target, or a value computed from it, was left among the features.
 

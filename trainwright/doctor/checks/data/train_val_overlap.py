@@ -18,8 +18,9 @@ def train_val_overlap(run: RunContext) -> Results:
     How it is detected: by the sample ids of loaders over one data set, or by the content of the rows that reach the
     model in training and in evaluations.
 
-    Exceptions: the training set itself is evaluated, or another evaluation shares nothing (info). Rows are not compared
-    while training still reads new ones. Fewer than 4 equal rows are not reported.
+    Exceptions: reported only with -v if the training set itself is evaluated, or if another evaluation shares no
+    samples with training. Rows are not compared while training still reads new ones. Fewer than 4 equal rows are not
+    reported.
 
     Usual cause: the data was not split, the training loader takes all of it, or samples were copied before the split.
 

@@ -22,13 +22,13 @@ def unnormalised_input(run: RunContext, exams: Every[BatchFacts]) -> Results:
     """The inputs are far larger than 1, or they hardly vary, and the model does better with standardized ones.
 
     Why it matters: large inputs saturate the first layer, and no learning rate suits both it and the other layers.
-    Inputs that hardly vary look alike to the model, so it learns the class frequencies and stays near that loss.
+    Inputs that hardly vary look alike to the model, so its loss stays near that of predicting the class frequencies.
 
-    How it is detected: the root mean square of an input is above 10, or every input deviates by less than 0.02 around
-    an offset. The first steps are replayed with standardized inputs. For large inputs, the replayed loss is near
-    chance and the recorded loss is not; if chance is unknown, it is less than a fifth of the recorded loss. For inputs
-    that hardly vary, the replayed loss falls more than twice as far. A model that normalizes its inputs is not
-    reported.
+    How it is detected: the root mean square of an input is above 10, or the standard deviation of every input is below
+    0.02 and below a fifth of its mean (or below 0.005). The first steps are replayed with standardized inputs. For
+    large inputs, the replayed loss is near chance and the recorded loss is not; if chance is unknown, the replayed loss
+    is less than a fifth of the recorded loss. For inputs that hardly vary, the replayed loss falls more than twice as
+    far as with unchanged inputs. A model that normalizes its inputs is not reported.
 
     Usual cause: pixels from 0 to 255, or features in their physical units, go straight into the model; or the data is
     normalised twice, in the data set and again in the loop or the model.

@@ -11,8 +11,8 @@ def unshuffled(run: RunContext, facts: LoadersFacts) -> Results:
     Why it matters: the model forgets the classes that it does not see, and the end of an epoch decides what it
     predicts.
 
-    How it is detected: the entropy of the labels of each batch is below half of that of batches drawn at random from
-    all labels so far, or from samples all over the data set.
+    How it is detected: the mean label entropy of the first batches (up to 16) is below half of that of random batches,
+    which are drawn from all labels so far or from samples all over the data set.
 
     Exceptions: a sampler that groups classes, as when tasks are learned one after the other (info).
 

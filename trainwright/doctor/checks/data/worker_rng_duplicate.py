@@ -11,8 +11,8 @@ def worker_rng_duplicate(run: RunContext, facts: LoadersFacts) -> Results:
 
     Why it matters: augmentation is repeated by each worker, or in each epoch. Nothing fails; the final score is worse.
 
-    How it is detected: two workers each read one sample twice, in two epochs. Two reads by the same worker differ, but
-    both workers draw the same values, or both epochs do.
+    How it is detected: two workers each read the same sample twice, in each of two epochs. The two reads by one worker
+    differ, so they are random, but the values are equal in both workers or in both epochs.
 
     Exceptions: the global generators of torch, Python and NumPy, which PyTorch seeds for each worker.
 

@@ -11,8 +11,8 @@ def workers_restarted_each_step(run: RunContext, facts: LoadersFacts) -> Results
     Why it matters: starting processes takes longer than most steps, and the batches that they prefetch are discarded.
     With shuffling, each step draws from the whole data set again, so some samples come often and others never.
 
-    How it is detected: each iterator of a loader with workers returns fewer than two batches, although an epoch has
-    more.
+    How it is detected: at least 8 iterators of a loader with workers return fewer than two batches on average, although
+    an epoch has more.
 
     Usual cause: `next(iter(loader))` in the loop.
 
