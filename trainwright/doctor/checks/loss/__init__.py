@@ -1,1 +1,1 @@
-"""Checks of what the loss function compares, and of what it is made of."""
+"""Checks of the loss: the inputs of the loss function, its targets and its terms."""

@@ -3,9 +3,9 @@ from trainwright.doctor.facts.loss import LossFacts, calls, where_of
 
 MAX_OUTSIDE = 0.02  # Fraction of targets that are out of reach
 MIN_ROOM = 0.75
-"""Fraction of the loss of equal scores that bounded scores can gain.
+"""Fraction by which the best bounded scores must reduce the loss of equal scores.
 
-tanh over ten classes gains two thirds, and gives no class a probability above 0.45.
+With tanh over ten classes it is two thirds, because no class can get a probability above 0.45.
 """
 
 
@@ -14,8 +14,8 @@ def bounded_output(run: RunContext, exams: Every[LossFacts]) -> Results:
     """The output ends in a function with bounded values, which cannot reach the targets.
 
     How it is detected: the input of the loss function comes from a sigmoid, softmax, tanh, relu or softplus. For
-    distances: more than 2 % of the targets are beyond its bounds. For logits: the best values within the bounds reduce
-    the loss of equal scores by less than 75 %.
+    distances such as `mse_loss`: more than 2 % of the targets are beyond the bounds of this function. For losses of
+    logits: the best scores within the bounds have a loss that is less than 75 % below that of equal scores.
 
     Usual cause: a final activation that belongs to other targets: relu or sigmoid before targets of both signs, tanh
     before cross entropy, relu before `binary_cross_entropy_with_logits`.

@@ -16,11 +16,11 @@ FOREIGN_LOSS = "the loss is not made of what the watched model returned"
 def detached_from_model(run: RunContext) -> Results:
     """The graph of the loss reaches no parameter, so no update learns anything.
 
-    How it is detected: after `backward()` no parameter of the optimizer has a gradient, `zero_grad()` has not cleared
-    any since, and the loss has no graph, is not made of the outputs of the model, or a replay gives no gradient either.
-    It must last for 3 steps.
+    How it is detected: after `backward()` no parameter of the optimizer has a gradient, although `zero_grad()` was not
+    called since. In addition, the loss has no graph, is not computed from the outputs of the model, or gives no
+    gradient in a replay either. If other steps have had gradients, this must last for 3 steps.
 
-    Exceptions: a batch that has nothing to learn from, among others that have; that is an info.
+    Exceptions: a batch without gradients that is followed by steps with gradients is reported only with -v.
 
     Usual cause: `.item()`, `.detach()`, `.data`, `.numpy()` or `torch.tensor(...)` between the outputs and
     `backward()`, or a forward pass under `no_grad`.
@@ -58,7 +58,7 @@ def detached_from_model(run: RunContext) -> Results:
 
 
 def _module_without_gradient(run: RunContext, owned: int) -> str | None:
-    """Returns the part of the model whose optimizer holds ``owned`` parameters and none with a gradient."""
+    """Returns the module whose optimizer holds ``owned`` parameters, none with a gradient; None if several match."""
     facts = run.latest(CallsFacts)
     every = facts.optimizers if facts is not None else ()
     without = [each.module for each in every if each.parameters == owned and not any(g.with_grad for g in each.groups)]

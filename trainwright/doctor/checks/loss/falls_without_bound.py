@@ -20,10 +20,11 @@ MIN_DEPTH_RATIO = 20.0  # Distance of the final loss below 0 / largest absolute 
 def falls_without_bound(run: RunContext) -> Results:
     """The loss falls without bound, faster and faster, far below any value that it had before.
 
-    How it is detected: the mean losses of four parts of the run fall, each part by more than the one before, to a
-    negative value 20 times as large as any loss of the first eighth.
+    How it is detected: the mean losses of the four quarters of the run fall, each time by more than before. The last
+    loss is negative, and 20 times as large as any loss of the first eighth.
 
-    Exceptions: several models or optimizers; samples drawn by the model; the likelihood of a density, which slows down.
+    Exceptions: several models or optimizers; samples drawn by the model; the likelihood of a density, whose fall slows
+    down.
 
     Usual cause: the sign of a term is wrong (a penalty or a divergence that is subtracted instead of added), `nll_loss`
     without `log_softmax`, or a distance that is maximized without a margin.

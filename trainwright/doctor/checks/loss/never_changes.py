@@ -21,7 +21,7 @@ def never_changes(run: RunContext) -> Results:
 
     How it is detected: the losses of the last 16 recorded steps or more are equal up to rounding of float32.
 
-    Exceptions: a loss of 0 that was higher before, or whose gradient is not 0, as that of a policy gradient.
+    Exceptions: a loss of 0 that had another value before, or that has a gradient above 0, as in policy gradients.
 
     Usual cause: the loss does not depend on what is learned: its parts cancel, its input is constant, or it is a
     number. For a preference loss (DPO) that stays at ln 2 = 0.6931: the reference model is the policy itself, so the

@@ -6,8 +6,8 @@ from trainwright.doctor.facts.loss import MIN_GAIN, LossFacts, MeasuredLoss, kno
 from trainwright.doctor.trend import still_falls
 
 MIN_STEPS = 60  # Steps after which something must have been learned
-MIN_ROWS = 4  # Examined steps among the last ones
-MIN_SAMPLES_OF_A_CLASS = 30  # Samples of each class that the model must have been trained on
+MIN_ROWS = 4  # Minimum number of measured steps among the last ones
+MIN_SAMPLES_OF_A_CLASS = 30  # Minimum number of trained samples per class, on average
 LEARNING_TIME_RATIO = 8
 """Steps for learning from inputs / steps for learning the target mean. Some models need a ratio of six."""
 
@@ -19,9 +19,9 @@ def no_better_than_constant(run: RunContext, exams: Every[LossFacts]) -> Results
     How it is detected: in the last examined steps the loss is within 2 % of the loss of a constant prediction, the mean
     of all targets so far. Shuffling the targets of the batch does not raise it by 2 % either.
 
-    Exceptions: the loss still falls, or fewer than 30 samples of a class were seen. Several models, drawn samples or a
-    reversed gradient, where a part of the model should be unable to predict. A loss beside another one of its kind that
-    was learned, such as the inner loss of MAML before adaptation.
+    Exceptions: the loss still falls, or the run had fewer than 30 samples per class. Several models, drawn samples or a
+    reversed gradient, where a part of the model should be unable to predict. One of two calls of the same loss
+    function, if the model has learned the other one, such as the inner loss of MAML before adaptation.
 
     Usual cause: targets that do not belong to the inputs, updates that do not work, or outputs that do not depend on
     the inputs.

@@ -2,7 +2,7 @@ from trainwright.doctor import Every, Results, RunContext, Where, check
 from trainwright.doctor.facts.loss import LossFacts, explains_little, over_most_steps, sign_of
 
 MIN_STEPS = 60
-MIN_ROWS = 4  # Examined steps among the last ones
+MIN_ROWS = 4  # Minimum number of measured steps among the last ones
 MIN_RATIO = 16.0  # Weight of the divergence, relative to its weight in the variational bound
 
 

@@ -13,11 +13,11 @@ def ratio_always_one(run: RunContext, exams: Every[LossFacts], rows: RowsFacts) 
 
     Why it matters: the policy is updated several times on one rollout, and nothing limits how far it moves.
 
-    How it is detected: `exp(new - old)` of log-probabilities is exactly 1 for all samples in each examined step, and
-    the steps read rows that were read before, and nothing was drawn between two of them.
+    How it is detected: `exp(new - old)` of log-probabilities is exactly 1 for all samples in each examined step,
+    although the steps read rows again, and in at least two steps nothing was drawn since the step before.
 
     Exceptions: one update for each rollout, where the ratio is 1 by definition: then actions are drawn before each
-    update; `exp(new - new.detach())`, which states that.
+    update; `exp(new - new.detach())`, which is 1 on purpose.
 
     Usual cause: the old log-probabilities are computed by the policy that is being updated, in the same step, and not
     stored when the actions were sampled.

@@ -19,7 +19,7 @@ def softmax_applied_twice(run: RunContext, exams: Every[LossFacts]) -> Results:
     """
     for step, _, call in calls(exams):
         if not call.simplex or "softmax" not in call.op or (call.op == "log_softmax" and call.wants == 1):
-            continue  # a likelihood: softmax_before_cross_entropy
+            continue  # softmax_before_cross_entropy reports likelihoods
         first = f" in {in_words(call.made_in)}" if call.made_in is not None else ""
         yield run.finding(
             step,

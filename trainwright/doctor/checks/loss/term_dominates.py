@@ -2,7 +2,7 @@ from trainwright.doctor import ExperimentRequest, Results, RunContext, Where, ch
 from trainwright.doctor.facts.loss import LossFacts, TermFacts, TermsFacts
 
 MAX_RATIO = 1000.0  # Ratio of the gradients of two terms. Above it, the smaller one has practically no effect.
-MAX_STEP = 8  # The last step that counts. A term that has been learned correctly has no gradient.
+MAX_STEP = 8  # The last step that counts. Later, a term may have no gradient because it has been learned.
 MIN_STEPS = 2  # Minimum number of steps with the imbalance
 TARGET_LOSS_SUFFIXES = (
     "_loss", "cross_entropy", "_with_logits", "of pow", "of square", "of abs", "of gather", "of getitem",
@@ -53,7 +53,7 @@ def term_dominates(run: RunContext) -> Results:
 
 
 def _unbalanced(terms: tuple[TermFacts, ...]) -> tuple[TermFacts, TermFacts] | None:
-    """Returns the largest term and the smallest term with a usual weight; None if they are balanced."""
+    """Returns the largest term and the smallest one with targets and a weight of at least 0.5; None if balanced."""
     large = max(terms, key=lambda term: term.shared)
     others = [t for t in terms if t is not large and abs(t.own) >= 0.5 and t.shared > 0]
     small = min(

@@ -19,8 +19,8 @@ def wrong_sign(run: RunContext, exams: Every[LossFacts]) -> Results:
     """The loss is maximized: its sign is wrong.
 
     How it is detected: in every examined step the argument of `backward()` falls where a loss that is bounded below
-    (cross entropy, mean squared error, ...) rises. Either it is the negative of that loss and nothing else, or the last
-    values of that loss are all above the first ones.
+    (cross entropy, mean squared error, ...) rises. Either this argument is exactly the negative of that loss, or the
+    last values of that loss are all above its first values.
 
     Exceptions: several models or optimizers, of which one may work against the other; samples drawn by the model, as in
     policy gradients.
@@ -57,7 +57,7 @@ def wrong_sign(run: RunContext, exams: Every[LossFacts]) -> Results:
 
 
 def _is_negated(run: RunContext, call: MeasuredLoss, uphill: int) -> bool:
-    """Returns True if the total loss is the negative of this loss and the gradients are not negated again."""
+    """Returns True if the total loss is the negative of this loss and no gradient is changed by hand."""
     if (
         uphill > 0
         or not call.values[0]
