@@ -17,8 +17,8 @@ def accumulation_discarded(run: RunContext) -> Results:
     Why it matters: the batch is smaller than configured by the number of discarded micro-batches, and its gradient is
     still divided by the full number.
 
-    How it is detected: in half of the steps `zero_grad()` comes between backward passes, and each of these has a batch
-    of its own.
+    How it is detected: in half of the steps `zero_grad()` comes between backward passes, and each backward pass has a
+    batch of its own.
 
     Exceptions: gradients that the loop has used by hand (extragradient, projections); several losses on one batch.
 

@@ -11,8 +11,8 @@ def accumulation_not_normalised(run: RunContext, exams: Every[AccumulationFacts]
     Why it matters: the gradient is that many times too large, so each change of the accumulation changes the run. With
     clipping, every step is clipped.
 
-    How it is detected: for each micro-batch of a replayed step, the derivative of the tensor that `backward()` was
-    called on, with respect to the mean loss of the micro-batch. The sum of these derivatives must be 1.
+    How it is detected: a replay computes, for each micro-batch of a step, the derivative of the tensor that
+    `backward()` was called on with respect to the mean loss of the micro-batch. The sum of these derivatives must be 1.
 
     Exceptions: losses that are sums, several losses on one batch, and gradients that the loop scales by hand. A short
     window at the end of an epoch is reported only with -v.

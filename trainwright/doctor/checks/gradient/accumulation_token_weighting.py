@@ -43,7 +43,7 @@ def accumulation_token_weighting(run: RunContext, exams: Every[AccumulationFacts
 
 
 def _are_uneven(counts: list[float]) -> bool:
-    """Returns True if counts differ by more than random masking explains, whose variance is below the mean."""
+    """Returns True if counts differ by more than with random masking, where the variance is below the mean."""
     mean = sum(counts) / len(counts)
     spread = (sum((each / mean - 1) ** 2 for each in counts) / len(counts)) ** 0.5
     return max(counts) >= MIN_COUNT_RATIO * min(counts) and variance(counts) > mean and spread > MIN_RELATIVE_ERROR

@@ -4,7 +4,7 @@ from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts, kinds
 
 MIN_STEPS = 4
-MIN_FRACTION = 0.75  # Fraction of steps that differ. The last step of an epoch may have fewer micro-batches.
+MIN_FRACTION = 0.75  # Fraction of steps with too few micro-batches. The last step of an epoch may have fewer.
 
 
 @check(points_at="step", stage="backward", confidence=0.9)
@@ -14,9 +14,9 @@ def accumulation_window_wrong(run: RunContext, facts: CallsFacts) -> Results:
     Why it matters: such an update is too large or too small. If it includes gradients of the previous epoch, it mixes
     gradients of old and new weights.
 
-    How it is detected: backward passes between updates are counted. Three quarters of the steps have a different number
-    than was passed to `tw.watch(accumulation=...)`; or the first step has one and the next ones have several; or the
-    first update of an epoch has a full window plus the micro-batches left over from the previous epoch.
+    How it is detected: backward passes between updates are counted. Three quarters of the steps have fewer than was
+    passed to `tw.watch(accumulation=...)`; or the first update has one backward pass and the next ones have several; or
+    the first update of an epoch has a full window plus the micro-batches left over from the previous epoch.
 
     Exceptions: windows that run on across epochs (they have the usual length), and windows of changing length.
 

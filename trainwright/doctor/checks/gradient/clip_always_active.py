@@ -5,7 +5,7 @@ from trainwright.doctor.facts.calls import kinds
 
 MIN_CLIPS = 16
 MIN_NORM_RATIO = 100.0  # Norm / threshold in every clip
-PROGRESS_FRACTION = 0.1  # Fraction by which the loss falls in spite of the clipping
+PROGRESS_FRACTION = 0.1  # If the loss falls by this fraction, training works in spite of the clipping
 
 
 @check(points_at="clip", stage="clip", confidence=0.9, explains=("optim.lr_too_low",))
@@ -15,8 +15,8 @@ def clip_always_active(run: RunContext) -> Results:
     Why it matters: each update has the same tiny length, whatever the gradient is: with SGD that is a learning rate
     many times smaller.
 
-    How it is detected: in 16 clips the norm is more than 100 times the threshold in each, and the loss has fallen by
-    less than a tenth.
+    How it is detected: in each of at least 16 clips the norm is more than 100 times the threshold, and the loss has
+    fallen by less than a tenth.
 
     Usual cause: the threshold is far below the usual norm, or the loss is a sum.
 

@@ -8,15 +8,16 @@ MIN_UPDATES = 2
 def left_by_other_loss(run: RunContext, facts: CallsFacts) -> Results:
     """The update of one part, such as a discriminator, contains gradients that the loss of another part left in it.
 
-    Why it matters: the generator's loss asks the discriminator to be fooled. A discriminator that steps with its
-    gradients works against itself.
+    Why it matters: the generator's loss is low if the discriminator is wrong. A discriminator that steps with gradients
+    of that loss is trained to be wrong.
 
-    How it is detected: the graphs of the first backward passes. A loss trains one part through the weights of a second
-    one, and only the first part steps. The second part's gradients are not cleared before its own loss, which does not
-    reach the first part, adds to them, and it steps. This is seen in two updates.
+    How it is detected: by the graphs of the first backward passes. A loss trains one part through the weights of a
+    second part, and only the first part steps. The gradients that this leaves in the second part are not cleared. The
+    second part's own loss, which does not reach the first part, adds to them, and the second part steps. This is seen
+    in two updates.
 
-    Exceptions: a part that is meant to learn from both losses, such as a head that also has a loss of its own. It
-    cannot be told apart; pass both losses to one `backward()` to make the intent clear.
+    Exceptions: a part that is meant to learn from both losses, such as a head that also has a loss of its own. It looks
+    the same and is reported; pass both losses to one `backward()` to make the intent clear.
 
     Usual cause: gradients of the discriminator (critic, judge) are left over from the generator's backward, because
     its `zero_grad()` is called too early: after its step, and not before its own backward.

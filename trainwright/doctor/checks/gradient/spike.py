@@ -16,7 +16,8 @@ def spike(run: RunContext) -> Results:
 
     How it is detected: the spike detector of the watch, in every step.
 
-    Exceptions: reported only with -v where it was clipped, or where the loss has come back.
+    Exceptions: reported only with -v where the gradient was clipped, or where the loss has returned to its earlier
+    level.
 
     Usual cause: a batch that is unlike the others, a learning rate that was raised, or a steep region of the loss.
 
@@ -43,7 +44,7 @@ def spike(run: RunContext) -> Results:
 
 
 def _went_on_well(run: RunContext, step: int) -> bool:
-    """Returns True if the loss soon afterwards, or by now, is no higher than before, including noise."""
+    """Returns True if the loss, soon afterwards or by now, is at most the highest of the 16 steps before."""
     before = [each.loss for each in run.steps if step - 16 <= each.step < step]
     after = [each.loss for each in run.steps if step < each.step]
     soon = [each.loss for each in run.steps if step < each.step <= step + 8]

@@ -14,8 +14,8 @@ def vanishing(run: RunContext, looks: Every[LayersFacts]) -> Results:
     Why it matters: the lower half of the model stays random.
 
     How it is detected: the gradients of the weight matrices right before the update, in the order in which their
-    modules are called. Not in float16, in which small gradients round to 0. If they shrink only after the first steps,
-    but within 64, the updates are the cause.
+    modules are called. Not in float16, in which small gradients round to 0. If the gradients shrink only after the
+    first steps, but by step 64, the updates are the cause.
 
     Usual cause: saturating activations (sigmoid, tanh) or small weights in a deep network without residual connections.
 
