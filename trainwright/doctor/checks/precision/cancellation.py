@@ -12,8 +12,8 @@ def cancellation(run: RunContext, formats: FormatFacts) -> Results:
     Why it matters: a KL divergence in bfloat16 has gradients that are off by 9 to 19 %. Nothing is infinite, so nothing
     is noticed.
 
-    How it is detected: a step is replayed with everything after the models in float32: its gradients are off by more
-    than 5 %, in two steps. Rounding alone moves them by 1 or 2 %.
+    How it is detected: two steps are replayed with everything after the models in float32. In both, the gradients of
+    the step differ from those of the replay by more than 5 %. Rounding alone causes a difference of 1 or 2 %.
 
     Usual cause: `log_softmax`, KL divergence, means, variances or long sums on 16-bit outputs.
 

@@ -2,19 +2,19 @@ from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check, i
 from trainwright.doctor.facts.precision import FormatFacts, MixedPrecisionFacts
 
 MAX_RMS_IN_STEPS = 64
-"""Six bits. Rounding costs a percent of the weight gradients, and more of the smaller activation gradients."""
+"""Six bits. Rounding to them changes weight gradients by a percent, and the smaller activation gradients by more."""
 
 
 @check(stage="backward", confidence=0.95, explains=("optim.lr_too_low", "gradient.vanishing"))
 def fp16_underflow(run: RunContext, live: MixedPrecisionFacts) -> Results:
     """Numbers in float16 are so small that they become exactly 0: 6e-8 is the smallest number above 0.
 
-    Why it matters: a large part of the weights gets no gradient, without an error. It can be one term only, such as the
-    balance loss of a router.
+    Why it matters: a large part of the weights gets no gradient, without an error. Sometimes only one term of the loss
+    is affected, such as the balance loss of a router.
 
     How it is detected: the gradients of a float16 step without a loss scale are multiples of 6e-8, the smallest number
-    of float16, and their root mean square is below 64 times that: it has less than six bits. Or all results of an
-    operation in a replayed forward pass are 0 in float16, and not in float32.
+    of float16, and their root mean square is below 64 times this number, so it has less than six bits. Or all results
+    of an operation in a replayed forward pass are 0 in float16, and not in float32.
 
     Exceptions: single values that vanish next to larger ones, such as the tail of a softmax.
 

@@ -2,8 +2,8 @@ from trainwright.doctor import RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.precision import MixedPrecisionFacts
 
 MIN_UPDATES = 4
-MIN_UPDATES_AT_ONE_RATE = 2  # Not a warm-up, whose first updates may be lost
-MIN_UNCHANGED_FRACTION = 0.5  # Fraction of weights that half of the updates leave unchanged
+MIN_UPDATES_AT_ONE_RATE = 2  # A constant rate is no warm-up, whose first updates may be lost
+MIN_UNCHANGED_FRACTION = 0.5  # Median over the updates of the fraction of weights that stay unchanged
 
 
 @check(stage="update", confidence=0.95, explains=("optim.lr_too_low",), since_step=1)
@@ -14,7 +14,7 @@ def lost_updates(run: RunContext, facts: MixedPrecisionFacts) -> Results:
     them, and the loss stalls early.
 
     How it is detected: a sample of the 16-bit weights is compared before and after the update, at a learning rate of at
-    least half of the highest one: half of those with a gradient do not change, in the median of four updates. Two
+    least half of the highest one. In the median of four updates, half of the weights with a gradient do not change. Two
     updates are enough if both have the same learning rate, because the first updates of a warm-up may be lost.
 
     Exceptions: optimizers that keep float32 copies or rounding errors, or that round stochastically.
