@@ -8,8 +8,8 @@ def attention_mask_inverted(run: RunContext, facts: LayersFacts) -> Results:
 
     Why it matters: the layer sees nothing of the sequence. The loss still falls, because other layers see the tokens.
 
-    How it is detected: token ids of several lengths are padded at one end, and the keys that attention hides from all
-    queries of a row are exactly those that are not padding, in two or more training passes.
+    How it is detected: rows of token ids with different lengths are padded at one end, and the keys that attention
+    hides from all queries of a row are exactly those that are not padding, in two or more training passes.
 
     Usual cause: `key_padding_mask` of `nn.MultiheadAttention` is True where a key is left out; the `attn_mask` of
     `F.scaled_dot_product_attention` and the `attention_mask` of transformers are 1 where it takes part.

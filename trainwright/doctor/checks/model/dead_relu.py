@@ -16,11 +16,12 @@ def dead_relu(run: RunContext, looks: Every[LayersFacts]) -> Results:
 
     Why it matters: a unit that is never active has no gradient, so it cannot come back.
 
-    How it is detected: the inputs of every ReLU in a few steps: 40 % of its units are below 0 by more than four
-    standard deviations, both of those measured and of those that their weights predict.
+    How it is detected: by the inputs of every ReLU in a few steps. In 40 % of its units, all inputs are negative, and
+    their mean is below 0 by more than four standard deviations: both the measured one and the one that the weights
+    predict.
 
-    Exceptions: if less than 90 % of the units died, after the start, and the loss has fallen since, this is reported
-    only with -v.
+    Exceptions: reported only with -v if less than 90 % of the units are dead, they were alive at the start, and the
+    loss has fallen since they died.
 
     Usual cause: biases far below 0, or updates that have driven the inputs there: a learning rate that is too high.
 

@@ -8,8 +8,8 @@ def frozen_in_train_mode(run: RunContext, facts: ModulesFacts) -> Results:
 
     Why it matters: its dropout is on, so a teacher's targets are noisy; its BatchNorm updates running statistics.
 
-    How it is detected: in two or more steps, inside of a module whose weights no optimizer holds and nothing changes:
-    dropout that is on and is called only without gradients, or a BatchNorm in train mode.
+    How it is detected: no optimizer holds the weights of a module, and nothing changes them. In two or more steps, it
+    contains a dropout that is on and is called only without gradients, or a BatchNorm in train mode.
 
     Exceptions: a module that follows the weights (mean teacher, MoCo), where noise is intended.
 

@@ -13,7 +13,8 @@ def future_leak(run: RunContext, batch: BatchFacts, every: Every[BatchFacts]) ->
     look at.
 
     How it is detected: the targets are the next tokens, and in eval mode scores change when only tokens after their
-    position are replaced. Only positions whose target counts are compared, so a prefix may be seen as a whole.
+    position are replaced. Only positions whose target counts are compared, so a prefix without targets may be visible
+    to all its positions.
 
     Usual cause: the causal mask is missing or off by one; a bidirectional layer, symmetric padding of a convolution, or
     a norm over time.

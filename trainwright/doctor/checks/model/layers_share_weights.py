@@ -6,10 +6,11 @@ from trainwright.doctor.facts.layers import ModulesFacts
 def layers_share_weights(run: RunContext, facts: ModulesFacts) -> Results:
     """One module occurs several times in a list of layers, so the layers share their weights.
 
-    How it is detected: the identity of the entries of `nn.ModuleList` and `nn.Sequential`, and one of them that gets
-    its own output as its input.
+    How it is detected: the same object occurs several times in an `nn.ModuleList` or `nn.Sequential`, and gets its own
+    output as its input.
 
-    Exceptions: sharing without a list of layers (ALBERT, tied autoencoders); heads that share, which are not chained.
+    Exceptions: sharing without a list of layers (ALBERT, tied autoencoders); heads that share a module but are not
+    chained.
 
     Usual cause: `[block] * n` repeats one object: the same module is registered n times.
 

@@ -11,8 +11,9 @@ MIN_REMAINING_LOSS = 0.02  # Below this loss nothing is left to gain
 def missing_nonlinearity(run: RunContext, facts: WiringFacts, exams: Every[WiringFacts]) -> Results:
     """Two linear layers follow each other with nothing between them, so together they are one.
 
-    How it is detected: a replay follows the output of each linear layer to its uses. It is a warning if updates on one
-    batch reach 0.7 times the loss, or less, with an activation in between.
+    How it is detected: a replay follows the output of each linear layer to its uses. The finding is a warning if
+    updates on one batch reach at most 0.7 times the loss once an activation is inserted; otherwise it is reported only
+    with -v.
 
     Exceptions: a narrow middle (LoRA, bottleneck), depthwise layers, factors of a kernel.
 

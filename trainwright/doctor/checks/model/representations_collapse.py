@@ -1,7 +1,7 @@
 from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.layers import ModulesFacts
 
-MAX_SPREAD = 0.2  # Spread of outputs over samples / size of the outputs. Noise in the inputs keeps it at about a tenth.
+MAX_SPREAD = 0.2  # Spread of outputs over samples / size of the outputs. After a collapse, noise still causes a tenth.
 MIN_FALL_RATIO = 2.5  # Initial spread / current spread
 
 

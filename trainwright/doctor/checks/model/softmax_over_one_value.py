@@ -19,7 +19,7 @@ def softmax_over_one_value(run: RunContext, exams: Every[LayersFacts]) -> Result
     Usual cause: scores of shape (batch * time, 1) or (batch, time, 1), and `dim=-1` or `dim=1` where the softmax should
     run over the time.
 
-    Looks like: loss.cross_entropy_over_one_class, where it is the output of the model.
+    Looks like: loss.cross_entropy_over_one_class, where the axis with one value is in the output of the model.
 
     Fix: `scores.squeeze(-1).softmax(dim=1)`, over the axis whose weights should sum to 1.
 
