@@ -11,7 +11,7 @@ def average_does_not_follow(run: RunContext, facts: AveragesFacts) -> Results:
     How it is detected: copies of the weights (modules, dicts, lists of the same shapes) are followed for 16 steps, and
     each change is fitted by a fraction of the distance to the weights plus a growth factor.
 
-    Exceptions: slow weights and targets, which move from time to time; a decay that warms up.
+    Exceptions: slow weights and target networks, which change only from time to time; a decay that warms up.
 
     Usual cause: the two factors do not add up to 1, the decay is not between 0 and 1, or decay and its complement are
     swapped.

@@ -8,7 +8,8 @@ def group_lr_zero(run: RunContext, exams: Every[CallsFacts]) -> Results:
 
     How it is detected: the rates of all groups at two examinations.
 
-    Exceptions: a schedule with a base rate above 0 that may still raise it, until the end of the run.
+    Exceptions: a group with an `initial_lr` above 0, because a schedule may still raise its rate. It is reported at the
+    end of a run of more than 50 steps.
 
     Usual cause: a wrong key or a division of integers in the list of groups.
 

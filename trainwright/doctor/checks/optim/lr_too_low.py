@@ -16,7 +16,7 @@ def lr_too_low(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     How it is detected: every examined update is smaller than 2e-6 of the weights, gradients have a normal size, and the
     loss has not moved after 8 steps or more.
 
-    Exceptions: a warm-up, and a rate that a schedule or a clip has made small.
+    Exceptions: a warm-up, a rate that a schedule has lowered, and gradients that a clip has made small.
 
     Usual cause: a wrong exponent, or a confusion with eps: 1e-8 is the usual eps, not a learning rate.
 
@@ -42,7 +42,7 @@ def lr_too_low(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     ):
         return
     first, last = sum(losses[:4]) / 4, sum(losses[-4:]) / 4
-    recent = losses[len(losses) // 2 :]  # an optimizer that has converged no longer moves, after the loss has fallen
+    recent = losses[len(losses) // 2 :]  # a run that has converged is not reported: its loss fell before
     noise = max(recent) - min(recent)
     if abs(last - first) <= max(MAX_PROGRESS * abs(first), 0.5 * noise):
         yield run.finding(
@@ -55,7 +55,7 @@ def lr_too_low(run: RunContext, exams: Every[UpdateFacts]) -> Results:
 
 
 def _rises(run: RunContext) -> bool:
-    """Returns True if the learning rate is rising, or its schedule has a base that is over 3 times as high."""
+    """Returns True if the learning rate is rising, or the base rate of its schedule is over 3 times as high."""
     calls = run.latest(CallsFacts)
     groups = [group for each in calls.optimizers for group in each.groups] if calls is not None else []
     is_low = any((group.initial_lr or 0.0) > 3 * (group.lr or 0.0) for group in groups)

@@ -7,10 +7,10 @@ def params_missing(run: RunContext, facts: CallsFacts) -> Results:
     """Parameters get gradients, and no optimizer holds them.
 
     How it is detected: trainable parameters have a gradient, are in no optimizer (watched or not), and did not change
-    between two examinations (target networks and averages do).
+    between two examinations (target networks and averages change).
 
-    Exceptions: reported only with -v where all parameters are missing (an image or a prompt is trained) or the missing
-    ones were trained before the run (a head on a pretrained model).
+    Exceptions: reported only with -v where all parameters are missing (an image or a prompt is trained) or where the
+    missing parameters were trained before the run (a pretrained model on which only a head is trained).
 
     Usual cause: the optimizer was made before a layer was added, or from `model.head.parameters()`.
 

@@ -12,7 +12,8 @@ def step_never_called(run: RunContext, facts: CallsFacts) -> Results:
     Usual cause: the call is missing, or its condition is never true: `(i + 1) % accumulation == 0` where an epoch has
     fewer batches than that.
 
-    Looks like: optim.zero_grad_before_step, where it is called and finds nothing; a loss scaler that skips every step.
+    Looks like: optim.zero_grad_before_step, where `step()` is called and finds no gradients; a loss scaler that skips
+    every step.
 
     Fix: `optimizer.step()` after `backward()`; with a scaler `scaler.step(optimizer); scaler.update()`.
     """

@@ -13,9 +13,8 @@ def weight_decay_too_high(run: RunContext, facts: UpdateFacts, exams: Every[Upda
 
     Why it matters: the model forgets what it learns and predicts the average label.
 
-    How it is detected: AdamW takes more than 0.5 % (lr times weight_decay) off all weights in each step, or the decay
-    of SGD and Adam is more than half of the gradient, and the loss has fallen by less than a quarter in 24 steps or
-    more.
+    How it is detected: the loss has fallen by less than a quarter in 24 steps or more. AdamW takes more than 0.5 % (lr
+    times weight_decay) off all weights in each step, or the decay of SGD or Adam is more than half of the gradient.
 
     Usual cause: a value for SGD used with AdamW, or the other way round; one digit too many.
 

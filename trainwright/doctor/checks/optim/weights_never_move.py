@@ -10,9 +10,10 @@ MIN_RECENT_UPDATES = 40  # Recent updates that show that all weights have stoppe
 def weights_never_move(run: RunContext, facts: WeightsFacts) -> Results:
     """Weights do not learn, though the optimizer updates them at a learning rate above 0.
 
-    How it is detected: checksums of all weights at each examination: none has changed in 4 updates (12 where no weight
-    has a gradient), or in the last 40. For single weight matrices: the gradient was exactly 0 at every examination of
-    at least 12 updates, or the matrix is 0 and never had a gradient, as the second factor of an adapter.
+    How it is detected: by checksums of all weights at each examination. No weight has changed in the first 4 updates
+    (12 if no weight has a gradient), or in the last 40. For single weight matrices: the gradient was exactly 0 at every
+    examination, over at least 12 updates; or two or more matrices are 0 and never had a gradient, such as second
+    factors of adapters.
 
     Exceptions: weights that were trained before, or are outside of the trained path, are reported only with -v.
 
