@@ -3,7 +3,7 @@ from trainwright.doctor.facts.schedule import LearningRateFacts
 
 MIN_CALLS = 4
 MAX_RATIO = 2.0  # Maximum ratio between the factor and the base learning rate
-MAX_BASE_LR = 0.05  # Above this base learning rate a factor of a schedule may be near by chance
+MAX_BASE_LR = 0.05  # Above this base learning rate, a correct factor may be close to it by chance
 
 
 @check(
@@ -18,7 +18,7 @@ def factor_is_rate(run: RunContext, facts: LearningRateFacts) -> Results:
     """A `LambdaLR` is given a learning rate instead of a factor, so the rate is multiplied twice.
 
     How it is detected: the highest factor so far (learning rate over `initial_lr`) is as small as the base rate itself,
-    and it is not rising.
+    and the learning rate is not rising.
 
     Usual cause: `LambdaLR(optimizer, lambda step: lr * decay(step))`, or a function that returns rates.
 

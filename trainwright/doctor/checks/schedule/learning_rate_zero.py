@@ -2,8 +2,8 @@ from trainwright.doctor import Results, RunContext, check
 from trainwright.doctor.facts.weights import WeightsFacts
 
 MIN_UPDATES_FROM_START = 16  # Updates at a learning rate of 0 from the start. A warm-up from 0 has fewer.
-MIN_UPDATES_LATER = 8  # Updates at a learning rate of 0 later. Between two schedules there are fewer.
-MAX_TAIL_FRACTION = 0.2  # Fraction of all updates that a tail at a learning rate of 0 may have
+MIN_UPDATES_LATER = 8  # Updates after the learning rate fell to 0. Between two schedules there are fewer.
+MAX_TAIL_FRACTION = 0.2  # Fraction of all updates that a tail (last updates at a learning rate of 0) may have
 MAX_UPDATES_WITHOUT_DECAY = 16  # Updates that a tail may have if no decay had lowered the learning rate
 UNDECAYED_FRACTION = 0.5  # Above this fraction of the highest learning rate, no decay has lowered it
 DECAYED_FRACTION = 0.01  # Below this fraction of the highest learning rate, a decay has reached its end
@@ -14,7 +14,8 @@ def learning_rate_zero(run: RunContext, facts: WeightsFacts) -> Results:
     """The learning rate is 0, so updates change nothing.
 
     How it is detected: 16 updates at a learning rate of 0 from the first step on; or a rate that falls to 0 from more
-    than 1 % of its highest value, and stays there for 8 updates and a fifth of the run.
+    than 1 % of its highest value, and stays there for at least 8 updates and a fifth of the run (16 updates are enough
+    if the rate was at least half of its highest value before).
 
     Exceptions: a warm-up that begins at 0, and a short tail in which running statistics settle.
 

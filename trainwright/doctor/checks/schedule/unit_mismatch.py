@@ -17,9 +17,10 @@ def unit_mismatch(run: RunContext, facts: LearningRateFacts) -> Results:
     8 ranks steps the schedule, the decay is over after an eighth of the run.
 
     How it is detected: `scheduler.step()` is called after every micro-batch; or after every update, although the
-    schedule ends within one epoch; or its length is the number of updates of the run, but it is called far less often.
-    Or each update is followed by the same number of calls, two or more. Or there are calls without an update before
-    them: about as many as calls after an update, or at least two besides at least eight calls after one update each.
+    schedule ends within one epoch; or the schedule is as long as the run has updates, but is called at most a quarter
+    as often. Or each update is followed by the same number of calls, two or more. Or calls are repeated without an
+    update in between: about as many as there are calls after an update, or at least two if at least eight calls come
+    after one update each.
 
     Usual cause: a schedule that counts epochs is stepped for each batch, or the other way round; a scheduler that
     `accelerate` prepared, which steps once for each rank; a call per step and another per epoch; a duplicate call.
@@ -87,13 +88,13 @@ def _full_steps(part: PartFacts) -> float:
     if not 0 <= gamma < 0.999:
         return math.inf
     if part.kind == "MultiStepLR" and part.milestones and gamma ** len(part.milestones) <= 0.1:
-        return 4.0 * part.milestones[-1]  # it may end in the last three quarters of one epoch
+        return 4.0 * part.milestones[-1]  # its last milestone must be in the first quarter of an epoch to be a fault
     lengths = {"StepLR": part.step_size, "ExponentialLR": 1.0}
     return (lengths.get(part.kind) or math.inf) / (1 - gamma)
 
 
 def _never_reached(facts: LearningRateFacts, each: SchedulerFacts) -> str:
-    """Returns text on a schedule for the steps of this run, within a tenth, that is stepped once for many; else ""."""
+    """Returns text if the schedule is as long as the run (within 10 %) but is called a quarter as often; else ""."""
     part = each.parts[0]
     length = part.total_steps or part.T_max or part.total_iters or 0
     if not (1 < each.calls <= facts.steps / 4 and 0.9 * facts.steps <= length <= 1.1 * facts.steps + 1):
