@@ -12,9 +12,9 @@ from trainwright.doctor.facts.ranks import RanksFacts, since
 def ddp_does_not_exchange(run: RunContext, facts: RanksFacts) -> Results:
     """DistributedDataParallel wraps the model, but does not exchange its gradients.
 
-    How it is detected: gradients and weights differ between the ranks; the forward calls of the step went through the
-    wrapper or not, inside of `no_sync()` or not. Or the wrapper misses the gradients of the same parameters on every
-    rank.
+    How it is detected: the gradients differ between the ranks. The forward calls of the step bypassed the wrapper, or
+    the last one was inside of `no_sync()`; if neither is true, parameters were replaced. Or the wrapper finds the same
+    parameters without a gradient on every rank.
 
     Usual cause: the loop calls `ddp.module(x)`; `no_sync()` is around the last micro-batch of a step; or parameters
     were replaced after wrapping, by `.to()`, `.half()`, a new head or tied weights.

@@ -10,7 +10,8 @@ def gradients_off_by_ranks(run: RunContext, facts: RanksFacts) -> Results:
     How it is detected: the loss is a mean. Its gradients go through `all_reduce` with SUM, and are not changed before
     the update; or the loss is divided by the number of ranks, and DistributedDataParallel takes the mean again.
 
-    Exceptions: models that are divided among the ranks; half a squared error with two ranks.
+    Exceptions: models that are divided among the ranks; a halved squared error with two ranks, which looks like a
+    division by the number of ranks.
 
     Usual cause: `dist.all_reduce(p.grad)` without a division; or a division that belongs to it is left in a loop with
     DistributedDataParallel.

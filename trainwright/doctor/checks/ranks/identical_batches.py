@@ -6,7 +6,8 @@ from trainwright.doctor.facts.ranks import RanksFacts, in_ranks
 def identical_batches(run: RunContext, facts: RanksFacts) -> Results:
     """Several ranks train on the same batch in the same step, so the work of all but one is wasted.
 
-    How it is detected: checksums of the inputs, else sample ids, are equal in two compared steps and in half of all.
+    How it is detected: checksums of the inputs, else sample ids, are equal in at least two steps and in at least half
+    of all compared steps.
 
     Exceptions: models that are divided among the ranks, which share a batch on purpose.
 

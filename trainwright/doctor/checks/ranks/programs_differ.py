@@ -9,7 +9,8 @@ from trainwright.doctor.facts.ranks import ProgramDifference, RanksFacts
 def programs_differ(run: RunContext, facts: RanksFacts) -> Results:
     """The ranks do not run the same program: modes, precision, loss or operations on the gradients differ.
 
-    How it is detected: these are compared as text, and differ in two compared steps.
+    How it is detected: modes, precision, loss and operations on the gradients are written as text, and the texts of the
+    ranks differ in two compared steps.
 
     Exceptions: models that are divided among the ranks (pipeline stages).
 
@@ -37,7 +38,7 @@ def programs_differ(run: RunContext, facts: RanksFacts) -> Results:
 
 
 def _unlike(present: Sequence[int], differing: ProgramDifference) -> int | None:
-    """Returns the one rank that differs from the majority; of two, the one with fewer modules in train mode."""
+    """Returns the one rank that differs from the majority; of two ranks, that with fewer modules in train mode."""
     counts = Counter(differing.words)
     rare = [rank for rank, words in zip(present, differing.words) if counts[words] == 1]
     if len(rare) == 2 and differing.what == "modes":

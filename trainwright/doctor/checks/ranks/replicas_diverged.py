@@ -13,7 +13,8 @@ def replicas_diverged(run: RunContext, facts: RanksFacts) -> Results:
     them.
 
     How it is detected: checksums of the bits are compared, often at first and later at every 16th step. A parameter is
-    a replica if its initial values or its gradients are equal at the update, or if DistributedDataParallel wraps it.
+    a replica if DistributedDataParallel wraps it, or if all ranks have the same initial values of it, or the same
+    gradients at the update.
 
     Exceptions: models that are divided among the ranks (tensor, sequence, expert and pipeline parallelism, FSDP);
     moments that one rank keeps for all; running statistics of norms; local SGD, as in ranks.gradients_differ.

@@ -7,8 +7,8 @@ def same_random_numbers(run: RunContext, facts: RanksFacts) -> Results:
     """The ranks draw the same random numbers for different samples, so dropout and noise average out less.
 
     How it is detected: a step draws 16 numbers or more after its batch was read (dropout, noise, times of a diffusion),
-    and before that the generators of torch are in the same state on the ranks. This must be so in two compared steps or
-    more, and in at least half of all compared steps.
+    and before these draws the generators of torch are in the same state on the ranks. This must be so in two compared
+    steps or more, and in at least half of all compared steps.
 
     Exceptions: models that are divided among the ranks, ranks that divide the same samples, and single draws that all
     ranks must share, such as the choice of a branch.

@@ -10,8 +10,9 @@ def stalled(run: RunContext, facts: RanksFacts) -> Results:
 
     How it is detected: each rank reports many times a second; one makes no progress for longer than `patience_s`, or
     sends no report for 15 s. The finding is a warning while the process lives. If torch's flight recorder is on
-    (`TORCH_FR_BUFFER_SIZE=2000`, the default of `trainwright train RECIPE -- ...`), it has the last collective of each
-    rank. With NCCL it has the missing ranks and the different counts of collectives that NCCL's RAS service reports.
+    (`TORCH_FR_BUFFER_SIZE=2000`, the default of `trainwright train RECIPE -- ...`), the finding contains the last
+    collective of each rank. With NCCL, the finding contains the missing ranks and the different counts of collectives
+    that NCCL's RAS service reports.
 
     Usual cause: that rank does something that the others do not (reads, evaluates, saves), hangs, or its process has
     ended.

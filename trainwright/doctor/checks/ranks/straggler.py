@@ -8,8 +8,9 @@ from trainwright.doctor.facts.ranks import RanksFacts, in_ranks, one_rank
 def straggler(run: RunContext, facts: RanksFacts) -> Results:
     """The same rank computes longest in every compared step, and the others wait for it.
 
-    How it is detected: the time of a step, without the backward pass and calls in which ranks wait, is 1.5 times that
-    of the median rank, and longer by a fifth of a step and by 5 ms, in three consecutive windows of 4 to 16 steps.
+    How it is detected: the step time of a rank is measured without the backward pass and without calls in which ranks
+    wait. In three consecutive windows of 4 to 16 steps, it is at least 1.5 times that of the median rank, and longer by
+    at least 5 ms and a fifth of a step.
 
     Usual cause: its machine, its data or its part of the work is slower.
 
