@@ -6,8 +6,8 @@ from trainwright.doctor.facts.calls import AttributesFacts
 def attribute_without_effect(run: RunContext, facts: AttributesFacts) -> Results:
     """An attribute is set that nothing reads: weights are not frozen, or the learning rate does not change.
 
-    How it is detected: parameters that are trained and have an attribute like `requires_grad`; a module with
-    `requires_grad = False` whose parameters are trained; an optimizer of torch with an attribute `lr`.
+    How it is detected: parameters that are trained and have an attribute whose name resembles `requires_grad`; a module
+    with `requires_grad = False` whose parameters are trained; an optimizer of torch with an attribute `lr`.
 
     Exceptions: a module whose class reads the attribute.
 

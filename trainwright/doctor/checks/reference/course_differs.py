@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from trainwright.doctor import Measured, Results, RunContext, check
 from trainwright.doctor.facts.reference import MIN_STEPS, ReferenceFacts, differ, differences, traits_of
 
-NUM_POINTS = 8  # Number of compared steps: the first ones, and the last common ones
-MIN_DEVIATIONS = 4.0  # Standard deviations of the reference run that its batches explain
+NUM_POINTS = 8  # Number of common steps that are compared, at the beginning and at the end
+MIN_DEVIATIONS = 4.0  # In standard deviations of the reference run. Its batches explain smaller ones.
 
 
 @check(stage="loss", confidence=0.7, names_cause=False)
 def course_differs(run: RunContext, reference: ReferenceFacts) -> Results:
     """Losses, gradient norms or learning rates differ from those of the reference run at the same steps.
 
-    How it is detected: the learning rate at common steps; the mean loss and gradient norm of the first and of the last
-    8 common steps, where they differ by a quarter and by 4 standard deviations of the reference run.
+    How it is detected: the learning rate differs at a common step. Or the mean loss or gradient norm of the first or of
+    the last 8 common steps differs by a quarter and by 4 standard deviations of the reference run.
 
     Usual cause: another initialization, learning rate, loss, batch size or amount of data.
 

@@ -8,10 +8,11 @@ MIN_SCALE = 0.5  # Relative difference between the standard deviations of an inp
 def program_differs(run: RunContext, reference: ReferenceFacts) -> Results:
     """The steps or the batches of the program differ from those of the reference run, or fewer weights change.
 
-    How it is detected: from the 8th step on, the usual order of the calls of a step, the loss functions, autocast,
-    modules in eval mode, evaluations in train mode and the parameters of the optimizers; the rows of a step, the shapes
-    and standard deviation of the inputs, the largest target and, in runs of equal length, the fraction of rows that are
-    still new at the end; the number of weights that have changed, if both runs have equally many trainable tensors.
+    How it is detected: from the 8th step on, the following are compared: the usual order of the calls of a step, the
+    loss functions, autocast, modules in eval mode, evaluations in train mode and the parameters of the optimizers; the
+    rows of a step, the shapes and standard deviation of the inputs, the largest target and, in runs of equal length,
+    the fraction of rows that are still new at the end; the number of weights that have changed, if both runs have
+    equally many trainable tensors.
 
     Usual cause: a call, a mode or a part of the model that was changed or lost between the two programs; another data
     set, batch size or preprocessing; a part of the model that is cut off from the loss, frozen, or missing in the

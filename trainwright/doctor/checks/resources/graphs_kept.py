@@ -9,8 +9,8 @@ MIN_FRACTION = 0.3  # Fraction of all old losses or outputs that are still alive
 def graphs_kept(run: RunContext, exams: Every[MemoryFacts]) -> Results:
     """Graphs of earlier steps are still in memory: a running total, or a list of losses or outputs, keeps them.
 
-    How it is detected: weak references to the outputs of the last 64 steps and to the graphs behind their losses; eight
-    or more of those that are older than three steps are alive.
+    How it is detected: by weak references to the outputs of the last 64 steps and to the graphs behind their losses. Of
+    the outputs or graphs that are older than three steps, at least eight and at least 30 % are alive.
 
     Exceptions: outputs without a graph; a bounded window, such as truncated backpropagation through time.
 

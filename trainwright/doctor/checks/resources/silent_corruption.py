@@ -13,7 +13,8 @@ def silent_corruption(run: RunContext, facts: RanksFacts) -> Results:
 
     How it is detected: all ranks made the same updates from the same gradients, and the weights of one differ; or a
     parameter changed by one bit between two updates. With `deterministic: true`, two other ranks replay the batch of
-    each rank in every 256th step, before its gradients are summed. Of two ranks, each replays its own batch, too.
+    each rank in every 256th step, before its gradients are summed. In a run of two ranks, each rank also replays its
+    own batch.
 
     Exceptions: ranks with different processors; programs that do not compute the same bits twice.
 
