@@ -32,7 +32,8 @@ class CallState:
     def rng(self, step: int) -> tuple[Tensor, Tensor | None]:
         """Returns the states of the default CPU generator and of the GPU generator (None without a GPU).
 
-        They are not compared before the first call of a step, because a comparison takes longer than reading them.
+        States that are equal within a step are one object. The first call of a step needs no comparison, which takes
+        longer than reading the state.
         """
         now = torch.default_generator.get_state()
         if step != self._step or not torch.equal(now, self._last_rng):

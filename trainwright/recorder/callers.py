@@ -13,7 +13,7 @@ import torch
 
 _ROOMS = ("recorder", "replay", "watching", "adapters", "doctor")
 _OURS = tuple(f"{Path(__file__).parents[1]}/{room}/" for room in _ROOMS)
-"""Folders between a loop and its recorder. The loop may be one of ours, as in ``demo --break``."""
+"""Folders whose code runs between a loop and its recorder. A loop may be in another folder of this package."""
 _PACKAGES = (f"{Path(torch.__file__).parent}/", *_OURS)
 _STANDARD = f"{Path(contextlib.__file__).parent}/"
 _LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate")
@@ -52,7 +52,7 @@ def is_recorders(frame: FrameType) -> bool:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Returns True if a frame belongs neither to torch, a training library, Python's library nor this package."""
+    """Returns True if a frame belongs neither to torch, a training library, Python's library nor ``_OURS``."""
     name = frame.f_code.co_filename
     root = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return not name.startswith((*_PACKAGES, "<")) and root not in _LIBRARIES and not _is_standard(name)

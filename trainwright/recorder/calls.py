@@ -30,7 +30,10 @@ class Hook:
             self._call(module, *arguments)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        """Supports classes with custom copying: returns a Python function that takes any arguments and does nothing."""
+        """Replaces the hook in copies and pickles by a builtin that takes any arguments and does nothing.
+
+        Only for classes with custom copying; ``leave_out_of_pickles`` covers all others.
+        """
         return getattr, (nullcontext(), "__exit__")
 
 
@@ -52,7 +55,10 @@ def leave_out_of_pickles() -> Callable[[], None]:
 
 
 def _without_hooks(reduced: Any) -> Any:
-    """Returns the state that a module is rebuilt from without hooks: a dict of attributes, or such a dict and slots."""
+    """Returns the result of ``__reduce_ex__`` of a module without the recorder's hooks.
+
+    Its state is a dict of attributes, or a tuple of this dict and the slots.
+    """
     if not isinstance(reduced, tuple) or len(reduced) < 3:
         return reduced
     state = reduced[2]
@@ -198,8 +204,8 @@ _OWN_CALLS = _OwnCalls()
 
 
 def parts_of(root: nn.Module) -> list[nn.Module]:
-    """Returns the children of ``root`` that have parameters and can be called. Of a ModuleList or ModuleDict, its
-    children.
+    """Returns the children of ``root`` that have parameters and can be called. A ModuleList or ModuleDict is
+    replaced by its children.
     """
     found = []
     for child in root.children():

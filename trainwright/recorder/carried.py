@@ -12,7 +12,7 @@ from torch import Tensor
 from trainwright.recorder.ranks import own_part
 
 MULTIPLE = 0.01
-"""Maximum relative deviation from a multiple of the gradient that the loop computed it from."""
+"""Maximum relative deviation of gradients that count as a multiple of what the backward passes left."""
 
 Versions: TypeAlias = tuple[list[int], list[int]]
 _GRAD = operator.attrgetter("grad")
@@ -28,20 +28,20 @@ class CarriedGradients:
     """Tracks gradients that no zero_grad() drops.
 
     A loop may write gradients by hand before each update: from a 16-bit copy, or from a second loss. Then the gradients
-    at the update are no multiple of those that the backward passes left.
+    at the update are not a multiple of what the backward passes left.
     """
 
     def __init__(self) -> None:
-        self._used: dict[int, Versions] = {}  # for each optimizer that steps without a backward pass before it
+        self._used: dict[int, Versions] = {}  # of optimizers that step without a backward pass
         self.left: dict[int, Tensor] = {}
-        """Copies of the gradients, by parameter. Empty: after a backward pass there is nothing to compare."""
+        """Copies of the gradients after a backward pass, by ``id`` of the parameter. Empty: nothing is compared."""
 
     def on_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Copies the gradients that a backward pass has left."""
         self.left = {id(p): p.grad.detach().clone() for p in parameters if p.grad is not None}
 
     def on_zero_grad(self, index: int | None) -> None:
-        """The gradients of an optimizer are dropped; None: those of a model."""
+        """Called when the gradients of the optimizer ``index``, or of a model (None), are dropped."""
         if index is None:
             self._used.clear()
         else:
@@ -52,7 +52,7 @@ class CarriedGradients:
 
     def is_made_anew(self, index: int, parameters: Sequence[Tensor], has_backward: bool) -> bool:
         """Returns True if the gradients of a stepping optimizer were not accumulated onto those of an earlier step."""
-        if not has_backward:  # it steps after another one: compare with the gradients since its own update
+        if not has_backward:  # another optimizer has stepped: compare with its own last update
             now, before = versions_of_gradients(parameters), self._used.get(index)
             self._used[index] = now
             return before is None or not _has_grown(before, now)
@@ -67,7 +67,7 @@ def _has_grown(before: Versions, now: Versions) -> bool:
 
 @torch.no_grad()
 def _is_multiple(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Returns True if gradients equal those that were left, times one factor. Waits for a GPU."""
+    """Returns True if the gradients equal what a backward pass left, times one factor. Waits for a GPU."""
     inner = sum(float((own_part(grad).float() * own_part(left).float()).sum()) for grad, left in pairs)
     size, whole = (sum(float(own_part(pair[n]).float().norm()) ** 2 for pair in pairs) for n in (0, 1))
     return size * whole <= 0.0 or size - inner**2 / whole <= MULTIPLE**2 * size

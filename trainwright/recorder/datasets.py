@@ -104,9 +104,9 @@ def draws(loader: Loader, position: int) -> Facts:
     epochs.
 
     Returns:
-        ``random``: two reads by one worker differ. ``equal_workers`` and ``equal_epochs``: the reads are equal in both
-        workers, in both epochs. ``with_seeds``: they stay equal if each worker seeds the generators in the dataset from
-        ``torch.initial_seed()``. Only for forked workers, because others take seconds to start.
+        ``random``: two reads by one worker differ. ``equal_workers``: both workers read equal values. ``equal_epochs``:
+        both epochs do. ``with_seeds``: the values stay equal even if each worker seeds the generators in the dataset
+        from ``torch.initial_seed()``. Empty for workers that are not forked, because they take seconds to start.
     """
     context = loader.multiprocessing_context
     method = torch.multiprocessing.get_start_method() if context is None else context.get_start_method()

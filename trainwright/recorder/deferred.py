@@ -68,7 +68,7 @@ class StepTemplate:
     def of(cls, step: RecordedStep) -> StepTemplate | None:
         """Returns the template of a step; None if a later step may differ in more than its numbers.
 
-        Such a step has one forward and one backward pass, no loss scale, and at most one clipping by norm.
+        A step with a template has one forward and one backward pass, no loss scale, and at most one clipping by norm.
         """
         events = [(kind, value) for kind, value in step.events if kind != "forward" or value[2]]
         kinds = [kind for kind, _ in events]

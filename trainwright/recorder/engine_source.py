@@ -33,12 +33,12 @@ def called_roots(state: TrainState) -> list[nn.Module]:
 
 
 def has_state(module: nn.Module) -> bool:
-    """Returns True for parameters or buffers. A loss without any is treated as a function."""
+    """Returns True if a module has parameters or buffers. A loss without them is treated as a function."""
     return any(True for _ in chain(module.parameters(), module.buffers()))
 
 
 def called_parts(module: nn.Module) -> list[nn.Module]:
-    """Returns the modules that a step calls. Of a module without ``forward``, such as a GAN, those inside it."""
+    """Returns the modules that a step calls: ``module``, or the modules in it if it has no ``forward``, as in a GAN."""
     has_own = any(True for _ in chain(module.parameters(recurse=False), module.buffers(recurse=False)))
     if type(module).forward is not nn.Module.forward or has_own or is_compiled(module):
         return [module]
@@ -108,7 +108,7 @@ class EngineSource:
         self._tries = 0
         self.passes: Passes | None = None
         self.template: StepTemplate | None = None
-        """Set: the next step is deferred. Its events are not reported, and it becomes a step like this one."""
+        """If set, the next step is deferred: its events are not reported, and its record is made from this template."""
         self._inputs: StepInputs | None = None
 
     def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
@@ -190,4 +190,4 @@ def _add_spike(step: RecordedStep, result: StepResult) -> None:
         spike = result.spike.spike
         step.values["spike"] = [spike.grad_norm, spike.usual, spike.initial, result.spike.action]
         if result.spike.action == "rollback":
-            step.values["edited"] = True  # the state after it is different
+            step.values["edited"] = True  # the rollback has changed the state after the step

@@ -31,8 +31,8 @@ _AT_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 class EpochSource:
     """A loader, and the dataset under all its Subsets.
 
-    ``base`` is the number of the dataset, ``positions`` the samples used. ``epochs`` were begun; ``empty`` of them
-    returned no batch.
+    ``base`` is the number of the dataset, ``positions`` are the positions in it that the Subsets keep (None:
+    all). ``epochs`` counts the epochs that began, ``empty`` those among them that returned no batch.
     """
 
     number: int
@@ -47,10 +47,10 @@ class EpochSource:
 
 @dataclass
 class Epoch:
-    """The batches of one iterator. ``ids`` are positions in the base; in a large base only every ``stride``-th.
+    """The batches of one iterator. ``ids`` are positions in the base; of a large base only multiples of ``stride``.
 
-    Of its ``batches``, ``trained`` were followed by a backward pass, ``evaluating`` came in eval mode or without
-    gradients. ``marks`` are hashes of the ids of each batch, ``first`` the ids of the first one.
+    ``trained`` counts the batches that were followed by a backward pass, ``evaluating`` those that came in eval mode or
+    without gradients. ``marks`` are hashes of the ids of each batch, ``first`` the ids of the first one.
     """
 
     source: EpochSource

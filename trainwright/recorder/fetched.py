@@ -19,7 +19,7 @@ class FetchedBatches:
         self.waited_s = 0.0
 
     def add(self, ids: object, batch: object, wait_s: float) -> None:
-        """Records ``batch``, made of the samples ``ids``, which took ``wait_s`` seconds."""
+        """Records ``batch``, made of the samples ``ids``. The loop waited ``wait_s`` seconds for it."""
         self.waited_s += wait_s
         self.batches.append((_as_ids(ids), _addresses(batch)))
 

@@ -172,7 +172,7 @@ class GradientRecorder(Listener):
         if self._is_foreign:
             return
         if self._was_clipped:
-            self._versions = None  # the next clip changes them, and reading them takes 1 % of a small step
+            self._versions = None  # a clip follows and changes them, and reading versions takes 1 % of a small step
         else:
             self.on_gradients_changed()
         if self._edits and "carried" in self.current.values:
@@ -212,7 +212,7 @@ class GradientRecorder(Listener):
             self._happened("zero_grad", index)
 
     def _cleared_by(self, owner: Optimizer | nn.Module) -> list[int]:
-        """Returns the optimizers whose gradients ``zero_grad`` of an optimizer, or of a part of a model, clears."""
+        """Returns the numbers of the optimizers all of whose gradients ``owner.zero_grad()`` clears."""
         if isinstance(owner, Optimizer):
             return [self.optimizers.index(owner)] if owner in self.optimizers else []
         within = set(map(id, owner.parameters()))
@@ -227,7 +227,7 @@ class GradientRecorder(Listener):
             self._happened("unscale", self.optimizers.index(optimizer))
 
     def on_multiplied(self, factor: Tensor | float) -> None:
-        self._versions = None  # they are about to change
+        self._versions = None  # the gradients are about to change
         self.current.program.append(Multiply(None, factor.detach().clone() if isinstance(factor, Tensor) else factor))
         self._happened("multiply", None)
 
@@ -249,7 +249,7 @@ class GradientRecorder(Listener):
         return self._clipped_numbers
 
     def _norm_left_by_clip(self) -> float | None:
-        """Returns the gradient norm if the last event was a clip by norm, and that norm is on the host; else None."""
+        """Returns the gradient norm after a clip by norm, if this was the last event and its norm is on the host."""
         if self._edits or self._versions is None:
             return None
         kind, clip = self.current.events[-1] if self.current.events else ("", {})

@@ -167,7 +167,7 @@ class _Patches:
 
 
 def is_within(inner: object, outer: object, depth: int = 4) -> bool:
-    """Returns True if a function is another one, or calls it through a variable of an enclosing function."""
+    """Returns True if ``outer`` is ``inner``, or wraps it: in a closure, a bound method or ``__wrapped__``."""
     if inner is None or depth == 0:
         return False
     cells = [cell.cell_contents for cell in getattr(outer, "__closure__", None) or () if _is_filled(cell)]
@@ -299,7 +299,7 @@ def _wrap_tensor_backward(original: TorchFunction) -> TorchFunction:
 
 
 def _wrap_grad(original: TorchFunction) -> TorchFunction:
-    """Wraps torch.autograd.grad. With a mode for torch functions it calls itself again, which counts as one call."""
+    """Wraps torch.autograd.grad. Under a mode for torch functions, grad calls itself again: both count as one call."""
 
     def grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> object:
         names = ("grad_outputs", "retain_graph", "create_graph")
@@ -398,7 +398,7 @@ def _wrap_clip_value(original: TorchFunction) -> TorchFunction:
 
 def _wrap_schedule(original: TorchFunction) -> TorchFunction:
     def step(self: object, *args: object, **kwargs: object) -> object:
-        inside.enter("schedule")  # a SequentialLR steps others inside
+        inside.enter("schedule")  # SequentialLR.step calls step of other schedulers
         try:
             result = original(self, *args, **kwargs)
         finally:
@@ -422,7 +422,10 @@ def _wrap_iter_init(original: TorchFunction) -> TorchFunction:
 
 
 def _wrap_reset(original: TorchFunction) -> TorchFunction:
-    """Wraps the reset of an iterator: persistent workers reset it instead of making one. Others call it once."""
+    """Wraps ``_reset`` of a DataLoader iterator.
+
+    A new iterator calls it once (``first_iter``). With persistent workers, each later epoch resets the same iterator.
+    """
 
     def reset(self: _LoaderIterator, loader: object, first_iter: bool = False) -> None:
         self._trainwright_ids = []

@@ -48,7 +48,7 @@ class LabelCounts:
                     self._batches.append(Counter(values.tolist()))
 
     def look_everywhere(self, epoch: Epoch | None) -> None:
-        """Reads labels from all over the dataset, once, if it is read in its order and batches contain few of them."""
+        """Reads labels from all over the dataset, once, if epochs do not shuffle it and few labels occur in a batch."""
         if self._everywhere is not None or epoch is None or not epoch.ascending or not self._batches:
             return
         if sum(_entropy(each) for each in self._batches) > 1.5 * len(self._batches):
@@ -69,9 +69,9 @@ class LabelCounts:
         }
 
     def _mixed(self) -> list[float]:
-        """Returns the lowest and the mean entropy of equally many batches of randomly drawn samples.
+        """Returns the lowest and the mean entropy over DRAWS random draws; [] if too few labels are known.
 
-        Each is the mean over the batches of one of DRAWS.
+        A draw replaces the labels of each batch by random ones. Its entropy is the mean over these batches.
         """
         known = self._everywhere or (sum(self._batches, Counter()) if len(self._batches) >= 4 else None)
         if not known:
@@ -97,7 +97,7 @@ def _column_of_labels(step: RecordedStep, batch: PendingBatch) -> int | None:
 
 
 def _targets(step: RecordedStep) -> list[Tensor]:
-    """Returns tensors from outside that reach the loss, or a model besides its input."""
+    """Returns the tensors from outside of the program that operations of the loss, or calls of models, read."""
     found = []
     for each in step.program:
         if isinstance(each, Operation | Call):

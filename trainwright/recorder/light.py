@@ -7,13 +7,13 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.recording import LoopRecorder
 
 MIN_CALLS = 8
-"""Forward calls per step, with and without gradients, from which on most steps are light ..."""
+"""Minimum number of forward calls per step, with and without gradients, of a loop in which most steps are light."""
 SMALL_CALL_S = 0.002
-"""... if the step takes less time per call: then hooks and tape take more than a tenth of it."""
+"""Maximum step time per forward call of such a loop. Hooks and tape take more than a tenth of so short a call."""
 FIRST = 8
 """All steps until this one are recorded in full."""
 COUNTED = 64
-"""Steps whose forward calls are counted. Later only steps that are recorded in full are counted."""
+"""Forward calls are counted until this step, and later while most steps are light. Light steps are not counted."""
 AFTER_INCIDENT = 64
 """Steps that are recorded in full after a non-finite one, so that the next one can be replayed."""
 
@@ -45,7 +45,7 @@ class LightSteps:
             self.is_wanted = calls >= MIN_CALLS and step_s < SMALL_CALL_S * calls
 
     def may_be_light(self, step: int) -> bool:
-        """Returns True if the step after ``step`` is light unless it may be replayed."""
+        """Returns True if the step after ``step`` can be light. It is recorded in full if it may be replayed."""
         return self.is_wanted and step >= self._full_until and not self._recording.saw_others
 
     def prepare_next(self, *, is_light: bool) -> None:

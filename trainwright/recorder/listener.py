@@ -47,7 +47,7 @@ class Listener:
         """Called without autograd, right before ``on_forward`` of the same call."""
 
     def on_output(self, root: nn.Module, output: object) -> None:
-        """Called after the same call. ``output`` is None if it raised."""
+        """Called after the forward call. ``output`` is None if the call raised."""
 
     def on_backward_called(self) -> None: ...
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None: ...
@@ -59,7 +59,7 @@ class Listener:
         """Called before a custom autograd Function."""
 
     def on_applied(self, apply: TorchFunction, args: Args, kwargs: Kwargs, result: object) -> None:
-        """Called after the same call. ``result`` is None if it raised."""
+        """Called after a custom autograd Function. ``result`` is None if it raised."""
 
     def on_autograd_grad(self, outputs: object, inputs: object, options: Kwargs) -> None: ...
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None: ...
@@ -84,7 +84,7 @@ class Listener:
         """Called for a forward call through DistributedDataParallel. ``is_synced``: outside of ``no_sync``."""
 
     def on_waited(self, seconds: float) -> None:
-        """Called after ranks communicated before a forward pass, which took ``seconds``."""
+        """Called after ranks communicated before a forward pass. The communication took ``seconds``."""
 
     def on_reduce(self, tensor: Tensor, operation: object) -> None:
         """Called before the loop's call of ``all_reduce``."""
@@ -118,13 +118,13 @@ class Listener:
 Methods: TypeAlias = list[tuple[Listener, Callable[..., None]]]
 """Methods to call, each with its listener."""
 listeners: list[tuple[Listener, int]] = []
-"""Each with the thread of its events."""
+"""The listeners, each with the thread whose events it receives."""
 _methods: dict[tuple[int, str], Methods] = {}
 """Methods by thread and event. The event "" marks a thread with listeners."""
 _changing = threading.RLock()
 _muted: set[int] = set()
 _only: dict[int, list[Listener]] = {}
-"""Listeners that receive all events of a thread instead of its others."""
+"""By thread: the listeners that receive all of its events, while its other listeners receive none."""
 
 
 def tell(event: str, *arguments: object) -> None:
@@ -207,7 +207,7 @@ def muted() -> Iterator[None]:
 
 
 def mute() -> None:
-    """Ends the events of this thread until ``unmute``, as ``muted`` does, but warnings are shown."""
+    """Ends the events of this thread until ``unmute``. Unlike ``muted``, it does not hide warnings."""
     _muted.add(threading.get_ident())
 
 
@@ -237,7 +237,8 @@ def only(group: list[Listener]) -> Iterator[None]:
 class CallDepth(threading.local):
     """Depth of nested calls in this thread: backward, autograd.grad, a scheduler's step, and those in ``object_hooks``.
 
-    ``listeners``: a method of a listener is running. ``only``: the first listener of a group that alone has events.
+    ``listeners``: a method of a listener is running. ``only``: the first listener of the group that alone
+    receives events.
     """
 
     backward = grad = schedule = objects = 0

@@ -14,7 +14,7 @@ from trainwright.recorder.user_types import TorchFunction
 def _outermost(event: str, arguments: Callable[..., tuple[object, ...]]) -> Callable[[TorchFunction], TorchFunction]:
     """Makes a wrapper that calls ``event`` with the result of ``arguments``.
 
-    Only for the call of the loop, because a module calls the same method of its children.
+    Only the outermost call is reported, because a module calls the same method of its children.
     """
 
     def wrap(original: TorchFunction) -> TorchFunction:

@@ -14,7 +14,7 @@ from trainwright.recorder.user_types import Args, Kwargs
 
 
 class PartCalls(Listener):
-    """Reports direct calls. Hooks stay on the parts from ``open`` to ``close``. A compiled model has none."""
+    """Reports direct calls. Hooks stay on the parts from ``open`` to ``close``. A compiled model gets no hooks."""
 
     def __init__(
         self, begins: Callable[[nn.Module, Args, Kwargs], None], ends: Callable[[nn.Module, object], None]

@@ -25,7 +25,7 @@ class LoopObjects:
 
     A rank without progress for ``patience_s`` is reported to the others. ``frames`` returns the function that holds the
     loop and its callers, ``values`` the values of its variables, ``modules`` the modules among them. ``sites`` are the
-    call sites that are known to evaluate. ``probes`` are additional ones.
+    call sites that are known to evaluate. ``probes`` are additional probes.
     """
 
     loaders: tuple[object, ...] = ()
@@ -51,7 +51,7 @@ class WatchSite:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedObjects(LoopObjects):
-    """These objects, and the live models and optimizers."""
+    """The objects of ``LoopObjects``, and the live models and optimizers."""
 
     subject: LiveObjects
 
@@ -61,7 +61,7 @@ class Probe(Listener):
 
     name = ""
     hears_every_step = False
-    """Other probes are not called in most steady-state steps. In deferred steps, only ``on_closed`` is called."""
+    """False: not called in most steady-state steps. True: called in all, but in deferred ones only ``on_closed``."""
     urgent = False
     """Set by a probe whose facts should not wait for the next examination. Unset by ``facts``."""
     only_changes = False

@@ -44,16 +44,16 @@ class Constant:
 
 
 Autocast = tuple[bool, torch.dtype, bool]
-"""Enabled, dtype, and caching of weights."""
+"""The state of autocast: whether it is enabled, its dtype, and whether it caches cast weights."""
 
 
 @dataclass(slots=True)
 class Call:
     """A forward call of a root module. ``outputs`` are the slots of its tensors, in the order of ``tensors_of``.
 
-    ``training`` holds the mode of every module of every root, ``wanted`` the ``requires_grad`` of every parameter;
-    ``batch`` is the index in the step's ``ids`` of the batch that it reads; ``part`` is the path, in its root, of the
-    module that was called. ``held`` is the state of the arguments that are neither tensors nor plain values.
+    ``training`` holds the mode of every module of every root, ``wanted`` the ``requires_grad`` of every parameter.
+    The call reads the batch with the samples ``ids[batch]`` of the step. ``part`` is the path of the called module in
+    its root. ``held`` is the state of the arguments that are neither tensors nor plain values.
     """
 
     root: int
@@ -102,14 +102,14 @@ class Backward:
 
 @dataclass(slots=True)
 class ZeroGrad:
-    """All gradients of an optimizer (its number) or of the roots (None) are dropped."""
+    """Drops all gradients of the optimizer with this number, or of the roots (None)."""
 
     optimizer: int | None
 
 
 @dataclass(slots=True)
 class Multiply:
-    """The gradients of these parameters, by number, times a 0-d tensor or a number."""
+    """Multiplies the gradients of the parameters with these numbers (None: all) by ``factor``."""
 
     parameters: list[int] | None
     factor: Tensor | float | None
@@ -129,7 +129,8 @@ class ClipGradients:
 class OptimizerStep:
     """The update. ``groups`` are the hyperparameters that may change between two steps.
 
-    For an examined step: sums of all weights and gradients before the update, and of the weights after it.
+    For an examined step, ``weights`` and ``gradients`` are sums before the update, ``left`` sums of the
+    weights after it (see ``live_sums``).
     """
 
     optimizer: int
@@ -154,9 +155,9 @@ class RecordedStep:
     ``losses`` are the roots of backward passes without a loss scale; ``loss`` is their mean, if known.
 
     ``blind`` is the reason why the step cannot be replayed; None if it can. ``num_bytes`` is the memory that its
-    tensors keep. ``trained`` identifies the trained part for ``grad_norm``: a key of the optimizer, and the number of
-    its gradients. ``is_light``: only its losses and its update were recorded. ``inputs``: the engine can record its
-    program from them.
+    tensors keep. ``trained`` identifies the parameters that ``grad_norm`` covers, by a key of the optimizer and the
+    number of its gradients. ``is_light``: only its losses and its update were recorded. ``inputs``: the engine can
+    record its program from them.
     """
 
     step: int
@@ -307,7 +308,7 @@ def _find_tensors(value: object, depth: int, found: list[Tensor], walked: dict[i
         if reached >= depth:
             return
         walked[id(value)] = value, depth
-        for item in _items_of(value):  # a shorter path may reach further; the tensors here were already found
+        for item in _items_of(value):  # a second visit reaches deeper; the tensors directly in it were already found
             if not (reached and isinstance(item, Tensor)):
                 _find_tensors(item, depth - 1, found, walked)
 

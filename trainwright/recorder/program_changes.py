@@ -27,7 +27,7 @@ _LARGEST_DIMENSION = 8
 """Integers up to this one may be dimensions and belong to the program. Larger ones are sizes that vary by batch."""
 _MOST_NODES = 20_000
 EARLY, EVERY = 64, 16
-"""Every step is compared until the first number, then one step in each interval of the second number."""
+"""Every step is compared until step EARLY, later one in EVERY steps."""
 
 
 class ProgramChanges(Probe):

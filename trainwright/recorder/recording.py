@@ -29,7 +29,7 @@ LONGEST = 4096
 class LoopRecorder(GradientRecorder):
     """Makes one RecordedStep of each optimizer step. ``closed`` is called with each finished step.
 
-    ``before_update`` also gets the norm of the gradients if a clip has just measured it.
+    ``before_update`` also gets the gradient norm after a clip, if a clip just before the update has measured the norm.
 
     A step of several alternating optimizers (a GAN) ends when each of them has stepped. With ``closes_itself=False`` a
     step ends when ``close`` is called, as the engine does.
@@ -73,12 +73,12 @@ class LoopRecorder(GradientRecorder):
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         grad = torch.is_grad_enabled()
         index = self._root_of.get(id(root))
-        if index is None:  # put into the model since then: its operations are recorded as those of the loop
+        if index is None:  # added to the model later: its operations are recorded like those of the loop
             return
         self._happened("forward", (index, root.training, grad))
         if not grad:
             return
-        if self.tape.pushed:  # operations inside the model are not the loop's, and the mode would be compiled in
+        if self.tape.pushed:  # operations of the model are not recorded, and torch.compile would trace the mode
             self.tape.stop()
         if self._unused.reads.pushed:
             self._unused.reads.stop()

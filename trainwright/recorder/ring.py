@@ -33,7 +33,7 @@ SPARE = 16
 
 
 class Ring:
-    """The last ``keep`` steps, and those between them and the snapshot that their replay starts from.
+    """The last ``keep`` steps, the snapshot from which a replay of them starts, and the steps since this snapshot.
 
     Holds at most ``budget_bytes``. The oldest steps are dropped first. A snapshot that alone is larger is not kept.
     """

@@ -9,7 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from trainwright.recorder.plain_tensors import is_plain
 
 MUCH_LARGER = 4
-"""A view of a storage this many times its size is a part of a dataset, whose views share one file."""
+"""Maximum size of the storage of a worker's tensor / size of the tensor. In a larger storage, the tensor is a view of
+a dataset, and all such views share one file."""
 
 
 def is_of_worker(tensor: Tensor) -> bool:

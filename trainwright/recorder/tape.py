@@ -33,10 +33,10 @@ from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 _SIMPLE = frozenset({int, float, bool, str, type(None), torch.dtype})
 _LIKE = frozenset({"rand_like", "randn_like", "randint_like", "zeros_like", "ones_like", "full_like", "empty_like"})
 READS_GRADIENT = operator.attrgetter("grad.__get__")(Tensor)
-"""Reads the gradient of a DTensor, also in ``zero_grad`` between output and backward pass. Not an operation."""
+"""Reads ``.grad`` of a DTensor. Not recorded, because ``zero_grad`` between output and backward pass calls it, too."""
 _WANTS_GRADIENT = operator.attrgetter("requires_grad")
 _NO_AUTOCAST: Autocast = (False, torch.float32, True)
-SMALL = 16  # elements; copying fewer is cheaper than detecting a write
+SMALL = 16  # elements; copying so few is cheaper than detecting a write
 
 
 def autocast_now(device_type: str) -> Autocast:
@@ -52,7 +52,7 @@ def is_cut(args: Args, made: Iterable[Tensor]) -> bool:
 
 
 _Begun: TypeAlias = tuple[list[Instruction], int, Tensor | None]
-"""The operations before a call of an autograd Function, their number, and the state of the CPU generator."""
+"""Before a call of an autograd Function: the operations so far, their number, and the state of the CPU generator."""
 
 
 FunctionListener: TypeAlias = Callable[[str, Args, Kwargs, object], None]
@@ -82,8 +82,8 @@ class Tape(PausableMode):
         self.listener: FunctionListener | None = None
         self._has_workers = False  # a batch of a worker was seen
         self.lines: dict[tuple[str, str], None] = {}  # lines of operations, in careful mode
-        self._off: list[Operation] = []  # the last operations without autograd
-        self._made_off: dict[int, list[Operation]] = {}  # by slot number: operations besides the one that made it
+        self._off: list[Operation] = []  # consecutive operations without autograd, up to now
+        self._made_off: dict[int, list[Operation]] = {}  # by slot number: the ``_off`` in which it was made
         self._applied: list[_Begun] = []  # running calls of autograd Functions
 
     def __torch_function__(

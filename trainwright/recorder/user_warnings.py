@@ -20,23 +20,23 @@ _ROOMS = frozenset({"recorder", "replay", "watching", "doctor"})
 _PASSING_ON = frozenset(
     {"hooks.py", "object_hooks.py", "function_hooks.py", "rank_hooks.py", "calls.py", "user_warnings.py"}
 )
-"""Files of the recorder with functions that call the functions they have replaced."""
+"""Files of the recorder whose functions call the originals that they have replaced."""
 _TAPE, _OVERRIDES = str(Path(__file__).with_name("tape.py")), str(torch.overrides.__file__)
 
 
 _silent: set[int] = set()
 """Threads that show no warnings."""
 _replaced: list[ShowWarning] = []
-"""The function that is shown to Python while a thread is silent, and the one that it replaces."""
+"""``warnings.showwarning`` while a thread is silent, and the function that it replaces."""
 _changing = threading.Lock()
 
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Context in which this thread shows no warnings. Filters stay, because Python
-    repeats all warnings after a change.
+    """Context in which this thread shows no warnings. Warning filters are not changed, because Python shows all
+    warnings again after such a change.
 
-    Threads may leave it in any order, so the function of the first one is used for all of them.
+    Threads may leave the context in any order, so they share the ``showwarning`` that the first thread has set.
     """
     thread = threading.get_ident()
     if thread in _silent:
@@ -83,10 +83,10 @@ def _is_of_the_recorder() -> bool:
 
 
 def at_the_caller(original: ShowWarning) -> ShowWarning:
-    """Shows no warning of the recorder, and that of a function that the tape calls at the user's line of the call.
+    """Returns a ``showwarning`` that drops the recorder's warnings, and moves those of the tape to the user's line.
 
-    Python shows a warning once for each location, and the tape is another location than the user's line. So the warning
-    is issued again at that line. It is shown once, with and without the tape.
+    Python shows a warning once for each location. If the tape calls a function that warns, the location is the tape. So
+    the warning is issued again at the user's line, and is shown once there, with and without the tape.
     """
 
     def showwarning(message: Warning, category: type[Warning], filename: str, lineno: int, *rest: object) -> None:

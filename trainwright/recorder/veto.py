@@ -100,9 +100,9 @@ class Veto:
 
         It is measured in the first 64 steps and in every 16th, which may be examined.
 
-        In other steps, the norm after a clip is used if the last measurement agreed with it to half of the dtype's
-        digits and had as many gradients, because the clip then covers all gradients. A measurement takes 1 % of a step
-        of a small GPT, 5 % of a step of a small MLP.
+        In other steps, the norm after a clip is used if the last measurement agreed with the clip to half of the
+        dtype's digits, for the same number of gradients: then the clip covers all gradients. A measurement takes 1 % of
+        a step of a small GPT, 5 % of a step of a small MLP.
         """
         known = by_clip if by_clip is not None and math.isfinite(by_clip) else None
         owned = self._together or owned_by(optimizer)
@@ -176,8 +176,8 @@ class Veto:
 def _norm(grads: list[Tensor]) -> Tensor:
     """Returns the norm of all gradients, which is finite if each of their elements is.
 
-    Like ``get_total_norm``, but without its grouping by device and dtype, which takes 20 us. If squares overflow, it is
-    measured again in float64. On a device, which the host does not wait for, the largest element is used instead.
+    Like ``get_total_norm``, but without its grouping by device and dtype, which takes 20 us. If squares overflow on
+    the CPU, the norm is measured again in float64. On a device, the largest element replaces it, without a sync.
     """
     grads = [g for g in grads if not g.is_sparse]
     if not grads:
