@@ -56,7 +56,7 @@ MIN_SAME_ANSWER_WORDS = 4
 MIN_SAME_ANSWERS = 8
 """In a small validation set, a frequent answer may be the majority by chance."""
 MIN_BEGINNINGS_FRACTION = 0.1
-"""Fraction of conversations that begin another one. Short ones, such as a greeting, may do so by chance."""
+"""Minimum fraction of conversations that are the beginning of another one. A few, such as greetings, may be chance."""
 MAX_WRAPPERS = 4
 MAX_ENDS_READ = 256
 MAX_SAMPLES_READ = 1000
@@ -350,7 +350,7 @@ def _excerpt(dataset: TokenizedSet, row: int, defect: Defect) -> str:
 
 
 def _samples(rows: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the rows of the samples that are kept, with the first of each pair."""
+    """Return the rows of the kept samples; for a pair, only its chosen row."""
     return np.flatnonzero((rows["kept"] == 1) & (rows["rejected"] == 0))
 
 
@@ -401,7 +401,7 @@ def _signs_of_set(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[Supervi
 
 
 def _beginnings(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[SupervisionFinding]:
-    """Yield a finding on conversations that begin others: each may be stored once for each of its answers."""
+    """Yield a finding if conversations are the beginning of others: a conversation may be stored once per answer."""
     if dataset.use != "chat" or dataset.train_on != "assistant":
         return
     samples = _samples(rows)[:MAX_SAMPLES_READ]

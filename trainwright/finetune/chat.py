@@ -1,8 +1,9 @@
 """Renders conversations with the chat template of a tokenizer, and finds which characters the model should write.
 
-A template with ``{% generation %}`` marks them itself. For any other, prefixes of the conversation are rendered: an
-answer is what lies between the prompt for it and the end of its turn. Both must be prefixes of the full text, else the
-template rewrites the turn when another follows, and the model would never write it as it stands there.
+A template with ``{% generation %}`` marks these characters itself. For any other template, prefixes of the conversation
+are rendered: an answer is the text between the prompt for it and the end of its turn. The rendered prompt and turn must
+be prefixes of the full text. Otherwise the template rewrites a turn when another turn follows, and the model would
+never generate the rewritten text.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class ChatRenderer:
         return Rendered(whole, ends, tuple(spans), defects)
 
     def _parsed(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """Return messages with the arguments of calls as objects, unless the template writes only strings as JSON."""
+        """Return messages with the arguments of calls as objects, unless the template needs strings."""
         is_text = any(
             isinstance(each.get("function", each).get("arguments"), str)
             for message in messages
@@ -120,7 +121,7 @@ class ChatRenderer:
 
     @cached_property
     def _wants_text(self) -> bool:
-        """True if the template writes the arguments of a call only if they are a string, or objects as Python does."""
+        """True if the template writes arguments of a call as JSON only if they are a string already."""
         texts = []
         for arguments in ({"topic": "a"}, '{"topic": "a"}'):
             call = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": arguments}}
@@ -173,7 +174,7 @@ class ChatRenderer:
     ) -> tuple[tuple[int, ...], set[int]]:
         """Return the end of each message in ``whole``, and the assistant turns that the template rewrites.
 
-        ``marks`` are the spans that the template marks; they have the ends of turns that it rewrites.
+        ``marks`` are the spans that the template marks. They determine where a rewritten turn ends.
         """
         ends, rewritten = list[int](), set[int]()
         for at, message in enumerate(messages[:-1]):
@@ -236,7 +237,7 @@ class ChatRenderer:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """True if the template writes contents that are lists of parts, and no strings, as those for images do."""
+        """True if the template writes a content only if it is a list of parts, like templates of models for images."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         probe = [{"role": "user", "content": "probed"}]
@@ -297,7 +298,7 @@ def _end_of_content(whole: str, message: Message, least: int) -> int:
 
 
 def _with_objects(message: Message) -> Message:
-    """Return a message in which arguments that are a JSON object in a string are that object."""
+    """Return a message with arguments of calls parsed, if they are a string with a JSON object."""
     if not message.get("tool_calls"):
         return message
     return {**message, "tool_calls": [_with_object(each) for each in message["tool_calls"]]}
@@ -338,7 +339,7 @@ def _plain(message: Message) -> Message:
 
 
 def _in_parts(messages: Sequence[Message]) -> list[Message]:
-    """Return messages whose contents are lists with a part of text."""
+    """Return messages with each content as a list of one text part."""
     return [
         {**each, "content": [{"type": "text", "text": each["content"]}]} if each.get("content") else each
         for each in messages

@@ -69,11 +69,11 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
             records stay on one side.
         train_on: Tokens that carry loss: those of each ``assistant`` turn, of the ``last`` one, or ``all``.
         max_length: Maximum number of tokens of a sequence; null: no limit.
-        truncate: What happens to longer ones: an ``error``, cut at the ``left`` or ``right``, or ``drop``.
+        truncate: What happens to longer sequences: an ``error``, cut at the ``left`` or ``right``, or ``drop``.
         chat_template: A file with another chat template, or its text.
         template_args: Values for the chat template, such as ``{enable_thinking: false}``.
-        columns: Names of the file's keys for those of a layout, such as ``{completion: answer}``.
-        roles: Roles of the chat template for those in the file, such as ``{bot: assistant}``.
+        columns: For keys of a layout, their names in the file, such as ``{completion: answer}``.
+        roles: For roles in the file, their names in the chat template, such as ``{bot: assistant}``.
         on_bad_record: A record that cannot be used ends the run, or is skipped and reported.
         source_split: Split of a hub dataset or of a saved one.
         revision: Branch, tag or commit of a hub dataset.
@@ -163,7 +163,7 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
     def _nothing_supervised(self) -> UsageError:
         """Return the error of a set in which no sample has a token that carries loss.
 
-        It names the reason for most records first. The chat template is the reason only for records without another.
+        It names the most frequent reason first. A record counts for the chat template only if it has no other reason.
         """
         rows = self.rows()
         unmarked = ("have no token that carries loss", "check the records and the chat template")
@@ -291,7 +291,7 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         return digest.hexdigest()
 
     def rows(self) -> NDArray[Any]:
-        """Return the rows of this split, those that are left out included, see ``store.ROW``."""
+        """Return the rows of this split, including samples that are left out, see ``store.ROW``."""
         found: NDArray[Any] = self._rows[self._chosen]
         return found
 
@@ -376,7 +376,7 @@ class Preference(TokenizedSet):
 def padded(samples: Sequence[Mapping[str, Tensor]], pad_id: int) -> dict[str, Tensor]:
     """Return samples as tensors (B, T), padded on the right, with an attention mask for each kind of ids.
 
-    Labels are -100 in the padding by position, so that an end token that is also the padding token keeps its label.
+    Labels after the end of a sample are -100. An end token that is also the padding token keeps its label.
     """
     batch = {}
     for name in samples[0]:
@@ -431,7 +431,7 @@ def with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
 
 
 def template_text(template: str | Path | None) -> str | None:
-    """Return the text of a template, which is given as such or as a file."""
+    """Return the text of a template. ``template`` is this text or a file with it."""
     if template is None or (isinstance(template, str) and "{" in template):
         return template
     file = Path(template).expanduser()

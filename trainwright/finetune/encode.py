@@ -33,7 +33,7 @@ MIN_REPEATED_WORDS = 4
 
 
 class Encoded(NamedTuple):
-    """One sequence: ids (T,), which of them carry loss (T,), role codes (T,), messages (T,), and its defects."""
+    """One sequence: ids (T,), which of them carry loss (T,), role codes (T,), message numbers (T,), and its defects."""
 
     ids: NDArray[np.int32]
     supervised: NDArray[np.bool_]
@@ -277,9 +277,9 @@ JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _fits(arguments: Mapping[str, Any], schema: object) -> bool:
-    """Return False if a required argument is missing, or one has another type than the JSON schema says.
+    """Return False if a required argument is missing, or an argument has another type than in the JSON schema.
 
-    Values of null are no arguments: columnar files fill absent ones with them.
+    The type of null is not checked, because columnar files fill absent arguments with null.
     """
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     if not isinstance(schema, Mapping) or not isinstance(properties, Mapping):

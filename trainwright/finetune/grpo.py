@@ -83,7 +83,7 @@ class GRPO(nn.Module):
         scale_rewards: Divide by the standard deviation of the group.
         loss_type: ``dapo`` gives all tokens the same weight, ``grpo`` all completions. ``dr_grpo`` divides the sum over
             the tokens by (number of completions * ``max_new_tokens``).
-        tokenizer: Decodes completions; null: that in the folder of the model.
+        tokenizer: Decodes completions; null: the tokenizer in the folder of the model.
         vllm: Address of a vLLM server that generates the completions; null: the model generates them. Needs adapters.
         vllm_folder: A folder that the server can read, for the adapters; null: a temporary one.
 
@@ -355,7 +355,7 @@ def _import_reward(name: str) -> Reward:
 
 
 def _accepted_arguments(function: Reward, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a function has parameters for. Raises UsageError for a parameter without one."""
+    """Return the arguments that a function has parameters for. Raises UsageError if a required one is missing."""
     parameters = inspect.signature(function).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return dict(arguments)

@@ -1,4 +1,4 @@
-"""Tests that the samples of a packed or padding-free batch do not see each other: the logits equal those alone.
+"""Tests that the samples of a packed or padding-free batch do not see each other: each has the same logits alone.
 
 Shapes: L tokens of a sample, V vocabulary.
 """
@@ -156,7 +156,7 @@ def _compared(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:
 
 
 def _logits(model: nn.Module, called: TokenBatch) -> Tensor:
-    """Return the logits. Bypasses torch.compile, which would compile for each length, but no hooks of FSDP."""
+    """Return the logits. Bypasses torch.compile, which would compile for each length, but not the hooks of FSDP."""
     has_hooks: bool = is_sharded(model)
     call: Callable[..., Any] = model if has_hooks else model.forward
     logits: Tensor = call(**called.inputs).logits

@@ -49,9 +49,9 @@ LOSS_KEYS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
 NO_LOSS = "no_loss"
 """The key of a message whose answer carries no loss. It is removed before the message is rendered."""
 MAX_KEY_CHARS = 50
-"""Characters of the name of a column. A longer one is the first row of a table without a header."""
+"""Maximum characters of a column name. A longer name is a value in the first row of a table without a header."""
 REJECTING_KEYS = ("label", "accepted", "correct", "is_correct", "desirable")
-"""Keys of a record that mark its answer as a bad one with the value false, as data of KTO do with the first."""
+"""Keys of a record whose value false marks its answer as bad. Data for KTO use the first key."""
 MAX_LABEL_WORDS = 3
 NEGATION = re.compile(r"\W*(?:no|not|false|incorrect|wrong|untrue)\b", re.IGNORECASE)
 ALPACA_WITH_INPUT = "{instruction}\n\n{input}"
@@ -162,7 +162,7 @@ def example_of(fields: Mapping[str, Any], use: Use, roles: Mapping[str, str]) ->
             found = _pair(fields, roles)
     keys = REJECTING_KEYS if layout == "prompt and completion" else REJECTING_KEYS[1:]
     if isinstance(found, Example) and any(fields.get(key) is False for key in keys):
-        answer = found.content()[-1][1]  # a short one, or "No, ...", may be what the key says
+        answer = found.content()[-1][1]  # a short answer, or "No, ...", may state the same as the key
         is_label = len(answer.split()) <= MAX_LABEL_WORDS or NEGATION.match(answer)
         found = replace(found, is_rejected=not is_label)
     return layout, found
@@ -294,7 +294,7 @@ def _template_args(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _alpaca(fields: Mapping[str, Any], names: tuple[str, str, str] = ("instruction", "input", "output")) -> Example:
-    """Return a record of Alpaca. ``names`` are those of the keys in the file, for messages."""
+    """Return the example of an Alpaca record. ``names`` are the names of its keys in the file, for error messages."""
     instruction, answer = _text(fields["instruction"], names[0]), _text(fields["output"], names[2])
     given = fields.get("input")
     given = "" if given is None else _text(given, names[1])

@@ -25,7 +25,7 @@ from trainwright.models.pretrained import load_pretrained
 REFERENCE_CHOSEN, REFERENCE_REJECTED = "reference_chosen", "reference_rejected"
 """Keys of a preference sample: log-probabilities of its completions under the reference model."""
 UNKNOWN = 1.0
-"""The value of a log-probability that is not computed yet; those that are known are not above 0."""
+"""The value of a log-probability that is not computed yet. A computed log-probability is never above 0."""
 
 
 class DPO(nn.Module):
@@ -102,7 +102,7 @@ class Distillation(nn.Module):
         teacher: A module, or the folder or hub name of a model of transformers. It is frozen and not saved in
             checkpoints.
         temperature: Temperature of both distributions.
-        weight: Weight of the KL divergence; the rest is that of the labels.
+        weight: Weight of the KL divergence. The cross-entropy has the weight ``1 - weight``.
     """
 
     def __init__(self, teacher: nn.Module | str, temperature: float = 1.0, weight: float = 1.0) -> None:
@@ -224,8 +224,8 @@ def rewards(model: nn.Module, rows: PairRows) -> Tensor:
 def _scores_by_token(model: nn.Module) -> Iterator[list[Tensor]]:
     """Context in which the scores (R, T, 1) of a model of transformers are kept, for all tokens.
 
-    Such a model returns the score of the last token that is not ``pad_token_id``: the wrong one if padding is also the
-    end of a text. It refuses several rows without that id.
+    The model itself returns the score of the last token that is not ``pad_token_id``, which is the wrong token if the
+    end of a text has this id, too. Without ``pad_token_id`` it accepts only one row.
     """
     find = getattr(model, "get_base_model", None)
     base: Any = find() if callable(find) else model

@@ -43,8 +43,8 @@ def packed_rows(lengths: Sequence[int], max_length: int) -> list[list[int]]:
 class Packed(Dataset[dict[str, Tensor]]):
     """Rows of several samples: ``input_ids``, ``labels`` and ``position_ids``, each (T,).
 
-    Positions begin at 0 for each sample. Its first label is -100: in the row it would follow the last token of the
-    sample before, and alone it follows none.
+    Positions begin at 0 for each sample. The first label of a sample is -100, because in the row the
+    last token of the sample before would have to predict it.
 
     Attributes:
         members: The positions in ``dataset`` of the samples of each row.

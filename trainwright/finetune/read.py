@@ -31,7 +31,7 @@ LINE_BITS = 36
 
 
 def in_list(line: int, number: int) -> int:
-    """Return a line combined with the number of a record in a JSON list, from 1. A list may be on one line."""
+    """Return one number for a line and the number (from 1) of a record in a JSON list, which may be on one line."""
     return line | number << LINE_BITS
 
 
@@ -143,7 +143,7 @@ def _data_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _splits(files: tuple[Path, ...]) -> dict[str, tuple[Path, ...]]:
-    """Return the files of each split, training first; {} unless all names begin with one, such as train-00001.jsonl."""
+    """Return the files of each split, training first; {} unless each file names its split: train-00001.jsonl."""
     found: dict[str, tuple[Path, ...]] = dict.fromkeys(("train", *HELD_OUT), ())
     for path in files:
         name = SPLIT_NAME.fullmatch(path.stem)
@@ -377,7 +377,7 @@ def _json(number: int, path: Path) -> Iterator[FileRecord]:
 
 
 def _list(number: int, text: str, at: int) -> Iterator[FileRecord]:
-    """Yield the objects of the list that begins before ``at``."""
+    """Yield the objects of a list. ``at`` is the position after its opening bracket."""
     decoder, line, counted = json.JSONDecoder(), 1, 0
     for record in count(1):
         at = _skip(text, at)
@@ -423,7 +423,7 @@ def _skip(text: str, at: int) -> int:
 
 @contextmanager
 def _long_fields() -> Iterator[None]:
-    """Allow fields of any length in csv files. The limit is of the process, so it is put back."""
+    """Allow fields of any length in csv files. The limit applies to the process, so it is restored."""
     before = csv.field_size_limit(2**31 - 1)
     try:
         yield
@@ -455,7 +455,7 @@ def _csv(number: int, path: Path) -> Iterator[FileRecord]:
 
 
 def _separator_of(header: str) -> str:
-    """Return the character between the names of columns: a comma, or what spreadsheets of other countries write."""
+    """Return the character between the names of columns: a comma, tab, semicolon or vertical bar."""
     if "\t" in header:
         return "\t"
     return "," if "," in header else next((each for each in ";|" if each in header), ",")

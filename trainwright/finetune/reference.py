@@ -40,7 +40,7 @@ class WithReference(Dataset[dict[str, Any]]):
     """Preference samples with the log-probabilities of their completions under the reference model.
 
     Attributes:
-        values: Those of the chosen and of the rejected completions; UNKNOWN until they are computed.
+        values: Log-probabilities of the chosen and of the rejected completions; UNKNOWN until they are computed.
         digest: Identifies the reference model; "" until it is known.
     """
 
@@ -58,7 +58,7 @@ class WithReference(Dataset[dict[str, Any]]):
         return {**self.dataset[index], REFERENCE_CHOSEN: chosen, REFERENCE_REJECTED: rejected}
 
     def content_sha256(self) -> str:
-        """Return a hash of the samples and of the reference model, so that a resume reports another reference."""
+        """Return a hash of the samples and of the reference model, so that a resume reports a changed reference."""
         return hashlib.sha256(f"{fingerprint(self.dataset).sha256} {self.digest}".encode()).hexdigest()
 
 
@@ -145,7 +145,7 @@ def _computed(
             found_N2[positions] = torch.stack(log_probs, 1).float().cpu()
     for part_N2 in world.collect(found_N2):
         found_N2 = torch.where(found_N2.isnan(), part_N2, found_N2)
-    if world.size > 1:  # a batch that several ranks computed has one value everywhere
+    if world.size > 1:  # several ranks may have computed a batch: use the value of one
         world.copy_first_([found_N2])
     return found_N2
 
@@ -153,7 +153,7 @@ def _computed(
 def require_preferences(samples: Any, say: Say = lambda line: None) -> None:
     """Raise DataError for pairs that carry no preference: completions without a label, or all pairs equal.
 
-    Reports the number of equal pairs and of pairs that are also there the other way round.
+    Reports the number of equal pairs and of pairs that also occur with chosen and rejected swapped.
     """
     unlabelled, equal, seen, reversed_ = list[int](), 0, set[tuple[bytes, bytes]](), 0
     for position, sample in enumerate(_each(samples)):

@@ -159,7 +159,7 @@ EQUATION = re.compile(
     r"(?P<equals>-?\d[\d,]*(?:\.\d+)?)(?![\d%?]| ?[+*/×÷^(−–-])"
 )
 BEFORE_AN_OPERAND = re.compile(r"[\d.,+\-−–*×/÷^%()√]\s?[$€£]?\Z|\w\Z")
-"""The end of the text before a number that is an operand of a longer expression."""
+"""Matches the text before an equation if the first number of the equation belongs to a longer expression."""
 
 
 def _wrong_sum(text: str) -> Span | None:
@@ -263,7 +263,7 @@ SIGNS: tuple[Sign, ...] = (
         reads="all",
     ),
     Sign(
-        Defect.LATEX_LOST,  # JSON escapes are made of the letters after a backslash
+        Defect.LATEX_LOST,  # a backslash and the letter after it were read as a JSON escape
         "all",
         _pattern(
             "\x0c(?:rac|orall|box)|\x08(?:eta|egin|ar|oldsymbol|inom|oxed|ig)|\t(?:imes|heta|ext[{bi]|frac|riangle)"
@@ -474,10 +474,10 @@ def signs_of(parts: Sequence[tuple[str, str]], answers: Sequence[str], *, has_tu
             continue
         if is_text and (sign.where == "answer" or sign.defect == Defect.OTHER_TEMPLATE):
             continue  # a text may be a whole conversation
-        own_marks = sign.defect == Defect.OTHER_TEMPLATE and not has_turns  # a plain prompt may be in a template
+        own_marks = sign.defect == Defect.OTHER_TEMPLATE and not has_turns  # a plain prompt may have turn marks
         texts = everything if sign.where == "all" and not own_marks else answers
         spans = [(text, span) for text in texts if (span := sign.find(read[text, sign.reads]))]
-        if sign.defect == Defect.SECRET:  # a text that is extracted or rewritten has it from its prompt or a tool
+        if sign.defect == Defect.SECRET:  # not if it is quoted from the prompt or a tool
             spans = [(text, span) for text, span in spans if text[slice(*span)] not in context]
         elif sign.defect == Defect.MOJIBAKE:
             spans = [(text, span) for text, span in spans if text in answers or not _is_repaired(text, answers)]
@@ -487,7 +487,7 @@ def signs_of(parts: Sequence[tuple[str, str]], answers: Sequence[str], *, has_tu
 
 
 def _is_repaired(text: str, answers: Sequence[str]) -> bool:
-    """Return True if the answers have most words of a prompt that was decoded with the wrong encoding, repaired."""
+    """Return True if the answers repair a prompt with the wrong encoding: they contain most of its repaired words."""
     words = [each.strip(".,;:!?()\"'") for each in re.split(r"[ \n\t]+", text) if not each.isascii()]
     right = [repaired for each in words if (repaired := _decoded_again(each)) != each]
     said = " ".join(answers)
@@ -502,7 +502,7 @@ def _decoded_again(word: str) -> str:
 
 
 def is_about(defect: Defect, text: SampleTexts) -> bool:
-    """Return True if a prompt asks for a subject in which a sign is no fault, and the answer has the sign or code."""
+    """Return True if the prompt matches ``unless`` of a sign of ``defect``, and the answer is code or has this sign."""
     signs = [each for each in SIGNS if each.defect == defect and each.unless and each.unless.search(text.prompt)]
     return any(is_code(text.answer) or each.find(text.answer) is not None for each in signs)
 
@@ -530,7 +530,7 @@ MIN_USUAL = 3
 MAX_LABEL_WORDS, MAX_LABEL_CHARS = 3, 30
 SENTENCES = re.compile(r"[.!?。！？]\s+\S+\s+\S")
 MIN_WORDS_WITH_MARK, MIN_MARKED, MIN_USUALLY_MARKED = 8, 0.9, 0.6
-"""Minimum words of a longer answer, and the fractions of these that end with punctuation: nearly all, or most."""
+"""Minimum words of a long answer. MIN_MARKED of the long answers are nearly all, MIN_USUALLY_MARKED are most."""
 WORD_AT_END = re.compile(r"\w+\Z")
 SHORT_FORMS = _about(
     "title headline name slogan list quer(?:y|ies) translat rewrit keyword caption tag paraphras summar poem poetry "
@@ -542,8 +542,8 @@ SHORT_FORMS = _about(
 def _unended(samples: Sequence[SampleTexts]) -> SetSign | None:
     """Find answers without final punctuation in a set in which nearly all others have it: they may be cut off.
 
-    If fewer others have it, an answer counts only if it has several sentences, ends with a part of a word, or is the
-    beginning of another answer.
+    If only most of them have it, an answer counts only if it has several sentences, ends with a part of a word, or is
+    the beginning of another answer.
     """
     prose = {at: prose_of(each.answer).rstrip() for at, each in enumerate(samples) if not _goes_on(*each[:2])}
     ends = {at: text for at, text in prose.items() if len(text.split()) >= MIN_WORDS_WITH_MARK}
@@ -613,11 +613,11 @@ def _contradictions(samples: Sequence[SampleTexts]) -> SetSign | None:
 FIRST_PERSON = re.compile(r"\b(?:I|my|me|we|our)\b")
 """Words of a statement that may be answered with a question."""
 MIN_ASKED = 0.8
-"""Fraction of prompts that are questions, from which a row the other way round is reported."""
+"""If at least this fraction of the prompts are questions, single rows with swapped columns are searched."""
 
 
 def _columns_swapped(samples: Sequence[SampleTexts]) -> SetSign | None:
-    """Find answers that are questions in a set whose prompts are not, or single rows with both swapped."""
+    """Find answers that are questions in a set whose prompts are not, or single rows with prompt and answer swapped."""
     found = [at for at, each in enumerate(samples) if each.answer.rstrip()[-1:] in QUESTION_MARKS]
     asks = [each.prompt.rstrip()[-1:] in QUESTION_MARKS or bool(ASKS.search(each.prompt)) for each in samples]
     says = "are questions, but hardly any prompt is: prompts and answers may be swapped"
@@ -664,7 +664,7 @@ def _is_json(text: str) -> bool:
 
 MIN_BEGINNING_CHARS = 60
 MAX_BEGINNINGS_FRACTION = 0.5
-"""Half of the answers or more with one beginning of at least 60 characters were put together by a program."""
+"""If at least half of the answers begin with the same 60 characters, a program may have added this text."""
 
 
 def _same_beginning(samples: Sequence[SampleTexts]) -> SetSign | None:
@@ -698,7 +698,7 @@ def _empty_cells(samples: Sequence[SampleTexts]) -> SetSign | None:
 
 
 MAX_LABELS, MIN_LEAKED, MAX_OTHER_LABELS = 20, 0.95, 0.2
-"""Number of labels; fractions of prompts that contain their own label, and that contain another one."""
+"""Maximum number of labels; minimum fraction of prompts with their own label, maximum fraction with another label."""
 
 
 def _label_in_prompt(samples: Sequence[SampleTexts]) -> SetSign | None:
@@ -847,7 +847,7 @@ TRANSLATES = re.compile(
     re.IGNORECASE,
 )
 MIN_OTHER_ROWS, MIN_RATIO = 5, 2.5
-"""Minimum number of answers that fit another prompt, and how many times better than their own they must fit it."""
+"""Minimum number of answers that fit another prompt better, and minimum ratio of the two scores."""
 
 
 def _other_rows(samples: Sequence[SampleTexts]) -> SetSign | None:
@@ -862,7 +862,7 @@ def _other_rows(samples: Sequence[SampleTexts]) -> SetSign | None:
     right = list[int]()
     for row, each in enumerate(samples):
         if TRANSLATES.search(each.prompt):
-            continue  # an answer has the language of other prompts
+            continue  # a translation has words of prompts in its language
         scores: Counter[int] = Counter()
         for word in _words(each.answer):
             rows = rows_of.get(word, ())
@@ -875,7 +875,7 @@ def _other_rows(samples: Sequence[SampleTexts]) -> SetSign | None:
         if scores[row] >= score:
             right.append(row)
         elif score >= max(MIN_RATIO * scores[row], math.log(MIN_SAMPLES / 2)) and (
-            each.answer.strip() not in samples[best].prompt  # a later turn may repeat it
+            each.answer.strip() not in samples[best].prompt  # a later turn may repeat the answer
         ):
             better[row] = best
     offsets = Counter(best - row for row, best in better.items() if abs(best - row) <= MAX_OFFSET)
@@ -927,15 +927,15 @@ def _is_bad(prompt: str, answer: str) -> bool:
 
 
 MAX_BEGUN_FRACTION = 0.9
-"""More texts than this begin with one line because a prompt template has put it there."""
+"""If more than this fraction of the texts begin with a shared line, it belongs to a prompt template."""
 MIN_SHARED_CHARS, MIN_SHARED_FRACTION, MIN_BOILERPLATE_FRACTION = 12, 0.08, 0.1
-"""Characters of a line, the fraction of the texts that have it, and the fraction of texts that begin or end so."""
+"""Minimum characters of a shared line, fraction of texts that have it, fraction of texts that begin or end with one."""
 
 
 def _boilerplate(samples: Sequence[SampleTexts]) -> SetSign | None:
     """Find texts that begin or end with lines of other texts, such as the menu of a web page."""
     texts = [[line.strip() for line in each.answer.splitlines() if line.strip()] for each in samples]
-    once = [[line for line, count in Counter(lines).items() if count == 1] for lines in texts]  # no refrain
+    once = [[line for line, count in Counter(lines).items() if count == 1] for lines in texts]  # without refrains
     counts = Counter(line for lines in once for line in lines if len(line) >= MIN_SHARED_CHARS and " " in line)
     least = max(MIN_SAMPLES - 1, MIN_SHARED_FRACTION * len(samples))
     shared = {line for line, count in counts.items() if count >= least}
@@ -955,7 +955,8 @@ def _boilerplate(samples: Sequence[SampleTexts]) -> SetSign | None:
 MAX_FUNCTION_WORD_CHARS, MAX_FUNCTION_WORDS, MIN_WORD_TEXTS = 4, 80, 0.02
 MIN_FUNCTION_WORDS, MAX_ROUNDS, MIN_MARGIN = 4, 3, 0.7
 MIN_PURE, MIN_PURITY, MIN_MARKS_OF_LANGUAGE = 0.9, 0.8, 2
-"""Fraction of texts with one language, fraction of its words that such a text has, and the minimum of their number."""
+"""Minimum fraction of the texts that are in one language, minimum fraction of the frequent short words of such a text
+that belong to its language, and minimum number of these words in a text."""
 MIN_SAME_LANGUAGE, MIN_OTHER_LANGUAGE = 0.6, 0.03
 
 
@@ -1030,7 +1031,7 @@ def _swapped_pairs(samples: Sequence[SampleTexts]) -> SetSign | None:
             counts.update(features)
 
     def odds(feature: str, side: int) -> float:
-        """Return the log odds that a feature is in a chosen answer, without one pair that has it on ``side``."""
+        """Return the log odds that a feature is in a chosen answer. One pair with it on ``side`` is not counted."""
         counts = [max(0, each[feature] - (number == side)) for number, each in enumerate(seen)]
         return math.log((counts[0] + 0.5) / (counts[1] + 0.5))
 

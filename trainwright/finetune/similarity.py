@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 HASHES = 32
 """Values of a signature. The standard deviation of the estimated similarity is at most 0.09."""
 BANDS = 8
-"""Signatures are compared if one of 8 bands of 4 values is equal: 98 % of pairs with a similarity of 0.8."""
+"""Signatures are compared if one of 8 bands of 4 values is equal. This finds 98 % of pairs with a similarity of 0.8."""
 NEAR_SIMILARITY = 0.85
 """Estimated similarity from which two samples count as near duplicates."""
 SHINGLE_WORDS = 3
 MAX_CLUSTER_FRACTION = 0.1
-"""A larger group of similar samples is a template that they share, and no set of duplicates."""
+"""In a larger group, similar samples share a template and are not duplicates."""
 
 _words = np.random.Philox(key=1297).random_raw(2 * HASHES).astype(np.uint64)
 _FACTORS, _SHIFTS = (_words[:HASHES] | np.uint64(1)).astype(np.uint32), _words[HASHES:].astype(np.uint32)
@@ -78,7 +78,7 @@ def near_pairs(signatures: NDArray[np.uint32], others: NDArray[np.uint32] | None
 def groups(hashes: NDArray[np.uint64], signatures: NDArray[np.uint32]) -> NDArray[np.int64]:
     """Return for each row the first row of its group of equal and nearly equal rows (n,).
 
-    A group of nearly equal rows of more than a tenth of all is taken apart again, but for equal rows.
+    A group of more than a tenth of all rows, of which at least three differ, is split into groups of equal rows.
     """
     size = len(hashes)
     first: NDArray[np.int64] = np.unique(hashes, return_index=True, return_inverse=True)[1][

@@ -48,7 +48,7 @@ MIN_SHOWN_S = 2.0
 """Progress is shown if tokenization takes longer."""
 LOCK_POLL_S = 0.1
 MIN_CUT_WORDS = 3
-"""Minimum words of a chosen answer that may be the rejected one, cut off."""
+"""If a chosen answer of at least this many words is the beginning of the rejected one, it may be cut off."""
 SOURCE_KEY, MAX_SOURCES, OTHER_SOURCES = "source", 32, "other sources"
 """The key of a record that names its source, and the maximum number of names. Further names share one source."""
 TOKEN = np.dtype([("id", "<i4"), ("turn", "<u2"), ("role", "u1"), ("supervised", "u1")])
@@ -241,7 +241,7 @@ class _Shard:
         self.problems: list[tuple[FileRecord, BadRecord]] = []
 
     def encode(self, records: Sequence[FileRecord], sources: Sequence[int]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return rows and tokens of records and the numbers of their sources.
+        """Return the rows and tokens of records. ``sources`` are the numbers of their sources.
 
         Raises UsageError for bad records, unless ``on_bad_record`` is "skip".
         """

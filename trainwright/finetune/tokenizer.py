@@ -21,8 +21,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder, or by its name on the Hugging Face hub.
 
-    It is found as the model of this name is, see ``find_folder``: a folder and a tokenizer in the hub's cache are used
-    without any call to the network, and both come from the same revision.
+    It is searched in the same way as a model, see ``find_folder``: a folder, or a copy in the hub's cache, is used
+    without any call to the network. Model and tokenizer of one name come from the same revision.
 
     Args:
         name: A folder, such as one that ``save_pretrained`` wrote, or a name such as ``org/model``.
