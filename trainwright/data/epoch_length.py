@@ -19,7 +19,7 @@ MAX_COUNTING_S = 120.0
 def with_epoch_counted(facts: RunFacts, data: Unwrapped, path: str, seed: int, say: Callable[[str], None]) -> RunFacts:
     """Return ``facts`` with the length of an epoch, if the data have none.
 
-    ``path`` is the path of a length in epochs in the recipe; "" without one.
+    ``path`` is the path of the recipe's field that is in epochs; "" if there is none.
 
     Raises:
         RecipeError: The data can be iterated only once, or do not end in time.

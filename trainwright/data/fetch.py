@@ -22,7 +22,7 @@ from trainwright.errors import DataError, text_of
 
 
 class InProgress:
-    """Each worker writes its entry, at about 0.3 us per sample; the trainer writes nothing."""
+    """The samples that each worker is reading, in shared memory. Only workers write, at about 0.3 us per sample."""
 
     def __init__(self, workers: int) -> None:
         self._pid = _shared(workers)
@@ -102,7 +102,7 @@ class Key(NamedTuple):
         closes: True if it is the last micro-batch of an optimizer step.
         cursor: Position in the data after it.
         counted: False if its samples are read with weight 0.
-        of_all: Samples of all ranks if ranks share a step.
+        of_all: Dataset positions of the samples of all ranks, if ranks share a step.
     """
 
     epoch: int
@@ -174,7 +174,7 @@ class Fetch(torch.utils.data.Dataset["Fetched | Failed"]):
     ``fetch_batch(ids)`` and there is no collate function, full batches are read with it.
 
     If ``on_bad_sample`` is "quarantine", a sample that cannot be read or collated is left out. The other samples are
-    the same as if it had been known before.
+    the same as if the bad sample had been in quarantine before.
     """
 
     def __init__(

@@ -34,6 +34,6 @@ def first_samples(dataset: AnyDataset, most: int, left_out: Collection[int] = ()
         except (
             Exception,
             SystemExit,
-        ):  # it may be in the checkpoint's quarantine; else its batch raises the same error, with its id
+        ):  # the sample may be in the checkpoint's quarantine; else training raises the same error, with its id
             continue
         yield sample

@@ -29,15 +29,15 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class UserGenerators:
-    """The global generators as one pass of the user's iterator sees them; each entry continues from the last draw.
+    """The states of the global generators for one pass of the user's iterator.
 
-    A context, entered for each batch: inside, the global generators have these states. Python's state is copied from
-    memory, and NumPy's generator is exchanged: as tuples and arrays this would take 180 us per batch. The spare normal
-    of ``np.random.randn`` is lost, at the same place in each run.
+    This is a context that is entered for each batch: inside, the global generators continue from the last draw of the
+    pass. Python's state is copied as memory, and NumPy's generator is exchanged: tuples and arrays would take 180 us
+    per batch. The spare normal of ``np.random.randn`` is lost, at the same place in each run.
     """
 
     def __init__(self, seed: int) -> None:
-        self._back = self._give_back  # created once: between two steps each call costs ten times what it does in a loop
+        self._back = self._give_back  # created once, because each call between two steps is slow
         self._numpy = np.random.MT19937()  # takes 150 us to create, 3 us to seed
         self.seed(seed)
 
@@ -89,7 +89,7 @@ class UserGenerators:
 
 
 class EpochGenerators:
-    """Global generators as UserGenerators, but complete: includes NumPy's spare normal.
+    """States of the global generators like UserGenerators, but with NumPy's spare normal.
 
     Entering and leaving takes 180 us, once per step.
     """

@@ -55,15 +55,15 @@ class Loading:
         collate: Makes a batch of samples.
         epochs: Number of epochs; None: endless.
         quarantine: Dataset positions that are never trained on.
-        on_bad_sample: "quarantine" adds an unreadable sample to them, "stop" ends the run.
+        on_bad_sample: "quarantine" adds an unreadable sample to the quarantine, "stop" ends the run.
         every: Read each ``every``-th batch of an epoch.
         order: Order of a sampler of the user.
         live: Draws of the user's loader at the start of an epoch use the random generators of the process, as a loop
             over it does; else generators that are seeded by (seed, epoch).
         loader: With ``live``, the order of a DataLoader.
         joined: Number of batches per step, with an ``order`` of batches or ready-made batches.
-        rank: Number of this rank's part of every step; of ready-made batches, its rows.
-        ranks: Number of parts.
+        rank: Number of the part of every step that this rank reads. Ready-made batches are divided by rows.
+        ranks: Number of parts of a step.
         exact: A step has the same micro-batches on any number of ranks.
     """
 
@@ -150,7 +150,7 @@ class StepBatches:
     def _ready(self) -> Iterator[StepBatch | None]:
         """Yield the steps, and None after the last one of an epoch."""
         loading = self.loading
-        # each step is compared between ranks
+        # covers_all: ranks compare every step
         seed = loading.seed
         epochs = loading.epochs
         shared = loading.ranks > 1
@@ -265,7 +265,7 @@ class StepBatches:
                 yield key
 
     def _draws_live(self, begin: int) -> bool:
-        """Return True if the order of an epoch is that of the loader. An epoch that began otherwise continues so."""
+        """Return True if an epoch has the order of the loader. An epoch that began in another order continues in it."""
         return self.loading.loader is not None and (begin == 0 or self._start is not None)
 
     def _in_default_order(self, epoch: int, begin: int, left_out: Ids) -> Iterator[_Planned]:
@@ -412,10 +412,10 @@ def _none_left(bad: list[BadSample]) -> DataError:
 
 
 def _read_ahead(steps: Iterator[StepBatch | None], at_once: int) -> Iterator[StepBatch]:
-    """Yield the same steps, reading ``at_once`` of them together, but not beyond a None: later ones depend on earlier
-    ones.
+    """Yield the same steps, reading ``at_once`` of them together, but not beyond a None: the steps after it depend on
+    training.
 
-    An error of reading is raised at its step.
+    An error of reading is raised when its step is reached.
     """
     if at_once == 1:
         yield from filter(None, steps)
@@ -439,7 +439,7 @@ def _read_ahead(steps: Iterator[StepBatch | None], at_once: int) -> Iterator[Ste
 
 
 def _with_cached_properties(batch: StepBatch) -> StepBatch:
-    """Compute the cached properties of a batch: one at a time that takes 10 us."""
+    """Compute the cached properties of a batch, here for many batches in a row. For a single batch it takes 10 us."""
     batch.size, batch.tokens, batch.tensors  # noqa: B018
     return batch
 

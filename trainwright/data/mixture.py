@@ -19,8 +19,9 @@ Sized: TypeAlias = Any
 class MixtureOrder(Sampler[int]):
     """The order in which a mixture visits the samples of several concatenated sets.
 
-    Of the first n samples of an epoch each set has its fraction of n, up to a difference of as many samples as there
-    are sets. A set is shuffled and visited completely before it is shuffled and visited again, also across epochs.
+    Among the first n samples of an epoch, each set has its fraction of n. The deviation is at most as many samples as
+    there are sets. A set is shuffled and visited completely before it is shuffled and visited again, also across
+    epochs.
     """
 
     def __init__(self, sizes: Sequence[int], shares: Sequence[float], length: int, seed: int) -> None:
@@ -78,7 +79,7 @@ def mix(
 
     Args:
         sets: Datasets with ``__getitem__`` and ``__len__``, by name or as a list.
-        weights: The weight of each set. Its fraction of an epoch is its weight divided by the sum of all.
+        weights: The weight of each set. Its fraction of an epoch is its weight divided by the sum of all weights.
         length: Number of samples in an epoch; by default that of all sets together.
         seed: Seed of the order.
 

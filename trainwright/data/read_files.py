@@ -18,7 +18,7 @@ from trainwright.data.generators import UserGenerators
 from trainwright.errors import DataError, UsageError
 
 MAX_DEFAULT_READERS = 64
-"""Default maximum: each reader holds a file open."""
+"""Maximum number of readers by default. Each reader holds a file open."""
 _RECOUNT_REMEDY = "count its samples anew: sizes of tw.files, or delete the JSON file that has them"
 
 
@@ -34,7 +34,7 @@ def files(
     On several ranks each opens its part of the files.
 
     Args:
-        paths: Names that ``read`` accepts, or a pattern (``"shards/*.jsonl"``) of files here.
+        paths: Names that ``read`` accepts, or a pattern of local files (``"shards/*.jsonl"``).
         read: ``read(path)`` yields the samples of one file, the same each time.
         sizes: Number of samples of each file, as a list, by name, or the path of a JSON file, which is created if
             missing; None: read every file once to count.
@@ -68,8 +68,9 @@ def files(
 class OpenFiles(Dataset[Any]):
     """Keeps recently read files open: one for each reader and one more.
 
-    A sample ahead of the position of an open file is reached by reading on; for any other, the file is opened again and
-    the previous samples are dropped. Draws of ``read`` come from generators that depend on file and epoch only.
+    A sample ahead of the position of an open file is reached by reading on. For any other sample, the file is opened
+    again, and the samples before it are read and dropped. Draws of ``read`` come from generators that depend on file
+    and epoch only.
     """
 
     deterministic = True

@@ -29,14 +29,14 @@ PROGRESS_S = 10.0
 """Seconds between progress messages of a replay."""
 _END_OF_DATA = object()
 ALL_OF_FIRST, DIGESTED = 16, 16
-"""Number of first batches of an epoch that its digest covers, and interval of those after it.
+"""The digest of an epoch covers this many first batches, then one batch in each interval of the second number.
 
-Detects a changed order at once.
+The first batches show a changed order at once.
 """
 SPARSE = f"/{DIGESTED}"
 """Suffix of the digest of an epoch that does not cover all batches."""
 BATCHES_PER_IDS = 32
-"""Number of batches whose ids are created together: between two steps a call costs ten times what it does in a loop."""
+"""Number of batches whose ids are created together, which is ten times as fast as one call per step."""
 PLAIN_TYPES = {int, float, str, bool, type(None)}
 """Types of immutable values that a checkpoint can store."""
 _KEY_TYPES = {str}
@@ -136,8 +136,8 @@ class Pass:
     ``generators`` are those of the previous pass, which is over.
 
     ``live``: draws up to the first batch use the random generators of the process, as in a loop over the same iterator,
-    and later draws use a copy of them. ``start`` is the random state at the start of such a pass of an earlier process,
-    whose batches are read again.
+    and later draws use a copy of them. ``start`` is the random state at the start of the pass in an earlier process,
+    if its batches are read again.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class ReadyStream:
         self._messages: set[str] = set()
 
     def steps(self, joined: int) -> Iterator[tuple[list[MicroBatch], Cursor] | None]:
-        """Yield the batches of each step, ``joined`` of them or the rest of an epoch, and None at its end."""
+        """Yield the batches of each step, ``joined`` of them or the rest of an epoch, and None after each epoch."""
         first = self.start.epoch
         for epoch in count(first) if self.epochs is None else range(first, self.epochs):
             one = self._started_pass(epoch)
@@ -376,7 +376,7 @@ class ReadyStream:
 
 
 def comparison_message(what: str, reached: int, is_same: bool, start: Cursor) -> str:
-    """Return a message on the comparison after reading the start of an epoch again, up to ``reached`` samples."""
+    """Return a message on whether the first ``reached`` samples of an epoch, read again, are the same as before."""
     if is_same:
         return f"{what}, and they are the same as before"
     short = "" if reached == start.position else f" there were only {reached:,}, and"
@@ -450,7 +450,7 @@ def _kind_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
 
 
 def _some_values(tensor: Tensor) -> bytes:
-    """Return the bytes of some values, without copying the others in any memory layout."""
+    """Return the bytes of some values. The others are not copied, whatever the memory layout."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()

@@ -44,8 +44,8 @@ def epoch_order(size: int, *, seed: int, epoch: int, shuffle: bool = True) -> ND
 
 
 AT_ONCE, AT_ONCE_IMPURE = 1024, 16
-"""Number of positions drawn from a sampler together, because exchanging the random generators costs as much as 50 of
-them.
+"""Number of positions drawn from a sampler together, because exchanging the random generators takes as long as 50
+draws.
 
 Fewer for a sampler that may depend on the training so far.
 """

@@ -150,7 +150,7 @@ def _entropy(counts: NDArray[np.int64]) -> float:
 
 
 def python_topics(split: Split = "train", *, block_size: int = 64, val_share: float = 0.1, stride: int = 0) -> CharText:
-    """The help texts that ship with Python (``pydoc_data.topics``), by topic, an empty line between two.
+    """The help texts that ship with Python (``pydoc_data.topics``), by topic, separated by empty lines.
 
     On 3.11: 465,126 characters, 103 symbols. Other Python versions ship other texts.
 
@@ -243,8 +243,9 @@ MASKED_FRACTION, REPLACED_FRACTION = 0.8, 0.1
 class MaskedText(Dataset[tuple[Tensor, Tensor]]):
     """(ids_T, target_T) from windows of a text; the target of a character that was not chosen is -100.
 
-    The choice is drawn from torch's global CPU generator when the item is read, which the reader seeds, so it changes
-    from epoch to epoch. In a validation set it is a function of the index. The id of the mask is the last one.
+    The choice is drawn from torch's global CPU generator when the item is read. The reader seeds that generator, so the
+    choice changes from epoch to epoch. In a validation set it is a function of the index. The id of the mask is the
+    last one.
     """
 
     def __init__(self, text: CharText, *, mask_share: float = 0.15) -> None:

@@ -44,7 +44,7 @@ class TokenRows:
         return batch
 
     def _padded(self, prefix: str, rows: Mapping[str, list[Tensor] | None]) -> dict[str, Any]:
-        """Return the fields of a prefix that have one value for each token, and what says which are padding."""
+        """Return the fields of a prefix with one value for each token, and if needed the mask or row lengths."""
         ids = rows[prefix + IDS]
         assert ids is not None
         lengths = [len(row) for row in ids]

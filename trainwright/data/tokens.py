@@ -38,10 +38,10 @@ class Tokens(Dataset[object]):
         dtype: Integer type of the ids in a file of raw numbers.
         stride: Ids from the beginning of a sample to that of the next; 0: ``block_size``.
         end: The id that ends a document.
-        vocab_size: Number of ids, for models that take it from the training set; null: the largest id of a short file,
-            and one more.
+        vocab_size: Number of ids, for models that take it from the training set; null: one more than the largest id, if
+            the file is short.
 
-    Raises UsageError for a file that cannot be read so.
+    Raises UsageError for a file that cannot be read with these arguments.
     """
 
     deterministic = True
@@ -95,7 +95,7 @@ class Tokens(Dataset[object]):
 
 
 def packed(ids_BT: Tensor, end: int) -> dict[str, Tensor]:
-    """Mark the documents in rows of ids, each of which ``end`` terminates: see ``Tokens``."""
+    """Return a batch with the documents in rows of ids marked, see ``Tokens``. ``end`` terminates each document."""
     begins_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
     begins_BT[:, 1:] = ids_BT[:, :-1] == end
     at_BT = torch.arange(ids_BT.shape[1], device="cpu").expand_as(ids_BT)

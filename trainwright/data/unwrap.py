@@ -104,8 +104,8 @@ class Unwrapped:
 def unwrap(data: object) -> Unwrapped:
     """Return the dataset of ``data``, which has one of these forms:
 
-    - a dataset with ``__getitem__`` and ``__len__``, or an IterableDataset of samples; one of Hugging Face without a
-      format gives tensors, as with ``with_format("torch")``;
+    - a dataset with ``__getitem__`` and ``__len__``, or an IterableDataset of samples; a dataset of Hugging Face
+      without a format gives tensors, as with ``with_format("torch")``;
     - a tuple of tensors of one length, or a dict of them, whose rows are samples;
     - a mixture of datasets, see ``mix``;
     - a torch DataLoader, whose sampler is kept;

@@ -39,7 +39,7 @@ class Workers:
     Attributes:
         count: Number of processes.
         prefetch: Number of micro-batches that each reads ahead.
-        timeout_s: Maximum time that the trainer waits for one; None: forever.
+        timeout_s: Maximum time that the trainer waits for a process; None: forever.
         init: ``init(worker)`` is called in each process when it starts.
         context: Start method of multiprocessing; None: Python's default.
         pin_memory: Pin the memory of batches.
@@ -166,7 +166,7 @@ class _Watch:
             (key.ids.tolist() for key in self.requested if count and len(key.ids) == count and key.ids[0] == first),
             None,
         )
-        return of_key or list(range(first, first + count))  # a single sample, or those of a stream
+        return of_key or list(range(first, first + count))  # a single sample of a key, or the samples of a stream
 
     def hanging(self) -> list[int]:
         """Return the samples that the trainer is waiting for."""
@@ -222,10 +222,10 @@ def _named(ids: Sequence[int]) -> str:
 
 
 def _begin(trainer: int, how: Workers, in_progress: InProgress, worker: int) -> None:
-    """Put a worker into its own process group: Ctrl-C reaches the foreground group, and the run decides when to stop.
+    """Put a worker into its own process group, so that Ctrl-C does not reach it: the run decides when to stop.
 
-    Ends a worker whose trainer was killed before torch's watchdog started; it would never end. (Under a fork server its
-    parent is another process anyway.)
+    Ends a worker whose trainer was killed before torch's watchdog started, because it would never end. (Not checked
+    with a fork server, which is the parent of all workers.)
     """
     if os.getppid() != trainer and (how.context or multiprocessing.get_start_method()) != "forkserver":
         os._exit(1)
