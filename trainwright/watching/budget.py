@@ -45,15 +45,15 @@ RECENT_STEPS = 8
 COLD_EXAMINATIONS_S = 0.3
 """Seconds by which the examinations of a run of 0.3 s exceeded their budget on two CPU cores, before warm-up."""
 COLD_S, COLD_TIMES = 0.05, 4
-"""Additional seconds, or multiple of later steps, of the first step of a run, before warm-up."""
+"""The time of the first step of a run counts without COLD_S of warm-up, but at least 1 / COLD_TIMES of it counts."""
 
 
 class ExaminationBudget:
     """Counts seconds of training and of examinations.
 
     On a CPU these are processor seconds of the training thread, so that other load on the machine does not affect what
-    is examined. On other devices they are wall time. ``examine="all"``, or the environment variable, lifts the limit;
-    time is counted as well. ``clock`` returns seconds.
+    is examined. On other devices they are wall time. ``examine="all"``, or the environment variable, lifts the limit,
+    but time is still counted. ``clock`` returns seconds.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ def _earned_s(training_s: float) -> float:
 
 
 def predicted_from_start_s(training_s: float) -> float:
-    """Returns the maximum seconds of a run before it begins, including warm-up."""
+    """Returns the maximum seconds of examinations, predicted before the run begins, including warm-up."""
     return COLD_EXAMINATIONS_S + predicted_s(training_s)
 
 

@@ -43,11 +43,11 @@ class CallerSource:
         return found
 
     def modules(self) -> list[nn.Module]:
-        """Returns the modules in its variables, and in their contents."""
+        """Returns the modules in the variables of the function, and in the contents of these variables."""
         return [each for each in self.values() if isinstance(each, nn.Module)]
 
     def values(self) -> list[object]:
-        """Returns the values of its variables and their contents, except the contents of modules."""
+        """Returns the values of the function's variables and their contents, except the contents of modules."""
         values: list[object] = []
         names = dict(self._frame.f_locals) if self._frame is not None else {}
         for name, value in list(names.items())[: 8 * MOST]:

@@ -165,7 +165,7 @@ class ExperimentRunner:
         return sorted(waiting, key=self._rank)
 
     def _rank(self, name: str) -> float:
-        """Returns the sort key. An experiment that was stopped counts with twice its time, and others need not wait."""
+        """Returns the sort key. A stopped experiment counts with twice its time, so that others come first."""
         each, step_s = self._experiments[name], self._budget.step_s
         return self._cost_s[name] / step_s / each.value if name in self._stopped and step_s else each.rank
 
@@ -175,7 +175,7 @@ class ExperimentRunner:
         return list(dict.fromkeys([*of_itself, *self._left_out])) if self._replays else []
 
     def _checkups(self) -> list[Experiment]:
-        """Returns the experiments of every examination with the current limit of time."""
+        """Returns the experiments of every examination, and without a time limit those that need unlimited time."""
         whens = ("checkup", "unlimited") if self._until_s == math.inf else ("checkup",)
         return [e for e in self._experiments.values() if e.when in whens]
 
@@ -261,7 +261,7 @@ class ExperimentRunner:
         return facts
 
     def _predicted_s(self, name: str) -> float:
-        """Returns the predicted seconds: those of the last run, or before one the declared number of training steps."""
+        """Returns the predicted seconds: of the last run, else of the training steps that it is declared to take."""
         if name in self._cost_s:
             return self._cost_s[name]
         steps = self._experiments[name].steps if name in self._experiments else DEFAULT_STEPS

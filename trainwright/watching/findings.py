@@ -138,7 +138,7 @@ class FindingsLog:
             self.remember(records.Examined(time_s=time.time(), step=at, experiment=name, values=values))
 
     def _conclude(self, diagnosis: Diagnosis, step: int) -> None:
-        """Stores the findings of this diagnosis. A known one keeps its time, step, trials and source line.
+        """Stores the findings of this diagnosis. A known finding keeps its time, step, trials and source line.
 
         A remedy that there is no time to try is tried at a later examination.
         """

@@ -31,7 +31,7 @@ Lines: TypeAlias = tuple[str | None, str | None]
 
 MAX_FILES = 400
 MAX_LINES_OF_ONE_PLACE = 3
-"""Lines that are no further apart, such as two parts of a split, are one place."""
+"""Lines that are no further apart count as one place, such as two calls that split the data."""
 _NOT_USERS = (
     f"{Path(torch.__file__).parent}/",
     f"{Path(__file__).parents[1]}/",
@@ -111,7 +111,7 @@ class SourceFile:
         return (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef) and node.name == name)
 
     def initializes(self, kind: str) -> Iterator[ast.AST]:
-        """Yield the calls that initialize weights; of several only those under a test that names the class ``kind``."""
+        """Yield the calls that initialize weights; those under a test that names the class ``kind``, if any."""
         calls = [node for node in self._every_call() if _initializes_weight(node)]
         tests = [node for node in ast.walk(self.tree) if isinstance(node, ast.If) and kind in ast.unparse(node.test)]
         chosen = {id(each) for test in tests for statement in test.body for each in ast.walk(statement)}
@@ -174,8 +174,8 @@ class SourcePlaces:
     def place_of(self, found: Found, calls: Calls = ()) -> Lines:
         """Return the lines of a finding.
 
-        The line that the check has recorded is the one that shows the finding if the check points at an object, and
-        the one that causes it if the check has recorded both.
+        A check may record the line that causes the finding and the line that shows it. If it records only one line and
+        points at an object, the recorded line shows the finding, and the line of the object causes it.
         """
         where, caused = found.where, None
         if not (where.source and where.shown_at):
@@ -186,7 +186,7 @@ class SourcePlaces:
         return source, shown if shown != source else None
 
     def _line_of_object(self, found: Found) -> str | None:
-        """Return the line of the object that a finding concerns; None if it is unknown, ambiguous, or of a rank."""
+        """Return the line of the object of a finding; None if it is unknown, ambiguous, or the finding has a rank."""
         check, where = check_of(found.code), found.where
         points_at = check.points_at if check is not None else ()
         if where.rank is not None or (where.source and not points_at):
@@ -253,7 +253,7 @@ class SourcePlaces:
     def _line_that_makes(self, objects: Sequence[object], kinds: frozenset[str] = frozenset()) -> str | None:
         """Return the line that makes the objects or, if none are known, an object of these ``kinds``.
 
-        If several lines make such objects, it is the line that binds these ones to a variable or an attribute.
+        If several lines make objects of their class, returns the line that assigns them to a variable or an attribute.
         """
         names = {type(each).__name__ for each in objects} or kinds
         if len(names) > 1 and objects:
@@ -302,7 +302,7 @@ class SourcePlaces:
         return self._in_program(_RATES, lambda source: source.passes(_RATES))
 
     def _line_of_scheduler(self) -> str | None:
-        """Return the line that makes the schedule, else that of the optimizer, which has the only learning rate."""
+        """Return the line that makes the scheduler; without one, the line that makes the optimizer."""
         return self._line_that_makes(self._schedulers, _SCHEDULER_NAMES) or self._line_of_optimizer()
 
     def _line_of_model(self) -> str | None:
@@ -312,7 +312,7 @@ class SourcePlaces:
         )
 
     def _line_of_load(self) -> str | None:
-        """Return the line that loads a state of the model; of several, the one that is not strict."""
+        """Return the line that loads a state of the model; of several, the one with a keyword such as ``strict``."""
         names = {"load_state_dict"}
         if line := self._line_that_loads(self._roots):
             return line
@@ -356,7 +356,7 @@ class SourcePlaces:
         kind = kinds.pop() if len(kinds) == 1 else ""
         words, span = _INITIALIZERS | _METHODS_THAT_INITIALIZE, MAX_LINES_OF_ONE_PLACE
         nodes = partial(SourceFile.initializes, kind=kind)
-        in_loop = self._line_in(self._program[:-1][:1], words, nodes, span)  # after the classes have initialized them
+        in_loop = self._line_in(self._program[:-1][:1], words, nodes, span)  # runs after those of the classes
         in_class = (line for each in modules if (line := self._in_class(each, nodes, span)))
         return in_loop or next(in_class, None) or self._in_program(words, nodes, span)
 

@@ -19,7 +19,7 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.runs.folder import RunFolder
 
 WARMUP_STEPS = 50
-"""Steps before a profile begins, unless it is said: the watch looks closely more often at first."""
+"""Default number of steps before a profile begins. The watch examines more of the first steps than of later ones."""
 TRACE, NAME = "profile.json.gz", "profile.json"
 
 

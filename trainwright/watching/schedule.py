@@ -8,18 +8,22 @@ from typing import Protocol
 from trainwright.watching.budget import REPEATED_FRACTION, ExaminationBudget
 
 CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48)
-"""Steps that may be examined, since the watch began or the program changed. Later every 16th step may be."""
+"""Numbers of the candidates: steps that may be examined, counted from the start or a change of the program.
+
+Later every 16th step is a candidate.
+"""
 EVERY = 16
 SHORT_S = 0.1
-"""Any longer step may be examined."""
+"""After the first candidates, any step longer than this may be examined."""
 NOT_COMPARED = 4
 """Number of first losses that are not compared with earlier ones."""
 MIN_STEPS_BETWEEN_JUMPS = 16
 """A loss that jumps fewer steps after an examination is not examined again."""
 CHEAP_S = 0.05
-"""Candidates are always examined if an examination without experiments takes no longer.
+"""Candidates are always examined if an examination without experiments takes at most this time.
 
-It shows the order of calls, modes, and sharing from records alone. A model of a million weights takes 3 to 5 ms.
+Such an examination shows the order of calls, modes, and sharing from records alone. It takes 3 to 5 ms for a model of
+a million weights.
 """
 FIRST = 4
 """If steps are longer than SHORT_S, only this many of the first candidates are examined."""
@@ -42,8 +46,9 @@ class Costs(Protocol):
 class ExaminationSchedule:
     """Decides which steps are examined, for a user's loop and for the engine.
 
-    The candidates are examined if that is cheap without experiments, and so is a non-finite step. Any other step is
-    examined if the budget covers the next experiment (``plan_next``).
+    The first candidates are examined if an examination without experiments is cheap. A non-finite step is examined; of
+    more than four in a row, every fourth. A later candidate is examined if the budget covers the next experiment
+    (``plan_next``).
     """
 
     def __init__(self, first_step: int, budget: ExaminationBudget) -> None:
@@ -113,7 +118,7 @@ class ExaminationSchedule:
             self._repeat_at_s = self._budget.trained_s + repeated_s / REPEATED_FRACTION
         self._overhead_s = (
             min(overhead_s, 2 * self._overhead_s) if self._overhead_s else overhead_s
-        )  # it may be slow once
+        )  # a single slow examination may be an outlier
         self._wanted_s = max(runner.wanted_s(), LEAST_WORTH * self._overhead_s)
 
     def _jumped(self, step: int, loss: float) -> bool:

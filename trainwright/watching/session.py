@@ -59,13 +59,16 @@ from trainwright.watching.schedule import ExaminationSchedule, SnapshotSchedule
 CHECKED_STEPS = 4
 """If none of this many steps can be replayed, the first step is checked without a replay."""
 CALM_AFTER = 64
-"""Steps since the start, a change or an incident, after which steps are calm."""
+"""Steps since the start, a change or an incident, after which steps are calm: most probes do not observe them."""
 FULL_EVERY = 16
 """Every FULL_EVERY-th step, and the one after it, which may be examined, are not calm."""
 SHORT_STEP_S, LONG_CALM, RARE_FULL_EVERY = 0.005, 512, 64
-"""The same interval for shorter steps after LONG_CALM calm ones. A full step takes 2 ms longer."""
+"""RARE_FULL_EVERY replaces FULL_EVERY for steps shorter than SHORT_STEP_S, after LONG_CALM further steps.
+
+A step that is not calm takes 2 ms longer.
+"""
 LONG_STEP_S = 0.1
-"""Longer steps are never deferred: recording them takes next to nothing, and repeating them takes long."""
+"""Longer steps are never deferred: recording them costs little in comparison, and repeating them takes long."""
 LIGHT_SNAPSHOTS = 32
 """Interval of snapshots if most steps are light. The step after each snapshot is recorded in full."""
 _URGENT = operator.attrgetter("urgent")
@@ -271,7 +274,7 @@ class WatchSession:
             self.ring.steps_to(step.step)
 
     def _rest(self, step: int, *, is_examined: bool) -> None:
-        """Decides how the step after ``step`` is observed. In a calm step most probes rest, or it is deferred."""
+        """Decides how the step after ``step`` is observed: by all probes, by few (calm), or deferred (calm, too)."""
         is_rare = step >= self._calm_from + LONG_CALM and self.budget.step_s < SHORT_STEP_S
         is_full = (step + 1) % (RARE_FULL_EVERY if is_rare else FULL_EVERY) <= 1
         is_calm = step >= self._calm_from and not (is_full or is_examined or self.budget.is_lifted)
@@ -357,13 +360,13 @@ class WatchSession:
         return self._objects.is_closed
 
     def _end_replays(self, why: str | None) -> None:
-        """Ends replays. ``why`` is None if there is no reason to end them."""
+        """Ends all replays of the run for the reason ``why``. Does nothing if it is None."""
         if why is not None and self._blind is None:
             self._blind = why
             self._say(f"watch: no step of this run is replayed: {why}")
 
     def let_go(self) -> bool:
-        """Frees memory that is held for replays. Returns True if there was any. Later half as much is held."""
+        """Frees memory that is held for replays. Returns True if there was any. From then on half as much is held."""
         self.findings_log.record_all()
         has_session, has_steps = self.runner.forget(), self.ring.clear()
         return has_session or has_steps

@@ -325,7 +325,7 @@ def watch(
         like: Folder of a healthy run of the same or a similar program. Differences become findings with both values:
             order of calls, modes, shapes, weights that change, losses (docs/concepts/doctor.md).
         profile: Report at the end what bounds a step, and write profile.json and a trace. True measures some steps
-            after the fiftieth, a number those after that step.
+            after step 50, a number measures some steps after the step with that number.
         layers: Record statistics by layer from time to time, in at most 0.5 % of the time
             (docs/how-to/layer-statistics.md). Not supported for sharded weights.
         sinks: Trackers that get the metrics, by name: ``["tensorboard", "csv"]`` (docs/how-to/trackers.md).
@@ -429,8 +429,8 @@ def _several(value: object, kind: type[T], what: str) -> list[T]:
 
 
 def _optimizers(value: object, roots: Sequence[nn.Module]) -> list[Optimizer]:
-    """Returns the optimizers that update the weights: those given, those inside given objects, or their
-    representatives.
+    """Returns the optimizers that update the weights: those in ``value``, those that objects in it wrap, or
+    a ForeignOptimizer for each optimizer that is not torch's.
     """
     several = value if isinstance(value, Iterable) and not hasattr(value, "step") else [value]
     found: list[Optimizer] = []
