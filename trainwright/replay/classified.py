@@ -27,8 +27,8 @@ MAX_SCORES = 1 << 24
 
 @dataclass(frozen=True)
 class Classified:
-    """A call of such a loss. Its tensors have no graph. ``again`` computes the loss of other targets (N,), with a
-    graph.
+    """A call of a loss with one class per row. Its tensors have no graph. ``again`` computes the loss of other targets
+    (N,), with a graph.
 
     ``marks`` identify the rows: the scores (N, V), or with ``head`` the hidden states (N, D). Ignored elements of
     ``target`` (N,) are -1 for any ``ignore_index``. Scores are computed with the current weights of the head: call

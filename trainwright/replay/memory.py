@@ -43,7 +43,7 @@ class ReplayMemory:
     def require(self, session: ReplaySession, times: float, *, is_capped: bool = True) -> None:
         """Raises NotReplayable if less than ``times`` the memory of the step is available.
 
-        ``is_capped``: also if that is more than MAX_STEP_MEMORY_RATIO of the memory of the step.
+        ``is_capped``: also if ``times`` exceeds MAX_STEP_MEMORY_RATIO and the required memory exceeds SMALL_BYTES.
         """
         weights = WEIGHT_COPIES * sum([p.nbytes for p in session.replayer.subject.parameters])
         batch = self._batch_bytes(session)

@@ -30,10 +30,12 @@ class ModuleStack:
     def following(
         self, enter: Enter | None = None, leave: Leave | None = None, but: nn.Module | None = None
     ) -> Iterator[None]:
-        """Context with hooks on all modules ``but`` one: a hook of a module cannot remove hooks of the same module.
+        """Context with hooks on all modules except ``but``.
+
+        The context may end in a hook of ``but``, which cannot remove hooks of the same module.
 
         ``enter`` is called with a module's arguments after it is pushed, ``leave`` with its output after it is popped.
-        They are not stored, so that the object whose methods they are is in no reference cycle.
+        They are not stored in this object, because the object of such a method may hold it: a reference cycle.
         """
         self.paths.clear()
         handles = []

@@ -61,7 +61,7 @@ class Intervention:
         loss_scale: Factor of the loss scale.
         sign: Factor of the gradients.
         lr: Factor of the learning rate.
-        group: Returns hyperparameters for a group in the step with that number.
+        group: Called with the number of the step and a parameter group; returns hyperparameters to set in the group.
         clip: Threshold of every clip.
         model: A context around the step.
         fresh_rng: Draws new random numbers.

@@ -50,7 +50,7 @@ _INSTRUCTIONS: dict[str, type[Instruction]] = {
     "Clip": ClipGradients,
     "Step": OptimizerStep,
 }
-"""By their names on disk."""
+"""The classes of instructions by their names on disk."""
 _NOT_WRITTEN = ("function", "held")
 _NAMES = {each: name for name, each in _INSTRUCTIONS.items()}
 _CALLABLE_ARGUMENTS = frozenset(
@@ -78,7 +78,7 @@ class Lost:
 
 @cache
 def _functions() -> dict[str, TorchFunction]:
-    """Returns torch's public functions of tensors by name, without those that take a callable, and Trainwright's."""
+    """Returns functions by name: Trainwright's, and torch's public functions of tensors that take no callable."""
     every = [function for group in get_overridable_functions().values() for function in group]
     named = {_name_of(function): function for function in every}
     return {name: function for name, function in named.items() if _is_harmless(name)} | _OURS
@@ -193,7 +193,7 @@ class Writer:
 
 
 class Reader:
-    """Reads the output of a Writer. Raises ValueError, TypeError and the like for anything else.
+    """Reads the output of a Writer. Raises ValueError, TypeError and the like for any other input.
 
     ``whole``: nothing was lost, so every function has a name.
     """

@@ -34,9 +34,9 @@ class NotReplayable(Exception):
 def staged(subject: LiveObjects, snapshot: Snapshot) -> Iterator[ReachableState]:
     """Context in which the live objects have the state of ``snapshot``. They are restored afterwards.
 
-    Parameters refer to copies of their data, so no live tensor of them is written to. Yields the reachable state from
-    before. If something cannot be restored, nothing is staged from then on. The state before and after the first replay
-    is compared. If anything has changed, nothing is staged from then on either.
+    Parameters refer to copies of their data, so the original data is not written to. Yields the reachable state from
+    before. The state before and after the first replay is compared. If it has changed, or if something cannot be
+    restored, this and all later calls raise NotReplayable.
     """
     _require_same(subject, snapshot)
     if subject.is_closed is not None:

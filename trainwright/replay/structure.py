@@ -15,8 +15,8 @@ from trainwright.checkpoint.snapshot import LiveObjects
 class Structure:
     """The names of live objects. A bundle only runs on objects of the same structure.
 
-    ``trained`` is ``requires_grad`` of each parameter. ``optimizers`` holds for each its class, and the parameter
-    numbers of each of its groups.
+    ``trained`` is ``requires_grad`` of each parameter. ``optimizers`` holds the class of each optimizer, and the
+    numbers of the parameters in each of its groups.
     """
 
     parameters: list[str]

@@ -53,7 +53,7 @@ class Bad:
     """The origin of non-finite values.
 
     ``kind`` is "op", or what was non-finite before any op: "input", "target", "weight", "buffer", "gradient",
-    "constant" or "state". In the latter case, ``name`` is its name, and ``op`` the first op that read it. ``what`` is
+    "constant" or "state". For these, ``name`` is the tensor's name, and ``op`` the first op that read it. ``what`` is
     the mechanism. ``rows`` are the samples with such values, if known. ``reached`` is "loss", "gradient", "weight",
     "buffer" or "end". ``hidden_by`` is the op that discarded the values in the forward pass. ``fp32_finite``: this op
     is finite in float32 (for float16 only).

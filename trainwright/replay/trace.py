@@ -43,7 +43,7 @@ _SKIPPED_PACKAGES = {"contextlib", "functools", "torch", "trainwright"}
 _IGNORED_NAMESPACES = {"prim", "profiler", "c10d", "_c10d_functional"}
 _OVERWRITES = {"uniform", "normal", "zero", "fill", "copy", "bernoulli", "random", "exponential", "geometric", "cauchy"}
 _FIRST_ONLY = ("ctc_loss", "scaled_dot_product", "batch_norm")
-"""Ops whose other outputs are for their backward pass, and may be infinite."""
+"""Ops whose outputs after the first one are only for their backward pass, and may be infinite."""
 _WRITES_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 """Ops that write running statistics, which their schemas do not declare."""
 
