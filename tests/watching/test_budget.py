@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import time
@@ -128,10 +129,10 @@ def test_a_step_takes_as_long_as_the_fastest_of_the_last_ones(clock: Clock) -> N
 
 
 def test_on_a_gpu_the_clock_is_that_of_the_wall() -> None:
-    assert (
-        ExaminationBudget(torch.device("cuda")).clock is time.perf_counter
-        and ExaminationBudget(CPU).clock is time.thread_time
-    )
+    wall, processor = ExaminationBudget(torch.device("cuda")), ExaminationBudget(CPU)
+    before_s = wall.clock(), processor.clock()
+    time.sleep(0.2)
+    assert wall.clock() - before_s[0] > 0.19 and processor.clock() - before_s[1] < 0.1
 
 
 @pytest.mark.parametrize("how", ["argument", "environment"])
@@ -434,3 +435,18 @@ def test_a_trial_that_finds_no_time_is_made_later(slow: Slow, clock: Clock) -> N
             if not runner._trials:
                 break
     assert [each.tried for each in watch.findings() if each.code == found.code] != [()] and not runner._trials
+
+
+def test_full_collections_do_not_count() -> None:
+    budget = ExaminationBudget(CPU)
+    held: list[object] = [[] for _ in range(300_000)]
+    with budget.spending():
+        begin_s = time.thread_time()
+        for _ in range(5):
+            gc.collect()
+        took_s = time.thread_time() - begin_s
+    assert held and took_s > 0.01 and budget.spent_s < took_s / 4
+    clocks = len(gc.callbacks)
+    del budget
+    gc.collect()
+    assert len(gc.callbacks) == clocks - 1

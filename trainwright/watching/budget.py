@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,8 +47,44 @@ RECENT_STEPS = 8
 """The step time is the minimum over this many steps, because others may contain an evaluation."""
 COLD_EXAMINATIONS_S = 0.3
 """Seconds by which the examinations of a run of 0.3 s exceeded their budget on two CPU cores, before warm-up."""
+FULL_COLLECTION = 2
+"""The oldest generation of Python's garbage collector."""
 COLD_S, COLD_TIMES = 0.05, 4
 """The time of the first step of a run counts without COLD_S of warm-up, but at least 1 / COLD_TIMES of it counts."""
+
+
+class ClockWithoutCollections:
+    """A clock of one thread that stands still during full garbage collections.
+
+    They take up to 0.3 s where large packages are imported, and come at any time. Without this, one of them would use
+    up the budget of a short run, and stop the experiment in which it happens.
+
+    Args:
+        clock: Returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._thread = clock, threading.get_ident()
+        self._collected_s, self._begin_s = 0.0, math.nan
+        known = weakref.ref(self)
+
+        def on_collection(phase: str, info: dict[str, int]) -> None:
+            if (itself := known()) is None:
+                gc.callbacks.remove(on_collection)
+            elif info["generation"] == FULL_COLLECTION and threading.get_ident() == itself._thread:
+                itself._note(phase)
+
+        gc.callbacks.append(on_collection)
+
+    def __call__(self) -> float:
+        return self._clock() - self._collected_s
+
+    def _note(self, phase: str) -> None:
+        if phase == "start":
+            self._begin_s = self._clock()
+        elif not math.isnan(self._begin_s):
+            self._collected_s += self._clock() - self._begin_s
+            self._begin_s = math.nan
 
 
 class ExaminationBudget:
@@ -59,7 +98,7 @@ class ExaminationBudget:
     def __init__(
         self, device: torch.device, examine: Examine = "budget", clock: Callable[[], float] | None = None
     ) -> None:
-        self.clock = clock or (time.thread_time if device.type == "cpu" else time.perf_counter)
+        self.clock = clock or ClockWithoutCollections(time.thread_time if device.type == "cpu" else time.perf_counter)
         self.is_lifted = "all" in (examine, os.environ.get(LIFTED_BY))
         self.spent_s = self.spent_on_evidence_s = self._trained_s = 0.0
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)

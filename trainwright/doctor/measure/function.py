@@ -42,18 +42,35 @@ class EvalPasses:
     """
 
     def __init__(self, session: ReplaySession, dtype: Literal["fp64"] | None = None) -> None:
-        self.session, self._dtype = session, dtype
+        self.session, self._dtype, self._is_staged = session, dtype, False
         self.base = self.run()
         moved = self.run(Intervention(model=self._jittered))
         self.limit = NOISE_MULTIPLE * (max_distance(self.base, moved) + self._eps())
 
     def run(self, change: Intervention = UNCHANGED) -> Outputs:
         """Returns the outputs of all models. Raises the error of the model."""
-        result = self.session.run(replace(change, mode="eval", dtype=self._dtype), upto="forward")
+        change, session = replace(change, mode="eval", dtype=self._dtype), self.session
+        if self._is_staged:
+            result = session.replayer.run(session.recorded_step, change, upto="forward")
+        else:
+            result = session.run(change, upto="forward")
         wanted = len(self.session.recorded_step.calls)
         if result.error is not None and len(result.outputs) < wanted:
             raise result.error
         return numbers_of(result.outputs)
+
+    @contextmanager
+    def in_one_stage(self) -> Iterator[None]:
+        """Context in which all passes share the state that the live objects have been given, which takes most time.
+
+        Each pass begins with the state that the one before it has left, so no change may write to the model.
+        """
+        with self.session.live():
+            self._is_staged = True
+            try:
+                yield
+            finally:
+                self._is_staged = False
 
     def _eps(self) -> float:
         """Returns the machine epsilon of the coarsest dtype that the outputs are computed in."""
@@ -219,10 +236,10 @@ def why_related(passes: EvalPasses) -> str:
     if any(not x.is_floating_point() and x.dim() == 2 and x.shape[0] == 2 != size for x in (*inputs, *held)):
         return "a list of edges relates samples"
     if is_batch(session):
-        return "the model takes all samples as one set" if are_one_set(session) else ""
+        return "the model takes all samples as one set" if are_one_set(passes) else ""
     if inputs[0].dim() == 2 and inputs[0].is_floating_point() and any(isinstance(m, SEQUENTIAL) for m in modules):
         return "the input may be one sequence"
-    if are_one_set(session):
+    if are_one_set(passes):
         return "the model takes all samples as one set"
     operations = [each for each in session.recorded_step.program if isinstance(each, Operation)]
     targets = [c.tensor for each in operations for c in constants_of((each.args, each.kwargs))]
@@ -239,16 +256,16 @@ def is_batch(session: ReplaySession) -> bool:
     return any(ids is not None and len(ids) == session.size for ids in session.ids)
 
 
-def are_one_set(session: ReplaySession) -> bool:
+def are_one_set(passes: EvalPasses) -> bool:
     """Returns True if a module gets all samples as one set (1, samples, ...): it relates them on purpose."""
+    session = passes.session
     modules, size, found = ModuleStack(session.modules), session.size, False
 
     def enter(path: str, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         nonlocal found
         found |= any(each.dim() > 2 and each.shape[:2] == (1, size) for each in tensors_of((args, kwargs), 2))
 
-    change = Intervention(mode="eval", model=lambda: modules.following(enter, lambda *_: None))
-    session.run(change, upto="forward")
+    passes.run(Intervention(model=lambda: modules.following(enter, lambda *_: None)))
     return found
 
 
@@ -423,20 +440,21 @@ def _is_compared(passes: EvalPasses, ids: Tensor, filler: int) -> bool:
 def function(session: ReplaySession) -> FunctionFacts:
     """Replays the forward pass in eval mode with other neighbours, in another order, and without padding."""
     passes = EvalPasses(session)
-    noise = passes.deviation(passes.run(Intervention(fresh_rng=True, model=_other_random_numbers)))
-    carried, written = _again(passes)
-    repeats = not noise.is_real and not carried.is_real
-    related = why_related(passes) if session.inputs else "no input"
-    without_padding, pad = padding(passes) if repeats else (None, "")
-    return FunctionFacts(
-        written=written,
-        neighbours=passes.confirmed(neighbours) if repeats and not related else None,
-        related=related,
-        is_batch=is_batch(session),
-        place=passes.confirmed(place) if repeats and not related else None,
-        padding=without_padding,
-        pad=pad,
-    )
+    with passes.in_one_stage():
+        carried, written = _again(passes)
+        noise = passes.deviation(passes.run(Intervention(fresh_rng=True, model=_other_random_numbers)))
+        repeats = not noise.is_real and not carried.is_real
+        related = why_related(passes) if session.inputs else "no input"
+        without_padding, pad = padding(passes) if repeats else (None, "")
+        return FunctionFacts(
+            written=written,
+            neighbours=passes.confirmed(neighbours) if repeats and not related else None,
+            related=related,
+            is_batch=is_batch(session),
+            place=passes.confirmed(place) if repeats and not related else None,
+            padding=without_padding,
+            pad=pad,
+        )
 
 
 @contextmanager
@@ -448,15 +466,12 @@ def _other_random_numbers() -> Iterator[None]:
 
 def _again(passes: EvalPasses) -> tuple[Deviation, tuple[str, ...]]:
     """Returns the deviation of a second call from the first, and the buffers that the calls wrote to."""
-    session, change = passes.session, Intervention(mode="eval")
-    with session.live():
-        before = {name: buffer.clone() for name, buffer in _buffers(session).items()}
-        session.replayer.run(session.recorded_step, change, upto="forward")
-        result = session.replayer.run(session.recorded_step, change, upto="forward")
-        now = _buffers(session)
-        same = {n for n in before.keys() & now.keys() if torch.equal(before[n].nan_to_num(), now[n].nan_to_num())}
-        written = [name for name in now if name not in same]
-    return passes.deviation(numbers_of(result.outputs)), tuple(written[:8])
+    before = {name: buffer.clone() for name, buffer in _buffers(passes.session).items()}
+    passes.run()
+    again = passes.deviation(passes.run())
+    now = _buffers(passes.session)
+    same = {n for n in before.keys() & now.keys() if torch.equal(before[n].nan_to_num(), now[n].nan_to_num())}
+    return again, tuple([name for name in now if name not in same][:8])
 
 
 def _buffers(session: ReplaySession) -> dict[str, Tensor]:
