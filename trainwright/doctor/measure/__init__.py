@@ -94,4 +94,4 @@ REPLAYS: tuple[Experiment, ...] = (
     tokens.tokens,
     update,
 )
-"""In any order. Cheap and informative replays run first."""
+"""Their order here does not matter: cheap and informative replays run first."""

@@ -27,7 +27,7 @@ class _Mean:
     weight: float | None = None
 
     def add(self, gradient: Tensor) -> None:
-        """Adds a gradient. Hooked on the returned value, so that in-place changes of it have no effect."""
+        """Adds a gradient. The hook is on the mean as it was returned, before any in-place change."""
         self.weight = float(gradient) + (self.weight or 0.0)
 
 
@@ -63,7 +63,7 @@ class _Means:
             divisor, summed = args[1], self._sums.get(id(args[0]))
             if summed is None or not isinstance(divisor, Tensor) or divisor.dim() or divisor.requires_grad:
                 return None
-            return _Mean(float(divisor)) if float(divisor) <= 1.1 * summed else None  # else it counts all of them
+            return _Mean(float(divisor)) if float(divisor) <= 1.1 * summed else None  # else it counts masked ones, too
         if name == "mean":
             return _Mean(float(args[0].numel()))
         is_loss = name.endswith("_loss") or name.startswith(("cross_entropy", "binary_cross_entropy"))

@@ -68,7 +68,7 @@ def _is_read(kind: type, name: str) -> bool:
 
 MAX_PENDING_REPEATS = 4  # Number of repeats after which the facts are reported before the next examination
 EVERY_STEP_UNTIL = 64
-"""All steps until this one are examined. Later, every INTERVAL_STEPS-th step is, and as many after a repetition."""
+"""All steps until this one are examined. Later, every INTERVAL_STEPS-th, and the INTERVAL_STEPS after a repetition."""
 INTERVAL_STEPS = 8
 MAX_STATES = 4096
 

@@ -1,4 +1,4 @@
-"""Finds copies of the weights (modules, dicts and lists of equal shapes) and measures how they follow them."""
+"""Finds copies of the weights (modules, dicts and lists of equal shapes) and measures how the copies follow them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Copy:
     holder: nn.Module | Holder
     original: nn.Module
     before: list[tuple[Tensor, Tensor]] | None = None
-    # for each normalization of the copy: its path, itself, the trained one, and its running mean when it was found
+    # (path, normalization of the copy, trained normalization, running mean of the copy when it was found)
     norms: list[tuple[str, _NormBase, _NormBase, Tensor]] = field(default_factory=list)
 
     def compare_means(self, step: int) -> None:
@@ -61,9 +61,9 @@ class _Copy:
                 self.facts.stale = StaleStatistics(path, step, distance, caller())
 
     def samples(self) -> list[tuple[Tensor, Tensor]] | None:
-        """Returns samples of some tensors and their originals; None if this process holds only a part of one.
+        """Returns (sample of a copied tensor, sample of its original) for some tensors; None if not comparable.
 
-        Both are looked up in every step because either may be replaced.
+        The tensors are looked up in every step because the loop may replace them.
         """
         pairs = list(zip(_tensors_of(self.holder), self.original.parameters()))
         last, count = len(pairs) - 1, TENSORS_PER_COPY - 1
@@ -184,7 +184,7 @@ def _copies_of(subject: LiveObjects) -> Iterator[_Copy]:
 
 
 def _holders(lengths: set[int]) -> Iterator[nn.Module | Holder]:
-    """Yields modules, dicts and lists of ``lengths`` tensors. The parameters of one module count as the module."""
+    """Yields modules, dicts and lists with a number of tensors in ``lengths``, but no dicts of parameters."""
     for each in _reached():
         kind = type(each)
         if kind in (dict, list):
@@ -199,7 +199,7 @@ def _holders(lengths: set[int]) -> Iterator[nn.Module | Holder]:
 def _reached() -> Iterator[Any]:
     """Yields the objects that the loop can reach from its variables, those of its innermost function first.
 
-    All objects of a process are 20 times as many. Data, classes and the closed types are not searched.
+    A process has 20 times as many objects. The contents of data, classes and ``_CLOSED`` types are not searched.
     """
     seen: dict[int, object] = {}  # holds each object, so that its id is not reused
     for frame in frames():
@@ -232,7 +232,7 @@ def _tensors_of(holder: nn.Module | Holder) -> list[Tensor]:
 
 
 def _norms_of(copy: nn.Module, original: nn.Module) -> Iterator[tuple[str, _NormBase, _NormBase, Tensor]]:
-    """Yields the normalizations of a copy with running statistics, and those of the original in the same order."""
+    """Yields the entries of ``_Copy.norms``: the normalizations with running statistics, paired in order."""
     for (path, mine), (_, theirs) in zip(_tracking(copy), _tracking(original)):
         if mine.running_mean is not None:
             yield path, mine, theirs, mine.running_mean.clone()

@@ -125,7 +125,7 @@ def entropy(y: Tensor) -> float:
 
 
 def leaks(x: Tensor, y: Tensor) -> list[LeakingColumn]:
-    """Returns columns of ``x`` that are constant within each class and differ between classes, or equal ``y``.
+    """Returns columns of ``x`` that are constant within each class and differ between classes, or linear in ``y``.
 
     ``within`` is the fraction of a column's variance that is within classes. Classes with fewer than three distinct
     samples are left out, because a rare feature fits them by chance.
@@ -144,7 +144,7 @@ def leaks(x: Tensor, y: Tensor) -> list[LeakingColumn]:
     within = (columns - means[classes]).square().mean(0)
     total = columns.var(0, correction=0)
     fraction = torch.where(total > 0, within / total.clamp(min=1e-300), torch.ones_like(total))
-    gaps = means[counts >= 3].sort(0).values.diff(dim=0).amin(0)  # class means must differ by more than they vary
+    gaps = means[counts >= 3].sort(0).values.diff(dim=0).amin(0)  # class means must differ by more than the values vary
     fraction[gaps <= 4 * within.sqrt() + 1e-9 * means[counts >= 3].abs().amax(0)] = 1.0
     return [LeakingColumn(column=i, within=float(fraction[i]), samples=len(columns)) for i in _smallest(fraction, 1e-4)]
 
@@ -161,7 +161,7 @@ def _each_once(columns: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _copies(columns: Tensor, y: Tensor) -> list[LeakingColumn]:
-    """Returns, for a numeric target, columns that are a linear function of it, if there are other columns."""
+    """Returns the columns that are a linear function of a numeric target; [] if there is only one column."""
     if columns.shape[1] < 2 or len(y) < 16:
         return []
     a, b = columns - columns.mean(0), (y.double() - y.double().mean())[:, None]
@@ -258,7 +258,7 @@ def label_signal(session: ReplaySession) -> LabelSignalFacts:
 
 
 def _features(x: Tensor) -> Tensor:
-    """Returns rows of at most 512 standardized numbers. Token ids become counts, and the first and last id."""
+    """Returns rows of at most 512 standardized numbers. Token ids become counts, and one-hot first and last ids."""
     if not x.is_floating_point():
         top = int(x.max()) + 1
         if x.dim() != 2 or top > 4096:
@@ -277,8 +277,8 @@ def _signal(x: Tensor, y: Tensor, classes: int) -> float:
     """Returns the correlation of held-out scores with classes, by 4-fold cross-validation.
 
     The unit is standard deviations above chance. The correlation of each class's score with its indicator is pooled
-    over classes. The best of three learners counts: a linear map, one with all products of two columns (both kernel
-    ridge regressions), and nearest neighbours.
+    over classes. The best of three learners counts: a linear map, a map with all products of two columns (both are
+    kernel ridge regressions), and nearest neighbours.
     """
     fold = torch.arange(len(y), device=y.device) % 4
     truth = F.one_hot(y, classes).double()

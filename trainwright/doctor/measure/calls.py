@@ -66,7 +66,7 @@ class Calls(Probe):
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
         self._depth += 1
         self._known.setdefault(id(optimizer), optimizer)
-        if self._depth > 1:  # the optimizer wraps another one
+        if self._depth > 1:  # called inside the step of an optimizer that wraps this one
             return
         now = self._found.backwards
         same = (key for key, at in self._stepped_at.items() if at == now > 0 and key != id(optimizer))
@@ -78,7 +78,7 @@ class Calls(Probe):
         self._depth = max(0, self._depth - 1)
 
     def _shares(self, optimizer: Optimizer, key: int) -> bool:
-        """Returns True if the known optimizer ``key`` holds a parameter of this one that has a gradient."""
+        """Returns True if the known optimizer ``key`` holds a parameter of ``optimizer`` that has a gradient."""
         held = {id(p) for p in owned_by(other)} if (other := self._known.get(key)) is not None else set()
         return any(p.grad is not None and id(p) in held for p in owned_by(optimizer))
 
@@ -230,9 +230,10 @@ MAX_BACKWARDS = 12  # Backward passes whose graph is read
 
 @dataclass
 class _Pass:
-    """A backward pass. Optimizers are bits of a number: bit n for optimizer n.
+    """A backward pass. A set of optimizers is a bit mask: bit n stands for optimizer n.
 
-    ``through[n]``: those that were trained through the weights of optimizer n. ``stepped``: those that have updated.
+    ``reached``: optimizers whose weights the loss reaches. ``through[n]``: optimizers whose weights the loss reaches
+    through the weights of optimizer n. ``stepped``: optimizers of ``reached`` that have stepped since.
     """
 
     reached: int
@@ -241,11 +242,12 @@ class _Pass:
 
 
 class Leftovers:
-    """Follows which backward passes the gradients of each optimizer are from.
+    """Tracks the backward passes that contributed to the current gradients of each optimizer.
 
-    In adversarial training the loss of the generator runs through the discriminator and leaves gradients there. The
-    generator alone updates. If they are still there when the discriminator's loss, which does not reach the generator,
-    adds its gradients, the discriminator's update contains both. ``found`` counts such updates for each optimizer.
+    In adversarial training, the loss of the generator leaves gradients in the discriminator, and only the generator is
+    updated. Then the loss of the discriminator, which does not reach the generator, adds its gradients. If the earlier
+    gradients are still there, the update of the discriminator contains both. ``found`` counts such updates for each
+    optimizer.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -293,7 +295,7 @@ class Leftovers:
 
 
 def _read(roots: Sequence[Node], bits: dict[int, int]) -> _Pass:
-    """Reads the graph once, each node after the nodes behind it: where weights meet values from another optimizer."""
+    """Finds where weights meet values from another optimizer. Reads each node once, after the nodes behind it."""
     behind: dict[Node, int] = {}
     weights: set[Node] = set()
     found = _Pass(0)

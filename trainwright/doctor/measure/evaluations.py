@@ -62,7 +62,7 @@ class Evaluations(Probe):
             self._rows[site].append(rows_of(self._given[0]) if self._given else 1)
 
     def _is_followed(self, site: Site) -> bool:
-        """Returns True if this pass is observed. Sites count apart, so that a final test is the first of its site."""
+        """Returns True if this pass is observed. Passes are counted per site, so that a final test is a first pass."""
         if site in self._rows or site in self._left_out:
             return site in self._rows
         self._passes[site] += 1

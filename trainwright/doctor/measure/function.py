@@ -25,7 +25,7 @@ from trainwright.replay.session import ReplaySession
 from trainwright.replay.trace import replayed_line
 
 NOISE_MULTIPLE = 16
-"""Multiple of the step's numerical noise that still counts as rounding. Layers in sequence each add some."""
+"""Multiple of the step's numerical noise that still counts as rounding. Each layer of a model adds noise."""
 Outputs = Sequence[Tensor]
 
 
@@ -37,8 +37,8 @@ ROUNDING_SHRINKAGE = 0.1
 class EvalPasses:
     """The passes of one step. ``limit`` is the largest distance that rounding explains, in standard deviations.
 
-    The limit is measured on the step itself, with weights that differ in their last bit, and with the precision of the
-    outputs.
+    The limit is derived from the change of the outputs when every weight changes in its last bit, and from the
+    precision of the outputs.
     """
 
     def __init__(self, session: ReplaySession, dtype: Literal["fp64"] | None = None) -> None:
@@ -89,7 +89,7 @@ class EvalPasses:
         yield
 
     def confirmed(self, measure: Callable[[EvalPasses], Deviation | None]) -> Deviation | None:
-        """Returns the result of ``measure``, reduced if it is small and shrinks in float64: then it is rounding."""
+        """Returns the result of ``measure``. If it is small and shrinks in float64, it is rounding and is reduced."""
         found = measure(self)
         if found is None or not found.is_real or found.amount > MAX_CONFIRMED_RATIO * found.limit:
             return found
@@ -105,7 +105,7 @@ class EvalPasses:
         return Deviation(max_distance(self.base, changed, compare), self.limit)
 
     def located(self, deviation: Deviation, change: Intervention, compare: Compare | None = None) -> Deviation:
-        """Adds the first module and the line that differ, found by four more passes, to a deviation above the limit."""
+        """Adds the first differing module and line to a deviation above the limit, by four more passes."""
         if not deviation.is_real:
             return deviation
         module = self._first_difference(change, compare or distance)
@@ -140,7 +140,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def spread(wide: Tensor) -> Tensor:
-    """Returns the standard deviation of the finite values, with a small lower bound; for one number its size."""
+    """Returns the standard deviation of the finite values, with a small lower bound; for one number its magnitude."""
     finite = wide[wide.isfinite()]
     if finite.numel() < 2:
         return finite.abs().sum() + 1e-12
@@ -148,9 +148,9 @@ def spread(wide: Tensor) -> Tensor:
 
 
 def at_rows(chosen: Callable[[int], Tensor], size: int, dim: int = 0) -> Compare:
-    """Returns a comparison of the samples in the mask ``chosen(size)``, along the dimension of that size.
+    """Returns a function that compares the samples in the mask ``chosen(size)``, along the dimension of that size.
 
-    Tensors in which no dimension, or more than one, has that size are not compared.
+    If several dimensions have that size, ``dim`` must be one of them and is compared. Other tensors are not compared.
     """
 
     def compare(one: Tensor, other: Tensor) -> float:
@@ -173,9 +173,9 @@ Compare = Callable[[Tensor, Tensor], float]  # Returns the distance of two tenso
 class CallTrace:
     """Records inputs and outputs of all modules in call order. ``following`` is for ``Intervention.model``.
 
-    Each tensor is kept with the module that is responsible if it is the first to differ: for an output the module
-    itself, for an input the enclosing module. With ``within``, the results of the torch functions that this module
-    calls itself are recorded instead, each with its line. ``call`` is for ``Intervention.ops``.
+    Each tensor is kept with the module that is responsible if this tensor is the first to differ: for an output the
+    module itself, for an input the enclosing module. If ``within`` names a module, the results of the torch functions
+    that this module calls directly are recorded instead, each with its line. ``call`` is for ``Intervention.ops``.
     """
 
     session: ReplaySession
@@ -199,7 +199,7 @@ class CallTrace:
             self._keep(path, output)
 
     def call(self, function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-        """Calls the function, and records its result if the module itself calls it."""
+        """Calls the function, and records its result if the module ``within`` calls it directly."""
         result = function(*args, **kwargs)
         if self.within is not None and self._stack.innermost == self.within:
             self._keep(replayed_line(sys._getframe(1)), result)
@@ -211,7 +211,7 @@ class CallTrace:
         self.seen.append((path, [t.clone() for t in tensors] if self._elements < MAX_ELEMENTS else []))
 
     def first_difference(self, other: CallTrace, compare: Compare, limit: float) -> str | None:
-        """Returns the responsible module, or the line; None if the traces do not have the same calls."""
+        """Returns the module or line responsible for the first difference; None without one, or if the calls differ."""
         for (path, mine), (theirs_path, theirs) in zip(self.seen, other.seen):
             if path != theirs_path or len(mine) != len(theirs):
                 return None
@@ -272,7 +272,8 @@ def are_one_set(passes: EvalPasses) -> bool:
 def replacing_with_neighbour(size: int, changed: int, dim: int = 0) -> InputHandler:
     """Handler for ``Intervention.inputs`` that replaces index ``changed`` of a dimension by a copy of its neighbour.
 
-    The copy has no graph: a derivative by an input, as in a sampler or a penalty, does not connect samples.
+    The copy is detached, so that a derivative with respect to an input, as in a gradient penalty, does not connect
+    samples.
     """
 
     def change(leaf: object) -> object:
@@ -301,7 +302,10 @@ def neighbours(passes: EvalPasses) -> Deviation | None:
 
 
 def _deviation_along(passes: EvalPasses, size: int, changed: int, dim: int) -> Deviation | None:
-    """Returns the deviation along one dimension; None if the change has no effect or no output has the dimension."""
+    """Returns the deviation at the other indices of a dimension if index ``changed`` changes.
+
+    None if the change has no effect at ``changed`` itself, or if no output has the dimension.
+    """
     change = Intervention(inputs=replacing_with_neighbour(size, changed, dim))
     outputs = passes.run(change)
     own = at_rows(lambda n: torch.arange(n, device="cpu") == changed, size, dim)
@@ -325,9 +329,9 @@ def _is_free_along_second(passes: EvalPasses) -> bool:
 
 
 def place(passes: EvalPasses) -> Deviation | None:
-    """Returns the deviation of a sample's output in another order of the batch.
+    """Returns the deviation of the outputs of the samples if the batch is in another order.
 
-    None if no loader defines the samples, or if other inputs belong to positions in the batch.
+    None if no loader defines the samples, or if an input may belong to positions in the batch instead of samples.
     """
     session, size = passes.session, passes.session.size or 0
     if size < 3 or not is_batch(session) or any(size in x.shape[1:] for x in session.inputs):
@@ -356,7 +360,7 @@ COMPARISONS = frozenset({"eq", "ne", "gt", "lt", "not_equal"})
 
 
 def padding(passes: EvalPasses) -> tuple[Deviation | None, str]:
-    """Returns the deviation of a row's outputs without its padding, and the declaration that identifies padding."""
+    """Returns the deviation of a row's outputs if its padding is removed, and what declares padding (``_declared``)."""
     for ids in passes.session.inputs:
         place = _padded_row(ids)
         if place is None:
@@ -386,7 +390,7 @@ def _padded_row(ids: Tensor) -> tuple[int, int, int] | None:
 
 
 def _cut(length: int, kept: int) -> InputHandler:
-    """Returns a handler that cuts every (rows, length, ...) tensor after ``kept`` if only one value follows."""
+    """Returns a handler that cuts every (rows, length, ...) tensor after ``kept`` if all values after it are equal."""
 
     def change(leaf: object) -> object:
         if not isinstance(leaf, Tensor) or leaf.dim() < 2 or leaf.shape[1] != length:
@@ -409,8 +413,8 @@ def _common(whole: Tensor, cut: Tensor, length: int, kept: int) -> tuple[Tensor,
 def _declared(passes: EvalPasses, ids: Tensor, filler: int) -> str:
     """Returns the part of the model or input that declares padding; "" without one.
 
-    A zero vector for padding (``padding_idx``) or targets without padding are no declaration. They are also usual where
-    the model uses padding: convolutions with a maximum, a mean, a recurrent layer.
+    A zero vector for padding (``padding_idx``) or targets without padding are no declaration. Models that use padding
+    on purpose (a convolution with a maximum, a mean, a recurrent layer) usually have them, too.
     """
     if ids.is_floating_point():
         kept = int(ids.shape[1]) - (ids == 0).flatten(2).all(2).flip(1).cumprod(1).sum(1)

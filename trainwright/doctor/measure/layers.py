@@ -50,7 +50,7 @@ class Axes:
 
     def __init__(self) -> None:
         self._found: Counter[tuple[str, str, str | None, tuple[tuple[int, ...], ...]]] = Counter()
-        self._right: set[tuple[str, str]] = set()  # kinds of mistakes that a module makes only in some passes
+        self._right: set[tuple[str, str]] = set()  # (kind, module): right in some pass, so not reported
         self._padding: Tensor | None = None
         self.noise = UniformNoise()
 
@@ -168,7 +168,7 @@ class LayerMeasurement(ModuleProbe):
     def _drop_pass(self) -> None:
         """Drops the tensors of one pass."""
         self._gates: TensorNotes[None] = TensorNotes()
-        # for outputs of linear maps: returns the expected spread of each unit
+        # for outputs of linear maps: a function that returns the expected spread of each unit
         self._expected: TensorNotes[Callable[[], Tensor | None]] = TensorNotes()
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -267,9 +267,9 @@ class LayerMeasurement(ModuleProbe):
     def _record_relu(self, x: Tensor) -> None:
         """Finds dead units: no sample will make their input positive.
 
-        The distance of the input below 0 is compared with its own standard deviation and with the deviation that the
-        weights give to such an input. In a deep plain network signals hardly differ between samples. That alone does
-        not make a unit dead.
+        The mean input of a dead unit is far below 0, relative to two standard deviations: the measured one, and the one
+        that the weights give to such an input. The second is needed because the inputs of a unit in a deep plain
+        network hardly differ between samples, which alone does not make the unit dead.
         """
         units = x.detach().float()
         units = units.movedim(1, -1) if units.dim() in (4, 5) else units
@@ -333,7 +333,7 @@ class LayerMeasurement(ModuleProbe):
 def _expected_spread(x: Tensor, weight: Tensor, made: Tensor) -> Callable[[], Tensor | None]:
     """Returns a function that returns the spread that the weight gives to each unit of ``made``.
 
-    Few outputs are inputs of a ReLU, so it is computed on demand if autograd keeps ``x`` until then.
+    Few outputs are inputs of a ReLU. The spread is computed on demand if autograd keeps ``x`` until then, else at once.
     """
     known = weakref.ref(x)
 

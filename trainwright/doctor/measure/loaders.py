@@ -31,8 +31,8 @@ from trainwright.runs.records import construct
 
 MIN_RESTARTS = 8  # Number of iterators of a loader with workers after which restarts are reported at once
 CLOSE_UNTIL_STEP, CLOSE_BATCHES = 256, 2
-"""Urgent findings are looked for after each step until this one, later after the first batches of an epoch."""
-MIN_DRAWS_PER_SAMPLE = 32  # Mean draws per drawn sample after which the others would have been drawn, too
+"""Urgent findings are searched for after each of the first steps, later only in the first batches of an epoch."""
+MIN_DRAWS_PER_SAMPLE = 32  # If drawn samples have this many draws on average, an undrawn sample is no coincidence
 PLAIN_TYPES = (bool, int, float, str)
 
 
@@ -48,7 +48,7 @@ class _Reads:
     draws: int = 0
     distinct: set[int] = field(default_factory=set)
     over: list[set[int]] = field(default_factory=list)
-    attributes: dict[str, object] | None = None  # the attributes when its persistent workers started
+    attributes: dict[str, object] | None = None  # attributes of the dataset when the persistent workers started
 
     def begin(self, epoch: Epoch) -> None:
         if self.epoch is not None and self.epoch.role == "training":
@@ -133,7 +133,7 @@ class Loaders(Probe):
     def on_closed(self, step: RecordedStep) -> None:
         self._steps += 1
         if step.inputs is not None:
-            self.on_backward((), {})  # it was not reported
+            self.on_backward((), {})  # the backward pass was not reported
         if self._epoch is not None:
             pending, self._pending = self._pending, []
             if self._steps <= CLOSE_UNTIL_STEP or self._epoch.batches <= CLOSE_BATCHES:

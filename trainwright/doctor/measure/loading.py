@@ -155,12 +155,12 @@ MAX_STATES = 64
 MAX_LOADS = 8  # Number of loads, and of changed states, that are kept
 TENSORS_COMPARED = 4  # Number of tensors that are compared. An update changes all of them.
 MIN_AGE_STEPS = 20
-"""Minimum age in steps of the only state that is held to the end. A newer one may be a leftover variable."""
+"""Minimum age in steps of a state held to the end if it is the only state. A newer one may be a leftover variable."""
 
 
 @dataclass
 class _Taken:
-    """A dictionary of live tensors. ``is_done``: it was already copied or saved with its original values."""
+    """A dictionary of live tensors. ``is_done``: it was copied with its original values, or loaded or saved."""
 
     state: weakref.ref[dict[str, object]]
     tensors: tuple[Tensor, ...]
@@ -235,7 +235,7 @@ class KeptStates(Probe):
             self.urgent = True
 
     def end(self, error: BaseException | None) -> None:
-        """States that still exist were kept for use after the loop, if they are older than the last few."""
+        """Records states that still exist as kept for use after the loop, unless newer than 1.5 usual intervals."""
         steps = [each.step for each in self._taken]
         usual = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else MIN_AGE_STEPS / 1.5
         for each in self._taken:

@@ -22,10 +22,10 @@ from trainwright.replay.terms import Term, terms_of
 DISTANCES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 RECONSTRUCTIONS = DISTANCES | {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 STEPS_OF_PROGRAM = 8  # The first steps, whose program is read
-MIN_STEPS = 4  # Steps that must all show a sign
+MIN_STEPS = 4  # Minimum number of observations. All but the first must show the sign
 MIN_UNIFORM = 512  # Elements of a target whose distribution is tested
 MAX_UNIFORM = 8192
-MIN_FEATURES = 32  # Elements of a sample. With fewer, their mean is not far below their sum
+MIN_FEATURES = 32  # Minimum number of elements of a sample. With fewer, the mean is not far below the sum
 LEARNED_DEVIATIONS = ("ExpBackward0", "SoftplusBackward0", "SqrtBackward0")
 """Autograd nodes that make a standard deviation."""
 _VIEWS = ("View", "Squeeze", "Unsqueeze", "Reshape", "Select", "Slice", "Clone", "Alias", "UnsafeView", "Expand")
@@ -108,7 +108,7 @@ class UniformNoise:
 
 
 class LoopSigns:
-    """Collects signs. Values stay on their device until ``found``."""
+    """Collects signs of mistakes. Values stay on their device until ``found``."""
 
     def __init__(self) -> None:
         self._shown: dict[Key, list[Tensor]] = {}
@@ -121,7 +121,7 @@ class LoopSigns:
     def forget(self) -> None:
         """Drops all tensors."""
         self._noise.forget()
-        self._differences: TensorNotes[None] = TensorNotes()  # those of two different tensors
+        self._differences: TensorNotes[None] = TensorNotes()  # differences of two different tensors
 
     def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
         plain = name.strip("_")
@@ -151,7 +151,8 @@ class LoopSigns:
         """Records if a ratio of probabilities, ``exp(new - old)``, is 1 everywhere.
 
         ``exp(new - new.detach())`` is left out: it is 1 by intention, in methods with one update for each rollout.
-        The value is the number of steps since whose predecessor nothing was drawn, so the rollout is the same.
+        The value of the sign is the number of calls that use the rollout of the previous step, because no random number
+        was drawn since that step.
         """
         if isinstance(exponent, Tensor) and result.numel() >= 8 and exponent in self._differences:
             key, self._device = ("ratio_is_one", "exp", caller()), result.device
@@ -237,7 +238,7 @@ class LoopSigns:
                     self._values[key] = ratio
 
     def found(self) -> Iterator[LossSign]:
-        """Yields the signs that every step has shown. Synchronizes with the device."""
+        """Yields the signs that every observation after the first has shown. Synchronizes with the device."""
         for key, shown in self._shown.items():
             values = torch.stack([each.cpu() for each in shown]).tolist()
             if len(values) >= MIN_STEPS and all(values[1:]):
@@ -245,7 +246,7 @@ class LoopSigns:
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """Returns the state of the default generator of a device; that of the CPU unless it is a GPU."""
+    """Returns the state of the default generator of a GPU; for other devices, of the CPU generator."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.default_generator.get_state()
 
 

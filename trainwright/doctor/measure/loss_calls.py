@@ -181,7 +181,7 @@ def _sample_rows(x: Tensor) -> Tensor:
 
 
 def room_within(loss: ComparedLoss, low: float, high: float) -> float:
-    """Returns the largest gain of predictions within these bounds over equal ones, as a fraction of their loss."""
+    """Returns the fraction by which the best predictions within ``low`` and ``high`` reduce the loss of equal ones."""
     if loss.name in BINARY:
         best = loss.value((low + (min(high, 30.0) - low) * loss.target).to(loss.x), loss.target)
     else:
@@ -193,7 +193,7 @@ def room_within(loss: ComparedLoss, low: float, high: float) -> float:
 EVERY_STEP_UNTIL = 8  # All steps up to this one are examined
 INTERVALS = ((64, 4), (256, 16))  # (last step, interval) of the examined steps after EVERY_STEP_UNTIL
 LAST_INTERVAL = 64  # Interval of examined steps after all of INTERVALS
-MAX_VALUES = 8  # Number of first, and of last, examined steps whose values are kept
+MAX_VALUES = 8  # The values of this many first and this many last examined steps are kept
 MIN_STEPS_WITH_SIGN = (
     3  # Number of examined steps with a mistake before it is reported, because one step may have it by chance
 )
@@ -212,9 +212,9 @@ ADDS_DIMENSION = frozenset({"unsqueeze", "__getitem__", "view", "reshape", "expa
 RANDOM_FUNCTIONS = frozenset({"multinomial", "bernoulli", "poisson", "normal", "sample"})
 SUM_FUNCTIONS = frozenset({"add", "radd", "iadd", "sub", "rsub", "isub"})
 WEIGHTING_FUNCTIONS = frozenset({"mul", "rmul", "div", "neg", "mean", "sum", "squeeze", "float", "to"})
-"""Functions whose result keeps the name of the term that is their input."""
+"""Functions that weight or reduce a term. The result keeps the name of the function that computed the term."""
 CAUSES = frozenset({"sub", "rsub", "detach", "grad"})
-"""Functions whose result may be the wrong argument of a later one. Their lines are recorded."""
+"""Functions whose result may be a wrong argument of a later function. Their lines are recorded."""
 Row: TypeAlias = dict[str, Tensor]
 _SlotOf: TypeAlias = Callable[[Tensor], int | None]
 _FUNCTION_KEY = "trainwright_made"
@@ -242,7 +242,8 @@ class LossCalls:
         stack: Paths of the running modules, outermost first. Empty in the loop.
         slot_of: Returns the slot of a tensor in the recorded program; None if no recorded call computed it.
         is_live: True in the training loop, where the line of the user can be read from the Python stack.
-        last: Path of the last module of the model if it is a softmax or sigmoid. The loop does not see its call.
+        last: Path of the last module of the model if it is a softmax or sigmoid. In the loop, calls inside the model
+            are not observed.
     """
 
     def __init__(
@@ -275,13 +276,13 @@ class LossCalls:
             self.loop_signs.forget()
         self._with_new_dimension: TensorNotes[None] = TensorNotes()
         self._residuals: TensorNotes[tuple[Tensor, Tensor]] = TensorNotes()
-        # results of softmax and sigmoid: the path of the module, and the line of a call that is no module of its own
+        # for results of softmax and sigmoid: (module path, line of the call); no line for nn.Softmax and nn.Sigmoid
         self._probabilities: TensorNotes[tuple[str | None, str | None]] = TensorNotes()
         self._made_at: TensorNotes[str | None] = TensorNotes()  # lines
         self._count = itertools.count()
         # for results of softmax, exp, ...: a number that identifies the input
         self._input_numbers: TensorNotes[int] = TensorNotes()
-        # scalars: the function that computed them; None: detached
+        # for scalars without a graph: the function that computed them; None if it was ``detach``
         self._without_graph: TensorNotes[str | None] = TensorNotes()
         # for tensors without a graph: the tensors that they are computed from
         self._origins: TensorNotes[frozenset[int]] = TensorNotes()
@@ -377,9 +378,10 @@ class LossCalls:
         return self._input_numbers[tensor]
 
     def _record_origins(self, tensors: list[Tensor], result: Tensor) -> None:
-        """Records the origins of tensors without a graph, and which of them are combined with a tensor that has one.
+        """Records the origins of tensors without a graph, and the origins that are combined with a tensor that has one.
 
-        A detached tensor that weights a term is intended. A term computed from its value is then intended, too.
+        A detached tensor that weights a term of the loss is intended. A term without a graph that is computed from the
+        same origin is then intended, too.
         """
         origins = frozenset[int]().union(*(self._origins.get(each) or () for each in tensors))
         if result.requires_grad and result.dim():
@@ -480,7 +482,7 @@ class LossCalls:
             self._record_gradient(site, result)
 
     def _maker(self, x: Tensor) -> tuple[str | None, str | None]:
-        """Returns the path of the module that computed the probabilities ``x``, and the line, also behind views."""
+        """Returns (module path, line) of the softmax or sigmoid whose result, or a view of it, is ``x``."""
         if x in self._probabilities:
             return self._probabilities[x]
         wanted = made_by(x, ("SigmoidBackward0", "SoftmaxBackward0"))
@@ -508,7 +510,7 @@ class LossCalls:
             self._measure(site, loss, x, target)
 
     def _record_ignored(self, site: _CallSite, name: str, args: Args, kwargs: Kwargs, target: Tensor) -> None:
-        """Records the fraction of ignored targets, and how often one is between other targets of a sequence."""
+        """Records the fractions of ignored targets, and of sequences with an ignored target between other targets."""
         call = classified(name, args, kwargs)
         if call is None:
             return
@@ -523,7 +525,7 @@ class LossCalls:
             site.fixed["ignored_inside"] = min(map(_fraction_inside, layouts))
 
     def _measure(self, site: _CallSite, loss: ComparedLoss, x: Tensor, target: Tensor) -> None:
-        """Measures values of which several steps are needed. Synchronizes with the device only in the first step."""
+        """Measures values that are compared over several steps. Synchronizes with the device only in the first step."""
         with torch.no_grad():
             sums, number = loss.sums()
             known = site.sums
@@ -628,7 +630,7 @@ class LossCalls:
 
     @property
     def signs(self) -> tuple[LossSign, ...]:
-        """The other mistakes."""
+        """The mistakes other than broadcasts."""
         signs = (
             (key, count)
             for key, count in self._mistakes.items()
@@ -639,7 +641,7 @@ class LossCalls:
 
 
 def _fraction_inside(left_out: Tensor) -> float:
-    """Returns the fraction of the rows in which an ignored target has others before and after it."""
+    """Returns the fraction of the rows in which an ignored target is between targets that count."""
     carry = (~left_out).long()
     carries_later = (carry.flip(1).cumsum(1).flip(1) - carry) > 0
     carries_before = (carry.cumsum(1) - carry) > 0
@@ -751,7 +753,7 @@ class LossListener(Probe):
         self._tape.listener = self._on_function if is_examined(step.step + 1) else None
 
     def values(self) -> Facts | None:
-        """Returns the calls so far; None without one. Only replays measure calls inside models."""
+        """Returns the facts so far; None if there is nothing new. Only replays measure calls inside models."""
         self.urgent = False
         found = self._found
         calls = found.calls()
@@ -815,7 +817,7 @@ MAX_TERMS = 8
 
 @replay(TermsFacts, when="requested")
 def loss_terms(session: ReplaySession) -> TermsFacts:
-    """Returns the terms of the loss in float32, so that terms that are small without the loss scale do not vanish."""
+    """Returns the terms of the loss, computed in float32: without a loss scale, small terms would vanish in float16."""
     return terms_facts(session)
 
 

@@ -96,7 +96,7 @@ class Memory(Probe):
         self._private: list[float] = []
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
-        """The workers do not exist yet. ``values`` reads them from the iterator later."""
+        """Keeps the iterator. Its workers do not exist yet: ``facts`` reads them later."""
         context = getattr(loader, "multiprocessing_context", None) or multiprocessing.get_context()
         if getattr(loader, "num_workers", 0) and context.get_start_method() == "fork":
             self._loader, self._iterator, self._private = loader, weakref.ref(iterator), []

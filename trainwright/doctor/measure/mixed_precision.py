@@ -44,7 +44,7 @@ MOMENTS = frozenset(
 
 
 class MixedPrecision(Probe):
-    """Samples some elements of some tensors. A loop in float32 costs only a comparison."""
+    """Samples some elements of some tensors. Costs only a comparison if the loop runs in float32."""
 
     name = MixedPrecisionFacts.experiment
     only_changes = True
@@ -196,7 +196,10 @@ def _sampled(tensor: Tensor) -> Tensor:
 
 
 def _smallness(grads: Sequence[Tensor]) -> Tensor:
-    """Returns the fraction of gradients that are 0, and the root mean square in steps of float16; inf without any."""
+    """Returns the fraction of zeros in float16 gradients, and their root mean square in units of SMALLEST_FP16.
+
+    Gradients count as float16 if all values are multiples of SMALLEST_FP16. Without any, the result is (0, inf).
+    """
     in_steps = [_sampled(grad).float().abs() / SMALLEST_FP16 for grad in grads]
     is_fp16 = torch.stack([(each == each.round()).all() for each in in_steps]).float()
     zeros = torch.stack([(each == 0).float().mean() for each in in_steps])
@@ -265,7 +268,7 @@ def has_half_parameters(session: ReplaySession) -> bool:
 
 
 def _aliased(angles: object, module: str) -> Aliased | None:
-    """Returns angles if a tenth of the positions far from 0 have those of their neighbour along a dimension."""
+    """Returns facts if a tenth of the positions far from 0 have the same angles as their neighbour; else None."""
     if not isinstance(angles, Tensor) or not angles.is_floating_point() or angles.requires_grad:
         return None
     if not EXACT_POSITIONS < angles.numel() <= MAX_ANGLES:
@@ -299,7 +302,7 @@ def _widen(value: object) -> object:
 
 
 def measure_loss_in_fp32(session: ReplaySession) -> LossInFp32Facts:
-    """Returns the difference of the gradients to those of the same outputs with the loss in float32."""
+    """Returns the difference of the gradients if the loss is computed in float32 from the same outputs."""
     modules = ModuleStack(session.modules)
     micro = range(MAX_MICRO_BATCHES) if len(session.recorded_step.losses) > MAX_MICRO_BATCHES else None
 

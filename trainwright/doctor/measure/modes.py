@@ -25,7 +25,7 @@ from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 
-MIN_STEPS = 4  # Steps before which a pass without gradients may belong to every step
+MIN_STEPS = 4  # Until this step, a pass without gradients may be a part of every step
 MAX_EVALUATIONS = 16  # Maximum number of steps with an evaluation that are kept
 
 
@@ -133,7 +133,7 @@ def depends_on_mode(module: nn.Module) -> bool:
     if isinstance(module, _DropoutNd):
         return module.p > 0
     if type(module).__module__.startswith("torch.nn."):
-        rate = getattr(module, "dropout", 0.0)  # dropout submodules in nn.TransformerEncoderLayer count themselves
+        rate = getattr(module, "dropout", 0.0)  # its dropout submodules count on their own
         return isinstance(module, nn.RReLU) or (isinstance(rate, float) and rate > 0)
     classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
     functions = [f for each in classes for name, f in vars(each).items() if name not in ("train", "eval")]
@@ -151,7 +151,7 @@ def drop_rate(name: str, args: Args, kwargs: Kwargs) -> float:
         return 0.0
     rates = argument(args, kwargs, 1, "p", 0.5 if name == "bernoulli_" else argument(args, kwargs, 0, "input", 0.5))
     is_mask = not isinstance(rates, Tensor) or bool((rates == rates.flatten()[:1]).all())
-    return 0.5 if is_mask else 0.0  # else it draws a code with computed probabilities
+    return 0.5 if is_mask else 0.0  # other rates are computed: the function samples a code
 
 
 @replay(DropsFacts, when="first", steps=0.8)

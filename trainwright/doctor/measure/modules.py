@@ -65,7 +65,7 @@ class ModuleProbe(Probe):
         with_wrappers = (module for root in roots for module in root.modules())
         self._is_off = is_divided or "FullyShardedDataParallel" in kinds or any(map(is_compiled, with_wrappers))
         self.looks, self.is_looking, self.step = 0, not self._is_off, 0
-        self._steps_before: int | None = None  # when the watch began
+        self._steps_before: int | None = None  # number of steps before the watch began
         self._open, self._is_following = ExitStack(), False
         self._passes, self.is_hooked = 0, False
         self.follow(self.modules)
@@ -136,7 +136,7 @@ class ModuleProbe(Probe):
 
     def fail(self, error: Exception) -> None:
         super().fail(error)
-        self._open.close()  # it is not called again
+        self._open.close()  # a failed probe is not called again
 
 
 def rows_of(tensor: Tensor, most: int = 8) -> Tensor:
@@ -147,7 +147,7 @@ def rows_of(tensor: Tensor, most: int = 8) -> Tensor:
 
 @dataclass
 class _Table:
-    """Measurements of an embedding. ``ids`` are those of the examined step, ``computed`` rows that backward reached."""
+    """Measurements of an embedding. ``ids`` are of the examined step; ``computed``: rows that had a gradient."""
 
     module: nn.Embedding | nn.EmbeddingBag
     counts: list[Tensor] = field(default_factory=list)  # number of ids, of padding, and of padding between other tokens
@@ -229,7 +229,7 @@ class Modules(ModuleProbe):
     def on_output(self, root: nn.Module, output: object) -> None:
         super().on_output(root, output)
         if self.is_looking and self._given and output is not None:
-            with without_modes():  # the operations of the loss are recorded from here on
+            with without_modes():  # these operations are not part of the loss, which is being recorded
                 self._record_output(output)
 
     def _record_output(self, output: object) -> None:
@@ -259,7 +259,7 @@ class Modules(ModuleProbe):
         if padding is None or ids.dim() != 2 or ids.shape[1] < 3:
             return
         is_pad = ids == padding
-        for mask in self._inputs:  # a mask may mark a token that has the id of padding, such as an end of text
+        for mask in self._inputs:  # a mask may show that a padding id is a real token, such as an end of text
             if mask.shape == ids.shape and mask is not ids and not mask.is_floating_point():
                 is_pad &= ~((mask == 1) & (mask.long() <= 1).all())
         later = (~is_pad).flip(1).cumsum(1).flip(1) > 0
@@ -270,7 +270,7 @@ class Modules(ModuleProbe):
 
     @torch.no_grad()
     def on_gradients(self) -> None:
-        """Records the rows with a gradient right after the backward pass, before the loop can set one to zero."""
+        """Records the rows with a gradient after the backward pass, before the loop can set a gradient to zero."""
         for table in self._tables.values() if self.is_looking else ():
             gradient = table.module.weight.grad
             if table.ids is not None and gradient is not None and not gradient.is_sparse:
@@ -328,7 +328,7 @@ class Modules(ModuleProbe):
         return bool(parameters) and not any(id(p) in self.owned for p in parameters)
 
     def _frozen_around(self, path: str) -> str | None:
-        """Returns the outermost enclosing module that is frozen and has more than a normalization's weights."""
+        """Returns the outermost frozen module around ``path`` that has weights outside of normalizations; else None."""
         found = None
         while path:
             path = path.rpartition(".")[0]
@@ -339,7 +339,7 @@ class Modules(ModuleProbe):
         return found
 
     def _around_all(self, paths: set[str]) -> tuple[str, ...]:
-        """Returns the frozen modules around these whose weights have not moved since they were first seen."""
+        """Returns the frozen modules around ``paths`` whose weights have not moved since their first observation."""
         around = {frozen for path in paths if (frozen := self._frozen_around(path)) in self._versions}
         return tuple(
             sorted(
@@ -391,7 +391,7 @@ def _entries(container: nn.Module) -> Counter[nn.Module]:
 
 
 def _is_computed_from(node: Node | None, earlier: set[Node], most: int = 64) -> bool:
-    """Returns True if one of these nodes is among the nearest in the graph behind ``node``."""
+    """Returns True if a node of ``earlier`` is among the about ``most`` nodes nearest behind ``node``."""
     waiting = [node]
     for each in waiting:  # grows during the iteration
         if each in earlier:
@@ -433,11 +433,11 @@ def _has_data(step: RecordedStep) -> bool:
 def _table_facts(path: str, table: _Table) -> TokenTable:
     ids, padding, inside = torch.stack(table.counts).sum(0).tolist() if table.counts else (0, 0, 0)
     always = {row for row, times in table.zeroed.items() if times >= 3} - table.alive
-    if not table.module.weight._backward_hooks:  # a hook sets gradients to zero during the backward pass
+    if not table.module.weight._backward_hooks:  # a hook may set gradients to zero before ``computed`` is recorded
         always &= table.computed
     number = getattr(table.module, "padding_idx", None)
     if number is not None and bool(table.module.weight.detach()[number].any()):
-        inside = 0  # the token has a vector, such as a pretrained one
+        inside = 0  # the padding token has a nonzero vector, such as a pretrained one
     return TokenTable(
         path=path,
         padding=padding / max(1, ids),

@@ -145,7 +145,7 @@ def _bad_inputs(step: RecordedStep) -> Iterable[BadInput]:
 
 
 def measure_trace(session: ReplaySession) -> TraceFacts:
-    """Returns the first operation that made the step non-finite, or the outcome of the replay if that is finite."""
+    """Returns the first operation that made the step non-finite, or only the outcome if the replay is finite."""
     scale, micro_batches = loss_scale(session.recorded_step), num_backward(session.recorded_step)
     has_finite_losses = all(math.isfinite(each) for each in session.recorded_step.losses)
     if scale != 1.0 and has_finite_losses and all_finite(session.run(Intervention(loss_scale=1 / scale))):
@@ -234,7 +234,7 @@ def _range(values: Range) -> ValueRange:
 
 
 def _samples(session: ReplaySession, bad: Bad) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """Returns the rows that make the step non-finite alone, and their sample ids if known."""
+    """Returns the rows that each make the step non-finite on their own, and their sample ids if known."""
     if bad.op.phase == "update" or bad.kind in ("weight", "state", "gradient"):
         return None, ()
     calls = session.recorded_step.calls
@@ -248,7 +248,7 @@ def _samples(session: ReplaySession, bad: Bad) -> tuple[tuple[int, ...] | None, 
 
 
 def _empty(session: ReplaySession, call: int, rows: Sequence[int]) -> float | None:
-    """Returns the single value that fills an input of exactly these samples, as padding does; None without one."""
+    """Returns the value that fills all of an input in exactly these rows, as padding does; else None."""
     values: list[float] = []
 
     def collect(leaf: object) -> None:
@@ -263,7 +263,7 @@ def _empty(session: ReplaySession, call: int, rows: Sequence[int]) -> float | No
 
 
 def _breaking_rows(session: ReplaySession, bad: Bad) -> tuple[int, ...] | None:
-    """Returns the rows that make the step non-finite alone; None if there are too many or a replay fails."""
+    """Returns the rows that each make the step non-finite on their own; None if too many, or if a replay fails."""
     size = session.size
     if not size:
         return None

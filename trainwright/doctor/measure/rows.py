@@ -32,7 +32,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def row_digests(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Returns the digests, of shape (N,), over all tensors with as many rows as the first; None without rows."""
+    """Returns a digest of each row (N,), over all tensors with as many rows as the first; None without rows."""
     rows = [each.detach() for each in plain(tensors) if each.dim() and each.numel()]
     total: Tensor | None = None
     for place, each in enumerate(rows[:4]):
@@ -43,7 +43,7 @@ def row_digests(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _counts_up(tensor: Tensor) -> Tensor:
-    """Returns True (0-d) if it numbers rows, or groups of rows, from 0 on: that is not part of their content."""
+    """Returns a 0-d bool: True if the tensor numbers rows, or groups of rows, from 0. Row numbers are not content."""
     if tensor.dim() > 1 or tensor.is_floating_point() or tensor.dtype == torch.bool:
         return torch.zeros((), dtype=torch.bool, device=tensor.device)
     return (tensor[0] == 0) & (tensor[1:] >= tensor[:-1]).all()
@@ -87,7 +87,7 @@ MAX_READS_WITHOUT_TARGETS = 4
 
 @dataclass
 class _Source:
-    """An iterator of a loader: the length of its dataset, whether it shuffles, its workers over an IterableDataset."""
+    """An iterator of a loader. ``length`` is that of the dataset; ``workers`` is 0 unless it is an IterableDataset."""
 
     number: int
     length: int
@@ -99,9 +99,9 @@ class _Source:
 
 @dataclass
 class _Read:
-    """Digests of the rows of one call, of batch ``place`` of the source.
+    """Digests of the rows of one forward call. Its input is batch number ``place`` of the source.
 
-    ``part``: the number of backward passes of the step before it, and the model.
+    ``part``: the number of backward passes in the step before the call, and the model.
     """
 
     call: int
@@ -127,14 +127,14 @@ class InputRows(Probe):
         self._waiting: list[_Read] = []
         self._seen: set[int] = set()
         self._new: deque[float] = deque(maxlen=8)
-        # for each backward pass: models with the keys of their rows
+        # (model, hash of its rows) for each call, by the number of backward passes before it
         self._of_step: dict[int, list[tuple[int, int]]] = {}
         self._step = self._last = self._now = 0
         self._varies = False
         self._last_rows: set[int] = set()
         self._at: dict[int, int] = {}
         self._period = self._recurred = 0
-        self._fetches = self._fetched_at = 0  # the latter in training calls, when the newest batch was fetched
+        self._fetches = self._fetched_at = 0  # number of fetches; number of training calls at the newest fetch
         self._before_group = 0
         self._group: list[int] = []
         self._iterators: weakref.WeakKeyDictionary[object, _Source] = weakref.WeakKeyDictionary()
@@ -303,7 +303,7 @@ class InputRows(Probe):
         self._found.evaluated = max(seen, key=lambda each: (each.is_partial, each.shared))
 
     def _overlap(self, calls: Sequence[list[int]], site: Site, has_source: bool) -> EvaluatedRows:
-        """Returns the rows of a pass over one loader or tensor; without one, several sets may be evaluated in turn."""
+        """Returns facts on evaluated rows. Without a known source, several sets may have been evaluated in turn."""
         rows = [row for call in calls for row in call]
         fractions = [sum(row in self._seen for row in call) / max(1, len(call)) for call in calls]
         mixed = sum(0.1 < each < 0.9 for each in fractions)

@@ -1,4 +1,4 @@
-"""Finds data that are changed: written to in a step, or changed or flipped apart when an epoch reads them again."""
+"""Finds inputs that a step writes to, and samples that differ, or are flipped unlike their target, when read again."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from trainwright.recorder.program import Operation, RecordedStep, constants_of
 from trainwright.recorder.user_types import Loader
 
 EVERY_STEP_UNTIL, INTERVAL_STEPS = 64, 8
-"""All steps until the first one are examined, later every INTERVAL_STEPS-th one."""
+"""All steps until EVERY_STEP_UNTIL are examined, later every INTERVAL_STEPS-th step."""
 MAX_SAMPLES = 256
 ELEMENTS_PER_SAMPLE = 64
 MAX_PAIRS = 8  # Changed samples that are kept to fit their change
 MIN_PAIRS = 4
-MAX_FIT_ERROR = 1e-4  # Maximum relative error of ``now = a * before + b``, for each element, that is rounding
+MAX_FIT_ERROR = 1e-4  # Maximum relative error of the fit ``now = a * before + b`` of each element
 MIN_CHANGE = 0.02  # Minimum change of ``a`` from 1, and of ``b`` from 0 in standard deviations
 MAX_PICTURES = 48
 MIN_SIDE, MAX_ELEMENTS = 4, 2**16  # Sizes of pictures that are compared
 MIN_CORRELATION, MAX_OTHER_CORRELATION = 0.98, 0.9
-"""Correlation of a picture with the flip that it has undergone, and with each other flip."""
+"""Correlation of a picture with the flip that it has undergone (minimum), and with each other flip (maximum)."""
 
 Key = tuple[int, ...]
 """A sample of a dataset (identity, position), or a slice of a larger tensor (identity, position, size)."""
 
 
 class StoredSamples(Probe):
-    """Keeps values of 256 samples and 48 pairs of pictures. ``urgent``: data have changed or are flipped apart."""
+    """Keeps values of 256 samples and 48 pairs of pictures. ``urgent``: data have changed, or flips differ."""
 
     name = SamplesFacts.experiment
 
@@ -107,7 +107,7 @@ class StoredSamples(Probe):
         if is_like and len(self._pairs) < MAX_PAIRS:
             self._pairs.append((before, now))
             self._found.since_changed = self._found.since_changed or self._steps + 1
-        # where others are also flipped at random, some are not
+        # if samples are also flipped at random, only the unflipped ones fit
         if len(self._factors) < MIN_PAIRS and (factor := _fitted(before[:, None], now[:, None])) is not None:
             self._factors.append(factor)
         self.urgent = self.urgent or (
@@ -158,7 +158,7 @@ class StoredSamples(Probe):
 
 
 def _factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
-    """Returns the median ``a`` if each element became its own ``a * x + b`` in all samples; else None."""
+    """Fits ``now = a * before + b`` to each element over all samples. Returns the median ``a``; None without a fit."""
     if len(pairs) < MIN_PAIRS or pairs[0][0].numel() < MIN_PAIRS:
         return None
     before, now = (torch.stack([pair[n] for pair in pairs]) for n in (0, 1))
@@ -166,7 +166,7 @@ def _factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
 
 
 def _fitted(before: Tensor, now: Tensor) -> float | None:
-    """Returns the median factor of the columns, each fitted over the rows; None without a fit or a change."""
+    """Fits ``now = a * before + b`` to each column. Returns the median ``a``; None without a fit or a change."""
     if len(before) < MIN_PAIRS:
         return None
     x, y = before - before.mean(0), now - now.mean(0)

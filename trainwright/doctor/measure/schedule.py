@@ -19,7 +19,7 @@ from trainwright.recorder.user_types import Args, Kwargs, Loader
 
 MAX_CHANGES = 64
 MIN_STEPS_BEFORE_STRAY = 20
-"""An optimizer that has not stepped until here, and shares no parameters, is not one that steps rarely."""
+"""An optimizer without parameters of the models that has not stepped until this step is assumed to never step."""
 NUMERIC_ATTRIBUTES = ("T_max", "total_steps", "total_iters", "step_size", "gamma")
 
 
@@ -50,7 +50,7 @@ class _Scheduler:
 
 
 class Schedules(Probe):
-    """Observes all schedulers, also those not given. ``urgent``: the rate fell, or a cosine began to climb."""
+    """Observes all schedulers, also unwatched ones. ``urgent``: the learning rate fell, or a cosine began to climb."""
 
     name = LearningRateFacts.experiment
     hears_every_step = True
@@ -147,7 +147,7 @@ class Schedules(Probe):
         found.shares = any(id(p) in trained for p in owned_by(each.optimizer))
         is_late = self._found.steps >= (2 if found.shares else MIN_STEPS_BEFORE_STRAY) and found.calls >= 2
         stepped = [o for o in self._optimizers if id(o) in self._stepped]
-        found.is_stray = is_late and not any(share_groups(each.optimizer, o) for o in stepped)  # or a wrapper of one
+        found.is_stray = is_late and not any(share_groups(each.optimizer, o) for o in stepped)  # or wraps it
         found.is_stray = found.is_stray and id(each.optimizer) not in self._stepped
         return found.is_stray or any(share_groups(each.optimizer, o) for o in self._optimizers)
 

@@ -57,7 +57,7 @@ class Placed:
         return float((tokens_there == self.loss.target[use]).double().mean())
 
     def offset(self) -> tuple[int | None, float]:
-        """Returns the only offset at which nearly all targets equal input tokens, and the largest fraction."""
+        """Returns the only offset at which nearly all targets equal input tokens, or None; and the largest fraction."""
         fractions = {offset: self.fraction(offset) or 0.0 for offset in OFFSETS}
         same = [offset for offset in OFFSETS if fractions[offset] >= MIN_EQUAL_FRACTION]
         return same[0] if len(same) == 1 else None, max(fractions.values())
@@ -66,8 +66,8 @@ class Placed:
 def place(loss: Classified, ids: Tensor, outputs: list[Tensor]) -> Placed | None:
     """Returns the position of each prediction; None if it cannot be found.
 
-    Positions are found by the number of predictions, or by comparing the scores, or the hidden states that they are
-    computed from, with the outputs of the models.
+    Positions are found by the number of predictions, or by comparing the outputs of the models with the scores, or with
+    the hidden states that the scores are computed from.
     """
     marks = loss.marks
     batch, length = ids.shape
@@ -86,7 +86,7 @@ def place(loss: Classified, ids: Tensor, outputs: list[Tensor]) -> Placed | None
 
 
 def _find_rows(known: Tensor, rows: Tensor) -> Tensor | None:
-    """Returns the index in ``known`` of each of ``rows``, which a mask selected; None unless all are found."""
+    """Returns the index in ``known`` of each row of ``rows``; None unless all are found. A mask selected the rows."""
     mix = torch.cos(torch.arange(known.shape[1], device=known.device, dtype=torch.float64))
     marks, wanted = (known.double() * mix).sum(1), (rows.double() * mix).sum(1)
     order = marks.argsort()
@@ -95,7 +95,7 @@ def _find_rows(known: Tensor, rows: Tensor) -> Tensor | None:
 
 
 def token_inputs(session: ReplaySession) -> list[Tensor]:
-    """Returns the inputs that look like token ids: integers of shape (B, T) with T > 2, none negative as in labels."""
+    """Returns the inputs that look like token ids: integers (B, T), T > 2, without the negative values of labels."""
     found = {id(x): x for x in session.inputs if not x.is_floating_point() and x.dtype != torch.bool}
     tables = (x for x in found.values() if x.dim() == 2 and x.shape[1] > 2)
     return [x for x in tables if int(x.min()) >= 0 and int(x.max() - x.min()) > 1]
@@ -109,7 +109,7 @@ def _losses_in_eval(session: ReplaySession, inputs: InputHandler | None = None) 
 
 
 def examine_tokens(session: ReplaySession) -> TokensFacts:
-    """Examines each token input and cross-entropy: the token that is the target, and leaks of the target."""
+    """Finds, for each token input and cross-entropy, the input token that is the target, and leaks of the target."""
     inspector = Losses(session)
     with session.live():
         outputs = tensors_of(inspector.run("forward").outputs)
@@ -140,7 +140,7 @@ def examine_tokens(session: ReplaySession) -> TokensFacts:
 
 
 def _sees(session: ReplaySession, placed: Placed, which: int) -> tuple[float | None, float | None, int]:
-    """Returns the change of predictions before and at a position from which on tokens differ, and the position."""
+    """Changes the tokens from a position on. Returns the changes of predictions before and at it, and the position."""
     ids, length = placed.ids, placed.ids.shape[1]
     column = placed.at % length
     counts = placed.loss.target >= 0
@@ -203,7 +203,7 @@ def _changed(ids: Tensor, columns: slice) -> InputHandler:
 
 
 def _ends(session: ReplaySession, placed: Placed) -> TextEnds | None:
-    """Returns the padding id if it also ends texts."""
+    """Returns the uses of the padding id, which may also end texts; None without padding at the end of rows."""
     ids, length = placed.ids, placed.ids.shape[1]
     target = torch.full((ids.numel(),), -1, device=ids.device)
     at = (placed.at + 1)[(placed.at % length) < length - 1]
@@ -245,7 +245,7 @@ BINARY = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
 
 
 class Targets(Probe):
-    """Keeps 0-d tensors, which are read at examinations."""
+    """Records the range of the targets in 0-d tensors, which are read at examinations."""
 
     name = TargetsFacts.experiment
 

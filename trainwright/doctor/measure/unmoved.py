@@ -36,7 +36,7 @@ from trainwright.recorder.user_types import Args, Kwargs
 MAX_COPIES = 8
 SAMPLED_TENSORS = 4
 SAMPLED_ELEMENTS = 64
-MAX_CHECKS = 64  # Evaluations whose weights are compared with the first ones
+MAX_CHECKS = 64  # The first evaluations, whose weights are all compared with the initial ones
 URGENT_STEP = 20  # From this step on, a second evaluation is reported at once
 MAX_EVALUATIONS = 8  # Evaluations that are reported for each module
 
@@ -82,7 +82,7 @@ class _Evaluated:
         self.checks: list[tuple[int, Tensor, Site, str | None]] = []
 
     def called(self, step: int, site: Site) -> None:
-        """Compares the weights at the first call after a step: at calls 1 to 64, then at calls 128, 256, ..."""
+        """Compares the weights at most once per step: in the first 64 such calls, then in calls 128, 256, ..."""
         if step == self._last_step:
             return
         self._last_step = step
@@ -93,7 +93,7 @@ class _Evaluated:
             self.checks.append((step, unmoved, site, caller()))
 
     def unmoved(self, steps: int, sites: EvaluationSites) -> UnmovedEvaluation | None:
-        """Returns the evaluations if all used the initial weights and were rarer than every fourth step."""
+        """Returns the evaluations if all used the initial weights and there was at most one per four steps."""
         checks = [each for each in self.checks if each[2] in sites]
         if self.is_trained_with or not checks or 4 * self._number > steps:
             return None
@@ -133,7 +133,7 @@ class UnmovedEvaluations(Probe):
                 self._follow(module)
 
     def _held_modules(self) -> Iterator[nn.Module]:
-        """Yields the modules among the variables of the loop, and those that its objects hold."""
+        """Yields the modules among the variables of the loop, and modules that are attributes of these variables."""
         yield from self._watched.modules()
         for value in self._watched.values():
             if not isinstance(value, type | Tensor):

@@ -26,7 +26,7 @@ from trainwright.replay.session import ReplaySession
 
 
 class Consumers:
-    """The weights that are applied to values computed from each cut, by the number of the cut.
+    """Collects, for each cut of the graph, the weights that are applied to values computed from it.
 
     A value that no trained weight uses is not on the path to the loss: the output of a teacher, a target, a factor.
     ``names`` are the names of the parameters, by their ids.
@@ -39,7 +39,7 @@ class Consumers:
         self._found: defaultdict[int, set[str]] = defaultdict(set)
 
     def record(self, inputs: list[Tensor], result: object, cut: int | None) -> None:
-        """Records a function call. ``cut`` is the number of the cut that it makes."""
+        """Records a function call. ``cut`` is the number of the cut that the call makes; None if it makes none."""
         cuts = {number for t in inputs for number in self._made_of.get(id(t), ())}
         weights = {name for t in inputs for name in self._weights.get(id(t), ())}
         for number in cuts:
@@ -144,9 +144,9 @@ class _Wiring(StepInspector):
         return [chain for chain in self.chains if self._uses[chain.first] <= 1]
 
     def cuts(self, unreached: set[str]) -> list[GraphCut]:
-        """Returns the places at which the graph is cut above unreached parameters, nearest to the loss first.
+        """Returns the cuts of the graph with unreached parameters behind them, nearest to the loss first.
 
-        ``aside``: no weight with a gradient uses the value above the cut or produces the value below it.
+        ``aside``: the weights behind the cut, and those applied to values computed from it, are all unreached.
         """
         cuts: list[GraphCut] = []
         for number, (how, path, sources) in reversed(list(enumerate(self._cuts))):
@@ -162,9 +162,9 @@ class _Wiring(StepInspector):
 
 @replay(WiringFacts, when="first", steps=1.3, value=2.0)
 def structure(session: ReplaySession) -> WiringFacts:
-    """Returns the trained parameters, the parts that the graph reaches, and linear layers in a row."""
+    """Returns counts of parameters, cuts of the graph, unregistered tensors, and linear layers in a row."""
     wiring = _Wiring(session)
-    # before the pass, in which a module may store an input for a derivative
+    # read before the pass, in which a module may store an input (for a derivative)
     held = {id(each) for m in session.modules.values() for value in list(vars(m).values()) for each in _held(value)}
     with session.live():
         result = wiring.run()
@@ -233,7 +233,7 @@ class _Checksums(StepInspector):
 
     def on_leave(self, path: str, module: nn.Module, output: object, in_backward: bool) -> None:
         sums = [checksum(t) for t in tensors_of(output) if t.is_floating_point()]
-        # a custom Function may run the module at other inputs: an adjoint
+        # a custom Function, such as an adjoint, may run the module with other inputs
         if not sums or (in_backward and is_in_custom_function()):
             return
         if in_backward:
@@ -244,7 +244,7 @@ class _Checksums(StepInspector):
     def pack(self, tensor: Tensor) -> _Packed:
         saved = tensor.detach()
         path = self.stack[-1] if self.stack else ""
-        is_statistic = path in self._norms and tensor.dim() == 1 and not tensor.requires_grad  # or a copy of one
+        is_statistic = path in self._norms and tensor.dim() == 1 and not tensor.requires_grad  # or its copy
         skip = not tensor.is_floating_point() or tensor.is_sparse or is_statistic or tensor.data_ptr() in self._written
         return saved, None if skip else checksum(saved), path
 
@@ -331,8 +331,8 @@ class _Outputs(StepInspector):
 def symmetry(session: ReplaySession) -> SymmetryFacts:
     """Finds units with equal weights and equal gradients for any loss. They always stay equal.
 
-    The gradient is taken of a randomly weighted sum of the outputs. The gradient of a cross-entropy sums to zero behind
-    equal columns.
+    The gradient is that of a randomly weighted sum of the outputs, not of the loss: the gradient of a cross-entropy
+    sums to zero behind equal columns.
     """
     alike: dict[str, float] = {}
     with session.live():

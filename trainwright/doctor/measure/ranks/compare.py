@@ -33,7 +33,7 @@ MUST_BE_EQUAL: dict[str, Callable[[RankStep], tuple[object, ...]]] = {
 IRRELEVANT_IF_WEIGHTS_AGREE = ("gradients", "reduced gradients", "moments")
 """Quantities whose differences do not matter if the weights after the update agree."""
 SAME_FACTOR = 5e-3  # Quotients of norms that differ by less are equal: norms in float32, gradients rounded to bfloat16
-VOTES = 3  # Gradients of each batch in a replayed step: of its rank, and of the next two
+VOTES = 3  # Number of ranks that compute the gradients of a batch in a replayed step: its own rank and the next two
 MIN_ROWS = 3  # Number of consecutive rows that must show the same slow rank
 MIN_STEPS_PER_ROW = 4  # A row's times are medians of at least this many steps
 STRAGGLER_RATIO = 1.5  # A straggler takes at least this multiple of the time of the median rank
@@ -74,7 +74,8 @@ class Comparison:
         )
         for what in PARAMETER_CHECKSUMS if self._is_divided else MUST_BE_EQUAL:
             self._compare(what, rows)
-            if what == "weights" and self._suspected:  # if the next weights agree, each rank updates a part for all
+            # if the weights agree, other differences are no fault: each rank updates a part of the weights
+            if what == "weights" and self._suspected:
                 self._differing |= self._suspected if what in self._differing else {}
                 self._suspected = {}
         if self._is_divided:
@@ -95,7 +96,7 @@ class Comparison:
             self._record_coincidence(
                 "samples", {r.rank: frozenset(r.samples) if r.batch is None else r.batch for r in rows}
             )
-            if not all(row.samples and row.samples == rows[0].samples for row in rows):  # else they divide the samples
+            if not all(row.samples and row.samples == rows[0].samples for row in rows):  # equal samples are divided
                 self._record_coincidence("random numbers", {row.rank: row.rng if row.draws else None for row in rows})
         everywhere = set.intersection(*(set(row.without_gradient) for row in rows))
         for row in rows if not facts.missing else ():
@@ -162,11 +163,11 @@ class Comparison:
             self._differing[what] = found
 
     def _compare_replays(self, rows: Sequence[RankStep]) -> None:
-        """Records the first step in which one rank computed other gradients than two ranks did from the same batch.
+        """Records the first step in which one rank computed other gradients from a batch than two other ranks did.
 
-        With two ranks, each batch is computed twice by its own rank. If both ranks get the same gradients again, but
-        not those of the other rank, either may be wrong. Other differences of several ranks are not recorded: the
-        program is not deterministic.
+        With two ranks, each batch is computed twice by its own rank and once by the other rank. If each rank repeats
+        its own gradients but the ranks differ, either rank may be wrong. If several ranks differ in another way,
+        nothing is recorded, because the program is not deterministic.
         """
         size, step = len(rows), rows[0].step
         is_measured = size == self._facts.size and all(len(row.replayed) == VOTES for row in rows)
@@ -231,13 +232,13 @@ class Comparison:
         own = [statistics.median(row.own_s for row in of_rank) for of_rank in zip(*rows)]
         step_s = statistics.median(row.step_s for each in rows for row in each)
         behind = set.intersection(*(_slow({row.rank: row.own_s for row in each}, step_s) for each in rows))
-        if behind:  # one rank is in every row; others may be slow only once
+        if behind:  # a rank is slow in every row: add ranks that are slow by their median
             behind |= _slow({row.rank: own_s for row, own_s in zip(rows[-1], own)}, step_s)
         return PaceFacts(own_s=tuple(own), step_s=step_s, behind=tuple(sorted(behind)), since=rows[0][0].step)
 
 
 def _columns_apart(values: Sequence[tuple[object, ...]]) -> set[int]:
-    """Returns the columns that differ between ranks; none if ranks hold different models, or nothing."""
+    """Returns the columns that differ between ranks; an empty set if ranks hold different models, or have no values."""
     if not all(values) or len({len(each) for each in values}) > 1:
         return set()
     return {n for n, column in enumerate(zip(*values)) if None not in column and len(set(column)) > 1}

@@ -36,7 +36,7 @@ TICK_S = 0.05  # Interval at which the thread reads the board
 TICK_RANK_S = 0.002  # Added to TICK_S for each rank
 CLOSE_TIMEOUT_S = 3.0  # Time that a finished rank waits for reports of the others
 FAILED_TIMEOUT_S = 1.0  # The same for a failed rank. The others may have failed, too
-ENDED_TIMEOUT_S = 5.0  # After another rank has ended: a rank without progress for this time is stalled
+ENDED_TIMEOUT_S = 5.0  # A rank without progress for this time is stalled if another rank has ended
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Meeting:
     """Properties of a watched loop. Two ranks are compared only if ``signature`` and ``collectives`` are equal.
 
     Attributes:
-        names: Names of the checksums of rank 0.
+        names: Names of the checksums. The names of rank 0 are used.
         signature: The shapes of the model.
-        collectives: Number of earlier exchanges.
+        collectives: Number of collectives that had been started before the watch.
     """
 
     names: tuple[str, ...]
@@ -237,7 +237,7 @@ class Exchange:
         if is_stalled != self._is_stalled:
             self._where = self._site.leave_stack(self.rank, self._thread_id) if is_stalled else ""
             self._collective = last_collective() if is_stalled else ""
-            asks_nccl = is_stalled and self.rank == 0 and uses_nccl()  # any process reports on all of them
+            asks_nccl = is_stalled and self.rank == 0 and uses_nccl()  # one process can report on all processes
             self._nccl = ras_problems(ras_report()) if asks_nccl else ()
             self._is_stalled, self._urgent = is_stalled, True
 
@@ -316,7 +316,7 @@ class Gathering:
         return None if texts is None else [construct(RankStep, json.loads(text)) for text in texts]
 
     def _read_statuses(self, own: RankStatus) -> list[RankStatus]:
-        """Returns the newest status of each present rank, and how long it has been silent, if too long."""
+        """Returns the newest status of each present rank, with ``silent_s`` if it has been silent for too long."""
         others = [rank for rank in self._present if rank != own.rank]
         texts = self._board.read(*(f"{self._key}/status/{rank}" for rank in others)) if others else []
         now_s = time.monotonic()

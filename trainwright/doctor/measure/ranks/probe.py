@@ -355,7 +355,7 @@ class SumWatch:
         return next((n for n, grad in grads if grad is not None and grad.data_ptr() == address), None)
 
     def are_undivided(self, step: RecordedStep, num_ranks: int) -> bool:
-        """Returns True if the sums of this step were of mean losses and were not divided. Drops the step."""
+        """Returns True if gradients of mean losses were summed and not divided. Drops the records of the step."""
         reduced, used, made = self._reduced, self._used, self.as_made
         self._reduced, self._used, self.as_made = {}, None, no_checksums
         if not reduced or not used:
@@ -373,7 +373,7 @@ def is_divided_again(step: RecordedStep, num_ranks: int, micro_batches: int) -> 
 
 
 def divisor_of_mean(step: RecordedStep) -> float | None:
-    """Returns the divisor of a loss after its mean over the batch of one rank; None without one."""
+    """Returns the number by which a mean loss is divided, 1 without a division; None for other losses."""
     made_by = {number: each for each in step.program if isinstance(each, Operation) for number in each.outputs}
     last = next((each for each in reversed(step.program) if isinstance(each, Backward)), None)
     slot, divisor = last.slot if last else None, 1.0
@@ -391,7 +391,7 @@ _MAX_LENGTH = 160
 
 
 def traits_of(step: RecordedStep) -> dict[str, str]:
-    """Returns by name: module modes, precision, loss, and operations on gradients; {} without a recording."""
+    """Returns the traits of a step as texts by name, such as modes, precision and loss; {} without a recording."""
     program = alive(step.program)
     calls = [each for each in program if isinstance(each, Call)]
     if not calls:

@@ -22,13 +22,14 @@ from trainwright.doctor.measure.ranks.compare import is_power_of_two
 from trainwright.doctor.measure.ranks.exchange import Meeting
 
 EARLY_STEPS = (1, 2, 3, 4, 6, 8, 12, 24)
-"""Steps that every rank reports without an agreement. Also every INTERVAL_STEPS-th, after step 512 every 64th.
+"""Steps that every rank reports. They are fixed, so that the ranks need no agreement.
 
-Steps 12, 16 and 24 are the first three rows of at least 4 steps each, which show a straggler.
+Every INTERVAL_STEPS-th step is also reported; from step 512 on, every LATER_INTERVAL_STEPS-th instead. A straggler
+shows in three reports that cover at least 4 steps each: the first three are those of steps 12, 16 and 24.
 """
 INTERVAL_STEPS = 16
 LATER_INTERVAL_STEPS = 64
-CHECKED_UPDATES = 64  # After each of the first updates, checksums of the weights are kept until the next one
+CHECKED_UPDATES = 64  # After each update until this one, checksums of the weights are kept until the next update
 MAX_TIME_FRACTION = 0.01  # Fraction of the time that later checksums may take
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ def is_due(step: int) -> bool:
 
 @dataclass
 class RowSums:
-    """Functions that read the checksums of a row. Gradients have one for each update of the step."""
+    """Functions that read the checksums of a row. ``gradients`` has one function for each update of the step."""
 
     weights: Checksums = no_checksums
     gradients: list[Checksums] = field(default_factory=list)
@@ -111,7 +112,7 @@ class Replica:
         return by_parameter
 
     def after_update(self, step: int, step_s: float, *, is_due: bool = False) -> Checksums:
-        """Starts checksums of the weights if the step is due or they are kept. Returns a function that reads them."""
+        """Starts checksums of the weights if the step is due or ``before_update`` needs them. Returns a reader."""
         every = max(1, math.ceil(2 * self._cost_s / (MAX_TIME_FRACTION * max(step_s, 1e-6))))
         keeps = step <= CHECKED_UPDATES or step % every == 0
         if self.is_split or not (keeps or is_due):
@@ -123,7 +124,7 @@ class Replica:
         return weights
 
     def buffers(self, *, without_statistics: bool) -> KnownSums:
-        """Returns checksums of the buffers without running statistics, or of those that never changed."""
+        """Returns checksums of buffers: all but the running statistics, or else those that have never changed."""
         if self.is_split:
             return no_checksums
         read, begin = self._buffers(), self._buffers_at_begin
@@ -135,7 +136,7 @@ class Replica:
         return lambda: [now if now == then else None for now, then in zip(read(), begin)]
 
     def before_update(self, *, is_due: bool = False) -> Checksums:
-        """Compares the weights with those after the last update, if these were kept. Reads them if ``is_due``."""
+        """Starts checksums of the weights if ``is_due`` or ``after_update`` has kept earlier ones. Returns a reader."""
         if self.is_split or (self._since is None and not is_due):
             return no_checksums
         weights = self._weights()
@@ -145,7 +146,7 @@ class Replica:
         return weights
 
     def changes(self, step: int) -> list[WeightsChange]:
-        """Returns weights that changed between two updates before ``step``, the first few of each interval."""
+        """Returns weights that changed between two updates before ``step``: the first four for each pair of updates."""
         done = [each for each in self._pairs if each[0] < step]
         self._pairs = [each for each in self._pairs if each[0] >= step]
         found: list[WeightsChange] = []
@@ -182,7 +183,7 @@ def folded(sums: Sequence[int]) -> tuple[int, ...]:
 
 
 def folded_known(sums: Sequence[int | None]) -> tuple[int | None, ...]:
-    """Returns the same sums; None if one of the summands is not known."""
+    """Returns the sums of ``folded``; None for each sum with an unknown summand."""
     known = folded([each or 0 for each in sums])
     return tuple(None if None in run else each for run, each in zip(_runs(sums), known))
 
