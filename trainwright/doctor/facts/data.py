@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-SAME = 8  # Consecutive steps on one batch that count as repetition. Loops that update several times per batch do fewer.
+SAME = 8  # Consecutive steps on one batch that count as repetition. Loops with several updates per batch make fewer.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class RowsFacts:
     batch: int = 0  # Rows in one call
     same: int = 0  # Length of the longest run of steps that read the rows of the previous step
     same_to: int = 0  # Last step of that run
-    same_before: int = 0  # Length of the second longest such run
+    same_before: int = 0  # Length of the longest such run that has ended
     whole: int = 0  # Rows of the dataset or tensor that the batches come from; 0 if unknown
     micro: int = 0  # The most micro-batches of one step that were all equal
     micro_steps: int = 0  # Number of steps with equal micro-batches
@@ -77,7 +77,7 @@ class EpochRepeat:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOverlap:
-    """A loader of an evaluation: the number of its samples, and of those that were trained on, by position."""
+    """A loader of an evaluation: the number of its samples, and of those whose position was also trained on."""
 
     samples: int
     shared: int
@@ -126,7 +126,7 @@ class WorkerDraws:
     random: bool  # The two reads by one worker differ
     equal_workers: bool  # Both workers read equal samples
     equal_epochs: bool  # Both epochs read equal samples
-    with_seeds: bool | None = None  # They stay equal with ``torch.initial_seed()``; None: not measured
+    with_seeds: bool | None = None  # The reads are equal even with ``torch.initial_seed()``; None: not measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,12 +154,12 @@ class SamplesFacts:
     experiment: ClassVar[str] = "samples"
     written: int = 0  # Number of steps that changed the model's input in place
     written_views: int = 0  # Number of these in which the input was a view of a larger tensor
-    since_written: int = 0  # The first of them
-    changed: int = 0  # Number of samples that changed, if all by one ``a * x + b`` for each element, else 0
+    since_written: int = 0  # The first of these steps
+    changed: int = 0  # Number of changed samples if one ``a * x + b`` per element explains all of them, else 0
     factor: float = 1.0  # The median of ``a``
     since_changed: int = 0  # The first step with such a change
     apart: int = 0  # Samples whose input and target were flipped or turned in different ways
-    together: int = 0  # Samples whose input and target were flipped or turned in the same way, or both left
+    together: int = 0  # Samples whose input and target were flipped or turned in the same way, or both unchanged
     since_apart: int = 0  # The first step with ``apart``
     source: str | None = None  # Line that reads their loader
 
@@ -252,9 +252,9 @@ class TextEnds:
     """Uses of the token id that pads texts."""
 
     id: int  # The token id
-    within: int  # Number of times that it follows a target and precedes other tokens
-    attended: int  # Rows in which it follows a target as the first padding, and the attention mask keeps it
-    targets: int  # Number of times that it is a target
+    within: int  # Number of times that the id follows a target and precedes other tokens
+    attended: int  # Rows whose first padding follows a target and is kept by the attention mask
+    targets: int  # Number of times that the id is a target
     rows: int  # Rows of the batch
     is_end: bool = False  # The configuration of the model names it as the end of texts
 
@@ -265,8 +265,8 @@ class TokenLoss:
 
     offset: int | None  # Each target is the input token this many positions later; None if no offset fits
     fraction: float  # Fraction of the targets for which this holds
-    sees: float | None = None  # Change of scores before ``start`` when only later tokens change, in deviations
-    given: float | None = None  # The same change at ``start``
+    sees: float | None = None  # Change of scores before ``start`` if tokens from it on change, in standard deviations
+    given: float | None = None  # Change of scores at ``start`` in the same experiment
     start: int = 0  # The first changed position
     module: str | None = None  # Path of the first module that depends on later tokens; None if unknown
     line: str | None = None  # Line in it that calls the first such function; None if unknown

@@ -21,7 +21,7 @@ class MeasuredLoss:
     module: str | None = None  # Path of the module that calls it; None for the loop
     made_in: str | None = None  # Path of the module whose softmax or sigmoid made the input
     made_at: str | None = None  # Line of the softmax or sigmoid that made the input
-    line: str | None = None  # ``file.py:line`` of the call; None for one of the loop that was measured in a replay
+    line: str | None = None  # ``file.py:line`` of the call; None for a call of the loop that was measured in a replay
     steps: int = 1  # Examined steps in which it was called
     classes: int = 0  # Classes of a classification loss, else 0
     simplex: bool = False  # All rows of the input are probabilities: none is negative, and they sum to 1
@@ -37,7 +37,7 @@ class MeasuredLoss:
     rows: tuple[tuple[float, float, float], ...] = ()
     ignored: float = 0.0  # Fraction of the targets that ignore_index leaves out
     ignored_class: int | None = None  # The ignore_index if it is a valid class, else None
-    ignored_inside: float = 0.0  # Fraction of the sequences in which targets with that index precede others
+    ignored_inside: float = 0.0  # Fraction of the sequences with a target of that index between others
     reverses: bool = False  # A custom autograd Function is between the parameters and the input
 
 
@@ -104,7 +104,7 @@ MAX_ERROR = 0.04  # Maximum standard error of this gain
 
 
 def knows_nothing(call: MeasuredLoss) -> bool:
-    """Returns True if the last predictions were no better than a constant one, or with the targets of other samples."""
+    """Returns True if the last loss was no lower than that of a constant prediction, nor than with shuffled targets."""
     value, constant, shuffled = (fmean(column) for column in zip(*call.rows))
     if not math.isfinite(value + constant + shuffled) or constant <= 1e-12:
         return False

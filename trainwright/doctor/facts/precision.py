@@ -58,7 +58,7 @@ class MixedPrecisionFacts:
     kept_elsewhere: bool = False  # The optimizer keeps float32 copies of the weights or uses stochastic rounding
     stale_since: int | None = None  # First step that used weights that autocast had cached before the last update
     zeros: float = 0.0  # Fraction of gradients that are 0, for a loss in float16 without a loss scale
-    rms_in_steps: float = math.inf  # Their root mean square in units of 6e-8, the smallest float16
+    rms_in_steps: float = math.inf  # Root mean square of the gradients in units of 6e-8, the smallest float16
     micro_batches: int = 0  # Number of micro-batches that are summed
     sum_error: float = 0.0  # Relative error of the 16-bit sum over micro-batches, compared with the float32 sum
     sum_rounding: float = 0.0  # Relative error of the float32 sum rounded once to 16 bits
@@ -66,7 +66,7 @@ class MixedPrecisionFacts:
 
 @dataclass(frozen=True)
 class ValueRange:
-    """The finite values of a tensor, and how many are not finite or 0."""
+    """The range of the finite values of a tensor, and the numbers of NaN, infinite and zero values."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -96,9 +96,9 @@ class FirstNonfinite:
     hidden_by: str | None = None  # The function that discarded the values in the forward pass
     micro_batch: int = 0  # Number of the micro-batch
     eps: float | None = None  # ``eps`` of the optimizer, for an operation of the update
-    rows: tuple[int, ...] | None = None  # Samples that each make the step non-finite alone; None: not measured
+    rows: tuple[int, ...] | None = None  # Samples that each make the step non-finite on their own; None: not measured
     ids: tuple[int, ...] = ()  # Their ids, if known
-    empty: float | None = None  # The single value that fills an input of exactly these samples
+    empty: float | None = None  # The value that fills all of an input in exactly these samples; else None
 
 
 @dataclass(frozen=True, kw_only=True)

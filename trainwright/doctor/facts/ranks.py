@@ -37,9 +37,9 @@ class RankStep:
     weights: tuple[int, ...] = ()  # Checksums of the weights
     gradients: tuple[int, ...] = ()  # Checksums of the gradients at the update
     reduced: tuple[int, ...] = ()  # Checksums of the gradients after the last backward pass
-    replayed: tuple[tuple[int, ...], ...] = ()  # Checksums of gradients before the sum: of this rank, and of
-    # its replays of the batches of the ranks before it, the nearest first. Ranks form a ring.
-    processor: str = ""  # Name of the processor that computes them
+    replayed: tuple[tuple[int, ...], ...] = ()  # Checksums of gradients before the sum over ranks: first
+    # of the batch of this rank, then of its replays of the batches of the previous ranks, backwards around the ring.
+    processor: str = ""  # Name of the processor of this rank
     moments: tuple[int | None, ...] = ()  # Checksums of the optimizer state
     buffers: tuple[int | None, ...] = ()  # Checksums of the buffers
     factor: float | None = None  # Factor by which the gradients of a part changed between backward pass and update
@@ -94,8 +94,8 @@ class RankStatus:
     ended: str = ""  # "" while the watch is active, "finished", or the error that ended it
     unused: tuple[str, ...] = ()  # Parameters that DistributedDataParallel found without a gradient
     where: str = ""  # Line at which its thread was when it was found to be stalled
-    collective: str = ""  # The last one that it had started then, if torch's flight recorder is on
-    nccl: tuple[str, ...] = ()  # Missing ranks and different counts that NCCL reported then, on rank 0
+    collective: str = ""  # Last collective that it had started by then, if torch's flight recorder is on
+    nccl: tuple[str, ...] = ()  # Missing ranks and different counts that NCCL reports for the stall, on rank 0
     nonfinite: NonfiniteFacts | None = None  # Its first step that was not finite
     changes: tuple[WeightsChange, ...] = ()  # Weights that changed between updates
     silent_s: float = 0.0  # Time since its last message, in seconds
@@ -115,7 +115,7 @@ class Disagreement:
     agreed: int  # Last step in which they agreed; -1 if they never did
     ranks: tuple[int, ...] = ()  # Ranks that differ from the majority; () without a majority
     names: tuple[str, ...] = ()  # The parameters or hyperparameters
-    source: str = ""  # Line that sets them
+    source: str = ""  # Line that sets the hyperparameters
     one_bit: bool = False  # One bit of one number differs
 
 
@@ -131,7 +131,7 @@ class Coincidence:
 
     @property
     def is_no_chance(self) -> bool:
-        """Returns True for half of the steps and at least two: one may be the last, short batch."""
+        """Returns True if it was the same in half of the steps and at least two: one may be the last, short batch."""
         return self.same >= 2 and 2 * self.same >= self.compared
 
 
@@ -156,8 +156,8 @@ class PaceFacts:
 
     own_s: tuple[float, ...]  # For each rank, the median time of a step outside of communication, in seconds
     step_s: float  # Median time of a step, in seconds
-    behind: tuple[int, ...] = ()  # Ranks that were far slower in every compared row
-    since: int = 0  # First step in which they were
+    behind: tuple[int, ...] = ()  # Ranks far slower in each of the last rows, and with them any far slower by median
+    since: int = 0  # Step of the first of these rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,16 +171,16 @@ class RanksFacts:
     compared: int = 0  # Number of compared steps
     disagreements: tuple[Disagreement, ...] = ()  # Quantities that differ and must not
     coincidences: tuple[Coincidence, ...] = ()  # Quantities that are equal and should not be
-    exchange: ExchangeFacts | None = None  # That of the rank that exchanged least, when gradients first differed
+    exchange: ExchangeFacts | None = None  # Of the rank that exchanged least when gradients first differed
     is_wrapped: bool = False  # DistributedDataParallel wraps the model
     programs: tuple[ProgramDifference, ...] = ()  # Operations that differ
     are_reduced: bool = False  # Gradients were also compared as the backward passes left them
     factors: tuple[float, ...] = ()  # Factor by which each rank scaled its part of the gradients, if these differ
-    factors_since: int | None = None  # First step in which they differ
+    factors_since: int | None = None  # First step in which the factors differ
     summed_since: int | None = None  # First step with gradients that were summed instead of averaged
     shrunk_since: int | None = None  # First step with gradients that were averaged twice
-    missing: tuple[str, ...] = ()  # Parameters without a gradient on rank ``missing_on`` alone
-    missing_on: int | None = None  # That rank
+    missing: tuple[str, ...] = ()  # Parameters without a gradient on ``missing_on`` that have one on another rank
+    missing_on: int | None = None  # The rank that lacks these gradients
     statuses: tuple[RankStatus, ...] = ()  # Progress of each rank
     pace: PaceFacts | None = None  # Step times
 
@@ -199,7 +199,10 @@ class RanksFacts:
 
     @property
     def writers(self) -> dict[int, int]:
-        """The ranks whose code wrote to several parameters between two updates while others did not, with the step."""
+        """The ranks whose code wrote to several parameters between two updates, with the first such step.
+
+        {} if parameters of every rank were written to between updates.
+        """
         changed: dict[tuple[int, int], set[str]] = {}
         for status in self.statuses:
             for change in status.changes:
@@ -247,7 +250,7 @@ def one_rank(ranks: Sequence[int]) -> Where:
 
 
 def trains_locally(run: RunContext, facts: RanksFacts) -> str | None:
-    """Returns why different gradients are not a fault, or not yet known to be one: local SGD. None if they are."""
+    """Returns why different gradients are no fault (local SGD) or not yet known to be one; None if they are one."""
     gradients = facts.disagreement("gradients")
     if gradients is None or gradients.agreed > 0 or facts.is_wrapped or facts.are_changed_apart:
         return None

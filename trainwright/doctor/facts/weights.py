@@ -35,7 +35,7 @@ class WeightsFacts:
 
 
 def standing(run: RunContext, names: Sequence[str], step: int) -> list[str] | None:
-    """Returns the names of weights that have not changed since ``step``; None before an examination after ``step``.
+    """Returns the names of weights that have not changed since ``step``; None if no examination has followed it yet.
 
     A weight without a gradient may still change: by a moving average, by code of the user, or by a loss that the replay
     does not contain.

@@ -24,7 +24,7 @@ class GraphCut:
     inside: str  # Path of the module with the cut
     last: str | None  # The last module before the cut; None if unknown
     behind: tuple[str, ...]  # Parameters that no gradient reaches
-    aside: bool  # No trained weight uses the value above the cut or produces the value below it
+    aside: bool  # No weight behind the cut, or applied to values computed from it, has a gradient
 
 
 @dataclass(frozen=True, kw_only=True)
