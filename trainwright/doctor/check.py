@@ -65,7 +65,7 @@ class Check:
 
     @cached_property
     def _parameters(self) -> list[tuple[type[Measurement], bool]]:
-        """The measurement that each parameter of ``judge`` takes; True for all of them, as ``Every`` says."""
+        """For each parameter of ``judge`` after the first: its kind of measurement; True if it takes ``Every`` one."""
         wanted = [each.annotation for each in inspect.signature(self.judge).parameters.values()][1:]
         return [(get_args(get_args(each)[0])[1], True) if get_origin(each) else (each, False) for each in wanted]
 

@@ -63,7 +63,7 @@ class RunContext:
         return next((self._measured(each, kind) for each in reversed(self._seen(kind))), None)
 
     def measured(self, kind: type[M]) -> M:
-        """Returns the newest measurement of a kind of which there is one."""
+        """Returns the newest measurement of a kind. There must be one."""
         measurement = self.latest(kind)
         assert measurement is not None, kind.__name__
         return measurement
@@ -116,7 +116,8 @@ class RunContext:
         """Returns a finding of the current check. Defaults come from the check and its docstring.
 
         Args:
-            step: The step that shows it. Default: that of the newest measurement that the check needs, or the last one.
+            step: The step that shows it. Default: the step of the newest measurement of the first kind that the check
+                needs, or the last step.
             symptom: What is wrong, with numbers. Default: the first sentence of the docstring.
             cause: The usual cause. Default: that section of the docstring.
             remedy: The fix. Default: that section of the docstring.

@@ -48,7 +48,7 @@ def diagnose(run: RunContext, checks: Sequence[Check] | None = None) -> Diagnosi
 
 
 def _results(check: Check, run: RunContext) -> list[Result]:
-    """Returns the results of a check. An exception in it becomes an info finding: it must not end a training."""
+    """Returns the results of a check. An exception in it becomes an info finding and does not end a training."""
     try:
         why = next((why for kind in check.needs if (why := run.not_measured(kind)) is not None), None)
         return list(check.results(run)) if why is None else [_NotExamined(why)]
@@ -82,7 +82,7 @@ def _state(code: str, results: Sequence[Result]) -> CheckState:
 
 
 def _folded(findings: Iterable[Finding]) -> list[Finding]:
-    """Moves each finding that another one explains into the consequences of that one, the likeliest cause first."""
+    """Moves findings into the consequences of the finding that explains them. The likeliest cause takes them first."""
     left = sorted(findings, key=_rank)
     for cause in list(left):
         taken = [each for each in left if cause in left and each is not cause and _explains(cause, each)]
@@ -95,7 +95,7 @@ def _folded(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _place_of_first(cause: Finding, consequences: Sequence[Finding]) -> Where:
-    """Returns the place of the first consequence that has one. A cause outside of the model only shows there."""
+    """Returns the place of the first consequence with a place; as ``shown_at`` if the cause is outside of the model."""
     where = next((each.found.where for each in consequences if each.found.where != Where()), Where())
     if cause.found.code.partition(".")[0] not in TOPICS_OUTSIDE_OF_MODEL:
         return where
@@ -103,7 +103,7 @@ def _place_of_first(cause: Finding, consequences: Sequence[Finding]) -> Where:
 
 
 def _explains(cause: Finding, other: Finding) -> bool:
-    """Returns True if the cause lists the other code, or the other is a symptom of learning, and no more severe."""
+    """Returns True if the cause lists the other code, or both are about learning and the other is a weaker symptom."""
     one, two = cause.found, other.found
     is_symptom = one.names_cause and not two.names_cause and one.severity != "info" and rank(one) < rank(two)
     are_of_learning = all(each.code.partition(".")[0] in TOPICS_OF_LEARNING for each in (one, two))

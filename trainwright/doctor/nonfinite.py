@@ -140,7 +140,7 @@ def without_samples(trace: TraceFacts, first: FirstNonfinite) -> RemedyTrial | N
 
 
 def is_harmless(run: RunContext, step: int, trace: TraceFacts) -> bool:
-    """Returns True if only the loss was not finite: each gradient was, both in the step itself and in its replay."""
+    """Returns True if only the loss was not finite: all gradients were finite, in the step itself and in its replay."""
     live = next((seen for at, seen in run.every(SeenNonfinite) if at == step), None)
     first = trace.first
     return first is not None and first.phase != "update" and not trace.gradients and not (live and live.num_gradients)

@@ -56,7 +56,7 @@ def weight_decay(session: ReplaySession, to: float) -> str:
 
 
 def clip_at(session: ReplaySession, at: float) -> str:
-    """Tries updates on this batch, clipped at ``at``. A loop without clipping gets a clip before its update."""
+    """Tries updates on this batch with gradients clipped at ``at``. Adds a clip before the update if there is none."""
     with _clipped(session, at):
         now = session.train(NUM_UPDATES, Intervention(clip=at), repeat=True)
     return compare_losses(f"with gradients clipped at {at:g}", session.train(NUM_UPDATES, repeat=True), now)
@@ -78,7 +78,7 @@ def _clipped(session: ReplaySession, at: float) -> Iterator[None]:
 
 
 def group_lr(session: ReplaySession, optimizer: int, group: int, lr: float) -> str:
-    """Tries updates on this batch with a learning rate for a parameter group that had none."""
+    """Tries updates on this batch with the learning rate ``lr`` for one parameter group."""
     first = id(session.optimizers[optimizer].param_groups[group]["params"][0])
 
     def change(step: int, live: dict[str, Any]) -> dict[str, Any]:
@@ -310,7 +310,7 @@ _GUARDS: dict[str, tuple[_Guard, str]] = {
 
 
 def _clamp_mask(value: object) -> object:
-    """Returns a mask constant, at least MASK_VALUE."""
+    """Returns a mask constant clamped to at least MASK_VALUE; other values unchanged."""
     if isinstance(value, float | int) and not isinstance(value, bool):
         return max(value, MASK_VALUE)
     if isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad:
