@@ -163,12 +163,12 @@ class MissingExtra(UsageError):
 
 
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree")
-"""torchao, which transformers and peft import, reports kernels that this machine cannot load and its deprecations."""
+"""Loggers of torchao, which transformers and peft import. It reports deprecations and kernels that do not load."""
 
 
 @contextmanager
 def _quiet_import() -> Iterator[None]:
-    """Silence ``NOISY_LOGGERS`` and suspend the garbage collector, which takes 0.3 of 1.7 s beside transformers."""
+    """Silence ``NOISY_LOGGERS``. Suspend the garbage collector: it takes 0.3 s of the 1.7 s to import transformers."""
     with ExitStack() as restored:
         for logger in map(logging.getLogger, NOISY_LOGGERS):
             restored.callback(logger.setLevel, logger.level)
@@ -281,8 +281,9 @@ class StoppedError(TrainwrightError):
 
 
 def text_of(error: BaseException, *, lines: int | None = None) -> str:
-    """Return the type and the message of an error, at most its first ``lines``. The message of a user's error may
-    raise.
+    """Return the type of an error and at most the first ``lines`` of its message.
+
+    The error may be of a user's class whose ``__str__`` raises.
     """
     try:
         shown = str(error).strip().splitlines()[:lines]
@@ -292,7 +293,7 @@ def text_of(error: BaseException, *, lines: int | None = None) -> str:
 
 
 def suggest_file(path: Path, what: str) -> str:
-    """Return a remedy for a missing file or folder: the nearest name, or the folder of relative paths.
+    """Return a remedy for a missing file or folder: the nearest name, or the folder that relative paths start at.
 
     The names are compared without their suffix, because short names with the same suffix look similar.
     """
@@ -326,8 +327,9 @@ def _plain(package: str) -> str:
 
 
 def unknown_args(what: str, path: str, args: Iterable[str], accepted: Sequence[str]) -> list[Problem]:
-    """Return the problems of arguments that ``what`` does not accept, each with the nearest name. ``path`` is that of
-    args.
+    """Return the problems of arguments that ``what`` does not accept, each with the nearest name.
+
+    ``path`` is the recipe path of ``args``.
     """
     accepts = f"it accepts: {', '.join(accepted)}" if accepted else "it accepts no arguments"
     found = []
