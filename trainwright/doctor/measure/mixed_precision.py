@@ -232,7 +232,7 @@ Grads = Mapping[str, Tensor | None]
 
 
 def measure_formats(session: ReplaySession) -> FormatFacts:
-    """Returns the dtypes of all results of a forward pass and its loss, and the results that underflow in float16."""
+    """Returns the 16-bit dtype of a step, the loss functions that take it, results that underflow, and equal angles."""
     modules = ModuleStack(session.modules)
     dtypes: set[torch.dtype] = set()
     loss_ops: dict[str, None] = {}

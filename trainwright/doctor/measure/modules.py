@@ -147,7 +147,7 @@ def rows_of(tensor: Tensor, most: int = 8) -> Tensor:
 
 @dataclass
 class _Table:
-    """Measurements of an embedding. ``ids`` are of the examined step; ``computed``: rows that had a gradient."""
+    """Measurements of an embedding. ``ids``: those of the examined step; ``computed``: rows that had a gradient."""
 
     module: nn.Embedding | nn.EmbeddingBag
     counts: list[Tensor] = field(default_factory=list)  # number of ids, of padding, and of padding between other tokens
