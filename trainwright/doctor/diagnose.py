@@ -103,7 +103,10 @@ def _place_of_first(cause: Finding, consequences: Sequence[Finding]) -> Where:
 
 
 def _explains(cause: Finding, other: Finding) -> bool:
-    """Returns True if the cause lists the other code, or both are about learning and the other is a weaker symptom."""
+    """Returns True if the cause lists the code of the other finding, or the other is a symptom of learning.
+
+    A symptom is explained by any finding on learning that names a cause and is at least as severe.
+    """
     one, two = cause.found, other.found
     is_symptom = one.names_cause and not two.names_cause and one.severity != "info" and rank(one) < rank(two)
     are_of_learning = all(each.code.partition(".")[0] in TOPICS_OF_LEARNING for each in (one, two))

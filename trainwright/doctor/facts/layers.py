@@ -46,7 +46,7 @@ class LayerGradient:
 
 @dataclass(frozen=True, kw_only=True)
 class WrongAxes:
-    """Calls at one place that treat axes wrongly."""
+    """Calls at one place that treat axes, masks or noise wrongly."""
 
     # "reordered": a view is used instead of a transpose. "inverted": an attention mask hides everything except padding.
     # "one_value": a softmax runs over an axis of size 1. "uniform_noise": noise is uniform instead of normal.
