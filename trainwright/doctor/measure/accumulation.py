@@ -63,7 +63,8 @@ class _Means:
             divisor, summed = args[1], self._sums.get(id(args[0]))
             if summed is None or not isinstance(divisor, Tensor) or divisor.dim() or divisor.requires_grad:
                 return None
-            return _Mean(float(divisor)) if float(divisor) <= 1.1 * summed else None  # else it counts masked ones, too
+            # a larger divisor counts masked elements, too
+            return _Mean(float(divisor)) if float(divisor) <= 1.1 * summed else None
         if name == "mean":
             return _Mean(float(args[0].numel()))
         is_loss = name.endswith("_loss") or name.startswith(("cross_entropy", "binary_cross_entropy"))

@@ -235,7 +235,10 @@ class KeptStates(Probe):
             self.urgent = True
 
     def end(self, error: BaseException | None) -> None:
-        """Records states that still exist as kept for use after the loop, unless newer than 1.5 usual intervals."""
+        """Records states that still exist as kept for use after the loop.
+
+        States are left out if they are newer than 1.5 times the mean interval between states.
+        """
         steps = [each.step for each in self._taken]
         usual = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else MIN_AGE_STEPS / 1.5
         for each in self._taken:

@@ -133,7 +133,8 @@ def depends_on_mode(module: nn.Module) -> bool:
     if isinstance(module, _DropoutNd):
         return module.p > 0
     if type(module).__module__.startswith("torch.nn."):
-        rate = getattr(module, "dropout", 0.0)  # its dropout submodules count on their own
+        # the dropout submodules of nn.TransformerEncoderLayer count on their own
+        rate = getattr(module, "dropout", 0.0)
         return isinstance(module, nn.RReLU) or (isinstance(rate, float) and rate > 0)
     classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
     functions = [f for each in classes for name, f in vars(each).items() if name not in ("train", "eval")]

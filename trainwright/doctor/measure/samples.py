@@ -1,4 +1,4 @@
-"""Finds inputs that a step writes to, and samples that differ, or are flipped unlike their target, when read again."""
+"""Finds inputs that a step writes to, samples that change, and inputs that are flipped unlike their targets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ Key = tuple[int, ...]
 
 
 class StoredSamples(Probe):
-    """Keeps values of 256 samples and 48 pairs of pictures. ``urgent``: data have changed, or flips differ."""
+    """Keeps values of 256 samples and 48 pairs of pictures.
+
+    ``urgent``: data have changed, or an input and its target are flipped differently.
+    """
 
     name = SamplesFacts.experiment
 

@@ -50,7 +50,7 @@ class _Scheduler:
 
 
 class Schedules(Probe):
-    """Observes all schedulers, also unwatched ones. ``urgent``: the learning rate fell, or a cosine began to climb."""
+    """Observes all schedulers, also those not passed in. ``urgent``: the rate fell, or a cosine began to climb."""
 
     name = LearningRateFacts.experiment
     hears_every_step = True
@@ -147,7 +147,8 @@ class Schedules(Probe):
         found.shares = any(id(p) in trained for p in owned_by(each.optimizer))
         is_late = self._found.steps >= (2 if found.shares else MIN_STEPS_BEFORE_STRAY) and found.calls >= 2
         stepped = [o for o in self._optimizers if id(o) in self._stepped]
-        found.is_stray = is_late and not any(share_groups(each.optimizer, o) for o in stepped)  # or wraps it
+        # an optimizer that shares groups with a stepped one, such as its wrapper, is not stray
+        found.is_stray = is_late and not any(share_groups(each.optimizer, o) for o in stepped)
         found.is_stray = found.is_stray and id(each.optimizer) not in self._stepped
         return found.is_stray or any(share_groups(each.optimizer, o) for o in self._optimizers)
 

@@ -244,7 +244,8 @@ class _Checksums(StepInspector):
     def pack(self, tensor: Tensor) -> _Packed:
         saved = tensor.detach()
         path = self.stack[-1] if self.stack else ""
-        is_statistic = path in self._norms and tensor.dim() == 1 and not tensor.requires_grad  # or its copy
+        # a running statistic or a copy of it
+        is_statistic = path in self._norms and tensor.dim() == 1 and not tensor.requires_grad
         skip = not tensor.is_floating_point() or tensor.is_sparse or is_statistic or tensor.data_ptr() in self._written
         return saved, None if skip else checksum(saved), path
 

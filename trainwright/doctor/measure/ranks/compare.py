@@ -96,7 +96,8 @@ class Comparison:
             self._record_coincidence(
                 "samples", {r.rank: frozenset(r.samples) if r.batch is None else r.batch for r in rows}
             )
-            if not all(row.samples and row.samples == rows[0].samples for row in rows):  # equal samples are divided
+            # ranks that read the same samples divide them, and may use the same random numbers
+            if not all(row.samples and row.samples == rows[0].samples for row in rows):
                 self._record_coincidence("random numbers", {row.rank: row.rng if row.draws else None for row in rows})
         everywhere = set.intersection(*(set(row.without_gradient) for row in rows))
         for row in rows if not facts.missing else ():

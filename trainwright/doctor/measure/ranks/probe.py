@@ -355,7 +355,10 @@ class SumWatch:
         return next((n for n, grad in grads if grad is not None and grad.data_ptr() == address), None)
 
     def are_undivided(self, step: RecordedStep, num_ranks: int) -> bool:
-        """Returns True if gradients of mean losses were summed and not divided. Drops the records of the step."""
+        """Returns True if gradients of mean losses were summed over the ranks and not divided by their number.
+
+        Drops the records of the step.
+        """
         reduced, used, made = self._reduced, self._used, self.as_made
         self._reduced, self._used, self.as_made = {}, None, no_checksums
         if not reduced or not used:

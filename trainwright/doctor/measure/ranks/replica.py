@@ -124,7 +124,10 @@ class Replica:
         return weights
 
     def buffers(self, *, without_statistics: bool) -> KnownSums:
-        """Returns checksums of buffers: all but the running statistics, or else those that have never changed."""
+        """Returns checksums of the buffers; None for those that may differ between ranks.
+
+        These are the running statistics if ``without_statistics``, else all buffers that have changed since the start.
+        """
         if self.is_split:
             return no_checksums
         read, begin = self._buffers(), self._buffers_at_begin
