@@ -163,7 +163,7 @@ class MissingExtra(UsageError):
 
 
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree")
-"""Loggers of torchao, which transformers and peft import. It reports deprecations and kernels that do not load."""
+"""Loggers that report deprecations and kernels that cannot be loaded when transformers or peft import torchao."""
 
 
 @contextmanager
