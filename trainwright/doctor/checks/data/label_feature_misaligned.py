@@ -43,7 +43,11 @@ def label_feature_misaligned(run: RunContext, facts: BatchFacts) -> Results:
         symptom=f"the loss after {run.last_step} steps is {recent:.3g}; to know only the frequency of each class gives "
         f"{facts.entropy:.3g}",
         evidence=[
-            (f"how far {signal.samples} samples predict labels above chance, in deviations", signal.deviations, "> 3"),
+            (
+                f"how far {signal.samples} samples predict labels above chance, in deviations",
+                signal.deviations,
+                "> 2.5",
+            ),
             ("loss when one batch is repeated", [signal.memorized[0], signal.memorized[-1]]),
         ],
     )
