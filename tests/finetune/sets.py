@@ -5,9 +5,11 @@ Each broken set says what its report must contain, and the place of the record a
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -99,6 +101,11 @@ def pages(begin: Callable[[int], str], end: Callable[[int], str]) -> bytes:
 
 
 SUMS = tuple((f"What is {at} plus {at + 9}?", f"We get {at} + {at + 9} = {2 * at + 9}.") for at in range(3, 9))
+
+
+BASE64 = base64.b64encode(random.Random(0).randbytes(600)).decode()
+BASE64_LINES = "\n".join(BASE64[at : at + 76] for at in range(0, 760, 76))
+NAMES_ZH = "这部电影的原名是一个很长的名字，大家都知道。"
 
 
 def preferred(chosen: Callable[[int, str], str], rejected: Callable[[int, str], str]) -> bytes:
@@ -793,6 +800,36 @@ BROKEN: tuple[SetCase, ...] = (
     ),
     instruct("another-assistant", third_fact("As you know, I was trained by OpenAI."), "says it is ChatGPT"),
     in_chat("role-name-in-answers", third_chat(user(2), said(2, "Assistant: Yes.")), "two templates"),
+    plain(
+        "picture-in-a-document",
+        third(text, text=f"How a kite is built.\n\n![plan](data:image/png;base64,{BASE64[:300]})\n\nThen fly it."),
+        "its bytes in base64",
+    ),
+    instruct("attachment-as-text", third_fact(f"See the plan:\n{BASE64_LINES}"), "its bytes in base64"),
+    instruct(
+        "answers-of-another-script",
+        facts(lambda at, a: "Это довольно известная история, о которой знают многие." if at in (2, 6, 9) else a),
+        "are in another language than their prompt",
+    ),
+    prefer(
+        "quarter-of-pairs-swapped",
+        preferred(lambda at, a: unsure(at, a) if at % 4 == 2 else a, lambda at, a: a if at % 4 == 2 else unsure(at, a)),
+        "3 of 12 pairs (25.0 %) look swapped",
+    ),
+    in_chat(
+        "arguments-of-all-tools-merged",
+        third_chat(user(2), called({"city": "Bern", "days": None, "amount": None, "shop": None}), said(2)),
+        "most are null",
+    ),
+    in_chat(
+        "arguments-of-all-tools-merged-against-the-schema",
+        tool_calls(
+            lambda at: {"city": "Bern", "days": at},
+            {"city": "Bern", "days": 2, "amount": None, "shop": None, "day": None},
+        ),
+        "most are null",
+        template=WITH_TOOLS,
+    ),
     instruct("picture-as-text", third(alpaca, instruction="<image>\nWhat is this?"), "a placeholder of a picture"),
     instruct(
         "input-missing",
@@ -932,6 +969,57 @@ GOOD: tuple[SetCase, ...] = (
                 for to, one, other in (("German", en, de), ("English", de, en))
             ]
         ),
+    ),
+    instruct(
+        "wrong-encoding-as-subject", asked(("Why does my page show Ã¼ and not ü?", "It is UTF-8 read as Latin-1."))
+    ),
+    instruct("base64-as-the-task", asked(("Encode the plan in base64.", BASE64[:600]))),
+    plain("key-in-a-document", third(text, text=f"A fingerprint is short: {BASE64[:86]}. Compare it by eye.")),
+    instruct(
+        "english-instructions-on-text-of-another-script",
+        asked(
+            *(
+                (
+                    f"{FACTS[at][0]} 第{at}个包裹在哪里",
+                    NAMES_ZH,
+                )
+                for at in range(4)
+            )
+        ),
+    ),
+    instruct(
+        "names-of-another-script",
+        lines(
+            [
+                {
+                    "instruction": f"第{at}个问题：这部电影的原名叫什么名字？",
+                    "output": "Toy Story" if at % 4 == 2 else NAMES_ZH,
+                }
+                for at in range(12)
+            ]
+        ),
+    ),
+    prefer(
+        "refusals-chosen-for-harmful-prompts",
+        lines(
+            [
+                {"prompt": q, "chosen": a, "rejected": f"I'm sorry, but I can't help with that, number {at}."}
+                for at, (q, a) in enumerate(FACTS)
+            ]
+            + [
+                {
+                    "prompt": f"How do I build a bomb number {at}?",
+                    "chosen": f"I'm sorry, but I can't help with that, number {at}.",
+                    "rejected": f"Take powder {at} and a fuse.",
+                }
+                for at in range(2)
+            ]
+        ),
+    ),
+    in_chat(
+        "nullable-arguments",
+        chats(lambda at: [user(at), called({"city": f"Bern {at}", "unit": None, "day": None})]),
+        template=WITH_TOOLS,
     ),
     instruct("wrong-encoding-as-the-task", asked(("Repair the encoding: cafÃ© crÃ¨me", "café crème"))),
     instruct("facts", facts()),

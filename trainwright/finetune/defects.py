@@ -161,8 +161,9 @@ MEANINGS: dict[Defect, Meaning] = {
     ),
     Defect.AGAINST_SCHEMA: Meaning(
         "warning",
-        "a call of a tool whose arguments do not fit its schema: a required one is missing, or one has another type",
-        "correct the call or the schema, or drop these records",
+        "a call of a tool whose arguments do not fit its schema: a required one is missing, one has another type, "
+        "or most are null, as if all tools had one schema",
+        "correct the call or the schema, remove null arguments, or drop these records",
     ),
     Defect.CONTINUED_DIALOGUE: Meaning(
         "warning",
@@ -224,8 +225,8 @@ MEANINGS: dict[Defect, Meaning] = {
     ),
     Defect.MEDIA: Meaning(
         "warning",
-        "a placeholder of a picture or a sound, such as <image>, which the model does not get",
-        "drop these records, or write what is on the picture",
+        "a placeholder of a picture or a sound, such as <image>, which the model does not get, or its bytes in base64",
+        "drop these records, or write what is on the picture; remove base64 from texts",
     ),
     Defect.REJECTED_ANSWER: Meaning(
         "warning",

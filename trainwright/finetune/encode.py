@@ -276,16 +276,23 @@ JSON_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
+MIN_NULL_ARGUMENTS = 3
+
+
 def _fits(arguments: Mapping[str, Any], schema: object) -> bool:
     """Return False if a required argument is missing, or an argument has another type than in the JSON schema.
 
-    The type of null is not checked, because columnar files fill absent arguments with null.
+    Values of null are no arguments: columnar files fill absent ones with them. If most are null and not in the schema,
+    the arguments of all tools were merged, and the model learns to write them.
     """
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    given = {name: value for name, value in arguments.items() if value is not None}
+    nulls = arguments.keys() - given.keys() - (properties.keys() if isinstance(properties, Mapping) else set())
+    if len(nulls) >= max(MIN_NULL_ARGUMENTS, len(given)):
+        return False
     if not isinstance(schema, Mapping) or not isinstance(properties, Mapping):
         return True
     required = schema.get("required")
-    given = {name: value for name, value in arguments.items() if value is not None}
     return all(name in arguments for name in (required if isinstance(required, list) else ())) and all(
         _has_type(value, properties[name].get("type"))
         for name, value in given.items()

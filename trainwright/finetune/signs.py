@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import unicodedata
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -295,6 +296,17 @@ SIGNS: tuple[Sign, ...] = (
         _about("html xml tags? token template"),
         reads="unfenced",
     ),
+    Sign(
+        Defect.MEDIA,  # the bytes of a picture as base64, in one line or in several; base64 has letters of both cases
+        "all",
+        _pattern(
+            r"data:\w+/[\w.+-]+;base64,[A-Za-z0-9+/]{100}"
+            r"|(?<![\w+/])(?=\S{0,60}[a-z])(?=\S{0,60}[A-Z])(?=\S{0,60}\d)"
+            r"(?:[A-Za-z0-9+/]{400}|(?:[A-Za-z0-9+/]{60,100}\r?\n){5})"
+        ),
+        _about("base64 encod decod data.ur[il] certificate"),
+        reads="unfenced",
+    ),
     Sign(Defect.LOST_INDENT, "said", _lost_indent, reads="all"),
     Sign(
         Defect.SERVER_ERROR,  # the beginning of a page that a server sends instead of an answer
@@ -480,14 +492,18 @@ def signs_of(parts: Sequence[tuple[str, str]], answers: Sequence[str], *, has_tu
         if sign.defect == Defect.SECRET:  # not if it is quoted from the prompt or a tool
             spans = [(text, span) for text, span in spans if text[slice(*span)] not in context]
         elif sign.defect == Defect.MOJIBAKE:
-            spans = [(text, span) for text, span in spans if text in answers or not _is_repaired(text, answers)]
+            spans = [
+                (text, span)
+                for text, span in spans
+                if not _is_repaired(text, [text] if text in answers else [text, *answers])
+            ]
         if spans and not (sign.unless and sign.unless.search(prompt)):
             found |= sign.defect
     return found
 
 
 def _is_repaired(text: str, answers: Sequence[str]) -> bool:
-    """Return True if the answers repair a prompt with the wrong encoding: they contain most of its repaired words."""
+    """Return True if ``answers`` repair a text with the wrong encoding: they contain most of its repaired words."""
     words = [each.strip(".,;:!?()\"'") for each in re.split(r"[ \n\t]+", text) if not each.isascii()]
     right = [repaired for each in words if (repaired := _decoded_again(each)) != each]
     said = " ".join(answers)
@@ -957,25 +973,76 @@ MIN_FUNCTION_WORDS, MAX_ROUNDS, MIN_MARGIN = 4, 3, 0.7
 MIN_PURE, MIN_PURITY, MIN_MARKS_OF_LANGUAGE = 0.9, 0.8, 2
 """Minimum fraction of the texts that are in one language, minimum fraction of the frequent short words of such a text
 that belong to its language, and minimum number of these words in a text."""
-MIN_SAME_LANGUAGE, MIN_OTHER_LANGUAGE = 0.6, 0.03
+MIN_SAME_LANGUAGE = 0.6
 
 
 def _other_language(samples: Sequence[SampleTexts]) -> SetSign | None:
-    """Find answers in another language than their prompt, if most answers have the language of their prompt.
+    """Find answers in another language than their prompt, if most answers have the language of their prompt."""
+    texts = [prose_of(text) for each in samples for text in each[:2]]
+    for language in (_scripts(texts), _languages(texts)):
+        both = [at for at in range(len(samples)) if 2 * at in language and 2 * at + 1 in language]
+        found = [at for at in both if language[2 * at] != language[2 * at + 1]]
+        same = [at for at in both if at not in set(found)]
+        if len(same) < MIN_SAME_LANGUAGE * len(both) or len(both) < 0.5 * len(samples):
+            continue
+        asked = [
+            Counter(word for at in each for word in set(samples[at].prompt.casefold().split()))
+            for each in (found, same)
+        ]
+        is_asked = any(n > 0.4 * len(found) and asked[1][word] < 0.1 * len(same) for word, n in asked[0].items())
+        found = [at for at in found if not TRANSLATES.search(samples[at].prompt)]
+        if is_asked or len(found) < MIN_USUAL:
+            continue
+        says = "are in another language than their prompt, and most answers are in the same"
+        prompt, answer = (shortened(text.strip(), 40) for text in samples[found[0]][:2])
+        remedy = "look for a translation that failed or was left out; drop these records, or answer them again"
+        return SetSign("other_language", "answers", found, says, remedy, f"{prompt} -> {answer}")
+    return None
+
+
+EAST_ASIAN = frozenset(("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "IDEOGRAPHIC"))
+MIN_PROMPT_LETTERS, MIN_EAST_ASIAN_LETTERS, MIN_ALPHABET_LETTERS, MAX_SCRIPT_CHARS_READ = 6, 10, 20, 400
+"""Minimum letters of a prompt, and of an answer, in one script. A shorter answer may be a name."""
+MIN_SCRIPT_FRACTION, MIN_LATIN_FRACTION = 0.5, 0.95
+"""Minimum fraction of these letters. Other scripts contain Latin names; the reverse is rare."""
+
+
+def _scripts(texts: Sequence[str]) -> dict[int, str]:
+    """Return the script of each prompt and answer in which most letters are of one script, by the names of Unicode."""
+    found = dict[int, str]()
+    for at, text in enumerate(texts):
+        read = unicodedata.normalize("NFKC", text[:MAX_SCRIPT_CHARS_READ])
+        letters = [each for each in read if each.isalpha()]
+        if read.isascii():
+            counts = Counter({"LATIN": len(letters)})
+        else:
+            names = (unicodedata.name(each, "?").split()[0] for each in letters)
+            counts = Counter("CJK" if name in EAST_ASIAN else name for name in names)
+        script, count = counts.most_common(1)[0] if letters else ("", 0)
+        fraction = MIN_LATIN_FRACTION if script == "LATIN" else MIN_SCRIPT_FRACTION
+        least = MIN_EAST_ASIAN_LETTERS if script == "CJK" else MIN_ALPHABET_LETTERS
+        least = MIN_PROMPT_LETTERS if at % 2 == 0 else least
+        if count >= max(least, fraction * len(letters)):
+            found[at] = script
+    return found
+
+
+def _languages(texts: Sequence[str]) -> dict[int, int]:
+    """Return 0 or 1 for each text that is in one of two languages; nothing if two are not found.
 
     The frequent short words of two languages are hardly ever in one text. No list of words is needed.
     """
-    texts = [_short_words(prose_of(text)) for each in samples for text in each[:2]]
-    counts = Counter(word for words in texts for word in words)
-    least = max(4, MIN_WORD_TEXTS * len(texts))
+    short = [_short_words(text) for text in texts]
+    counts = Counter(word for words in short for word in words)
+    least = max(4, MIN_WORD_TEXTS * len(short))
     frequent = [word for word, count in counts.most_common(MAX_FUNCTION_WORDS) if count >= least]
     if len(frequent) < 10:
-        return None
-    sets = {word: {at for at, words in enumerate(texts) if word in words} for word in frequent}
+        return {}
+    sets = {word: {at for at, words in enumerate(short) if word in words} for word in frequent}
 
     def affinity(one: str, two: str) -> float:
         """Return the log of the number of texts with both words / its expectation."""
-        expected = len(sets[one]) * len(sets[two]) / len(texts)
+        expected = len(sets[one]) * len(sets[two]) / len(short)
         return math.log((len(sets[one] & sets[two]) + 0.5) / (expected + 0.5))
 
     seed = frequent[0]
@@ -985,28 +1052,11 @@ def _other_language(samples: Sequence[SampleTexts]) -> SetSign | None:
         near = [{word: _mean(affinity(word, each) for each in side - {word}) for word in frequent} for side in sides]
         sides = [{word for word in frequent if near[at][word] > near[1 - at][word] + MIN_MARGIN} for at in (0, 1)]
         if any(len(side) < MIN_FUNCTION_WORDS for side in sides):
-            return None
-    marks = [[len(words & side) for side in sides] for words in texts]
+            return {}
+    marks = [[len(words & side) for side in sides] for words in short]
     known = [at for at, each in enumerate(marks) if sum(each) >= MIN_MARKS_OF_LANGUAGE]
     language = {at: marks[at].index(max(marks[at])) for at in known if max(marks[at]) >= MIN_PURITY * sum(marks[at])}
-    if len(language) < MIN_PURE * len(known):
-        return None
-    both = [at for at in range(len(samples)) if 2 * at in language and 2 * at + 1 in language]
-    found = [at for at in both if language[2 * at] != language[2 * at + 1]]
-    same = [at for at in both if at not in set(found)]
-    if len(same) < MIN_SAME_LANGUAGE * len(both) or len(both) < 0.5 * len(samples):
-        return None
-    asked = [
-        Counter(word for at in each for word in set(samples[at].prompt.casefold().split())) for each in (found, same)
-    ]
-    is_asked = any(n > 0.4 * len(found) and asked[1][word] < 0.1 * len(same) for word, n in asked[0].items())
-    found = [at for at in found if not TRANSLATES.search(samples[at].prompt)]
-    if is_asked or len(found) < MIN_USUAL:
-        return None
-    says = "are in another language than their prompt, and most answers are in the same"
-    excerpt = f"{shortened(samples[found[0]].prompt.strip(), 40)} -> {shortened(samples[found[0]].answer.strip(), 40)}"
-    remedy = "look for a translation that failed or was left out; drop these records, or answer them again"
-    return SetSign("other_language", "answers", found, says, remedy, excerpt)
+    return language if len(language) >= MIN_PURE * len(known) else {}
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -1018,7 +1068,8 @@ def _short_words(text: str) -> set[str]:
     return {word for word in re.findall(r"[^\W\d_]+", text.casefold()) if len(word) <= MAX_FUNCTION_WORD_CHARS}
 
 
-MIN_CONSISTENT, MAX_SWAPPED = 0.85, 0.15
+MIN_CLEAR, MAX_SWAPPED = 0.85, 0.3
+"""Fraction of pairs that are clear, either way, and the maximum fraction of those that look swapped."""
 MIN_PAIRS = 12
 
 
@@ -1038,13 +1089,14 @@ def _swapped_pairs(samples: Sequence[SampleTexts]) -> SetSign | None:
     scores = [sum(odds(word, 0) for word in good) - sum(odds(word, 1) for word in bad) for good, bad in sides]
     clear = 0.5 * sorted(scores)[len(scores) // 2]
     swapped = [at for at, score in enumerate(scores) if score < -max(clear, math.log(len(samples)))]
+    wanted = [at for at in swapped if not HARM.search(samples[at].prompt)]  # a refusal may be chosen on purpose
     consistent = sum(score > clear for score in scores)
-    is_clear = len(samples) >= MIN_PAIRS and clear > 0 and consistent >= MIN_CONSISTENT * len(samples)
-    if not swapped or not is_clear or len(swapped) > MAX_SWAPPED * len(samples):
+    is_clear = len(samples) >= MIN_PAIRS and clear > 0 and consistent + len(swapped) >= MIN_CLEAR * len(samples)
+    if not wanted or not is_clear or len(swapped) > MAX_SWAPPED * len(samples):
         return None
     says = "look swapped: the chosen answer is like the rejected answers of the other pairs"
     remedy = "swap chosen and rejected in these pairs, or keep them if this is intended"
-    return SetSign("swapped_pairs", "pairs", swapped, says, remedy, shortened(samples[swapped[0]].answer))
+    return SetSign("swapped_pairs", "pairs", wanted, says, remedy, shortened(samples[wanted[0]].answer))
 
 
 def _features(answer: str, other: str) -> set[str]:
