@@ -61,9 +61,9 @@ class EvalPasses:
 
     @contextmanager
     def in_one_stage(self) -> Iterator[None]:
-        """Context in which all passes share the state that the live objects have been given, which takes most time.
+        """Context in which the recorded state is loaded once for all passes. Loading it takes longer than a pass.
 
-        Each pass begins with the state that the one before it has left, so no change may write to the model.
+        Each pass begins with the state that the previous pass has left, so no intervention may write to the model.
         """
         with self.session.live():
             self._is_staged = True
