@@ -84,6 +84,9 @@ def place_of(frame: FrameType | None) -> HostPlace:
 
     The outermost phase applies: a dataset may use modules, and activation checkpointing runs them again in the backward
     pass. Exceptions are the forward pass, which may contain any other phase, and ``_INNERMOST``.
+
+    The label and the site are of the user's innermost frame; empty if Trainwright was called there. Trainwright's
+    ``__torch_function__`` is skipped, because the operators that it calls are the user's.
     """
     found = ""
     label = ""
@@ -92,6 +95,9 @@ def place_of(frame: FrameType | None) -> HostPlace:
     is_ours = False
     while frame is not None:
         code = frame.f_code
+        if code.co_name == "__torch_function__" and code.co_filename.startswith(_PACKAGE):
+            frame = frame.f_back
+            continue
         phase = _phase_of_code(code)
         is_ours = is_ours or code.co_filename.startswith(_PACKAGE)
         if not own and not is_ours and _is_user_code(code):
