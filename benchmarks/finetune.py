@@ -1,15 +1,14 @@
 """Supervised fine-tuning of a model of ``transformers``: the cost of ``tw.fit``, and the gain of padding-free batches.
 
-    python -m benchmarks.finetune [--rounds 5] [--steps 80] [--quick] [--threads 1]
+    python -m benchmarks.finetune [--rounds 5] [--steps 80] [--turns 20] [--quick] [--threads 1]
 
 A Llama of 0.4 million parameters is trained on 256 samples whose lengths are skewed: the median is 39 tokens, the
-longest 192. Every block of a round trains it for the same number of steps with the same AdamW; the next round begins
-with another block. The plain loop pads each batch and calls ``model(**batch).loss``, as the documentation of
-``transformers`` does; in the same process, one of its steps follows each step of ``tw.fit``, so that other work on the
-machine disturbs both equally. ``tw.fit`` has everything at its default: the doctor, the log and checkpoints. Times are
-those after the first steps.
+longest 192. The plain loop pads each batch and calls ``model(**batch).loss``, as the documentation of ``transformers``
+does, with the same AdamW. ``tw.fit`` has everything at its default: the doctor, the log and checkpoints. Each is a
+process, and they take turns of 16 steps, an epoch. Of the others, every block of a round trains for the same number of
+steps; the next round begins with another block. Times are those after the first 16 steps.
 
-``in_turn``       a step of ``tw.fit`` with padded batches, as a ratio to the plain loop, in CPU time of the process
+``in_turn``       all steps of ``tw.fit`` with padded batches, as a ratio to the plain loop, in CPU time of the process
 ``in_turn_median``  the same for the median step, which leaves out saves and examinations
 ``padding_free``  samples in a second with ``data.packing: padding_free``, as a ratio to padded batches in ``tw.fit``
 ``bfd``           the same with rows of 256 tokens, packed by best fit; each with ``_cpu``, too
@@ -20,10 +19,11 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from itertools import cycle
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -31,10 +31,12 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from benchmarks.figures import about, arguments, figure, ratios
+from benchmarks.turns import Child, TurnsOver, wait_for_turn
 from trainwright.data.token_rows import TokenRows
 from trainwright.finetune.packing import Packed
 
 VOCAB, SAMPLES, BATCH, ROW_TOKENS, LR = 500, 256, 16, 256, 1e-3
+EPOCH = SAMPLES // BATCH
 FIRST = 16
 """Steps that are not counted."""
 
@@ -72,36 +74,65 @@ class Clock:
         return wall / (len(counted) - 1), cpu / (len(counted) - 1)
 
 
-class PlainLoop:
-    """An observer that takes one step of a plain loop after each step of a run, with the CPU time of both."""
+class Turns:
+    """CPU seconds of the steps of a process, which waits for its turn after each epoch."""
 
-    def __init__(self, samples: Samples) -> None:
-        self.model = make_model()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=0.0, fused=True)
-        loader: Any = torch.utils.data.DataLoader(samples, BATCH, shuffle=True, collate_fn=TokenRows())  # type: ignore[arg-type]
-        self.batches = (batch for each in cycle([loader]) for batch in each)
-        self.of_run_s: list[float] = []
-        self.own_s: list[float] = []
-        self.end_s = 0.0
+    def __init__(self) -> None:
+        self._begin_s = time.process_time()
+        self._steps_s: list[float] = []
 
-    def observe(self, result: object, state: object) -> None:
-        begin_s = time.process_time()
-        self.of_run_s.append(begin_s - self.end_s)
-        self.optimizer.zero_grad()
-        self.model(**next(self.batches)).loss.backward()
-        self.optimizer.step()
-        self.end_s = time.process_time()
-        self.own_s.append(self.end_s - begin_s)
-
-    def ratios(self) -> tuple[float, float]:
-        """Return the ratio of all steps after the first, and that of the medians."""
-        begin = min(FIRST, len(self.own_s) // 2)
-        run, own = self.of_run_s[begin:], self.own_s[begin:]
-        return sum(run) / sum(own), statistics.median(run) / statistics.median(own)
+    def observe(self, result: object = None, state: object = None) -> None:
+        self._steps_s.append(time.process_time() - self._begin_s)
+        if len(self._steps_s) == EPOCH:
+            answer, self._steps_s = self._steps_s, []
+            wait_for_turn(answer)
+        self._begin_s = time.process_time()
 
 
-def by_fit(packing: object, rows_per_step: int = BATCH) -> Callable[[Samples, int, Clock | PlainLoop], None]:
-    def run(samples: Samples, steps: int, clock: Clock | PlainLoop) -> None:
+def child(variant: str) -> None:
+    """Trains in a folder of its own until the parent process has had enough."""
+    turns = Turns()
+    with tempfile.TemporaryDirectory(prefix="finetune-", ignore_cleanup_errors=True) as folder, suppress(TurnsOver):
+        os.chdir(folder)
+        if variant == "plain":
+            by_hand(make_samples(), turns)
+        else:
+            by_fit("none")(make_samples(), 1_000_000, turns)
+
+
+def by_hand(samples: Samples, turns: Turns) -> None:
+    """Trains in a loop written by hand."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
+    loader: Any = torch.utils.data.DataLoader(samples, BATCH, shuffle=True, collate_fn=TokenRows())  # type: ignore[arg-type]
+    while True:
+        for batch in loader:
+            optimizer.zero_grad()
+            model(**batch).loss.backward()
+            optimizer.step()
+            turns.observe()
+
+
+def in_turn(turns: int) -> tuple[float, float]:
+    """Return the ratio of all steps of ``tw.fit`` after the first turn, and that of the medians."""
+    threads = str(torch.get_num_threads())
+    children = {variant: Child("benchmarks.finetune", variant, threads) for variant in ("plain", "fit")}
+    steps_s: dict[str, list[float]] = {variant: [] for variant in children}
+    try:
+        for each in children.values():
+            each.answer()
+        for _ in range(turns):
+            for variant, each in children.items():
+                steps_s[variant] += each.turn()
+    finally:
+        for each in children.values():
+            each.close()
+    fit, plain = steps_s["fit"], steps_s["plain"]
+    return sum(fit) / sum(plain), statistics.median(fit) / statistics.median(plain)
+
+
+def by_fit(packing: object, rows_per_step: int = BATCH) -> Callable[[Samples, int, Clock | Turns], None]:
+    def run(samples: Samples, steps: int, clock: Clock | Turns) -> None:
         tw.fit(
             make_model(),
             samples,
@@ -131,7 +162,11 @@ def _parts(values: Sequence[int]) -> list[Sequence[int]]:
 
 
 def main() -> None:
-    options: Any = arguments(__doc__, rounds=(5, 1), steps=(80, 8))
+    if sys.argv[1:2] == ["--child"]:
+        torch.set_num_threads(int(sys.argv[3]))
+        child(sys.argv[2])
+        return
+    options: Any = arguments(__doc__, rounds=(5, 1), steps=(80, 8), turns=(20, 1))
     torch.set_num_threads(options.threads)
     about("finetune")
     samples = make_samples()
@@ -144,7 +179,7 @@ def main() -> None:
         "bfd": by_fit({"by": "bfd", "max_length": ROW_TOKENS}, rows),
     }
     seen: dict[str, list[Clock]] = {name: [] for name in blocks}
-    beside: list[PlainLoop] = []
+    in_turns = [in_turn(options.turns) for _ in range(options.rounds)]
     with tempfile.TemporaryDirectory(prefix="finetune-") as folder:
         os.chdir(folder)
         for number in range(options.rounds):
@@ -153,12 +188,8 @@ def main() -> None:
                 clock = Clock()
                 blocks[name](samples, options.steps, clock)
                 seen[name].append(clock)
-            beside.append(PlainLoop(samples))
-            by_fit("none")(samples, options.steps, beside[-1])
         os.chdir("/")
-    for name, values in zip(
-        ("in_turn", "in_turn_median"), zip(*(each.ratios() for each in beside), strict=True), strict=True
-    ):
+    for name, values in zip(("in_turn", "in_turn_median"), zip(*in_turns, strict=True), strict=True):
         figure("finetune", name, list(values), unit="ratio", against="plain loop")
     samples_per_step = {"padded": BATCH, "padding_free": BATCH, "bfd": rows * samples_per_row}
     for at, kind in enumerate(("", "_cpu")):

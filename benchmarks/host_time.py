@@ -22,10 +22,8 @@ The numbers of calls are the same on a busy machine; the times are not.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -44,6 +42,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import trainwright as tw
 from benchmarks.figures import about, arguments, figure
+from benchmarks.turns import Child, TurnsOver, wait_for_turn
 
 WIDTH, ROWS, LR = 4, 8, 1e-3
 FIRST, TURN, SETTLING, PROFILED = 128, 16, 3, 9
@@ -60,10 +59,6 @@ def make_data() -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(64 * ROWS, WIDTH, generator=draw)
     return x, torch.randint(WIDTH, (64 * ROWS,), generator=draw)
-
-
-class Ended(Exception):
-    """Ends the training after the last turn."""
 
 
 @dataclass
@@ -102,9 +97,7 @@ class Clock:
             answer: dict[str, float] = {name: statistics.median(each) for name, each in counted.items()}
         else:
             answer = {"us": 1e6 * statistics.median(b - a for a, b in pairwise(self.times_s[SETTLING:]))}
-        print(json.dumps(answer), file=sys.__stdout__, flush=True)
-        if sys.stdin.readline().strip() != "go":
-            raise Ended
+        wait_for_turn(answer)
         self.times_s = []
 
     def observe(self, result: object, state: object) -> None:
@@ -164,36 +157,9 @@ def child(variant: str, tensors: int) -> None:
     """Trains in a folder of its own until the parent process has had enough."""
     torch.set_num_threads(1)
     clock = Clock()
-    with tempfile.TemporaryDirectory(prefix="host-time-", ignore_cleanup_errors=True) as folder, suppress(Ended):
+    with tempfile.TemporaryDirectory(prefix="host-time-", ignore_cleanup_errors=True) as folder, suppress(TurnsOver):
         os.chdir(folder)
         VARIANTS[variant](tensors, clock)
-
-
-class Child:
-    """A process that trains one variant."""
-
-    def __init__(self, variant: str, tensors: int) -> None:
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.host_time", "--child", variant, str(tensors)]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
-
-    def answer(self) -> dict[str, float]:
-        assert self._process.stdout is not None
-        if not (line := self._process.stdout.readline()):
-            raise SystemExit(f"{' '.join(map(str, self._process.args))} ended early")  # type: ignore[arg-type]
-        found: dict[str, float] = json.loads(line)
-        return found
-
-    def turn(self) -> float:
-        """Lets it train a turn; returns the microseconds of the median step."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-        return self.answer()["us"]
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
 
 
 class Size(NamedTuple):
@@ -205,7 +171,7 @@ class Size(NamedTuple):
 
 def measured(tensors: int, turns: int, limit_s: float) -> Size:
     """Runs all variants, which take turns."""
-    children = {variant: Child(variant, tensors) for variant in VARIANTS}
+    children = {variant: Child("benchmarks.host_time", variant, str(tensors)) for variant in VARIANTS}
     try:
         counted = {variant: each.answer() for variant, each in children.items()}
         begin_s = time.perf_counter()
@@ -214,7 +180,7 @@ def measured(tensors: int, turns: int, limit_s: float) -> Size:
             if number > 2 and time.perf_counter() - begin_s > limit_s:
                 break
             for variant, each in children.items():
-                turns_us[variant].append(each.turn())
+                turns_us[variant].append(each.turn()["us"])
     finally:
         for each in children.values():
             each.close()

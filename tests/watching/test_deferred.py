@@ -19,9 +19,12 @@ from trainwright.engine.precision import Precision
 from trainwright.engine.step import StepFn
 from trainwright.optim.clip import make_clip
 from trainwright.recorder.listener import has_listeners
-from trainwright.recorder.program import Call
+from trainwright.recorder.probes import Probe
+from trainwright.recorder.program import Call, RecordedStep
+from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.session import ReplaySession
 from trainwright.runs.records import Examined, Record, Watched
+from trainwright.watching import session as sessions
 from trainwright.watching.engine import EngineSession
 from trainwright.watching.session import CALM_AFTER, FULL_EVERY
 
@@ -90,7 +93,7 @@ class Run:
     def one(self, of: StepBatch) -> None:
         result = self.advance(self.state, of)
         self.losses.append(float(result.loss))
-        self.session.note(result)
+        self.session.observe(result, self.state)
 
 
 @pytest.fixture
@@ -99,6 +102,7 @@ def run() -> Run:
 
 
 def is_deferred(run: Run, step: int) -> bool:
+    run.session.catch_up()
     return next(each for each in run.session.ring.steps if each.step == step).inputs is not None
 
 
@@ -122,6 +126,7 @@ def compiled() -> nn.Module:
 
 def require_same_bits(run: Run, step: int) -> None:
     """A replay of the newest step gives the loss and the weights of the run, and changes nothing."""
+    run.session.catch_up()
     before = [each.clone() for each in (*run.model.parameters(), *run.model.buffers())]
     generator = torch.get_rng_state()
     replayed = ReplaySession(run.session.runner.replayer, run.session.ring, step).run(upto="step")
@@ -232,11 +237,11 @@ def test_two_threads_with_a_session_each_replay_their_deferred_steps() -> None:
 @pytest.mark.slow
 def test_a_step_that_is_not_finite_is_traced_to_its_operation(run: Run) -> None:
     run.train(STEP - 1)
-    run.one(batch(STEP, largest=1000.0))
-    run.session.end(None)
+    run.one(batch(STEP, largest=1000.0))  # it is examined at once
     (trace,) = [each for each in run.written if isinstance(each, Examined) and each.experiment == "trace"]
     assert trace.step == STEP and "log" in str(trace.values)
     assert trace.values.get("blind") is None
+    run.session.leave()
 
 
 @pytest.mark.slow
@@ -285,6 +290,38 @@ def test_records_of_deferred_steps_have_the_events_of_the_others(run: Run) -> No
     kinds = {tuple(kind for kind, _ in each.events) for each in steps}
     assert kinds in ({("forward", "backward", "step")}, {("zero_grad", "forward", "backward", "step")})
     assert all(each.loss == pytest.approx(run.losses[each.step - 1], rel=1e-6) for each in steps)
+
+
+class Order(Probe):
+    """The order of steps and of calls without gradients."""
+
+    hears_every_step = True
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        self.heard.append("evaluation")
+
+    def on_closed(self, step: RecordedStep) -> None:
+        self.heard.append(str(step.step))
+
+
+@pytest.mark.slow
+def test_deferred_steps_are_reported_together_and_before_the_next_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = Order()
+    monkeypatch.setattr(sessions, "LISTENERS", (lambda watched: order,))
+    run = Run()
+    run.train(STEP - 2)
+    waiting = len(order.heard)
+    assert waiting < STEP - 2
+    with torch.no_grad():
+        run.model(torch.zeros(2, 4))
+    run.train(STEP)
+    assert len(order.heard) == STEP - 1, "the next steps wait, too"
+    run.session.end(None)
+    expected = [str(step) for step in range(1, STEP + 1)]
+    assert order.heard == [*expected[: STEP - 2], "evaluation", *expected[STEP - 2 :]]
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,7 +32,8 @@ from trainwright.recorder.program import (
     ZeroGrad,
     constants_of,
 )
-from trainwright.recorder.recording import LoopRecorder, hyperparameters
+from trainwright.recorder.recording import LoopRecorder
+from trainwright.recorder.user_types import Kwargs
 from trainwright.runs.json_values import Event
 
 ORDINARY_VALUES = {"grads", "step_s", "wait_s", "lines"}
@@ -46,6 +48,14 @@ class StepInputs:
     state: TrainState
     batch: StepBatch
     generators: TorchGenerators
+
+
+class DeferredStep(NamedTuple):
+    """A step that was trained and is not reported yet. ``groups`` are the hyperparameters of each optimizer."""
+
+    inputs: StepInputs
+    result: StepResult
+    groups: list[list[Kwargs]]
 
 
 @dataclass(frozen=True)
@@ -91,18 +101,16 @@ class StepTemplate:
         clip = clips[0] if clips else None
         return cls(zeros, clip, tuple(events), values, step.trained, step.num_bytes, size, step.program)
 
-    def step(self, inputs: StepInputs, result: StepResult, recorder: LoopRecorder) -> RecordedStep:
+    def step(self, step: DeferredStep, recorder: LoopRecorder) -> RecordedStep:
         """Returns a step like this one. ``recorder`` has the events since the last step."""
+        inputs, result, groups = step
         clip, events, norm = self.clip, self.events, result.grad_norm
         known: Tensor | float = norm
         if clip is not None:
             found = float(norm) if norm.is_cpu else norm
             known = min(found, clip.at) if isinstance(found, float) else found.clamp(max=clip.at)  # NaN stays NaN
             events = tuple((k, {**v, "norm": found} if k == "clip" else v) for k, v in events)
-        updates = [
-            OptimizerStep(n, [hyperparameters(group) for group in each.param_groups])
-            for n, each in enumerate(recorder.optimizers)
-        ]
+        updates = [OptimizerStep(n, each) for n, each in enumerate(groups)]
         ids = tuple(inputs.batch.micro[0].ids.tolist())
         return RecordedStep(
             result.step,
@@ -117,7 +125,7 @@ class StepTemplate:
             num_bytes=self.num_bytes * max(1, len(ids)) // max(1, self.size),
             is_light=True,
             values=dict(self.values),
-            inputs=inputs,
+            inputs=replace(inputs, batch=result.batch),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from trainwright.engine.witness import Passes
 from trainwright.optim.clip import ClipFn, GradientClip
 from trainwright.recorder.calls import is_compiled
 from trainwright.recorder.datasets import length_of
-from trainwright.recorder.deferred import StepInputs, StepTemplate
+from trainwright.recorder.deferred import DeferredStep, StepInputs, StepTemplate
 from trainwright.recorder.gradients import parameters_of
 from trainwright.recorder.listener import mute, tell, unmute
 from trainwright.recorder.program import Backward, Call, RecordedStep
@@ -97,11 +97,14 @@ class ReportedBatches:
 class EngineSource:
     """A StepWitness that reports what hooks cannot observe in a step of the engine, and the end of the step.
 
-    ``recorder`` records with ``closes_itself=False``. ``dataset`` is the training dataset.
+    ``recorder`` records with ``closes_itself=False``. ``dataset`` is the training dataset. ``catch_up`` reports the
+    deferred steps that were not reported yet.
     """
 
-    def __init__(self, recorder: LoopRecorder, dataset: object = None) -> None:
-        self._recorder, self._loader = recorder, EngineLoader(dataset)
+    def __init__(
+        self, recorder: LoopRecorder, dataset: object = None, catch_up: Callable[[], None] = lambda: None
+    ) -> None:
+        self._recorder, self._loader, self._catch_up = recorder, EngineLoader(dataset), catch_up
         self._pass: _Pass | None = None
         self._epoch = -1
         self._scaler: object = None
@@ -114,16 +117,22 @@ class EngineSource:
     def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
         self._scaler, self._tries = state.scaler, 0
         epoch = batch.cursor.epoch - (batch.cursor.position == 0)
+        is_deferred = self.template is not None and len(batch.micro) == 1
         if self._pass is None or epoch != self._epoch:
+            self._catch_up()
             self._pass, self._epoch = _Pass(), epoch
             self._loader.batch_size = self._loader.batch_size or max(1, batch.size)
             tell("on_epoch", self._loader, self._pass)
-        for micro in batch.micro:
-            tell("on_batch", self._pass, micro.ids.tolist(), micro.data, 0.0)
-
-        if self.template is not None and len(batch.micro) == 1:
+        if is_deferred:
             self._inputs = StepInputs(state, batch, generators)
             mute()
+            return
+        self._catch_up()
+        self._tell_batch(batch)
+
+    def _tell_batch(self, batch: StepBatch) -> None:
+        for micro in batch.micro:
+            tell("on_batch", self._pass, micro.ids.tolist(), micro.data, 0.0)
 
     @property
     def is_listening(self) -> bool:
@@ -144,6 +153,8 @@ class EngineSource:
 
     def gradients_are_cleared(self, optimizer: Optimizer) -> None:
         self._tries += 1
+        if self._inputs is not None:
+            return
         if self._tries > 1:  # memory ran out in the first attempt
             tell("on_begun_again")
         for part in parts_of(optimizer):
@@ -156,20 +167,25 @@ class EngineSource:
         tell("on_multiplied", factor)
 
     def gradients_are_clipped(self, clip: ClipFn, parameters: Sequence[Tensor], total_norm: Tensor) -> None:
+        if self._inputs is not None:
+            return
         by, at = (clip.by, clip.at) if isinstance(clip, GradientClip) else ("custom", float("nan"))
         tell("on_clip", by, at, list(parameters), total_norm, clip if by == "custom" else None)
 
+    def end_deferred(self, step: DeferredStep) -> None:
+        """Reports and closes a step whose inputs were taken."""
+        assert self.template is not None
+        recorder, result = self._recorder, step.result
+        self._tell_batch(step.inputs.batch)
+        done = self.template.step(step, recorder)
+        if len(result.batch.micro) > 1:  # memory ran out, so it was trained in parts
+            done.inputs, done.blind = None, "it was trained in smaller micro-batches than the steps before it"
+        _add_spike(done, result)
+        recorder.close_deferred(done)
+
     def end_step(self, result: StepResult) -> None:
         """Closes the recorded step with the numbers of the engine."""
-        recorder, inputs = self._recorder, self.take_inputs()
-        if inputs is not None and self.template is not None:
-            batch = replace(inputs, batch=result.batch)
-            step = self.template.step(batch, result, recorder)
-            if len(result.batch.micro) > 1:  # memory ran out, so it was trained in parts
-                step.inputs, step.blind = None, "it was trained in smaller micro-batches than the steps before it"
-            _add_spike(step, result)
-            recorder.close_deferred(step)
-            return
+        recorder = self._recorder
         step = recorder.current
         step.loss, step.lr = result.loss, result.lr
         step.ids = [tuple(micro.ids.tolist()) for micro in result.batch.micro]

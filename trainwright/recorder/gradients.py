@@ -60,6 +60,7 @@ class GradientRecorder(Listener):
         self._scaled_losses = ScaledLosses()
         self._versions: Versions | None = None
         self._is_foreign = self._retains = False
+        self._was_taped = False  # the tape was running when backward was called
         self.saw_others = False  # a loss of parameters that are not watched
         self._edits = False  # the loop changes gradients by hand
         self._unused = UnusedGradients()
@@ -100,6 +101,7 @@ class GradientRecorder(Listener):
 
     def on_backward_called(self) -> None:
         if self.tape.pushed:
+            self._was_taped = True
             self.tape.stop()
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
@@ -107,6 +109,7 @@ class GradientRecorder(Listener):
             self.current.losses += [self._scaled_losses.unscaled(each)[0] for each in losses if each.numel() == 1]
             return
         if self.tape.pushed:
+            self._was_taped = True
             self.tape.stop()
         if self._unused.reads.pushed:
             self._unused.reads.stop()
@@ -167,8 +170,9 @@ class GradientRecorder(Listener):
     def on_gradients(self) -> None:
         if self.is_light:
             return
-        if self._is_foreign or self._retains:
+        if self._retains or (self._is_foreign and self._was_taped):
             self.tape.start()  # more operations follow
+        self._was_taped = False
         if self._is_foreign:
             return
         if self._was_clipped:

@@ -31,6 +31,7 @@ from trainwright.recorder.listener import (
     changing_listeners,
     has_listeners,
     inside,
+    is_muted,
     listeners,
     methods_of,
     sort_listeners,
@@ -101,7 +102,7 @@ def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) 
         return has_listeners() and (inside.only is None or inside.only is first)
 
     def before(root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        if thread != threading.get_ident() or inside.backward or innermost_transform() or not is_heard():
+        if is_muted() or thread != threading.get_ident() or inside.backward or innermost_transform() or not is_heard():
             return
         first.depth += 1
         if first.depth > 1:
@@ -111,7 +112,7 @@ def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) 
         call_each(begins, root, args, kwargs)
 
     def after(root: nn.Module, args: Args, output: object) -> None:
-        if thread != threading.get_ident() or inside.backward or innermost_transform() or not is_heard():
+        if is_muted() or thread != threading.get_ident() or inside.backward or innermost_transform() or not is_heard():
             return
         first.depth = max(0, first.depth - 1)
         if not first.depth:

@@ -144,6 +144,8 @@ def call_each(methods: Methods, *arguments: object) -> None:
         with without_users_modes():
             call_each(methods, *arguments)
         return
+    if inside.catch_up is not None:
+        inside.catch_up()
     outer, inside.listeners = inside.listeners, True
     try:
         for listener, call in methods:
@@ -162,6 +164,11 @@ def has_listeners() -> bool:
     """Returns True if this thread has listeners and is not muted."""
     thread = threading.get_ident()
     return thread not in _muted and (thread, "") in _methods
+
+
+def is_muted() -> bool:
+    """Returns True if this thread has no events now."""
+    return threading.get_ident() in _muted
 
 
 @contextmanager
@@ -238,12 +245,13 @@ class CallDepth(threading.local):
     """Depth of nested calls in this thread: backward, autograd.grad, a scheduler's step, and those in ``object_hooks``.
 
     ``listeners``: a method of a listener is running. ``only``: the first listener of the group that alone
-    receives events.
+    receives events. ``catch_up``: reports steps that were not reported yet; called before the next event.
     """
 
     backward = grad = schedule = objects = 0
     listeners = False
     only: Listener | None = None
+    catch_up: Callable[[], None] | None = None
 
     def enter(self, name: str) -> None:
         setattr(self, name, getattr(self, name) + 1)

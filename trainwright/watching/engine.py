@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +12,13 @@ from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.snapshot import Snapshot
 from trainwright.checkpoint.train_state import TrainState
+from trainwright.engine.guard import APPLIED
 from trainwright.engine.step import StepFn, StepResult
 from trainwright.errors import OutOfMemoryError, TrainwrightError
 from trainwright.monitoring.journal import Journal
-from trainwright.recorder.deferred import DeferredRecorder, StepInputs, repeat
+from trainwright.recorder.deferred import DeferredRecorder, DeferredStep, StepInputs, repeat
 from trainwright.recorder.engine_source import EngineSource, called_roots
+from trainwright.recorder.listener import inside
 from trainwright.recorder.probes import LoopObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ring import enough_bytes
@@ -73,6 +76,8 @@ class EngineSession(WatchSession):
         self.seconds = 0.0
         """Seconds of examinations between two steps so far."""
         self._is_closed = False
+        self._waiting: list[DeferredStep] = []
+        self._report_at = 0  # the step at whose end the deferred steps are reported
         self.witness = _Witness(self, dataset)
         self._deferred: DeferredRecorder | None = None
         self.ring.record = self._record
@@ -92,20 +97,28 @@ class EngineSession(WatchSession):
         """Returns the step function that trains while its steps are recorded."""
 
         def recorded(state: TrainState, batch: StepBatch) -> StepResult:
-            self.begin()
-            self.witness.template = self._template if self.is_next_deferred and self.witness.passes else None
+            if not self._has_begun:
+                self.begin()
+            witness = self.witness
+            witness.template = self._template if self.is_next_deferred and witness.passes else None
             try:
                 result = advance(state, batch)
             except BaseException as error:  # also Ctrl-C: else later runs of this thread would have no events
-                inputs = self.witness.take_inputs()
+                inputs = witness.take_inputs()
+                self.catch_up()
                 is_repeated = isinstance(error, Exception) and not isinstance(error, OutOfMemoryError)
                 if inputs is not None and is_repeated:
                     self._record_failed(inputs)
                 raise
-            if self._failed is None and self.recording.failed is None:
-                self._guarded(lambda: self.witness.end_step(result))
+            inputs = witness.take_inputs()
+            if self._failed is not None or self.recording.failed is not None:
+                return result
+            if inputs is None:
+                self._guarded(lambda: witness.end_step(result))
             else:
-                self.witness.take_inputs()
+                groups = [[{**g, "params": None} for g in each.param_groups] for each in self._objects.optimizers]
+                self._waiting.append(DeferredStep(inputs, result, groups))
+                inside.catch_up = self.catch_up
             return result
 
         return recorded
@@ -136,15 +149,41 @@ class EngineSession(WatchSession):
             self._has_begun = True
             self._guarded(super().begin)
 
+    def catch_up(self) -> None:
+        """Reports the deferred steps that wait. Called before any other event, so that the order of events is kept."""
+        inside.catch_up = None
+        if self._waiting:
+            self._guarded(self._report)
+
+    def _report(self) -> None:
+        """The newest of them is evaluated by ``note``."""
+        waiting, self._waiting = self._waiting, []
+        for step in waiting:
+            if step is not waiting[0]:
+                self.evaluate()
+            self.witness.end_deferred(step)
+            self._set_times(step.result)
+
+    def _set_times(self, result: StepResult) -> None:
+        values = self._pending[-1][0].values
+        values["step_s"], values["wait_s"] = result.step_s or values["step_s"], result.wait_s
+
     def note(self, result: StepResult) -> None:
         """Runs due examinations after a step of the engine."""
+        self.catch_up()
         if self._failed is None and self._pending:
-            values = self._pending[-1][0].values
-            values["step_s"], values["wait_s"] = result.step_s or values["step_s"], result.wait_s
+            if self._pending[-1][0].step == result.step:
+                self._set_times(result)
             self._guarded(self.settle)
+            self._report_at = self.last_deferred()
 
     def observe(self, result: StepResult, state: TrainState) -> None:
-        """Runs due examinations after a step. If one raises, the run continues and is no longer watched."""
+        """Runs due examinations after a step. If one raises, the run continues and is no longer watched.
+
+        Deferred steps are reported together, unless something happened in this one.
+        """
+        if self._waiting and result.step < self._report_at and _is_usual(result):
+            return
         begin_s = time.perf_counter()
         self.note(result)
         self.seconds += time.perf_counter() - begin_s
@@ -152,6 +191,7 @@ class EngineSession(WatchSession):
     def end(self, error: BaseException | None) -> None:
         if not self._has_begun:
             return
+        self.catch_up()
         if self._failed is None:
             self._guarded(lambda: super(EngineSession, self).end(error))
         self.leave()
@@ -187,12 +227,20 @@ class EngineSession(WatchSession):
                 self.leave()
 
 
+def _is_usual(result: StepResult) -> bool:
+    """Returns True unless a step is known to be unusual. On a GPU its numbers may be pending."""
+    if result.spike is not None:
+        return False
+    return not result.loss.is_cpu or (result.skipped is APPLIED and math.isfinite(result.loss.item()))
+
+
 class _Witness(EngineSource):
     """Also frees memory of the session if memory runs out in a step."""
 
-    def __init__(self, session: WatchSession, dataset: object = None) -> None:
-        super().__init__(session.recording, dataset)
+    def __init__(self, session: EngineSession, dataset: object = None) -> None:
+        super().__init__(session.recording, dataset, session.catch_up)
         self._session = session
 
     def memory_ran_out(self) -> bool:
+        self._session.catch_up()
         return self._session.let_go()

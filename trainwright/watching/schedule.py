@@ -62,12 +62,13 @@ class ExaminationSchedule:
 
     def is_next_due(self, step: int) -> bool:
         """Returns True if the step after ``step`` will be examined."""
-        due = self._is_candidate(step) and (step == self._first_step or self._is_worth(step))
+        due = self.is_candidate(step) and (step == self._first_step or self._is_worth(step))
         if due:
             self._due.add(step + 1)
         return due
 
-    def _is_candidate(self, step: int) -> bool:
+    def is_candidate(self, step: int) -> bool:
+        """Returns True if the step after ``step`` may be examined."""
         taken = step - self._first_step
         if taken < CANDIDATES[-1]:
             return taken + 1 in CANDIDATES

@@ -214,6 +214,13 @@ class WatchSession:
         """Runs due examinations after the newest step, and prepares for the next one."""
         if not self._pending:
             return
+        is_bad, step = self.evaluate(), self.step
+        self._prepare_next()
+        if is_bad and self._options.on_nonfinite == "stop":
+            raise NonFiniteStep(f"step {step} is not finite", remedy="\n".join(lines_of(self.findings())))
+
+    def evaluate(self) -> bool:
+        """Runs due examinations after the newest step. Returns True if a step was not finite."""
         newest = self._pending[-1][0]
         is_vetoed = "vetoed" in newest.values  # the host already knows, so it has waited
         is_bad = self._judge_all_but(0 if is_vetoed or self._is_check_due else self._late)
@@ -223,9 +230,7 @@ class WatchSession:
             self._note_veto(newest)
         if newest.values.get("edited") and "spike" in newest.values:
             self._went_back = newest.step
-        self._prepare_next()
-        if is_bad and self._options.on_nonfinite == "stop":
-            raise NonFiniteStep(f"step {newest.step} is not finite", remedy="\n".join(lines_of(self.findings())))
+        return is_bad
 
     def _judge_all_but(self, newest: int) -> bool:
         """Evaluates all pending steps except the newest ones. Returns True if one is bad."""
@@ -275,15 +280,27 @@ class WatchSession:
 
     def _rest(self, step: int, *, is_examined: bool) -> None:
         """Decides how the step after ``step`` is observed: by all probes, by few (calm), or deferred (calm, too)."""
-        is_rare = step >= self._calm_from + LONG_CALM and self.budget.step_s < SHORT_STEP_S
-        is_full = (step + 1) % (RARE_FULL_EVERY if is_rare else FULL_EVERY) <= 1
-        is_calm = step >= self._calm_from and not (is_full or is_examined or self.budget.is_lifted)
+        is_calm = self._may_be_calm(step) and not (is_examined or self.budget.is_lifted)
         if is_calm != self._is_calm:
             self._is_calm = is_calm
             for each in self._resting:
                 each.rests = is_calm
         can_be_deferred = self._template is not None and self._blind is None and self._options.replays
         self.is_next_deferred = is_calm and can_be_deferred and 0 < self.budget.step_s < LONG_STEP_S
+
+    def _may_be_calm(self, step: int) -> bool:
+        """Returns True if the step after ``step`` need not be observed by all probes."""
+        is_rare = step >= self._calm_from + LONG_CALM and self.budget.step_s < SHORT_STEP_S
+        return step >= self._calm_from and (step + 1) % (RARE_FULL_EVERY if is_rare else FULL_EVERY) > 1
+
+    def last_deferred(self) -> int:
+        """Returns the step after which the next thing is due, if all steps until then are deferred; 0 otherwise."""
+        if not self.is_next_deferred:
+            return 0
+        step = self.step + 1
+        while self._may_be_calm(step) and not (self._schedule.is_candidate(step) or self._snapshots.is_due(step)):
+            step += 1
+        return step
 
     def _find_spike(self, step: RecordedStep, numbers: Numbers) -> None:
         """Detects a spike of the norm before clipping. Each player of a GAN has its own norms."""
