@@ -45,6 +45,18 @@ def test_a_nonfinite_update_does_not_reach_the_weights(tmp_path: Path) -> None:
     assert [(r.step, r.reason) for r in skipped] == [(4, "gradients")]
 
 
+def test_a_nonfinite_sparse_gradient_does_not_reach_the_weights() -> None:
+    table = nn.Embedding(10, 3, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    with tw.watch(table, optimizer, out=None, quiet=True, examine="listen"):
+        for factor in (1.0, math.nan):
+            before = table.weight.detach().clone()
+            optimizer.zero_grad()
+            (table(torch.tensor([1, 1, 4])).square().sum() * factor).backward()
+            optimizer.step()
+            assert torch.equal(table.weight, before) == math.isnan(factor)
+
+
 @pytest.mark.parametrize("how", ["written after clipping", "clipping of others"])
 def test_what_clipping_has_seen_is_not_what_is_trusted(tmp_path: Path, how: str) -> None:
     model, other = nn.Linear(4, 3), nn.Linear(4, 3)

@@ -179,7 +179,7 @@ def _norm(grads: list[Tensor]) -> Tensor:
     Like ``get_total_norm``, but without its grouping by device and dtype, which takes 20 us. If squares overflow on
     the CPU, the norm is measured again in float64. On a device, the largest element replaces it, without a sync.
     """
-    grads = [g for g in grads if not g.is_sparse]
+    grads = [g.coalesce().values() if g.is_sparse else g for g in grads]
     if not grads:
         return torch.zeros((), device="cpu")
     kinds = {(type(g), g.device, g.dtype) for g in grads}
