@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.assembly.stage_plan import StagedModel, stage_plan
+from trainwright.distributed.split_plan import model_shape
 from trainwright.engine.losses import language_model
 from trainwright.engine.stage_passes import _ModelStandIn
 from trainwright.errors import RecipeError, UsageError
+from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
 from trainwright.plan.parallel import Degrees
 from trainwright.plan.splits import ModelShape, require_fitting
@@ -111,6 +113,19 @@ def test_what_would_train_something_else_is_refused(make: Callable[[], nn.Module
     with pytest.raises(UsageError, match=error) as raised:
         tried(make(), table)
     assert raised.value.remedy
+
+
+@pytest.mark.parametrize("table", [{}, {"tokens": "first", "positions": "first", "blocks.*": "block", "head": "last"}])
+def test_a_weight_of_two_blocks_is_refused_and_a_tied_embedding_is_not(table: Any) -> None:
+    model = gpt(vocab_size=11, block_size=8, layers=2, heads=2, d_model=16, norm="rms")
+    table = table and {**table, "norm": "last"}
+    shape = model_shape(model, {}, stage_plan(model, table))
+    assert (shape.blocks, shape.tied_bytes, shape.tied_blocks) == (2, 11 * 16 * 4, "")
+    recipe = from_mapping({"model": "gpt", "data": {"train": "digits"}, "parallel": {"pipeline": 2}}).recipe
+    require_fitting(recipe, Degrees(pipeline=2), shape)
+    model.get_submodule("blocks.1.mlp.up").weight = model.get_submodule("blocks.0.mlp.up").weight
+    with pytest.raises(RecipeError, match=r"blocks.0.mlp.up.weight and blocks.1.mlp.up.weight(?s:.)*parallel.shard"):
+        require_fitting(recipe, Degrees(pipeline=2), model_shape(model, {}, stage_plan(model, table)))
 
 
 def test_a_table_has_one_stage_on_each_rank() -> None:

@@ -60,6 +60,13 @@ def test_stages_wait_for_each_other_and_hold_micro_batches() -> None:
     assert [placed.stage_bytes[0] - each for each in placed.stage_bytes] == [0, kept, 2 * kept, 3 * kept]
 
 
+def test_the_first_and_the_last_stage_sum_what_they_share() -> None:
+    tied = replace(many(), shape=ModelShape("tied", tied_bytes=GIB))
+    placed = tied.place(Degrees(pipeline=4, shard=2), 3, "none", 4)
+    (row,) = (each for each in placed.traffic if each.what == "tied weights")
+    assert (row.axis, row.collective, row.num_bytes, row.hides) == ("pipeline", "all-reduce", GIB // 2, False)
+
+
 def test_weights_are_divided_where_copies_do_not_fit() -> None:
     layouts = [Degrees(replicate=64), Degrees(8, 8), Degrees(shard=64)]
     assert best_of(many(state=8.0).all(layouts[:1])).fits

@@ -24,11 +24,13 @@ TOLERANCE = 1e-5
 """Maximum difference of losses, norms and weights. Both are of about 1; the steps add up eight roundings in fp32."""
 MODEL = {"vocab_size": 11, "block_size": 8, "layers": 2, "heads": 2, "d_model": 16, "tied": False}
 EXPERTS = {"experts": 4, "active": 2, "bias_rate": 0.1, "expert_width": 8}
+MUON = {"use": "muon", "lr": 1e-2, "args": {"adamw_eps": 1e-3, "ns_dtype": "float32"}}
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "compile": {"model": {"use": "gpt", "args": MODEL, "compile": True}},
     "LoRA": {"model": {"use": "gpt", "args": MODEL, "lora": {"rank": 2}}},
-    "Muon": {"optimizer": {"use": "muon", "lr": 1e-2, "args": {"adamw_eps": 1e-3, "ns_dtype": "float32"}}},
+    "Muon": {"optimizer": MUON},
+    "tied": {"model": {"use": "gpt", "args": {**MODEL, "tied": True}}, "optimizer": MUON},
     "MoE": {"model": {"use": "moe-gpt", "args": {**MODEL, **EXPERTS}}},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -127,6 +129,8 @@ NOTES = """
 - LoRA: without DoRA and without quantization, which `tensor` and `pipeline` refuse.
 - Muon: with `shard` and `tensor`, each rank gathers the updates of divided matrices and orthogonalizes them.
 - Muon: with `pipeline`, the output layer of the full model is trained with AdamW, as in one process.
+- tied: embedding and output layer share a weight. Trained with Muon, which leaves this weight to AdamW. With
+  `pipeline`, the first and the last stage have a copy each, and the sum of their gradients updates both.
 - MoE: the experts are not divided. The router biases follow the load of all ranks. In a pipeline, forward passes of a
   step follow its first backward pass, and short batches are padded, so the load would not be that of one process.
 """

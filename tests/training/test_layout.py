@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import TensorDataset
 
 import trainwright as tw
+from tests.exchanged import Collectives
 from trainwright.assembly.assemble import Parts
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.commands.demo import demo
@@ -23,11 +24,12 @@ from trainwright.engine.evaluate import evaluate
 from trainwright.engine.loss import Loss, LossFn
 from trainwright.engine.losses import language_model
 from trainwright.engine.rank_layout import RankLayout
+from trainwright.engine.stage_passes import StagedPasses
 from trainwright.errors import OutOfMemoryError, UsageError
 from trainwright.models.gpt import gpt
 from trainwright.plan.parallel import AXES, Degrees
 from trainwright.recipe import from_mapping
-from trainwright.training.layout import evaluation_loss, lay_out
+from trainwright.training.layout import LaidOut, evaluation_loss, lay_out
 
 IDS = torch.arange(32).view(4, 8) % 11
 SMALL: dict[str, Any] = {"vocab_size": 11, "block_size": 8, "layers": 2, "heads": 2, "d_model": 16, "tied": False}
@@ -46,12 +48,17 @@ def no_group_is_left() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def loss_of_first(model: nn.Module, degrees: Degrees, loss: LossFn = language_model) -> Callable[..., Loss | Tensor]:
-    """Return the loss of the first rank with its part of the model."""
-    parallel = {name: getattr(degrees, name) for name in AXES}
+def laid_out_on_first(model: nn.Module, mesh: RankMesh, loss: LossFn = language_model) -> LaidOut:
+    """Return the part of the first rank."""
+    parallel = {name: getattr(mesh.degrees, name) for name in AXES}
     loaded = from_mapping({"model": "gpt", "data": {"train": "digits"}, "parallel": parallel})
     parts = Parts(model, Unwrapped(TensorDataset(IDS, IDS)), {}, loss)
-    return lay_out(parts, loaded, mesh_of(degrees), torch.device("cpu")).parts.loss
+    return lay_out(parts, loaded, mesh, torch.device("cpu"))
+
+
+def loss_of_first(model: nn.Module, degrees: Degrees, loss: LossFn = language_model) -> Callable[..., Loss | Tensor]:
+    """Return the loss of the first rank with its part of the model."""
+    return laid_out_on_first(model, mesh_of(degrees), loss).parts.loss
 
 
 def mean(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -79,6 +86,29 @@ def test_what_stages_would_get_wrong_is_refused(name: str, part: object, degrees
     setattr(model, name, part)
     with pytest.raises(UsageError, match=error):
         loss_of_first(model, degrees)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ranks", "parts"),
+    [
+        (Degrees(pipeline=2), [0, 1], 1),
+        (Degrees(pipeline=4), [0, 3], 1),
+        (Degrees(pipeline=4, replicate=128), [0, 384], 1),
+        (Degrees(pipeline=4, shard=256, tensor=4), [0, 3072], 1024),
+    ],
+    ids=str,
+)
+def test_the_first_and_the_last_stage_alone_exchange_gradients_of_a_tied_weight(
+    degrees: Degrees, ranks: list[int], parts: int
+) -> None:
+    model = gpt(**{**SMALL, "layers": 4, "heads": 4, "vocab_size": 4096, "tied": True})
+    stages = laid_out_on_first(model, mesh_of(degrees)).stages
+    assert stages is not None
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with Collectives() as exchanged:
+        StagedPasses(stages, SOLO, 4).sum_tied(model)
+    assert exchanged.noted == [("allreduce", ranks, torch.float32, 4096 * 16 * 4 // parts)]
 
 
 class Learned(nn.Module):

@@ -21,7 +21,8 @@ from trainwright.models.gpt import gpt
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 SMALL: dict[str, Any] = {"vocab_size": 11, "block_size": 8, "layers": 2, "heads": 2, "d_model": 16, "tied": False}
-DEEP = {"layers": 4}
+TIED = {"tied": True}
+DEEP = {**TIED, "layers": 4}
 FIT = """
 import json, os, sys
 import torch
@@ -119,7 +120,7 @@ TWO: dict[str, dict[str, Any]] = {
     },
     "context": {"parallel.context": 2, "batch.micro": 3, "model.ema": 0.9, "model.activation_checkpointing": "block"},
     "gpipe": {"parallel.pipeline": 2, "parallel.schedule": "gpipe", "batch.micro": 3},
-    "1f1b": {"parallel.pipeline": 2, "batch.micro": 3, "model.ema": 0.9},
+    "1f1b": {"parallel.pipeline": 2, "batch.micro": 3, "model.ema": 0.9, "model": TIED},
     "interleaved": {
         "model": DEEP,
         "parallel.pipeline": 2,
@@ -129,6 +130,14 @@ TWO: dict[str, dict[str, Any]] = {
     },
     "zero_bubble": {"model": DEEP, "parallel.pipeline": 2, "parallel.schedule": "zero_bubble", "batch.micro": 3},
 }
+REFERENCES = {
+    "sequence": "whole",
+    "context": "ema",
+    "gpipe": "whole",
+    "1f1b": "tied",
+    "interleaved": "deep",
+    "zero_bubble": "deep",
+}
 
 
 def test_two_ranks_divide_layers_stages_and_sequences(tmp_path: Path) -> None:
@@ -137,47 +146,53 @@ def test_two_ranks_divide_layers_stages_and_sequences(tmp_path: Path) -> None:
     Layers alone, without sequences, are divided in what goes on from a checkpoint, and in a model of one's own.
     """
     own, half = {"model": "own"}, {"precision": "fp16"}
-    alone = {
+    alone: dict[str, dict[str, Any]] = {
         "whole": {},
         "ema": {"model.ema": 0.9},
+        "tied": {"model": TIED, "model.ema": 0.9},
         "modern": {"model": MODERN},
         "deep": {"model": DEEP},
         "own": own,
         "half": half,
     }
-    trained(1, tmp_path, {**alone, "begun": {"until": "3steps"}, "begun-too": {"until": "3steps"}})  # type: ignore[dict-item]
+    begun: dict[str, dict[str, Any]] = {"begun": {"until": "3steps"}, "begun-too": {"until": "3steps", "model": TIED}}
+    trained(1, tmp_path, {**alone, **begun})
     divided = {
         **TWO,
         "modern-context": {"parallel.context": 2, "model": MODERN},
         "own-tensor": {**own, "parallel.tensor": 2, "parallel.plan": PLAN},
         "half-stages": {**half, "parallel.pipeline": 2, "batch.micro": 3},
         "into-tensor": {"resume": "begun/run", "parallel.tensor": 2},
-        "into-stages": {"resume": "begun-too/run", "parallel.pipeline": 2, "batch.micro": 2},
+        "into-stages": {"resume": "begun-too/run", "parallel.pipeline": 2, "batch.micro": 2, "model": TIED},
     }
     trained(2, tmp_path, divided)
-    for name, settings in TWO.items():
-        require_same(tmp_path, name, "ema" if "model.ema" in settings else "deep" if "model" in settings else "whole")
+    for name in TWO:
+        require_same(tmp_path, name, REFERENCES[name])
     require_same(tmp_path, "modern-context", "modern")
     require_same(tmp_path, "own-tensor", "own")
     for one, other in zip(logged(tmp_path / "half-stages", "step"), logged(tmp_path / "half", "step"), strict=True):
         assert one["skipped"] == other["skipped"] == 0
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
-    for name in ("begun", "begun-too"):
-        require_same(tmp_path, name, resumed=True)
+    require_same(tmp_path, "begun", resumed=True)
+    require_same(tmp_path, "begun-too", "tied", resumed=True)
 
 
 def test_four_ranks_divide_layers_and_samples_and_go_on_in_one(tmp_path: Path) -> None:
     shallow = {"model": {"layers": 1}}  # each layer is divided alike
-    alone: dict[str, dict[str, Any]] = {"whole": {}, "shallow": shallow}
+    alone: dict[str, dict[str, Any]] = {"whole": {"model": TIED}, "shallow": shallow, "deep": {"model": DEEP}}
     longer = {f"{name}-longer": {**settings, "until": "5steps"} for name, settings in alone.items()}
     trained(1, tmp_path, {**alone, **longer})
     layouts: dict[str, dict[str, Any]] = {
         "tensor-shards": {**shallow, "parallel.tensor": 2, "parallel.shard": 2, "batch.micro": 2},
         "context-tensor": {**shallow, "parallel.tensor": 2, "parallel.context": 2, "parallel.sequence": True},
-        "stages-copies": {"parallel.pipeline": 2, "parallel.replicate": 2, "batch.micro": 2},
+        "stages-copies": {"model": TIED, "parallel.pipeline": 2, "parallel.replicate": 2, "batch.micro": 2},
+        "stages-shards": {"model": TIED, "parallel.pipeline": 2, "parallel.shard": 2, "batch.micro": 2},
+        "stages-tensor": {"model": TIED, "parallel.pipeline": 2, "parallel.tensor": 2, "batch.micro": 2},
+        "stages": {"model": DEEP, "parallel.pipeline": 4, "batch.micro": 2},
     }
     trained(4, tmp_path, layouts)
-    reference = {name: "shallow" if "model" in settings else "whole" for name, settings in layouts.items()}
+    models = {id(settings["model"]): name for name, settings in alone.items()}
+    reference = {name: models[id(settings["model"])] for name, settings in layouts.items()}
     for name, one in reference.items():
         require_same(tmp_path, name, one)
     goes_on = {name: {**alone[one], "resume": f"{name}/run", "until": "5steps"} for name, one in reference.items()}
@@ -194,6 +209,7 @@ HF: dict[str, dict[str, Any]] = {
         "intermediate_size": 24,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
     },
     "gpt2": {
         "architecture": "GPT2LMHeadModel",
@@ -231,7 +247,6 @@ def test_two_ranks_divide_models_that_were_not_made_for_it(tmp_path: Path) -> No
     [
         ({"parallel.tensor": 4}, {}, r"must divide what it splits: 2 attention heads(?s:.)*tensor: 2"),
         ({"parallel.pipeline": 4, "parallel.schedule": "interleaved"}, DEEP, r"has 4(?s:.)*pipeline: 2"),
-        ({"parallel.pipeline": 4}, {**DEEP, "tied": True}, r"tied(?s:.)*model.args.tied: false"),
         ({"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.replicate": 2}, {}, r"the number of ranks, 4"),
         (
             {"parallel.context": 2, "parallel.replicate": 2, "model.compile": True},

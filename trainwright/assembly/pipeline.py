@@ -4,17 +4,21 @@ A model can be divided if it has ``blocks``, the attribute ``stage_ends`` (names
 and names of those after the last block), and a forward that skips modules that are None. For two stages on a rank the
 model also needs ``embed(input)`` and ``unembed(x)``, the parts of forward before and after the blocks. Other models
 need a table, see ``stage_plan``.
+
+If an embedding and the output layer are tied, the first and the last stage have a copy each, which are equal at the
+start. The sum of their gradients updates both, as in Megatron-LM and torchtitan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_process_group_ranks, new_group
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -25,6 +29,9 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from trainwright.assembly.stage_plan import StagedModel
+from trainwright.checkpoint.names import SHARED
+from trainwright.distributed import SOLO, Ranks, World
+from trainwright.distributed.split_plan import ties_of
 from trainwright.plan.splits import TWO_STAGE_SCHEDULES
 from trainwright.recipe.schema import PipelineSchedule
 
@@ -51,7 +58,8 @@ class Stages:
     """The stages of this rank, one or two, and the schedules that run them.
 
     ``group`` contains the ranks of all stages in order. Removes from ``model`` what this rank does not compute, as
-    defined by ``by_table`` or by the model itself.
+    defined by ``by_table`` or by the model itself. ``tied`` names the weights of which the other rank of ``ends`` has a
+    copy, in the same order.
     """
 
     def __init__(
@@ -72,10 +80,16 @@ class Stages:
         mine = range(rank, self._count, ranks)
         kept = {block for index in mine for block in shares[index]}
         self.is_first, self.is_last = rank == 0, rank == ranks - 1
+        places = [(each, {owner: model.get_submodule(owner) for owner, _ in each}) for each in ties_of(model)]
         if by_table:
             by_table.keep(kept, is_first=self.is_first, is_last=self.is_last)
         else:
             keep_stage(model, kept, is_first=self.is_first, is_last=self.is_last)
+        self.tied: Sequence[str] = [name for tied, owners in places if (name := hold_shared(model, tied, owners))]
+        self.ends: World = SOLO
+        if self.tied:
+            first, *_, last = get_process_group_ranks(group)
+            self.ends = Ranks(group if ranks == 2 else new_group([first, last], use_local_synchronization=True))
         if len(mine) == 1:
             self._modules: dict[int, nn.Module] = {rank: model}
         else:
@@ -132,3 +146,32 @@ def keep_stage(model: Any, blocks: set[int], *, is_first: bool, is_last: bool) -
     for name in (*(() if is_first else first), *(() if is_last else last)):
         is_list = isinstance(getattr(model, name), nn.ModuleList)
         setattr(model, name, nn.ModuleList() if is_list else None)
+
+
+def hold_shared(model: nn.Module, places: Sequence[tuple[str, str]], owners: Mapping[str, nn.Module]) -> str:
+    """Return the name of a tied weight on this stage; "" if no other stage has it, or this one does not.
+
+    ``places`` are its places in the full model, (module, parameter), and ``owners`` are these modules. If the first of
+    them is on another stage, the weight is held under that name, too, so that the names in a checkpoint do not change.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    here = [place for place in places if modules.get(place[0]) is owners[place[0]]]
+    if not here or len(here) == len(places):
+        return ""
+    (owner, name), first = places[0], owners[places[0][0]]
+    if places[0] not in here:
+        model._modules = {SHARED: nn.Module(), **model._modules}
+        path = f"{SHARED}.{owner}".split(".")
+        for end in range(2, len(path) + 1):
+            parent = model.get_submodule(".".join(path[: end - 1]))
+            if path[end - 1] not in parent._modules:
+                parent.add_module(path[end - 1], _without_contents(first) if end == len(path) else nn.Module())
+        model.get_submodule(".".join(path)).register_parameter(name, first._parameters[name])
+    return ".".join(filter(None, here[0]))
+
+
+def _without_contents(module: nn.Module) -> nn.Module:
+    """Return a module of the same class, which an optimizer may treat separately, as it does embeddings."""
+    empty = copy(module)
+    empty._parameters, empty._buffers, empty._modules = {}, {}, {}
+    return empty

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-_WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
+SHARED = "_shared_weights"
+"""Name of the module of a pipeline stage that holds weights under the names that they have on another stage."""
+_WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", SHARED))
 
 
 def plain_name(name: str) -> str:
-    """Return a path without the segments that torch.compile, activation checkpointing and FSDP insert."""
+    """Return a path without the segments that torch.compile, activation checkpointing, FSDP and stages insert."""
     return ".".join(segment for segment in name.split(".") if segment not in _WRAPPERS)
 
 

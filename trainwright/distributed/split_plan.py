@@ -6,8 +6,9 @@ A plan is a table from patterns of module names to styles. A built-in model has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Protocol
 
 from torch import nn
 
@@ -82,24 +83,57 @@ def names_like(pattern: str, model: nn.Module, requested_at: str | None = None) 
     return matched
 
 
-def model_shape(model: nn.Module, plan: SplitPlan, table: Sized | None = None) -> ModelShape:
+class StageNames(Protocol):
+    """Names of the modules of the first stage, of the blocks, and of the modules of the last stage."""
+
+    @property
+    def first(self) -> Sequence[str]: ...
+    @property
+    def blocks(self) -> Sequence[str]: ...
+    @property
+    def last(self) -> Sequence[str]: ...
+
+
+def model_shape(model: nn.Module, plan: SplitPlan, table: StageNames | None = None) -> ModelShape:
     """Return the properties of a model that limit its layout. The model may be on the meta device.
 
-    ``table`` contains the blocks of a table of stages, if the model itself does not define its stages.
+    ``table`` names the parts of a model that does not define its stages itself.
     """
     modules = dict(model.named_modules())
     sizes = {size: None for name, style in plan.items() for size in _divided(modules[name], style)}
     heads = [Cut(what, size) for what, size in _heads_of(model).items()]
     blocks, ends = getattr(model, "blocks", None), getattr(model, "stage_ends", None)
+    first, last = (table.first, table.last) if table else ends or ((), ())
+    tied_blocks, tied_bytes = "", 0
+    for places in ties_of(model):
+        owners = [owner for owner, _ in places]
+        parts = {_part_of(owner, first, table.blocks if table else ("blocks.*",), last) for owner in owners}
+        if parts == {"first", "last"}:
+            owner, name = places[0]
+            tied_bytes += getattr(model.get_submodule(owner), name).nbytes
+        elif len(parts) > 1:
+            tied_blocks = tied_blocks or " and ".join(".".join(filter(None, place)) for place in places[:2])
     return ModelShape(
         type(model).__name__,
-        blocks=len(table) if table else len(blocks) if ends and isinstance(blocks, nn.ModuleList) else None,
+        blocks=len(table.blocks) if table else len(blocks) if ends and isinstance(blocks, nn.ModuleList) else None,
         by_table=table is not None,
-        is_tied=bool(ties_of(model)),
+        tied_blocks=tied_blocks,
+        tied_bytes=tied_bytes,
         takes_parts=hasattr(model, "take_part"),
         cuts=(*heads, *sizes),
         cuts_sequence="scatter" in plan.values(),
     )
+
+
+def _part_of(owner: str, first: Sequence[str], blocks: Sequence[str], last: Sequence[str]) -> str:
+    """Return the part of the model that has a module: ``first``, ``last``, or the name of its block or of itself."""
+    for part, names in (("first", first), ("last", last), ("", blocks)):
+        for name in names:
+            depth = name.count(".") + 1
+            start = ".".join(owner.split(".")[:depth])
+            if _matches(start, name):
+                return part or start
+    return owner
 
 
 def _own_plan(model: nn.Module) -> Mapping[str, TensorStyle]:

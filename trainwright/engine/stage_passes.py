@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.shards import locals_of
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import World
 from trainwright.engine.loss import Batch, Loss, LossFn, call_loss, with_zero_weight
@@ -36,10 +37,12 @@ class StageSchedule(Protocol):
 
 
 class PipelineStages(Protocol):
-    """The stages of this rank."""
+    """The stages of this rank. ``tied`` names weights that the two ranks of ``ends`` share: first and last stage."""
 
     is_first: bool
     is_last: bool
+    tied: Sequence[str]
+    ends: World
 
     def fitting(self, num_micro: int) -> int: ...
     def make(self, num_micro: int, loss: StageLoss) -> StageSchedule: ...
@@ -69,7 +72,11 @@ class StagedPasses:
         """
         where = f"step {state.step + 1}"
         work = _Work(loss_fn, batch.micro, divisor, where, state.scaler.scaled, {}, self._stages.as_returned)
-        return self._run(work, precision, trains=True)
+        losses = self._run(work, precision, trains=True)
+        for parameter in self._tied(state.model):
+            if parameter.grad is None:  # the other stage may have one
+                parameter.grad = torch.zeros_like(parameter)
+        return losses
 
     def evaluate(self, batch: Batch, loss_fn: LossFn) -> Loss:
         """Run forward only, in the precision that is already set. Returns the loss on every stage."""
@@ -85,6 +92,18 @@ class StagedPasses:
             whole=False,
             remedy="evaluate fewer samples at a time (evaluation.batch), or on devices with more memory",
         )
+
+    def sum_tied(self, model: nn.Module) -> None:
+        """Sum the gradients of the weights that the first and the last stage share."""
+        self._stages.ends.sum_(locals_of(p.grad for p in self._tied(model) if p.grad is not None))
+
+    def counted(self, model: nn.Module, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of which this stage counts the norm: a tied weight counts on the first stage."""
+        elsewhere = set() if self._stages.is_first else {id(p) for p in self._tied(model)}
+        return [p.grad for p in parameters if p.grad is not None and id(p) not in elsewhere]
+
+    def _tied(self, model: nn.Module) -> list[nn.Parameter]:
+        return [p for name in self._stages.tied if (p := model.get_parameter(name)).requires_grad]
 
     def norm_of_all(self, norm: Tensor) -> Tensor:
         """Return the norm of the gradients of all stages."""

@@ -407,12 +407,15 @@ def _finish(state: TrainState, done: Accumulated, parts: _Parts, *, is_summed: b
         fill_missing(state.optimizer, world)
         done = combine(done, world, device_of(state.optimizer))
     parameters, grads = collect_grads(state.optimizer, done)
+    if ranks.stages is not None:
+        ranks.stages.sum_tied(state.model)
     if grads and not is_summed and (state.scaler.scale is not None or done.correction is not None):
         _unscale(state, locals_of(grads), done, witness)
     if is_to_sum:
         world.sum_(locals_of(grads))
     probed = {name: value for probe in parts.probes for name, value in probe(state).items()}
-    grad_norm = global_norm(grads) if grads else _zero_norm(state.optimizer)
+    counted = grads if ranks.stages is None else ranks.stages.counted(state.model, parameters)
+    grad_norm = global_norm(counted) if counted else _zero_norm(state.optimizer)
     if ranks.stages is not None:
         grad_norm = ranks.stages.norm_of_all(grad_norm)
     if grads and clip is not no_clip:

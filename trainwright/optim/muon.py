@@ -255,9 +255,12 @@ def head_names(model: nn.Module, head: str | None) -> frozenset[str]:
     """Return the names of the parameters of the output head, see ``muon_groups``."""
     named = list(model.named_parameters(remove_duplicate=False))
     if head is None:
-        is_tied = any(sum(id(p) == each for _, p in named) > 1 for each in _embeddings(model))
+        embeddings = _embeddings(model)
+        is_tied = any(sum(id(p) == each for _, p in named) > 1 for each in embeddings)
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-        return frozenset(name for name, p in named if linears and not is_tied and p is linears[-1].weight)
+        heads = {id(linears[-1].weight)} if linears else set()
+        heads = heads & embeddings if is_tied else heads  # a stage may have the head without the embedding
+        return frozenset(name for name, p in named if id(p) in heads)
     names = frozenset(name for name, _ in named if matches(head, [name]))
     if head and not names:
         raise UsageError(f"head={head!r} matches no parameter", remedy=suggest(head, [name for name, _ in named]))

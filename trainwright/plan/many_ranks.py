@@ -142,7 +142,8 @@ class ManyRanks:
         kept = _kept_per_micro_batch(scaled, micro) if stages > 1 else 0
         by_stage = tuple(peak + (min(accumulation, stages - stage) - 1) * kept for stage in range(stages))
         time = scaled_time(scaled, micro, accumulation, self.device, self.precision)
-        step = StepTraffic(degrees, zero, weights, model.activations[policy], micro, accumulation)
+        tied = self.shape.tied_bytes
+        step = StepTraffic(degrees, zero, weights, model.activations[policy], micro, accumulation, tied)
         traffic = step.traffic(self.device.node, overlaps=self.device.kind == "cuda")
         exposed = exposed_s(traffic, time, accumulation)
         passes = time.step_s - time.by_phase.get("update", 0.0)

@@ -12,7 +12,6 @@ from trainwright.recipe import Recipe
 
 TWO_STAGE_SCHEDULES = ("interleaved", "zero_bubble")
 """Pipeline schedules with two stages on each rank."""
-UNTIE = "write model.args.tied: false, for a model of transformers model.args.tie_word_embeddings: false"
 
 
 @dataclass(frozen=True)
@@ -32,14 +31,16 @@ class ModelShape:
 
     ``cuts`` is what tensor parallelism divides; ``cuts_sequence``: the plan of tensor parallelism says where the
     sequence is cut. ``blocks`` is the number of blocks that a pipeline divides, None if the model cannot be cut into
-    stages; ``by_table``: a table of module names, not the model, defines the stages; ``is_tied``: input and output
-    layer share a weight. ``takes_parts``: the model can compute a part of a sequence.
+    stages; ``by_table``: a table of module names, not the model, defines the stages. ``tied_blocks`` names a weight
+    that stages cannot share: it is in several blocks, or in a block and outside. ``tied_bytes`` is the size of the
+    weights that the first and the last stage share. ``takes_parts``: the model can compute a part of a sequence.
     """
 
     name: str
     blocks: int | None = None
     by_table: bool = False
-    is_tied: bool = False
+    tied_blocks: str = ""
+    tied_bytes: int = 0
     takes_parts: bool = False
     cuts: tuple[Cut, ...] = ()
     cuts_sequence: bool = False
@@ -95,9 +96,10 @@ def _of_pipeline(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterato
         rule = f"needs a block for each of its {pipeline * each} stages, and the model has {shape.blocks}"
         remedy = f"write pipeline: {max(1, shape.blocks // each)}"
         yield Problem("parallel.pipeline", rule, got=f"{pipeline}, {schedule}", remedy=remedy)
-    if shape.is_tied:
-        rule = "its first and its last stage would share a weight: embedding and output layer are tied"
-        yield Problem("parallel.pipeline", rule, got=str(pipeline), remedy=UNTIE)
+    if shape.tied_blocks:
+        rule = f"only the first and the last stage can share a weight, and one weight is {shape.tied_blocks}"
+        remedy = "give each block a weight of its own, or use parallel.shard, which divides any model"
+        yield Problem("parallel.pipeline", rule, got=str(pipeline), remedy=remedy)
     if has_two and shape.by_table:
         rule = f"has two stages on each rank, and {shape.name} is cut by a table, into one for each"
         yield Problem("parallel.schedule", rule, got=schedule, remedy="write 1f1b")

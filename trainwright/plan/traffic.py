@@ -80,7 +80,7 @@ class StepTraffic:
     """The inputs that decide the traffic of a step.
 
     ``weights`` are the weights of one rank's stage and tensor part, before sharding. A step has ``accumulation``
-    micro-batches of ``micro`` samples.
+    micro-batches of ``micro`` samples. The first and the last stage of a pipeline share ``tied_bytes`` of weights.
     """
 
     degrees: Degrees
@@ -89,6 +89,7 @@ class StepTraffic:
     activations: Activations
     micro: int
     accumulation: int
+    tied_bytes: int = 0
 
     def traffic(self, node: ClusterNode, *, overlaps: bool) -> tuple[Traffic, ...]:
         """Return all exchanges of a rank in one step. ``overlaps``: the device computes while it exchanges."""
@@ -172,6 +173,8 @@ class StepTraffic:
         whole = self.activations.stream * self.micro * self.accumulation
         for pass_ in ("forward", "backward"):
             yield "pipeline", "send/recv", "activations", pass_, self.accumulation, whole, True
+        if tied := self.tied_bytes // (self.degrees.tensor * self.degrees.shard):
+            yield "pipeline", "all-reduce", "tied weights", "end", -(-tied // BUCKET_BYTES), tied, False
 
 
 _Row = tuple[str, Collective, str, str, int, int, bool]

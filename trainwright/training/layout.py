@@ -68,7 +68,7 @@ def _require_shape(model: nn.Module, loaded: Loaded, degrees: Degrees) -> SplitP
     with at_recipe(loaded.source, "parallel"):
         plan = split_plan(model, loaded.recipe.parallel.plan) if degrees.tensor > 1 else {}
         table = stage_plan(model, loaded.recipe.parallel.stages) if degrees.pipeline > 1 else None
-        require_fitting(loaded.recipe, degrees, model_shape(model, plan, table.blocks if table else None))
+        require_fitting(loaded.recipe, degrees, model_shape(model, plan, table))
     return plan
 
 

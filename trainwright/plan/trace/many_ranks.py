@@ -185,11 +185,10 @@ def shape_of(blueprint: Blueprint) -> ModelShape:
     with fake_tensors():
         model = blueprint.model(torch.device("cpu"))
         table = stage_plan(model, ask.stages)
-        blocks = table.blocks if table else None
         try:
-            return model_shape(model, split_plan(model, ask.plan), blocks)
+            return model_shape(model, split_plan(model, ask.plan), table)
         except UsageError:
-            return replace(model_shape(model, {}, blocks), cuts=())
+            return replace(model_shape(model, {}, table), cuts=())
 
 
 def rank_model(
