@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 import trainwright as tw
 from tests.engine.plain import assert_same_bits, bits
 from tests.report_pages.reading import Page, curves_of
+from trainwright.checkpoint.cursor import MicroBatch
 from trainwright.distributed.split_plan import model_shape, split_plan
+from trainwright.engine.loss import call_loss
 from trainwright.engine.losses import language_model
 from trainwright.errors import UsageError
 from trainwright.models.gpt import gpt
@@ -182,3 +185,12 @@ def test_wrong_options_are_refused_with_a_remedy(options: dict[str, Any], said: 
     with pytest.raises(UsageError, match=said) as caught:
         moe_gpt(**SMALL, **options)
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("samples", [0, 1])
+def test_the_sample_that_a_rank_without_samples_repeats_is_not_part_of_the_load(samples: int) -> None:
+    model = moe_gpt(**SMALL, experts=4)  # type: ignore[arg-type]
+    ids = torch.zeros(1, 6, dtype=torch.long)
+    call_loss(language_model, model, MicroBatch((ids, ids), np.arange(samples)), "micro-batch 0")
+    loads = [float(each.load.sum()) for each in model.modules() if isinstance(each, Experts)]
+    assert loads == [samples * 6 * 2] * 2

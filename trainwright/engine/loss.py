@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from numbers import Real
 from operator import add
@@ -153,7 +153,8 @@ def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) 
     """
     count_for(micro.size)
     try:
-        output = loss_fn(model, micro.data)
+        with nullcontext() if micro.size else _uncounted(model):
+            output = loss_fn(model, micro.data)
     except DataError as error:
         ids = [int(micro.ids[row]) for row in error.sample_ids if row < micro.size]
         message = f"{error.message} ({where}, samples {ids})"
@@ -168,6 +169,19 @@ def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) 
         raise
     count_for(1)
     return validated_output(output, "the loss function gave")
+
+
+@contextmanager
+def _uncounted(model: nn.Module) -> Iterator[None]:
+    """Context of a pass over the sample that a rank without samples repeats: counts of all ranks leave it out."""
+    counting: list[Any] = [module for module in model.modules() if hasattr(module, "summed_over_ranks")]
+    try:
+        for module in counting:
+            module.is_counting = False
+        yield
+    finally:
+        for module in counting:
+            module.is_counting = True
 
 
 def validated_output(output: object, gave: str) -> Loss | Tensor:

@@ -68,6 +68,8 @@ class Experts(nn.Module):
 
     summed_over_ranks = ("load",)
     """Buffers that the engine sums over ranks after the passes of each step."""
+    is_counting = True
+    """False while the engine repeats a sample that does not count."""
     bias: Tensor  # (E,), as is load
     load: Tensor
 
@@ -93,7 +95,7 @@ class Experts(nn.Module):
         order = expert_NK.flatten().argsort(stable=True)  # sorts the N K pairs (token, expert) by expert
         pairs = torch.ones_like(order, dtype=torch.float32)
         load_E = torch.zeros_like(self.load).scatter_add_(0, expert_NK.flatten(), pairs)
-        if self.training:
+        if self.training and self.is_counting:
             self.load += load_E
         ends_E = load_E.cumsum(0).int()
         rows = x_ND[order // self.active]
