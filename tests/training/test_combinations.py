@@ -39,6 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2},
     "sequence": {"tensor": 2, "sequence": True},
     "pipeline": {"pipeline": 2},
+    "expert": {"expert": 2},
 }
 RECIPE: dict[str, Any] = {
     "until": "4steps",
@@ -131,8 +132,8 @@ NOTES = """
 - Muon: with `pipeline`, the output layer of the full model is trained with AdamW, as in one process.
 - tied: embedding and output layer share a weight. Trained with Muon, which leaves this weight to AdamW. With
   `pipeline`, the first and the last stage have a copy each, and the sum of their gradients updates both.
-- MoE: the experts are not divided. The router biases follow the load of all ranks. In a pipeline, forward passes of a
-  step follow its first backward pass, and short batches are padded, so the load would not be that of one process.
+- MoE: only `expert` divides the experts. The router biases follow the load of all ranks. In a pipeline, forward passes
+  of a step follow its first backward pass, and short batches are padded, so the load would not be that of one process.
 """
 
 

@@ -19,14 +19,16 @@ from trainwright.assembly.assemble import Parts
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.commands.demo import demo
 from trainwright.data.unwrap import Unwrapped
-from trainwright.distributed import SOLO, RankMesh
+from trainwright.distributed import SOLO, RankMesh, Ranks, make_mesh
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.loss import Loss, LossFn
 from trainwright.engine.losses import language_model
 from trainwright.engine.rank_layout import RankLayout
+from trainwright.engine.rank_sums import sum_grads
 from trainwright.engine.stage_passes import StagedPasses
 from trainwright.errors import OutOfMemoryError, UsageError
 from trainwright.models.gpt import gpt
+from trainwright.models.moe import moe_gpt
 from trainwright.plan.parallel import AXES, Degrees
 from trainwright.recipe import from_mapping
 from trainwright.training.layout import LaidOut, evaluation_loss, lay_out
@@ -109,6 +111,42 @@ def test_the_first_and_the_last_stage_alone_exchange_gradients_of_a_tied_weight(
     with Collectives() as exchanged:
         StagedPasses(stages, SOLO, 4).sum_tied(model)
     assert exchanged.noted == [("allreduce", ranks, torch.float32, 4096 * 16 * 4 // parts)]
+
+
+EXPERTS = {"experts": 8, "active": 2, "expert_width": 8, "shared": 0}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ranks", "copies"),
+    [
+        (Degrees(expert=2), [0, 1], [0]),
+        (Degrees(expert=8), [*range(8)], [0]),
+        (Degrees(expert=8, replicate=512), [*range(8)], [*range(0, 4096, 8)]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ranks_exchange_tokens_and_sum_the_gradients_of_experts_over_their_copies(
+    degrees: Degrees, ranks: list[int], copies: list[int], dtype: torch.dtype
+) -> None:
+    """There are no other ranks, so the tokens and the outputs that they send have any number of bytes."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=degrees.ranks, store=FakeStore())
+    mesh = make_mesh(degrees, Ranks(), torch.device("cpu"))
+    model = moe_gpt(**{**SMALL, **EXPERTS, "layers": 1})
+    experts = sum(each.nbytes for name, each in model.named_parameters() if name.endswith(("mlp.up", "mlp.down")))
+    rest = sum(each.nbytes for each in model.parameters()) - experts
+    laid_out_on_first(model, mesh)
+    with Collectives() as passes:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            out = model(IDS)
+        out.sum().backward()
+    sent = ("all_to_all_single", ranks, dtype, IDS.numel() * 2 * 16 * dtype.itemsize)
+    assert passes.noted[:2] == [("alltoall_base", ranks, torch.int64, 8 * 8), sent]
+    assert passes.noted[3] == sent and [each[:3] for each in passes.noted[1:]] == [sent[:3]] * 4
+    with Collectives() as sums:
+        sum_grads([p.grad for p in model.parameters() if p.grad is not None], mesh.sums, mesh.copies)
+    of_experts = [("allreduce", copies, torch.float32, experts // degrees.expert)] if len(copies) > 1 else []
+    assert sums.noted == [("allreduce", [*range(degrees.ranks)], torch.float32, rest), *of_experts]
 
 
 class Learned(nn.Module):

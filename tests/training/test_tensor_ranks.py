@@ -17,6 +17,7 @@ from tests.training.ranked import compare
 from trainwright.engine.losses import language_model
 from trainwright.errors import RecipeError
 from trainwright.models.gpt import gpt
+from trainwright.models.moe import moe_gpt
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -30,6 +31,7 @@ import trainwright as tw
 from torch import nn
 from trainwright.engine.losses import hf_causal_lm, language_model
 from trainwright.models.gpt import gpt
+from trainwright.models.moe import moe_gpt
 
 class Own(nn.Module):  # a model of a user's, without any plan
     def __init__(self):
@@ -59,7 +61,7 @@ def made(changed):
         return hf_model(vocab_size=11, **changed)
     if isinstance(changed, str):
         return {"own": Own, "rows": Rows}[changed]()
-    return gpt(**{**json.loads(sys.argv[2]), **changed})
+    return (moe_gpt if "experts" in changed else gpt)(**{**json.loads(sys.argv[2]), **changed})
 
 draw = torch.Generator().manual_seed(0)
 ids = torch.randint(11, (23, 9), generator=draw)
@@ -73,9 +75,9 @@ for name, settings in json.loads(sys.argv[1]).items():
     given = {"log.every": "1steps", "evaluation.every": "3steps", "evaluation.batches": 9, "folder": name,
              "optimizer.clip.at": 0.5, "schedule.use": "constant", "optimizer.args": {"eps": 1e-3},
              "checkpoint.every": "3steps", "log.doctor": "RANK" in os.environ, **settings}  # alone it repeats steps
-    result = tw.fit(model, (ids[:, :-1], target), loss, val=(ids[:7, :-1], target[:7]), lr=1e-2, batch=8,
-                    until=given.pop("until", "4steps"), precision=given.pop("precision", "fp32"),
-                    quiet=True, resume=given.pop("resume", None),
+    result = tw.fit(model, (ids[:, :-1], target), loss, val=(ids[:7, :-1], target[:7]), lr=1e-2,
+                    batch=given.pop("batch", 8), until=given.pop("until", "4steps"),
+                    precision=given.pop("precision", "fp32"), quiet=True, resume=given.pop("resume", None),
                     settings=given)
     print(json.dumps({"loss": result.loss, "val_loss": result.val_loss}))
 """
@@ -95,7 +97,10 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 def logged(folder: Path, *kinds: str) -> Iterator[dict[str, Any]]:
     """The records of these kinds; of a step that was taken again, the last."""
-    records = map(json.loads, (folder / "run/log.jsonl").read_text().splitlines())
+    records = [*map(json.loads, (folder / "run/log.jsonl").read_text().splitlines())]
+    for each in (record["probed"] for record in records if "probed" in record):
+        for name in {"expert_load_max", "expert_load_min"} & each.keys():
+            del each[name]  # a mean over ranks and micro-batches of the loads of each
     yield from {(each["kind"], each["step"]): each for each in records if each["kind"] in kinds}.values()
 
 
@@ -201,6 +206,38 @@ def test_four_ranks_divide_layers_and_samples_and_go_on_in_one(tmp_path: Path) -
         require_same(tmp_path, name, f"{one}-longer", resumed=True)
 
 
+EXPERTS = {"experts": 4, "active": 2, "bias_rate": 0.1, "expert_width": 8, "activation": "swiglu"}
+
+
+def test_ranks_divide_experts_and_go_on_on_another_number(tmp_path: Path) -> None:
+    """The third of four steps has one sample, so that most ranks send no token of their own."""
+    moe: dict[str, Any] = {"model": EXPERTS, "batch": 11}
+    muon = {**moe, "optimizer.use": "muon", "optimizer.args": {"adamw_eps": 1e-3, "ns_dtype": "float32"}}
+    half, longer = {**moe, "precision": "bf16"}, {**moe, "until": "6steps"}
+    alone = {"ema": {**moe, "model.ema": 0.9}, "whole": moe, "muon": muon, "half": half, "longer": longer}
+    trained(1, tmp_path, alone)
+    two = {"parallel.expert": 2}
+    again = {"model.activation_checkpointing": "block"}
+    divided = {"two": {**alone["ema"], **two, **again, "batch.micro": 3}, "muon-two": {**muon, **two}}
+    trained(2, tmp_path, {**divided, "half-two": {**half, **two}})
+    copies = {**moe, **two, "parallel.replicate": 2, "batch.micro": 2}
+    trained(4, tmp_path, {"four": {**moe, "parallel.expert": 4}, "copies": copies, "whole-four": moe})
+    for name, reference in {
+        "two": "ema",
+        "muon-two": "muon",
+        "four": "whole",
+        "copies": "whole",
+        "whole-four": "whole",
+    }.items():
+        require_same(tmp_path, name, reference)
+    for one, other in zip(logged(tmp_path / "half-two", "step"), logged(tmp_path / "half", "step"), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-3)
+    trained(1, tmp_path, {"four": {**longer, "resume": "four/run"}})
+    trained(2, tmp_path, {"copies": {**longer, **two, "resume": "copies/run"}})
+    for name in ("four", "copies"):
+        require_same(tmp_path, name, "longer", resumed=True)
+
+
 HF: dict[str, dict[str, Any]] = {
     "llama": {
         "architecture": "LlamaForCausalLM",
@@ -263,6 +300,10 @@ def test_two_ranks_divide_models_that_were_not_made_for_it(tmp_path: Path) -> No
             DEEP,
             "was not shown to work with model.compile",
         ),
+        ({"parallel.expert": 4}, {}, "GPT has no experts that ranks can divide"),
+        ({"parallel.expert": 4}, {"experts": 6}, r"must divide the 6 experts(?s:.)*expert: 3"),
+        ({"parallel.expert": 2, "parallel.shard": 2}, EXPERTS, "was not shown to work with parallel.shard"),
+        ({"parallel.expert": 4, "model.compile": True}, EXPERTS, "model.compile: does not work with parallel.expert"),
         (
             {"parallel.tensor": 2, "parallel.replicate": 2, "model.lora": {"rank": 2, "dora": True}},
             {},
@@ -280,4 +321,5 @@ def test_a_layout_that_cannot_work_is_refused_before_ranks_meet(
         monkeypatch.setenv(name, value)
     ids = torch.zeros(4, 8, dtype=torch.long)
     with pytest.raises(RecipeError, match=error):
-        tw.fit(gpt(**{**SMALL, **changed}), (ids, ids), language_model, settings=settings, quiet=True)
+        model = (moe_gpt if "experts" in changed else gpt)(**{**SMALL, **changed})
+        tw.fit(model, (ids, ids), language_model, settings=settings, quiet=True)

@@ -54,7 +54,8 @@ def divides_layers(model: nn.Module) -> bool:
     for parameter in model.parameters():
         if is_divided(parameter):
             axes = [placement for placement in parameter.placements if not placement.is_replicate()]
-            if len(axes) > 1 or (axes and id(parameter) not in gathered):
+            of_experts = parameter.device_mesh.mesh_dim_names == ("expert",)
+            if len(axes) > 1 or (axes and id(parameter) not in gathered and not of_experts):
                 return True
     return False
 

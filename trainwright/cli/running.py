@@ -47,7 +47,7 @@ def become_torchrun(options: Sequence[str], loaded: Loaded) -> NoReturn:
     ranks = ranks_of(options)
     if ranks is not None:
         degrees = solve_layout(loaded.recipe, ranks)
-        if degrees.ranks > degrees.data:  # whether the model can be divided like this is known only from its code
+        if degrees.divides_model:  # whether the model can be divided like this is known only from its code
             from trainwright.training.layout import require_layout
 
             require_layout(loaded, None, ranks)

@@ -24,6 +24,7 @@ class RankMesh:
         data: Ranks whose samples differ from this rank's.
         sums: Ranks whose gradients and losses are summed: ``data``, and ranks with other parts of the same sequences.
         stages: Ranks with the other stages of this rank's model, in order.
+        copies: Ranks with the same experts; None if experts are not divided.
         devices: torch's mesh with the axes of ``AXES``; None if the ranks are only copies of each other.
     """
 
@@ -32,6 +33,7 @@ class RankMesh:
     data: World
     sums: World
     stages: World = SOLO
+    copies: World | None = None
     devices: DeviceMesh | None = None
 
     @property
@@ -66,7 +68,7 @@ class RankMesh:
         return part
 
 
-FIRST_POSITION = Degrees(0, 0, 0, 0, 0)
+FIRST_POSITION = Degrees(*[0] * len(AXES))
 """The position of the first rank."""
 ONE = RankMesh(ONE_RANK, SOLO, SOLO, SOLO)
 """The mesh of a run of one process."""
@@ -79,9 +81,12 @@ def make_mesh(degrees: Degrees, world: World, device: torch.device) -> RankMesh:
     devices = init_device_mesh(device.type, degrees.shape, mesh_dim_names=AXES)
     data = world
     if degrees.data < degrees.ranks:
-        data = Ranks(devices["replicate", "shard"]._flatten("data").get_group())
+        data = Ranks(devices["replicate", "shard", "expert"]._flatten("data").get_group())
     sums = data
     if degrees.context > 1:
         sums = Ranks(devices["replicate", "shard", "context"]._flatten("sums").get_group())
     stages = Ranks(devices["pipeline"].get_group()) if degrees.pipeline > 1 else SOLO
-    return RankMesh(degrees, world, data, sums, stages, devices)
+    copies = None
+    if degrees.expert > 1:
+        copies = Ranks(devices["replicate"].get_group()) if degrees.replicate > 1 else SOLO
+    return RankMesh(degrees, world, data, sums, stages, copies, devices)

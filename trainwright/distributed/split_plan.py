@@ -6,9 +6,10 @@ A plan is a table from patterns of module names to styles. A built-in model has 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -120,9 +121,20 @@ def model_shape(model: nn.Module, plan: SplitPlan, table: StageNames | None = No
         tied_blocks=tied_blocks,
         tied_bytes=tied_bytes,
         takes_parts=hasattr(model, "take_part"),
+        experts=math.gcd(*(weight.shape[0] for module in expert_modules(model) for weight in expert_weights(module))),
         cuts=(*heads, *sizes),
         cuts_sequence="scatter" in plan.values(),
     )
+
+
+def expert_modules(model: nn.Module) -> list[Any]:
+    """Return the modules whose attribute ``expert_weights`` names weights with one row for each expert."""
+    return [module for module in model.modules() if hasattr(module, "expert_weights")]
+
+
+def expert_weights(module: Any) -> list[nn.Parameter]:
+    """Return the weights that ``expert_weights`` of a module names; an optional one may be None."""
+    return [weight for name in module.expert_weights if (weight := getattr(module, name)) is not None]
 
 
 def _part_of(owner: str, first: Sequence[str], blocks: Sequence[str], last: Sequence[str]) -> str:

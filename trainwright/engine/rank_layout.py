@@ -19,6 +19,7 @@ class RankLayout(NamedTuple):
         exact: Gradients have the same bits on any number of ranks, see ``accumulate_exactly``.
         zero: ZeRO stage of a model that FSDP has sharded, see ``ShardedPasses``.
         divided: Ranks compute parts of the same layers or sequences, and communicate in each pass.
+        copies: Ranks that have the same experts. None: experts are not divided.
         stages: Ranks compute consecutive layers (pipeline parallelism).
         stream: Number of this rank's random stream; by default its rank in ``sums``.
         norms: BatchNorms that exchange batch statistics.
@@ -29,6 +30,7 @@ class RankLayout(NamedTuple):
     exact: bool = False
     zero: int = 3
     divided: bool = False
+    copies: World | None = None
     stages: StagedPasses | None = None
     stream: int | None = None
     norms: SyncedNorms = LOCAL_STATISTICS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.rng import reseed, seed_of
-from trainwright.checkpoint.shards import is_divided
+from trainwright.checkpoint.shards import is_divided, locals_of
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import World
 from trainwright.engine.loss import Accumulated
@@ -91,6 +92,16 @@ def fill_missing(optimizer: Optimizer, world: World) -> None:
     for parameter, anywhere in zip(parameters, world.gather(here).any(0).tolist(), strict=True):
         if anywhere and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+
+
+def sum_grads(grads: Sequence[Tensor], world: World, copies: World | None) -> None:
+    """Sum gradients over the ranks, those of divided experts only over the ranks that have the same experts.
+
+    Their gradients already contain the tokens of all ranks among which the experts are divided.
+    """
+    world.sum_(locals_of(grad for grad in grads if copies is None or not is_divided(grad)))
+    if copies is not None:
+        copies.sum_(locals_of(grad for grad in grads if is_divided(grad)))
 
 
 def settle_parts(optimizer: Optimizer) -> None:

@@ -40,6 +40,7 @@ from trainwright.engine.rank_sums import (
     settle_parts,
     share_buffers,
     sum_counts,
+    sum_grads,
 )
 from trainwright.engine.recover import Recovery, make_room
 from trainwright.engine.sharded import ShardedPasses, without_retry
@@ -366,7 +367,7 @@ def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumul
     """Run the passes of ranks that compute together. Gradients flow between ranks, so all use one known divisor.
 
     The divisor is the number of samples. Ranks that share their samples multiply it by the tokens per sample, which
-    keeps fp16 gradients in range.
+    keeps fp16 gradients in range. Ranks with other samples may have other numbers of tokens.
     """
     parts.witness.gradients_are_cleared(state.optimizer)
     clear_grads(state.optimizer)
@@ -374,7 +375,7 @@ def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumul
     loss_fn = parts.loss_fn
     precision = parts.precision
     ranks = parts.ranks
-    if not (is_sharded(state.model) or ranks.norms.exchange):
+    if not (is_sharded(state.model) or ranks.norms.exchange or ranks.copies is not None):
         number *= max(1, batch.tokens // max(1, batch.size))
     if ranks.stages is not None:
         done = combine_divided(ranks.stages.train(state, batch, loss_fn, precision, number), number)
@@ -412,7 +413,7 @@ def _finish(state: TrainState, done: Accumulated, parts: _Parts, *, is_summed: b
     if grads and not is_summed and (state.scaler.scale is not None or done.correction is not None):
         _unscale(state, locals_of(grads), done, witness)
     if is_to_sum:
-        world.sum_(locals_of(grads))
+        sum_grads(grads, world, ranks.copies)
     probed = {name: value for probe in parts.probes for name, value in probe(state).items()}
     counted = grads if ranks.stages is None else ranks.stages.counted(state.model, parameters)
     grad_norm = global_norm(counted) if counted else _zero_norm(state.optimizer)

@@ -11,8 +11,9 @@ Shapes: B batch, T positions, N tokens (B T), D d_model, E experts, K experts of
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +60,21 @@ class MoEConfig(GPTConfig):
         return self.expert_width or max(8, self.hidden_width // (self.active + self.shared) // 8 * 8)
 
 
+class ExpertExchange(Protocol):
+    """Computes rows by experts that are divided among ranks."""
+
+    def own(self, weight: Tensor) -> Tensor:
+        """Return the weights of the experts of this rank."""
+        ...
+
+    def __call__(self, rows: Tensor, load_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return the outputs of ``rows``, which are sorted by expert.
+
+        ``compute`` gets rows sorted by the experts of this rank, and the ends of their groups.
+        """
+        ...
+
+
 class Experts(nn.Module):
     """x_BTD -> for each token, the weighted sum of the outputs of K experts, plus the output of the shared experts.
 
@@ -70,6 +86,10 @@ class Experts(nn.Module):
     """Buffers that the engine sums over ranks after the passes of each step."""
     is_counting = True
     """False while the engine repeats a sample that does not count."""
+    expert_weights = ("gate", "up", "down")
+    """Weights with one matrix for each expert, which expert parallelism divides."""
+    exchange: ExpertExchange | None = None
+    """Expert parallelism: the exchange with the ranks that have the other experts."""
     bias: Tensor  # (E,), as is load
     load: Tensor
 
@@ -97,13 +117,23 @@ class Experts(nn.Module):
         load_E = torch.zeros_like(self.load).scatter_add_(0, expert_NK.flatten(), pairs)
         if self.training and self.is_counting:
             self.load += load_E
-        ends_E = load_E.cumsum(0).int()
-        rows = x_ND[order // self.active]
-        gate = None if self.gate is None else _grouped(rows, self.gate, ends_E)
-        hidden = activated(_grouped(rows, self.up, ends_E), gate, self.activation)
-        out_NKD = _grouped(hidden, self.down, ends_E)[order.argsort()].view(*expert_NK.shape, -1)
+        rows = _computed(x_ND[order // self.active])
+        if self.exchange is None:
+            out = self.outputs(rows, load_E.cumsum(0).int())
+        else:
+            out = self.exchange(rows, load_E, self.outputs)
+        out_NKD = out[order.argsort()].view(*expert_NK.shape, -1)
         out_BTD = (out_NKD * weight_NK[..., None].to(out_NKD.dtype)).sum(1).view_as(x_BTD)
         return out_BTD if self.shared is None else out_BTD + self.shared(x_BTD)
+
+    def outputs(self, rows: Tensor, ends_E: Tensor) -> Tensor:
+        """Return the outputs of the experts of this rank; see ``_grouped``."""
+        gate = None if self.gate is None else _grouped(rows, self._own(self.gate), ends_E)
+        hidden = activated(_grouped(rows, self._own(self.up), ends_E), gate, self.activation)
+        return _grouped(hidden, self._own(self.down), ends_E)
+
+    def _own(self, weight: Tensor) -> Tensor:
+        return weight if self.exchange is None else self.exchange.own(weight)
 
     def route(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights (N, K), which sum to 1, and the indices (N, K) of the experts of each token."""
@@ -136,10 +166,13 @@ def _grouped(rows: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
 
     Rows are sorted by expert; ``ends_E`` are the ends of the groups.
     """
-    if torch.is_autocast_enabled(rows.device.type):  # autocast does not cover this operator
-        dtype = torch.get_autocast_dtype(rows.device.type)
-        rows, weight_EIO = rows.to(dtype), weight_EIO.to(dtype)
-    return F.grouped_mm(rows, weight_EIO, offs=ends_E)
+    return F.grouped_mm(_computed(rows), _computed(weight_EIO), offs=ends_E)
+
+
+def _computed(tensor: Tensor) -> Tensor:
+    """Return the tensor in the dtype of autocast, which does not cover ``grouped_mm``."""
+    device = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
 
 
 class MoEGPT(GPT):

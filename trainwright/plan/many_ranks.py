@@ -185,6 +185,11 @@ class ManyRanks:
     def _model(self, degrees: Degrees) -> RankModel:
         if degrees.ranks == degrees.replicate:
             return self.copies
+        if degrees.expert > 1:
+            raise UsageError(
+                f"{degrees} is not planned: the memory and the traffic of experts depend on their load",
+                remedy="give batch.micro and model.activation_checkpointing, or leave parallel.expert out",
+            )
         found = self.models.get(degrees.tensor)
         if degrees.context > 1:
             found = self.parts.get((degrees.tensor, degrees.context))

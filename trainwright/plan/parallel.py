@@ -13,19 +13,23 @@ if TYPE_CHECKING:  # ``tw.watch`` imports this module, and importing the recipe 
     from trainwright.recipe import Loaded, Recipe
     from trainwright.recipe.schema import Parallel
 
-AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
 """From the outside in: consecutive ranks differ in the last axis first."""
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """The number of parts along each axis: copies, weight shards, tensor parts, pipeline stages, sequence parts."""
+    """The number of parts along each axis.
+
+    They are copies, weight shards, tensor parts, pipeline stages, sequence parts, and parts of the experts.
+    """
 
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    expert: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -39,7 +43,12 @@ class Degrees:
     @property
     def data(self) -> int:
         """The number of parts into which the samples of a step are divided."""
-        return self.replicate * self.shard
+        return self.replicate * self.shard * self.expert
+
+    @property
+    def divides_model(self) -> bool:
+        """True if only some models can be divided like this."""
+        return self.ranks > self.data or self.expert > 1
 
     def __str__(self) -> str:
         named = [f"{axis}: {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
@@ -161,7 +170,7 @@ def _of_sync_batchnorm(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
     if recipe.model.compile:
         rule = "cannot be true with model.compile: a compiled pass does not exchange them"
         yield Problem(path, rule, got="true", remedy="leave one of the two out")
-    for axis in ("tensor", "pipeline", "context"):
+    for axis in ("tensor", "pipeline", "context", "expert"):
         if getattr(degrees, axis) > 1:
             rule = f"was not shown to work with parallel.{axis}"
             yield Problem(path, rule, got="true", remedy="use parallel.replicate or parallel.shard, or GroupNorm")

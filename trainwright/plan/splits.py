@@ -34,6 +34,7 @@ class ModelShape:
     stages; ``by_table``: a table of module names, not the model, defines the stages. ``tied_blocks`` names a weight
     that stages cannot share: it is in several blocks, or in a block and outside. ``tied_bytes`` is the size of the
     weights that the first and the last stage share. ``takes_parts``: the model can compute a part of a sequence.
+    ``experts`` is the number of experts that ranks can divide, 0 if there are none.
     """
 
     name: str
@@ -42,13 +43,14 @@ class ModelShape:
     tied_blocks: str = ""
     tied_bytes: int = 0
     takes_parts: bool = False
+    experts: int = 0
     cuts: tuple[Cut, ...] = ()
     cuts_sequence: bool = False
 
 
 def require_fitting(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> None:
     """Raise RecipeError with every reason why a run cannot have this layout, and the nearest that works."""
-    axes = (_of_tensor, _of_pipeline, _of_context)
+    axes = (_of_tensor, _of_pipeline, _of_context, _of_expert)
     if problems := [problem for of_axis in axes for problem in of_axis(recipe, degrees, shape)]:
         raise RecipeError(problems)
 
@@ -134,14 +136,33 @@ def _of_context(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterator
     yield from _of_all(recipe, "context")
 
 
+def _of_expert(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterator[Problem]:
+    expert = degrees.expert
+    if expert == 1:
+        return
+    if not shape.experts:
+        rule, remedy = f"{shape.name} has no experts that ranks can divide", "use moe-gpt, or parallel.shard"
+        yield Problem("parallel.expert", rule, got=str(expert), remedy=remedy)
+    elif shape.experts % expert:
+        remedy = f"write expert: {nearest_divisor([shape.experts], expert)}"
+        yield Problem("parallel.expert", f"must divide the {shape.experts} experts", got=str(expert), remedy=remedy)
+    for axis in ("shard", "tensor", "pipeline", "context"):
+        if getattr(degrees, axis) > 1:
+            rule = f"was not shown to work with parallel.{axis}"
+            yield Problem("parallel.expert", rule, got=str(expert), remedy="use it alone or with parallel.replicate")
+    if recipe.optimizer.use in NEEDS_WHOLE:
+        yield _unsupported("optimizer.use", recipe.optimizer.use, "expert", "use adamw, adam or sgd")
+    yield from _of_all(recipe, "expert")
+
+
 def _of_all(recipe: Recipe, axis: str) -> Iterator[Problem]:
-    """Yield settings that do not work with any axis along which ranks share their samples."""
-    model = recipe.model
-    if model.compile and axis == "context":
+    """Yield settings that do not work with any axis along which ranks communicate in each pass."""
+    model, is_plain = recipe.model, axis in ("context", "expert")
+    if model.compile and is_plain:
         yield _unsupported("model.compile", str(model.compile).lower(), axis, "leave it out")
-    if model.lora is not None and (axis == "context" or model.lora.dora or model.lora.quantize != "none"):
+    if model.lora is not None and (is_plain or model.lora.dora or model.lora.quantize != "none"):
         got = "dora: true" if model.lora.dora else f"quantize: {model.lora.quantize}"
-        got = f"rank {model.lora.rank}" if axis == "context" else got
+        got = f"rank {model.lora.rank}" if is_plain else got
         yield _unsupported("model.lora", got, axis, "use parallel.replicate or parallel.shard")
     if model.lora is not None and axis == "tensor" and recipe.parallel.sequence:
         yield _unsupported("model.lora", f"rank {model.lora.rank}", "sequence", "leave parallel.sequence out")

@@ -206,6 +206,12 @@ class Parallel(Section):
         description="Ranks that each compute a part of every sequence; auto as with shard, for long sequences.",
         examples=[2],
     )
+    expert: Count = Field(
+        default=1,
+        description="Ranks that divide the experts of a mixture among them. Each has its part of every batch, and the "
+        "ranks exchange tokens.",
+        examples=[2],
+    )
     plan: dict[str, TensorStyle] = Field(
         default_factory=dict,
         description="How tensor parallelism divides the modules of a model without a built-in plan: a style for "

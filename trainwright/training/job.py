@@ -41,7 +41,7 @@ from trainwright.checkpoint.average import WeightAverage
 from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.isolation import NotIsolated
 from trainwright.checkpoint.rng import seed_all, set_deterministic
-from trainwright.checkpoint.shards import is_sharded, locals_of
+from trainwright.checkpoint.shards import locals_of
 from trainwright.checkpoint.spikes import SpikeDetector
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.epoch_length import with_epoch_counted
@@ -661,7 +661,7 @@ def _packing_notes(loaded: Loaded, made: MadeRun, first: StepBatch, world: World
             if getattr(degrees, axis) > 1:
                 remedy = f"set data.packing: none, or leave parallel.{axis} out"
                 raise UsageError(f"packed samples cannot be divided by parallel.{axis}", remedy=remedy)
-        is_divided = is_sharded(made.live.state.model) or degrees.tensor > 1
+        is_divided = made.live.state.is_divided
         data = first.micro[0].data
         # ranks that divide the weights call the model together, so all of them compare the samples of the first rank
         found = require_isolated(made.live.state.model, from_first_rank(world, data) if is_divided else data)

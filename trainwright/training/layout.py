@@ -55,9 +55,7 @@ def require_layout(loaded: Loaded, parts: Parts | None, ranks: int) -> None:
         require_custom_step_fits(loaded, ranks)
     with at_recipe(loaded.source, "parallel"):
         degrees = solve_layout(loaded.recipe, ranks)
-    if (
-        degrees.ranks == degrees.data or loaded.recipe.parallel.open_axes
-    ):  # the plan chooses a layout that fits the model
+    if not degrees.divides_model or loaded.recipe.parallel.open_axes:  # the plan chooses a layout that fits the model
         return
     if (model := parts.model if parts else _model_on_meta(loaded)) is not None:
         _require_shape(model, loaded, degrees)
@@ -111,12 +109,16 @@ def _divide_layers(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.d
     ask = loaded.recipe.parallel
     degrees = mesh.degrees
     model = parts.model
-    if degrees.ranks == degrees.data:
+    if not degrees.divides_model:
         return None
     from trainwright.assembly.pipeline import Stages, stage_blocks  # slow to import
     from trainwright.distributed.tensor_parallel import apply_tensor_parallelism
 
     plan = _require_shape(model, loaded, degrees)
+    if degrees.expert > 1:
+        from trainwright.distributed.expert_parallel import divide_experts
+
+        divide_experts(model, mesh.along("expert"))
     by_table = None
     if degrees.pipeline > 1:
         _require_no_statistics(model)
@@ -202,10 +204,11 @@ def _loss_of_part(loss: Callable[..., Loss | Tensor], model: nn.Module, mesh: Ra
 
 
 def tensor_share(model: nn.Module, degrees: Degrees) -> float:
-    """Return the fraction of the weights on this rank under tensor parallelism, before sharding."""
+    """Return the fraction of the weights on this rank under tensor or expert parallelism, before sharding."""
     parameters = list(model.parameters())
     held = sum(local(parameter).numel() for parameter in parameters) * degrees.shard
-    return min(1.0, held / sum(parameter.numel() for parameter in parameters)) if degrees.tensor > 1 else 1.0
+    is_divided_here = max(degrees.tensor, degrees.expert) > 1
+    return min(1.0, held / sum(parameter.numel() for parameter in parameters)) if is_divided_here else 1.0
 
 
 def rank_layout(parts: Parts, mesh: RankMesh, ask: Parallel, stages: StagedPasses | None) -> RankLayout:
@@ -216,7 +219,8 @@ def rank_layout(parts: Parts, mesh: RankMesh, ask: Parallel, stages: StagedPasse
         data=mesh.data,
         exact=ask.exact,
         zero=ask.zero,
-        divided=max(mesh.degrees.tensor, mesh.degrees.context) > 1,
+        divided=max(mesh.degrees.tensor, mesh.degrees.context, mesh.degrees.expert) > 1,
+        copies=mesh.copies,
         stages=stages,
         stream=mesh.stream(divides_sequence=ask.sequence),
         norms=SyncedNorms.of((parts.model, parts.loss), mesh.sums) if is_synced else LOCAL_STATISTICS,
