@@ -38,8 +38,8 @@ def test_tensor_ranks_are_neighbours_and_stages_lie_farthest_apart() -> None:
     degrees = Degrees(replicate=2, shard=3, tensor=2, pipeline=2)
     places = [place_of(degrees, rank) for rank in range(degrees.ranks)]
     assert len(set(places)) == 24
-    assert places[:3] == [Degrees(0, 0, 0, 0, 0), Degrees(0, 0, 1, 0, 0), Degrees(0, 1, 0, 0, 0)]
-    assert places[6] == Degrees(1, 0, 0, 0, 0) and places[12] == Degrees(0, 0, 0, 1, 0)
+    assert places[:3] == [Degrees(0, 0, 0, 0, 0, 0), Degrees(0, 0, 1, 0, 0, 0), Degrees(0, 1, 0, 0, 0, 0)]
+    assert places[6] == Degrees(1, 0, 0, 0, 0, 0) and places[12] == Degrees(0, 0, 0, 1, 0, 0)
     assert nearest(Degrees(tensor=3), 8)[0] in (Degrees(2, tensor=4), Degrees(4, tensor=2))
 
 
