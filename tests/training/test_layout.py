@@ -17,6 +17,7 @@ import trainwright as tw
 from tests.exchanged import Collectives
 from trainwright.assembly.assemble import Parts
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.shards import divides_layers, holds_parts
 from trainwright.commands.demo import demo
 from trainwright.data.unwrap import Unwrapped
 from trainwright.distributed import SOLO, RankMesh, Ranks, make_mesh
@@ -136,6 +137,7 @@ def test_ranks_exchange_tokens_and_sum_the_gradients_of_experts_over_their_copie
     experts = sum(each.nbytes for name, each in model.named_parameters() if name.endswith(("mlp.up", "mlp.down")))
     rest = sum(each.nbytes for each in model.parameters()) - experts
     laid_out_on_first(model, mesh)
+    assert holds_parts(model) and not divides_layers(model)  # each rank has samples of its own
     with Collectives() as passes:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             out = model(IDS)
