@@ -20,18 +20,22 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import IO
 
 from trainwright.commands.verify.trial import TrialPart
+from trainwright.trials import trial
 from trainwright.watching.budget import DOCTOR_VARIABLE
 
-CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT: BaseContext = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.warm"])
 get_temp_dir()  # where its socket lies: before a test says that temporary files go to a folder of its own
 COMMAND_LINE = "from trainwright.cli import main; main()"
+FORKING_TRIALS = f"from tests import forked; forked.fork_trials(); {COMMAND_LINE}"
+"""The command line in a forked process that forks the processes of its trials."""
 
 
 class Forked:
@@ -130,6 +134,19 @@ class ForkedCommand(Forked):
         super().__init__(code, *command[3:], cwd=cwd, env=env, group=start_new_session, outputs=outputs)
 
 
+FORKING = types.SimpleNamespace(
+    DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired, Popen=ForkedCommand
+)
+"""Replaces ``subprocess`` in ``trainwright.trials.trial``."""
+
+
+def fork_trials() -> None:
+    """In a forked process: fork the processes of trials from it, not from the fork server of the tests."""
+    global CONTEXT
+    CONTEXT = multiprocessing.get_context("fork")
+    trial.subprocess = FORKING  # type: ignore[assignment]
+
+
 AT_THE_END: list[Callable[[], object]] = []
 """Functions that end the processes of the current test."""
 
@@ -163,6 +180,7 @@ def _run(
     code: str, arguments: tuple[str, ...], outputs: list[Path], cwd: Path, env: dict[str, str], group: bool
 ) -> None:
     gc.freeze()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the process of a sweep has another handler
     multiprocessing.set_start_method("fork", force=True)  # as in any new process on Linux
     if group:
         os.setsid()

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 import trainwright as tw
-from benchmarks.sweep import command, killed, prepare, table
+from benchmarks.sweep import command, prepare, table
 from tests import forked
+from tests.training.processes import wait_for_step
 from trainwright.commands.sweep import SweepResult, read_sweep, run_sweep
 from trainwright.commands.sweep.control import ValueReader
 from trainwright.commands.sweep.spec import SPEC, SweepBudget
@@ -31,11 +32,32 @@ from trainwright.trials import read_trial
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.usefixtures("forked_trials")]
 
 RANDOM = ("--sampler", "random")
+POINTS = """
+import time
+from pathlib import Path
+import torch
+
+class Points(torch.utils.data.TensorDataset):
+    # while there is a file "hold", waits in the 13th step: after a checkpoint and two evaluations
+    reads = 0
+
+    def __getitem__(self, index):
+        self.reads += 1
+        while self.reads > 100 and Path(__file__).with_name("hold").exists():
+            time.sleep(0.01)
+        return super().__getitem__(index)
+
+def points(size):
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(size))
+    return Points(x, (x.sum(1) > 0).long())
+"""
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(tmp_path_factory.mktemp("sweep"))
+    recipe = prepare(tmp_path_factory.mktemp("sweep"))
+    recipe.with_name("points.py").write_text(POINTS)
+    return recipe
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +97,17 @@ def test_the_page_needs_nothing_else(undisturbed: SweepResult) -> None:
     assert 'src="http' not in page and 'href="http' not in page
 
 
-def test_sweeps_that_are_killed_have_the_table_of_one_that_is_not(undisturbed: SweepResult, recipe: Path) -> None:
-    arguments = command(recipe, "killed", 2, *RANDOM, "--jobs", "2")
-    assert killed(arguments, 1, seed=0, longest_s=3.0) > 0
+def test_a_sweep_that_is_killed_has_the_table_of_one_that_is_not(undisturbed: SweepResult, recipe: Path) -> None:
+    arguments = command(recipe, "killed", 2, *RANDOM, "--jobs", "2")[3:]
+    hold = recipe.with_name("hold")
+    hold.touch()
+    first = forked.Forked(forked.FORKING_TRIALS, *arguments)
+    wait_for_step(recipe.parent / "killed" / "trials" / "trial-000" / "log.jsonl", 10)
+    first.kill()
+    assert first.wait() == -signal.SIGKILL
+    hold.unlink()
+    again = forked.run(forked.FORKING_TRIALS, *arguments)
+    assert again.returncode == 0, again.stderr
     assert table(recipe.parent / "killed") == table(undisturbed.folder)
 
 
@@ -130,7 +160,7 @@ def test_the_end_of_the_budget_stops_trials_and_they_go_on_with_the_next_call(re
 
 def test_two_processes_do_not_run_one_sweep(recipe: Path) -> None:
     arguments = command(recipe, "twice", 2, *RANDOM, "--jobs", "1", "--set", "until=1000000steps")[3:]
-    first = forked.Forked(forked.COMMAND_LINE, *arguments)
+    first = forked.Forked(forked.FORKING_TRIALS, *arguments)
     try:
         lock, end_s = recipe.parent / "twice" / "sweep.lock", time.monotonic() + 60
         while not (lock.is_file() and lock.stat().st_size) and time.monotonic() < end_s:

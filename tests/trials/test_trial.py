@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from trainwright.errors import UsageError
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.lock import is_locked
@@ -97,13 +96,14 @@ def test_a_trial_that_is_stopped_by_its_limit_is_resumed_with_the_same_losses(re
 def test_a_trial_ends_when_the_process_that_started_it_is_killed(recipe: Path) -> None:
     folder = recipe.parent / "a"
     code = (
-        "import sys; from pathlib import Path; from trainwright.trials import run_trial\n"
+        "import sys; from pathlib import Path; from tests import forked; from trainwright.trials import run_trial\n"
+        "forked.fork_trials()\n"
         "run_trial(Path(sys.argv[1]), ['until=1000000steps'], Path(sys.argv[2]))"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code, str(recipe), str(folder)])
+    parent = forked.Forked(code, str(recipe), str(folder))
     while parent.poll() is None and not read_trial(folder).losses:
         time.sleep(0.02)
-    os.kill(parent.pid, signal.SIGKILL)
+    parent.kill()
     parent.wait()
     end_s = time.monotonic() + 60
     while is_locked(folder) and time.monotonic() < end_s:

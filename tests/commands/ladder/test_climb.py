@@ -131,7 +131,7 @@ def test_a_ladder_that_is_killed_goes_on(recipe: Path, climbed: Ladder, tmp_path
     rungs = {rung.name: folder / rung.run.name for rung in climbed.rungs if rung.run}
     shutil.rmtree(rungs["fp16"])
     words = ["ladder", str(recipe), "--steps", "16", "--threads", "1", "--folder", str(folder)]
-    process = forked.Forked(forked.COMMAND_LINE, *words, env={"PAUSE_S": "0.1"})
+    process = forked.Forked(forked.FORKING_TRIALS, *words, env={"PAUSE_S": "0.1"})
     log, end_s = rungs["fp16"] / "log.jsonl", time.monotonic() + 250
     while not (log.is_file() and '"kind":"step"' in log.read_text()) and time.monotonic() < end_s:
         time.sleep(0.05)
