@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from trainwright.cli import app
 from trainwright.data.unwrap import unwrap
 from trainwright.errors import RecipeError, UsageError
 from trainwright.optim.offload import Offloaded, offloaded
+from trainwright.plan.call_trace import Trace
 from trainwright.plan.devices import Device, find_device, known_devices
 from trainwright.plan.layout import Layout, offload_layouts
 from trainwright.plan.machine import read_machine
@@ -42,6 +45,28 @@ FEWER_LAYERS = {"gpt-lora": ONE_LAYER, "moe-text": ONE_LAYER}
 
 TOO_LITTLE = 5 * MIB // 2
 """Takes the weights of such a gpt-tiny with all of their state, but not a step."""
+
+
+TRACE = LayoutSurvey.trace
+
+
+@pytest.fixture(autouse=True, scope="module")
+def equal_steps_are_traced_once() -> Iterator[None]:
+    """Several tests plan the same training for other amounts of memory, which no trace depends on."""
+    traces: dict[object, Trace] = {}
+
+    def trace(survey: LayoutSurvey, samples: int, **how: Any) -> Trace:
+        settings = survey.blueprint.loaded.recipe.model_dump(exclude={"batch"})
+        del settings["model"]["activation_checkpointing"], settings["optimizer"]["offload"]
+        place = (survey.device.kind, survey.precision, survey.caches, id(survey.blueprint.live))
+        key = (repr(settings), place, samples, repr(sorted(how.items())))
+        if key not in traces:
+            traces[key] = TRACE(survey, samples, **how)
+        return traces[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayoutSurvey, "trace", trace)
+        yield
 
 
 def cpu(memory_bytes: int) -> Device:
@@ -157,7 +182,8 @@ def test_nothing_is_traced_where_nothing_is_open(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_auto_is_settled_the_same_each_time_and_can_be_kept() -> None:
+def test_auto_is_settled_the_same_each_time_and_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LayoutSurvey, "trace", TRACE)
     loaded = gpt("batch.micro=auto", "model.activation_checkpointing=auto")
     one, two = resolve(loaded, cpu(8 * MIB)), resolve(loaded, cpu(8 * MIB))
     assert one.loaded.recipe == two.loaded.recipe

@@ -18,6 +18,7 @@ from trainwright.plan.trace.simulated_lstm import simulated_lstm
 from trainwright.plan.trace.traced_step import TracedObjects, trace_step
 
 on_cuda = partial(trace_step, device="cuda")
+make_one_layer = partial(make_gpt, layers=1)
 
 
 def _ops(trace: Trace, phase: str = "forward") -> dict[str, set[str]]:
@@ -34,8 +35,8 @@ def _ops(trace: Trace, phase: str = "forward") -> dict[str, set[str]]:
     [
         (make_resnet, "bf16"),
         (make_lstm, "fp16"),
-        pytest.param(make_gpt, "fp32", marks=pytest.mark.slow),
-        pytest.param(make_gpt, "fp16", marks=pytest.mark.slow),
+        (make_one_layer, "fp32"),
+        (make_one_layer, "fp16"),
         pytest.param(make_lora, "bf16", marks=pytest.mark.slow),
         pytest.param(make_bert, "bf16", marks=pytest.mark.slow),
     ],
@@ -49,14 +50,13 @@ def test_every_model_in_the_box_can_be_simulated(make: Make, precision: Precisio
     assert {unseen.op for unseen in trace.unseen} >= {"cublas", "context"}
 
 
-@pytest.mark.slow
 def test_16_bits_take_flash_attention_and_fp32_the_efficient_one() -> None:
-    assert "_scaled_dot_product_flash_attention" in _ops(on_cuda(make_gpt, precision="bf16"))
-    assert "_scaled_dot_product_efficient_attention" in _ops(on_cuda(make_gpt))
+    assert "_scaled_dot_product_flash_attention" in _ops(on_cuda(make_one_layer, precision="bf16"))
+    assert "_scaled_dot_product_efficient_attention" in _ops(on_cuda(make_one_layer))
 
 
 def test_autocast_computes_matmuls_in_16_bits_and_the_loss_in_32() -> None:
-    ops = _ops(on_cuda(make_gpt, precision="bf16"))
+    ops = _ops(on_cuda(make_one_layer, precision="bf16"))
     assert ops["addmm"] == ops["_scaled_dot_product_flash_attention"] == {"bfloat16"}
     assert ops["_log_softmax"] == ops["native_layer_norm"] == {"float32"}
 
@@ -106,8 +106,8 @@ def test_optimizers_of_torch_update_all_parameters_at_once() -> None:
 
 @pytest.mark.slow
 def test_activation_checkpointing_lowers_the_peak_as_on_the_cpu() -> None:
-    every = Checkpointing.every(3)
-    assert on_cuda(make_gpt, checkpointing=every).peak.total < on_cuda(make_gpt).peak.total
+    two = partial(make_gpt, layers=2)
+    assert on_cuda(two, checkpointing=Checkpointing.every(2)).peak.total < on_cuda(two).peak.total
 
 
 def test_the_process_trains_as_before() -> None:
@@ -120,7 +120,7 @@ def test_the_process_trains_as_before() -> None:
         return grad
 
     before = trained()
-    on_cuda(make_gpt, precision="bf16")
+    on_cuda(make_one_layer, precision="bf16")
     assert torch.equal(before, trained())
     assert not torch.accelerator.is_available()
 
