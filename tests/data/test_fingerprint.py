@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from trainwright.data import fingerprint as module
+from trainwright.data import fork
 from trainwright.data.fingerprint import fingerprint
 from trainwright.data.text import CharText
 from trainwright.errors import DataError
@@ -68,6 +69,12 @@ class Image:
         return f"Image({self.content!r})"
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hash items without a fork, which takes longer, where only their values matter."""
+    monkeypatch.setattr(fork, "CAN_FORK", False)
+
+
 def sha(items: list[Any]) -> str:
     return fingerprint(Listed(items)).sha256
 
@@ -94,7 +101,7 @@ def test_our_own_datasets_are_hashed_by_their_content() -> None:
     assert fingerprint(data).sha256 != fingerprint(CharText("abd" * 1000, block_size=8)).sha256
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     ("item", "other"),
     [
@@ -128,14 +135,14 @@ def test_items_of_every_kind_are_told_apart(item: Any, other: Any) -> None:
     assert sha([item, other]) != sha([other, item])
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
 def test_equal_items_hash_alike_whatever_their_memory() -> None:
     assert sha([{"b": 2, "a": 1}]) == sha([{"a": 1, "b": 2}])
     assert sha([Plain()]) == sha([Plain()])
     assert sha([torch.arange(6).view(2, 3).T]) == sha([torch.arange(6).view(2, 3).T.contiguous()])
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
 def test_large_datasets_are_sampled_alike_each_time() -> None:
     items = list(range(10_000))
     first = fingerprint(Listed(items))
