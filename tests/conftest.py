@@ -76,16 +76,6 @@ def pytest_collection_finish() -> None:
     sys.dont_write_bytecode = True
 
 
-@pytest.fixture(autouse=True)
-def no_heap_to_look_through() -> Iterator[None]:
-    """Exclude what a test imported from garbage collection, which would slow down all tests after it."""
-    before = len(sys.modules)
-    yield
-    if len(sys.modules) != before:
-        gc.collect()
-        gc.freeze()
-
-
 @pytest.fixture(autouse=True, scope="module")
 def no_memory_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
     """Return freed memory, up to a GiB, to the system. Parsed sources take 160 MiB and 4 s."""
@@ -118,13 +108,6 @@ def doctor_of_module(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def doctor_of_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train with the doctor in a single marked test."""
-    if _is_marked_examined(request.node):
-        monkeypatch.delenv(DOCTOR_VARIABLE, raising=False)
-
-
 @pytest.fixture(scope="module")
 def forked_trials() -> Iterator[None]:
     """Fork the processes of trials from one that has imported torch, which takes longer than a small trial."""
@@ -137,36 +120,30 @@ def forked_trials() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Before each test: a run that was tested before may have set another number."""
+def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Begin each test with one thread, and with the doctor if it is marked; end what it leaves, and fail for a watch.
+
+    One fixture, because each takes as long as the shortest tests. What a test imported is excluded from garbage
+    collection, which would slow down all tests after it.
+    """
     import torch
 
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def leaves_no_watch_open() -> Iterator[None]:
-    """One would hear what all tests after it do."""
     from trainwright.recorder import hooks
     from trainwright.recorder.listener import listeners
 
-    yield
+    torch.set_num_threads(1)  # a run that was tested before may have set another number
+    modules, started = len(sys.modules), len(STARTED)
+    with pytest.MonkeyPatch.context() as patch:
+        if _is_marked_examined(request.node):
+            patch.delenv(DOCTOR_VARIABLE, raising=False)
+        yield
+    if forked := sys.modules.get("tests.forked"):
+        forked.end_all()
     left = [type(each).__name__ for each, _ in listeners]
     if left:
         hooks.stop_all()
-    assert left == [], "end the watch, or the session of the engine"
-
-
-@pytest.fixture(autouse=True)
-def leaves_no_process() -> Iterator[None]:
-    yield
-    forked = sys.modules.get("tests.forked")
-    if forked is not None:
-        forked.end_all()
-
-
-@pytest.fixture(autouse=True)
-def starts_no_process() -> Iterator[None]:
-    before = len(STARTED)
-    yield
-    assert STARTED[before:] == [], "mark this test with pytest.mark.process"
+    if len(sys.modules) != modules:
+        gc.collect()
+        gc.freeze()
+    assert left == [], "end the watch, or the session of the engine: it would hear what all tests after it do"
+    assert STARTED[started:] == [], "mark this test with pytest.mark.process"

@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -30,7 +30,7 @@ from trainwright.commands.verify.trial import TrialPart
 from trainwright.trials import trial
 from trainwright.watching.budget import DOCTOR_VARIABLE
 
-CONTEXT: BaseContext = multiprocessing.get_context("forkserver")
+CONTEXT: ForkServerContext | ForkContext = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.warm"])
 get_temp_dir()  # where its socket lies: before a test says that temporary files go to a folder of its own
 COMMAND_LINE = "from trainwright.cli import main; main()"
@@ -144,7 +144,7 @@ def fork_trials() -> None:
     """In a forked process: fork the processes of trials from it, not from the fork server of the tests."""
     global CONTEXT
     CONTEXT = multiprocessing.get_context("fork")
-    trial.subprocess = FORKING  # type: ignore[assignment]
+    vars(trial)["subprocess"] = FORKING
 
 
 AT_THE_END: list[Callable[[], object]] = []
