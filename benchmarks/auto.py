@@ -1,6 +1,7 @@
 """Compares each ``auto`` with the best fixed value: a decision of the plan must not cost more than 3 % of a step.
 
-    python -m benchmarks.auto [--recipes gpt-tiny,lstm-text] [--rounds 7] [--threads 2] [--after FILE] [--quick]
+    python -m benchmarks.auto [--recipes gpt-tiny,lstm-text] [--settings precision,compile] [--rounds 7] [--threads 2]
+        [--after FILE] [--quick]
 
 For each included recipe, one run has every setting at ``auto``. For each other value of a setting, one run differs from
 it in that setting only. All runs train in one process, in alternating blocks. A figure is the time of a step with
@@ -11,14 +12,17 @@ fastest. The value that ``auto`` chose is not measured again.
                 faster)
     update      the implementation of the optimizer: fused, foreach, and one tensor at a time
     chunked     the loss of a language model: true, false
+    compile     off, the full model, its blocks
+    layout      of the weights of convolutions: contiguous, channels-last
     threads     every power of two up to the number of cores
 
 With ``--threads 1`` all runs have one thread, the setting ``threads`` is left out, and the processor time of that
 thread is measured. Other processes hardly affect it, so use this option on a busy machine.
 
-There is no ``auto`` for ``model.compile`` and channels-last: both are off unless the recipe sets them (``trainwright
-profile`` measures them). ``--after FILE`` continues an interrupted run, without the recipes whose figures are in its
-output: ``python -m benchmarks.auto --after figures.jsonl >> figures.jsonl``.
+There is no ``auto`` for ``compile`` and ``layout``: compile is off unless the recipe sets it, and weights keep the
+layout of the model (``trainwright profile`` measures both). Their figures show what that costs in a step, without the
+time to compile, which is printed. ``--after FILE`` continues an interrupted run, without the recipes whose figures are
+in its output: ``python -m benchmarks.auto --after figures.jsonl >> figures.jsonl``.
 """
 
 from __future__ import annotations
@@ -38,14 +42,24 @@ import torch
 
 from benchmarks.figures import about, arguments, figure, interleaved
 from trainwright.engine.loop import for_steps, steps
-from trainwright.errors import TrainwrightError
+from trainwright.errors import TrainwrightError, UsageError
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import load
 from trainwright.training.job import Job, make_advance, prepare
 from trainwright.training.run import process_settings
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-NAMES = "gpt-tiny,lstm-text,moe-text,bert-text,demo-digits,vit-digits,resnet-digits,unet-shapes"
+NAMES = (
+    "gpt-tiny,lstm-text,moe-text,bert-text,demo,demo-digits,vit-digits,vit-shapes,resnet-digits,unet-shapes,"
+    "gpt-lora,hf-lora,gpt2-124m,llama-7b"
+)
+"""All recipes but reinforce-cartpole, whose steps are as long as its episodes."""
+_SHORT = [f"{key}.args.block_size=64" for key in ("model", "data.train", "data.val")]
+SMALL_FORMS: Mapping[str, Sequence[str]] = {
+    "gpt2-124m": ["batch.size=2", "batch.micro=1", *_SHORT],
+    "llama-7b": ["batch.size=2", *(f"model.args.{key}" for key in ("layers=2", "heads=2", "d_model=32")), *_SHORT],
+}
+"""Overrides with which a recipe for a larger device runs here."""
 SETTINGS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "precision": {"fp32": ["precision=fp32"], "bf16": ["precision=bf16"]},
     "update": {
@@ -54,8 +68,11 @@ SETTINGS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "one by one": ["optimizer.args.foreach=false", "optimizer.args.fused=false"],
     },
     "chunked": {"true": ["loss.chunked=true"], "false": ["loss.chunked=false"]},
+    "compile": {"full": ["model.compile=true"], "blocks": ["model.compile=blocks"]},
+    "layout": {"channels-last": []},
 }
 """Overrides by setting and value."""
+EVERY = (*SETTINGS, "threads")
 AUTO = ("log.doctor=false", "precision=auto")
 WARM_UP_STEPS = 3
 BLOCK_S = 0.15
@@ -73,9 +90,13 @@ class Run:
         self._results = steps(self.job.state, self.job.batches, make_advance(self.job), until=for_steps(10**9))
         self._count = 1
 
+    def warm(self) -> None:
+        """Trains the first steps, which compile."""
+        self._advance(WARM_UP_STEPS)
+
     def settle(self, block_s: float) -> None:
         """Chooses the length of a block."""
-        self._advance(WARM_UP_STEPS)
+        self.warm()
         self._count = max(1, round(block_s / self._advance(2)))
 
     def __call__(self) -> float:
@@ -92,7 +113,16 @@ class Run:
 
 
 def job_of(name: str, overrides: Sequence[str] = ()) -> Job:
-    return prepare(in_one_process(load(RECIPES / f"{name}.yaml", overrides=[*AUTO, *overrides])))
+    given = [*AUTO, *SMALL_FORMS.get(name, ()), *overrides]
+    return prepare(in_one_process(load(RECIPES / f"{name}.yaml", overrides=given)))
+
+
+def channels_last(job: Job) -> Job:
+    """Returns the job with the weights of its convolutions channels-last. Raises UsageError if it has none."""
+    if not any(isinstance(each, torch.nn.Conv2d) for each in job.state.model.modules()):
+        raise UsageError("the model has no convolution")
+    job.state.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return job
 
 
 def chosen(job: Job) -> dict[str, str]:
@@ -103,22 +133,30 @@ def chosen(job: Job) -> dict[str, str]:
         "precision": job.plan.precision,
         "update": next((name for name in ("fused", "foreach") if group.get(name)), "one by one"),
         "chunked": "false" if limit is None or limit > sum(planned_bytes.values()) else "true",
+        "compile": "off",
+        "layout": "contiguous",
         "threads": str(job.plan.threads),
     }
 
 
-def others(name: str, auto: Run, taken: Mapping[str, str]) -> dict[str, dict[str, Run]]:
+def others(name: str, auto: Run, taken: Mapping[str, str], settings: Sequence[str]) -> dict[str, dict[str, Run]]:
     """Returns a run for each value that ``auto`` did not choose, by setting."""
     found: dict[str, dict[str, Run]] = {}
-    for setting, values in SETTINGS.items():
-        for value, overrides in values.items():
+    for setting in (each for each in SETTINGS if each in settings):
+        for value, overrides in SETTINGS[setting].items():
             if value == taken[setting]:
                 continue
             try:
-                found.setdefault(setting, {})[value] = Run(job_of(name, overrides), auto.threads, auto.clock)
+                job = channels_last(job_of(name)) if setting == "layout" else job_of(name, overrides)
+                run = Run(job, auto.threads, auto.clock)
+                begin_s = time.perf_counter()
+                run.warm()
+                if setting == "compile":
+                    print(f"{name}: {value} compiled in {time.perf_counter() - begin_s:.3g} s", file=sys.stderr)
+                found.setdefault(setting, {})[value] = run
             except (TrainwrightError, TypeError) as error:  # this recipe does not have the setting, or the value
                 print(f"{name}: no {setting} {value}: {' '.join(str(error).split())[:160]}", file=sys.stderr)
-    if auto.clock is time.thread_time:
+    if auto.clock is time.thread_time or "threads" not in settings:
         return found
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for count in [1 << power for power in range(cores.bit_length())]:
@@ -127,12 +165,12 @@ def others(name: str, auto: Run, taken: Mapping[str, str]) -> dict[str, dict[str
     return found
 
 
-def measure(name: str, rounds: int, block_s: float, *, one_thread: bool) -> None:
+def measure(name: str, settings: Sequence[str], rounds: int, block_s: float, *, one_thread: bool) -> None:
     """Prints the time with ``auto`` relative to the best other value, for each setting."""
     job = job_of(name)
     auto = Run(job, 1, time.thread_time) if one_thread else Run(job, job.plan.threads, time.perf_counter)
     taken = chosen(job)
-    runs = others(name, auto, taken)
+    runs = others(name, auto, taken, settings)
     blocks: dict[tuple[str, str], Run] = {("auto", ""): auto}
     blocks |= {(setting, value): run for setting, values in runs.items() for value, run in values.items()}
     for run in blocks.values():
@@ -149,7 +187,9 @@ def measure(name: str, rounds: int, block_s: float, *, one_thread: bool) -> None
 
 
 def main() -> None:
-    options = arguments(__doc__, recipes=(NAMES, "gpt-tiny"), rounds=(7, 1), after=("", ""))
+    options = arguments(
+        __doc__, recipes=(NAMES, "gpt-tiny"), settings=(",".join(EVERY), "update"), rounds=(7, 1), after=("", "")
+    )
     before, done = Path.cwd(), Path(options.after).read_text() if options.after else ""
     if not done:
         about("auto")
@@ -157,9 +197,9 @@ def main() -> None:
         os.chdir(folder)
         try:
             for name in options.recipes.split(","):
-                if f'"{name}_update"' not in done:  # each recipe has this figure
+                if f'"case": "{name}_' not in done:
                     block_s = 0.01 if options.quick else BLOCK_S
-                    measure(name, options.rounds, block_s, one_thread=options.threads == 1)
+                    measure(name, options.settings.split(","), options.rounds, block_s, one_thread=options.threads == 1)
         finally:
             os.chdir(before)
 

@@ -67,7 +67,7 @@ import sys
 import trainwright as tw
 from trainwright.assembly.assemble import compile_in_place
 
-compile_in_place.__defaults__ = ("aot_eager",)  # traces and divides graphs as inductor does, without a C++ compiler
+compile_in_place.__defaults__ = ("aot_eager", "auto")  # traces and divides graphs as inductor does, without C++
 for path in sys.argv[1:]:
     tw.train(tw.load(path), quiet=True)
 """

@@ -235,7 +235,7 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
     if recipe.model.compile:
         with at_recipe(loaded.source, "model.compile"):
             for module in [model] if recipe.model.compile is True else find_blocks(model):
-                compile_in_place(module)
+                compile_in_place(module, mode=recipe.model.compile_mode)
     return replace(parts, model=model, notes=tuple(notes), prepared=True)
 
 
@@ -582,20 +582,22 @@ def _tokens_per_sample(data: Unwrapped, quarantine: Collection[int]) -> int:
     return 0
 
 
-def compile_in_place(model: nn.Module, backend: str = "inductor") -> None:
+def compile_in_place(model: nn.Module, backend: str = "inductor", mode: str = "auto") -> None:
     """Compile like ``model.compile()``, but also a model whose ``forward`` torch defines, such as ``nn.Sequential``.
 
     torch.compile skips the frames of torch.nn: for such a model ``compile()`` silently compiles nothing, or each of its
-    parts separately. Here the call comes from a frame outside torch.
+    parts separately. Here the call comes from a frame outside torch. The mode ``auto`` is torch's default until another
+    one is chosen.
     """
+    mode_of_torch = None if mode == "auto" else mode
     if not type(model).forward.__module__.startswith("torch.nn"):
-        model.compile(backend=backend)
+        model.compile(backend=backend, mode=mode_of_torch)
         return
 
     def call(*args: object, **kwargs: object) -> object:
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    model._compiled_call_impl = torch.compile(call, backend=backend)
+    model._compiled_call_impl = torch.compile(call, backend=backend, mode=mode_of_torch)
 
 
 def require_ready(model: nn.Module) -> None:

@@ -14,8 +14,8 @@ from trainwright.checkpoint.reach import ReachableState
 
 
 @contextmanager
-def isolated(state: ReachableState) -> Iterator[None]:
-    """Restore ``state`` on exit, and prevent effects outside of the process meanwhile.
+def isolated(state: ReachableState, *, may_write: bool = False) -> Iterator[None]:
+    """Restore ``state`` on exit, and prevent effects outside of the process meanwhile unless the code ``may_write``.
 
     The global random number generators are handled by ``preserved_rng``.
 
@@ -25,7 +25,7 @@ def isolated(state: ReachableState) -> Iterator[None]:
     """
     if state.gaps:
         raise NotIsolated(state.gaps[0])
-    with no_effects() as prevented:
+    with nullcontext(list[str]()) if may_write else no_effects() as prevented:
         try:
             yield
         except Exception as error:

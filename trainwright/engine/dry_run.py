@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple
@@ -82,10 +82,11 @@ class DryRun:
 
 
 @contextmanager
-def _state_restored(state: TrainState, *used: object) -> Iterator[None]:
+def state_restored(state: TrainState, *used: object, compiled: bool = False) -> Iterator[None]:
     """Restore everything that a forward and backward pass can change, and clear gradients.
 
-    ``used`` are functions and objects that are called besides the model and its loss. Weights larger than
+    ``used`` are functions and objects that are called besides the model and its loss. ``compiled`` code runs compiled:
+    the compiler may then write files, so a dry run must have shown that the model does not. Weights larger than
     ``MAX_COPIED_BYTES`` are not copied: a model that writes to them in its forward pass is not supported.
 
     Raises:
@@ -100,7 +101,8 @@ def _state_restored(state: TrainState, *used: object) -> Iterator[None]:
     used = (state.model, state.loss, *optimizers, *used)
     roots = [(type(root).__name__, root) for root in used if root is not None]
     hooks = [*hooks_of_the_process(), *hooks_of_tensors(parameters)]
-    with preserved_rng(), isolated(ReachableState([*roots, *hooks], known)), not_compiled():
+    reachable, runs_as = ReachableState([*roots, *hooks], known), nullcontext() if compiled else not_compiled()
+    with preserved_rng(), isolated(reachable, may_write=compiled), runs_as:
         try:
             yield
         finally:
@@ -188,7 +190,7 @@ def _timed(
     unscaled = replace(state, scaler=NoScaler())
     times: dict[tuple[PrecisionName, int], list[float]] = {(mode.precision.name, mode.threads): [] for mode in modes}
     of_thread: dict[tuple[PrecisionName, int], list[float]] = {mode: [] for mode in times}
-    with _state_restored(state, loss):
+    with state_restored(state, loss):
         first = _measure_first_forward(state, batch, loss_fn)
         begin_s = time.perf_counter()
         for done in count(1):
@@ -226,7 +228,7 @@ def time_evaluation(
     NotIsolated if the evaluation would change state that cannot be restored.
     """
     stream, times = iter(batches), list[float]()
-    with _state_restored(state, loss, metrics):
+    with state_restored(state, loss, metrics):
         torch.set_num_threads(mode.threads)
         while world.least(int(len(times) < 4 and sum(times) < LONG_DRY_RUN_S)):
             begin_s = time.perf_counter()

@@ -167,6 +167,7 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "model.freeze": ("maths", "other weights are trained; newly trained ones begin without moments"),
     "model.activation_checkpointing": ("safe", "activations are kept or recomputed, and are the same"),
     "model.compile": ("safe", f"{_KERNELS}; dropout draws other numbers"),
+    "model.compile_mode": ("safe", _KERNELS),
     "model.ema": _ema,
     "model.swa": _swa,
     **dict.fromkeys((f"model.swa.{key}" for key in ("start", "every", "lr", "anneal", "anneal_by")), _swa),

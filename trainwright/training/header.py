@@ -222,7 +222,8 @@ class _Header:
             yield self._setting("graphs", shown, "graphs")
         if model.compile:
             shown = "torch.compile" if model.compile is True else "torch.compile, the blocks"
-            yield self._setting("compile", shown, "model.compile")
+            shown += "" if model.compile_mode == "auto" else f", mode {model.compile_mode}"
+            yield self._setting("compile", shown, "model.compile", "model.compile_mode")
         if recipe.loss.chunked is True:
             yield self._setting("loss", "computed in chunks", "loss.chunked")
         if (recomputed := self._recomputed()) != "none":

@@ -185,7 +185,7 @@ def _shard(model: nn.Module, loaded: Loaded, mesh: RankMesh) -> tuple[Note, ...]
     if loaded.recipe.model.compile:
         model._compiled_call_impl = None  # gathering weights would break the graph of the full model at each unit
         for unit in units_of(model):
-            compile_in_place(unit)
+            compile_in_place(unit, mode=loaded.recipe.model.compile_mode)
     return (Note("shard", f"{count} units over {degrees.shard} ranks", f"parallel.zero: {zero}"),)
 
 

@@ -45,6 +45,7 @@ from trainwright.report.pages.report import leave_report
 from trainwright.report.server.serve import serve_in_background
 from trainwright.runs.folder import RunFolder, ensure_identity
 from trainwright.runs.lock import NoLock, RunLock
+from trainwright.training.compile_mode import with_compile_mode
 from trainwright.training.job import Job, prepare
 from trainwright.training.layout import require_layout
 from trainwright.training.open_run import (
@@ -99,7 +100,8 @@ def train(
         earlier = find_earlier_part(loaded, resume, accept, process)
         with nothing_to_save(process.signals):
             say = process.progress.say
-            job = prepare(loaded, parts, earlier=earlier, world=process.world, launch=launch, say=say)
+            prepared = prepare(loaded, parts, earlier=earlier, world=process.world, launch=launch, say=say)
+            job = with_compile_mode(prepared, earlier)
         place = enter_folder(job, earlier, process, serve=serve)
         with open_run(job, place, process, extras) as run:
             _evaluate_base(job, run, process)
