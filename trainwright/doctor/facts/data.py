@@ -36,7 +36,7 @@ class RowsFacts:
     batch: int = 0  # Rows in one call
     same: int = 0  # Length of the longest run of steps that read the rows of the previous step
     same_to: int = 0  # Last step of that run
-    same_before: int = 0  # Length of the longest such run that has ended
+    same_before: int = 0  # Length of the second longest such run
     whole: int = 0  # Rows of the dataset or tensor that the batches come from; 0 if unknown
     micro: int = 0  # The most micro-batches of one step that were all equal
     micro_steps: int = 0  # Number of steps with equal micro-batches

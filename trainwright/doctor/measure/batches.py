@@ -40,7 +40,7 @@ from trainwright.replay.session import ReplaySession
 
 MAX_ROWS = 256
 MAX_COLUMNS = 16384
-MAX_LEARNED_SAMPLES = 1024
+LEARNED_SAMPLES, LEARNED_SAMPLES_PER_CLASS = 512, 32  # the larger number applies; 512 take about 20 ms
 MIN_PADDING = 2  # Minimum number of equal ids at the end of a row that count as padding
 
 
@@ -248,7 +248,8 @@ def label_signal(session: ReplaySession) -> LabelSignalFacts:
         raise NotReplayable("the samples of this step do not have one label each")
     finite = samples.x.flatten(1).isfinite().all(1)
     x, y = _features(samples.x[finite]), samples.y[finite]
-    x, y = x[:MAX_LEARNED_SAMPLES], y[:MAX_LEARNED_SAMPLES]
+    most = min(1024, max(LEARNED_SAMPLES, LEARNED_SAMPLES_PER_CLASS * classes))
+    x, y = x[:most], y[:most]
     if len(y) < 4 * classes:
         raise NotReplayable("too few of the recorded samples are finite")
     if not bool(x.any()):
@@ -281,7 +282,7 @@ def _signal(x: Tensor, y: Tensor, classes: int) -> float:
     kernel ridge regressions), and nearest neighbours.
     """
     fold = torch.arange(len(y), device=y.device) % 4
-    truth = F.one_hot(y, classes).double()
+    x, truth = x.float(), F.one_hot(y, classes).float()
     linear = x @ x.T / x.shape[1]
     learners = {"linear": linear, "products": (1 + linear).square(), "near": -torch.cdist(x, x)}
     return max(_correlation(name, kernel, truth.clone(), fold) for name, kernel in learners.items())
@@ -298,7 +299,8 @@ def _correlation(learner: str, kernel: Tensor, truth: Tensor, fold: Tensor) -> f
         else:
             own = kernel[seen][:, seen]
             ridge = own.diagonal().mean() * torch.eye(len(own), dtype=own.dtype, device=own.device)
-            scores[new] = kernel[new][:, seen] @ torch.linalg.solve(own + ridge, centred)
+            factor = torch.linalg.cholesky(own + ridge)
+            scores[new] = kernel[new][:, seen] @ torch.cholesky_solve(centred, factor)
     for held_out in range(4):
         new = fold == held_out
         scores[new] -= scores[new].mean(0)

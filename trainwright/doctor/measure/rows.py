@@ -130,6 +130,7 @@ class InputRows(Probe):
         # (model, hash of its rows) for each call, by the number of backward passes before it
         self._of_step: dict[int, list[tuple[int, int]]] = {}
         self._step = self._last = self._now = 0
+        self._runs = [0]  # lengths of the two longest runs of equal steps that have ended
         self._varies = False
         self._last_rows: set[int] = set()
         self._at: dict[int, int] = {}
@@ -251,9 +252,10 @@ class InputRows(Probe):
         if parts and key == self._last and self._varies:
             self._now += 1
         elif parts:
-            found.same_before, self._now = max(found.same_before, self._now), 0
+            self._runs, self._now = sorted([*self._runs, self._now])[-2:], 0
         if self._now > found.same:
             found.same, found.same_to = self._now, self._step
+        found.same_before = sorted([*self._runs, self._now])[-2]
         self._last, self._step, self._varies = key if parts else self._last, step, False
 
     def _compare_before(self, call: int, key: int) -> None:

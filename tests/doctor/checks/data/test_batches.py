@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.doctor.checks.data.loops import exam, requested, results, said, steps
 from trainwright.doctor.checks.data.constant_input import constant_input
-from trainwright.doctor.checks.data.label_feature_misaligned import label_feature_misaligned
+from trainwright.doctor.checks.data.label_feature_misaligned import MAX_DEVIATIONS, label_feature_misaligned
 from trainwright.doctor.checks.data.label_out_of_range import label_out_of_range
 from trainwright.doctor.checks.data.labels_shifted_twice import labels_shifted_twice
 from trainwright.doctor.checks.data.pad_in_loss import pad_in_loss
@@ -23,6 +24,7 @@ from trainwright.doctor.facts.data import (
     StandardizedFacts,
     TargetsFacts,
 )
+from trainwright.doctor.measure.batches import _signal
 from trainwright.runs.records import Examined
 
 
@@ -146,3 +148,16 @@ def test_ids_that_wrap(largest: int, classes: int, targets: int, found: int) -> 
 @pytest.mark.parametrize(("offsets", "found"), [((2,), 1), ((1,), 0), ((1, 2), 0), ((0,), 0), ((), 0)])
 def test_labels_that_are_shifted_twice(offsets: tuple[int, ...], found: int) -> None:
     assert len(said(labels_shifted_twice, exam(1, BatchFacts(classes=9, offsets=offsets)))) == found
+
+
+@pytest.mark.parametrize("kind", ["linear", "products", "near", "other samples"])
+def test_simple_learners_predict_labels(kind: str) -> None:
+    x = torch.randn(512, 8, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    labels = {
+        "linear": x[:, 0] > 0,
+        "products": x[:, 0] * x[:, 1] > 0,
+        "near": x[:, :2].norm(dim=1) % 1 > 0.5,
+        "other samples": x.roll(1, 0)[:, 0] > 0,
+    }
+    x = x[:, :2] if kind == "near" else x
+    assert (_signal(x, labels[kind].long(), 2) > MAX_DEVIATIONS) == (kind != "other samples")

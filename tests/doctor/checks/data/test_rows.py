@@ -19,7 +19,7 @@ X, Y = table()
 LOADER = DataLoader(TensorDataset(X, Y), 16, shuffle=True)
 
 
-def slices(starts: Iterator[int] | range) -> Batches:
+def slices(starts: Iterator[int]) -> Batches:
     return ((X[start : start + 16], Y[start : start + 16]) for start in starts)
 
 
@@ -35,6 +35,10 @@ def forever() -> Batches:
 FAULTY = {
     "one view": (lambda: slices(iter([16] * 24)), "data.batches_repeat"),
     "one batch of a loader": (one_batch, "data.batches_repeat"),
+    "one view, then the others": (
+        lambda: slices(itertools.chain([16] * 20, (16 * (step % 8) for step in range(20)))),
+        "data.batches_repeat",
+    ),
     "a cycle around a shuffled loader": (
         lambda: itertools.islice(itertools.cycle(LOADER), 40),
         "data.same_order_every_epoch",
