@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -111,5 +112,9 @@ def test_replays_leave_no_trace_in_healthy_training(tmp_path: Path) -> None:
         for log in (each / "runs/run/log.jsonl" for each in runs)
     )
     assert logged == usual and "largest" in logged[15][3]
+    header = json.loads((runs[0] / "runs/run/plan.json").read_text())["header"]["settings"]
+    assert [each["origin"] for each in header if each["name"] == "replays" and "twice more" in each["value"]] == [
+        "configured"
+    ]
     weights, plain = (ranks.tensors_in(next((each / "runs/run/checkpoints").glob("step-*18"))) for each in runs)
     assert {name for name in plain if not torch.equal(weights[name], plain[name])} == set() and len(plain) > 8

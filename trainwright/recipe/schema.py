@@ -780,7 +780,7 @@ class Recipe(Section):
     deterministic: bool = Field(
         default=False,
         description="Only deterministic kernels: the same bits each time. Ranks with copies of the model also replay "
-        "every 256th step of each other, see `resources.silent_corruption`.",
+        "every 256th step of each other, which calls model and loss twice more; see `resources.silent_corruption`.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="The device of the run.")
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"] | None = Field(

@@ -14,6 +14,7 @@ from trainwright.checkpoint.optimizer_modes import names_with_modes, with_modes
 from trainwright.data.ready_batches import ReadyBatches
 from trainwright.engine.chunked import logits_bytes
 from trainwright.engine.head import head_of, hf_head_of
+from trainwright.engine.peers import INTERVAL_STEPS
 from trainwright.optim.schedule import SwaSchedule
 from trainwright.optim.stepped_schedule import SteppedSchedule
 from trainwright.optim.user_optimizers import makes_own_groups
@@ -244,6 +245,9 @@ class _Header:
             yield self._setting("spikes", recipe.spikes.policy, "spikes")
         if recipe.deterministic:
             yield self._setting("kernels", "deterministic", "deterministic")
+        if self.job.replays_ranks:
+            shown = f"every {INTERVAL_STEPS}th step calls model and loss twice more, for the batches of other ranks"
+            yield self._setting("replays", shown, "deterministic")
         if plan.degrees.ranks > 1:
             yield self._setting("ranks", str(plan.degrees), "parallel")
 

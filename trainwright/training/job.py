@@ -191,6 +191,14 @@ class Job:
         return degrees.ranks > degrees.replicate
 
     @property
+    def replays_ranks(self) -> bool:
+        """True if ranks with copies of the model replay steps of each other, which must give the same bits."""
+        parallel, degrees = self.recipe.parallel, self.plan.degrees
+        are_copies = has_doctor(self) and 1 < degrees.ranks == degrees.replicate
+        is_alone = parallel.exact or parallel.sync_batchnorm or self.parts.custom.advance is not None
+        return self.recipe.deterministic and are_copies and not is_alone
+
+    @property
     def saves_together(self) -> bool:
         """True if all ranks must take part in a save."""
         return self.divides_weights or self.state.is_divided

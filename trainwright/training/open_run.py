@@ -363,15 +363,13 @@ def make_ranks_observer(
         patience_s=HANG_TIMEOUT_FRACTION * job.recipe.parallel.timeout.value,
         write=write,
         say=say,
-        peers=_peers(job) if degrees.replicate == degrees.ranks else None,
+        peers=_peers(job) if job.replays_ranks else None,
     )
 
 
-def _peers(job: Job) -> Peers | None:
-    """Return the object that replays passes of other ranks; None if a replay need not give the same bits."""
-    parallel, custom, world = job.recipe.parallel, job.parts.custom.advance, job.mesh.sums
-    if not job.recipe.deterministic or parallel.exact or parallel.sync_batchnorm or custom is not None:
-        return None
+def _peers(job: Job) -> Peers:
+    """Return the object that replays passes of other ranks."""
+    world = job.mesh.sums
     assert isinstance(world, Ranks)
     name = device_name(job.device, read_machine())
     return Peers(world, job.parts.loss, job.precision, seed=job.recipe.seed, processor=name)

@@ -10,7 +10,6 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -29,6 +28,9 @@ MAX_VALUE_CHARS = 500
 RUN_ID = "mlflow-run.json"
 """The file in the run folder that lets a resume continue the same run of MLflow."""
 
+NO_SUCH_RUN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE", "INVALID_STATE")
+"""Error codes of MLflow for a run that it does not have, or that was deleted."""
+
 
 class MLflow:
     """A Sink. ``mlflow ui --backend-store-uri sqlite:///runs/mlflow.db`` shows all runs, with recipes as parameters.
@@ -42,6 +44,7 @@ class MLflow:
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         self._make = import_optional("mlflow", needed_for="the mlflow sink").MlflowClient
         self._entities = import_optional("mlflow.entities", needed_for="the mlflow sink")
+        self._errors = import_optional("mlflow.exceptions", needed_for="the mlflow sink")
         self._folder = folder
         self._config = config
         self._from_step = from_step
@@ -69,12 +72,17 @@ class MLflow:
         return str(found.experiment_id if found else self._client.create_experiment(name, artifact_location=artifacts))
 
     def _resumed(self, folder: Path) -> str | None:
-        with suppress(UnreadableFile, KeyError, TypeError):
+        """Return the id of the run to continue. None if it is unknown, deleted, or on another server."""
+        try:
             run_id = str(read_json(folder / RUN_ID)["run_id"])
-            with suppress(Exception):  # a run of another server, or a deleted one: make a new run
-                self._client.update_run(run_id, status="RUNNING")
-                return run_id
-        return None
+            self._client.update_run(run_id, status="RUNNING")
+        except (UnreadableFile, KeyError, TypeError):
+            return None
+        except self._errors.MlflowException as error:
+            if error.error_code in NO_SUCH_RUN:
+                return None
+            raise  # the run is told why MLflow gets nothing
+        return run_id
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         now_ms = time.time_ns() // 10**6
