@@ -148,12 +148,10 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Print the page of a finding: description, similar findings, remedies, sources. Without a code, list all."""
-    from trainwright.doctor.pages import page, summary
+    from trainwright.doctor.pages import page
     from trainwright.runs.language import language, translated
 
-    text = page(code)
-    if not as_json and language() != "en":  # the page itself is English
-        text = "\n".join([*map(translated, summary(code)), text])
+    text = page(code, None if as_json or language() == "en" else translated)
     print(json.dumps({"code": code, "page": text}) if as_json else text)
 
 

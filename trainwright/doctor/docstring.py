@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 SECTIONS = (
@@ -19,6 +20,7 @@ SECTIONS = (
 REQUIRED_SECTIONS = ("How it is detected", "Usual cause", "Fix")
 _SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):\s*", re.MULTILINE)
 
+_TEXT_END = re.compile(r"\n\s*\n|\n {4}")
 _NAME = re.compile(r"[\w-]+([./_#]\w|://| PR \d| #\d)")
 """A code, an address, a repository with a number, or a function. Its first letter is not capitalized."""
 
@@ -35,10 +37,23 @@ class Page:
         """The first sentence."""
         return re.split(r"(?<=\.)\s", " ".join(self.what.split()), maxsplit=1)[0]
 
+    @property
+    def further(self) -> str:
+        """What follows the title, as one line."""
+        return " ".join(self.what.split())[len(self.title) :].strip().rstrip(".")
+
     def words(self, section: str) -> str:
         """Returns a section as one line without its code blocks; "" if there is none."""
-        text = re.split(r"\n\s*\n|\n {4}", self.sections.get(section, ""), maxsplit=1)[0]
-        return " ".join(text.split()).rstrip(".")
+        return " ".join(_TEXT_END.split(self.sections.get(section, ""), maxsplit=1)[0].split()).rstrip(".")
+
+    def translated(self, code: str, translate: Callable[[str], str]) -> str:
+        """Returns the page with a translation of titles and texts. Code blocks, codes and sources are unchanged."""
+        parts = [f"## {code}", *map(translate, filter(None, [self.title.rstrip("."), self.further]))]
+        for title in (each for each in SECTIONS if each in self.sections):
+            text = self.sections[title]
+            code_blocks = text[len(_TEXT_END.split(text, maxsplit=1)[0]) :]
+            parts.append(f"**{translate(title)}**：{translate(self.words(title))}{code_blocks}")
+        return "\n\n".join(parts)
 
     def markdown(self, code: str) -> str:
         """Returns the page as it is printed and written into the docs."""

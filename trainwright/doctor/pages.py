@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from difflib import get_close_matches
 
 from trainwright.doctor.diagnose import FAILED_CODE, USER_CHECK_PREFIX
@@ -25,8 +26,10 @@ def codes() -> tuple[str, ...]:
     return tuple(sorted({FAILED_CODE, *(each.code for each in all_checks())}))
 
 
-def page(code: str) -> str:
+def page(code: str, translate: Callable[[str], str] | None = None) -> str:
     """Returns the page of a code; for a topic such as ``loss``, its codes with titles; for "" all codes.
+
+    ``translate`` translates the texts of a page.
 
     Raises:
         UsageError: There is no page for ``code``. The error suggests the nearest codes.
@@ -36,7 +39,7 @@ def page(code: str) -> str:
             f"{code} has no page: it is one of your own checks", remedy="see the docstring of its function"
         )
     if (found := _page_of(code)) is not None:
-        return found.markdown(code)
+        return found.markdown(code) if translate is None else found.translated(code, translate)
     topic = code.removesuffix("*").removesuffix(".")
     group = [each for each in codes() if not topic or each.startswith(f"{topic}.")]
     if not group:
@@ -51,14 +54,6 @@ def title(code: str) -> str:
     if found is None:
         raise UsageError(f"there is no page for {code!r}", remedy=_nearest(code))
     return found.title
-
-
-def summary(code: str) -> list[str]:
-    """Returns the title, the usual cause and the fix of a code as lines; [] for a topic."""
-    found = _page_of(code)
-    if found is None:
-        return []
-    return [found.title.rstrip("."), f"cause: {found.words('Usual cause')}", f"fix: {found.words('Fix')}", ""]
 
 
 def _page_of(code: str) -> Page | None:
