@@ -126,6 +126,18 @@ def test_the_page_of_a_check_in_chinese(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 LINES_OF_COMMANDS = {
+    "  backward   23.9 MiB WOOOaa <- peak": "  反向       23.9 MiB WOOOaa <- 峰值",
+    "between steps 3.68 MiB: weights 937 KiB, inputs 24 KiB": "步与步之间 3.68 MiB：权重 937 KiB，输入 24 KiB",
+    "  checkpointing none: nothing is recomputed; block would be 15.4 MiB, 22% slower": (
+        "  重算          none：什么都不重算；block 则为 15.4 MiB，慢 22%"
+    ),
+    "  seen: norm at the update 3 (expected 1.5); rows used 4": "  实测：更新时的范数 3（预期 1.5）；用到的行 4",
+    "  tried: clip at: no better with gradients clipped at 1: loss 2 -> 3 in 8 steps": (
+        "  已尝试：裁剪梯度：没有改善，梯度裁剪在 1：损失 2 -> 3（8 步）"
+    ),
+    "  tried: in fp32: in fp32: loss 2, gradient norm 1; unchanged: loss 3, gradient norm 2": (
+        "  已尝试：用 fp32：用 fp32：损失 2，梯度范数 1；不改：损失 3，梯度范数 2"
+    ),
     "step      6   validation loss 2.256   accuracy 0.1": "第      6 步   验证损失 2.256   accuracy 0.1",
     "  a: finished (no finding) at step 60 after 7.2 s, loss 1.5, validation 1.6 (best 1.4)": (
         "  a：已结束（没有发现问题），第 60 步，历时 7.2 s，损失 1.5，验证损失 1.6（最低 1.4）"

@@ -1,10 +1,10 @@
 """Translates the output, line by line, with a catalogue from ``languages``.
 
 A catalogue maps English lines to translated lines. ``{name}`` matches any text, which is copied. The text that
-``{text...}`` matches is translated separately, and so is each part between semicolons of ``{texts...}``. ``{s}`` is an
-English ending, possibly empty. ``{code}`` is the code of a check, ``{figure}`` matches one number, and the names in
-``COUNTS`` match integers. Lines without an entry stay English. Logs, ``--json`` and answers to agents are always
-English.
+``{text...}`` matches is translated separately, and so is each part between semicolons of ``{texts...}`` and between
+commas of ``{list...}``. ``{s}`` is an English ending, possibly empty. ``{code}`` is the code of a check, ``{figure}``
+matches one number, and the names in ``COUNTS`` match integers. Lines without an entry stay English. Logs, ``--json``
+and answers to agents are always English.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ class Catalogue:
     def _value(self, name: str, value: str) -> str:
         if name.startswith("texts"):
             return "；".join(self.line(part) for part in value.split("; "))
+        if name.startswith("list"):
+            return "，".join(self.line(part) for part in value.split(", "))
         return self.line(value) if name.startswith("text") else value
 
 
