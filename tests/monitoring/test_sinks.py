@@ -427,6 +427,36 @@ def check_mlflow(client: Any) -> None:
     assert histograms == ["weights _all_/step-00000001.json", "weights _all_/step-00000003.json"]
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of what MLflow is made of
+def test_mlflow_resumes_a_run_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    exceptions = pytest.importorskip("mlflow.exceptions")
+    from trainwright.monitoring.sinks.mlflow import RUN_ID, MLflow
+
+    folder = tmp_path / "mine"
+    folder.mkdir()
+
+    def opened(from_step: int) -> str:
+        MLflow(folder, {}, from_step=from_step).open()
+        return str(json.loads((folder / RUN_ID).read_text())["run_id"])
+
+    first = opened(0)
+    assert opened(2) == first
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    client.delete_run(first)
+    second = opened(2)
+    (folder / RUN_ID).write_text('{"run_id": "0123456789abcdef0123456789abcdef"}')
+    assert len({first, second, opened(2)}) == 3
+
+    def refuse(*args: object, **settings: object) -> None:
+        raise exceptions.MlflowException("no permission", error_code=7)  # PERMISSION_DENIED
+
+    monkeypatch.setattr(mlflow.MlflowClient, "update_run", refuse)
+    with pytest.raises(exceptions.MlflowException, match="no permission"):
+        opened(2)
+
+
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of what MLflow is made of

@@ -81,7 +81,7 @@ class MLflow:
         except self._errors.MlflowException as error:
             if error.error_code in NO_SUCH_RUN:
                 return None
-            raise  # the run is told why MLflow gets nothing
+            raise  # the run warns with the reason, and MLflow gets nothing
         return run_id
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
