@@ -53,7 +53,7 @@ NAMES = (
     "gpt-tiny,lstm-text,moe-text,bert-text,demo,demo-digits,vit-digits,vit-shapes,resnet-digits,unet-shapes,"
     "gpt-lora,hf-lora,llama-7b"
 )
-"""All but gpt2-124m, whose copies would take 12 GiB, and reinforce-cartpole, whose steps are as long as its episodes."""
+"""All but gpt2-124m, whose copies take 12 GiB, and reinforce-cartpole, whose steps are as long as its episodes."""
 _SHORT = [f"{key}.args.block_size=64" for key in ("model", "data.train", "data.val")]
 SMALL_FORMS: Mapping[str, Sequence[str]] = {
     "llama-7b": ["batch.size=2", *(f"model.args.{key}" for key in ("layers=2", "heads=2", "d_model=32")), *_SHORT],
@@ -187,7 +187,11 @@ def measure(name: str, settings: Sequence[str], rounds: int, block_s: float, *, 
 
 def main() -> None:
     options = arguments(
-        __doc__, recipes=(NAMES, "gpt-tiny"), settings=(",".join(EVERY), "update"), rounds=(7, 1), after=("", "")
+        __doc__,
+        recipes=(NAMES, "gpt-tiny"),
+        settings=(",".join(EVERY), "precision,update,layout"),
+        rounds=(7, 1),
+        after=("", ""),
     )
     before, done = Path.cwd(), Path(options.after).read_text() if options.after else ""
     if not done:

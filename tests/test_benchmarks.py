@@ -40,7 +40,7 @@ def figures(bench: str, *options: str) -> list[dict[str, Any]]:
             {"mlp_plain_step", "mlp_fit", "mlp_fit_run", "mlp_fit_first_64", "mlp_fit_same_optimizer"},
         ),
         ("own_objects", ("--tasks", "mlp", "--cases", "several"), {"mlp_several", "mlp_several_step"}),
-        ("auto", ("--recipes", "demo-digits"), {"demo-digits_precision", "demo-digits_update"}),
+        ("auto", ("--recipes", "demo-digits"), {f"demo-digits_{name}" for name in ("precision", "update", "layout")}),
         ("own_step", (), {f"64_{name}{kind}" for name in ("plain", "steps", "fit") for kind in ("", "_cpu")}),
         ("scaling", ("--steps", "4"), {"one_step", "speed_up_2", "efficiency_2", "communication_2"}),
         ("startup", (), {"import_extra", "help_extra", "first_step"}),
