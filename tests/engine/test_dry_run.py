@@ -17,7 +17,7 @@ from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.isolation import NotIsolated
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.dry_run import MAX_ROUNDS, Mode, dry_run, time_evaluation
-from trainwright.engine.precision import FP32
+from trainwright.engine.precision import FP32, Precision
 
 REMEMBERED: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
 """Objects behind weak references are not restored."""
@@ -205,3 +205,24 @@ def test_few_calls_are_enough() -> None:
     batch = cut((torch.randn(4, 8), torch.randint(3, (4,))), 4)
     dry_run(state, batch, nn.functional.cross_entropy, modes=[Mode(FP32, 1)], budget_s=10.0)
     assert len(calls[model]) == 1 + MAX_ROUNDS
+
+
+@pytest.mark.parametrize(("bf16_s", "rounds"), [(0.003, MAX_ROUNDS), (0.012, 4)], ids=["close", "apart"])
+def test_precisions_that_are_close_get_more_rounds(bf16_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainwright.engine.dry_run.LONG_DRY_RUN_S", 1e9)  # on a busy machine, too
+    calls: weakref.WeakKeyDictionary[nn.Module, list[int]] = weakref.WeakKeyDictionary()
+
+    def work(module: nn.Module, *_: object) -> None:
+        calls[module].append(1)
+        end_s = time.thread_time() + (bf16_s if torch.is_autocast_enabled("cpu") else 0.003)
+        while time.thread_time() < end_s:
+            pass
+
+    model = nn.Linear(8, 1)
+    calls[model] = []
+    model.register_forward_hook(work)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = StepBatch((MicroBatch(torch.randn(1, 8), np.arange(1)),))
+    modes = [Mode(FP32, 1), Mode(Precision("bf16", "cpu"), 1)]
+    dry_run(state, batch, lambda model, x: model(x).mean(), modes=modes, budget_s=0.0)
+    assert len(calls[model]) == 1 + rounds * len(modes) * 2
