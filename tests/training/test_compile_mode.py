@@ -150,6 +150,17 @@ def test_a_short_run_measures_nothing(compiler: Compiler, monkeypatch: pytest.Mo
     assert (found["mode"], found["seconds"], compiler.calls) == ("default", {}, ["default"] * 3)
 
 
+def test_a_model_without_a_dry_run_is_not_measured(compiler: Compiler, tmp_path: Path) -> None:
+    class Writing(Noisy):
+        def forward(self, x: Tensor) -> Tensor:
+            (tmp_path / "written").write_text("x")
+            return super().forward(x)
+
+    data, settings = (torch.randn(32, 8), torch.randint(3, (32,))), {"log.doctor": False, "model.compile": True}
+    result = tw.fit(Writing(), data, nn.CrossEntropyLoss(), until="0.2s", quiet=True, settings=settings)
+    assert decision(result)["seconds"] == {}
+
+
 def test_a_mode_in_the_recipe_is_used(compiler: Compiler) -> None:
     result = fitted(**{"model.compile_mode": OTHER})
     assert (set(compiler.calls), header(result)) == ({OTHER}, [])

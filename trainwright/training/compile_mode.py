@@ -19,6 +19,7 @@ from torch import nn
 
 from trainwright.assembly.assemble import compile_in_place
 from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.isolation import NotIsolated
 from trainwright.checkpoint.scaler import NoScaler
 from trainwright.engine.dry_run import state_restored
 from trainwright.engine.loss import accumulate, as_loss_fn
@@ -58,7 +59,8 @@ def with_compile_mode(job: Job, earlier: Earlier | None) -> Job:
     first = next(job.batches)
     key, found = _key(job, first), dict[str, float]()
     file = cache_folder() / "compile" / f"{key}.json"
-    limit_s = MAX_TRIAL_FRACTION * (training_time_s(plan) or 0.0) * (1 - until_of(plan)(job.state))
+    left_s = (training_time_s(plan) or 0.0) * (1 - until_of(plan)(job.state))
+    limit_s = MAX_TRIAL_FRACTION * left_s if plan.predicted.step_s else 0.0  # a dry run has left no trace
     if earlier is not None:
         mode, why = _mode_in(earlier.resolved) or "default", "as in the earlier part of the run"
     elif job.world.size > 1 or job.parts.custom.advance is not None:
@@ -68,7 +70,10 @@ def with_compile_mode(job: Job, earlier: Earlier | None) -> Job:
     elif limit_s < MIN_COMPILE_S:
         mode, why = "default", "the run is too short to measure others"
     else:
-        found, failed = _measured(job, first, limit_s)
+        try:
+            found, failed = _measured(job, first, limit_s)
+        except NotIsolated as error:
+            failed = [f"not measured: {error}"]
         best = min(found, key=lambda mode: found[mode], default="default")
         mode = best if found.get("default", 0.0) > MIN_GAIN * found.get(best, 0.0) else "default"
         times = ", ".join(f"{name} {human_seconds(seconds)}" for name, seconds in found.items())
