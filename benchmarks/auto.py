@@ -153,7 +153,7 @@ def others(name: str, auto: Run, taken: Mapping[str, str], settings: Sequence[st
                 if setting == "compile":
                     print(f"{name}: {value} compiled in {time.perf_counter() - begin_s:.3g} s", file=sys.stderr)
                 found.setdefault(setting, {})[value] = run
-            except (TrainwrightError, TypeError) as error:  # this recipe does not have the setting, or the value
+            except (TrainwrightError, TypeError, RuntimeError) as error:  # the recipe lacks it, or it does not compile
                 print(f"{name}: no {setting} {value}: {' '.join(str(error).split())[:160]}", file=sys.stderr)
     if auto.clock is time.thread_time or "threads" not in settings:
         return found

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import trainwright as tw
 from tests.engine.plain import assert_same_bits, bits
 from tests.report_pages.reading import Page, curves_of
+from trainwright.assembly.assemble import compile_in_place
 from trainwright.checkpoint.cursor import MicroBatch
 from trainwright.distributed.split_plan import model_shape, split_plan
 from trainwright.engine.loss import call_loss
@@ -194,3 +195,13 @@ def test_the_sample_that_a_rank_without_samples_repeats_is_not_part_of_the_load(
     call_loss(language_model, model, MicroBatch((ids, ids), np.arange(samples)), "micro-batch 0")
     loads = [float(each.load.sum()) for each in model.modules() if isinstance(each, Experts)]
     assert loads == [samples * 6 * 2] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch's own making
+def test_a_compiled_model_computes_the_same_in_float32() -> None:
+    torch._dynamo.reset()
+    model, ids_BT = moe_gpt(**SMALL).eval(), torch.randint(8, (2, 6))
+    expected = model(ids_BT)
+    compile_in_place(model, backend="aot_eager")
+    assert torch.equal(model(ids_BT), expected)

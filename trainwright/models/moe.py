@@ -166,7 +166,16 @@ def _grouped(rows: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
 
     Rows are sorted by expert; ``ends_E`` are the ends of the groups.
     """
-    return F.grouped_mm(_computed(rows), _computed(weight_EIO), offs=ends_E)
+    rows, weight_EIO = _computed(rows), _computed(weight_EIO)
+    if rows.dtype == torch.bfloat16:
+        return F.grouped_mm(rows, weight_EIO, offs=ends_E)
+    return _grouped_uncompiled(rows, weight_EIO, ends_E)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _grouped_uncompiled(rows: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    """Multiply as ``_grouped`` does. torch.compile accepts only bfloat16, though the kernels take other types."""
+    return F.grouped_mm(rows, weight_EIO, offs=ends_E)
 
 
 def _computed(tensor: Tensor) -> Tensor:
