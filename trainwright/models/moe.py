@@ -169,7 +169,8 @@ def _grouped(rows: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     rows, weight_EIO = _computed(rows), _computed(weight_EIO)
     if rows.dtype == torch.bfloat16:
         return F.grouped_mm(rows, weight_EIO, offs=ends_E)
-    return _grouped_uncompiled(rows, weight_EIO, ends_E)
+    product: Tensor = _grouped_uncompiled(rows, weight_EIO, ends_E)
+    return product
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
