@@ -24,7 +24,7 @@ from trainwright.runs.files import (
     read_text,
 )
 from trainwright.runs.lock import is_locked
-from trainwright.runs.reader import follow, read, read_end, read_newest
+from trainwright.runs.reader import read, read_end, read_newest
 from trainwright.runs.records import Ended, Saved, Started, from_json, to_json
 
 
@@ -140,7 +140,6 @@ LOGS: dict[str, Callable[[Path], object]] = {
     "read": read,
     "read_newest": lambda path: read_newest(path, (Ended,)),
     "read_end": read_end,
-    "follow": lambda path: list(follow(path, clock=lambda: 0.0, sleep=lambda s: None)),
 }
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from trainwright.errors import UsageError
 from trainwright.runs import reader
-from trainwright.runs.reader import MAX_LINES_KEPT, follow, read, read_course, read_newest, steps
+from trainwright.runs.reader import MAX_LINES_KEPT, read, read_course, read_newest, steps
 from trainwright.runs.records import Ended, Evaluated, Examined, Record, Saved, Started, Step, Unknown, Watched, to_json
-from trainwright.runs.writer import LogWriter
 
 
 def started(step: int) -> Started:
@@ -71,51 +70,6 @@ def test_steps_keeps_the_last_of_each_in_order() -> None:
 def test_steps_leaves_out_a_past_that_was_given_up() -> None:
     records: list[Record] = [started(0), *(step(n) for n in (1, 2, 3, 4)), started(1), step(2, 9.0)]
     assert [(s.step, s.loss) for s in steps(records)] == [(1, 1.0), (2, 9.0)]
-
-
-class Script:
-    """Plays the training while the follower sleeps: one action a nap. Its clock runs only then."""
-
-    def __init__(self, *actions: bytes, log: Path) -> None:
-        self.actions = list(actions)
-        self.log = log
-        self.now_s = 0.0
-
-    def clock(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-        if self.actions:
-            with self.log.open("ab") as file:
-                file.write(self.actions.pop(0))
-
-
-def test_follow_sees_what_is_there_and_what_comes_until_the_end(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    writer = LogWriter(log)
-    writer.write(step(1))
-    writer.close()
-    line, last = (to_json(record).encode() + b"\n" for record in (step(2), ended(2)))
-    script = Script(line[:9], b"", line[9:], b"not a record\n", last, log=log)
-    assert list(follow(log, clock=script.clock, sleep=script.sleep)) == [step(1), step(2), ended(2)]
-    assert not script.actions
-
-
-def test_follow_goes_on_past_an_end_that_was_resumed(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    records = [started(0), ended(0), started(0), step(1), ended(1)]
-    log.write_text("".join(to_json(record) + "\n" for record in records))
-    script = Script(log=log)
-    assert list(follow(log, clock=script.clock, sleep=script.sleep)) == records
-
-
-def test_follow_gives_up_on_a_silent_run(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    log.write_text(to_json(step(1)) + "\n" + to_json(step(2))[:10])
-    script = Script(log=log)
-    seen = list(follow(log, clock=script.clock, sleep=script.sleep, poll_s=1.0, idle_s=30.0))
-    assert (seen, script.now_s) == ([step(1)], 30.0)
 
 
 def test_saved_is_not_a_step() -> None:

@@ -30,7 +30,6 @@ def test_appends_across_openings(tmp_path: Path) -> None:
     for step in (1, 2):
         writer = LogWriter(tmp_path / "log.jsonl")
         writer.write(saved(step))
-        writer.sync()
         writer.close()
         writer.close()
     assert read(tmp_path / "log.jsonl").records == (saved(1), saved(2))

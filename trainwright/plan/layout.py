@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from trainwright.plan.call_trace import Phase, Trace
+from trainwright.plan.call_trace import Trace
 from trainwright.plan.devices import Device
 from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.make import Note
@@ -126,11 +126,6 @@ class Option:
     @property
     def step_s(self) -> float:
         return self.time.step_s
-
-    @property
-    def pass_s(self) -> dict[Phase, float]:
-        """Seconds of one pass of each phase for one micro-batch, and of the update."""
-        return {p: s / (1 if p == "update" else self.accumulation) for p, s in self.time.by_phase.items()}
 
     def cost(self) -> str:
         """Return text such as `31.2 GiB, 1.4 s a step`."""

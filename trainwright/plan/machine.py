@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,14 +70,6 @@ def read_machine() -> Machine:
         cpu_flags=flags,
         gpus=read_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")),
     )
-
-
-def disk_free_bytes(path: Path | str) -> int:
-    """Return the free bytes of the disk of ``path``, which need not exist yet."""
-    path = Path(path).absolute()
-    while not path.exists():  # ends at the root
-        path = path.parent
-    return shutil.disk_usage(path).free
 
 
 def parse_cpuinfo(text: str) -> tuple[str, tuple[str, ...]]:

@@ -165,11 +165,6 @@ def flat_grey(pixels: Pixels) -> Pixels:
     return pixels[:, :, 0] if pixels.shape[2] == 1 else pixels
 
 
-def is_loggable(value: object) -> bool:
-    """Return True for an image, a histogram or a text."""
-    return isinstance(value, Loggable)
-
-
 def file_of(name: str, step: int, type_: str) -> str:
     """Return the path of a file relative to the run folder. Names with special characters get a hash."""
     safe = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:60] or "_"

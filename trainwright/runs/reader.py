@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from trainwright.errors import UsageError
-from trainwright.runs.files import MAX_LINE_BYTES, is_too_long, lines_of, open_file
+from trainwright.runs.files import is_too_long, lines_of, open_file
 from trainwright.runs.lock import is_locked
 from trainwright.runs.records import (
     KINDS,
@@ -230,38 +230,6 @@ def _without_half(items: list[T], is_step: Callable[[T], bool]) -> list[T]:
         for index, each in enumerate(items)
         if index < FIRST_RECORDS_KEPT or index >= half or index % 2 or not is_step(each)
     ]
-
-
-def follow(
-    path: Path | str,
-    *,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-    poll_s: float = 0.5,
-    idle_s: float = float("inf"),
-) -> Iterator[Record]:
-    """Yield every record of a log from its start, then each new one as it is written.
-
-    Ends when the last line is ``Ended``, or when nothing is written for ``idle_s`` seconds by ``clock``. Raises
-    UsageError when there is no such log.
-    """
-    with _open(Path(path)) as file:
-        ended = False
-        unfinished = b""
-        last_s = clock()
-        while True:
-            line = unfinished + file.readline(MAX_LINE_BYTES)
-            if line.endswith(b"\n"):
-                unfinished, last_s = b"", clock()
-                record = _record(line)
-                if record is not None:
-                    ended = isinstance(record, Ended)
-                    yield record
-            elif (ended and not line) or is_too_long(line) or clock() - last_s >= idle_s:
-                return
-            else:
-                unfinished = line
-                sleep(poll_s)
 
 
 def steps(records: Iterable[Record]) -> list[Step]:

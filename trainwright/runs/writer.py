@@ -13,7 +13,7 @@ from trainwright.runs.system_calls import read_at
 class LogWriter:
     """An append-only log: one ``os.write`` for each record, nothing is buffered in this process.
 
-    A record survives a kill of the process once ``write`` has returned; ``sync`` makes it survive a power failure.
+    A record survives a kill of the process once ``write`` has returned, but not a power failure.
     Raises StorageError when the disk is full, or the folder is gone or may not be written.
     """
 
@@ -42,13 +42,6 @@ class LogWriter:
         except OSError as error:
             raise storage_error(error, self.path, "write") from error
         self._line_is_open = False
-
-    def sync(self) -> None:
-        """Wait until every record is on the disk (milliseconds)."""
-        try:
-            os.fsync(self._fd)
-        except OSError as error:
-            raise storage_error(error, self.path, "write") from error
 
     def close(self) -> None:
         """Close the file; a second call does nothing. Raises StorageError: a network mount may write only now."""
