@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from benchmarks.figures import about, arguments, figure, interleaved, ratios, seconds_of
-from trainwright.data.digits import digits
+from trainwright.data.images import digits
 from trainwright.data.text import python_topics
 from trainwright.models.gpt import gpt
 from trainwright.models.mlp import mlp

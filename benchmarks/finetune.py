@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import trainwright as tw
 from benchmarks.figures import about, arguments, figure, ratios
 from benchmarks.turns import Child, TurnsOver, wait_for_turn
-from trainwright.data.token_rows import TokenRows
+from trainwright.data.padding import TokenRows
 from trainwright.finetune.packing import Packed
 
 VOCAB, SAMPLES, BATCH, ROW_TOKENS, LR = 500, 256, 16, 256, 1e-3

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import trainwright as tw
-from trainwright.data import epoch_length
+from trainwright.data import unwrap
 from trainwright.errors import RecipeError
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
@@ -81,6 +81,6 @@ def test_data_that_can_be_iterated_once_are_not_used_up(tmp_path: Path) -> None:
 
 
 def test_a_stream_without_an_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epoch_length, "MAX_COUNTING_S", 0.05)
+    monkeypatch.setattr(unwrap, "MAX_COUNTING_S", 0.05)
     with pytest.raises(RecipeError, match="there was no end of one"):
         trained(lambda: itertools.cycle(batches()), tmp_path, epochs=1)

@@ -25,7 +25,7 @@ from trainwright.cli import app
 from trainwright.commands.bad_cases import errors_in_folds
 from trainwright.commands.bad_cases.find import class_names, label_order
 from trainwright.commands.bad_cases.scores import NUM_BINS, Scores, Tally, score
-from trainwright.data.digits import digits
+from trainwright.data.images import digits
 from trainwright.data.text import CharText
 from trainwright.data.unwrap import Columns
 from trainwright.errors import UsageError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from trainwright.data.digits import NOISE_STD, digits
+from trainwright.data.images import NOISE_STD, digits
 from trainwright.errors import MissingExtra, UsageError
 
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests.finetune.tiny import VOCAB, llama, supervised
-from trainwright.data.token_rows import TokenRows
+from trainwright.data.padding import TokenRows
 from trainwright.errors import RecipeError
 from trainwright.finetune.isolation import compare_alone
 from trainwright.finetune.packing import Packed

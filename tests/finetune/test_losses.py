@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from tests.finetune.tiny import EOS, llama, log_prob, pairs, reward_llama, supervised
-from trainwright.data.token_rows import TokenRows
+from trainwright.data.padding import TokenRows
 from trainwright.engine.losses import hf_causal_lm
 from trainwright.engine.token_batch import sample_lengths, token_batch
 from trainwright.errors import UsageError

@@ -16,7 +16,7 @@ import trainwright as tw
 from tests.finetune.tiny import llama, supervised
 from trainwright.checkpoint.batch_cut import cut_micro
 from trainwright.checkpoint.cursor import MicroBatch
-from trainwright.data.token_rows import TokenRows
+from trainwright.data.padding import TokenRows
 from trainwright.data.unwrap import unwrap
 from trainwright.engine.losses import hf_causal_lm
 from trainwright.engine.token_batch import best_fit_decreasing, token_batch

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from trainwright.data.files import Files
 from trainwright.data.fork import Begin, TooSlowError, is_of_cuda, read_in_fork
+from trainwright.data.read_files import Files
 
 MAX_ITEMS_FULLY_READ = 256  # datasets up to this size are read completely
 SAMPLED_ITEMS = 64

@@ -7,8 +7,7 @@ from itertools import islice
 
 from torch.utils.data import TensorDataset
 
-from trainwright.data.collation import Sample
-from trainwright.data.fetch import AnyDataset
+from trainwright.data.fetch import AnyDataset, Sample
 from trainwright.data.fork import try_in_fork
 from trainwright.data.unwrap import length_of
 from trainwright.errors import TrainwrightError

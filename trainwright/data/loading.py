@@ -17,9 +17,10 @@ from torch.utils.data import IterableDataset, default_collate
 
 from trainwright.checkpoint.batch_cut import rows_of_rank
 from trainwright.checkpoint.cursor import BadSample, Cursor, Ids, MicroBatch, StepBatch
-from trainwright.data.collation import Batch, Collate
 from trainwright.data.fetch import (
     AnyDataset,
+    Batch,
+    Collate,
     Failed,
     Fetch,
     Fetched,
@@ -29,8 +30,7 @@ from trainwright.data.fetch import (
     is_sliced,
     keys_of_rank,
 )
-from trainwright.data.files import FilesOrder
-from trainwright.data.read_files import OpenFiles
+from trainwright.data.read_files import FilesOrder, OpenFiles
 from trainwright.data.ready_batches import ReadyBatches, ReadyStream, Say, comparison_message, silent
 from trainwright.data.sample_order import LoaderOrder, UserOrder, epoch_order, regrouped
 from trainwright.data.unwrap import length_of

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from trainwright.checkpoint.codec import Tree, encode
 from trainwright.checkpoint.cursor import Cursor, EpochStart, MicroBatch, StreamState, count_rows
 from trainwright.checkpoint.rng import RngBag, seed_of
-from trainwright.data.collation import Batch
+from trainwright.data.fetch import Batch
 from trainwright.data.generators import HeldGenerators, UserGenerators, prepare_epoch, set_epoch
 from trainwright.data.workers import preserved_sigchld
 from trainwright.errors import DataError, text_of

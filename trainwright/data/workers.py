@@ -22,8 +22,7 @@ from types import TracebackType
 import torch
 from torch.utils.data import DataLoader
 
-from trainwright.data.collation import Batch
-from trainwright.data.fetch import Failed, Fetch, Fetched, FetchStream, InProgress, Key
+from trainwright.data.fetch import Batch, Failed, Fetch, Fetched, FetchStream, InProgress, Key
 from trainwright.errors import DataError, text_of
 
 POLL_S = 0.5

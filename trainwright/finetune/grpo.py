@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.checkpoint.shards import is_sharded
-from trainwright.data.padding import ATTENTION_KEY, IGNORE
-from trainwright.data.token_rows import IDS, LABELS
+from trainwright.data.padding import ATTENTION_KEY, IDS, IGNORE, LABELS
 from trainwright.engine.loss import Batch, Loss
 from trainwright.engine.token_batch import following, token_batch
 from trainwright.engine.user_log import log

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.checkpoint.shards import is_divided, is_sharded
-from trainwright.data.padding import IGNORE
-from trainwright.data.token_rows import IDS, LABELS, POSITIONS, ROW_LENGTHS
+from trainwright.data.padding import IDS, IGNORE, LABELS, POSITIONS, ROW_LENGTHS
 from trainwright.engine.evaluate import evaluating
 from trainwright.engine.token_batch import TokenBatch, takes, token_batch
 from trainwright.errors import UsageError

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainwright.data.padding import ATTENTION_KEY, IGNORE
-from trainwright.data.token_rows import IDS, LABELS
+from trainwright.data.padding import ATTENTION_KEY, IDS, IGNORE, LABELS
 from trainwright.engine.loss import Batch, Loss
 from trainwright.engine.token_batch import reads_one_row, takes, token_batch
 from trainwright.errors import UsageError

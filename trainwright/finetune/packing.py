@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from trainwright.data.padding import IGNORE
-from trainwright.data.token_rows import IDS, LABELS, POSITIONS, TokenRows, collate_of
+from trainwright.data.padding import IDS, IGNORE, LABELS, POSITIONS, TokenRows, collate_of
 from trainwright.data.unwrap import Unwrapped, length_of
 from trainwright.engine.token_batch import best_fit_decreasing
 from trainwright.errors import UsageError

@@ -22,8 +22,7 @@ from torch.utils.data import Dataset, default_collate
 from trainwright.checkpoint.shards import is_sharded
 from trainwright.data.fingerprint import fingerprint
 from trainwright.data.loading import to_device
-from trainwright.data.padding import IGNORE
-from trainwright.data.token_rows import IDS, LABELS, collate_of
+from trainwright.data.padding import IDS, IGNORE, LABELS, collate_of
 from trainwright.data.unwrap import Unwrapped, length_of
 from trainwright.distributed.group import SOLO, World
 from trainwright.engine.evaluate import evaluating

@@ -108,7 +108,7 @@ DATASETS = _by_name(
     Row("tokens", "trainwright.data.tokens:Tokens", "Ids of tokens in a file, memory-mapped: nanoGPT's train.bin."),
     Row("table", "trainwright.data.table:table", "Columns of a .csv or .parquet file."),
     Row("images", "trainwright.data.images:Images", "A folder of images in folders named for their classes."),
-    Row("digits", "trainwright.data.digits:digits", "1,797 images of handwritten digits, 8 x 8."),
+    Row("digits", "trainwright.data.images:digits", "1,797 images of handwritten digits, 8 x 8."),
     Row("shapes", "trainwright.data.shapes:shapes", "Generated images of geometric shapes, to classify or segment."),
     Row(
         "chat",

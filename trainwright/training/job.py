@@ -44,8 +44,8 @@ from trainwright.checkpoint.rng import seed_all, set_deterministic
 from trainwright.checkpoint.shards import locals_of
 from trainwright.checkpoint.spikes import SpikeDetector
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.data.epoch_length import with_epoch_counted
 from trainwright.data.loading import Loading
+from trainwright.data.unwrap import with_epoch_counted
 from trainwright.distributed import ALONE, ONE, SOLO, Launch, RankMesh, World, choose_device, make_mesh, usable_threads
 from trainwright.distributed.group import from_first_rank
 from trainwright.distributed.memory import adapt_to_limits, free_bytes, retain_blocks, rlimits
