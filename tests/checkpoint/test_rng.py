@@ -9,11 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from trainwright.checkpoint import numpy_generator, python_generator
+from trainwright.checkpoint import rng
 from trainwright.checkpoint.codec import decode, encode
-from trainwright.checkpoint.numpy_generator import TwisterState
-from trainwright.checkpoint.python_generator import PythonState, read_python, write_python
-from trainwright.checkpoint.rng import RngBag, preserved_rng, seed_all, set_deterministic
+from trainwright.checkpoint.rng import (
+    PythonState,
+    RngBag,
+    TwisterState,
+    preserved_rng,
+    read_python,
+    seed_all,
+    set_deterministic,
+    write_python,
+)
 
 
 def draw() -> list[float]:
@@ -51,7 +58,7 @@ def test_pythons_generator_is_read_and_put_back_as_its_module_does_it() -> None:
 
 def test_it_is_read_by_its_module_where_memory_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     quick = read_python()
-    monkeypatch.setattr(python_generator, "_memory", None)
+    monkeypatch.setattr(rng, "_memory", None)
     assert read_python() == quick
     expected = random.random()
     write_python(quick)
@@ -60,8 +67,8 @@ def test_it_is_read_by_its_module_where_memory_is_laid_out_otherwise(monkeypatch
 
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_numpys_generator_goes_on_from_a_copy_of_its_memory(in_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert numpy_generator._LIES_IN_MEMORY  # of the NumPy that is installed: else each copy would take 25 us
-    monkeypatch.setattr(numpy_generator, "_LIES_IN_MEMORY", in_memory)
+    assert rng._LIES_IN_MEMORY  # of the NumPy that is installed: else each copy would take 25 us
+    monkeypatch.setattr(rng, "_LIES_IN_MEMORY", in_memory)
     twister, other = np.random.MT19937(7), np.random.MT19937(8)
     twister.random_raw(1000)
     copy = TwisterState.of(twister)

@@ -15,11 +15,12 @@ Ranks that divide the state write their parts themselves, see checkpoint/sharded
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -31,11 +32,13 @@ from torch import Tensor, nn
 from trainwright.checkpoint.codec import StateDict, Tree, encode
 from trainwright.checkpoint.contents import read_contents
 from trainwright.checkpoint.cursor import Cursor
-from trainwright.checkpoint.frozen import frozen_part, write_frozen
 from trainwright.checkpoint.manifest import (
+    FROZEN,
     INVALID_CONTENT_ERRORS,
+    file_entry,
     name_of,
     raising_checkpoint_error,
+    read_manifest,
     read_state,
     verify,
     write_manifest,
@@ -53,6 +56,45 @@ from trainwright.checkpoint.weights import load_plain_state_dict, plain_state_di
 from trainwright.errors import CheckpointError, StorageError
 from trainwright.runs.files import STATE
 from trainwright.runs.system_calls import fsync
+
+
+def frozen_part(model: Mapping[str, Tensor], trained: Collection[str]) -> dict[str, Tensor]:
+    """Return the tensors that are not trained if they are more than half of the bytes of the model; else {}.
+
+    The buffers of a fully trained model, such as BatchNorm statistics, stay in the checkpoint.
+    """
+    frozen = {name: each for name, each in model.items() if name not in trained}
+    return frozen if trained and 2 * num_bytes(frozen) > num_bytes(model) else {}
+
+
+def write_frozen(frozen: Mapping[str, Tensor], folder: Path, others: Iterable[Path]) -> str:
+    """Write frozen.safetensors into ``folder``, or a hard link to that of another checkpoint with the same content.
+
+    Hashes of the content are compared, so weights that change without being trained are written again. A linked file is
+    read once to detect damage. Returns the hash.
+    """
+    digest = _digest(frozen)
+    for other in others:
+        with suppress(CheckpointError, OSError):  # damaged, just deleted, or a file system without hard links
+            manifest = read_manifest(other)
+            if manifest.get("frozen") != digest:
+                continue
+            os.link(other / FROZEN, folder / FROZEN)
+            if file_entry(folder / FROZEN) == manifest["files"].get(FROZEN):
+                return digest
+            (folder / FROZEN).unlink()
+    (folder / FROZEN).unlink(missing_ok=True)
+    write_tensors(frozen, folder / FROZEN)
+    return digest
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, each in sorted(tensors.items()):
+        digest.update(f"{name} {each.dtype} {tuple(each.shape)}\n".encode())
+        digest.update(each.detach().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
 
 _COUNTERS = ("step", "num_samples", "num_tokens", "elapsed_s", "fraction")
 _SPARE_BYTES = 2**14  # for the manifest, headers and the folder itself

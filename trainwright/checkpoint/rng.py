@@ -1,15 +1,23 @@
-"""All random number generators that training draws from: Python's, NumPy's, and torch's on CPU and CUDA."""
+"""All random number generators that training draws from: Python's, NumPy's, and torch's on CPU and CUDA.
+
+The states of Python's and NumPy's Mersenne Twister are read from memory: a copy takes 0.3 and 1 us, ``random.getstate``
+20 us and ``MT19937.state`` 25 us.
+"""
 
 from __future__ import annotations
 
+import _random
+import ctypes
 import hashlib
 import os
 import random
+import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +25,99 @@ from numpy.random import mtrand
 from torch import Tensor
 
 from trainwright.checkpoint.codec import StateDict, Tree
-from trainwright.checkpoint.numpy_generator import TwisterState
-from trainwright.checkpoint.python_generator import read_python, write_python
+
+_NUM_WORDS = 624
+_WORDS = np.dtype(np.uint32)
+_SIZE = (_NUM_WORDS + 1) * _WORDS.itemsize
+
+
+class TwisterState(NamedTuple):
+    """The words of a Mersenne Twister and its position in them."""
+
+    memory: bytes
+
+    @classmethod
+    def of(cls, twister: np.random.MT19937) -> TwisterState:
+        """Copy the state of a generator."""
+        return _copied(twister) if _LIES_IN_MEMORY else _packed(twister)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the state in the format of the global generator, without a spare number."""
+        *key, place = np.frombuffer(self.memory, _WORDS)
+        state = {"key": np.array(key, dtype=_WORDS), "pos": int(place)}
+        return {"bit_generator": "MT19937", "state": state, "has_gauss": 0, "gauss": 0.0}
+
+
+def _copied(twister: np.random.MT19937) -> TwisterState:
+    return TwisterState(ctypes.string_at(twister.ctypes.state_address, _SIZE))
+
+
+def _packed(twister: np.random.MT19937) -> TwisterState:
+    state: Any = twister.state["state"]
+    return TwisterState(np.append(state["key"], _WORDS.type(state["pos"])).astype(_WORDS).tobytes())
+
+
+def _lies_in_memory() -> bool:
+    """Return True if the memory layout of this NumPy is the one that ``_copied`` assumes."""
+    twister = np.random.MT19937(0)
+    twister.random_raw(3)
+    return _copied(twister) == _packed(twister)
+
+
+_LIES_IN_MEMORY = _lies_in_memory()
+
+
+_INDEX_AND_WORDS = struct.Struct("=i624I")
+_VERSION = 3
+"""Version of the tuples of ``random.getstate``, since Python 3.2."""
+
+
+class PythonState(NamedTuple):
+    """Index and words of the Mersenne Twister, and the spare number of ``random.gauss``."""
+
+    memory: bytes
+    gauss: float | None
+
+    @classmethod
+    def of(cls, state: tuple[Any, ...]) -> PythonState:
+        """Convert the result of ``random.getstate``."""
+        _, numbers, gauss = state
+        return cls(_INDEX_AND_WORDS.pack(numbers[-1], *numbers[:-1]), gauss)
+
+    def as_tuple(self) -> tuple[Any, ...]:
+        """Return the state in the format of ``random.setstate``."""
+        index, *words = _INDEX_AND_WORDS.unpack(self.memory)
+        return _VERSION, (*words, index), self.gauss
+
+
+def _memory_of(generator: random.Random) -> ctypes.Array[ctypes.c_char] | None:
+    """Return the memory of index and words, which CPython stores after the object header; None if it is not there."""
+    head = object.__basicsize__
+    if sys.implementation.name != "cpython" or _random.Random.__basicsize__ < head + _INDEX_AND_WORDS.size:
+        return None
+    memory = (ctypes.c_char * _INDEX_AND_WORDS.size).from_address(id(generator) + head)
+    return memory if memory.raw == PythonState.of(generator.getstate()).memory else None
+
+
+# the generator of the module's functions
+_live: random.Random = random.random.__self__  # type: ignore[attr-defined]
+_memory = _memory_of(_live)
+
+
+def read_python() -> PythonState:
+    """Return the state of the global generator."""
+    if _memory is None:
+        return PythonState.of(random.getstate())
+    return PythonState(_memory.raw, _live.gauss_next)  # type: ignore[attr-defined]
+
+
+def write_python(state: PythonState) -> None:
+    """Set the state of the global generator."""
+    if _memory is None:
+        random.setstate(state.as_tuple())
+        return
+    _memory.raw = state.memory
+    _live.gauss_next = state.gauss  # type: ignore[attr-defined]
 
 
 def seed_all(seed: int) -> None:

@@ -13,9 +13,18 @@ from numpy.random import mtrand
 from torch.utils.data import DataLoader, Sampler
 
 from trainwright.checkpoint.codec import Tree
-from trainwright.checkpoint.numpy_generator import TwisterState
-from trainwright.checkpoint.python_generator import PythonState, read_python, write_python
-from trainwright.checkpoint.rng import RngBag, borrow, end_borrowing, preserved_rng, reseed, seed_of
+from trainwright.checkpoint.rng import (
+    PythonState,
+    RngBag,
+    TwisterState,
+    borrow,
+    end_borrowing,
+    preserved_rng,
+    read_python,
+    reseed,
+    seed_of,
+    write_python,
+)
 
 _read_torch, _write_torch = torch.default_generator.get_state, torch.default_generator.set_state
 

@@ -16,9 +16,7 @@ import torch
 
 from trainwright.checkpoint.batch_cut import cut
 from trainwright.checkpoint.cursor import StepBatch
-from trainwright.checkpoint.numpy_generator import TwisterState
-from trainwright.checkpoint.python_generator import read_python, write_python
-from trainwright.checkpoint.rng import TorchGenerators, words_of_numpy
+from trainwright.checkpoint.rng import TorchGenerators, TwisterState, read_python, words_of_numpy, write_python
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import SOLO, World
 from trainwright.distributed.memory import give_back, return_large_blocks

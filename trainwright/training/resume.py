@@ -14,11 +14,20 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from trainwright.checkpoint.checkpoint import load_checkpoint, mismatches, read_run_metadata
-from trainwright.checkpoint.contents import require_whole
+from trainwright.checkpoint.contents import (
+    AMOUNT,
+    ANYTHING,
+    NATURAL,
+    TEXT,
+    Kind,
+    Maybe,
+    Rule,
+    require_whole,
+    violations,
+)
 from trainwright.checkpoint.cursor import Cursor
 from trainwright.checkpoint.manifest import invalid_content, raising_checkpoint_error, read_state, step_of
 from trainwright.checkpoint.remote import fetch_run
-from trainwright.checkpoint.schema import AMOUNT, ANYTHING, NATURAL, TEXT, Kind, Maybe, Rule, violations
 from trainwright.checkpoint.store import checkpoints, newest_valid, set_aside_newer
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed import Launch
