@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.figures import about, arguments, figure
 from benchmarks.startup import OUR_COMMAND, in_a_process
-from trainwright.monitoring.remaining import STEPS_BEFORE_PREDICTION
+from trainwright.monitoring.progress import STEPS_BEFORE_PREDICTION
 
 LENGTHS = {
     "demo": ("until=300steps", "until=12s"),

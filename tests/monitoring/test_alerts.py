@@ -18,9 +18,18 @@ import trainwright as tw
 from tests.monitoring.webhook import Hook
 from tests.report_pages.runs import ended, found, make_run, started, step
 from trainwright.errors import RecipeError, UsageError
-from trainwright.monitoring.alerts.channels import Command, NotDeliveredError, Webhook, desktop
-from trainwright.monitoring.alerts.rules import Alert, AlertRules, Batcher, RuleState
-from trainwright.monitoring.alerts.watch import AlertWatch, NewRecords
+from trainwright.monitoring.alerts import (
+    Alert,
+    AlertRules,
+    AlertWatch,
+    Batcher,
+    Command,
+    NewRecords,
+    NotDeliveredError,
+    RuleState,
+    Webhook,
+    desktop,
+)
 from trainwright.recipe import from_mapping
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import to_json
@@ -105,7 +114,7 @@ def test_a_webhook_gets_what_slack_takes(hook: Hook) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of imghdr, which apprise imports
 def test_apprise_delivers_and_keeps_addresses_secret(hook: Hook) -> None:
     pytest.importorskip("apprise")
-    from trainwright.monitoring.alerts.channels import Apprise
+    from trainwright.monitoring.alerts import Apprise
 
     address = hook.url.replace("http://", "json://user:S3CRET@")
     Apprise.of_variable("URLS", {"URLS": f" {address} "}).send("my run", ALERT)

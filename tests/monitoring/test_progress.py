@@ -25,8 +25,15 @@ from trainwright.engine.observer import Stop
 from trainwright.engine.step import StepResult, make_step
 from trainwright.monitoring.cadence import Every
 from trainwright.monitoring.journal import Journal
-from trainwright.monitoring.progress import MIN_STEPS_LIVE, LossMean, Progress, ProgressLine, counts_in_words, duration
-from trainwright.monitoring.remaining import TimeSpent
+from trainwright.monitoring.progress import (
+    MIN_STEPS_LIVE,
+    LossMean,
+    Progress,
+    ProgressLine,
+    TimeSpent,
+    counts_in_words,
+    duration,
+)
 from trainwright.monitoring.step_log import StepLog
 from trainwright.runs.reader import read
 from trainwright.runs.records import Found, Step

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from trainwright.engine.loop import ByTheClock
-from trainwright.monitoring.remaining import Measured
+from trainwright.monitoring.progress import Measured
 from trainwright.recipe import from_mapping
 from trainwright.training.job import ENDING_S, Job, prepare, until_of
 from trainwright.training.open_run import seconds_left

@@ -36,7 +36,7 @@ from trainwright.engine.peers import Peers
 from trainwright.engine.step import StepFn, StepResult
 from trainwright.engine.witness import SILENT
 from trainwright.finetune.generations import Generations
-from trainwright.monitoring.alerts.watch import alerting
+from trainwright.monitoring.alerts import alerting
 from trainwright.monitoring.cadence import Every
 from trainwright.monitoring.evaluation import EvaluationListener, PeriodicEvaluation, ValidationSet
 from trainwright.monitoring.layer_stats import (
@@ -49,8 +49,7 @@ from trainwright.monitoring.layer_stats import (
     scalars_of,
 )
 from trainwright.monitoring.logbook import Logbook
-from trainwright.monitoring.progress import Progress
-from trainwright.monitoring.remaining import EndTime, Measured, TimeSpent
+from trainwright.monitoring.progress import EndTime, Measured, Progress, TimeSpent
 from trainwright.monitoring.samples import TextSamples
 from trainwright.monitoring.saving import MIN_FRACTION_SAVE_INTERVAL_S, PartSaving, SavePolicy, Saving, SavingTogether
 from trainwright.monitoring.signals import Signals

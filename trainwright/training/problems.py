@@ -33,7 +33,7 @@ from trainwright.assembly.retain_grad import retain_grad_problems
 from trainwright.checkpoint.rng import preserved_rng, seed_all
 from trainwright.data.unwrap import Unwrapped
 from trainwright.errors import MissingExtra, Problem, Problems, RecipeError, TrainwrightError, UsageError
-from trainwright.monitoring.alerts.watch import require_channels
+from trainwright.monitoring.alerts import require_channels
 from trainwright.monitoring.sinks import sink_factories
 from trainwright.optim import schedule as schedules
 from trainwright.optim.choose import make_optimizer, wrong_args

@@ -33,7 +33,7 @@ from trainwright.engine.precision import MatmulMode
 from trainwright.errors import StoppedError, StorageError, UsageError
 from trainwright.finetune.generations import Generations
 from trainwright.models.pretrained import pretrained_of
-from trainwright.monitoring.alerts.watch import require_channels
+from trainwright.monitoring.alerts import require_channels
 from trainwright.monitoring.evaluation import EvaluationListener
 from trainwright.monitoring.progress import Progress
 from trainwright.monitoring.signals import Signals, grace_s

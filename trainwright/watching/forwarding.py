@@ -42,7 +42,7 @@ class ForwardingProbe(Probe):
 
     def _read(self, mapping: Mapping[str, object]) -> None:
         """Reads the settings as a recipe would be read."""
-        from trainwright.monitoring.alerts.watch import require_channels
+        from trainwright.monitoring.alerts import require_channels
         from trainwright.monitoring.sinks import sink_factories
         from trainwright.recipe import from_mapping  # takes 0.2 s
 
@@ -68,7 +68,7 @@ class ForwardingProbe(Probe):
         if not self.is_needed:
             yield
             return
-        from trainwright.monitoring.alerts.watch import alerting
+        from trainwright.monitoring.alerts import alerting
         from trainwright.monitoring.sinks import close_sinks, open_sinks
 
         process = os.getpid()
