@@ -23,8 +23,7 @@ from trainwright.models.lora import add_lora
 from trainwright.models.lstm import lstm
 from trainwright.models.resnet import resnet
 from trainwright.plan.checkpointing import Checkpointing
-from trainwright.plan.fold import fold
-from trainwright.plan.profile import GraphProfile
+from trainwright.plan.profile import GraphProfile, fold
 from trainwright.plan.trace.fake_tensors import fake_batch, fake_tensors
 from trainwright.plan.trace.graph_profiler import GraphProfiler
 from trainwright.plan.trace.traced_step import TracedObjects, trace_step

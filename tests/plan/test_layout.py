@@ -9,7 +9,7 @@ import pytest
 from tests.plan.traces import GIB, scaled
 from trainwright.plan.devices import Device
 from trainwright.plan.layout import Layout, Offload, choose, micro_sizes, weigh
-from trainwright.plan.remedies import PeakMemory, remedies
+from trainwright.plan.trace.run_forecast import PeakMemory, remedies
 
 DEVICE = Device("some", "cuda", 80 * GIB, 2e12, {"fp32": 2e13, "bf16": 3e14}, host_link=3e10, launch_s=0.0)
 NONE = Layout("bf16", "none", False, scaled(kept=4.0), rank=0, logits_bytes=GIB)

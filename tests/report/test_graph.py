@@ -9,8 +9,7 @@ from itertools import combinations
 
 import pytest
 
-from trainwright.plan.fold import Folded, NodeRun, fold
-from trainwright.plan.profile import LOSS, GraphProfile, ModuleProfile, Node, SavedTensor
+from trainwright.plan.profile import LOSS, Folded, GraphProfile, ModuleProfile, Node, NodeRun, SavedTensor, fold
 from trainwright.report.graph import (
     CHARACTER,
     SIZE,

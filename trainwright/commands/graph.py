@@ -16,9 +16,8 @@ from trainwright.engine.precision import PrecisionName
 from trainwright.errors import StorageError
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.explain import human_bytes
-from trainwright.plan.fold import Folded, fold
 from trainwright.plan.machine import read_machine
-from trainwright.plan.profile import GraphProfile
+from trainwright.plan.profile import Folded, GraphProfile, fold
 from trainwright.plan.trace.blueprint import make_blueprint
 from trainwright.plan.trace.fake_tensors import DeviceName
 from trainwright.plan.trace.graph_profiler import GraphProfiler

@@ -1,11 +1,15 @@
-"""The profile of a model's autograd graph, as data: modules, autograd nodes and saved tensors."""
+"""The profile of a model's autograd graph, as data: modules, autograd nodes and saved tensors.
+
+``fold`` makes one row of equal blocks, ``blocks.0-11 x 12``, whose numbers are sums over all of them.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Literal
 
 from trainwright.plan.call_trace import Trace
@@ -179,3 +183,212 @@ def children_of(modules: Iterable[ModuleProfile]) -> Mapping[str, list[ModulePro
         if module.path:
             found.setdefault(module.path.rpartition(".")[0], []).append(module)
     return found
+
+
+MAX_ROWS_SHOWN = 32
+"""The most rows shown when no depth is given."""
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """The sum over ``count`` equal modules and their submodules.
+
+    ``freed_bytes`` is None for modules that are not called themselves.
+    """
+
+    path: str
+    name: str
+    depth: int
+    count: int
+    kind: str
+    output: tuple[int, ...] | None
+    parameters: int
+    trainable: int
+    tied: tuple[str, ...]
+    forward_flops: int
+    backward_flops: int
+    saved_bytes: int
+    freed_bytes: int | None
+
+
+@dataclass(frozen=True)
+class NodeRun:
+    """Neighbouring autograd nodes of one module in ``count`` equal blocks. ``inputs``: the runs that feed this one."""
+
+    path: str
+    count: int
+    nodes: int
+    ops: tuple[tuple[str, int], ...]
+    saved_bytes: int
+    hidden: int
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Folded:
+    """The module tree and the autograd graph of one step down to ``depth``, with equal blocks as one."""
+
+    depth: int
+    rows: tuple[ModuleRow, ...]
+    runs: tuple[NodeRun, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """Return rows and runs as plain data."""
+        return {"depth": self.depth, "rows": [asdict(row) for row in self.rows], "runs": [asdict(r) for r in self.runs]}
+
+
+def fold(profile: GraphProfile, depth: int | None = None) -> Folded:
+    """Fold a profile to ``depth`` levels of modules, by default as many as fit on a screen."""
+    tree = _Tree(profile)
+    rows = tuple(tree.rows())
+    deepest = max(row.depth for row in rows)
+    if depth is None:
+        fits = [d for d in range(1, deepest + 1) if sum(row.depth <= d for row in rows) <= MAX_ROWS_SHOWN]
+        depth = max(fits, default=1)
+    depth = min(depth, deepest)
+    return Folded(depth, tuple(row for row in rows if row.depth <= depth), _runs(profile, tree.names, depth))
+
+
+class _Tree:
+    """The folded modules of a profile. ``names`` maps each path to the path displayed for it."""
+
+    def __init__(self, profile: GraphProfile) -> None:
+        self.profile = profile
+        self.children = children_of(profile.modules)
+        self.names = {"": ""}
+        self._signatures: dict[str, int] = {}
+        self._own = _by_module(profile)
+        self._groups: list[tuple[str, list[ModuleProfile]]] = [("", [profile.modules[0]])]
+        self._walk([profile.modules[0]], "")
+
+    def _walk(self, equal: list[ModuleProfile], shown: str) -> None:
+        """Group the children of the ``equal`` modules, which are displayed as ``shown``."""
+        first = equal[0]
+        for group in _group_equal(self.children.get(first.path, []), self._signature):
+            name = group[0].name if len(group) == 1 else f"{group[0].name}-{group[-1].name}"
+            path = f"{shown}.{name}" if shown else name
+            members = [
+                module
+                for each in equal
+                for module in self.children[each.path]
+                if module.name in {child.name for child in group}
+            ]
+            for member in members:
+                self.names[member.path] = path
+            self._groups.append((path, members))
+            self._walk(members, path)
+
+    def _signature(self, module: ModuleProfile) -> int:
+        """Return a hash that is equal for modules with equal children, work and saved tensors."""
+        if module.path not in self._signatures:
+            below = [(child.name, self._signature(child)) for child in self.children.get(module.path, [])]
+            tied = tuple(name.removeprefix(f"{module.path}.") for name in module.tied)
+            own = (module.kind, module.parameters, module.trainable, tied, module.calls, module.output)
+            work = (module.forward_flops, module.backward_flops, tuple(self._own.get(module.path, ())))
+            self._signatures[module.path] = hash((own, work, tuple(below)))
+        return self._signatures[module.path]
+
+    def rows(self) -> Iterator[ModuleRow]:
+        """Yield one row for each group, parents before children."""
+        for path, members in self._groups:
+            within_them = [module for each in members for module in self._subtree(each)]
+            first = members[0]
+            kept = sum(size for module in within_them for _, size, _ in self._own.get(module.path, ()))
+            yield ModuleRow(
+                path,
+                path.rpartition(".")[2],
+                path.count(".") + 1 if path else 0,
+                len(members),
+                first.kind,
+                first.output,
+                sum(module.parameters for module in within_them),
+                sum(module.trainable for module in within_them),
+                first.tied,
+                sum(module.forward_flops for module in within_them),
+                sum(module.backward_flops for module in within_them),
+                kept,
+                self._freed(members),
+            )
+
+    def _freed(self, members: Sequence[ModuleProfile]) -> int | None:
+        first = members[0]
+        if not first.path or not first.calls or not self.children.get(first.path):
+            return None
+        return sum(self.profile.freed_bytes(module) for module in members)
+
+    def _subtree(self, module: ModuleProfile) -> Iterator[ModuleProfile]:
+        yield module
+        for child in self.children.get(module.path, []):
+            yield from self._subtree(child)
+
+
+def _group_equal(
+    children: Sequence[ModuleProfile], signature: Callable[[ModuleProfile], int]
+) -> Iterator[list[ModuleProfile]]:
+    """Group equal neighbours in a list of modules; all others are groups of one."""
+    for (_, numbered), group in groupby(children, key=lambda module: (signature(module), module.name.isdigit())):
+        members = list(group)
+        yield from [members] if numbered else ([module] for module in members)
+
+
+def _by_module(profile: GraphProfile) -> dict[str, list[tuple[str, int, int]]]:
+    """Return each module's own nodes, without its children's: operator, bytes, number of tensors replaced by hooks."""
+    found: dict[str, list[tuple[str, int, int]]] = {}
+    for node, size in zip(profile.nodes, profile.fresh_bytes, strict=True):
+        found.setdefault(node.module, []).append((node.op, size, node.hidden))
+    return found
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Neighbouring nodes of one module, displayed as ``name``. ``turn`` numbers the module's stretches from 0."""
+
+    name: str
+    turn: int
+    nodes: tuple[int, ...]
+
+
+def _runs(profile: GraphProfile, names: dict[str, str], depth: int) -> tuple[NodeRun, ...]:
+    """Fold the stretches of equal blocks, with the edges between them. Gradient accumulators are left out."""
+    stretches = list(_stretches(profile, names, depth))
+    numbers: dict[tuple[str, int], int] = {}
+    for stretch in stretches:
+        numbers.setdefault((stretch.name, stretch.turn), len(numbers))
+    home = {index: place for place, stretch in enumerate(stretches) for index in stretch.nodes}
+    number_of = [numbers[stretch.name, stretch.turn] for stretch in stretches]
+    places_of: list[list[int]] = [[] for _ in numbers]
+    for place, number in enumerate(number_of):
+        places_of[number].append(place)
+    found = []
+    for places in places_of:
+        edges = (
+            (place, home.get(i)) for place in places for j in stretches[place].nodes for i in profile.nodes[j].inputs
+        )
+        behind = {number_of[to] for place, to in edges if to is not None and to != place}
+        found.append(_run(profile, [stretches[place] for place in places], tuple(sorted(behind))))
+    return tuple(found)
+
+
+def _run(profile: GraphProfile, equal: Sequence[_Stretch], inputs: tuple[int, ...]) -> NodeRun:
+    members = [index for stretch in equal for index in stretch.nodes]
+    ops = Counter(_short(profile.nodes[index].op) for index in equal[0].nodes)
+    size = sum(profile.fresh_bytes[index] for index in members)
+    hidden = sum(profile.nodes[index].hidden for index in members)
+    return NodeRun(equal[0].name, len(equal), len(members), tuple(ops.items()), size, hidden, inputs)
+
+
+def _stretches(profile: GraphProfile, names: dict[str, str], depth: int) -> Iterator[_Stretch]:
+    inner = [(index, _cut(node.module, depth)) for index, node in enumerate(profile.nodes) if not node.leaf]
+    turns: Counter[str] = Counter()
+    for path, group in groupby(inner, key=lambda each: each[1]):
+        yield _Stretch(names[path], turns[path], tuple(index for index, _ in group))
+        turns[path] += 1
+
+
+def _cut(path: str, depth: int) -> str:
+    return ".".join(path.split(".")[:depth]) if path else ""
+
+
+def _short(op: str) -> str:
+    """Return ``Addmm`` for ``AddmmBackward0``."""
+    return op.rpartition("::")[2].rstrip("0123456789").removesuffix("Backward") or op

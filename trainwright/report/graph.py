@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from trainwright.plan.explain import human_bytes
-from trainwright.plan.fold import Folded, ModuleRow, NodeRun
+from trainwright.plan.profile import Folded, ModuleRow, NodeRun
 from trainwright.report.svg import INK, PALETTE, root, text
 
 _VIEWS = {"T", "View", "UnsafeView", "Transpose", "Permute", "Expand", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze"}
