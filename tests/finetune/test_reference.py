@@ -15,8 +15,7 @@ from tests import ranks
 from tests.finetune.tiny import llama, log_prob, pairs
 from trainwright.data.unwrap import unwrap
 from trainwright.errors import DataError, TrainwrightError
-from trainwright.finetune.losses import DPO
-from trainwright.finetune.reference import WithReference, fill, require_preferences, weights_digest, with_reference
+from trainwright.finetune.losses import DPO, WithReference, fill, require_preferences, weights_digest, with_reference
 
 CPU = torch.device("cpu")
 

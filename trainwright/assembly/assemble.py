@@ -36,8 +36,8 @@ from trainwright.distributed import device_name, low_precision
 from trainwright.distributed.group import SOLO, World
 from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError, UsageError, unknown_args
 from trainwright.finetune.audit import tokenized_set_of
+from trainwright.finetune.losses import with_reference
 from trainwright.finetune.packing import with_packing
-from trainwright.finetune.reference import with_reference
 from trainwright.models.pretrained import listed, pretrained_of
 from trainwright.optim.choose import make_optimizer
 from trainwright.optim.groups import GroupRule

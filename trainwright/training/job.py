@@ -63,7 +63,7 @@ from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import DataError, UsageError
 from trainwright.finetune.grpo import GRPO
 from trainwright.finetune.isolation import require_isolated
-from trainwright.finetune.reference import fill
+from trainwright.finetune.losses import fill
 from trainwright.monitoring.nvml import Gpus
 from trainwright.monitoring.sinks import sink_factories
 from trainwright.plan.devices import Device

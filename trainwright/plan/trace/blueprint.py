@@ -34,7 +34,7 @@ from trainwright.engine.chunked import CHUNK_BYTES_ELSEWHERE, logits_bytes
 from trainwright.engine.head import head_of, hf_head_of
 from trainwright.engine.loss import Loss
 from trainwright.errors import DataError, RecipeError, UsageError
-from trainwright.finetune.reference import with_reference
+from trainwright.finetune.losses import with_reference
 from trainwright.optim.choose import make_optimizer
 from trainwright.optim.groups import GroupRule
 from trainwright.optim.user_optimizers import as_one, require_optimizer
