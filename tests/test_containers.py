@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from scripts.image_steps import DOCKERFILE, ROOT, Image, Step, steps
-from trainwright.report.stacks import DRIVERS, OLDEST_DRIVERS, STACKS
+from trainwright.report.environment import DRIVERS, OLDEST_DRIVERS, STACKS
 
 STEPS = [*steps(DOCKERFILE.read_text())]
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/images.yml").read_text())

@@ -23,7 +23,7 @@ from trainwright.errors import UsageError
 from trainwright.profiling.verdict import Advice
 from trainwright.profiling.words import TriedAdvice
 from trainwright.recipe import from_mapping
-from trainwright.report.pages.documents import ProfilePanel
+from trainwright.report.pages.view import ProfilePanel
 from trainwright.runs.files import UnreadableFile
 from trainwright.training.job import prepare
 from trainwright.training.subject import Built, named

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.report.chart import Mark, Series, line_chart_svg, line_chart_text
-from trainwright.report.svg import INK, PALETTE, Axis
+from trainwright.report.chart import INK, PALETTE, Axis, Mark, Series, line_chart_svg, line_chart_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 LABELS: dict[str, Any] = {"title": "t", "x_label": "x", "y_label": "y"}

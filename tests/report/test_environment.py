@@ -14,6 +14,9 @@ import torch
 from tests import forked
 from trainwright.plan.machine import Gpu, Machine
 from trainwright.report.environment import (
+    DRIVERS,
+    OLDEST_DRIVERS,
+    STACKS,
     Line,
     SystemFacts,
     TorchFacts,
@@ -24,7 +27,6 @@ from trainwright.report.environment import (
     runs_on,
     worst,
 )
-from trainwright.report.stacks import DRIVERS, OLDEST_DRIVERS, STACKS
 
 GIB = 1 << 30
 H100 = Gpu(0, "NVIDIA H100", 80 * GIB, (9, 0), "570.86")

@@ -10,6 +10,7 @@ from itertools import combinations
 import pytest
 
 from trainwright.plan.profile import LOSS, Folded, GraphProfile, ModuleProfile, Node, NodeRun, SavedTensor, fold
+from trainwright.report.chart import INK, PALETTE
 from trainwright.report.graph import (
     CHARACTER,
     SIZE,
@@ -21,7 +22,6 @@ from trainwright.report.graph import (
     ops_text,
     size_text,
 )
-from trainwright.report.svg import INK, PALETTE
 
 SVG = "{http://www.w3.org/2000/svg}"
 HEADLINE = Headline("small", "Net", 4, "fp32", 1234, 20, 30, notes=("a < b & <script>",))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.report_pages.runs import BEGAN_S, ended, evaluated, found, make_run, started, step
 from trainwright.report.pages import log as log_module
-from trainwright.report.pages import readings as readings_module
+from trainwright.report.pages import rows as rows_module
 from trainwright.report.pages.log import IncrementalLog
 from trainwright.report.pages.render import parts_of, sparkline
 from trainwright.report.pages.rows import COLUMNS, NOT_FINITE, as_json, column, fill_missing, seconds, thin_rows
@@ -131,8 +131,8 @@ def test_a_long_log_is_kept_in_bounded_memory_with_its_peaks(tmp_path: Path, mon
 
 
 def test_readings_of_a_long_run_keep_their_extremes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readings_module, "MAX_READINGS", 40)
-    monkeypatch.setattr(readings_module, "MAX_READINGS_DRAWN", 16)
+    monkeypatch.setattr(rows_module, "MAX_READINGS", 40)
+    monkeypatch.setattr(rows_module, "MAX_READINGS_DRAWN", 16)
     values = [500.0 if n == 77 else -5.0 if n == 123 else float(n % 10) for n in range(200)]
     records: list[Record] = [
         Telemetry(time_s=BEGAN_S + n, step=n, values={"a/x": value} | ({"b/y": 1.0} if n == 150 else {}))

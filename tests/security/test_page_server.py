@@ -12,7 +12,7 @@ import pytest
 
 from tests.report_pages.runs import make_run, started, step
 from tests.report_pages.serving import TOKEN, Site, site_of
-from trainwright.report.pages import connections
+from trainwright.report.server import server
 
 pytestmark = pytest.mark.slow  # a server for each
 
@@ -57,13 +57,13 @@ def is_closed(link: socket.socket) -> bool:
 def test_a_request_that_does_not_come_is_not_waited_for(
     site: Site, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "HEADER_S", 0.2)
+    monkeypatch.setattr(server, "HEADER_S", 0.2)
     assert is_closed(connected(site, sent))
 
 
 def test_open_connections_do_not_shut_the_owner_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_UNKNOWN", 8)
-    monkeypatch.setattr(connections, "HEADER_S", 600.0)
+    monkeypatch.setattr(server, "MAX_UNKNOWN", 8)
+    monkeypatch.setattr(server, "HEADER_S", 600.0)
     stream = http.client.HTTPConnection("127.0.0.1", site.port, timeout=60)
     stream.request("GET", "/events?run=run", headers=site.cookie)
     reply = stream.getresponse()

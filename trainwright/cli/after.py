@@ -81,8 +81,7 @@ def checks(
     as_json: Json = False,
 ) -> None:
     """List the checks; for a run, the result of each check; new CODE writes the files of a new check."""
-    from trainwright.report.checks import CheckList
-    from trainwright.report.diagnosis import diagnosis_of
+    from trainwright.report.diagnosis import CheckList, diagnosis_of
     from trainwright.runs.folder import RunFolder
 
     if run == Path("new") and code is not None:

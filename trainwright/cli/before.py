@@ -229,8 +229,7 @@ def env(
 ) -> None:
     """Report and check torch, CUDA, cuDNN, NCCL, the driver and the CPU; exit 1 if they do not fit together."""
     from trainwright.errors import require_choice
-    from trainwright.report.environment import exit_status, gather, judge, render
-    from trainwright.report.stacks import STACKS
+    from trainwright.report.environment import STACKS, exit_status, gather, judge, render
 
     if stack is not None:
         require_choice("stack", stack, STACKS)

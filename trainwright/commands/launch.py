@@ -17,7 +17,7 @@ from pathlib import Path
 from trainwright.errors import RecipeError, StorageError, UsageError, require_choice
 from trainwright.recipe import Loaded
 from trainwright.recipe.yaml_core import write_all
-from trainwright.report.stacks import STACKS
+from trainwright.report.environment import STACKS
 from trainwright.training.problems import problems_of
 
 MAX_RESTARTS = 3

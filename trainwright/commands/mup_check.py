@@ -22,8 +22,7 @@ from trainwright.errors import StorageError, UsageError
 from trainwright.optim.clip import make_clip
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe.resolve import find
-from trainwright.report.chart import Series, line_chart_svg
-from trainwright.report.svg import root
+from trainwright.report.chart import Series, line_chart_svg, root
 from trainwright.training.custom_step import require_loss
 from trainwright.training.fit import fit_objects
 from trainwright.training.job import Job, prepare

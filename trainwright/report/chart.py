@@ -1,13 +1,112 @@
-"""Line charts without a plotting library: a self-contained SVG, and characters for a terminal."""
+"""Charts without a plotting library: self-contained SVG of lines, bars and parallel axes; lines for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Literal
+from xml.sax.saxutils import escape, quoteattr
 
-from trainwright.report.svg import INK, PALETTE, TITLE, Axis, root, text
+# The background is transparent, so every colour must be readable on white and on black: a contrast of at least 3
+# (4.5 for text) on either. tests/report/test_chart.py computes it.
+INK = "#767676"
+PALETTE = ("#1f7fd0", "#cf5f1a", "#1f8f4e", "#9a5fd6", "#d0455f", "#0f8a94")
+SANS = "system-ui, sans-serif"
+TITLE = 'font-size="15" font-weight="600"'
+
+
+def root(width: float, height: float, title: str, *, font: str = SANS, size: int = 12, fixed: bool = False) -> str:
+    """Return the opening tag of a stand-alone <svg> element. ``fixed``: shown at its size, not scaled to the page."""
+    pixels = f' width="{width}" height="{height}"' if fixed else ""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"{pixels} role="img" '
+        f'font-family="{font}" font-size="{size}" aria-label={quoteattr(printable(title))}>'
+    )
+
+
+def text(x: float, y: float, words: str, attributes: str = "", *, color: str = INK) -> str:
+    """Return a <text> element at (x, y), with further ``attributes``."""
+    more = f" {attributes}" if attributes else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}"{more}>{escape(printable(words))}</text>'
+
+
+def printable(words: str) -> str:
+    """Replace control characters and lone surrogates, which XML does not allow even when escaped."""
+    return "".join(c if c.isprintable() else " " for c in words)
+
+
+_MAX_ABS = 1e250  # beyond this (or, on a log axis, below its inverse) a range plus its margin may overflow
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The range of one axis: ``low < high``; both above 0 when ``log``."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    @classmethod
+    def around(cls, values: Iterable[float], *, log: bool = False, margin: float = 0.0) -> Axis:
+        """Return the axis that covers all finite ``values``, with ``margin`` (a fraction of the range) at both ends."""
+        shown = [value for value in values if _can_be_shown(value, log)]
+        if not shown:
+            return cls(0.1, 10.0, True) if log else cls(0.0, 1.0)
+        low, high = min(shown), max(shown)
+        if log:
+            decades = math.log10(high) - math.log10(low)
+            room = decades * margin if decades > 1e-3 else 0.5
+            return cls(low * 10**-room, high * 10**room, True)
+        if high - low > max(1e-9 * max(abs(low), abs(high)), 1 / _MAX_ABS):
+            room = (high - low) * margin
+        else:  # flat: the line runs through the middle
+            room = abs(high) * 0.1 if abs(high) > 1e-240 else 1.0
+        return cls(low - room, high + room)
+
+    def share(self, value: float) -> float | None:
+        """Return the position of ``value``: 0 at ``low``, 1 at ``high``; None if it has no position (NaN, log of 0)."""
+        if not _can_be_shown(value, self.log):
+            return None
+        if self.log:
+            low = math.log(self.low)
+            return (math.log(value) - low) / (math.log(self.high) - low)
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self, about: int = 8) -> list[float]:
+        """Return about ``about`` round numbers within the range, rising."""
+        if not self.log:
+            return _round_numbers(self.low, self.high, about)
+        first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+        if last - first >= 2:
+            every = math.ceil((last - first + 1) / about)
+            return [10.0**exponent for exponent in range(first, last + 1, every)]
+        near = [m * 10.0**e for e in range(first - 1, last + 1) for m in (1, 2, 5)]
+        inside = [value for value in near if self.low <= value <= self.high]
+        return inside if len(inside) >= 2 else _round_numbers(self.low, self.high, about)
+
+    def label(self, value: float, digits: int = 6) -> str:
+        """Format ``value`` with ``digits`` significant digits, more if the range is too narrow to distinguish
+        its ends.
+        """
+        if not self.log:
+            largest = max(abs(self.low), abs(self.high))
+            digits = min(max(digits, math.ceil(math.log10(largest / (self.high - self.low))) + 2), 15)
+        return f"{value:.{digits}g}"
+
+
+def _can_be_shown(value: float, log: bool) -> bool:
+    return abs(value) < _MAX_ABS and (value > 1 / _MAX_ABS or not log)  # NaN compares as false
+
+
+def _round_numbers(low: float, high: float, about: int) -> list[float]:
+    """Return multiples of 1, 2 or 5 times a power of ten (P. Heckbert, Nice numbers for graph labels, 1990)."""
+    power = 10.0 ** math.floor(math.log10((high - low) / about))
+    step = next(power * m for m in (1, 2, 5, 10) if (high - low) / (power * m) <= about)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
+
 
 _WIDTH, _HEIGHT = 720, 400
 # plot area, in SVG units
@@ -228,3 +327,92 @@ def _braille(dots: set[tuple[int, int]], row: int, columns: int) -> str:
         for column in range(columns)
     )
     return "".join(chr(0x2800 + cell) if cell else " " for cell in cells)
+
+
+_APART = 170
+_AXES_TOP = 60
+_AXES_BOTTOM = 340
+_AXES_LEFT = 90
+_BEST, _WORST = (31, 143, 78), (208, 69, 95)
+MAX_LINES = 1000
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """One axis: a value for each line. With ``choices``, values are names, and the axis has the names in this order."""
+
+    name: str
+    values: Sequence[object]
+    choices: Sequence[str] = ()
+    is_log: bool = False
+
+
+def parallel_coordinates_svg(
+    coordinates: Sequence[Coordinate], values: Sequence[float], *, metric: str, is_smaller_better: bool
+) -> str:
+    """Return a chart as one <svg> element. The last axis is the ``metric``; green lines are the best, by rank."""
+    axes = [*coordinates, Coordinate(metric, values)]
+    placed = [_positions(each) for each in axes]
+    order = sorted(range(len(values)), key=lambda n: values[n], reverse=is_smaller_better)[
+        -MAX_LINES:
+    ]  # the best on top
+    parts = [
+        root(_AXES_LEFT * 2 + _APART * (len(axes) - 1), 400, f"parallel coordinates of {metric}"),
+        text(16, 20, "Parallel coordinates", TITLE),
+    ]
+    for rank, number in enumerate(order):
+        fraction = rank / max(1, len(order) - 1)
+        points = " ".join(f"{_x(at)},{ys[number]:.1f}" for at, (ys, _) in enumerate(placed))
+        width, opacity = 1 + 1.5 * fraction**4, 0.35 + 0.6 * fraction
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{_color(fraction)}" stroke-width="{width:.1f}" '
+            f'stroke-opacity="{opacity:.2f}"/>'
+        )
+    for at, (each, (_, ticks)) in enumerate(zip(axes, placed, strict=True)):
+        x = _x(at)
+        parts.append(f'<line x1="{x}" y1="{_AXES_TOP}" x2="{x}" y2="{_AXES_BOTTOM}" stroke="{INK}"/>')
+        parts.append(text(x, _AXES_TOP - 14, each.name, 'text-anchor="middle"'))
+        parts += [text(x - 6, y + 4, words, 'text-anchor="end"') for y, words in ticks]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def bars_svg(fractions: Mapping[str, float], *, title: str) -> str:
+    """Return horizontal bars, one for each name; ``fractions`` are between 0 and 1."""
+    height = 44 + 26 * len(fractions)
+    parts = [root(720, height, title), text(16, 20, title, TITLE)]
+    for at, (name, fraction) in enumerate(sorted(fractions.items(), key=lambda item: -item[1])):
+        y = 36 + 26 * at
+        parts.append(text(230, y + 14, name, 'text-anchor="end"'))
+        parts.append(f'<rect x="240" y="{y}" width="{400 * fraction:.1f}" height="18" fill="{_color(1.0)}"/>')
+        parts.append(text(248 + 400 * fraction, y + 14, f"{fraction:.0%}"))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _x(at: int) -> int:
+    return _AXES_LEFT + _APART * at
+
+
+def _y(fraction: float) -> float:
+    return _AXES_BOTTOM - fraction * (_AXES_BOTTOM - _AXES_TOP)
+
+
+def _positions(each: Coordinate) -> tuple[list[float], list[tuple[float, str]]]:
+    """Return the height of each value, and the labels of the axis."""
+    if each.choices:
+        last = max(1, len(each.choices) - 1)
+        heights = {name: _y(n / last if len(each.choices) > 1 else 0.5) for n, name in enumerate(each.choices)}
+        return [heights[str(value)] for value in each.values], [(y, name[:24]) for name, y in heights.items()]
+    numbers = [float(value) if isinstance(value, int | float) else math.nan for value in each.values]
+    axis = Axis.around(numbers, log=each.is_log)
+    heights_of = [_y(axis.share(number) or 0.0) for number in numbers]
+    return heights_of, list(_ticks(axis))
+
+
+def _ticks(axis: Axis) -> Iterator[tuple[float, str]]:
+    for value in axis.ticks(6):
+        yield _y(axis.share(value) or 0.0), axis.label(value, 3)
+
+
+def _color(fraction: float) -> str:
+    mixed = (round(worst + fraction * (best - worst)) for best, worst in zip(_BEST, _WORST, strict=True))
+    return "#{:02x}{:02x}{:02x}".format(*mixed)

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from trainwright.plan.explain import human_bytes
 from trainwright.plan.profile import Folded, ModuleRow, NodeRun
-from trainwright.report.svg import INK, PALETTE, root, text
+from trainwright.report.chart import INK, PALETTE, root, text
 
 _VIEWS = {"T", "View", "UnsafeView", "Transpose", "Permute", "Expand", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze"}
 _VIEWS |= {"Slice", "Select", "Split", "SplitWithSizes", "AsStrided", "Unbind", "Detach"}

@@ -149,8 +149,8 @@ def write_results(sweep: Sweep, result: SweepResult) -> None:
 
 
 def _page(sweep: Sweep, result: SweepResult, best: str) -> str:
+    from trainwright.report.chart import Coordinate
     from trainwright.report.pages.sweep import SweepRow, sweep_page
-    from trainwright.report.parallel import Coordinate
 
     over = [row for row in result.rows if row.value is not None]
     coordinates = [

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainwright.plan.explain import human_seconds
+from trainwright.report.chart import Coordinate, parallel_coordinates_svg
 from trainwright.report.pages.rows import column, seconds
 from trainwright.report.pages.view import RunView, flat, number
-from trainwright.report.parallel import Coordinate, parallel_coordinates_svg
 from trainwright.runs.json_values import JsonValue, strict
 
 SEED_KEYS = {"seed", "name", "folder"}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from trainwright.report.pages.readings import spans_of
+from trainwright.report.pages.rows import spans_of
 from trainwright.runs.files import parse_json
 from trainwright.runs.json_values import NOT_IN_JSON, JsonValue
 from trainwright.runs.records import OUTPUT_GRAD_LOG2

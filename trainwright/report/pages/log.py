@@ -17,10 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.report.pages.layers import LayerMaps, OutputGradMaps
-from trainwright.report.pages.means import SpanMeans
 from trainwright.report.pages.media import LoggedMedia
-from trainwright.report.pages.readings import MachineReading, Readings
-from trainwright.report.pages.rows import COLUMNS, Rows, as_json, by_step, column, no_rows, thin_rows
+from trainwright.report.pages.rows import (
+    COLUMNS,
+    MachineReading,
+    Readings,
+    Rows,
+    SpanMeans,
+    as_json,
+    by_step,
+    column,
+    no_rows,
+    thin_rows,
+)
 from trainwright.runs.files import MAX_LINE_BYTES, UnreadableFile, is_too_long, open_file
 from trainwright.runs.findings import FindingsFold
 from trainwright.runs.json_values import JsonValue, plain

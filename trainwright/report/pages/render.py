@@ -26,8 +26,8 @@ from trainwright.report.graph import human_count
 from trainwright.report.pages.compare import RunComparison
 from trainwright.report.pages.curves import BUCKETS, curves_of, readings_of
 from trainwright.report.pages.layers import MAPS, OUTPUT_GRAD_NORM
-from trainwright.report.pages.means import SpanMeans
 from trainwright.report.pages.overview import Overview
+from trainwright.report.pages.rows import SpanMeans
 from trainwright.report.pages.view import RunView, flat, memory_parts, number
 from trainwright.runs.files import reason_of
 from trainwright.runs.language import language, translated

@@ -1,17 +1,23 @@
 """The curves of a run as rows of numbers, thinned so that every peak, dip and non-finite value remains.
 
 A row is one record of a step. NaN: the record has no value. Infinity: the value is not finite.
+
+Smoothed curves are means over equal spans of steps, over all records: thinned rows cannot give them, because they keep
+only extremes. Readings of the machine are kept in bounded memory, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.runs.json_values import JsonValue
+from trainwright.runs.records import Telemetry
 
 COLUMNS = (
     "order",
@@ -118,3 +124,137 @@ def _plain(values: NDArray[np.float64]) -> list[JsonValue]:
 def _counts(values: NDArray[np.float64]) -> bool:
     """Return True for values that only grow, as steps and seconds do: six digits would make some of them equal."""
     return bool(np.isfinite(values).all() and np.all(np.diff(values) >= 0))
+
+
+AVERAGED_COLUMNS = ("loss", "grad_norm", "step_s", "wait_s")
+MAX_SPANS, MAX_SPANS_DRAWN = 512, 64
+MAX_FINITE = 1e200
+"""Greater values count as not finite, because their sum may overflow."""
+_KERNEL = np.array([0.25, 0.5, 0.25])
+
+
+class SpanMeans:
+    """Sums and counts of the finite values of each span. Beyond MAX_SPANS, pairs of spans are merged."""
+
+    def __init__(self) -> None:
+        self._width = 1
+        self._sums, self._counts, self._broken = (np.zeros((MAX_SPANS, len(AVERAGED_COLUMNS))) for _ in range(3))
+
+    def take(self, rows: Rows) -> None:
+        if not len(rows):
+            return
+        steps = column(rows, "step")
+        while steps.max() >= self._width * MAX_SPANS:
+            self._width *= 2
+            self._sums, self._counts, self._broken = (_wider(each) for each in (self._sums, self._counts, self._broken))
+        span = np.maximum(0, steps // self._width).astype(np.int64)
+        values = rows[:, [COLUMNS.index(name) for name in AVERAGED_COLUMNS]]
+        finite = np.abs(values) < MAX_FINITE
+        added = ((self._sums, np.where(finite, values, 0.0)), (self._counts, finite))
+        for table, each in (*added, (self._broken, np.abs(values) >= MAX_FINITE)):
+            for index, weights in enumerate(each.T):
+                table[:, index] += np.bincount(span, weights, minlength=MAX_SPANS)
+
+    def go_back_to(self, step: int, rows: Rows) -> None:
+        """Drop values after ``step``; ``rows`` are those up to it, from which the span of ``step`` is summed again."""
+        first = step // self._width
+        for each in (self._sums, self._counts, self._broken):
+            each[first:] = 0
+        self.take(rows[column(rows, "step") >= first * self._width])
+
+    def columns(self) -> dict[str, NDArray[np.float64]]:
+        """Return the middle of each non-empty span, and the mean over it and, with half weight, its two neighbours.
+
+        NaN: no value. Infinity: no finite value.
+        """
+        sums = self._sums
+        counts = self._counts
+        broken = self._broken
+        width = self._width
+        while np.flatnonzero(counts.any(1)).max(initial=0) >= MAX_SPANS_DRAWN:
+            sums = _wider(sums)
+            counts = _wider(counts)
+            broken = _wider(broken)
+            width = 2 * width
+        seen = counts.any(1) | broken.any(1)
+        smooth, weight = _smooth(sums), _smooth(counts)
+        for end in (
+            np.flatnonzero(counts.any(1))[[0, -1]] if counts.any() else ()
+        ):  # a neighbour on one side displaces it
+            smooth[end], weight[end] = sums[end], counts[end]
+        means = np.where(counts > 0, smooth / np.maximum(weight, 1e-9), np.where(broken > 0, np.inf, np.nan))
+        middles = (np.arange(len(means)) * width + (width - 1) // 2).astype(np.float64)
+        return {"step": middles[seen], **{name: means[seen, index] for index, name in enumerate(AVERAGED_COLUMNS)}}
+
+
+def _wider(spans: NDArray[np.float64]) -> NDArray[np.float64]:
+    half = spans[0::2] + spans[1::2]
+    return np.concatenate([half, np.zeros_like(half)])
+
+
+def _smooth(spans: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.stack([np.convolve(each, _KERNEL, mode="same") for each in spans.T], axis=1)
+
+
+MAX_READINGS = 2000
+MAX_READINGS_DRAWN = 300
+
+
+@dataclass(frozen=True)
+class MachineReading:
+    """The values read at one time, by name. A name that was not read is absent."""
+
+    time_s: float
+    step: int
+    values: Mapping[str, float]
+
+
+class Readings:
+    """The readings of a run in order. Beyond MAX_READINGS, the extremes of equal spans of steps are kept."""
+
+    def __init__(self) -> None:
+        self.kept: list[MachineReading] = []
+        self.count = 0
+
+    def take(self, record: Telemetry) -> None:
+        self.add(MachineReading(record.time_s, record.step, record.values))
+
+    def add(self, reading: MachineReading) -> None:
+        self.count += 1
+        self.kept.append(reading)
+        if len(self.kept) > MAX_READINGS:
+            self.kept = extremes(self.kept, MAX_READINGS // 4)
+
+    def go_back_to(self, step: int) -> None:
+        """Drop readings after ``step``, from which the run continues again."""
+        self.kept = [each for each in self.kept if each.step <= step]
+
+    def columns(self) -> dict[str, NDArray[np.float64]]:
+        """Return the columns to draw: ``time_s``, ``step``, and one for each name. NaN if it was not read."""
+        shown = extremes(self.kept, MAX_READINGS_DRAWN // 2) if len(self.kept) > MAX_READINGS_DRAWN else self.kept
+        names = dict.fromkeys(name for each in shown for name in each.values)
+        columns = {"time_s": [each.time_s for each in shown], "step": [float(each.step) for each in shown]}
+        columns |= {name: [each.values.get(name, np.nan) for each in shown] for name in names}
+        return {name: np.array(values, dtype=np.float64) for name, values in columns.items()}
+
+
+def extremes(readings: Sequence[MachineReading], spans: int) -> list[MachineReading]:
+    """Return at most two readings of each span of steps: one with its least values, and one with its greatest."""
+    kept: list[MachineReading] = []
+    for _, group in groupby(zip(readings, spans_of([each.step for each in readings], spans)), key=lambda pair: pair[1]):
+        span = [reading for reading, _ in group]
+        kept += span if len(span) <= 2 else [_reduce(span, 0, min), _reduce(span, len(span) // 2, max)]
+    return kept
+
+
+def spans_of(steps: Sequence[float], spans: int) -> list[int]:
+    """Return the index of the span of each step, for ``spans`` equal spans."""
+    least = min(steps)
+    width = (max(steps) - least + 1) / spans
+    return [int((step - least) / width) for step in steps]
+
+
+def _reduce(readings: Sequence[MachineReading], at: int, pick: Callable[[Sequence[float]], float]) -> MachineReading:
+    names = dict.fromkeys(name for each in readings for name in each.values)
+    values = {name: pick([each.values[name] for each in readings if name in each.values]) for name in names}
+    return MachineReading(readings[at].time_s, readings[at].step, values)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from trainwright.report.chart import Coordinate, bars_svg, parallel_coordinates_svg
 from trainwright.report.pages.render import page_values, templates
-from trainwright.report.parallel import Coordinate, bars_svg, parallel_coordinates_svg
 from trainwright.runs.printing import readable
 
 

@@ -101,9 +101,8 @@ def make_server(
     """Return the server for ``listener``, and the guard that examines each request first."""
     import uvicorn
 
-    from trainwright.report.pages.connections import LimitedConnection
     from trainwright.report.pages.overview import RunShelf
-    from trainwright.report.server.server import PageServer
+    from trainwright.report.server.server import LimitedConnection, PageServer
 
     cookie = f"trainwright-{listener.getsockname()[1]}"
     guard = PageServer(RunShelf(folders)).app(token, hosts=hosts, cookie=cookie)
