@@ -16,7 +16,7 @@ from trainwright.assembly.assemble import Parts, prepare
 from trainwright.data.unwrap import unwrap
 from trainwright.errors import RecipeError, UsageError
 from trainwright.recipe import from_mapping
-from trainwright.training.custom_step import require_custom_step_fits
+from trainwright.training.custom_objects import require_custom_step_fits
 
 
 def data(count: int = 64) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from trainwright.monitoring.terminal import Console
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import Loaded
 from trainwright.report.chart import Mark, Series, line_chart_svg, line_chart_text
-from trainwright.training.custom_step import require_loss
+from trainwright.training.custom_objects import require_loss
 from trainwright.training.job import prepare
 
 

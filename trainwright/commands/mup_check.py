@@ -23,10 +23,10 @@ from trainwright.optim.clip import make_clip
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe.resolve import find
 from trainwright.report.chart import Series, line_chart_svg, root
-from trainwright.training.custom_step import require_loss
+from trainwright.training.arguments import WHERE
+from trainwright.training.custom_objects import require_loss
 from trainwright.training.fit import fit_objects
 from trainwright.training.job import Job, prepare
-from trainwright.training.rebuild import WHERE
 from trainwright.training.subject import Built, named
 
 WIDTHS = (64, 128, 256, 512)

@@ -28,17 +28,20 @@ from trainwright.recipe import LOSSES, Loaded, from_mapping
 from trainwright.recipe.resolve import import_factory
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.training.arguments import (
+    NO_FUNCTION,
     MetricsLike,
     ObjectArguments,
+    Rebuild,
+    call_function,
     live_name,
     naming_remedies,
     object_arguments,
     ready_if_batches,
     require_known,
+    seeded,
     split_metrics,
 )
-from trainwright.training.custom_step import no_loss, require_no_loss_needed
-from trainwright.training.rebuild import NO_FUNCTION, Rebuild, call_function, seeded
+from trainwright.training.custom_objects import no_loss, require_no_loss_needed
 from trainwright.training.result import Result
 from trainwright.training.resume import folder_of
 from trainwright.training.run import train

@@ -92,8 +92,7 @@ from trainwright.recipe.resolve import find, is_live, parameters_of
 from trainwright.runs.reader import UNUSED, Usage
 from trainwright.runs.supervision import Supervision
 from trainwright.training.budget import energy_meter, for_energy, within_budget
-from trainwright.training.custom_objects import Live, build_live, measured_state, memory_note
-from trainwright.training.custom_step import without_dry_run
+from trainwright.training.custom_objects import Live, build_live, measured_state, memory_note, without_dry_run
 from trainwright.training.first_batch import time_workers, try_batch
 from trainwright.training.header import run_header
 from trainwright.training.layout import PIPELINE_WITHOUT_DRY_RUN, lay_out, rank_layout, tensor_share
@@ -969,8 +968,20 @@ def copy_first_weights(model: nn.Module, loss: object, world: World) -> None:
 
 
 def require_same_data(world: World, data: Mapping[str, str]) -> None:
-    """Raise DataError if the data fingerprints in ``data`` differ between ranks."""
-    _require_same(world.collect(dict(data)))
+    """Raise DataError if the data fingerprints in ``data`` differ between ranks.
+
+    Only fingerprints of the same kind are compared: not that of a partly read dataset with that of a full one.
+    """
+    prints = world.collect(dict(data))
+    for name, first in prints[0].items():
+        for rank, other in enumerate(prints):
+            theirs = other.get(name, "")
+            if theirs != first and theirs.partition("(")[2] == first.partition("(")[2]:
+                raise DataError(
+                    f"rank {rank} has different data in data.{name} than rank 0: an index gives another sample",
+                    remedy="build the same dataset on every rank (a fixed seed for random splits, sorted file names); "
+                    "Trainwright distributes the samples over the ranks",
+                )
 
 
 def _require_no_exchange(model: nn.Module) -> None:
@@ -987,16 +998,3 @@ def _require_no_exchange(model: nn.Module) -> None:
                 remedy="use BatchNorm in the model and set parallel.sync_batchnorm: true, which exchanges statistics "
                 "in training steps only",
             )
-
-
-def _require_same(prints: list[dict[str, str]]) -> None:
-    """Compare fingerprints of the same kind only: not that of a partly read dataset with that of a full one."""
-    for name, first in prints[0].items():
-        for rank, other in enumerate(prints):
-            theirs = other.get(name, "")
-            if theirs != first and theirs.partition("(")[2] == first.partition("(")[2]:
-                raise DataError(
-                    f"rank {rank} has different data in data.{name} than rank 0: an index gives another sample",
-                    remedy="build the same dataset on every rank (a fixed seed for random splits, sorted file names); "
-                    "Trainwright distributes the samples over the ranks",
-                )

@@ -38,7 +38,7 @@ from trainwright.plan.splits import require_fitting
 from trainwright.recipe import Loaded
 from trainwright.recipe.resolve import is_live
 from trainwright.recipe.schema import Parallel
-from trainwright.training.custom_step import require_custom_step_fits
+from trainwright.training.custom_objects import require_custom_step_fits
 
 PIPELINE_WITHOUT_DRY_RUN = Note(
     "dry run", "none", "the stages of a pipeline are not tried beforehand: no times, no first loss"

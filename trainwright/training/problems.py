@@ -46,7 +46,7 @@ from trainwright.plan.trace.fake_tensors import fake_tensors
 from trainwright.recipe import DATASETS, LOSSES, METRICS, MODELS, OBSERVERS, OPTIMIZERS, SCHEDULES, Loaded, Part, Row
 from trainwright.recipe.catalog import SPIKE_POLICIES
 from trainwright.recipe.resolve import find, is_live, parameters_of, require_arguments, search_beside
-from trainwright.training.custom_step import no_loss
+from trainwright.training.custom_objects import no_loss
 from trainwright.training.layout import require_layout
 
 CPU = torch.device("cpu")

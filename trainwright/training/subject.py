@@ -18,8 +18,8 @@ from trainwright.recipe.resolve import is_live
 from trainwright.runs.files import UnreadableFile
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.shapes import ProvenanceFile, read_as
+from trainwright.training.arguments import LET_A_FUNCTION, Rebuild
 from trainwright.training.fit import FitOptions, ModelLike, RunOptions, fit_objects
-from trainwright.training.rebuild import LET_A_FUNCTION, Rebuild
 
 
 class Built(NamedTuple):

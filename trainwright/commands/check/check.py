@@ -40,7 +40,7 @@ from trainwright.plan.batch import batch_of
 from trainwright.plan.parallel import in_one_process
 from trainwright.plan.trace.resolve import resolve
 from trainwright.recipe import Loaded
-from trainwright.training.custom_step import require_loss
+from trainwright.training.custom_objects import require_loss
 from trainwright.training.job import Job, prepare
 from trainwright.training.problems import all_problems_reported
 from trainwright.training.run import process_settings
