@@ -44,6 +44,7 @@ from trainwright.recipe.duration import Duration, DurationField
 from trainwright.recipe.formatting import LARGEST_INT, parse_bytes
 from trainwright.recipe.grid import grams_per_kwh
 from trainwright.recipe.section import (
+    ClockTime,
     Count,
     Part,
     SampleId,
@@ -53,7 +54,6 @@ from trainwright.recipe.section import (
     TextOrTexts,
     Texts,
     Warmup,
-    require_time,
 )
 
 
@@ -112,7 +112,7 @@ class Data(Section):
     )
     workers: int = Field(default=0, ge=0, le=1024, description="Processes that load data; 0: the training process.")
     prefetch: Count = Field(default=2, description="Batches that each worker loads ahead.")
-    timeout: Duration | None = Field(
+    timeout: ClockTime | None = Field(
         default=Duration(30 * 60, "s"),
         description="How long to wait for a batch of the workers before the run is saved and ends; null: for ever.",
     )
@@ -127,11 +127,6 @@ class Data(Section):
     pin_memory: Literal["auto", True, False] = Field(
         default="auto", description="Page-locked host memory for faster copies to a GPU."
     )
-
-    @field_validator("timeout")
-    @classmethod
-    def _on_the_clock(cls, value: Duration | None) -> Duration | None:
-        return require_time(value)
 
 
 class MetricPart(Part):
@@ -243,7 +238,7 @@ class Parallel(Section):
         default=False,
         description="The same bits on any number of ranks: slices of batch.micro samples, summed in a fixed tree.",
     )
-    timeout: Duration = Field(
+    timeout: ClockTime = Field(
         default=Duration(10 * 60, "s"), description="How long a rank waits for the others before the run ends."
     )
 
@@ -261,12 +256,6 @@ class Parallel(Section):
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         mapping = handler.resolve_ref_schema(handler(core_schema))
         return {"anyOf": [{"const": "auto", "type": "string"}, mapping], "description": mapping.get("description", "")}
-
-    @field_validator("timeout")
-    @classmethod
-    def _on_the_clock(cls, value: Duration) -> Duration:
-        require_time(value)
-        return value
 
 
 def _variable(name: str) -> str:
@@ -309,22 +298,17 @@ class Alerts(Section):
     loss_above: float | None = Field(
         default=None, description="Alert on a training loss above this, or one that is not finite.", examples=[10.0]
     )
-    no_step_for: Duration | None = Field(
+    no_step_for: ClockTime | None = Field(
         default=Duration(30 * 60, "s"), description="Alert if no step was completed for this long, evaluation included."
     )
     disk_below: Annotated[Text, AfterValidator(_size)] | None = Field(
         default="1GiB", description="Alert if less than this is free on the disk of the run folder."
     )
     ended: bool = Field(default=True, description="Alert at the end of the run, for any reason.")
-    every: Duration = Field(
+    every: ClockTime = Field(
         default=Duration(5 * 60, "s"),
         description="At most one message of each kind in this time; later ones are joined.",
     )
-
-    @field_validator("no_step_for", "every")
-    @classmethod
-    def _on_the_clock(cls, value: Duration | None) -> Duration | None:
-        return require_time(value)
 
     @model_validator(mode="after")
     def _goes_somewhere(self) -> Alerts:
@@ -676,7 +660,7 @@ class Checkpoint(Section):
         default=Duration(0.25, "run"),
         description="How often; a fraction of the run at most every 5 s. null: only at the end.",
     )
-    at_least_every: Duration | None = Field(
+    at_least_every: ClockTime | None = Field(
         default=Duration(15 * 60, "s"), description="Also when the last checkpoint is this old, by wall-clock time."
     )
     keep: Count = Field(default=2, description="The number of newest checkpoints that are kept.")
@@ -707,11 +691,6 @@ class Checkpoint(Section):
     signals: Annotated[tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...], Field(strict=False)] = Field(
         default=("SIGTERM", "SIGUSR1"), description="Signals that make a run save and stop, besides SIGINT."
     )
-
-    @field_validator("at_least_every")
-    @classmethod
-    def _on_the_clock(cls, value: Duration | None) -> Duration | None:
-        return require_time(value)
 
     @field_validator("keep_every")
     @classmethod

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -163,6 +164,12 @@ def _plain(value: object) -> object:
     return result
 
 
+def _require_time(value: Duration) -> Duration:
+    if value.unit != "s":
+        raise UsageError("must be a wall-clock time", remedy="write for example 15min")
+    return value
+
+
 Args = Annotated[dict[str, Any], BeforeValidator(_plain)]
 
 Count = Annotated[int, Field(gt=0, le=LARGEST_INT)]
@@ -176,6 +183,7 @@ TextOrTexts = Annotated[
 ]
 """A list of texts; a single text is short for a list with one item."""
 Warmup = Annotated[Duration, DurationField(allow_zero=True)]
+ClockTime = Annotated[Duration, AfterValidator(_require_time)]
 
 
 class Section(BaseModel):
@@ -225,10 +233,3 @@ class Part(Section):
             "anyOf": [mapping["properties"]["use"], mapping],
             "description": mapping.get("description", ""),
         }
-
-
-def require_time(value: Duration | None) -> Duration | None:
-    """Return ``value``. Raises UsageError for a duration that is not a time."""
-    if value is not None and value.unit != "s":
-        raise UsageError("must be a wall-clock time", remedy="write for example 15min")
-    return value
