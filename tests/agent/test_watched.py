@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from tests.report_pages.runs import BEGAN_S, ended, found, make_run, started
-from trainwright.agent.experiment_docs import described, described_fields
-from trainwright.agent.optimizers import optimizer_lines
-from trainwright.agent.tools import RunTools
+from trainwright.agent.tools import RunTools, described, described_fields, optimizer_lines
 from trainwright.agent.untrusted import NOTE, answer, as_text
 from trainwright.doctor.context import RunContext
 from trainwright.errors import UsageError
