@@ -129,7 +129,8 @@ def graph(
 
     recipe, svg = recipe_and_picture(recipe, svg, "graph.svg")
     loaded = load(recipe, overrides=settings or [])
-    from trainwright.commands.graph import draw_graph, write_svg
+    from trainwright.commands.graph import draw_graph
+    from trainwright.runs.storage import write_output
     from trainwright.training.problems import all_problems_reported
 
     say = line_printer(as_json)
@@ -137,7 +138,7 @@ def graph(
         drawn = draw_graph(loaded, depth=depth)
     say("\n".join(drawn.lines()))
     if svg is not None:
-        write_svg(drawn, svg)
+        write_output(svg, drawn.svg(), "--svg")
         say(f"picture: {svg}")
     if as_json:
         print(json.dumps(drawn.to_json()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn
 from trainwright.engine.precision import PrecisionName
-from trainwright.errors import StorageError
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.explain import human_bytes
 from trainwright.plan.machine import read_machine
@@ -112,14 +110,6 @@ class _ProfiledLoss:
             self.profile = self._profiler.read(total, batch, self._resident)
             self._profiler.close()
         return out
-
-
-def write_svg(drawn: GraphPicture, path: Path) -> None:
-    """Write the drawing. Raises StorageError if that is not possible."""
-    try:
-        path.write_text(drawn.svg(), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}", remedy="give another --svg") from None
 
 
 def _samples(recipe: Recipe) -> int:

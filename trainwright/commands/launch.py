@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.errors import RecipeError, StorageError, UsageError, require_choice
+from trainwright.errors import RecipeError, UsageError, require_choice
 from trainwright.recipe import Loaded
 from trainwright.recipe.yaml_core import write_all
 from trainwright.report.environment import STACKS
+from trainwright.runs.storage import write_output
 from trainwright.training.problems import problems_of
 
 MAX_RESTARTS = 3
@@ -77,10 +78,7 @@ class JobFile:
         """Write the file to ``path``; None writes nothing. Raises StorageError."""
         if path is None:
             return self
-        try:
-            path.write_text(self.text, "utf-8")
-        except OSError as error:
-            raise StorageError(f"{path} cannot be written: {error}", remedy="give another --output") from None
+        write_output(path, self.text, "--output")
         return JobFile(self.text, self.submit, path)
 
 

@@ -9,11 +9,12 @@ import torch
 
 from trainwright.assembly.assemble import Parts
 from trainwright.engine.lr_range import LrRange, lr_range
-from trainwright.errors import StorageError, UsageError
+from trainwright.errors import UsageError
 from trainwright.monitoring.terminal import Console
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import Loaded
 from trainwright.report.chart import Mark, Series, line_chart_svg, line_chart_text
+from trainwright.runs.storage import write_output
 from trainwright.training.custom_objects import require_loss
 from trainwright.training.job import prepare
 
@@ -65,10 +66,7 @@ def find_lr(
     svg = line_chart_svg(
         [curve], title="LR range test", x_label="learning rate", y_label="loss", marks=marks, log_x=True
     )
-    try:
-        out.write_text(svg, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{out} cannot be written: {error}", remedy="give another --out") from None
+    write_output(out, svg, "--out")
     chart = line_chart_text([curve], width=72, height=16, marks=marks, log_x=True)
     console.print(chart, markup=False, emoji=False, highlight=False)
     suggestion = f"{found.suggestion:.3g}" if found.suggestion else "none: the loss never fell by 1 %"

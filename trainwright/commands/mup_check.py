@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from trainwright.engine.evaluate import evaluating
 from trainwright.engine.loss import as_loss_fn
 from trainwright.engine.step import make_step
-from trainwright.errors import StorageError, UsageError
+from trainwright.errors import UsageError
 from trainwright.optim.clip import make_clip
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe.resolve import find
 from trainwright.report.chart import Series, line_chart_svg, root
+from trainwright.runs.storage import write_output
 from trainwright.training.arguments import WHERE
 from trainwright.training.custom_objects import require_loss
 from trainwright.training.fit import fit_objects
@@ -154,10 +155,7 @@ def draw(found: MupCheck, out: Path) -> MupCheck:
             log_y=True,
         )
         parts.append(chart.replace("<svg ", f'<svg y="{number * _CHART_HEIGHT}" height="{_CHART_HEIGHT}" ', 1))
-    try:
-        out.write_text("\n".join([*parts, "</svg>"]) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{out} cannot be written: {error}", remedy="give another --out") from None
+    write_output(out, "\n".join([*parts, "</svg>"]) + "\n", "--out")
     return replace(found, picture=str(out))
 
 

@@ -181,7 +181,7 @@ def type_of(value: Loggable) -> str:
 def encode(value: Loggable) -> bytes:
     """Return the content of the file of a value."""
     if isinstance(value, Image):
-        return _png_of(value.pixels)
+        return png_of(value.pixels)
     if isinstance(value, Histogram):
         fields = {
             "edges": [float(f"{each:.6g}") for each in value.edges.tolist()],
@@ -319,7 +319,7 @@ def _pixels_of(array: NDArray[Any]) -> tuple[Pixels, str]:
     return np.round(scaled * 255).astype(np.uint8), "" if is_usual else f"(values {low:.3g} to {high:.3g})"
 
 
-def _png_of(pixels: Pixels) -> bytes:
+def png_of(pixels: Pixels) -> bytes:
     """Return a PNG file. Pillow is not used, because it is not a requirement of this package."""
     height, width, channels = pixels.shape
     rows = np.zeros((height, 1 + width * channels), np.uint8)  # the first byte of a row: no filter

@@ -161,6 +161,14 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
         raise storage_error(error, path, "write") from error
 
 
+def write_output(path: Path, text: str, option: str) -> None:
+    """Write the text file that the user named with ``option``. A link is followed. Raises StorageError."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error}", remedy=f"give another {option}") from None
+
+
 def deleted_error(path: Path) -> StorageError:
     """Return the error for a file that was deleted while it was open: writes to it would succeed and be lost."""
     return StorageError(

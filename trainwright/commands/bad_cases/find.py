@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import struct
 import tempfile
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +20,7 @@ from torch.utils.data import IterableDataset, Subset
 from trainwright.assembly.assemble import Parts, build_dataset, build_loss, build_model
 from trainwright.checkpoint.cursor import Cursor, MicroBatch
 from trainwright.commands.bad_cases.scores import CollectedScores, Scores, score
-from trainwright.commands.chosen_model import batches_of, chosen_model, loss_of
+from trainwright.commands.evaluate import batches_of, chosen_model, loss_of
 from trainwright.data.fetch import AnyDataset, Failed, Fetch, Key
 from trainwright.data.loading import EvaluationBatches, Loading
 from trainwright.data.ready_batches import ReadyBatches
@@ -35,6 +33,7 @@ from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.report.bad_cases import NAME, BadCase, BadCases, LossSlice, SamplePreview
 from trainwright.report.pages.report import write_report
 from trainwright.runs.folder import RunFolder
+from trainwright.runs.media import png_of
 from trainwright.training.result import Result
 from trainwright.training.run import train
 
@@ -132,7 +131,9 @@ def shown_sample(sample: object, dataset: AnyDataset, *, side: int) -> SamplePre
         return SamplePreview("other", type(inputs).__name__)
     inputs = inputs.detach().cpu()
     if (image_HWC := _channels_last(inputs)) is not None:
-        return SamplePreview("image", " x ".join(map(str, inputs.shape)), _encoded(_pixels(image_HWC, side)))
+        return SamplePreview(
+            "image", " x ".join(map(str, inputs.shape)), base64.b64encode(png_of(_pixels(image_HWC, side))).decode()
+        )
     if inputs.dim() == 1 and not inputs.is_floating_point() and inputs.dtype != torch.bool:
         return SamplePreview("text", _decoded(inputs, known_of(dataset, "decode"))[:MAX_TEXT_CHARS])
     if inputs.dim() <= 1:
@@ -185,18 +186,6 @@ def _pixels(image_HWC: Tensor, side: int) -> NDArray[np.uint8]:
         high_side, wide_side = (max(1, round(each * side / longest)) for each in image.shape[:2])
         image = F.adaptive_avg_pool2d(image.permute(2, 0, 1), (high_side, wide_side)).permute(1, 2, 0)
     return (image * 255).round().clamp(0, 255).to(torch.uint8).numpy()
-
-
-def _encoded(pixels_HWC: NDArray[np.uint8]) -> str:
-    """Return a PNG of 8 bits, grey or RGB, in base64 (RFC 2083): header, one filter byte before each row, end."""
-    height, width, channels = pixels_HWC.shape
-    rows = np.concatenate([np.zeros((height, 1), np.uint8), pixels_HWC.reshape(height, -1)], 1).tobytes()
-    header = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 0, 0, 0, 0)
-    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b"")]
-    body = b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
-    )
-    return base64.b64encode(b"\x89PNG\r\n\x1a\n" + body).decode()
 
 
 Grouping: TypeAlias = str | Callable[[object], object] | Sequence[object]
