@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import finetune, soak
+from benchmarks import finetune, soak, turns
 from benchmarks.gpu import is_done, run_part, table
 from benchmarks.gpu_parts import flops_per_token, utilization, verified
 from tests import forked
@@ -92,10 +92,24 @@ def test_the_blocks_of_the_fine_tuning_benchmark_train(tmp_path: Path, monkeypat
         clock = finetune.Clock()
         block(samples[:16], 4, clock)
         assert len(clock.times_s) == 4 and min(clock.step_s()) > 0
-    beside = finetune.PlainLoop(samples[:16])
-    finetune.by_fit("none")(samples[:16], 4, beside)
-    assert len(beside.own_s) == 4 and min(beside.ratios()) > 0
     assert 0.3 < finetune.padding(samples) < 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["plain", "fit"])
+def test_a_turn_of_the_fine_tuning_benchmark_is_an_epoch(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answers: list[list[float]] = []
+
+    def end(answer: list[float]) -> None:
+        answers.append(answer)
+        raise turns.TurnsOver
+
+    monkeypatch.setattr(finetune, "wait_for_turn", end)
+    finetune.child(variant)
+    assert [len(each) for each in answers] == [finetune.EPOCH] and min(answers[0]) > 0
 
 
 def test_the_utilization_of_gpt2() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import repeat
 from typing import TypeAlias
 
 import torch
@@ -15,13 +16,21 @@ MULTIPLE = 0.01
 """Maximum relative deviation of gradients that count as a multiple of what the backward passes left."""
 
 Versions: TypeAlias = tuple[list[int], list[int]]
-_GRAD = operator.attrgetter("grad")
+_GRAD, _VERSION = operator.attrgetter("grad"), operator.attrgetter("_version")
 
 
 def versions_of_gradients(parameters: Sequence[Tensor]) -> Versions:
     """Returns identity and version of each gradient. They change if it is replaced or written to."""
     grads = list(map(_GRAD, parameters))
-    return list(map(id, grads)), [-1 if grad is None else grad._version for grad in grads]
+    try:
+        return list(map(id, grads)), list(map(_VERSION, grads))
+    except AttributeError:  # None has no version
+        return list(map(id, grads)), [-1 if grad is None else grad._version for grad in grads]
+
+
+def num_gradients(parameters: Sequence[Tensor]) -> int:
+    """Returns the number of parameters with a gradient. Takes 0.05 us for each."""
+    return sum(map(operator.is_not, map(_GRAD, parameters), repeat(None)))
 
 
 class CarriedGradients:

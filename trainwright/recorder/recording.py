@@ -100,6 +100,8 @@ class LoopRecorder(GradientRecorder):
 
     def _held_by(self, args: Args, kwargs: Kwargs) -> ReachableState | None:
         """Returns the state of arguments that are neither tensors nor plain values, before the call."""
+        if not kwargs and all(isinstance(each, Tensor) for each in args):
+            return None
         others = others_in((args, kwargs))
         if not others:
             return None

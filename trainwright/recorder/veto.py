@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.spikes import Spike, SpikeDetector
 from trainwright.engine.guard import BufferGuard
 from trainwright.engine.spikes import OnSpike, SpikeAction, action_for
+from trainwright.recorder.carried import num_gradients
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import has_others, own_part
@@ -106,12 +107,11 @@ class Veto:
         """
         known = by_clip if by_clip is not None and math.isfinite(by_clip) else None
         owned = self._together or owned_by(optimizer)
-        grads = [grad for p in owned if (grad := p.grad) is not None]
-        counts = [len(grads), len(owned)]
+        counts = [num_gradients(owned), len(owned)]
         is_trusted = self._trusted.get(id(optimizer)) == counts
         if known is not None and step > ALWAYS and step % EVERY != 1 and is_trusted:
             return known, counts
-        norm = _norm(grads)
+        norm = _norm([grad for p in owned if (grad := p.grad) is not None])
         self._trusted.pop(id(optimizer), None)
         if known is not None and math.isclose(norm, known, rel_tol=math.sqrt(torch.finfo(norm.dtype).eps)):
             self._trusted[id(optimizer)] = counts
