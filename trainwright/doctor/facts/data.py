@@ -8,6 +8,9 @@ from typing import ClassVar
 SAME = 8  # Consecutive steps on one batch that count as repetition. Loops with several updates per batch make fewer.
 
 
+MIN_COPIED_ROWS = 8  # Different rows that occur several times in an evaluation and were trained on
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedRows:
     """Rows of one evaluation."""
@@ -16,6 +19,8 @@ class EvaluatedRows:
     distinct: int  # Number of different rows
     shared: int  # Number of different rows that were trained on
     trained: int  # Number of different rows in training so far
+    repeated: int = 0  # Number of different rows that occur more than once
+    shared_repeated: int = 0  # Number of these that were trained on
     is_one_set: bool = True  # All rows come from one loader or tensor
     source: str | None = None  # Line that calls the model
 
@@ -23,6 +28,12 @@ class EvaluatedRows:
     def is_partial(self) -> bool:
         """Returns True if some of the rows, but not all, were trained on."""
         return self.is_one_set and 0.05 * self.distinct < self.shared < 0.95 * self.distinct
+
+    @property
+    def has_copies(self) -> bool:
+        """Returns True if the rows that occur several times were trained on, and hardly any of the others."""
+        others, shared = self.distinct - self.repeated, self.shared - self.shared_repeated
+        return 0.9 * self.repeated <= self.shared_repeated >= MIN_COPIED_ROWS and shared < 0.25 * others
 
 
 @dataclass(kw_only=True)

@@ -309,10 +309,13 @@ class InputRows(Probe):
         rows = [row for call in calls for row in call]
         fractions = [sum(row in self._seen for row in call) / max(1, len(call)) for call in calls]
         mixed = sum(0.1 < each < 0.9 for each in fractions)
+        repeated = {row for row, number in Counter(rows).items() if number > 1}
         return EvaluatedRows(
             rows=len(rows),
             distinct=len(set(rows)),
             shared=len(self._seen.intersection(rows)),
+            repeated=len(repeated),
+            shared_repeated=len(self._seen & repeated),
             trained=len(self._seen),
             is_one_set=has_source or (mixed > 0 and (len(calls) < 4 or mixed > 2)),
             source=source_of(site),

@@ -104,3 +104,9 @@ def test_training_rows_that_are_evaluated_on_purpose_are_no_proof() -> None:
 @pytest.mark.parametrize(("x", "rows", "codes"), [(WHOLE, first_half, ["data.train_val_overlap"]), (FEW, nothing, [])])
 def test_whole_numbers_may_be_equal_by_chance(x: Tensor, rows: Rows, codes: list[str]) -> None:
     assert found(rows, x=x) == codes
+
+
+def test_copies_of_an_oversampled_class_are_found() -> None:
+    """Every row of one class is in both sets several times, as after oversampling before the split."""
+    assert found(lambda x: torch.cat([x[TRAINED:], *[x[:16]] * 3])) == ["data.train_val_overlap"]
+    assert found(lambda x: torch.cat([x[TRAINED:], *[x[TRAINED : TRAINED + 16]] * 3])) == []

@@ -20,7 +20,8 @@ def train_val_overlap(run: RunContext) -> Results:
 
     Exceptions: reported only with -v if the training set itself is evaluated, or if another evaluation shares no
     samples with training. Rows are not compared while training still reads new ones. Fewer than 4 equal rows are not
-    reported.
+    reported, and none if the evaluation repeats rows as often by itself. If nearly all repeated rows are trained on,
+    and hardly any of the others, they are copies, such as those of an oversampled class.
 
     Usual cause: the data was not split, the training loader takes all of it, or samples were copied before the split.
 
@@ -28,7 +29,7 @@ def train_val_overlap(run: RunContext) -> Results:
 
         train, val = torch.utils.data.random_split(full, [0.9, 0.1], generator=generator)
 
-    Sources: aestetik PR 12.
+    Sources: aestetik PR 12, vc1492a/henosis#12, MakazhanAlpamys/Soup#680.
     """
     loaders, rows = run.latest(LoadersFacts), run.latest(RowsFacts)
     overlaps = [each for each in loaders.overlaps if each.samples] if loaders else []
@@ -42,7 +43,8 @@ def train_val_overlap(run: RunContext) -> Results:
             return
         repeats = last.rows - last.distinct + (not rows.is_continuous)
         by_chance = CHANCE_MULTIPLE * repeats * last.trained / max(1, last.rows)
-        is_too_many = last.shared >= MIN_SHARED_ROWS and last.shared > by_chance
+        is_copied = rows.is_continuous and last.has_copies
+        is_too_many = last.shared >= MIN_SHARED_ROWS and (last.shared > by_chance or is_copied)
         if last.is_partial and is_too_many:
             is_meant = last.shared >= 0.95 * last.trained
             yield _found(run, last.shared, last.distinct, "content", is_meant, last.source)
