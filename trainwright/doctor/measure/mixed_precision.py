@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -227,6 +228,7 @@ def _cast(sentinel: Tensor) -> Tensor:
 CASTS = frozenset({"half", "bfloat16", "to", "type", "type_as"})
 MAX_MICRO_BATCHES = 4  # Maximum number of micro-batches of a step that are compared
 EXACT_POSITIONS = 256  # bfloat16 represents all integers up to this one
+MIN_HALF_POSITIONS = 8  # Minimum number of positions in order whose angles have a 16-bit dtype
 MAX_ANGLES = 2**24
 Grads = Mapping[str, Tensor | None]
 
@@ -237,7 +239,9 @@ def measure_formats(session: ReplaySession) -> FormatFacts:
     dtypes: set[torch.dtype] = set()
     loss_ops: dict[str, None] = {}
     emptied: list[Emptied] = []
-    aliased: list[Aliased] = []
+    aliased = [
+        found for path, module in session.modules.items() if (found := _aliased_tables(module, path)) is not None
+    ]
 
     def look(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         result = function(*args, **kwargs)
@@ -271,17 +275,35 @@ def _aliased(angles: object, module: str) -> Aliased | None:
     """Returns facts if a tenth of the positions far from 0 have the same angles as their neighbour; else None."""
     if not isinstance(angles, Tensor) or not angles.is_floating_point() or angles.requires_grad:
         return None
-    if not EXACT_POSITIONS < angles.numel() <= MAX_ANGLES:
+    fewest = MIN_HALF_POSITIONS if angles.dtype in HALF_DTYPES else EXACT_POSITIONS
+    if not fewest < angles.numel() <= MAX_ANGLES:
         return None
     rows = angles.detach().float()
     rows = rows[:, None] if rows.dim() == 1 else rows.flatten(0, -2)
     for table in (rows, rows.T):
-        far = table.abs().amax(1) >= EXACT_POSITIONS
-        if len(table) > EXACT_POSITIONS and bool(far.any()):
-            same = int(((table[1:] == table[:-1]).all(1) & far[1:]).sum())
-            dtype = str(angles.dtype).removeprefix("torch.")
-            return Aliased(module, dtype, int(far.sum()), same) if 10 * same >= int(far.sum()) else None
+        places = table.abs().amax(1)
+        is_order = len(table) > EXACT_POSITIONS or bool((places.diff() >= 0).all() & (places[0] < places[-1]))
+        far = places >= EXACT_POSITIONS
+        if len(table) > fewest and is_order and bool(far.any()):
+            return _with_equal_neighbours(table, far, module, angles.dtype)
     return None
+
+
+def _aliased_tables(module: nn.Module, path: str) -> Aliased | None:
+    """Returns the same for tables of cosines and sines that a module holds, a row for each position."""
+    held = [t for t in (*module._buffers.values(), *vars(module).values()) if isinstance(t, Tensor) and t.dim() == 2]
+    for cosines, sines in pairwise(held):
+        if cosines.shape == sines.shape and len(sines) > EXACT_POSITIONS and sines.dtype in HALF_DTYPES:
+            a, b = cosines.detach().float(), sines.detach().float()
+            if float((a.square() + b.square() - 1).abs().max()) < 0.05:
+                far = torch.arange(len(a), device=a.device) >= EXACT_POSITIONS
+                return _with_equal_neighbours(torch.cat([a, b], 1), far, path, sines.dtype)
+    return None
+
+
+def _with_equal_neighbours(table: Tensor, far: Tensor, module: str, dtype: torch.dtype) -> Aliased | None:
+    same, number = int(((table[1:] == table[:-1]).all(1) & far[1:]).sum()), int(far.sum())
+    return Aliased(module, str(dtype).removeprefix("torch."), number, same) if 10 * same >= number else None
 
 
 def in_fp32(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
