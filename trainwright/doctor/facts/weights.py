@@ -130,6 +130,7 @@ class Move:
     growth: float  # The coefficient of the copy
     rest: float  # Fraction of the move that both coefficients leave unexplained
     rest_alone: float  # Fraction of the move that ``share`` alone leaves unexplained
+    still: float = 0.0  # Fraction of the elements that did not change
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ class CopyFacts:
     moves: tuple[Move, ...] = ()  # The steps in which the copy moved
     gap: float = 0.0  # Distance between copy and weights when the copy was found, relative to the norm of the weights
     stale: StaleStatistics | None = None  # Statistics of a normalization that stay behind; None without any
+    dtype: str = ""  # Dtype of the copy if it has 16 bits, else ""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from trainwright.recorder.plain_tensors import is_dense
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args
+from trainwright.replay.mechanism import HALF_DTYPES
 
 SEARCH_STEP = 24  # The step after which copies are searched for, once. The search takes milliseconds.
 SEARCH_STEP_IF_RESUMED = 8
@@ -156,6 +157,7 @@ def _move(step: int, before: Sequence[tuple[Tensor, Tensor]], now: Sequence[tupl
         growth=float(both[1]),
         rest=float((moved - both[0] * way - both[1] * copy).norm()) / size,
         rest_alone=float((moved - share * way).norm()) / size,
+        still=float((moved == 0).double().mean()),
     )
 
 
@@ -179,7 +181,8 @@ def _copies_of(subject: LiveObjects) -> Iterator[_Copy]:
         found += 1
         path, module = original
         norms = list(_norms_of(holder, module)) if isinstance(holder, nn.Module) else []
-        facts = CopyFacts(type(holder).__name__, path or type(module).__name__)
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors[0].dtype in HALF_DTYPES else ""
+        facts = CopyFacts(type(holder).__name__, path or type(module).__name__, dtype=dtype)
         yield _Copy(facts, holder, module, norms=norms)
 
 

@@ -170,6 +170,17 @@ def test_averages_that_do_not_follow(facts: AveragesFacts, found: bool) -> None:
     assert fires("optim.average_does_not_follow", (15, facts)) == found
 
 
+@pytest.mark.parametrize(
+    ("dtype", "still", "rest", "found"),
+    [("bfloat16", 0.9, 0.9, True), ("", 0.9, 0.9, False), ("bfloat16", 0.1, 0.9, False), ("bfloat16", 0.9, 0.1, False)],
+    ids=["lost by rounding", "float32", "moves", "follows"],
+)
+def test_averages_in_16_bits_that_stand_still(dtype: str, still: float, rest: float, found: bool) -> None:
+    moves = tuple(Move(n, 1e-3, 0.0, rest, rest, still) for n in range(9, 15))
+    facts = AveragesFacts(6, False, (CopyFacts("Net", "Net", moves, dtype=dtype),))
+    assert fires("optim.average_does_not_follow", (15, facts)) == found
+
+
 @pytest.mark.parametrize(("gap", "is_resumed", "found"), [(1.0, True, True), (0.02, True, False), (1.0, False, False)])
 def test_averages_that_were_not_restored(gap: float, is_resumed: bool, found: bool) -> None:
     facts = followed(0.03, gap=gap, is_resumed=is_resumed)

@@ -1,28 +1,42 @@
 from itertools import pairwise
+from statistics import median
 
 from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.weights import MAX_UNEXPLAINED, AveragesFacts, CopyFacts, averages_of
 
+MIN_STILL = 0.5  # Median over the moves of the fraction of elements of a 16-bit copy that stay unchanged
+
 
 @check(stage="update", confidence=0.9)
 def average_does_not_follow(run: RunContext, facts: AveragesFacts) -> Results:
-    """A moving average of the weights is not an average, because its factors are wrong.
+    """A moving average of the weights is not an average: its factors are wrong, or its dtype loses the changes.
 
     How it is detected: copies of the weights (modules, dicts, lists of the same shapes) are followed for 16 steps, and
-    each change is fitted by a fraction of the distance to the weights plus a growth factor.
+    each change is fitted by a fraction of the distance to the weights plus a growth factor. In a 16-bit copy, half of
+    the elements do not change, and no fraction explains the change of the others.
 
     Exceptions: slow weights and target networks, which change only from time to time; a decay that warms up.
 
     Usual cause: the two factors do not add up to 1, the decay is not between 0 and 1, or decay and its complement are
-    swapped.
+    swapped; or the average is kept in 16 bits, where a change of less than half of the last digit is lost.
 
-    Fix: `average.mul_(decay).add_(weights, alpha=1 - decay)` with a decay such as 0.99.
+    Fix: keep the average in float32: `average.mul_(decay).add_(weights, alpha=1 - decay)` with a decay such as 0.99.
+
+    Sources: d8ahazard/sd_dreambooth_extension PR 1415, AndreasBergmeister/ram#6.
     """
     averages = averages_of(facts)
     if not averages:
         yield NotApplicable("no copy of the weights follows them")
         return
     for copy in averages:
+        still = median(move.still for move in copy.moves)
+        if copy.dtype and still >= MIN_STILL and all(move.rest > 0.5 for move in copy.moves):
+            yield run.finding(
+                symptom=f"each update of the average of {copy.of} (a {copy.kind} in {copy.dtype}) leaves {still:.0%} "
+                "of its elements unchanged: the change is lost by rounding",
+                since_step=copy.moves[0].step,
+                evidence=[("fraction of elements that do not move", round(still, 3), "< 0.2")],
+            )
         if all(move.rest < MAX_UNEXPLAINED for move in copy.moves) and (what := _wrong_with(copy)):
             last = copy.moves[-1]
             yield run.finding(
