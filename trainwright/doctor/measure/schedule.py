@@ -50,7 +50,7 @@ class _Scheduler:
 
 
 class Schedules(Probe):
-    """Observes all schedulers, also those not passed in. ``urgent``: the rate fell, or a cosine began to climb."""
+    """Observes all schedulers, also those not passed in. ``urgent``: a rate fell, or a cosine began to climb."""
 
     name = LearningRateFacts.experiment
     hears_every_step = True
@@ -100,6 +100,8 @@ class Schedules(Probe):
             mean = sum(losses) / len(losses) if losses else math.nan
             seen = PlateauMetric(value, mean, max(_rates(known.optimizer), default=0.0))
             known.found.metrics = (*known.found.metrics, seen)[-MAX_CHANGES:]
+            if len(known.found.metrics) > 2 and seen.lr < known.found.metrics[0].lr:
+                self._be_urgent("cut")
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
         self._stepped.add(id(optimizer))
@@ -130,8 +132,11 @@ class Schedules(Probe):
         found.lrs = (*found.lrs, (found.steps, lr))[-MAX_CHANGES:]
         if before is not None:
             why = "fell" if lr < before else "climbs" if any(map(_is_past_its_end, self._schedulers.values())) else ""
-            self.urgent |= bool(why) and why not in self._was_urgent  # the first change of a schedule shows its fault
-            self._was_urgent.add(why)
+            self._be_urgent(why)  # the first change of a schedule shows its fault
+
+    def _be_urgent(self, why: str) -> None:
+        self.urgent |= bool(why) and why not in self._was_urgent
+        self._was_urgent.add(why)
 
     def facts(self) -> LearningRateFacts:
         self.urgent, found = False, self._found
