@@ -1,7 +1,7 @@
 from trainwright.doctor import Every, Results, RunContext, Where, check
 from trainwright.doctor.facts.loss import LossFacts, explains_little, over_most_steps, sign_of
 
-MIN_STEPS = 60
+MIN_STEPS = 40
 MIN_ROWS = 4  # Minimum number of measured steps among the last ones
 MIN_RATIO = 16.0  # Weight of the divergence, relative to its weight in the variational bound
 
@@ -14,7 +14,7 @@ def posterior_collapse(run: RunContext, exams: Every[LossFacts]) -> Results:
     to the prior, and the decoder returns the mean of the data.
 
     How it is detected: one term of the loss is the difference to the model's own input, averaged over all elements.
-    Another term is a sum over features. After 60 steps the reconstruction is hardly better than a constant output.
+    Another term is a sum over features. After 40 steps the reconstruction is hardly better than a constant output.
 
     Exceptions: a small weight of the divergence, of about 1 / number of elements.
 
