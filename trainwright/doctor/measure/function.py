@@ -21,6 +21,7 @@ from trainwright.replay.experiments import replay
 from trainwright.replay.functions import InputHandler, change_leaves, function_name
 from trainwright.replay.modules import ModuleStack
 from trainwright.replay.replayer import UNCHANGED, Intervention
+from trainwright.replay.samples import losses_of
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trace import replayed_line
 
@@ -318,12 +319,14 @@ def _deviation_along(passes: EvalPasses, size: int, changed: int, dim: int) -> D
 
 
 def _is_free_along_second(passes: EvalPasses) -> bool:
-    """Returns True if the samples are along the second dimension, (T, B, ...), and no loader contradicts."""
+    """Returns True if the samples are along the second dimension, (T, B, ...), and no loader or target contradicts."""
     session = passes.session
     first = session.inputs[0]
     if first.dim() < 2 or is_batch(session):
         return False
     size = int(first.shape[1])
+    if any(len(each.target) == session.size != size for each in losses_of(session) if each.target.dim() == 1):
+        return False
     found = _deviation_along(passes, size, size // 2, 1) if size >= 3 and size != session.size else None
     return found is not None and not found.is_real
 
