@@ -226,6 +226,7 @@ class BatchFacts:
     entropy: float | None = None  # Entropy of the labels in nats; None for targets that are not classes
     leaks: tuple[LeakingColumn, ...] = ()  # Input columns that reveal the label
     padding: PaddedIds | None = None  # The id that pads rows
+    reached: int = 0  # The largest node that an edge names, plus 1, if a loader has joined several graphs; else 0
     offsets: tuple[int, ...] = ()  # For each cross-entropy over tokens, the distance from prediction to target
 
 

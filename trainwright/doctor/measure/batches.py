@@ -22,7 +22,7 @@ from trainwright.doctor.facts.data import (
 )
 from trainwright.doctor.measure.tensors import padding_of
 from trainwright.doctor.measure.tokens import Losses, place
-from trainwright.recorder.program import tensors_of
+from trainwright.recorder.program import constants_of, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import replay
 from trainwright.replay.functions import argument, function_name
@@ -41,6 +41,8 @@ from trainwright.replay.session import ReplaySession
 MAX_ROWS = 256
 MAX_COLUMNS = 16384
 LEARNED_SAMPLES, LEARNED_SAMPLES_PER_CLASS = 512, 32  # the larger number applies; 512 take about 20 ms
+MIN_GRAPHS = 8  # Minimum number of graphs in a batch
+MAX_COMPARED = 2**24  # Maximum number of pairs of an input value and a target value that are compared
 MIN_PADDING = 2  # Minimum number of equal ids at the end of a row that count as padding
 
 
@@ -55,6 +57,7 @@ def batch(session: ReplaySession) -> BatchFacts:
     ids = next((x for x in inputs if not x.is_floating_point() and x.dim() == 2 and x.dtype != torch.bool), None)
     facts = BatchFacts(
         inputs=tuple(map(_spread, inputs)),
+        reached=_reached(session, inputs[0]),
         targets_vary=bool(first and not _is_constant(first.target)),
         classes=first.classes if first else None,
         padding=None if ids is None else padding(ids),
@@ -63,6 +66,36 @@ def batch(session: ReplaySession) -> BatchFacts:
     if first is None or first.target.numel() != len(inputs[0]):
         return facts
     return _with_targets(facts, session, inputs[0], first.target)
+
+
+def _reached(session: ReplaySession, nodes: Tensor) -> int:
+    """Returns the largest node that an edge (2, E) names, plus 1; 0 unless a loader has joined several graphs."""
+    call = session.recorded_step.calls[0]
+    graphs = [len(ids) for ids in session.ids if ids is not None]
+    if len(graphs) != 1 or not MIN_GRAPHS <= graphs[0] < len(nodes) or nodes.dim() < 2:
+        return 0
+    given = [c.tensor for c in constants_of((call.args, call.kwargs)) if c.tensor.dtype == torch.int64]
+    edges = [each for each in given if each.dim() == 2 and len(each) == 2 and each.shape[1] >= len(nodes) // 2]
+    reached = max((int(each.max()) + 1 for each in edges), default=0)
+    return reached if reached <= len(nodes) else 0
+
+
+def _contained(session: ReplaySession, x: Tensor, target: Tensor) -> list[LeakingColumn]:
+    """Returns columns of the input that equal a column of the target on which its prediction depends.
+
+    The target has at most a quarter of the values of the input: it is not the input itself, as in an autoencoder.
+    """
+    if not (
+        x.is_floating_point() and target.is_floating_point() and x.dim() > 1 < target.dim() and len(target) == len(x)
+    ):
+        return []
+    columns, wanted = x.flatten(1), target.flatten(1)
+    if 4 * wanted.shape[1] > columns.shape[1] or columns.numel() * wanted.shape[1] > MAX_COMPARED or len(x) < 16:
+        return []
+    varies = torch.tensor([len(each.unique()) > len(x) // 2 for each in wanted.T], device=x.device)
+    equal = (columns[:, :, None] == wanted[:, None, :]).all(0) & varies
+    pairs = equal.nonzero()[:8].tolist()
+    return [LeakingColumn(column=i, within=0.0, samples=len(x)) for i, j in pairs if _is_seen(session, i, j)]
 
 
 def _offsets(session: ReplaySession, ids: Tensor) -> tuple[int, ...]:

@@ -1,0 +1,35 @@
+from trainwright.doctor import Every, NotApplicable, Results, RunContext, check
+from trainwright.doctor.facts.data import BatchFacts
+
+MAX_REACHED = 0.25  # Fraction of the nodes from the first to the last one that an edge names
+
+
+@check(points_at=("loader", "forward"), stage="input", confidence=0.9)
+def edges_not_shifted(run: RunContext, exams: Every[BatchFacts]) -> Results:
+    """The graphs of a batch are joined without moving their node numbers, so edges connect the wrong nodes.
+
+    Why it matters: all edges are among the nodes of the first graphs. The nodes of the others get no message.
+
+    How it is detected: a loader joins eight or more graphs to one input (nodes, features) with edges (2, E). In every
+    examined batch all edges are among the first quarter of the nodes.
+
+    Usual cause: a collate function concatenates `edge_index`, and adds no offset, or not the sum of the nodes of all
+    graphs before.
+
+    Fix: add the running sum of the numbers of nodes:
+
+        offsets = itertools.accumulate((g.num_nodes for g in graphs[:-1]), initial=0)
+        edge_index = torch.cat([g.edge_index + n for g, n in zip(graphs, offsets)], 1)
+
+    Sources: pyg-team/pytorch_geometric#6884, deepchem PR 3291.
+    """
+    seen = [(facts.reached, facts.inputs[0].shape[0]) for _, facts in exams if facts.reached]
+    if not seen:
+        yield NotApplicable("no loader joins graphs with edges")
+    elif all(reached <= MAX_REACHED * nodes for reached, nodes in seen):
+        reached, nodes = seen[-1]
+        yield run.finding(
+            symptom=f"no edge of the batch names a node beyond number {reached - 1}, and there are {nodes}: the node "
+            "numbers are those within each graph",
+            evidence=[("largest node number of an edge + 1", reached, f"about {nodes}")],
+        )
