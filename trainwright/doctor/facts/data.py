@@ -204,6 +204,7 @@ class LeakingColumn:
     column: int
     within: float
     samples: int
+    is_copy: bool = False  # It equals one of several numbers of the target
 
 
 @dataclass(frozen=True, kw_only=True)

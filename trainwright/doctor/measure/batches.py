@@ -64,7 +64,7 @@ def batch(session: ReplaySession) -> BatchFacts:
         offsets=() if ids is None or first is None or not first.classes else _offsets(session, ids),
     )
     if first is None or first.target.numel() != len(inputs[0]):
-        return facts
+        return facts if first is None else replace(facts, leaks=tuple(_contained(session, inputs[0], first.target)))
     return _with_targets(facts, session, inputs[0], first.target)
 
 
@@ -95,7 +95,9 @@ def _contained(session: ReplaySession, x: Tensor, target: Tensor) -> list[Leakin
     varies = torch.tensor([len(each.unique()) > len(x) // 2 for each in wanted.T], device=x.device)
     equal = (columns[:, :, None] == wanted[:, None, :]).all(0) & varies
     pairs = equal.nonzero()[:8].tolist()
-    return [LeakingColumn(column=i, within=0.0, samples=len(x)) for i, j in pairs if _is_seen(session, i, j)]
+    return [
+        LeakingColumn(column=i, within=0.0, samples=len(x), is_copy=True) for i, j in pairs if _is_seen(session, i, j)
+    ]
 
 
 def _offsets(session: ReplaySession, ids: Tensor) -> tuple[int, ...]:
@@ -117,10 +119,15 @@ def _with_targets(facts: BatchFacts, session: ReplaySession, x: Tensor, target: 
     return replace(facts, samples=len(y), entropy=entropy(y) if are_classes else None, leaks=tuple(found))
 
 
-def _is_seen(session: ReplaySession, column: int) -> bool:
-    """Returns True if the first prediction depends on the column. In an autoregressive density model it does not."""
+def _is_seen(session: ReplaySession, column: int, predicted: int | None = None) -> bool:
+    """Returns True if the predictions, or column ``predicted`` of them, depend on a column of the input.
+
+    In an autoregressive density model they do not.
+    """
     was = _prediction(session, UNCHANGED)
     now = _prediction(session, Intervention(inputs=on_column(column, lambda values: values.roll(1))))
+    if predicted is not None and was is not None and now is not None:
+        was, now = (each.flatten(1)[:, predicted] for each in (was, now))
     return was is None or now is None or not torch.equal(was, now)
 
 

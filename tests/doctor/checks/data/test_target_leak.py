@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+import trainwright as tw
 from tests.doctor.checks.data.loops import exam, said
 from trainwright.doctor.checks.data.target_leak import target_leak
 from trainwright.doctor.facts.data import BatchFacts, LeakingColumn
@@ -60,3 +63,21 @@ def test_a_leak_is_reported_where_it_is_certain() -> None:
     assert said(target_leak, leak(1, 3, within=1e-5), leak(2, 3, within=1e-5)) == ["info"]
     assert not said(target_leak, leak(1, 3))
     assert not said(target_leak, leak(1, 3), leak(2, 7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("known", "codes"), [(True, ["data.target_leak"]), (False, [])], ids=["leak", "healthy"])
+def test_values_to_be_predicted_are_in_the_input(known: bool, codes: list[str]) -> None:
+    """A block of past and future values, of which the future ones are the target."""
+    torch.manual_seed(0)
+    series = torch.randn(400).cumsum(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="all") as watch:
+        for starts in torch.randperm(380)[:192].split(32):
+            block = torch.stack([series[n : n + 16] for n in starts.tolist()])
+            target = block[:, 13:].clone()
+            optimizer.zero_grad()
+            F.mse_loss(model(block if known else block * (torch.arange(16) < 13)), target).backward()
+            optimizer.step()
+    assert [each.code for each in watch.findings() if each.code == "data.target_leak"] == codes

@@ -13,9 +13,10 @@ def target_leak(run: RunContext, every: Every[BatchFacts]) -> Results:
 
     How it is detected: in two examinations, the column is constant within each class and differs between classes, or is
     a linear function of a numeric target. One examination is enough if this is exact on 48 samples. The prediction must
-    depend on the column.
+    depend on the column. Of a target with several numbers, one equals the column; then one examination is enough.
 
-    Exceptions: strong features, which still vary within a class.
+    Exceptions: strong features, which still vary within a class; targets of more than a quarter of the values of the
+    input, as in an autoencoder.
 
     Usual cause: the target, or a value computed from it, was left among the features.
 
@@ -23,7 +24,7 @@ def target_leak(run: RunContext, every: Every[BatchFacts]) -> Results:
 
     Fix: drop that column; compute target encodings within the training fold only.
 
-    Sources: DLCheck; arXiv 2412.11304.
+    Sources: DLCheck; arXiv 2412.11304; sktime/pytorch-forecasting#883.
     """
     exams = [facts for _, facts in every if facts.leaks]
     if len(exams) < 2 and not (exams and _is_exact(exams[0].leaks[0])):
@@ -42,4 +43,4 @@ def target_leak(run: RunContext, every: Every[BatchFacts]) -> Results:
 
 
 def _is_exact(leak: LeakingColumn) -> bool:
-    return leak.within < MAX_ROUNDING_VARIANCE and leak.samples >= MIN_SAMPLES_IF_EXACT
+    return leak.is_copy or (leak.within < MAX_ROUNDING_VARIANCE and leak.samples >= MIN_SAMPLES_IF_EXACT)
