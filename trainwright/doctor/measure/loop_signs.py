@@ -23,6 +23,7 @@ DISTANCES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 RECONSTRUCTIONS = DISTANCES | {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 STEPS_OF_PROGRAM = 8  # The first steps, whose program is read
 MIN_STEPS = 4  # Minimum number of observations. All but the first must show the sign
+MAX_WEIGHTS = 4  # Maximum number of products with weights of samples that are read in a step
 MIN_UNIFORM = 512  # Elements of a target whose distribution is tested
 MAX_UNIFORM = 8192
 MIN_FEATURES = 32  # Minimum number of elements of a sample. With fewer, the mean is not far below the sum
@@ -116,6 +117,7 @@ class LoopSigns:
         self._noise = UniformNoise()
         self._device = torch.device("cpu")  # of the ratios
         self._random_state: Tensor | None = None  # at the end of the last examined step
+        self._weights: list[tuple[Tensor, str | None]] = []  # of the samples in this step, with lines
         self.forget()
 
     def forget(self) -> None:
@@ -141,6 +143,11 @@ class LoopSigns:
                     self._show("reordered", plain, torch.ones((), dtype=torch.bool))
             elif plain == "ctc_loss" and len(args) > 3:
                 self._note_blank(args, kwargs)
+            elif plain in ("mul", "rmul") and len(args) > 1 and len(self._weights) < MAX_WEIGHTS:
+                pair = [each for each in args[:2] if isinstance(each, Tensor) and each.dim() == 1]
+                if len(pair) == 2 and pair[0].shape == pair[1].shape and sum(each.requires_grad for each in pair) == 1:
+                    weights = next(each for each in pair if not each.requires_grad)
+                    self._weights.append((weights.double().clone(), caller()))
             if plain in DISTANCES and len(args) > 1:
                 self._note_attached(plain, args[0], args[1])
 
@@ -194,11 +201,31 @@ class LoopSigns:
     def end_step(self, step: RecordedStep) -> None:
         """Reads the program of one of the first steps."""
         self._random_state = _random_state(self._device)
+        weights, self._weights = self._weights, []
         if step.step > STEPS_OF_PROGRAM:
             return
+        for each, line in weights[:1]:
+            self._note_groups(step, each, line)
         with torch.no_grad():
             self._note_noise_target(step)
         self._note_reductions(step, terms_of(step))
+
+    def _note_groups(self, step: RecordedStep, weights: Tensor, line: str | None) -> None:
+        """Records whether advantages were normalised over consecutive samples, and samples of a prompt are apart."""
+        inputs = [each for each in _inputs_of(step) if each.dim() and len(each) == len(weights)]
+        if not inputs or len(weights) < 4:
+            return
+        rows = inputs[0].flatten(1) if inputs[0].dim() > 1 else inputs[0][:, None]
+        prompts = _groups(rows)
+        if prompts is None and not rows.is_floating_point() and rows.shape[1] > 3:
+            prompts = _groups(rows[:, : rows.shape[1] // 4])  # an answer follows
+        if prompts is not None:
+            size = len(weights) // (int(prompts.max()) + 1)
+            sums = torch.zeros(len(weights) // size, dtype=weights.dtype, device=weights.device)
+            limit = 1e-3 * weights.abs().sum()
+            in_a_row = weights.view(-1, size).sum(1).abs().sum()
+            of_prompt = sums.index_add(0, prompts, weights).abs().sum()
+            self._show("groups_mixed", "mul", (in_a_row < limit) & (of_prompt > 10 * limit), line)
 
     def _note_noise_target(self, step: RecordedStep) -> None:
         """Records whether a prediction is compared with uniform noise that is part of the model's input."""
@@ -238,11 +265,21 @@ class LoopSigns:
                     self._values[key] = ratio
 
     def found(self) -> Iterator[LossSign]:
-        """Yields the signs that every observation after the first has shown. Synchronizes with the device."""
+        """Yields the signs that every observation after the first has shown. Synchronizes with the device.
+
+        One observation is enough for sums of advantages, which are not 0 by chance.
+        """
         for key, shown in self._shown.items():
             values = torch.stack([each.cpu() for each in shown]).tolist()
-            if len(values) >= MIN_STEPS and all(values[1:]):
+            if (len(values) >= MIN_STEPS and all(values[1:])) or (key[0] == "groups_mixed" and all(values)):
                 yield LossSign(key[0], key[1], len(values), key[2], self._values.get(key, 0.0))
+
+
+def _groups(rows: Tensor) -> Tensor | None:
+    """Returns the group of equal rows that each row belongs to; None unless there are several of one size above 1."""
+    _, groups, counts = torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
+    is_even = len(counts) > 1 and int(counts.min()) == int(counts.max()) > 1
+    return groups if is_even else None
 
 
 def _random_state(device: torch.device) -> Tensor:
