@@ -38,6 +38,8 @@ class MeasuredLoss:
     ignored: float = 0.0  # Fraction of the targets that ignore_index leaves out
     ignored_class: int | None = None  # The ignore_index if it is a valid class, else None
     ignored_inside: float = 0.0  # Fraction of the sequences with a target of that index between others
+    rows_without: float = 0.0  # Fraction of rows without a target, if those of the others follow an ignored beginning
+    weights_of: tuple[int, ...] = ()  # If class weights fit the frequencies of other classes: these, for each class
     reverses: bool = False  # A custom autograd Function is between the parameters and the input
 
 

@@ -198,6 +198,9 @@ MIN_STEPS_WITH_SIGN = (
     3  # Number of examined steps with a mistake before it is reported, because one step may have it by chance
 )
 MAX_CALLS = 32  # Maximum number of measured calls per step
+MIN_TARGETS_PER_CLASS = 40  # Mean number of targets of a class from which their frequencies are compared with weights
+MIN_FIT, MIN_GAIN_OF_FIT = 0.95, 0.3
+"""Correlation of log weights with log frequencies of other classes (minimum), and its gain over the same classes."""
 MAX_LOG_PROBABILITY = 1e-3  # Maximum log-probability that is accepted: 0, and a margin for rounding
 BOUNDED_BELOW = CLASSES | BINARY | DISTANCES | {
     "kl_div", "ctc_loss", "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss",
@@ -231,6 +234,7 @@ class _CallSite:
     steps: int = 0
     early: list[dict[str, float]] = field(default_factory=list)
     sums: tuple[Tensor, float | Tensor] | None = None
+    weight: Tensor | None = None
     gradient_extremes: list[Tensor] = field(default_factory=list)
     directions: list[int] = field(default_factory=list)
 
@@ -531,7 +535,7 @@ class LossCalls:
             known = site.sums
             if known is not None and known[0].shape == sums.shape:
                 sums, number = sums + known[0], number + known[1]
-            site.sums = sums, number
+            site.sums, site.weight = (sums, number), loss.rest.get("weight")
             row: Row = {
                 "value": loss.value(loss.x, loss.target),
                 "constant": loss.of_constant(sums / number),
@@ -691,9 +695,28 @@ def _loss_direction(op: str, extremes: Sequence[float]) -> int:
     low, high, is_sparse = extremes
     if not math.isfinite(low) or not math.isfinite(high) or low * high <= 0 or abs(high - low) > 1e-2 * abs(high):
         return 0
+        weights_of=() if site.sums is None or site.weight is None else _classes_of(site.weight, site.sums[0]),
     if op == "log_softmax":
         return 0 if not is_sparse else -1 if low > 0 else 1
     return 1 if low > 0 else -1
+def _classes_of(weight: Tensor, counts: Tensor) -> tuple[int, ...]:
+    """Returns for each class weight the class whose frequency it fits; () if it may be its own.
+
+    The weights may be in the order of the class numbers as text, or one class further.
+    """
+    numbers = range(len(counts))
+    n = counts.detach().double().cpu()
+    if len(numbers) < 5 or weight.shape != counts.shape or not n.all() or n.mean() < MIN_TARGETS_PER_CLASS:
+        return ()
+    w = weight.detach().double().cpu()
+    if not (w > 0).all() or n.log().std() < 0.3 or w.log().std() < 0.1:
+        return ()
+    orders = [[*numbers], sorted(numbers, key=str), [*numbers[1:], 0], [numbers[-1], *numbers[:-1]]]
+    fits = [float(-torch.corrcoef(torch.stack([w.log(), n[order].log()]))[0, 1]) for order in orders]
+    best = max(range(len(orders)), key=fits.__getitem__)
+    return tuple(orders[best]) if fits[best] > max(MIN_FIT, fits[0] + MIN_GAIN_OF_FIT) else ()
+
+
 
 
 class LossListener(Probe):
