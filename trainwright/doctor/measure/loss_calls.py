@@ -279,6 +279,7 @@ class LossCalls:
         if self.loop_signs is not None:
             self.loop_signs.forget()
         self._with_new_dimension: TensorNotes[None] = TensorNotes()
+        self._lengths: TensorNotes[int] = TensorNotes()  # of the rows that were made one
         self._residuals: TensorNotes[tuple[Tensor, Tensor]] = TensorNotes()
         # for results of softmax and sigmoid: (module path, line of the call); no line for nn.Softmax and nn.Sigmoid
         self._probabilities: TensorNotes[tuple[str | None, str | None]] = TensorNotes()
@@ -357,6 +358,12 @@ class LossCalls:
 
     def _record_operation(self, name: str, plain: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
         first = args[0]
+        if (
+            plain in ("flatten", "view", "reshape", "contiguous")
+            and not first.is_floating_point()
+            and result.dim() == 1
+        ):
+            self._lengths[result] = first.shape[1] if first.dim() == 2 else 0
         if name in ADDS_DIMENSION:
             self._with_new_dimension[result] = None
         if name in ("softmax", "log_softmax", "exp", "clamp") and isinstance(first, Tensor):
@@ -519,6 +526,10 @@ class LossCalls:
         if call is None:
             return
         site.fixed["ignored"] = float((call.target < 0).double().mean())
+        length = self._lengths.get(target) or (target.shape[1] if target.dim() == 2 else 0)
+        if length > 2:
+            without = _rows_without(call.target.reshape(-1, length) >= 0)
+            site.fixed["rows_without"] = min(without, site.fixed.get("rows_without", 1.0))
         if not 0 <= call.ignore_index < call.classes:
             return
         site.fixed["ignored_class"] = call.ignore_index
@@ -652,6 +663,20 @@ def _fraction_inside(left_out: Tensor) -> float:
     return float((left_out & carries_later & carries_before).any(1).double().mean())
 
 
+def _rows_without(counts: Tensor) -> float:
+    """Returns the fraction of rows in which no target counts; 0 unless the others have an ignored beginning.
+
+    In nine of ten rows with targets these are in a row and begin after two or more ignored ones: they are answers.
+    """
+    total = counts.sum(1)
+    rows = counts[total > 0].long()
+    if not len(rows) or len(rows) == len(counts):
+        return 0.0
+    first, last = rows.argmax(1), counts.shape[1] - 1 - rows.flip(1).argmax(1)
+    is_answer = (first > 1) & (last - first + 1 == rows.sum(1))
+    return float((total == 0).double().mean()) if float(is_answer.double().mean()) >= 0.9 else 0.0
+
+
 def _length_of_sequences(x: Tensor, target: Tensor) -> int:
     """Returns the length T of target sequences (B, T), which may have been flattened; 0 if unknown."""
     before = [each._base for each in (target, x) if each._base is not None]
@@ -670,7 +695,26 @@ def _call(site: _CallSite) -> MeasuredLoss:
         values=(_column(early, "value"), _column(rows, "value")),
         rows=tuple((r["value"], r["constant"], r["shuffled"]) for r in rows if r.get("varies")),
         outside=min((row["outside"] for row in rows if "outside" in row), default=0.0),
+        weights_of=() if site.sums is None or site.weight is None else _classes_of(site.weight, site.sums[0]),
     )
+
+
+def _classes_of(weight: Tensor, counts: Tensor) -> tuple[int, ...]:
+    """Returns for each class weight the class whose frequency it fits; () if it may be its own.
+
+    The weights may be in the order of the class numbers as text, or one class further.
+    """
+    numbers = range(len(counts))
+    n = counts.detach().double().cpu()
+    if len(numbers) < 5 or weight.shape != counts.shape or not n.all() or n.mean() < MIN_TARGETS_PER_CLASS:
+        return ()
+    w = weight.detach().double().cpu()
+    if not (w > 0).all() or n.log().std() < 0.3 or w.log().std() < 0.1:
+        return ()
+    orders = [[*numbers], sorted(numbers, key=str), [*numbers[1:], 0], [numbers[-1], *numbers[:-1]]]
+    fits = [float(-torch.corrcoef(torch.stack([w.log(), n[order].log()]))[0, 1]) for order in orders]
+    best = max(range(len(orders)), key=fits.__getitem__)
+    return tuple(orders[best]) if fits[best] > max(MIN_FIT, fits[0] + MIN_GAIN_OF_FIT) else ()
 
 
 def _column(rows: Sequence[dict[str, float]], key: str) -> tuple[float, ...]:
@@ -695,28 +739,9 @@ def _loss_direction(op: str, extremes: Sequence[float]) -> int:
     low, high, is_sparse = extremes
     if not math.isfinite(low) or not math.isfinite(high) or low * high <= 0 or abs(high - low) > 1e-2 * abs(high):
         return 0
-        weights_of=() if site.sums is None or site.weight is None else _classes_of(site.weight, site.sums[0]),
     if op == "log_softmax":
         return 0 if not is_sparse else -1 if low > 0 else 1
     return 1 if low > 0 else -1
-def _classes_of(weight: Tensor, counts: Tensor) -> tuple[int, ...]:
-    """Returns for each class weight the class whose frequency it fits; () if it may be its own.
-
-    The weights may be in the order of the class numbers as text, or one class further.
-    """
-    numbers = range(len(counts))
-    n = counts.detach().double().cpu()
-    if len(numbers) < 5 or weight.shape != counts.shape or not n.all() or n.mean() < MIN_TARGETS_PER_CLASS:
-        return ()
-    w = weight.detach().double().cpu()
-    if not (w > 0).all() or n.log().std() < 0.3 or w.log().std() < 0.1:
-        return ()
-    orders = [[*numbers], sorted(numbers, key=str), [*numbers[1:], 0], [numbers[-1], *numbers[:-1]]]
-    fits = [float(-torch.corrcoef(torch.stack([w.log(), n[order].log()]))[0, 1]) for order in orders]
-    best = max(range(len(orders)), key=fits.__getitem__)
-    return tuple(orders[best]) if fits[best] > max(MIN_FIT, fits[0] + MIN_GAIN_OF_FIT) else ()
-
-
 
 
 class LossListener(Probe):

@@ -1,0 +1,33 @@
+from trainwright.doctor import Every, Results, RunContext, Where, check
+from trainwright.doctor.facts.loss import LossFacts, over_most_steps
+
+MIN_FRACTION = 0.1  # Minimum fraction of the rows, in every examined step
+MIN_STEPS = 4
+
+
+@check(stage="label", confidence=0.85, since_step=1)
+def rows_without_labels(run: RunContext, exams: Every[LossFacts]) -> Results:
+    """A part of the rows has no label at all: every token is ignored, so these rows never enter the loss.
+
+    Why it matters: what these rows are meant to teach is never learned, and the loss looks normal.
+
+    How it is detected: the loss is over the answers of texts: its targets follow an ignored beginning. In at least a
+    tenth of the rows of every examined step all targets are ignored.
+
+    Exceptions: losses whose other rows have labels at their first tokens, or here and there.
+
+    Usual cause: the template that marks the answer is not found, because it is tokenized differently in its context; or
+    the rows were truncated before the answer.
+
+    Fix: search for the token ids of the template as they are in the text, and drop or count rows without labels.
+
+    Sources: huggingface/trl#598, huggingface/trl#1183.
+    """
+    for each in over_most_steps(exams).given:
+        if each.rows_without >= MIN_FRACTION and each.steps >= MIN_STEPS:
+            yield run.finding(
+                symptom=f"in every examined step at least {each.rows_without:.0%} of the rows have no label: all of "
+                "their targets are ignored",
+                where=Where(op=each.op, source=each.line),
+                evidence=[("smallest fraction of rows without a label", round(each.rows_without, 3), 0)],
+            )
