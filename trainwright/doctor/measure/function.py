@@ -448,9 +448,8 @@ def function(session: ReplaySession) -> FunctionFacts:
     """Replays the forward pass in eval mode with other neighbours, in another order, and without padding."""
     passes = EvalPasses(session)
     with passes.in_one_stage():
-        carried, written = _again(passes)
-        noise = passes.deviation(passes.run(Intervention(fresh_rng=True, model=_other_random_numbers)))
-        repeats = not noise.is_real and not carried.is_real
+        again, written = _again(passes)
+        repeats = not again.is_real
         related = why_related(passes) if session.inputs else "no input"
         without_padding, pad = padding(passes) if repeats else (None, "")
         return FunctionFacts(
@@ -472,10 +471,10 @@ def _other_random_numbers() -> Iterator[None]:
 
 
 def _again(passes: EvalPasses) -> tuple[Deviation, tuple[str, ...]]:
-    """Returns the deviation of a second call from the first, and the buffers that the calls wrote to."""
+    """Returns the deviation of a second call with other random numbers, and the buffers that the calls wrote to."""
     before = {name: buffer.clone() for name, buffer in _buffers(passes.session).items()}
     passes.run()
-    again = passes.deviation(passes.run())
+    again = passes.deviation(passes.run(Intervention(fresh_rng=True, model=_other_random_numbers)))
     now = _buffers(passes.session)
     same = {n for n in before.keys() & now.keys() if torch.equal(before[n].nan_to_num(), now[n].nan_to_num())}
     return again, tuple([name for name in now if name not in same][:8])
