@@ -104,6 +104,7 @@ class UniformNoise:
                     return True
                 self._is_mixed |= not self._scaled[noise] and other.shape == noise.shape
             elif plain in DISTANCES | {"sub", "rsub"} and noise in self._uniform and noise not in self._scaled:
+        self._grouped: dict[int, str | None] = {}  # line that groups this number of samples without a graph
                 return self._is_mixed and other.requires_grad and other.shape == noise.shape
         return False
 
@@ -138,8 +139,10 @@ class LoopSigns:
                 operands = [each.data_ptr() for each in args[:2] if isinstance(each, Tensor)]
                 if len(set(operands)) == 2 and isinstance(result, Tensor):
                     self._differences[result] = None
-            elif plain in ("view", "reshape") and isinstance(result, Tensor) and result.requires_grad:
-                if is_reordered(args[0].shape, result.shape):
+            elif plain in ("view", "reshape") and isinstance(result, Tensor):
+                if not result.requires_grad and args[0].dim() == 1 and result.dim() == 2:
+                    self._grouped[len(args[0])] = caller()
+                elif result.requires_grad and is_reordered(args[0].shape, result.shape):
                     self._show("reordered", plain, torch.ones((), dtype=torch.bool))
             elif plain == "ctc_loss" and len(args) > 3:
                 self._note_blank(args, kwargs)
@@ -147,7 +150,7 @@ class LoopSigns:
                 pair = [each for each in args[:2] if isinstance(each, Tensor) and each.dim() == 1]
                 if len(pair) == 2 and pair[0].shape == pair[1].shape and sum(each.requires_grad for each in pair) == 1:
                     weights = next(each for each in pair if not each.requires_grad)
-                    self._weights.append((weights.double().clone(), caller()))
+                    self._weights.append((weights.double().clone(), self._grouped.get(len(weights)) or caller()))
             if plain in DISTANCES and len(args) > 1:
                 self._note_attached(plain, args[0], args[1])
 

@@ -7,7 +7,7 @@ MIN_COUNT_RATIO = 1.5  # Largest count / smallest count
 MIN_RELATIVE_ERROR = 0.25  # Relative distance of a micro-batch's weight from its fraction of the targets
 
 
-@check(points_at="backward", stage="loss", confidence=0.85)
+@check(points_at=("op:cross_entropy", "op:nll_loss", "backward"), stage="loss", confidence=0.85)
 def accumulation_token_weighting(run: RunContext, exams: Every[AccumulationFacts]) -> Results:
     """Micro-batches with unequal numbers of targets have equal weights, so targets of short ones count too much.
 

@@ -1,4 +1,4 @@
-from trainwright.doctor import Every, Results, RunContext, check
+from trainwright.doctor import Every, Results, RunContext, Where, check
 from trainwright.doctor.facts.calls import CallsFacts, has_closure, kinds
 from trainwright.runs.records import Watched
 
@@ -57,6 +57,7 @@ def missing_zero_grad(run: RunContext, latest: CallsFacts, exams: Every[CallsFac
             since_step=seen[0][0],
             evidence=[
                 ("norm of gradients left from before the step", norm, 0.0),
+            where=Where(module=latest.optimizers[number].module or None) if of_one else Where(),
                 ("norm at the update", by_step[step].grad_norm),
             ],
         )

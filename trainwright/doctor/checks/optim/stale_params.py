@@ -1,4 +1,4 @@
-from trainwright.doctor import RemedyTrial, Results, RunContext, check
+from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check
 from trainwright.doctor.facts.calls import CallsFacts
 
 
@@ -30,6 +30,7 @@ def stale_params(run: RunContext, facts: CallsFacts) -> Results:
         symptom=f"{len(facts.missing)} parameters get gradients and do not change; {stale} of the optimizer's {held} "
         "tensors are not in the model",
         severity="critical" if facts.missing_share > 0.3 else "warning",
+        where=Where(module=facts.missing[0].rpartition(".")[0] or None),
         evidence=[("tensors of the optimizer that are not in the model", stale, 0)],
         trial=RemedyTrial("with_optimizer", {"names": list(facts.missing)}),
     )
